@@ -40,9 +40,9 @@
 #define LH_TEST_IS_SLOW (LH_TEST_IS_SANITIZED || LH_TEST_IS_EMULATED)
 
 /*
- * The factor for bars in seconds of CPU time. Most of such a time on a busy shared machine is spent
- * on memory that the host first has to find again, and CI's machines may be 30 times slower; only
- * CI's own limit tells that a program runs there.
+ * The factor for limits on CPU time. On a busy shared machine most of such a time is spent on
+ * memory that the host first has to provide, and CI's machines may be 30 times slower; only CI's
+ * own limit tells a program that it runs there.
  */
 __attribute__((unused)) static double lh_test_slowness(void)
 {

@@ -1,6 +1,6 @@
 /*
- * Shared by the engine's tests: waiting for an engine with a thread of its own, and polling one
- * that has none (rig_opts.manual); and what is checked at the end of a step or of a test.
+ * Functions of the engine's tests that wait for an engine with its own thread or poll one without
+ * (rig_opts.manual), and that check the end of a step or of a test.
  */
 #ifndef LH_TEST_RIG_WAIT_H
 #define LH_TEST_RIG_WAIT_H

@@ -99,9 +99,7 @@ static struct lh_adam_run run_of(const struct arrays *arrays, uint64_t count, si
     };
 }
 
-/*
- * Return an element's bits: mostly as in training; sometimes any bits, a denormal or a special value.
- */
+/* Return bits of an element: mostly as in training; sometimes any bits, a denormal or special. */
 static uint32_t bits_any(uint64_t *random, int array)
 {
     uint64_t r = lh_test_random(random);

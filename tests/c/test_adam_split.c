@@ -5,7 +5,8 @@
 #include "lh_test.h"
 
 /*
- * Return whether p16 is the nearest bf16 (ties: either), by distances in double; infinity is 2^128.
+ * Return whether p16 is the nearest bf16 by distances in double, ties away from zero; infinity
+ * counts as 2^128.
  */
 static bool is_nearest(uint32_t bits, uint16_t p16)
 {

@@ -79,7 +79,7 @@ static bool is_refused(void)
     return true;
 }
 
-/* Return the victim's place among the requests that are being taken, or taken if it is not there. */
+/* Return the victim's place among the requests that are taken now, or taken if it is elsewhere. */
 static uint32_t victim_of(uint32_t taken)
 {
     bool is_here = kernel.change != CHANGE_NONE && kernel.change_at >= kernel.taken_count &&

@@ -366,10 +366,7 @@ static void test_restored(void)
         disk_copy(world, damaged);
         file_restore(older[step], 0);
         int rc = open_at(false, NULL, &store);
-        /*
-         * The result is exactly the previous step: a crash in the last commit leaves this,
-         * undamaged.
-         */
+        /* This is exactly the previous step, as a crash in the last commit leaves it. */
         LH_CHECK(rc == (step + 1 == NEWEST_STEP ? 0 : -ESTALE));
         if (rc == 0)
             LH_CHECK(lh_store_step(store) == step && fixture_holds_step(store, step));

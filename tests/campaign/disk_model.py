@@ -1,11 +1,11 @@
-"""What a disk may hold after power was cut, from a log of file calls (calls.h).
+"""Compute what a disk may hold after a power cut, from a log of file calls (calls.h).
 
-What a sync has covered is there. Of everything else any part may be:
+Everything that a sync has covered is there. Of everything else any part may be there:
 
-* A write that no sync of its file has followed is lost, kept or torn: any of its sectors of 512
-  bytes. So are changes of a file's size. Writes of one file do not keep their order.
-* A name that was made, changed or removed counts after a sync of its directory. Before that, the
-  changes of one directory are kept up to some point, and those of another one up to another. A
+* A write without a later sync of its file is lost, kept or torn: any of its sectors of 512 bytes
+  may be missing. The same applies to changes of a file's size. Writes of one file may be reordered.
+* A name that was made, changed or removed is durable after a sync of its directory. Before that,
+  the changes of one directory are kept up to some point, and those of another one up to another. A
   rename from one directory to another is one change of both.
 * A sync of a file does not cover its name.
 """

@@ -1,12 +1,11 @@
-"""Ctrl-C at every point of a training run in Python.
+"""Raise KeyboardInterrupt at every point of a training run in Python.
 
 `make interrupts ARGS="--count 1000"`: a run makes a store, trains, edits a parameter, commits,
 copies its store, closes, resumes and trains to its end. KeyboardInterrupt is raised at the N-th
-line of lohan's own code, at the N-th file call of any of its threads, or after some time. After an
-interrupt, the run continues as a user in a notebook would: with the same session or, if that is
-rejected by an error that has a name, with another one that resumes. Either way the run has to
-end at the bits of one that was not interrupted. Prints one JSON line; the exit status is 1 if a run
-did not.
+line of lohan's own code, at the N-th file call of any of its threads, or after some time. After
+that, the run continues as a user of a notebook would: with the same session or, if a named error
+rejects that, with a new one that resumes. In both cases the final bits must be those of a run that
+was not interrupted. The script prints one JSON line; the exit status is 1 if they were not.
 """
 
 from __future__ import annotations

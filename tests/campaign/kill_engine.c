@@ -1,6 +1,6 @@
 /*
- * The world of the engine: training by several schedules, with commits of each step, of every third
- * and only when asked for, over one directory and two.
+ * The engine: training with several schedules, with commits of each step, of every third one and
+ * only on request, in one directory and in two.
  */
 #include "engine_fixture.h"
 #include "kill_worker.h"

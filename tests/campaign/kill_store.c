@@ -1,6 +1,6 @@
 /*
- * The world of the store alone: edits of whole extents and of parts of them, commits, copies into
- * another store, with two slots and with one, over one to three directories.
+ * The store alone: edits of whole extents and of parts of them, commits, and copies into another
+ * store, with two slots and with one, in one to three directories.
  */
 #include "kill_worker.h"
 #include "lh_test.h"

@@ -1,16 +1,16 @@
 /*
- * SIGKILL at every point of a store's life.
+ * Send SIGKILL at every point of a store's life.
  *
  *      kill_worker WORLD COUNT SEED
  *
- * A life is a process that makes a store or opens it, trains for some steps and closes it. It is
+ * A life is a process that creates a store or opens it, trains for some steps and closes it. It is
  * killed at its N-th file call (before it, after it, or half-way through a write), or after some
- * time. N runs over all calls of a life, so that after as many kills each point was hit. Then a
- * process of its own opens the store: it must be at a step between the newest that was committed
- * and the newest that was begun, bit for bit, or, if it was still being made, be refused by name.
- * The next life continues from there.
+ * time. N advances over all calls of a life, so that enough kills cover each point. Then a separate
+ * process opens the store: it must be at a step between the newest committed one and the newest
+ * begun one, bit for bit, or, if it was still being created, be rejected with a named error. The
+ * next life continues from there.
  *
- * Prints one JSON line. The exit status is 1 if a store was not what it had to be; it is kept then.
+ * The program prints one JSON line. If a store is wrong, it is kept, and the exit status is 1.
  */
 #include "kill_worker.h"
 

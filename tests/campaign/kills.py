@@ -1,8 +1,8 @@
-"""SIGKILL at every point: of the core's engine and store, and of Python sessions.
+"""Send SIGKILL at every point: to the core's engine and store, and to Python sessions.
 
-`make kills ARGS="--count 10000"`: nine tenths of the kills are of kill_worker.c, one tenth is of
-lives.py. Prints a JSON line for each world and one for all; the exit status is 1 if a store was not
-what it had to be.
+`make kills ARGS="--count 10000"`: nine tenths of the kills use kill_worker.c, one tenth uses
+lives.py. The script prints a JSON line for each world and one for all of them; the exit status is 1
+if a store was wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lives of real sessions: a process makes a store or resumes it, trains, copies, exports, closes.
 
-Every number follows from the step, so that a store has one legal digest for each step; after steps
-at which the user edits a parameter, it has two. Lives run in children of a process that has torch
-imported and has no threads, because a fork takes milliseconds and an import takes seconds.
+All numbers follow from the step, so a store has one legal digest for each step, or two after a step
+at which the user edits a parameter. Lives run in children of a process that has imported torch and
+has no threads, because a fork takes milliseconds and an import takes seconds.
 """
 
 from __future__ import annotations

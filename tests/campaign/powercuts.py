@@ -1,10 +1,11 @@
 """Power cuts below the file interface: of stores, journals, copies, exports and checkpoints.
 
 `make powercuts ARGS="--count 500"`: lives of real sessions are recorded, some of them killed and
-resumed. Then power is cut at many places of each record: a folder is made of what a disk may hold
-then (disk_model.py), and a session resumes there. It has to be at a step that was promised, bit for
-bit; so do copies and exports, which are whole or not there. In a fifth of them, training continues.
-Prints a JSON line for each world and one for all; the exit status is 1 if one was wrong.
+resumed. Then power is cut at many places of each record: disk_model.py makes a folder that a disk
+may hold at that time, and a session resumes there. It has to be at a promised step, bit for bit;
+copies and exports have to be complete or absent. In a fifth of the cases training continues. The
+script prints a JSON line for each world and one for all of them; the exit status is 1 if one was
+wrong.
 """
 
 from __future__ import annotations

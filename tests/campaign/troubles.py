@@ -1,8 +1,9 @@
-"""Troubles that other programs and the machine make, each once: `make troubles`.
+"""Troubles that other programs and the machine cause, each once: `make troubles`.
 
-A disk that others fill, a disk that fails, a process that is stopped and continued, one that the
-kernel kills because memory is short. Each ends with a store that resumes at a legal step, bit for
-bit. What this machine does not allow is skipped, and the reason is said. Prints a JSON line each.
+The troubles are a disk that others fill, a disk that fails, a process that is stopped and
+continued, and one that the kernel kills because memory is short. After each of them the store
+resumes at a legal step, bit for bit. Troubles that this machine does not allow are skipped with the
+reason. The script prints one JSON line for each.
 """
 
 from __future__ import annotations

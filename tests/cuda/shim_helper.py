@@ -57,12 +57,12 @@ class Shim:
         nbytes: int,
         count: int,
     ) -> list[float]:
-        """Seconds that each direction took for count copies of nbytes, in and out at once.
+        """Return the seconds that each direction took for count copies of nbytes, both at once.
 
         Args:
-            pairs: memory of the host and of the device for copies in and out; None: not that way.
-            nbytes: of a copy.
-            count: of copies in each direction.
+            pairs: memory of the host and of the device for copies in and out; None: no copies.
+            nbytes: the size of a copy.
+            count: the number of copies in each direction.
         """
         both = [[0 if pair is None else pair[side].data_ptr() for pair in pairs] for side in (0, 1)]
         host, device = ((ctypes.c_void_p * 2)(*addresses) for addresses in both)

@@ -1,9 +1,9 @@
 /*
- * What the fuzz targets share: an input that is read piece by piece, and checksums that are made
- * right, so that what is behind them is tested as well.
+ * Shared by the fuzz targets: an input that is read piece by piece, and checksums that are
+ * corrected, so that the code after the check is tested as well.
  *
- * The first byte of most inputs says which checksums are to be right. Bytes behind an input's end
- * are zeros, so that small inputs describe whole structures.
+ * The first byte of most inputs selects the checksums that are corrected. After its end an input
+ * consists of zeros, so that small inputs describe complete structures.
  */
 #ifndef LH_TEST_FUZZ_H
 #define LH_TEST_FUZZ_H

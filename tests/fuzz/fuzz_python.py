@@ -3,9 +3,9 @@
     fuzz_python.py                 every target for ten seconds
     fuzz_python.py --seconds 600 --only journal
 
-A parser may refuse what it is given by an error of lohan's, and by no other; what is a cache may
-only be ignored. Hypothesis draws the changes and makes what fails small. Of each target the lines
-of its parsers that ran are counted and printed; 95 % is the least.
+A parser may reject its input only with one of lohan's errors; the content of a cache may only be
+ignored. Hypothesis draws the changes, and reduces inputs that fail. For each target, the share of
+its parsers' lines that ran is printed; less than 95 % fails.
 """
 
 from __future__ import annotations

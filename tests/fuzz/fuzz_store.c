@@ -1,13 +1,13 @@
 /*
- * Opening a store whose files an enemy, a broken drive or a lost write has changed.
+ * Open a store whose files were changed by an attacker, a broken drive or a lost write.
  *
- * Stores are made by lh_store_create() in memory, so that the inputs stay as small as what they
- * change: a kind of store, flags, and a list of changes. Checksums are made right afterwards where
- * the flags say so. What opens must be whole in itself: everything that it describes can be asked,
- * read, written, committed and opened again.
+ * lh_store_create() makes the stores in memory, so that inputs are as small as their changes: a
+ * kind of store, flags, and a list of changes. Afterwards checksums are corrected as the flags say.
+ * A store that opens must be consistent: everything that it describes can be queried, read,
+ * written, committed and opened again.
  *
- * The files of version 1 are made from those of version 2. What the input cannot reach is a store
- * whose memory runs out, and file calls that csrc/store makes before it has read anything.
+ * The files of version 1 are made from those of version 2. Inputs cannot reach a lack of memory,
+ * nor file calls that csrc/store makes before it has read anything.
  *
  *      input:  kind, flags, { verb, file, region, offset (2 bytes), count, bytes... }...
  */

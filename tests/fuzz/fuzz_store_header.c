@@ -1,8 +1,8 @@
 /*
- * Control structures of a store that an enemy wrote: header, table, superblock and manifest, with
- * checksums made right so that the checks behind them are what is tested.
+ * Decode a store's control structures that an attacker wrote: header, table, superblock and
+ * manifest, with corrected checksums, so that the code after these checks is tested.
  *
- * What decodes must be placeable: every extent maps into its files, and nothing overflows.
+ * Decoded structures must be usable: every extent maps into its files, and nothing overflows.
  *
  *      clang -fsanitize=fuzzer,address,undefined -Icsrc tests/fuzz/fuzz_store_header.c <csrc/...>
  *      gcc ... tests/fuzz/fuzz_store_header.c tests/fuzz/replay_main.c <csrc/...>; ./a.out FILE...

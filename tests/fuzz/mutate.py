@@ -1,7 +1,7 @@
-"""Changes of real samples, drawn by hypothesis, so that what fails is made small.
+"""Changes of real samples, drawn by hypothesis, so that inputs that fail can be reduced.
 
-A change is of bytes (set, flip, cut, repeat, put in between) or, where a sample is JSON, of its
-values: one is replaced by another kind of value, left out, or given twice.
+A change affects bytes (set, flip, cut, repeat, insert) or, if a sample is JSON, its values: one is
+replaced by another kind of value, left out, or duplicated.
 """
 
 from __future__ import annotations

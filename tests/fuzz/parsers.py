@@ -41,16 +41,16 @@ JOURNAL_SAMPLES_MAX = 64
 
 @dataclasses.dataclass
 class Target:
-    """A parser.
+    """A parser to fuzz.
 
     Attributes:
-        name: of its corpus, too.
-        make: the samples.
-        run: reads one.
-        functions: whose lines are counted.
-        is_json: samples are values.
-        is_cache: what is wrong may only be ignored.
-        count: inputs tried.
+        name: the target's name, and that of its corpus.
+        make: makes the samples.
+        run: parses one input.
+        functions: the functions whose lines are counted.
+        is_json: the samples are JSON values.
+        is_cache: the parser ignores invalid content instead of raising an error.
+        count: the number of inputs so far.
     """
 
     name: str

@@ -1,17 +1,16 @@
-"""Fuzzing: the C targets with libFuzzer, the Python ones with mutated samples of real files.
+"""Fuzz the C targets with libFuzzer, and the Python ones with mutated samples of real files.
 
     run_fuzz.py                    every target: its corpus, then ten seconds
     run_fuzz.py --minutes 10       ten minutes each
-    run_fuzz.py --only store       targets whose name has the word
-    run_fuzz.py --keep             put what was found into the corpus, made small
+    run_fuzz.py --only store       targets whose name contains the word
+    run_fuzz.py --keep             add what was found to the corpus, and minimize it
 
-Of every target the share of its parser's lines that ran is printed, and has to be 95 % of them or
-more. The C targets need clang (tools/setup_fuzz.sh). Without it their corpora are run once, by a
-program that another compiler made: nothing is changed in them and no lines are counted, and the
-last line says so.
+For each target the share of its parser's lines that ran is printed; less than 95 % fails. The C
+targets need clang (tools/setup_fuzz.sh). Without it, a program made by another compiler runs their
+corpora once, unchanged and without counting lines, and the last line reports this.
 
-An input that crashes, hangs, leaks or is answered by an unnamed error is written to
-build/fuzz/TARGET/, and named. The exit status is 1 then, or if too few lines ran.
+An input that crashes, hangs, leaks or causes an unnamed error is written to build/fuzz/TARGET/ and
+reported. In this case, or if too few lines ran, the exit status is 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Builds and runs tests of a changed source file, without changing the tree.
+"""Build and run tests of a changed source file, without changing the tree.
 
-A mutant is an overlay: a folder with the changed file alone, at its place. Its objects are compiled
-with the overlay first on the include path, and linked in front of the archive of the unchanged
-core, whose own objects of the same name are then not taken. So nothing is copied or restored, and
-a mutant costs one compilation and one link for each test program.
+A mutant is an overlay: a folder that contains only the changed file, at its place. Its objects are
+compiled with the overlay first in the include path, and linked in front of the archive of the
+unchanged core, whose objects of the same name are then not used. Therefore nothing is copied or
+restored, and a mutant costs one compilation, and one link for each test program.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Test:
 
 
 def parse(text: str) -> list[Test]:
-    """The tests that a word of the table stands for.
+    """Return the tests that a word of the table stands for.
 
-    `test_store`, `tsan:test_ring`, `sim_power:0-19` (seeds), `py:test_mezo.py::test_x` (what pytest
-    takes, below tests/py).
+    The words are `test_store`, `tsan:test_ring`, `sim_power:0-19` (seeds) and
+    `py:test_mezo.py::test_x` (an argument of pytest, below tests/py).
     """
     if text.startswith("py:"):
         return [Test("py", "release", text[3:])]

@@ -1,19 +1,19 @@
-"""Mutation testing: changes one place of the sources at a time, and looks which test sees it.
+"""Mutation testing: change one place of the sources at a time, and find the test that detects it.
 
-    main.py                      the fixed table (table.toml): every mutant must be caught
-    main.py --list               its rows
-    main.py --only 05b           those whose name begins so
-    main.py --seed 7 --random 50 random mutants besides, made from the sources
+    main.py                      the fixed table (table.toml): every mutant must be detected
+    main.py --list               list its rows
+    main.py --only 05b           only rows whose name begins with this
+    main.py --seed 7 --random 50 also random mutants, made from the sources
 
-A mutant is run against the tests that its row names; if none of them catches it, against every
-quick C test that has its code, and some seeds of the simulator. It is caught by a test that fails,
-crashes or hangs twice. What was caught is remembered in build/mutants/results.json and is not run
-again until the mutant or the test that caught it changes; --fresh runs everything. A random mutant
-does not count if the compiler makes the same code from it, or equivalent.toml lists it with a
+The tests that its row names run against a mutant; if none of them detects it, every quick C test
+that contains its code runs, and some seeds of the simulator. A test detects a mutant if it fails,
+crashes or hangs twice. Detected mutants are kept in build/mutants/results.json, and run again only
+after the mutant or the test that detected it has changed; --fresh runs all of them. A random mutant
+does not count if the compiler makes the same code from it, or if equivalent.toml lists it with a
 reason.
 
-The exit status is 1 if one survived, if a row's old text does not occur exactly once in its file,
-if a test that a row names does not exist, or if a test fails without any mutant.
+The exit status is 1 if a mutant survived, if a row's old text does not occur exactly once in its
+file, if a test that a row names does not exist, or if a test fails without any mutant.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def missing(words: Iterable[str]) -> list[str]:
 
 
 def table() -> list[Mutant]:
-    """The fixed mutants.
+    """Return the fixed mutants.
 
     Raises:
         TableError: names every row whose old text does not occur exactly once in its file, and

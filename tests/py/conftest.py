@@ -38,10 +38,10 @@ def filesystem_of(path: pathlib.Path) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where time is short (see tests/run.py), order the tests by how much each adds to the others.
+    """If time is short (see tests/run.py), order tests by how much each adds to the others.
 
-    First comes one case of each test function, then the second case of each; among equals the files
-    take turns.
+    The first case of each test function comes first, then the second case of each; among equals the
+    files take turns.
     """
     if "LOHAN_TESTS_SPREAD" not in os.environ:
         return

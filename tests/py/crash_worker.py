@@ -1,7 +1,7 @@
-"""What the crash and bad-input tests run in processes of their own: a small model, step by step.
+"""What the crash and bad-input tests run in separate processes: a small model, step by step.
 
-Data follow from the step's number and dropout from torch's generator, which a commit carries: so a
-run that was killed and resumed has to end at the bits of one that was not.
+Data follow from the step's number, and dropout from torch's generator, which a commit carries.
+Therefore a run that was killed and resumed has to end with the bits of one that was not.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def train_until_killed(
     resume: bool,
     step_max: int | None,
 ) -> None:
-    """Wrap, say where the store is, train and report; to step_max, or until killed.
+    """Wrap, report the store's step, and train to step_max, or until killed.
 
-    Sends ("open", step, digest), then ("closed", step) when optimizer.step() has returned and
-    ("committed", step) when session.commit() has, at last ("done", step, digest).
+    The reports are ("open", step, digest), then ("closed", step) when optimizer.step() has returned
+    and ("committed", step) when session.commit() has, and at last ("done", step, digest).
     """
     wrapped: Any = lohan.wrap(build(dtype), resume=resume, lr=1e-2, **settings)
     step = wrapped.lohan.step

@@ -85,11 +85,11 @@ def run_page(page: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Run every block of Python and every command of a page, one after the other.
 
     Args:
-        page: what `/nvme0` and so on are there, are folders below `folder` here.
+        page: the page; `/nvme0` and similar paths in it become folders below `folder`.
         folder: the current directory; `large` in it is a saved model, as other programs save one.
 
     Returns:
-        The names that there are in the end.
+        The names that exist at the end.
     """
     build_model().save_pretrained(folder / "large")
     for drive in ("nvme0", "nvme1", "nvme2"):

@@ -1,7 +1,7 @@
-"""Runs code where nothing can be imported but some distributions and Python's own modules.
+"""Run code that can import only some distributions and Python's own modules.
 
-python tests/py/import_worker.py torch,pytest {python code} [ARGUMENTS]: torch and pytest, and what
-they need, can be imported; all else looks as if it was not installed.
+python tests/py/import_worker.py torch,pytest {python code} [ARGUMENTS]: torch and pytest, and their
+requirements, can be imported; all other modules look as if they were not installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One process that trains a model larger than its budget, or only what any process would need.
+"""One process that trains a model larger than its budget, or measures what any process needs.
 
-Run as `python large_worker.py STORE HOST_BYTES`, as `python large_worker.py baseline`, or for some
-steps of more tokens, whose activations leave memory if SWAP_BYTES is above 0, as
-`python large_worker.py STORE HOST_BYTES SWAP_BYTES`; it prints a JSON object.
+Run it as `python large_worker.py STORE HOST_BYTES`, as `python large_worker.py baseline`, or as
+`python large_worker.py STORE HOST_BYTES SWAP_BYTES` for some steps with more tokens, whose
+activations are offloaded if SWAP_BYTES is above 0. It prints a JSON object.
 """
 
 from __future__ import annotations

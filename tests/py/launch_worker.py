@@ -1,7 +1,7 @@
-"""One process whose driver is tests/py/fake_driver.c: a unit is led by launches, and comes back.
+"""One process with the driver tests/py/fake_driver.c: kernels advance units in device memory.
 
-Run as `python launch_worker.py STORE`. torch has no such GPU, so no model runs: units are acquired,
-led and released as a session does, and looked at in the device's memory, which is a tensor of ours.
+Run it as `python launch_worker.py STORE`. torch has no such GPU, so no model runs: units are
+acquired, advanced and released as by a session, and read in the device's memory, which is a tensor.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_a_header_without_directions_is_refused_by_name(store_dir: pathlib.Path)
 
 
 class Disk:
-    """What a file holds after power loss: a sync makes durable what was written since the last.
+    """A file's content after power loss: a sync makes durable what was written since the last one.
 
     Pages that were dirty when this began are clean without being durable, as after a failed sync.
     """

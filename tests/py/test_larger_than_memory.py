@@ -1,6 +1,6 @@
-"""A budget is a ceiling: a model of 16 GB of states trains in 2 GB, and no more is ever in use.
+"""A budget is a ceiling: a model with 16 GB of states trains in 2 GB, and never uses more.
 
-With its activations on SSD, too, it trains in 3 GB on batches whose activations take more.
+With activations on SSD as well, it trains in 3 GB on batches whose activations need more.
 """
 
 from __future__ import annotations

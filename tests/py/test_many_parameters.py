@@ -39,9 +39,9 @@ def layers(count: int) -> nn.Module:
 
 
 def least_ratio(few_s: Callable[[], float], many_s: Callable[[], float], bar: float) -> float:
-    """The least ratio of two times in up to eight pairs, or the first below the bar.
+    """Return the least ratio of two times in up to eight pairs, or the first below the bar.
 
-    Others on the machine may disturb a pair; growth that is quadratic is above the bar in each.
+    Other processes may disturb a pair; with quadratic growth every pair is above the bar.
     """
     least = math.inf
     for _ in range(8):

@@ -1,7 +1,8 @@
-"""Zeroth-order training where the CPU does not compute on the device's memory.
+"""Zeroth-order training on a device whose memory the CPU does not compute on.
 
-No GPU is needed: the emulated device stands for one, whose session leads parameters by the engine's
-calls and copies what it writes, as on a GPU. And a process with a driver made of threads launches.
+No GPU is needed: the emulated device represents one, for which a session advances parameters by the
+engine's calls and copies what it writes, as on a GPU. In addition, a process whose driver is made
+of threads launches kernels.
 """
 
 from __future__ import annotations

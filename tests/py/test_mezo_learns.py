@@ -1,10 +1,10 @@
 """Zeroth-order training under lohan learns a task of real text, by the same curve as MeZO's.
 
-The task: which of two books a sentence is from, the reference of the language (pydoc's topics) or
-the docstrings of torch.nn and torch.optim. As MeZO has it, the sentence becomes a prompt, and the
-loss is the cross-entropy between two words that may follow it. A random model would learn hardly
-anything by zeroth order: AdamW trains it first, in memory, to answer with two other words. What is
-left to learn is to say the same in words that it was not taught.
+The task is to decide from which of two books a sentence is: the reference of the language (pydoc's
+topics) or the docstrings of torch.nn and torch.optim. As in MeZO, the sentence becomes a prompt,
+and the loss is the cross-entropy of two words that may follow it. Zeroth order would hardly teach a
+random model anything. Therefore AdamW first trains the model in memory to answer with two other
+words, and the task is to give the same answers in words that it was not taught.
 """
 
 from __future__ import annotations

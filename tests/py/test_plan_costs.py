@@ -1,8 +1,8 @@
-"""The golden rows of csrc/plan's equations are what exact fractions give.
+"""The golden rows of csrc/plan's equations have the values of exact fractions.
 
-tests/golden/plan_costs.csv is checked here against the papers' formulas, written down once more in
-fractions and in the papers' own letters; tests/c/test_plan_costs.c checks the core against that
-file. LH_GOLDEN_WRITE=1 rewrites it.
+This test compares tests/golden/plan_costs.csv with the papers' formulas, which are repeated here in
+fractions and with the papers' own letters; tests/c/test_plan_costs.c compares the core with the
+same file. LH_GOLDEN_WRITE=1 rewrites it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "not clipped": {"max_grad_norm": 0.0},
     "warm-up, linear": {"warmup_steps": 3, "lr_scheduler_type": "linear"},
     "cosine": {"warmup_steps": 2, "lr_scheduler_type": "cosine"},
-    "cosine, to a least rate": {  # it divides this by the optimizer's default rate
+    "cosine, to a least rate": {  # this schedule divides min_lr by the optimizer's default rate
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": 1e-3},
     },

@@ -104,16 +104,16 @@ def make(
     callbacks: tuple[Any, ...] = (),
     **arguments: Any,
 ) -> Any:
-    """A Trainer whose store and checkpoints are below folder.
+    """Return a Trainer whose store and checkpoints are below folder.
 
     Args:
-        folder: of its own.
-        lohan_takes: what the callback is given; None: without lohan.
-        model: None: llama().
-        cls: of the Trainer.
+        folder: a folder for this Trainer only.
+        lohan_takes: the arguments of lohan's callback; None: train without lohan.
+        model: the model; None: llama().
+        cls: the class of the Trainer.
         trainer_takes: arguments of its constructor.
-        callbacks: behind lohan's.
-        **arguments: of TrainingArguments.
+        callbacks: further callbacks, after lohan's.
+        **arguments: arguments of TrainingArguments.
     """
     given = {
         "max_steps": 6,

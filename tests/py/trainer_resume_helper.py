@@ -24,11 +24,11 @@ class Dies(transformers.TrainerCallback):  # type: ignore[misc]
     """Ends training at a step.
 
     Args:
-        step: the Trainer's.
-        where: "step": behind it; "files": all files of its checkpoint but the last are written;
+        step: the Trainer's step.
+        where: "step": after it; "files": all files of its checkpoint except the last are written;
             "commit": all are, and the store has not committed; "saved": it has, and older
             checkpoints are not deleted yet; "done": they are.
-        end: how.
+        end: called to end the training.
     """
 
     def __init__(self, step: int, where: str, end: Callable[[], None]) -> None:
