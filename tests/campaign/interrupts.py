@@ -42,7 +42,7 @@ ERRORS_MAX = 3  # the most errors that a user may meet after one Ctrl-C
 PHASES = ("wrap", "step", "edit", "commit", "snapshot", "close")
 PACKAGE = str(pathlib.Path(lohan.__file__).parent)
 # The result of an interrupt, as a number on the board.
-NOT_SEEN, WENT_ON, RESUMED = range(3)
+NOT_SEEN, CONTINUED, RESUMED = range(3)
 
 
 class Lines:
@@ -98,7 +98,7 @@ class Run:
         try:
             work()
         except KeyboardInterrupt:
-            self.board.found = max(self.board.found, WENT_ON)
+            self.board.found = max(self.board.found, CONTINUED)
             if os.environ.get("LOHAN_CAMPAIGN_TRACES"):
                 traceback.print_exc()
             return False
@@ -219,7 +219,7 @@ def run_once(
             run.go()
             break
         except KeyboardInterrupt:  # the interrupt came between two attempts
-            board.found = max(board.found, WENT_ON)
+            board.found = max(board.found, CONTINUED)
     sys.settrace(None)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if lines.phase != "none":  # otherwise its calls still have to be counted

@@ -128,8 +128,8 @@ class Cutter:
         self.phases[phase] = self.phases.get(phase, 0) + 1
         self.result["tried"] += 1
         status = lives.join(lives.fork(lambda: self.world.check(image, board, False)))
-        goes_on = status == 0 and board.found >= 0 and seed % 5 == 0
-        if goes_on and board.found < lives.STEP_MAX:
+        continues = status == 0 and board.found >= 0 and seed % 5 == 0
+        if continues and board.found < lives.STEP_MAX:
             board.least = board.most = board.found
             status = lives.join(
                 lives.fork(lambda: self.world.life(image, board, seed, True, lambda: None))

@@ -39,7 +39,7 @@ def report(model: nn.Module, step: int) -> None:
     print("step", step, flush=True)
 
 
-def run_for_ever(store: str) -> None:
+def run_forever(store: str) -> None:
     """Train until a signal ends it."""
     model = wrap(store)
     step = 0
@@ -249,7 +249,7 @@ def fork_calls(store: str) -> None:
 MODES = {
     f.__name__: f
     for f in (
-        run_for_ever,
+        run_forever,
         finalize,
         leave_open,
         leave_in_a_step,

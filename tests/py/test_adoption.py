@@ -112,7 +112,7 @@ def by_kernel(
 @pytest.mark.parametrize("host_bytes", ["minimal", None])
 @pytest.mark.parametrize("make", [AdamW, Adam])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_training_goes_on_from_the_very_moments_and_step_counts(
+def test_training_continues_from_the_very_moments_and_step_counts(
     dtype: str, make: Callable[..., Any], host_bytes: str | None, workshop: Workshop
 ) -> None:
     hyper = dict(HYPER, weight_decay=0.0) if make is Adam else HYPER

@@ -501,7 +501,7 @@ def test_without_io_uring_it_falls_back_and_says_why(store_dir: pathlib.Path) ->
     assert f"lohan doctor {store_dir}" in last
 
 
-def test_without_direct_io_it_goes_on_and_says_so_or_is_refused(
+def test_without_direct_io_it_continues_and_says_so_or_is_refused(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mounted = subprocess.run(["mount", "-t", "ramfs", "lohan-test", tmp_path], capture_output=True)

@@ -116,8 +116,8 @@ def test_lists_and_tables_are_some_on_the_site_too() -> None:
         before = ""
         for number, line in enumerate(helper.prose_of(page), 1):
             begins = re.match(r"([*-]|\d+\.) |\|", line)
-            goes_on = re.match(r"$|([*-]|\d+\.) |\s|#|\|", before)
-            assert not begins or goes_on, f"{page.name}:{number}: an empty line is missing"
+            continues = re.match(r"$|([*-]|\d+\.) |\s|#|\|", before)
+            assert not begins or continues, f"{page.name}:{number}: an empty line is missing"
             before = line
 
 

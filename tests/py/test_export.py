@@ -217,7 +217,7 @@ def test_a_plain_module_is_exported_with_its_buffers_and_tied_parameters_once(
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_resumed_run_goes_on_with_the_buffers_of_its_commit(store_dir: pathlib.Path) -> None:
+def test_a_resumed_run_continues_with_the_buffers_of_its_commit(store_dir: pathlib.Path) -> None:
     torch.manual_seed(3)
     model: Any = lohan.wrap(Normed(), store=store_dir / "s", lr=1e-2)
     for step in range(4):

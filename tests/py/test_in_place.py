@@ -207,7 +207,7 @@ def test_a_file_that_is_cut_is_named(tmp_path: Path, store_dir: Path) -> None:
         lohan.wrap(tower(), store=store_dir, weights=folder)
 
 
-def test_a_file_that_is_another_one_is_refused_when_the_run_goes_on(
+def test_a_file_that_is_another_one_is_refused_when_the_run_continues(
     tmp_path: Path, store_dir: Path
 ) -> None:
     folder = save(tmp_path / "w")
@@ -250,7 +250,7 @@ def test_a_file_that_is_another_one_is_refused_when_the_run_goes_on(
     again.lohan.close()
 
 
-def test_a_file_that_changes_while_the_run_goes_on_is_found(
+def test_a_file_that_changes_while_the_run_continues_is_found(
     tmp_path: Path, store_dir: Path
 ) -> None:
     folder = save(tmp_path / "w")

@@ -133,7 +133,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_commits_go_on_after_an_interrupt_in_taking_a_hold(
+def test_commits_continue_after_an_interrupt_in_taking_a_hold(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     model = wrapped(store_dir / "s")

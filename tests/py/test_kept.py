@@ -145,7 +145,7 @@ def test_what_is_led_is_what_ops_and_torch_s_types_give(
     [
         (("fp64", "fp32"), [], "state_format is 'fp64': must be one of"),
         (("fp8", "fp8"), [], "value_format is 'fp8': must be one of fp32, bf16, fp16"),
-        (("bf16", "fp32"), [op("round", 0), op("draw", 0, is_same=True)], "behind a round"),
+        (("bf16", "fp32"), [op("round", 0), op("draw", 0, is_same=True)], "after a round"),
         (("bf16", "fp32"), [op("draw", 0), op("round", 0, is_same=True)], "a round has no z"),
     ],
 )

@@ -87,7 +87,7 @@ def test_runs_that_visit_unlike_numbers_of_blocks_end(counts: tuple[int, int]) -
     assert [sum(who == run for who, _ in log) for run in (FIRST, SECOND)] == list(counts)
 
 
-def test_the_change_of_turns_is_told_on_the_thread_that_goes_on() -> None:
+def test_the_change_of_turns_is_told_on_the_thread_that_continues() -> None:
     seen: list[tuple[int, bool]] = []
     main = threading.get_ident()
     pair = Lockstep(lambda who: seen.append((who, threading.get_ident() == main)))

@@ -240,7 +240,7 @@ def test_a_reference_model_is_the_one_without_adapters(base: Path, store_dir: Pa
     model.lohan.close()
 
 
-def test_a_run_goes_on_and_can_be_merged(base: Path, expected: Any, store_dir: Path) -> None:
+def test_a_run_continues_and_can_be_merged(base: Path, expected: Any, store_dir: Path) -> None:
     model = lohan.wrap(lora(load(base)), store=store_dir, weights=base, lr=1e-2)
     losses = train(model, 1)
     model.lohan.close()

@@ -211,7 +211,7 @@ def test_a_whole_description_is_read_by_all(kind: str, stores: dict[str, Made]) 
     "text",
     [b"", b"{", b"[]", b"null", b"[" * 7000, b'{"lohan": 1}', b'{"lohan": NaN}', b"\xff\xfe", b"7"],
 )
-def test_a_description_that_is_none_is_refused_by_every_reader(
+def test_an_invalid_description_is_refused_by_every_reader(
     text: bytes, stores: dict[str, Made]
 ) -> None:
     made = stores["adamw"]

@@ -178,7 +178,7 @@ def test_a_device_over_little_main_memory_has_the_same_bits(
 @pytest.mark.parametrize("every", [1, 3, "never"])
 @pytest.mark.parametrize("tier", ["memory", "least"])
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
-def test_a_run_goes_on_is_copied_and_is_written_with_the_same_bits(
+def test_a_run_continues_is_copied_and_is_written_with_the_same_bits(
     storage: str, tier: str, every: int | str, store_dir: pathlib.Path
 ) -> None:
     data = batches(8)
@@ -235,7 +235,7 @@ def test_export_and_unwrap_give_what_is_computed_with(
         assert all(param.requires_grad for param in model.parameters())
 
 
-def test_a_run_goes_on_with_its_own_format_by_either_name(store_dir: pathlib.Path) -> None:
+def test_a_run_continues_with_its_own_format_by_either_name(store_dir: pathlib.Path) -> None:
     for make, then, now in ((bf16, None, "bf16"), (opt, None, "fp32"), (opt, "fp32", None)):
         place = store_dir / f"{make.__name__}-{then}-{now}"
         wrapped(make(), place, storage=then).lohan.close()
@@ -499,7 +499,7 @@ def test_weights_that_a_format_has_no_number_near_are_told(
     assert "too small" not in capsys.readouterr().err
 
 
-def test_a_store_that_says_nothing_of_formats_goes_on_and_new_ones_name_theirs(
+def test_a_store_that_says_nothing_of_formats_continues_and_new_ones_name_theirs(
     store_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     data = batches(4)
@@ -531,7 +531,7 @@ def test_a_store_that_says_nothing_of_formats_goes_on_and_new_ones_name_theirs(
     model.lohan.close()
 
 
-def test_a_run_that_goes_on_on_a_gpu_is_refused_what_a_new_one_is() -> None:
+def test_a_run_that_continues_on_a_gpu_is_refused_what_a_new_one_is() -> None:
     model = bf16()
     asked: dict[str, Any] = dict.fromkeys(
         ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", *_zo_setup.OF_METHOD)

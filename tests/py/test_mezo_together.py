@@ -185,7 +185,9 @@ def test_in_training_mode_random_numbers_are_those_of_one_behind_the_other(
 
 
 @pytest.mark.parametrize("who", range(3))
-def test_an_error_in_one_is_raised_and_the_model_goes_on(who: int, store_dir: pathlib.Path) -> None:
+def test_an_error_in_one_is_raised_and_the_model_continues(
+    who: int, store_dir: pathlib.Path
+) -> None:
     model = wrapped(helper.opt, store_dir, "ssd", runs="together")
     model.eval()
     batches = helper.batches(3)

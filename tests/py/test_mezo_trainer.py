@@ -170,7 +170,7 @@ def test_a_loss_of_one_s_own_that_is_not_scaled_is_the_mean_over_batches(
     assert_is(trainer, loop(store_dir, trainer, loss=mean_of_means, together=together))
 
 
-def test_what_data_without_a_length_leave_of_a_step_goes_on_in_the_next_epoch(
+def test_what_data_without_a_length_leave_of_a_step_continues_in_the_next_epoch(
     store_dir: pathlib.Path,
 ) -> None:
     trainer = train(
@@ -305,7 +305,7 @@ def test_evaluation_in_mid_training_sees_the_parameters_of_its_step_and_changes_
     assert all(torch.equal(saved[key], value) for key, value in looks.seen[1].items())
 
 
-def test_a_second_train_goes_on_and_step_is_a_loop_s_again(store_dir: pathlib.Path) -> None:
+def test_a_second_train_continues_and_step_is_a_loop_s_again(store_dir: pathlib.Path) -> None:
     trainer = train(store_dir, max_steps=2)
     trainer.train()
     assert helper.session_of(trainer).step == 4
@@ -363,7 +363,7 @@ def resumed(folder: pathlib.Path, resume: Any = True, **given: Any) -> Any:
     return train(folder, resume=resume, model=helper.gpt2(), **{**SAVED, **given})
 
 
-def assert_goes_on(trainer: Any, folder: pathlib.Path, **given: Any) -> None:
+def assert_continues(trainer: Any, folder: pathlib.Path, **given: Any) -> None:
     whole = train(folder / "whole", model=helper.gpt2(), **SAVED, **given)
     losses = helper.logged(whole, "loss")
     assert helper.logged(trainer, "learning_rate") == helper.logged(whole, "learning_rate")
@@ -371,18 +371,18 @@ def assert_goes_on(trainer: Any, folder: pathlib.Path, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["saved", "done"])
-def test_a_checkpoint_goes_on_with_the_same_bits(where: str, store_dir: pathlib.Path) -> None:
+def test_a_checkpoint_continues_with_the_same_bits(where: str, store_dir: pathlib.Path) -> None:
     train_until(store_dir, 4, where)
     folder = checkpoints(store_dir)[-1]
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     assert state["state"] == {} and state["lohan"]["step"] == 4
     trainer = resumed(store_dir)
     assert len(trainer.batches) == 5, "two, the one that ends an epoch, two"
-    assert_goes_on(trainer, store_dir)
+    assert_continues(trainer, store_dir)
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
-def test_parameters_in_fewer_bits_are_those_of_a_loop_and_go_on(
+def test_parameters_in_fewer_bits_are_those_of_a_loop_and_continue(
     storage: str, store_dir: pathlib.Path
 ) -> None:
     trainer = train(store_dir / "one", takes={"storage": storage})
@@ -390,14 +390,14 @@ def test_parameters_in_fewer_bits_are_those_of_a_loop_and_go_on(
     close_all()
     train_until(store_dir, 4, "done", takes={"storage": storage})
     trainer = resumed(store_dir, takes={"storage": storage})
-    assert_goes_on(trainer, store_dir, takes={"storage": storage})
+    assert_continues(trainer, store_dir, takes={"storage": storage})
 
 
-def test_a_checkpoint_goes_on_with_a_copy_of_its_store(store_dir: pathlib.Path) -> None:
+def test_a_checkpoint_continues_with_a_copy_of_its_store(store_dir: pathlib.Path) -> None:
     train_until(store_dir, 4, "done")
     lohan.snapshot(store_dir / "out" / "lohan", store_dir / "copy")
     trainer = resumed(store_dir, takes={"store": store_dir / "copy"})
-    assert_goes_on(trainer, store_dir)
+    assert_continues(trainer, store_dir)
 
 
 def test_a_run_that_ended_between_checkpoints_makes_the_steps_again(
@@ -409,13 +409,13 @@ def test_a_run_that_ended_between_checkpoints_makes_the_steps_again(
     trainer = resumed(store_dir)
     assert "the store is at step 5" in capsys.readouterr().err
     assert journal.with_suffix(".before").read_bytes() == before
-    assert_goes_on(trainer, store_dir)
+    assert_continues(trainer, store_dir)
 
 
-def test_an_older_checkpoint_is_gone_on_with_too(store_dir: pathlib.Path) -> None:
+def test_an_older_checkpoint_is_continued_too(store_dir: pathlib.Path) -> None:
     train_until(store_dir, 4, "done")
     oldest, _ = checkpoints(store_dir)
-    assert_goes_on(resumed(store_dir, str(oldest)), store_dir)
+    assert_continues(resumed(store_dir, str(oldest)), store_dir)
 
 
 def test_a_checkpoint_that_parameters_were_written_behind_is_refused_with_a_way_out(
@@ -444,7 +444,7 @@ def test_a_folder_that_was_never_finished_is_passed_over_or_refused(
     train_until(store_dir, 4, "files")
     with pytest.raises(StoreMismatchError, match=r"is incomplete.*is at step 4"):
         resumed(store_dir, str(checkpoints(store_dir)[-1]))
-    assert_goes_on(resumed(store_dir), store_dir)
+    assert_continues(resumed(store_dir), store_dir)
 
 
 def test_a_store_of_the_other_method_is_refused(store_dir: pathlib.Path) -> None:

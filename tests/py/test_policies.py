@@ -439,7 +439,7 @@ def test_a_policy_that_is_only_simulated_is_refused_by_name(store_dir: pathlib.P
             lohan.wrap(build(), store=store_dir / "b", lr=1e-3, **bad)
 
 
-def test_sizes_that_are_no_whole_pages_are_planned_and_the_plan_is_a_line(
+def test_sizes_that_are_not_whole_pages_are_planned_and_the_plan_is_a_line(
     store_dir: pathlib.Path,
 ) -> None:
     settings = {"swap_bytes": 3_000_000, "swap_ssd_bytes": 50_000_001, "device": "emu"}

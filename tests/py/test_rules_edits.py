@@ -215,7 +215,7 @@ def trained(workshop: Workshop) -> nn.Module:
     return model
 
 
-def assert_goes_on(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
+def assert_continues(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
     """Train one more step, as if nothing had been refused."""
     train_step(model, 9)
     assert_same_state(model.state_dict(), workshop.train([*steps, 9]))
@@ -235,7 +235,7 @@ def test_an_edit_of_a_gradient_after_backward_is_refused(
     assert "register_hook" in str(told.value)
     trained.optimizer.step()  # the step undoes the edit
     assert weight.grad is None
-    assert_goes_on(trained, workshop, [0, 1])
+    assert_continues(trained, workshop, [0, 1])
 
 
 @pytest.mark.parametrize("unused", ["frozen", "trainable"])
@@ -261,7 +261,7 @@ def test_a_gradient_set_by_hand_is_refused(
         forget()
         assert bias.grad is None
     trained.optimizer.step()
-    assert_goes_on(trained, workshop, [0])
+    assert_continues(trained, workshop, [0])
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
@@ -309,7 +309,7 @@ def test_no_part_of_a_model_forgets_its_gradients_in_a_step(
             module.zero_grad()
     trained.optimizer.step()
     trained.blocks[0].zero_grad()
-    assert_goes_on(trained, workshop, [0, 1])
+    assert_continues(trained, workshop, [0, 1])
 
 
 def test_a_hook_behind_accumulation_is_refused(workshop: Workshop) -> None:
@@ -335,7 +335,7 @@ def test_a_backward_that_keeps_its_graph_is_refused_by_name(
     with pytest.raises(UnsupportedError, match="create_graph=True"):
         square_loss(trained, 1).backward(create_graph=True)
     trained.optimizer.zero_grad()
-    assert_goes_on(trained, workshop, [0])
+    assert_continues(trained, workshop, [0])
 
 
 def test_a_penalty_on_a_gradient_is_the_plain_models(workshop: Workshop) -> None:

@@ -69,7 +69,7 @@ def test_a_signal_ends_a_run_with_its_last_step_committed(
     number: signal.Signals, workshop: Workshop
 ) -> None:
     store = workshop.folder / "run"
-    process = start("run_for_ever", str(store), workshop.folder)
+    process = start("run_forever", str(store), workshop.folder)
     assert process.stdout is not None
     for _ in range(5):
         line = process.stdout.readline()
@@ -111,7 +111,7 @@ def test_an_exit_without_close_commits_what_was_closed(mode: str, workshop: Work
 
 def test_a_temporary_store_is_gone_at_exit(workshop: Workshop) -> None:
     before = sorted(workshop.folder.iterdir())
-    process = start("run_for_ever", "", workshop.folder)
+    process = start("run_forever", "", workshop.folder)
     assert process.stdout is not None
     process.stdout.readline()
     assert sorted(workshop.folder.iterdir()) == before  # its files no longer have names

@@ -62,7 +62,7 @@ def run(model: nn.Module, scheduler: LRScheduler, steps: range) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", [linear, exponential, one_cycle])
-def test_a_schedule_goes_on_from_the_states_of_scheduler_and_optimizer(
+def test_a_schedule_continues_from_the_states_of_scheduler_and_optimizer(
     make: Make, workshop: Workshop
 ) -> None:
     model = workshop.wrap(build())
@@ -81,7 +81,7 @@ def test_a_schedule_goes_on_from_the_states_of_scheduler_and_optimizer(
 
 
 @pytest.mark.parametrize("way", ["last_epoch", "fast-forward"])
-def test_a_schedule_by_step_goes_on_without_any_state(way: str, workshop: Workshop) -> None:
+def test_a_schedule_by_step_continues_without_any_state(way: str, workshop: Workshop) -> None:
     model = workshop.wrap(build())
     expected = run(model, linear(model.optimizer), range(8))
     first = workshop.wrap(build())

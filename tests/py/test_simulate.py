@@ -322,7 +322,7 @@ def test_a_quantity_is_read_in_its_unit(name: str, value: str | float, number: i
         "ssd_count",
     ],
 )
-def test_a_change_that_is_none_is_refused_by_its_name(change: str) -> None:
+def test_an_unknown_change_is_refused_by_its_name(change: str) -> None:
     with pytest.raises(MachineError, match=change.partition("=")[0]):
         machine(change)
 

@@ -247,14 +247,14 @@ def test_the_command_line_gives_a_zeroth_order_step() -> None:
         (("--zeroth", "zo2", "--machine", "laptop"), "does not define gpu_fp32_flop_per_s"),
     ],
 )
-def test_words_that_are_none_are_refused(words: tuple[str, ...], said: str) -> None:
+def test_invalid_words_are_refused(words: tuple[str, ...], said: str) -> None:
     here = () if "--machine" in words else ("--machine", "paper-zo2")
     result = CliRunner().invoke(main, ["simulate", "--model", "opt-1.3b", *here, *words])
     assert result.exit_code != 0
     assert said in " ".join([result.output, str(result.exception)])
 
 
-def test_models_and_machines_that_are_none_are_refused() -> None:
+def test_invalid_models_and_machines_are_refused() -> None:
     with pytest.raises(ModelError, match="unknown decoder 'dit-10b'"):
         decoder("dit-10b")
     with pytest.raises(ModelError, match="at least 1"):

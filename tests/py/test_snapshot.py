@@ -96,7 +96,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("dtype", "settings", "others", "directory_count"), LAYOUTS)
-def test_training_goes_on_while_the_copy_stays_and_resumes_with_the_same_losses(
+def test_training_continues_while_the_copy_stays_and_resumes_with_the_same_losses(
     store_dir: pathlib.Path,
     slow: Slow,
     dtype: torch.dtype,
@@ -141,7 +141,7 @@ def least_bytes(dtype: torch.dtype, directory: pathlib.Path, settings: dict[str,
     return int(str(caught.value).split("at least ")[1].split()[0])
 
 
-def test_where_gradients_wait_on_ssd_training_waits_for_the_copy_and_goes_on(
+def test_where_gradients_wait_on_ssd_training_waits_for_the_copy_and_continues(
     store_dir: pathlib.Path, slow: Slow
 ) -> None:
     least = least_bytes(torch.float32, store_dir / "none", {"schedule": "deferred"})
@@ -387,7 +387,7 @@ def start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
     return crash_worker.start(target, *arguments)
 
 
-def test_killed_it_goes_on_from_the_copy_with_other_directories_and_the_same_ten_losses(
+def test_killed_it_continues_from_the_copy_with_other_directories_and_the_same_ten_losses(
     store_dir: pathlib.Path,
 ) -> None:
     expected = whole(store_dir, 14)

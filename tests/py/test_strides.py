@@ -297,7 +297,7 @@ def test_a_resumed_run_computes_with_the_strides_of_its_store(
     assert_same_state(again.state_dict(), whole.state_dict())
 
 
-def test_a_store_without_strides_goes_on_contiguous(
+def test_a_store_without_strides_continues_contiguous(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = workshop.wrap(build(ConvNet))

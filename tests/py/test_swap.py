@@ -73,7 +73,9 @@ def test_bits_are_those_of_activations_that_stay(
             assert step["saved_read"] <= step["saved_write"] > 0
 
 
-def test_what_was_written_is_read_back_and_each_storage_goes_once(store_dir: pathlib.Path) -> None:
+def test_what_was_written_is_read_back_and_each_storage_continuesce(
+    store_dir: pathlib.Path,
+) -> None:
     model = lohan.wrap(
         Tower(1).eval(), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=64 << 20
     )

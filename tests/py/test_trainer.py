@@ -86,7 +86,7 @@ def test_a_trainer_with_lohan_logs_what_it_logs_without(name: str, store_dir: pa
     assert groups == [(g["weight_decay"], len(g["params"])) for g in theirs.optimizer.param_groups]
 
 
-def test_what_data_without_a_length_leave_of_a_step_goes_on_in_the_next_epoch(
+def test_what_data_without_a_length_leave_of_a_step_continues_in_the_next_epoch(
     store_dir: pathlib.Path,
 ) -> None:
     given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -319,7 +319,7 @@ def test_evaluation_generation_and_the_best_model_are_as_without_lohan(
     assert all(torch.equal(saved[key], value) for key, value in best.items())
 
 
-def test_train_again_goes_on(store_dir: pathlib.Path) -> None:
+def test_train_again_continues(store_dir: pathlib.Path) -> None:
     runs = []
     for name, takes in (("with", {}), ("without", None)):
         trainer = helper.make(store_dir / name, takes, max_steps=3)

@@ -77,7 +77,9 @@ def train_until(folder: pathlib.Path, step: int, where: str, **arguments: Any) -
     close_all()
 
 
-def test_a_killed_training_goes_on_with_the_same_bits(whole: Any, store_dir: pathlib.Path) -> None:
+def test_a_killed_training_continues_with_the_same_bits(
+    whole: Any, store_dir: pathlib.Path
+) -> None:
     worker = pathlib.Path(__file__).with_name("trainer_worker.py")
     command = [sys.executable, str(worker), str(store_dir), "7", "step"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S, check=False)
@@ -170,7 +172,9 @@ def test_the_checkpoint_of_another_store_is_refused(store_dir: pathlib.Path) -> 
         resume(store_dir / "b", str(checkpoints(store_dir / "a")[0]))
 
 
-def test_a_checkpoint_goes_on_with_a_copy_of_its_store(whole: Any, store_dir: pathlib.Path) -> None:
+def test_a_checkpoint_continues_with_a_copy_of_its_store(
+    whole: Any, store_dir: pathlib.Path
+) -> None:
     train_until(store_dir, 7, "step")
     copies = [store_dir / "b", store_dir / "c"]
     lohan.snapshot(store_dir / "out" / "lohan", copies)
@@ -208,7 +212,7 @@ def test_a_learning_rate_of_the_arguments_does_not_rule_a_resumed_run(
     assert "from now on" not in capsys.readouterr().err
 
 
-def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_go_on_with(
+def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_resume_from(
     store_dir: pathlib.Path,
 ) -> None:
     arguments = {

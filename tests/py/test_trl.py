@@ -77,7 +77,7 @@ class Mixed(lohan.TrainerMixin, SFTTrainer):  # type: ignore[misc]
     """The mixin over another library's Trainer."""
 
 
-def test_adapters_are_trained_saved_and_gone_on_with_as_without_lohan(
+def test_adapters_are_trained_saved_and_continued_as_without_lohan(
     store_dir: pathlib.Path,
 ) -> None:
     ours = train(store_dir / "ours")

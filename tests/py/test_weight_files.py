@@ -76,7 +76,7 @@ def test_the_files_that_count_are_those_that_from_pretrained_takes(
 @pytest.mark.parametrize(
     "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}']
 )
-def test_an_index_that_is_none_is_named(text: str, tmp_path: Path, store_dir: Path) -> None:
+def test_an_invalid_index_is_named(text: str, tmp_path: Path, store_dir: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(StoreError, match=r"index\.json is not a valid index of safetensors"):
         weight(tmp_path, store_dir)
@@ -399,7 +399,7 @@ def test_another_file_of_the_same_size_and_time_in_its_place_is_seen(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory"])
-def test_weights_that_are_no_file_are_refused_and_not_waited_for(
+def test_weights_that_are_not_a_file_are_refused_and_not_waited_for(
     kind: str, tmp_path: Path, store_dir: Path
 ) -> None:
     path = tmp_path / "model.safetensors"

@@ -204,14 +204,14 @@ def test_an_error_without_an_errno_is_its_message_alone(tmp_path: Path) -> None:
         assert caught.value.errno is None
 
 
-def test_no_error_is_raised_with_an_errno_that_is_none() -> None:
+def test_no_error_is_raised_with_an_invalid_errno() -> None:
     folder = Path(lohan.__file__).parent
     by_hand = re.compile(r"\w+Error\(\s*0,")
     found = [p.name for p in folder.glob("*.py") if by_hand.search(p.read_text(encoding="utf-8"))]
     assert not found
 
 
-def test_an_empty_model_goes_on_from_a_store(tmp_path: Path) -> None:
+def test_an_empty_model_continues_from_a_store(tmp_path: Path) -> None:
     batch = torch.arange(16).reshape(1, 16)
     model = lohan.wrap(gpt2(), store=tmp_path / "store")
     model(input_ids=batch, labels=batch).loss.backward()
