@@ -17,7 +17,7 @@ int rig_slice_ms(const struct rig *rig);
 bool rig_poll(struct rig *rig);
 /* Poll a manual engine until nothing moves. */
 void rig_settle(struct rig *rig);
-/* End a manual engine as its thread would: take back what is in flight, and finish nothing. */
+/* End a manual engine as its thread would: collect what is in flight, and finish nothing. */
 void rig_stop(struct rig *rig);
 
 /* Wait until the closed step is over; return its statistics. */

@@ -39,7 +39,7 @@ static void fill(void *array, uint64_t seed, uint32_t mask)
     }
 }
 
-/* All that differ are said before the program ends: what they should be is then seen at once. */
+/* All differences are printed before the program ends, with the values that are expected. */
 static int different_count;
 
 static void golden_compare(const char *what, uint32_t crc, uint32_t golden)

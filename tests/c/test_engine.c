@@ -241,7 +241,7 @@ static int train(struct rig *rig)
     return rig_flush(rig, true);
 }
 
-/* The first error is what every call answers from now on, and none of them waits. */
+/* From now on every call returns the first error, and none of them waits. */
 static void check_failed(struct rig *rig, int code, const char *text)
 {
     struct lh_error err = {0};

@@ -51,7 +51,7 @@ static double reference(const struct rig *rig, unsigned gradients)
     return (double)sum;
 }
 
-/* Ask, let the engine move until it has answered, and return the answer. */
+/* Ask for the norm, let the engine run until it has replied, and return the reply. */
 static double norm(struct rig *rig)
 {
     double found = -1;

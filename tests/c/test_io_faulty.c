@@ -32,7 +32,7 @@ static uint32_t batch_run(struct fixture *fixture, enum lh_io_kind kind, uint8_t
         LH_CHECK(fixture->io->ops->submit(fixture->io, &requests[i]) == 0);
     }
     fixture->io->ops->flush(fixture->io);
-    /* One at a time: what a poll leaves behind must not be slept through. */
+    /* One request at a time: what a poll does not return must not be missed by a sleep. */
     for (uint32_t i = 0; i < REQUEST_COUNT; i++) {
         struct lh_io_request *done = NULL;
         LH_CHECK(fixture_wait(fixture, &done, 1) == 1);

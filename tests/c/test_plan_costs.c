@@ -98,7 +98,7 @@ static struct lh_cost_fuyou fuyou_of(const struct row *row)
     };
 }
 
-/* Set found to what the core says of a row of LoHan's; false: the row is of something else. */
+/* Set found to the core's result for a row of LoHan's equations. Returns false for other rows. */
 static bool lohan_answer(const struct answers *answers, const struct row *row, double *time_out,
                          uint64_t *whole_out, bool *is_whole)
 {

@@ -123,7 +123,7 @@ static void test_counts(void)
         LH_CHECK(counted->chunks_loaded == 1 && counted->chunks_to_pass == !is_kept);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTING);
         LH_CHECK(counted->chunks_loaded == 0 && counted->chunks_to_pass == 0);
-        /* the open step has computed it, so it must not be computed again in this step */
+        /* the open step has computed it, so the step must not compute it a second time */
         chunk->computed_step = 1;
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);

@@ -86,7 +86,7 @@ static double copies_s(const struct lh_sim_accelerator *accelerator, const uint6
     return in_s > out_s ? in_s : out_s;
 }
 
-/* No step is faster than what it computes, moves and updates at full speed. */
+/* No step is faster than its computation, transfers and updates at full speed. */
 static void bounds_check(struct row *row)
 {
     const struct lh_sim_machine *machine = &row->opts.machine;

@@ -81,7 +81,7 @@ static void expect_step(uint64_t step, bool is_noted)
     lh_store_close(store);
 }
 
-/* A commit, and what is there after it. */
+/* Commit, and check the store's content after it. */
 static void expect_commit(uint64_t step)
 {
     struct lh_store *store = NULL;
@@ -199,7 +199,7 @@ static void test_notes(void)
     damage_undo();
 }
 
-/* Writers are refused, readers see step 2, and step 2 is gone back to only if it is named. */
+/* Writers are refused, readers see step 2, and a session returns to step 2 only if it names it. */
 static void expect_fallback(const char *says)
 {
     struct lh_store *store = NULL;

@@ -68,7 +68,7 @@ class Lines:
 
 
 class Seeded(Adam):
-    """A step that is run again draws the same numbers: its user says the seed."""
+    """Repeated steps draw the same numbers, because the user sets the seed."""
 
     def train(self, model: Any) -> None:
         """Train one step."""
@@ -76,7 +76,7 @@ class Seeded(Adam):
         super().train(model)
 
     def has_edit(self, step: int) -> bool:
-        """Return whether a step has an edit, as one step does."""
+        """Return whether a step has an edit; one step does."""
         return step == 1
 
 
@@ -126,7 +126,7 @@ class Run:
         gc.collect()  # free the frames of an error
 
     def wrap(self) -> None:
-        """A new session, on what is there."""
+        """Open a new session with the existing store."""
         directories = self.world.directories(self.folder)
         if not any(each.exists() for each in directories):
             self.model = self.world.wrap(directories, False)

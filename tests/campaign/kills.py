@@ -186,7 +186,7 @@ def kill_python(count: int, seed: int, folder: pathlib.Path) -> list[dict[str, A
 
 
 def main() -> int:
-    """Run; 1 if a store was not what it had to be."""
+    """Run the kills that the command line selects; return 1 if a store was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10000, help="kills, a tenth of them of Python")
     parser.add_argument("--of", choices=("all", "C", "Python"), default="all")

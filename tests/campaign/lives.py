@@ -184,7 +184,7 @@ class World:
         return [folder / f"disk{index}" for index in range(self.directory_count)]
 
     def edit(self, model: Any) -> None:
-        """A parameter becomes another, as a function of what it was."""
+        """Change a parameter to a function of its value."""
         bias = model.state_dict()["head.bias"] + 0.25
         model.load_state_dict({"head.bias": bias}, strict=False)
 

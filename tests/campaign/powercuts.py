@@ -152,7 +152,7 @@ def checkpoints(count: int) -> list[lives.World]:
 
 
 def main() -> int:
-    """Run; 1 if something was not what it had to be."""
+    """Run the power cuts that the command line selects; return 1 if one was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=500, help="cuts")
     parser.add_argument("--only", action="append", default=[], help="of these worlds")

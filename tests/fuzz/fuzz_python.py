@@ -88,7 +88,7 @@ def attempt(target: parsers.Target, data: bytes, folder: pathlib.Path, lines: Li
     """Give a parser some bytes.
 
     Raises:
-        AssertionError: what it answered was no error of lohan's.
+        AssertionError: the parser raised an error that is not lohan's.
     """
     sys.settrace(lines.trace)
     try:
@@ -141,7 +141,7 @@ def look(
 
 
 def run(target: parsers.Target, seconds: float, seed: int) -> tuple[bool, str]:
-    """One target: whether it is well, and what is to be said."""
+    """Fuzz one target; return whether it passed, and the text to print."""
     lines = Lines(target.functions)
     with tempfile.TemporaryDirectory(prefix="lohan-fuzz-") as folder:
         wrong = look(target, seconds, seed, pathlib.Path(folder), lines)

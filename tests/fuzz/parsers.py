@@ -69,7 +69,7 @@ class Target:
         return mutate.of_json(samples) if self.is_json else mutate.of_bytes(samples)
 
     def corpus(self) -> list[bytes]:
-        """Inputs that once were answered wrongly, or reach what is hard to reach."""
+        """Inputs that once failed, or that reach code which is hard to reach."""
         folder = CORPUS / self.name
         return [path.read_bytes() for path in sorted(folder.glob("*"))]
 
@@ -356,7 +356,7 @@ def layout_of(model: nn.Module) -> _block.Layout:
 
 
 class FakeStore:
-    """A store that says of itself what it is told to, and whose extents are zeros."""
+    """A store with the given description, whose extents are zeros."""
 
     def __init__(self, meta: bytes, folder: pathlib.Path, *, is_empty: bool = False) -> None:
         self.is_short = False

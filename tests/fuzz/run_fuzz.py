@@ -199,7 +199,7 @@ def lines_of(data: dict, target: Target, file: str) -> dict[int, int]:  # type: 
             continue
         if not function["filenames"][0].endswith(file):
             continue
-        # Of this file, and code: not what a macro of another one stands for.
+        # Count only code of this file, not the expansions of another file's macros.
         regions = [r for r in function["regions"] if r[5] == 0 and r[7] == 0]
         spans.append((min(r[0] for r in regions), max(r[2] for r in regions)))
     segments = data["files"][0]["segments"]

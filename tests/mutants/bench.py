@@ -286,7 +286,7 @@ def code_hash(object_file: pathlib.Path) -> str:
 
 
 def isolation() -> list[str]:
-    """A command's prefix that gives it a /dev/shm of its own, which is gone when it is killed."""
+    """Return a command prefix with a private /dev/shm, which is gone when the command is killed."""
     global _isolation
     if _isolation is None:
         script = 'mount -t tmpfs -o size=4g tmpfs /dev/shm && exec "$@"'
@@ -311,7 +311,7 @@ class Answer:
 
 
 def command_of(test: Test, overlay: Overlay | None) -> tuple[list[str], dict[str, str]]:
-    """A test's command and what its environment has besides."""
+    """Return a test's command, and the variables that it adds to the environment."""
     if test.kind == "py":
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
         words += ["-m", "slow or not slow"] if "::" in test.name else []

@@ -137,7 +137,7 @@ def whole(mutant: sources.Mutant, baseline: Baseline) -> list[bench.Test]:
 
 
 def judge(mutant: sources.Mutant, baseline: Baseline, memory: Memory, number: int) -> Result:
-    """Run tests against a mutant until one sees it."""
+    """Run tests against a mutant until one detects it."""
     started = time.monotonic()
     reason = sources.equivalent_reason(mutant)
     if reason:

@@ -144,7 +144,7 @@ def table() -> list[Mutant]:
 
 
 def equivalents() -> list[dict[str, str]]:
-    """Random mutants that somebody has looked at, and why no test can tell them."""
+    """Return the random mutants that were examined, and why no test can detect them."""
     return list(tomllib.loads(EQUIVALENT.read_text()).get("equivalent", []))
 
 

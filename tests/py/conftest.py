@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Leave out what has not begun when the time for the run is over (see tests/run.py)."""
+    """Skip a test that has not begun when the time for the run is over (see tests/run.py)."""
     if time.time() > float(os.environ.get("LOHAN_TESTS_END", "inf")):
         pytest.skip("left out: the time for this run (LOHAN_TESTS_END) is over")
 

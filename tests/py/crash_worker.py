@@ -114,7 +114,7 @@ def wrap_until_killed(pipe: Connection, dtype: torch.dtype, settings: dict[str, 
 
 
 def hold(pipe: Connection, settings: dict[str, Any]) -> None:
-    """Keep a store open until the other end says so."""
+    """Keep a store open until the other end of the pipe asks to close it."""
     wrapped: Any = lohan.wrap(build(), **settings)
     pipe.send(os.getpid())
     pipe.recv()

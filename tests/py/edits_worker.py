@@ -19,7 +19,7 @@ from torch import nn
 
 
 def load(model: nn.Module) -> None:
-    """Other weights, deliberately: a plain dict says nothing of where it is from."""
+    """Load other weights on purpose: a plain dict does not record its origin."""
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
 
@@ -30,7 +30,7 @@ def loop(model: nn.Module) -> None:
 
 
 def half(model: nn.Module) -> None:
-    """A loop that dies half-way leaves what it has changed by then."""
+    """Fail half-way through a loop, which leaves the changes made so far."""
     for number, param in enumerate(model.parameters()):
         if number == 3:
             raise ValueError("planned, in the loop")
@@ -234,7 +234,7 @@ def killed(model: nn.Module, edit: Any) -> None:
 
 
 def refused_and_dropped(model: nn.Module, edit: Any) -> None:
-    """The optimizer's state is refused; the script says so, and ends without an error."""
+    """Load an optimizer state that is refused; the script prints this and ends without an error."""
     edit(model)
     try:
         model.optimizer.load_state_dict(

@@ -129,7 +129,7 @@ class Frozen(Body):
 
 
 class InPlace(Body):
-    """Changes what it has just computed."""
+    """Changes in place what it has just computed."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = functional.relu(self.up(x), inplace=True)
@@ -137,7 +137,7 @@ class InPlace(Body):
 
 
 class Custom(Body):
-    """A function of torch's that is written in Python, saving what it likes."""
+    """Saves what it likes in an autograd function that is written in Python."""
 
     class Cube(torch.autograd.Function):
         @staticmethod

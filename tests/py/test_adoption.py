@@ -211,7 +211,7 @@ def test_a_scheduler_made_for_it_rules_and_torch_does_not_warn(
 
 
 class Broken(LRScheduler):
-    """A scheduler whose optimizer cannot be looked at."""
+    """A scheduler whose optimizer cannot be read."""
 
     def __init__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""docs/asks.md names tests: they exist, are collected, and answer at least 27 of the 30 asks."""
+"""docs/asks.md names tests: they exist, are collected, and cover at least 27 of the 30 asks."""
 
 from __future__ import annotations
 

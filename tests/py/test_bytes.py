@@ -1,4 +1,4 @@
-"""Bytes are counted: what a step moves is what its plan said, what the kernel saw, and not more."""
+"""A step moves the bytes that its plan predicted and the kernel counted, and no others."""
 
 from __future__ import annotations
 

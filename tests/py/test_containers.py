@@ -36,7 +36,7 @@ class Checked(NamedTuple):
 
 
 class Careful(Checked):
-    """One whose constructor expects tensors, and that has a value beside its items."""
+    """A named tuple whose constructor expects tensors, and that has a value besides its items."""
 
     def __new__(cls, hidden: torch.Tensor, rest: Any = None) -> Careful:
         made = super().__new__(cls, hidden, rest)
@@ -263,7 +263,7 @@ def test_the_first_forward_and_its_gradients_have_plain_torch_s_bits(
 
 
 class Doubles(nn.Module):
-    """Changes what it is given in place, which its operations do not notice."""
+    """Changes its argument in place, which its operations do not notice."""
 
     def __init__(self) -> None:
         super().__init__()

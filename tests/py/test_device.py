@@ -68,7 +68,7 @@ def test_a_model_eight_times_the_device_trains_to_the_same_bits(store_dir: pathl
     trained = helper.train(model, range(STEPS), loss_of)
     helper.assert_same(trained, reference)
     assert 8 * meter.peak_bytes <= nbytes
-    # Slots, inputs of blocks and outputs of tanh: the meter counts what is there.
+    # Slots, inputs of blocks and outputs of tanh: the meter counts what exists.
     assert meter.peak_bytes >= meter.device.slot_bytes + 2 * DEPTH * ROWS * WIDTH * 4
 
 

@@ -36,7 +36,7 @@ class Ends(nn.Module):
 
 
 class Uneven(nn.Module):
-    """One large block and many that are small beside a block of gradients."""
+    """One large block, and many that are small compared with a block of gradients."""
 
     narrow = 32
 

@@ -32,7 +32,7 @@ functional = torch.nn.functional
 
 
 class Rooted(Stack):
-    """A stack whose root owns parameters, and reads those of its blocks when it is told to."""
+    """A stack whose root owns parameters, and reads those of its blocks on request."""
 
     def __init__(self) -> None:
         super().__init__()

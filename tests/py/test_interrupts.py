@@ -114,7 +114,7 @@ def test_close_of_a_copy_that_has_no_thread_does_not_wait(
 
 
 class Interrupted:
-    """An engine of which one hold of commits is interrupted, before it or behind it."""
+    """An engine in which one hold of commits is interrupted, before it or after it."""
 
     def __init__(self, engine: Any, is_held: bool) -> None:
         self._engine = engine

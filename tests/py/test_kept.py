@@ -84,8 +84,8 @@ def test_rounding_at_random_keeps_the_mean_and_the_numbers_of_the_format(storage
         assert torch.equal(led.to(TYPES[storage]).float(), led)
         step = found[-1] - found[0]
         mean = float(led.double().mean())
-        # The bound is 5 standard deviations; a number that none of these words rounds up has at
-        # most 1 in 2^16.
+        # The bound is 5 standard deviations; the share of words that round a number up may be as
+        # small as 1 in 2^16 without any of these words doing so.
         spread = max(step, 2.0**-9) if storage == "fp8" else max(step, 2.0**-24)
         assert abs(mean - float(single[0].double())) < 5 * spread / 2 / math.sqrt(count)
     exact = torch.randn(count).to(TYPES[storage]).float()

@@ -39,7 +39,7 @@ def _build() -> nn.Module:
 
 
 class Made:
-    """A store, what it says of itself, and how it is resumed."""
+    """A store, its description, and how it is resumed."""
 
     def __init__(self, folder: pathlib.Path, options: dict[str, Any]) -> None:
         self.folder = folder

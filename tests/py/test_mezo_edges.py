@@ -50,7 +50,7 @@ class Tower(nn.Module):
 
 
 class WeightBetweenBlocks(Tower):
-    """Its weight is used without its module, behind one block and before the next."""
+    """Uses its weight without its module, after one block and before the next."""
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         h = F.embedding(ids, self.embed.weight)

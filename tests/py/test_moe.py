@@ -49,7 +49,7 @@ def qwen() -> nn.Module:
 
 
 def switch() -> nn.Module:
-    """Experts that are modules, each with parameters of its own."""
+    """Return a model whose experts are modules, each with its own parameters."""
     config = SwitchTransformersConfig(
         vocab_size=helper.VOCABULARY,
         d_model=32,
@@ -137,7 +137,7 @@ LAYERS = 3
 
 
 class Layer(nn.Module):
-    """Experts, of which a batch says which are used."""
+    """A layer of experts; the batch decides which of them are used."""
 
     def __init__(self) -> None:
         super().__init__()

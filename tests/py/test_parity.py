@@ -72,7 +72,7 @@ def other_eps(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def no_bias_correction(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
-    """Moments of zeros that are said to be those of a late step."""
+    """Start with moments of zeros that are declared to be those of a late step."""
     hyper = {key: settings.pop(key) for key in parity_train.HYPER}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **hyper)
     for param in optimizer.param_groups[0]["params"]:

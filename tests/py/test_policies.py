@@ -302,7 +302,7 @@ def test_forwards_whose_backward_is_one_are_there_at_once(store_dir: pathlib.Pat
 
 
 class Flaky(nn.Module):
-    """Its forward fails when it is told to."""
+    """A model whose forward fails on request."""
 
     def __init__(self) -> None:
         super().__init__()

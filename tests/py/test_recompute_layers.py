@@ -111,7 +111,7 @@ class Counted(nn.Linear):
 
 
 class Chain(nn.Module):
-    """Three linear layers; an activation saves what it is given, and the next layer its result."""
+    """Three linear layers; an activation saves its input, and the next layer saves its output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ def test_models_in_which_every_third_layer_is_computed_again_train_to_the_same_b
         torch.manual_seed(2)
         runs.append(helper.train(model, STEPS, MODELS[name][1]))
     helper.assert_same(runs[1], runs[0])
-    # Less by what is dropped, more by outputs of layers that are skipped, which nobody saves.
+    # Without what is dropped, and with outputs of skipped layers, which no operation saves.
     assert kept[1] != kept[0]
 
 

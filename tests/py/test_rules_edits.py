@@ -452,7 +452,7 @@ def test_rows_that_the_forward_limits_in_place_are_refused(
 
 
 class Clamped(Stack):
-    """Changes a parameter in place inside its forward when it is told to."""
+    """Changes a parameter in place inside its forward on request."""
 
     where = ""
 

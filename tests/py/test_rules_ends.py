@@ -50,7 +50,7 @@ def prepared() -> Iterator[tuple[pathlib.Path, State]]:
 
 
 def end(edit: str, how: str, store: pathlib.Path, *settings: str) -> tuple[int, str]:
-    """Run a program that edits and ends; its status and what it wrote to stderr."""
+    """Run a program that edits and ends; return its status and what it wrote to stderr."""
     path = os.pathsep.join([str(HERE), str(pathlib.Path(lohan.__file__).parent.parent)])
     done = subprocess.run(
         [sys.executable, str(HERE / "edits_worker.py"), edit, how, str(store), *settings],

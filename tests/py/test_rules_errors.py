@@ -325,7 +325,7 @@ def test_a_read_that_the_budget_refuses_leaves_the_session_as_it_was(workshop: W
 
 
 class Shared(nn.Module):
-    """A block that reads a parameter of the model around it, and has a large one of its own."""
+    """A block that reads a parameter of the surrounding model, and has a large one itself."""
 
     def __init__(self, scale: nn.Parameter) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ __all__ = ["workshop"]
 
 
 class Bomb(torch.autograd.Function):
-    """Raises what it is told to, in backward."""
+    """Raises the given error in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:

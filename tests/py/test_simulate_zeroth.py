@@ -100,7 +100,7 @@ def test_where_links_alone_take_time_a_step_is_what_crosses_them(
     found = step(on, looks_ahead=True, **words)
     assert near(found.step_ns, crossing / 10**6)
     assert found.link_bytes == crossing and found.bound_by == "upload"
-    # One upload is waited for once more, and, without overlap, each offload.
+    # The step waits for one more upload, and, without overlap, for each offload.
     assert near(step(on, policy="no_overlap", **words).step_ns, 2 * crossing / 10**6)
     twice = step(on, policy="no_deferred", looks_ahead=True, **words)
     assert near(twice.step_ns, 2 * crossing / 10**6) and twice.link_bytes == 2 * crossing

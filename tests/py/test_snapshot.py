@@ -37,7 +37,7 @@ from patience import HUNG_S
 
 
 class Slow:
-    """Copies wait before a piece is counted, until they are let go."""
+    """Makes copies wait before a piece is counted, until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -472,7 +472,7 @@ def test_another_process_that_trains_is_asked_for_the_copy(store_dir: pathlib.Pa
 
 
 def whole(directory: pathlib.Path, step_count: int) -> list[float]:
-    """The losses of a run that nobody disturbs, with the threads that workers have."""
+    """Return the losses of an undisturbed run, with as many threads as workers have."""
     torch.set_num_threads(crash_worker.TORCH_THREAD_COUNT)
     reference = wrapped(directory / "reference")
     found = losses(reference, range(step_count))

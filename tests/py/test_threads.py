@@ -60,7 +60,7 @@ class Gated(Stack):
 
 
 class Other:
-    """A call on a thread of its own, that is inside the gate when this is made."""
+    """A call on another thread, which is inside the gate when this object is created."""
 
     def __init__(self, gate: Gate, call: Callable[[], torch.Tensor]) -> None:
         self.gate = gate
