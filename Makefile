@@ -62,7 +62,7 @@ demo: build
 test: build
 	$(RUN) tidy c py asan tsan sim --fast -- $(ARGS)
 
-# The same in parts, as .ci/run needs it.
+# The two parts of `make test`, which .ci/run runs separately.
 test-quick: build
 	$(RUN) tidy c py --fast -- $(ARGS)
 

@@ -1,11 +1,11 @@
-"""Builds lohan._core, a plain C extension, and the CUDA kernels where there are any.
+"""Build lohan._core, a plain C extension, and the CUDA kernels if nvcc is installed.
 
 Needs a C compiler and Python's headers. torch is not needed to build: the core meets its tensors
-through DLPack. pyproject.toml says everything else about the package.
+through DLPack. pyproject.toml describes the rest of the package.
 
-Switches, from the environment:
+Environment variables:
     CC                  the C compiler
-    LOHAN_DEBUG=1       -O1, and the checks too dear for release builds
+    LOHAN_DEBUG=1       -O1, and checks that are too slow for release builds
     LOHAN_SANITIZE=...  address,undefined or thread
     LOHAN_NVCC=...      the CUDA compiler; empty: none
 """
@@ -26,12 +26,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import cbuild  # noqa: E402  (its folder has just been named)
 
-# Built once, and copied beside each extension: pip's editable builds have a new folder each time.
+# The file is built once and copied beside each extension, because pip's editable builds use a new
+# folder each time.
 FATBIN = cbuild.BUILD / "cuda" / "lohan.fatbin"
-# The stable ABI of 3.11 serves every later CPython; free-threaded builds do not have it.
+# Every later CPython supports the stable ABI of 3.11, except free-threaded builds.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 LIMITED_API_VERSION = "0x030b0000"
-# A kernel has the bits of its CPU reference: nothing is fused, flushed or approximated.
+# A kernel computes the same bits as its CPU reference: nothing is fused, flushed or approximated.
 NVCC_FLAGS = [
     "-O3",
     "-std=c++17",
@@ -44,7 +45,7 @@ NVCC_FLAGS = [
 
 
 def build_mode():
-    """The mode of cbuild that the environment asks for."""
+    """Return the mode of cbuild that the environment selects."""
     sanitize = os.environ.get("LOHAN_SANITIZE", "")
     if sanitize:
         if sanitize not in cbuild.SANITIZE_MODES:
@@ -56,7 +57,7 @@ def build_mode():
 
 
 def build_fatbin():
-    """Compile cuda/*.cu into FATBIN; return one line on what there is and why."""
+    """Compile cuda/*.cu into FATBIN; return a line that says whether it exists and why."""
     kernels = sorted((ROOT / "cuda").glob("*.cu"))
     nvcc = os.environ.get("LOHAN_NVCC", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     if not nvcc or not shutil.which(nvcc):
@@ -69,7 +70,7 @@ def build_fatbin():
     # One translation unit, because nvcc makes a fatbin of exactly one file.
     text = "".join(f'#include "{kernel}"\n' for kernel in kernels)
     unit = cbuild.BUILD / "cuda" / "lohan.cu"
-    # Numbers of the core that a kernel shares are in headers of the core.
+    # Kernels include headers of the core for constants that both use.
     sources = [*(ROOT / "cuda").iterdir(), *(ROOT / "csrc").glob("*/*.h")]
     newest_ns = max(path.stat().st_mtime_ns for path in [*sources, pathlib.Path(__file__)])
     is_same = unit.exists() and unit.read_text() == text
@@ -83,7 +84,7 @@ def build_fatbin():
     )
     if answer.returncode != 0:
         complaint = answer.stdout + answer.stderr
-        raise CompileError(f"{nvcc} refused cuda/*.cu (LOHAN_NVCC= does without):\n{complaint}")
+        raise CompileError(f"{nvcc} rejected cuda/*.cu (LOHAN_NVCC= skips it):\n{complaint}")
     return fact
 
 
@@ -97,7 +98,7 @@ def copy_fatbin(folder):
 
 
 class BuildCore(build_ext):
-    """Gives each file its own flags, and compiles only what changed."""
+    """Compiles each file with its own flags, and only if it changed."""
 
     def build_extension(self, ext):
         """Compile csrc, link the extension, and build the fatbin beside it."""
@@ -118,12 +119,12 @@ class BuildCore(build_ext):
             raise CompileError(str(error)) from error
 
     def copy_extensions_to_source(self):
-        """In place, the fatbin goes where the extension goes."""
+        """Copy the fatbin beside the extension, too."""
         super().copy_extensions_to_source()
         copy_fatbin(ROOT / "python" / "lohan")
 
     def binding_flags(self, builder, fatbin):
-        """What csrc/py needs beyond the core: Python, and the facts that doctor shows."""
+        """Return the flags that only csrc/py needs: Python's, and the facts that doctor shows."""
         includes = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
         if not any((pathlib.Path(folder) / "Python.h").exists() for folder in includes):
             raise CompileError(

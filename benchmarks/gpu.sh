@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a machine with an NVIDIA GPU can show: lohan's tests and speed on the real driver.
+# This script tests and times lohan with the real driver, on a machine with an NVIDIA GPU.
 #
 # Usage: benchmarks/gpu.sh [PART [CASE...]]
 #
@@ -16,24 +16,24 @@
 #   peers     steps beside torch with AdamW on the CPU, DeepSpeed and torchao, if installed
 #
 # Each part runs alone and takes less than eight minutes; without PART all run in turn. Each line is
-# a JSON object, printed and appended at once to $OUT/PART.jsonl (benchmarks/gpu-out without OUT), so
-# that what is cut loses one case. Without a GPU a part says so and that is no error. The exit status
-# is 1 if a case failed.
+# a JSON object, which is printed and at once appended to $OUT/PART.jsonl (benchmarks/gpu-out without
+# OUT), so that a run that is cut off loses only one case. Without a GPU a part prints that and
+# succeeds. The exit status is 1 if a case failed.
 #
-# Needs Python 3.11, torch with CUDA and a C compiler, and no network. PYTHON names another
-# interpreter than python3, LOHAN_GPU_STORE a folder for stores (at most 90 GB, build/ without it),
-# LOHAN_GPU_SECONDS how long a part may begin cases (440).
+# The script needs Python 3.11, torch with CUDA and a C compiler, and no network. PYTHON names an
+# interpreter other than python3, LOHAN_GPU_STORE a folder for stores (at most 90 GB; default
+# build/), and LOHAN_GPU_SECONDS the time after which a part begins no new case (440).
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 python="${PYTHON:-python3}"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
-# Before the first use of cuBLAS: its sums are made in one order then.
+# This must be set before the first use of cuBLAS, which then adds in a fixed order.
 export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
 PARTS=(facts tests asserts links overlap models memory mezo sanitize peers)
-# A part stops beginning cases before this, and is ended if a case does not end.
+# A part begins no new case near this limit, and is killed at the limit if a case does not end.
 PART_SECONDS=475
 
-# Containers have the driver where the loader does not look by itself.
+# In containers the driver may be in a folder that the loader does not search.
 for folder in /usr/local/nvidia/lib64 /usr/local/nvidia/lib /usr/lib/wsl/lib; do
     if [ -e "$folder/libcuda.so.1" ]; then
         export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folder"

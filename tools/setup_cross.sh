@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gets what tests/run.py neon needs: a compiler for aarch64, its C library, and qemu-user to run
-# what it makes. Debian's and Ubuntu's packages, as root or through sudo.
+# This script installs what tests/run.py neon needs: a compiler for aarch64, its C library, and
+# qemu-user, which runs the compiled programs. It uses apt-get, as root or through sudo.
 set -euo pipefail
 
 missing=()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes an environment with DeepSpeed, which three benchmarks take as a peer, in a folder of its own:
-# DeepSpeed compiles its CPU Adam and its asynchronous I/O for the torch that it runs with, and
-# neither is a dependency of lohan.
+# This script makes an environment with DeepSpeed, with which three benchmarks compare lohan, in its
+# own folder: DeepSpeed compiles its CPU Adam and its asynchronous I/O for the torch that it runs
+# with, and neither is a dependency of lohan.
 #
-# Compiling takes several minutes on few cores. What was made is kept in FOLDER/extensions, where
-# the benchmarks look for it; running this again makes what is missing.
+# Compilation takes several minutes on few cores. The results are kept in FOLDER/extensions, where
+# the benchmarks look for them; a second run compiles only what is missing.
 #
 # Usage: tools/setup_deepspeed.sh FOLDER      then ARGS="--deepspeed-python FOLDER/bin/python"
 set -euo pipefail
@@ -14,7 +14,7 @@ if [ "$#" -ne 1 ]; then
 fi
 torch_version=2.13.0
 deepspeed_version=0.19.8
-# As in requirements-dev.txt: both sides of a benchmark train the same model.
+# The same version as in requirements-dev.txt, so that both sides of a benchmark train one model.
 transformers_version=5.23.0
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -36,7 +36,7 @@ fi
 pip=("$python" -m pip install --quiet --disable-pip-version-check)
 say "installing torch $torch_version"
 "${pip[@]}" numpy ninja setuptools wheel
-# Builds without CUDA are a tenth of the size; PyTorch's own index has them where the usual has not.
+# Builds without CUDA have a tenth of the size. If the default index lacks them, PyTorch's has them.
 "${pip[@]}" "torch==$torch_version+cpu" 2>/dev/null \
     || "${pip[@]}" --retries 0 "torch==$torch_version+cpu" \
         --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
@@ -48,7 +48,7 @@ say "installing transformers $transformers_version"
 "${pip[@]}" "transformers==$transformers_version"
 
 say "compiling cpu_adam and async_io (several minutes the first time)"
-# Activated, because torch looks for ninja in PATH.
+# PATH begins with the environment, because torch looks for ninja there.
 PATH="$folder/bin:$PATH" TORCH_EXTENSIONS_DIR="$folder/extensions" DS_ACCELERATOR=cpu \
     RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 \
     MAX_JOBS="${MAX_JOBS:-$(nproc)}" "$python" - <<'END'

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the tests need, on a machine that has only Python.
+# This script makes .venv with everything that the tests need, on a machine that has only Python.
 #
-# System packages are installed only where something is missing, with apt-get, as root or through
-# sudo; where that is not possible it says what is missing and goes on: only a C compiler and
-# Python's headers are indispensable, and the build names them itself.
+# It installs missing system packages with apt-get, as root or through sudo. Where that is not
+# possible, it prints what is missing and continues: only a C compiler and Python's headers are
+# indispensable, and the build reports them if they are missing.
 #
 # Usage: tools/setup_dev.sh [FOLDER]      (default .venv)
 set -euo pipefail
@@ -15,24 +15,24 @@ say() { printf 'setup: %s\n' "$*"; }
 apt_install() {
     local as_root=()
     if ! command -v apt-get >/dev/null; then
-        say "missing: $* (no apt-get here: install them with your package manager); going on"
+        say "missing: $* (this machine has no apt-get: install them with your package manager); continuing"
         return 1
     fi
     if [ "$(id -u)" -ne 0 ]; then
         if ! command -v sudo >/dev/null; then
-            say "missing: $* (neither root nor sudo: ask for 'apt-get install $*'); going on"
+            say "missing: $* (you are not root and there is no sudo: ask an administrator to run 'apt-get install $*'); continuing"
             return 1
         fi
         as_root=(sudo)
     fi
     say "apt-get install $*"
-    "${as_root[@]}" apt-get update -qq || say "apt-get update failed; trying with the lists at hand"
-    # One at a time when all together fail: one name unknown must not cost the others.
+    "${as_root[@]}" apt-get update -qq || say "apt-get update failed; using the existing package lists"
+    # Install the packages one by one if that fails, so that one unknown name does not stop the others.
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null && return 0
     local package failed=0
     for package in "$@"; do
         "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" \
-            >/dev/null || { say "could not install $package; going on"; failed=1; }
+            >/dev/null || { say "could not install $package; continuing"; failed=1; }
     done
     return $failed
 }
@@ -57,7 +57,7 @@ if [ -z "$python" ]; then
     python="$(find_python)" || { say "lohan needs Python 3.11 or newer"; exit 1; }
 fi
 
-# Debian names a Python's parts after its version; a Python from elsewhere brings its own.
+# Debian's packages of a Python are named after its version; other Pythons include these parts.
 version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
 missing=()
 command -v cc >/dev/null || command -v gcc >/dev/null || missing+=(gcc libc6-dev)
@@ -77,10 +77,10 @@ if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
 fi
 say "installing requirements-dev.txt"
-# --no-compile: of the thousands of modules few are ever imported, and those are compiled then.
+# --no-compile: only few of the thousands of modules are ever imported; Python compiles those then.
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 if ! "${pip[@]}" -r requirements-dev.txt; then
-    say "trying again with the index of PyTorch's CPU builds"
+    say "that failed; trying again with the index of PyTorch's CPU builds"
     "${pip[@]}" -r requirements-dev.txt --extra-index-url https://download.pytorch.org/whl/cpu
 fi
 say "done"

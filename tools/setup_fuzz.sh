@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gets what the C targets of tests/run.py fuzz need: clang with libFuzzer, and llvm-cov. Debian's and
-# Ubuntu's packages, as root or through sudo.
+# This script installs what the C targets of tests/run.py fuzz need: clang with libFuzzer, and
+# llvm-cov. It uses apt-get, as root or through sudo.
 set -euo pipefail
 
 probe=$(mktemp -d)
@@ -13,11 +13,11 @@ fi
 
 as_root=()
 [ "$(id -u)" -eq 0 ] || as_root=(sudo)
-printf 'setup: apt-get install clang llvm and the runtime of the sanitizers\n'
+printf 'setup: apt-get install clang llvm and the sanitizers' runtime\n'
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get install -y -qq --no-install-recommends clang llvm >/dev/null
-# libFuzzer comes with the runtime of the version that clang is.
+# libFuzzer is a part of the sanitizers' runtime, whose package is named after clang's version.
 version=$(clang -dumpversion | cut -d. -f1)
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get install -y -qq --no-install-recommends "libclang-rt-$version-dev" >/dev/null

@@ -40,6 +40,7 @@ DEFINITION = re.compile(
     r"^(?!static|typedef|struct \w+ \{|enum|union)[A-Za-z_][\w \*]*?\b(lh_\w+)\([^;{]*\)\s*\{",
     re.MULTILINE,
 )
+INLINE = re.compile(r"^static inline [^;{]*\{.*?^\}", re.MULTILINE | re.DOTALL)
 DECLARATION = re.compile(r"^[A-Za-z_][\w \*]*?\b(lh_\w+)\([^;{]*\)[^;{]*;", re.MULTILINE)
 
 
@@ -57,8 +58,13 @@ def edges(paths: list[pathlib.Path]) -> dict[str, set[str]]:
     """Map each file to the other files whose functions it mentions."""
     owners = {name: path.stem for path in paths for name in definitions(path)}
     found: dict[str, set[str]] = {path.stem: set() for path in paths}
-    for path in paths:
-        for word in set(re.findall(r"\blh_\w+", without_comments(path.read_text()))):
+    # Inline functions of a header call others, too.
+    headers = [path.with_suffix(".h") for path in paths if path.with_suffix(".h").exists()]
+    bodies = {path: without_comments(path.read_text()) for path in paths}
+    for path in headers:
+        bodies[path] = "".join(INLINE.findall(without_comments(path.read_text())))
+    for path, body in bodies.items():
+        for word in set(re.findall(r"\blh_\w+", body)):
             if word in owners and owners[word] != path.stem:
                 found[path.stem].add(owners[word])
     return found
@@ -92,31 +98,43 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def struct_fields(name: str) -> list[str]:
-    """List the fields of a struct of csrc/sched's headers; a nested struct is one field."""
+    """List the fields of a struct of csrc/sched's headers.
+
+    A field of another struct type is one field. The members of a struct or union that is written
+    out in place count, and so does each name of a declaration of several.
+    """
     for path in sorted(SCHED.glob("*.h")):
         text = without_comments(path.read_text())
         found = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
         if found:
-            body = re.sub(r"\{[^{}]*\}", "", found[1])
-            return [" ".join(field.split()) for field in body.split(";") if field.strip()]
+            body = re.sub(r"(struct|union)\s*\w*\s*\{|\}[^;{}]*", "", found[1])
+            body = re.sub(r"\([^()]*\)|\[[^\]]*\]", "", body)
+            declarations = [part for part in body.split(";") if part.strip()]
+            return [" ".join(field.split()) for part in declarations for field in part.split(",")]
     raise SystemExit(f"struct {name} was not found in csrc/sched")
 
 
-def is_at_home(name: str, stem: str) -> bool:
-    """Return whether a function is named after its file; the engine's own files share a prefix."""
-    prefix = PUBLIC_PREFIXES.get(stem, stem)
-    return f"{name}_".startswith(f"lh_{prefix}_") or (
-        stem in ("engine", "calls", "create") and name.startswith("lh_engine_")
-    )
+def is_at_home(name: str, stem: str, stems: set[str]) -> bool:
+    """Return whether a function is named after its file; the engine's own files share a prefix.
+
+    Of several files whose names a function's name begins with, the longest name is meant:
+    lh_update_plan_reread() belongs in update_plan.c, not in update.c.
+    """
+    if stem in ("calls", "create") and name.startswith("lh_engine_"):
+        return True
+    names = {PUBLIC_PREFIXES.get(other, other) for other in stems}
+    fitting = [other for other in names if f"{name}_".startswith(f"lh_{other}_")]
+    return max(fitting, key=len, default="") == PUBLIC_PREFIXES.get(stem, stem)
 
 
 def strangers(paths: list[pathlib.Path]) -> list[str]:
     """List functions that are not named after their file, and undefined declarations."""
+    stems = {path.stem for path in paths}
     found = [
         f"{path.name}: {name}"
         for path in paths
         for name in definitions(path)
-        if not is_at_home(name, path.stem)
+        if not is_at_home(name, path.stem, stems)
     ]
     defined = {name for path in (ROOT / "csrc").rglob("*.c") for name in definitions(path)}
     for path in sorted(SCHED.glob("*.h")):

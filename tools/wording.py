@@ -2,8 +2,9 @@
 
     python tools/wording.py [--count] [FILE...]
 
-Without FILE, search README.md, CHANGELOG.md, CONTRIBUTING.md, docs/, and the comments and strings
-of python/lohan, csrc and cuda. The exit status is 1 if any phrase was found.
+Without FILE, search Markdown files, the comments and strings of C, CUDA and Python, and all the
+text of shell scripts, .ci/run, Makefile and configuration files. The exit status is 1 if any phrase
+was found.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import cbuild
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STYLE = ROOT / "docs" / "style.md"
@@ -108,15 +111,31 @@ def python_text(source: str) -> str:
     return "".join(parts) + blank(source[end:])
 
 
-READERS = {".md": markdown_text, ".py": python_text, ".c": c_text, ".h": c_text, ".cu": c_text}
+READERS = {
+    ".md": markdown_text,
+    ".py": python_text,
+    **dict.fromkeys((".c", ".h", ".cu", ".cuh"), c_text),
+    **dict.fromkeys((".sh", ".toml", ".yml", ".yaml", ".cff", ".in", ".txt", ".pyi"), str),
+}
+# Files without a suffix, or whose whole name is one.
+NAMES = ("Makefile", ".ci/run", ".clang-tidy", ".clang-format")
+# The corpora are inputs; style.md has the table itself.
+LEFT_OUT = ("tests/fuzz/corpus/", "docs/style.md")
+
+
+def reader_of(path: pathlib.Path) -> Callable[[str], str]:
+    """Return the function that blanks out what is not text; most files have only text."""
+    return READERS.get(path.suffix, str)
 
 
 def files() -> list[pathlib.Path]:
     """Return every file that is searched by default."""
-    found = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-    for folder in ("docs", "python/lohan", "csrc", "cuda"):
-        found += [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in READERS]
-    return [path for path in found if path != STYLE]
+    return [
+        ROOT / name
+        for name in cbuild.project_files()
+        if not name.startswith(LEFT_OUT)
+        and (pathlib.PurePath(name).suffix in READERS or name in NAMES)
+    ]
 
 
 def main() -> int:
@@ -128,7 +147,7 @@ def main() -> int:
     known = phrases()
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for path in [file.resolve() for file in options.files] or files():
-        text = READERS[path.suffix](path.read_text(encoding="utf-8"))
+        text = reader_of(path)(path.read_text(encoding="utf-8"))
         name = path.relative_to(ROOT)
         flat = " ".join(text.split())  # a quick test; it saves most of the time
         likely = [phrase for phrase in known if phrase.words[1:] in flat]

@@ -1,12 +1,12 @@
 /*
- * AdamW kernels against memory: every kernel, with and without checksums, beside a kernel that
- * moves the same bytes and computes nothing (lh_adam_stream), both on the same threads and arrays,
- * interleaved, so that a drift of the machine meets both.
+ * Compare the AdamW kernels with memory: each kernel, with and without checksums, is timed beside a
+ * kernel that moves the same bytes and computes nothing (lh_adam_stream). Both use the same threads
+ * and arrays and take turns, so that a drift of the machine affects both.
  *
  *      bench_adam [elements = 50000000] [repetitions = 9] [threads = 2]
  *
- * One JSON line a result. value, min, median and max are elements a second; fraction_of_bound is
- * the median over repetitions of (time of the stream / time of the kernel).
+ * Each result is a JSON line. value, min, median and max are elements per second; fraction_of_bound
+ * is the median over repetitions of (time of the stream / time of the kernel).
  */
 #define _GNU_SOURCE
 #include <pthread.h>

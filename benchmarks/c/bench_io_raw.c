@@ -1,11 +1,11 @@
 /*
- * Every I/O backend against the disk: sequential direct writes and reads of 4 MiB, 8 in flight, on
- * one file, from registered huge pages, by an owner that sleeps for completions as the engine does.
- * Backends take turns, so that a drift of the disk meets all of them.
+ * Compare the I/O backends with the disk: sequential direct writes and reads of 4 MiB, 8 in flight,
+ * on one file, from registered huge pages. The owner sleeps until completions, as the engine does.
+ * Backends take turns, so that a drift of the disk affects all of them.
  *
  *      bench_io_raw [directory = .] [repetitions = 5] [file_mib = 1024]
  *
- * One JSON line a result; value, min, median and max are GB/s (10^9 bytes). The peer to run beside:
+ * Each result is a JSON line; value, min, median and max are GB/s (10^9 bytes). Compare with:
  *
  *      fio --name=x --filename=F --size=1g --rw=read --ioengine=io_uring --direct=1 --bs=4m
  *          --iodepth=8 --mem=shmhuge

@@ -1,16 +1,17 @@
 /*
- * z of zeroth-order training (compute/zo.h) against arithmetic: every kernel beside the operations
- * that z takes, as many and of the same kinds, none of which waits for another or for memory. On
- * one core, in its first cache, interleaved.
+ * Compare the generation of z in zeroth-order training (compute/zo.h) with its arithmetic: each
+ * kernel is timed beside a loop of the operations that z takes, in the same number and of the same
+ * kinds, of which none waits for another or for memory. All run in turns on one core, in its first-
+ * level cache.
  *
  *      bench_rng [repetitions = 99]
  *
- * And what parameters cost that are kept in another format: ROUND alone, and a step's update, ROUND
- * and perturbation from what is kept to values of bf16, beside update and perturbation of fp32 in
- * place.
+ * It also times the cost of parameters that are stored in another format: ROUND alone, and a step's
+ * update, ROUND and perturbation from the stored format to values in bf16, beside an update and a
+ * perturbation of fp32 in place.
  *
- * One JSON line a result. value, min, median and max are numbers a second; fraction_of_bound is the
- * median over repetitions of (time of the bound / time of the kernel).
+ * Each result is a JSON line. value, min, median and max are numbers per second; fraction_of_bound
+ * is the median over repetitions of (time of the bound / time of the kernel).
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -35,13 +36,13 @@ static double now_s(void)
 #if defined(__x86_64__)
 
 /*
- * What eight counters and sixteen pairs of numbers take in vectors of 64 bytes, as zo_avx512.c
- * compiles: of Philox 17 products, 16 shifts, 3 shuffles, 14 exclusive ors of three and 4 of two,
- * and a sum (half of the first two rounds is the same for all counters); of the numbers 22
- * multiplications, 16 additions, 3 conversions, a root, and on integers 2 shifts, 5 additions, 2
- * ands, a test, an operation of three and 2 by a mask: 110 in all, and twice that for 64 numbers.
- * Loads, stores and what applies z are not counted. In which order they stand changes the bound by
- * less than 2 %, as none waits for another.
+ * The operations that eight counters and sixteen pairs of numbers take in vectors of 64 bytes, as
+ * zo_avx512.c compiles. Philox takes 17 products, 16 shifts, 3 shuffles, 14 exclusive ors of three
+ * operands and 4 of two, and a sum (half of the first two rounds is the same for all counters). The
+ * numbers take 22 multiplications, 16 additions, 3 conversions and a root, and on integers 2
+ * shifts, 5 additions, 2 ands, a test, an operation of three operands and 2 by a mask: 110 in all,
+ * and twice that for 64 numbers. Loads, stores and the application of z are not counted. Their
+ * order changes the bound by less than 2 %, because none of them waits for another.
  */
 #define WIDE_MOST                                                                                  \
     "vpmuludq %%zmm30, %%zmm31, %%zmm\\r\n"                                                        \
@@ -85,9 +86,9 @@ static void wide_half(void)
 }
 
 /*
- * What four counters and eight pairs take in vectors of 32 bytes. Beside the above an exclusive or
- * of three is two, and what a mask chooses takes a shift, 2 blends and 3 more: 126 in all, four
- * times.
+ * The operations that four counters and eight pairs take in vectors of 32 bytes. In addition to the
+ * above, an exclusive or of three operands is two operations, and a selection by a mask takes a
+ * shift, 2 blends and 3 more: 126 in all, four times.
  */
 #define NARROW_MOST                                                                                \
     "vpmuludq %%ymm14, %%ymm15, %%ymm\\r\n"                                                        \

@@ -1,8 +1,8 @@
 /*
- * A store moved as the engine moves it: an extent's slots through lh_store_map() in requests of at
- * most -t KiB, -q of them in flight, between the files and an arena on huge pages, by an owner that
- * sleeps for completions. No checksums, no commit: what is measured is the way from lh_store_map()
- * to the disk.
+ * Time the I/O of a store as the engine does it: an extent's slots are moved through lh_store_map()
+ * in requests of at most -t KiB, with -q of them in flight, between the files and an arena on huge
+ * pages. The owner sleeps until completions. There are no checksums and no commits: only the path
+ * from lh_store_map() to the disk is measured.
  *
  *      read    the newest slot           write   the other one
  *      mixed   half of the bytes each, a read and a write in turn
@@ -10,15 +10,16 @@
  *      bench_store_io [-m read|write|mixed|all] [-b MiB] [-r repetitions] [-q depth] [-t KiB]
  *                     [-a MiB] [-i backend] [-k] [-s] [directory]
  *
- *      -a  the arena, through which requests walk as training's do; without it each request keeps
- *          its buffer, and as few as fit a processor's cache are faster than any training can be
+ *      -a  the size of the arena, through which requests move as in training; without it each
+ *          request keeps its buffer, and buffers that fit a processor's cache are faster than any
+ *          training can be
  *
  *      -k  keep the store, or use the one that an earlier run kept: another program can then move
  *          the same bytes of the same file
- *      -s  serve: say where the bytes are, then run a pass for each line of stdin (read, write,
+ *      -s  serve: print where the bytes are, then run a pass for each line of stdin (read, write,
  *          mixed) and print its seconds, so that a driver can let contestants take turns
  *
- * Without -k the directory has to exist. One JSON line a result; value, min, median and max are
+ * Without -k the directory has to exist. Each result is a JSON line; value, min, median and max are
  * GB/s (10^9 bytes).
  */
 #define _GNU_SOURCE

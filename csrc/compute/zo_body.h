@@ -116,7 +116,7 @@ static INLINE void chains_begin(struct chains *chains, const struct keys *keys, 
 }
 
 /* Run one of the rounds 1 to 8 of a chain. */
-static INLINE void chain_go_on(longs word[LH_ZO_WORDS], const struct keys *keys, int round)
+static INLINE void chain_continue(longs word[LH_ZO_WORDS], const struct keys *keys, int round)
 {
     const longs zero = {0};
     longs low = zero + keys->low[round], high = zero + keys->high[round];
@@ -182,7 +182,7 @@ struct normals {
 };
 
 /* Run a step of radius_of(), which zo_ref.c explains. at: the words. */
-static INLINE void radius_go_on(struct normals *n, int step, const words *at)
+static INLINE void radius_continue(struct normals *n, int step, const words *at)
 {
     const struct constants *k = &constants;
     HIDE(k);
@@ -215,7 +215,7 @@ static INLINE void radius_go_on(struct normals *n, int step, const words *at)
 }
 
 /* Run a step of turn_of(). */
-static INLINE void turn_go_on(struct normals *n, int step, const words *at)
+static INLINE void turn_continue(struct normals *n, int step, const words *at)
 {
     const struct constants *k = &constants;
     HIDE(k);
@@ -263,21 +263,21 @@ static INLINE words *place_of(words *at, int i)
 }
 
 /* Run the steps of words that are due at a time. */
-static INLINE void chains_go_on(struct chains *chains, const struct keys *keys, int time,
-                                words *made)
+static INLINE void chains_continue(struct chains *chains, const struct keys *keys, int time,
+                                   words *made)
 {
 #pragma GCC unroll 4
     for (int i = 0; i < CHAINS; i++) {
         int since = time - i * CHAIN_DELAY;
         if (since >= 0 && since % ROUND_TIME == 0 && since < 8 * ROUND_TIME)
-            chain_go_on(chains->word[i], keys, 1 + since / ROUND_TIME);
+            chain_continue(chains->word[i], keys, 1 + since / ROUND_TIME);
         if (i % 2 == 1 && since == 8 * ROUND_TIME + ROUND_9_DELAY)
             chains_end(chains->word[i - 1], chains->word[i], keys, place_of(made, i - 1));
     }
 }
 
 /* Run the steps of numbers that are due at a time. */
-static INLINE void numbers_go_on(struct normals normals[CHAINS], int time, words *numbers)
+static INLINE void numbers_continue(struct normals normals[CHAINS], int time, words *numbers)
 {
 #pragma GCC unroll 4
     for (int i = 0; i < CHAINS; i++) {
@@ -285,7 +285,7 @@ static INLINE void numbers_go_on(struct normals normals[CHAINS], int time, words
         int since_turn = since - TURN_DELAY;
         words *at = place_of(numbers, i);
         if (since_turn >= 0 && since_turn % TURN_TIME == 0 && since_turn < TURN_STEPS * TURN_TIME)
-            turn_go_on(&normals[i], since_turn / TURN_TIME, at);
+            turn_continue(&normals[i], since_turn / TURN_TIME, at);
         if (since == TURN_END)
             normals_end(&normals[i], at);
     }
@@ -293,7 +293,7 @@ static INLINE void numbers_go_on(struct normals normals[CHAINS], int time, words
     for (int i = 0; i < CHAINS; i++) {
         int since = time - i / 2 * PAIR_TIME - i % 2 * SECOND_DELAY;
         if (since >= 0 && since % RADIUS_TIME == 0 && since < RADIUS_STEPS * RADIUS_TIME)
-            radius_go_on(&normals[i], since / RADIUS_TIME, place_of(numbers, i));
+            radius_continue(&normals[i], since / RADIUS_TIME, place_of(numbers, i));
     }
 }
 
@@ -306,7 +306,7 @@ struct rounds {
 };
 
 /* Round one vector of the part. */
-static INLINE void rounds_go_on(const struct rounds *rounds, int vector)
+static INLINE void rounds_continue(const struct rounds *rounds, int vector)
 {
     words bits;
     memcpy(&bits, rounds->source + vector * LANES, sizeof(bits));
@@ -318,8 +318,8 @@ static INLINE void rounds_go_on(const struct rounds *rounds, int vector)
  * Run a whole schedule. It stores the words of the counters from first on in made, converts the
  * words in numbers to numbers in place, and rounds the elements of rounds. Each may be NULL.
  */
-static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, words *numbers,
-                         const struct rounds *rounds)
+static INLINE void stages_advance(const struct keys *keys, uint64_t first, words *made,
+                                  words *numbers, const struct rounds *rounds)
 {
     struct chains chains;
     struct normals normals[CHAINS];
@@ -328,11 +328,11 @@ static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, w
 #pragma GCC unroll 100
     for (int time = 0; time <= WORDS_TIME || time <= NUMBERS_TIME; time++) {
         if (numbers)
-            numbers_go_on(normals, time, numbers);
+            numbers_continue(normals, time, numbers);
         if (made)
-            chains_go_on(&chains, keys, time, made);
+            chains_continue(&chains, keys, time, made);
         if (rounds && time % ROUNDED_TIME == 0 && time < PART * ROUNDED_TIME)
-            rounds_go_on(rounds, time / ROUNDED_TIME);
+            rounds_continue(rounds, time / ROUNDED_TIME);
     }
 }
 
@@ -342,20 +342,20 @@ static INLINE void go_on(const struct keys *keys, uint64_t first, words *made, w
  */
 static NOINLINE void words_make(const struct keys *keys, uint64_t first, words *made)
 {
-    go_on(keys, first, made, NULL, NULL);
+    stages_advance(keys, first, made, NULL, NULL);
 }
 
 /* Make a span's words, and numbers from the words of the previous span. */
 static NOINLINE void both_make(const struct keys *keys, uint64_t first, words *restrict made,
                                words *restrict numbers)
 {
-    go_on(keys, first, made, numbers, NULL);
+    stages_advance(keys, first, made, numbers, NULL);
 }
 
 /* Make numbers from the last words. */
 static NOINLINE void numbers_make(words *numbers)
 {
-    go_on(NULL, 0, NULL, numbers, NULL);
+    stages_advance(NULL, 0, NULL, numbers, NULL);
 }
 
 /* Apply one op, like applied() in zo_ref.c, from source to values. */
@@ -390,7 +390,7 @@ static INLINE void apply(const struct lh_zo_op *op, float *values, const float *
                               float *values, const float *source, const words *restrict random)    \
     {                                                                                              \
         const struct rounds rounds = {(constant), values, source, random};                         \
-        go_on(keys, first, made, NULL, &rounds);                                                   \
+        stages_advance(keys, first, made, NULL, &rounds);                                          \
     }
 ROUND_INTO(round_into_bf16, LH_ZO_FORMAT_BF16)
 ROUND_INTO(round_into_f16, LH_ZO_FORMAT_F16)

@@ -6,13 +6,6 @@
 #include "base/assert.h"
 #include "dev/dev_private.h"
 
-static const char *const names[] = {"emu", "cuda", NULL};
-
-const char *const *lh_dev_names(void)
-{
-    return names;
-}
-
 int lh_dev_create(const char *name, const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                   struct lh_dev **dev_out, struct lh_error *err)
 {

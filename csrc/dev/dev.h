@@ -155,7 +155,4 @@ struct lh_dev {
 int lh_dev_create(const char *name, const struct lh_dev_opts *opts, struct lh_alloc *alloc,
                   struct lh_dev **dev_out, struct lh_error *err) LH_MUST_CHECK;
 
-/* The names of the backends of this build, NULL-terminated. */
-const char *const *lh_dev_names(void);
-
 #endif

@@ -1,4 +1,4 @@
-/* What was built, and what works on this machine: the facts behind `lohan doctor`. */
+/* What was built, and what works on this machine: the facts that `lohan doctor` prints. */
 #include "compute/adam.h"
 #include "base/crc32c.h"
 #include "mem/heap.h"

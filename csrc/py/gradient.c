@@ -140,9 +140,11 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     }
     /* autograd accumulates gradients on the leaf's stream, which is not always the stream of the
      * operations, where the units in use are read. */
-    void *stream = lhpy_device_stream_note(self);
+    bool has_device = self->core->dev != NULL;
+    void *stream = has_device ? lhpy_device_stream_note(self) : NULL;
     int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
-    lh_engine_stream_set(self->core->engine, stream);
+    if (has_device)
+        lh_engine_stream_set(self->core->engine, stream);
     if (rc < 0) {
         Py_DECREF(owned);
         return gradient_refuse(self, index, &view, rc);

@@ -54,7 +54,7 @@ static int same_check(const struct lh_zo_op *ops, uint32_t i)
     else if (ops[i].kind == LH_ZO_OP_ROUND)
         what = "a round has no z";
     else if (ops[i - 1].kind == LH_ZO_OP_ROUND)
-        what = "an op behind a round has no z before it";
+        what = "an op after a round has no z before it";
     if (!ops[i].is_same || !what)
         return 0;
     PyErr_SetString(PyExc_ValueError, what);

@@ -154,7 +154,7 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
 }
 
 /* Copy more of the unit that is copied while it is updated. */
-static bool load_go_on(struct lh_engine *engine)
+static bool load_continue(struct lh_engine *engine)
 {
     if (engine->device.loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine))
         return false;
@@ -192,7 +192,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     LH_ASSERT(engine->device.loading_unit == LH_UNIT_NONE);
     engine->device.loading_unit = op->unit;
     engine->device.loading_bytes = 0;
-    (void)load_go_on(engine);
+    (void)load_continue(engine);
 }
 
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
@@ -366,7 +366,7 @@ static bool ahead_pump(struct lh_engine *engine)
 static bool pump_before(struct lh_engine *engine)
 {
     struct lh_region *region = &engine->device_region;
-    bool moved = load_go_on(engine);
+    bool moved = load_continue(engine);
     while (region->op_first < region->op_count && !atomic_load(&engine->failed)) {
         if (!op_execute(engine, region->op_first))
             break;

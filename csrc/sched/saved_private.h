@@ -28,11 +28,11 @@ enum lh_saved_presence {
  *      COPYING -> SUMMING      copied_out        it goes to SSD: a worker makes its checksums
  *      COPYING -> HELD         held              it stays in memory
  *      SUMMING -> HELD         held
- *      HELD -> WRITING         transfer_start    nobody wants it yet
+ *      HELD -> WRITING         transfer_start    no thread has asked for it yet
  *      WRITING -> HELD         transferred
  *      HELD -> AWAY            settle            it is written, and its memory is given back
  *      HELD -> AWAY            room_take_back    it was fetched ahead, and another one is awaited
- *      AWAY -> READING         transfer_start    somebody wants it, and there is room
+ *      AWAY -> READING         transfer_start    a thread has asked for it, and there is room
  *      READING -> HELD         held
  *      HELD -> FREE            gone              dropped
  *      AWAY -> FREE            gone              dropped

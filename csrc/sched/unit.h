@@ -5,7 +5,7 @@
  *
  *      ABSENT -> LOADING     load_start            op LOAD of the plan
  *      LOADING -> READY      lh_unit_make_ready    all bytes are here and checked
- *      READY -> UPDATING     lh_update_pump_take   nobody has it pinned, and its update is queued
+ *      READY -> UPDATING     lh_update_pump_take   it has no pin, and its update is queued
  *      UPDATING -> READY     lh_unit_make_ready    all chunks are computed, or none was
  *      READY -> ABSENT       lh_unit_pump          op EVICT: no pins, uses of the plan over
  *      READY -> ABSENT       lh_unit_forget        its extents changed, or it was rolled back

@@ -22,7 +22,6 @@ struct sim_exec {
     struct lh_exec_job **done;
     uint32_t done_count;
     uint32_t running_count;
-    uint64_t busy_ns;
 };
 
 static struct lh_exec_job *list_shift(struct lh_exec_job **jobs, uint32_t *count)
@@ -57,7 +56,6 @@ static void job_done(void *context)
     struct lh_exec_job *job = worker->job;
     job->ended_ns = sim->opts.world->now_ns;
     LH_SIM_HOOK_CALL(sim->opts.world, job_done, job);
-    sim->busy_ns += job->ended_ns - job->started_ns;
     lh_sim_world_trace(sim->opts.world, LH_SIM_TRACE_JOB, job->worker_index, job->work_bytes,
                        job->ended_ns - job->started_ns);
     worker->job = NULL;
@@ -151,9 +149,4 @@ void lh_sim_exec_check(struct lh_exec *exec)
     if (sim->done_count > 0)
         lh_sim_world_fail(sim->opts.world, "%" PRIu32 " finished jobs were not polled",
                           sim->done_count);
-}
-
-uint64_t lh_sim_exec_busy_ns(const struct lh_exec *exec)
-{
-    return ((const struct sim_exec *)exec)->busy_ns;
 }

@@ -36,6 +36,5 @@ int lh_sim_exec_create(const struct lh_sim_exec_opts *opts, struct lh_alloc *all
 void lh_sim_exec_drop(struct lh_exec *exec);
 /* Call this whenever time is about to advance. */
 void lh_sim_exec_check(struct lh_exec *exec);
-uint64_t lh_sim_exec_busy_ns(const struct lh_exec *exec); /* the sum over all workers */
 
 #endif

@@ -23,7 +23,7 @@ void lh_sim_train_backward_enter(struct lh_sim_train *train);
 /*
  * Whether a wait function may return a different result than at its last call. Even with a timeout
  * of 0, a wait is a system call, which would slow down a step of many requests. So the function is
- * called once, which tells the engine that somebody waits, and again when is_there is true.
+ * called once, which tells the engine that a thread waits, and again when is_there is true.
  */
 bool lh_sim_train_is_worth_asking(struct lh_sim_train *train, bool is_there);
 bool lh_sim_train_steps_are_over(const struct lh_engine *engine);

@@ -230,7 +230,7 @@ class _Opening:
             if resume:
                 self._compare(extents, store)
                 if self.zeroth is not None:
-                    self.zeroth.go_on(directories, store)
+                    self.zeroth.resume(directories, store)
             else:
                 if self.zeroth is not None:
                     self.zeroth.begin(directories, store)

@@ -31,14 +31,15 @@ struct machine {
     struct lh_clock clock;
     struct lh_waker waker;
     struct lh_dev *dev;
-    struct CUstream_st *stream; /* computes; NULL: emu, where the caller's thread computes */
+    /* the stream that computes; NULL for emu, where the caller's thread computes */
+    struct CUstream_st *stream;
     struct CUctx_st *context;
     struct lh_cuda_calls calls;
     unsigned (*memory_allocate)(unsigned long long *address, size_t bytes);
     unsigned (*memory_free)(unsigned long long address);
     unsigned (*copy_within)(unsigned long long to, unsigned long long from, size_t bytes,
                             struct CUstream_st *stream);
-    void *scratch; /* cuda */
+    void *scratch; /* used by cuda only */
 };
 
 __attribute__((unused)) static bool machine_is_fast(void)
@@ -57,7 +58,7 @@ __attribute__((unused)) static void machine_leave(struct machine *machine)
     LH_CHECK(machine->calls.context_pop(&context) == 0);
 }
 
-/* Memory that the accelerator computes on. */
+/* The memory on which the accelerator computes. */
 __attribute__((unused)) static void *machine_allocate(struct machine *machine, uint64_t bytes)
 {
     unsigned long long address = 0;
@@ -96,7 +97,7 @@ __attribute__((unused)) static void machine_host_free(struct machine *machine, v
     lh_free(&machine->alloc, memory);
 }
 
-/* Enqueue to = from on the stream that computes. */
+/* Enqueue the assignment to = from on the compute stream. */
 __attribute__((unused)) static void machine_compute(struct machine *machine, void *to,
                                                     const void *from, uint64_t bytes)
 {
@@ -165,10 +166,10 @@ __attribute__((unused)) static void machine_open(struct machine *machine, const 
     LH_CHECK(strcmp(machine->dev->ops->name, strcmp(kind, "emu") == 0 ? "emu" : "cuda") == 0);
 }
 
-/* Nothing may be left. */
+/* Check that nothing is left. */
 __attribute__((unused)) static void machine_close(struct machine *machine)
 {
-    if (machine->dev) /* else the test has destroyed it */
+    if (machine->dev) /* NULL: the test has destroyed it */
         machine->dev->ops->destroy(machine->dev);
     if (machine->scratch)
         machine_free(machine, machine->scratch);
@@ -232,7 +233,7 @@ __attribute__((unused)) static void machine_submit(struct machine *machine,
     LH_CHECK(rc == 0);
 }
 
-/* One copy, to its end. */
+/* Run one copy to its end. */
 __attribute__((unused)) static void machine_copy(struct machine *machine,
                                                  enum lh_dev_direction direction, void *host,
                                                  void *device, uint64_t bytes)

@@ -102,7 +102,7 @@ static void half_master_store(uint8_t *params, float *masters, uint64_t index, f
     masters[index] = value;
 }
 
-/* Random masters; moments are zeros. */
+/* Fill the masters with random values, and the moments with zeros. */
 static void state_init(struct rig *rig)
 {
     uint64_t seed = 1;
@@ -271,7 +271,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
     return opts;
 }
 
-/* The engine and what it runs on, over an open store. */
+/* Create the engine and its backends, for an open store. */
 static void parts_make(struct rig *rig)
 {
     struct lh_io *threads = NULL;
@@ -309,7 +309,7 @@ static void parts_make(struct rig *rig)
         fprintf(stderr, "%s\n", err.message);
     LH_CHECK(rc == 0);
     rig_device_begin(rig);
-    lh_alloc_seal(&rig->engine_alloc); /* all of a run works without the heap */
+    lh_alloc_seal(&rig->engine_alloc); /* from here on, nothing may allocate memory */
     /* From the first step on: it would measure some first, and no run here is as long. */
     if (rig->opts.schedule == LH_ENGINE_SCHEDULE_AUTO)
         lh_split_set(rig->engine, RIG_UNIT_COUNT);
@@ -428,7 +428,7 @@ int rig_forward(struct rig *rig, enum lh_engine_mode mode)
     return 0;
 }
 
-/* The parameters' dtype, but for fp32 every other of the bf16 ones. */
+/* Return the gradients' dtype: the parameters', except that every other bf16 parameter has fp32. */
 enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param)
 {
     enum lh_dtype dtype = rig->units[rig->params[param].unit].dtype;
@@ -499,7 +499,7 @@ int rig_forward_backward(struct rig *rig, unsigned gradients)
     return rig_backward(rig, gradients);
 }
 
-/* The same update in memory, by the definition. */
+/* Run the same update in memory, by the definition. */
 static void param_update(struct rig *rig, uint32_t index)
 {
     const struct lh_engine_param *param = &rig->params[index];

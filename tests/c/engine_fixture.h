@@ -22,33 +22,35 @@
 
 struct rig_opts {
     bool large;        /* the last unit has more than one chunk */
-    bool least_memory; /* the minimum; otherwise as much as is useful */
+    bool least_memory; /* the minimum; otherwise as much memory as is useful */
     enum lh_engine_schedule schedule;
-    bool skip_verify; /* checksums are not checked */
+    bool skip_verify; /* do not check checksums */
     uint64_t commit_every;
     uint32_t directory_count;
-    bool in_memory;        /* on tmpfs, where syncs are free: for many rounds */
-    const char *device;    /* (optional) a kind of accelerator: see rig_device.h */
-    uint64_t device_bytes; /* for parameters */
-    uint64_t spare_bytes;  /* with least_memory: memory beyond the minimum */
-    uint64_t beside_bytes; /* of the caller's, after a unit in the memory that computes */
+    bool in_memory;        /* the store is on tmpfs, where syncs cost nothing: for many rounds */
+    const char *device;    /* (optional) the kind of accelerator: see rig_device.h */
+    uint64_t device_bytes; /* device memory for parameters */
+    uint64_t spare_bytes;  /* with least_memory: the memory beyond the minimum */
+    uint64_t beside_bytes; /* the caller's room after each unit, in the memory that computes */
     bool norms;
-    uint64_t saved_bytes; /* of main memory for saved tensors (rig_saved.h) */
+    uint64_t saved_bytes; /* main memory for saved tensors (rig_saved.h) */
     uint64_t saved_transit_bytes;
     uint64_t saved_ssd_bytes;
     uint32_t saved_item_max;
-    bool in_place;        /* the frozen unit is in separate files (rig_in_place.h) */
-    bool in_place_large;  /* and takes several requests */
-    bool manual;          /* no threads: the engine moves while the rig waits (rig_wait.h) */
-    bool plain_gradients; /* of the parameters' dtypes, as torch's are; they may wait on SSD */
-    uint64_t model_seed;  /* sizes and dtypes are random; 0: as above */
+    bool in_place;       /* the frozen unit is in separate files (rig_in_place.h) */
+    bool in_place_large; /* the frozen unit is so large that it takes several requests */
+    /* there are no threads: the engine runs while the rig waits (rig_wait.h) */
+    bool manual;
+    /* gradients have the parameters' dtypes, as in torch; they may wait on SSD */
+    bool plain_gradients;
+    uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };
 
-/* What a manual rig's backends (rig_inline.h) do not execute for the time being. */
+/* The kinds of work that a manual rig's backends (rig_inline.h) currently hold back. */
 struct rig_holds {
     bool jobs;
-    uint32_t requests; /* LH_IO_FAULT_ON(kind) */
-    uint32_t copies;   /* 1 << direction */
+    uint32_t requests; /* bits LH_IO_FAULT_ON(kind) */
+    uint32_t copies;   /* bits 1 << direction */
 };
 
 struct rig_device;
@@ -61,7 +63,7 @@ struct rig {
     struct rig_holds holds;
     void (*watch)(struct rig *rig); /* (optional) called after each round of a manual engine */
     void *watch_context;
-    struct lh_alloc alloc; /* for everything except the engine */
+    struct lh_alloc alloc; /* the allocator for everything except the engine */
     struct lh_alloc engine_alloc;
     struct lh_engine_unit units[RIG_UNIT_COUNT];
     struct lh_engine_param params[RIG_PARAM_COUNT];
@@ -70,12 +72,12 @@ struct rig {
     struct lh_clock clock;
     struct lh_waker waker;
     struct lh_store *store;
-    struct lh_io *io; /* faulty, around threads */
+    struct lh_io *io; /* the faulty backend, which wraps threads */
     struct lh_exec *exec;
     struct lh_engine *engine;
-    struct rig_device *device;     /* NULL: none */
-    struct rig_saved *saved;       /* NULL: none */
-    struct rig_in_place *in_place; /* NULL: none */
+    struct rig_device *device;     /* NULL: no accelerator */
+    struct rig_saved *saved;       /* NULL: no saved tensors */
+    struct rig_in_place *in_place; /* NULL: the unit is in the store */
     uint8_t *memory;
     uint64_t memory_bytes;
     void *gradients[RIG_PARAM_COUNT];
@@ -91,14 +93,17 @@ struct rig {
 void rig_make(struct rig *rig, const char *name, struct rig_opts opts);
 /* End the engine without a flush, and close the store. */
 void rig_shut(struct rig *rig);
-/* Shut down and free everything; checks for leaks. */
+/* Shut down and free everything, and check for leaks. */
 void rig_unmake(struct rig *rig);
-/* After rig_shut: open the store, and check that it holds its step; training continues there. */
+/*
+ * After rig_shut: open the store and check that it has the expected step. Training continues from
+ * it.
+ */
 void rig_reopen(struct rig *rig);
-/* Only the engine's options, for tests that create it themselves. */
+/* Fill only the engine's options, for tests that create the engine themselves. */
 struct lh_engine_opts rig_engine_opts(struct rig *rig);
 
-/* fp32 for some parameters of bf16. */
+/* The gradients' dtype: fp32 for some parameters of bf16. */
 enum lh_dtype rig_gradient_dtype(const struct rig *rig, uint32_t param);
 
 /*

@@ -33,7 +33,7 @@ struct op {
     uint64_t number;
     void (*function)(void *context);
     void *context;
-    struct lh_zo_batch *batch; /* OP_LAUNCH: a copy of the argument, and how many threads */
+    struct lh_zo_batch *batch; /* OP_LAUNCH: a copy of the argument, and the number of threads */
     uint64_t thread_count;
 };
 
@@ -43,7 +43,11 @@ struct CUstream_st {
     pthread_t thread;
     uint64_t random;
     struct op ops[OP_COUNT_MAX];
-    uint64_t issued_count; /* both count on over destroy and create: an event may still name them */
+    /*
+     * both counts continue when a stream is destroyed and created again: an event may still refer
+     * to them
+     */
+    uint64_t issued_count;
     uint64_t executed_count;
 };
 
@@ -66,7 +70,7 @@ struct CUctx_st {
     int retain_count;
 };
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of everything here */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* protects everything in this file */
 static pthread_cond_t has_news = PTHREAD_COND_INITIALIZER;
 static struct fake_cuda_opts opts;
 static struct CUctx_st context_only;
@@ -77,7 +81,7 @@ static struct CUmod_st module_only;
 static struct CUfunc_st zo_batch = {LH_ZO_KERNEL_NAME};
 static void *regions[REGION_COUNT_MAX];
 static int64_t allocation_count;
-static int64_t launch_count; /* under way */
+static int64_t launch_count; /* the number of launches in progress */
 static int64_t call_count;
 static bool is_broken;
 static bool is_paused;
@@ -89,7 +93,7 @@ static void lock(void)
     LH_CHECK(pthread_mutex_lock(&mutex) == 0);
 }
 
-/* A call's end: what it answers. */
+/* End a call: release the lock, and return the call's result. */
 static unsigned unlock(unsigned result)
 {
     LH_CHECK(pthread_cond_broadcast(&has_news) == 0);
@@ -97,7 +101,7 @@ static unsigned unlock(unsigned result)
     return result;
 }
 
-/* A fallible call's begin. */
+/* Begin a fallible call. */
 static unsigned begin(bool needs_context)
 {
     lock();
@@ -154,7 +158,7 @@ static void *stream_main(void *argument)
     return NULL;
 }
 
-/* The lock is held. */
+/* The caller holds the lock. */
 static struct CUstream_st *stream_start(struct CUstream_st *stream)
 {
     stream->is_used = true;
@@ -164,7 +168,7 @@ static struct CUstream_st *stream_start(struct CUstream_st *stream)
     return stream;
 }
 
-/* What it was given is executed first. */
+/* The stream first executes what it was given. */
 static void stream_stop(struct CUstream_st *stream)
 {
     lock();
@@ -183,7 +187,7 @@ static struct CUstream_st *stream_of(struct CUstream_st *stream)
     return stream;
 }
 
-/* A call's middle and end: give a stream something to execute. */
+/* The middle and the end of a call: give a stream something to execute. */
 static unsigned issue(unsigned result, struct CUstream_st *stream, struct op op)
 {
     if (result == 0) {
@@ -238,7 +242,7 @@ static unsigned fake_context_release(int device)
 
 static unsigned fake_context_push(struct CUctx_st *context)
 {
-    /* As the driver, which says what broke only to those who ask the streams. */
+    /* Like the driver, report what failed only to callers that query the streams. */
     unsigned result = begin(false);
     LH_CHECK(context == &context_only && context->retain_count > 0);
     if (result == LH_CUDA_ILLEGAL_ADDRESS)
@@ -422,7 +426,7 @@ static unsigned fake_module_unload(struct CUmod_st *module)
 {
     lock();
     LH_CHECK(pushed_count > 0 && module == &module_only && module->load_count > 0);
-    LH_CHECK(launch_count == 0 || module->load_count > 1); /* nothing of it is under way */
+    LH_CHECK(launch_count == 0 || module->load_count > 1); /* none of its kernels is running */
     module->load_count--;
     return unlock(0);
 }

@@ -11,7 +11,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define FP_FLUSH UINT64_C(0x8040) /* of results, and of operands */
+#define FP_FLUSH UINT64_C(0x8040) /* the bits that flush results and operands to zero */
 #else
 #define FP_FLUSH (UINT64_C(1) << 24)
 #endif
@@ -26,7 +26,7 @@ static inline uint64_t fp_control_get(void)
     __asm__ volatile("mrs %0, fpcr" : "=r"(control));
     return control;
 #else
-    return FP_FLUSH; /* this machine's switch is not known here */
+    return FP_FLUSH; /* this processor's control bit is not known here */
 #endif
 }
 

@@ -6,7 +6,7 @@
 #include "io/io_private.h"
 
 struct faulty {
-    struct lh_io io; /* first: the caller's pointer is this one */
+    struct lh_io io; /* the first member, because the caller's pointer points to it */
     struct lh_io *inner;
     struct lh_alloc *alloc;
     struct lh_waker *waker;
@@ -18,13 +18,13 @@ struct faulty {
     struct lh_io_queue held;
     /* The request that was shortened or whose bytes will be flipped, while it is in inner. */
     struct lh_io_request *victim;
-    void *victim_buffer; /* SHORT: the original values of the request */
+    void *victim_buffer; /* SHORT: the request's original values */
     uint64_t victim_bytes;
     uint64_t victim_offset;
     uint64_t victim_least_bytes;
 };
 
-/* Whether the armed fault hits this request; counts down if a matching request passes. */
+/* Return whether the armed fault hits this request; count down if a matching request passes. */
 static bool fault_hits(struct faulty *faulty, const struct lh_io_request *request)
 {
     struct lh_io_fault *fault = &faulty->fault;
@@ -124,7 +124,7 @@ static void faulty_flush(struct lh_io *io)
         faulty->inner->ops->flush(faulty->inner);
 }
 
-/* The inner backend returned the victim. false: it was submitted again for its rest. */
+/* The inner backend returned the victim. Returns false if it was submitted again for its rest. */
 static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
 {
     LH_ASSERT(request == faulty->victim);
@@ -150,7 +150,7 @@ static bool victim_done(struct faulty *faulty, struct lh_io_request *request)
         if (faulty->victim_least_bytes > 0)
             request->least_bytes = faulty->victim_least_bytes - first_bytes;
         int rc = faulty->inner->ops->submit(faulty->inner, request);
-        LH_ASSERT(rc == 0); /* its own place in the queue is free */
+        LH_ASSERT(rc == 0); /* its place in the queue is free */
         faulty->has_fired = true;
         return false;
     }

@@ -29,16 +29,18 @@ enum lh_io_fault_kind {
 
 struct lh_io_fault {
     enum lh_io_fault_kind kind;
-    uint32_t request_kinds; /* the matching requests; ON_ANY: all that kind can hit */
+    uint32_t request_kinds; /* which requests match; ON_ANY: all those that the kind can hit */
     uint64_t after;         /* the number of matching requests that still pass */
     int code;               /* ERROR: -errno */
-    uint64_t bytes;         /* SHORT: of the first part; a request that is not longer passes */
-    uint64_t bit;           /* FLIP: counted from the start of the buffer, modulo its size */
+    /* SHORT: the bytes of the first part; a request that is not longer passes */
+    uint64_t bytes;
+    /* FLIP: the bit, counted from the start of the buffer, modulo its size */
+    uint64_t bit;
 };
 
 struct lh_io_faulty_opts {
     struct lh_io *inner;          /* stolen on success */
-    struct lh_waker *waker;       /* inner's; may be NULL */
+    struct lh_waker *waker;       /* the inner backend's waker; may be NULL */
     const struct lh_clock *clock; /* borrowed until destroy */
 };
 

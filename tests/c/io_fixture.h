@@ -23,7 +23,8 @@ struct fixture {
     struct lh_waker waker;
     struct lh_io_file file;
     struct lh_io_buffer buffer;
-    struct lh_io_opts opts; /* of the above; a test may change it before it creates a backend */
+    /* the options of the backend; a test may change them before it creates one */
+    struct lh_io_opts opts;
     struct lh_io *io;
 };
 
@@ -87,7 +88,7 @@ __attribute__((unused)) static void fixture_deinit(struct fixture *fixture)
     LH_CHECK(munmap(fixture->buffer.base, fixture->buffer.bytes) == 0);
 }
 
-/* "libaio+helper" is libaio as on kernels on which it does not support syncs. */
+/* "libaio+helper" is libaio as on kernels where it does not support syncs. */
 __attribute__((unused)) static int fixture_create(struct fixture *fixture, const char *name,
                                                   struct lh_error *err)
 {

@@ -40,9 +40,9 @@
 #define LH_TEST_IS_SLOW (LH_TEST_IS_SANITIZED || LH_TEST_IS_EMULATED)
 
 /*
- * The factor for bars in seconds of CPU time. Most of such a time on a busy shared machine is spent
- * on memory that the host first has to find again, and CI's machines may be 30 times slower; only
- * CI's own limit tells that a program runs there.
+ * The factor for limits on CPU time. On a busy shared machine most of such a time is spent on
+ * memory that the host first has to provide, and CI's machines may be 30 times slower; only CI's
+ * own limit tells a program that it runs there.
  */
 __attribute__((unused)) static double lh_test_slowness(void)
 {
@@ -89,7 +89,7 @@ __attribute__((format(printf, 1, 2), unused)) static void lh_test_name(const cha
         exit(LH_TEST_SKIP_CODE);                                                                   \
     } while (0)
 
-/* splitmix64: the same numbers on every machine from the same seed. */
+/* splitmix64: a seed gives the same numbers on every machine. */
 __attribute__((unused)) static uint64_t lh_test_random(uint64_t *state)
 {
     uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));

@@ -40,7 +40,7 @@ struct lh_plan_machine plan_fixture_machine(const struct lh_plan_model *model, u
 {
     struct lh_plan_totals totals = lh_plan_model_totals(model);
     uint64_t state_bytes = 14 * totals.param_count;
-    /* Powers of two around the rates at which all take equally long. */
+    /* The rates are powers of two near those at which all resources take equally long. */
     uint64_t gpu = 4 * totals.forward_flop << below(seed, 6);
     struct lh_plan_machine machine = {
         .gpu_flop_per_s = gpu,

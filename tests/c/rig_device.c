@@ -4,10 +4,10 @@
 #include "rig_inline.h"
 
 #define READ_COUNT_MAX 512
-#define COPY_COUNT 3 /* few, so that copies wait for one another */
+#define COPY_COUNT 3 /* few, so that copies have to wait for one another */
 
 struct read {
-    void *found; /* on the device */
+    void *found; /* the bytes that were read, in device memory */
     void *expected;
     uint64_t bytes;
 };
@@ -70,7 +70,7 @@ void rig_device_opts(struct rig *rig, struct lh_engine_opts *opts)
     opts->copy_count = COPY_COUNT;
 }
 
-/* What held gradients that the engine has read is used for something else. */
+/* Overwrite the gradients that the engine has read: their memory may be reused. */
 static void gradients_sweep(struct rig *rig)
 {
     struct rig_device *device = rig->device;
@@ -149,7 +149,10 @@ void rig_device_close(struct rig *rig)
     struct rig_device *device = rig->device;
     if (!device)
         return;
-    /* As in torch, the device's memory is freed with it, whatever is still to be read. */
+    /*
+     * As in torch, the device's memory is freed with the device, even if something still has to be
+     * read.
+     */
     device->machine.dev->ops->destroy(device->machine.dev);
     device->machine.dev = NULL;
     memset(device->memory, 0x5a, device->bytes);

@@ -20,7 +20,7 @@ struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t b
 /* Pass the stream to the engine, after it was created or recreated. */
 void rig_device_begin(struct rig *rig);
 void rig_device_opts(struct rig *rig, struct lh_engine_opts *opts);
-/* Enqueue a read of a pinned unit; rig_device_check compares it with the present *expected. */
+/* Enqueue a read of a pinned unit; rig_device_check() compares it with the current *expected. */
 void rig_device_read(struct rig *rig, uint32_t unit, const void *expected);
 /* Enqueue the computation of a gradient from rig->gradients; returns its future address. */
 void *rig_device_gradient(struct rig *rig, uint32_t param);

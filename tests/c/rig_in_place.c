@@ -28,7 +28,7 @@ struct rig_in_place {
     uint32_t file_first;
 };
 
-/* bytes of content at offset, in a file that ends behind them. */
+/* Write bytes of content at offset, in a file that ends after them. */
 static int file_make(const char *path, const uint8_t *content, uint64_t bytes, uint64_t offset)
 {
     int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
@@ -50,7 +50,7 @@ static uint32_t moves_make(struct rig_in_place *made, uint64_t unit_bytes)
             (struct lh_in_place_move){FIRST_BYTES + 64 + SHIFT, FIRST_BYTES + 64, 3000};
         return 2;
     }
-    uint64_t end = FIRST_BYTES + LH_MIB; /* of the second run's first request */
+    uint64_t end = FIRST_BYTES + LH_MIB; /* the end of the second run's first request */
     made->moves[1] =
         (struct lh_in_place_move){FIRST_BYTES + 64 + SHIFT, FIRST_BYTES + 64, LH_MIB - 64 - 128};
     made->moves[2] = (struct lh_in_place_move){end - 1, end - 64, 30};
@@ -93,7 +93,7 @@ struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
             lh_crc32c(0, state + at, lh_min_u64(LH_CHECKSUM_BYTES, unit_bytes - at));
     }
     uint32_t move_count = moves_make(made, unit_bytes);
-    /* What memory has once it is read. */
+    /* What memory contains after the unit was read. */
     for (uint32_t i = 0; i < move_count; i++)
         memmove(state + made->moves[i].to, state + made->moves[i].from, made->moves[i].bytes);
     made->unit = (struct lh_in_place_unit){.unit = UNIT,
@@ -173,19 +173,19 @@ bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opt
     opts->in_place.units = &unit;
     switch (turn) {
     case 0:
-        runs[1].offset += LH_BLOCK_BYTES; /* a gap */
+        runs[1].offset += LH_BLOCK_BYTES; /* there is a gap */
         return true;
     case 1:
-        runs[0].file_offset += 512; /* no block */
+        runs[0].file_offset += 512; /* the offset is not aligned to a block */
         return true;
     case 2:
-        runs[1].file_offset += LH_BLOCK_BYTES; /* behind the file's end */
+        runs[1].file_offset += LH_BLOCK_BYTES; /* the run begins after the file's end */
         return true;
     case 3:
-        moves[1].to = moves[0].to; /* over the one before */
+        moves[1].to = moves[0].to; /* the move overwrites the one before */
         return true;
     case 4:
-        moves[0].from = moves[0].to - 1; /* forward */
+        moves[0].from = moves[0].to - 1; /* the move goes forward */
         return true;
     case 5:
         unit.checksum_count = 1;
@@ -194,19 +194,19 @@ bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opt
         unit.unit = RIG_UNIT_COUNT;
         return true;
     case 7:
-        unit.unit = 0; /* trainable */
+        unit.unit = 0; /* the unit is trainable */
         return true;
     case 8:
-        opts->in_place.unit_count = 0; /* nowhere */
+        opts->in_place.unit_count = 0; /* no unit has this run */
         return true;
     case 9:
-        moves[0].to += 8; /* not aligned */
+        moves[0].to += 8; /* the target is not aligned */
         return true;
     case 10:
-        moves[0].to = 0; /* too far */
+        moves[0].to = 0; /* the move goes too far */
         return true;
     case 11:
-        moves[0].bytes = FIRST_BYTES; /* into the next run */
+        moves[0].bytes = FIRST_BYTES; /* the move reaches into the next run */
         return true;
     default:
         return false;

@@ -1,8 +1,8 @@
 /*
  * I/O, workers and an accelerator that run on the test's own thread, for an engine that the test
  * polls itself (rig_opts.manual). Everything is executed when it is polled, one piece at a time, in
- * the order of submission, and can be held back: so a run is the same each time, and a test can
- * look at the engine in any of its states.
+ * the order of submission, and can be held back. Therefore every run is the same, and a test can
+ * examine the engine in any of its states.
  */
 #ifndef LH_TEST_RIG_INLINE_H
 #define LH_TEST_RIG_INLINE_H

@@ -1,6 +1,6 @@
 /*
- * Shared by the engine's tests: waiting for an engine with a thread of its own, and polling one
- * that has none (rig_opts.manual); and what is checked at the end of a step or of a test.
+ * Functions of the engine's tests that wait for an engine with its own thread or poll one without
+ * (rig_opts.manual), and that check the end of a step or of a test.
  */
 #ifndef LH_TEST_RIG_WAIT_H
 #define LH_TEST_RIG_WAIT_H
@@ -9,15 +9,15 @@
 
 /* Begin a wait that is polled with rig_waits(). */
 void rig_wait_begin(struct rig *rig);
-/* Whether a wait that returned rc continues; the test ends if it would continue forever. */
+/* Return whether a wait that returned rc continues; the test ends if it would never end. */
 bool rig_waits(struct rig *rig, int rc);
-/* The timeout of one call of such a wait. */
+/* The timeout of each call in such a wait. */
 int rig_slice_ms(const struct rig *rig);
 /* One round of a manual engine, followed by rig->watch if there is one. */
 bool rig_poll(struct rig *rig);
 /* Poll a manual engine until nothing moves. */
 void rig_settle(struct rig *rig);
-/* End a manual engine as its thread would: take back what is in flight, and finish nothing. */
+/* End a manual engine as its thread would: collect what is in flight, and finish nothing. */
 void rig_stop(struct rig *rig);
 
 /* Wait until the closed step is over; return its statistics. */

@@ -37,7 +37,7 @@ static uint32_t unit_add(struct lh_sim_model *model, uint64_t count)
     return lh_sim_model_unit_add(model, &desc);
 }
 
-/* Blocks between an embedding and a head that share one parameter. */
+/* Add blocks between an embedding and a head that share one parameter. */
 static void papers_model(struct lh_sim_model *model)
 {
     const uint64_t tokens = PAPERS_BATCH * PAPERS_SEQUENCE;

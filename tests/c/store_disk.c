@@ -274,7 +274,7 @@ static bool is_durable(const struct disk *disk, uint32_t index, uint32_t cut)
     return false;
 }
 
-/* Variant 0: all of it survives. 1: nothing. Else some writes whole, some torn, some not at all. */
+/* Variant 0: all writes survive. 1: none does. Others: some are whole, some torn, some missing. */
 static void event_apply(const struct disk_event *event, bool survives, int variant, uint64_t *seed,
                         struct disk_file *file)
 {

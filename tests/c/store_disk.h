@@ -20,7 +20,7 @@ enum disk_kind { DISK_CREATE, DISK_SIZE, DISK_WRITE, DISK_SYNC, DISK_SYNC_DIRECT
 
 struct disk_event {
     enum disk_kind kind;
-    bool is_dropped; /* by a sync that failed */
+    bool is_dropped; /* a sync failed and dropped it */
     uint32_t file;
     uint64_t offset;
     uint64_t bytes;
@@ -37,12 +37,12 @@ struct disk_file {
 struct disk {
     struct lh_store_fs fs;
     struct disk_file files[DISK_FILE_COUNT_MAX];
-    struct disk_file base[DISK_FILE_COUNT_MAX]; /* durable before the first event */
+    struct disk_file base[DISK_FILE_COUNT_MAX]; /* what was durable before the first event */
     struct disk_event events[DISK_EVENT_COUNT_MAX];
     uint32_t event_count;
     uint32_t sync_count;
-    int fail_sync; /* this many syncs from now, one fails; below 0: none */
-    /* Reading this block of this file fails with -EIO; bad_file below 0: none. */
+    int fail_sync; /* the number of syncs until one fails; below 0: none fails */
+    /* A read of this block of this file fails with -EIO; bad_file below 0: none fails. */
     int bad_file;
     uint64_t bad_offset;
 };

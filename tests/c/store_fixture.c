@@ -1,5 +1,5 @@
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* nftw */
+#define _GNU_SOURCE 1 /* for nftw */
 #endif
 #include "store_fixture.h"
 
@@ -54,14 +54,14 @@ void fixture_guard(const char *path)
     pid_t child = fork();
     LH_CHECK(child >= 0);
     if (child > 0) {
-        close(ends[0]); /* the other end stays open to the end of the process */
+        close(ends[0]); /* the other end stays open until the process ends */
         return;
     }
     char byte;
-    setsid(); /* a Ctrl-C is not for it */
+    setsid(); /* so that a Ctrl-C does not reach it */
     int nothing = open("/dev/null", O_RDWR);
     for (int fd = 0; fd < 3; fd++)
-        dup2(nothing, fd); /* who reads the test's output does not wait for this process */
+        dup2(nothing, fd); /* so that readers of the test's output do not wait for this process */
     close(ends[1]);
     while (read(ends[0], &byte, 1) < 0 && errno == EINTR) {
     }
@@ -182,7 +182,7 @@ void fixture_fill(uint8_t *buffer, uint32_t extent, uint64_t step, uint64_t offs
     }
 }
 
-/* What step's bytes of an extent are: zeros, or those of the step that wrote them. */
+/* Fill buffer with an extent's bytes at step: zeros, or those of the step that wrote them. */
 static void expected_fill(const struct lh_store *store, uint8_t *buffer, uint32_t extent,
                           uint64_t step, uint64_t bytes)
 {

@@ -10,13 +10,13 @@
 #define FIXTURE_EXTENT_COUNT 6
 #define FIXTURE_GROUP_COUNT 3
 #define FIXTURE_FROZEN_GROUP 2
-/* Never written in any test, so it always reads as zeros. */
+/* This extent is never written in any test, so it always reads as zeros. */
 #define FIXTURE_ZERO_EXTENT 3
 #define FIXTURE_META "{\"model\": \"of the tests\"}"
 
 extern const struct lh_store_extent_desc fixture_extents[FIXTURE_EXTENT_COUNT];
 extern struct lh_alloc fixture_alloc;
-/* The file calls of the stores; NULL: the kernel's. */
+/* The file calls that the stores use; NULL: the kernel's. */
 extern const struct lh_store_fs *fixture_fs;
 
 /* The folder of this program; created by the first call, removed at exit. */
@@ -26,25 +26,25 @@ const char *fixture_path(const char *name);
 /* Remove a folder and its contents, if it exists. */
 void fixture_remove(const char *path);
 
-/* Have a folder removed when this process ends, even by SIGKILL. */
+/* Remove a folder when this process ends, even by SIGKILL. */
 void fixture_guard(const char *path);
-/* A folder in /dev/shm, removed when this process ends. */
+/* Return a folder in /dev/shm that is removed when this process ends. */
 const char *fixture_memory_root(void);
 
 struct fixture_opts {
-    uint32_t directory_count; /* 0: 1; named "<name>0", "<name>1", ... */
+    uint32_t directory_count; /* 0 means 1; they are named "<name>0", "<name>1", ... */
     const uint64_t *weights;
     bool single_slot;
     bool temporary;
     bool allow_tmpfs;
     bool refuse_buffered;
-    bool small;       /* extents of a few blocks: 64 KiB together */
-    const char *root; /* NULL: fixture_root() */
+    bool small;       /* each extent has a few blocks, all of them together 64 KiB */
+    const char *root; /* the parent folder; NULL: fixture_root() */
 };
 
 int fixture_create(const char *name, const struct fixture_opts *opts, struct lh_store **store_out,
                    struct lh_error *err);
-/* reversed: the directories in the opposite order. */
+/* Open a store; reversed: give the directories in the opposite order. */
 int fixture_open(const char *name, uint32_t directory_count, bool reversed, bool read_only,
                  struct lh_store **store_out, struct lh_error *err);
 /* step: NULL for the newest. */
@@ -55,7 +55,9 @@ void fixture_fill(uint8_t *buffer, uint32_t extent, uint64_t step, uint64_t offs
 /* Write every extent but the zero one, and frozen ones only in step 1. */
 void fixture_write_step(struct lh_store *store, uint64_t step);
 void fixture_commit(struct lh_store *store, uint64_t step);
-/* Whether every extent has the bytes of step; frozen ones those of step 1; in step 0 all zeros. */
+/*
+ * Return whether every extent has the bytes of step (frozen ones those of step 1; step 0: zeros).
+ */
 bool fixture_holds_step(struct lh_store *store, uint64_t step);
 
 /* Change one bit of a file. */

@@ -16,7 +16,8 @@ enum { PARAM, RESIDUAL, MOMENT1, MOMENT2, GRADIENT, ARRAY_COUNT };
 struct arrays {
     unsigned char *memory; /* ARRAY_COUNT places of place_bytes */
     uint64_t place_bytes;
-    uint64_t offset_bytes; /* of the arrays in their places: how misaligned they are */
+    /* the offset of each array in its place, which determines its alignment */
+    uint64_t offset_bytes;
 };
 
 /* Mode 3 * p + g is parameters of dtype p with gradients of dtype g. */
@@ -71,7 +72,7 @@ static void *array_of(const struct arrays *arrays, int array)
     return arrays->memory + (uint64_t)array * arrays->place_bytes + arrays->offset_bytes;
 }
 
-/* Bytes an element of a parameter's array. */
+/* The bytes per element of a parameter's array. */
 static uint64_t element_bytes_of(enum lh_dtype dtype, int array)
 {
     if (array == PARAM)
@@ -98,7 +99,7 @@ static struct lh_adam_run run_of(const struct arrays *arrays, uint64_t count, si
     };
 }
 
-/* Mostly values as in training; any bits, denormals and specials between them. */
+/* Return bits of an element: mostly as in training; sometimes any bits, a denormal or special. */
 static uint32_t bits_any(uint64_t *random, int array)
 {
     uint64_t r = lh_test_random(random);
@@ -132,7 +133,7 @@ static const struct lh_adam_kernel *kernel_ref(void)
     return kernels + count - 1;
 }
 
-/* Every kernel on copies of start, guards included. */
+/* Run every kernel on copies of start, guards included. */
 static void kernels_check(const struct arrays *start, uint64_t count, size_t mode)
 {
     const struct lh_adam_scalars scalars = scalars_any(0.75);
@@ -320,7 +321,7 @@ static void test_environment(void)
 #define BLOCK_COUNT_MAX 4
 #define SEGMENT_COUNT_MAX 16
 
-/* crcs[array][block] of the first count elements. */
+/* Compute crcs[array][block] of the first count elements. */
 static void crcs_of(const struct arrays *arrays, uint64_t count, enum lh_dtype dtype,
                     uint32_t crcs[ARRAY_COUNT][BLOCK_COUNT_MAX])
 {
@@ -334,7 +335,7 @@ static void crcs_of(const struct arrays *arrays, uint64_t count, enum lh_dtype d
     }
 }
 
-/* Cut [0, count) at random: gaps, ragged and long segments, each with its own scalars. */
+/* Cut [0, count) at random into ragged and long segments with gaps, each with its own scalars. */
 static uint32_t segments_cut(struct lh_adam_segment *segments, const struct arrays *arrays,
                              uint64_t count, uint64_t *random)
 {
@@ -383,7 +384,7 @@ static struct lh_adam_chunk chunk_of(const struct arrays *arrays, uint64_t count
     };
 }
 
-/* One layout, every kernel: bytes and checksums against plain runs and separate checksums. */
+/* Test one layout with every kernel: bytes and checksums equal those of plain runs. */
 static void chunk_check(const struct arrays *start, uint64_t count, enum lh_dtype dtype,
                         uint64_t seed)
 {
@@ -484,7 +485,7 @@ static void test_chunk_partial_checksums(void)
     free(expected.memory);
 }
 
-/* Flip one bit of one array in its last block and find it, by every kernel. */
+/* Flip one bit of one array in its last block; every kernel must detect it. */
 static void flip_check(const struct arrays *start, enum lh_adam_array wrong, int array,
                        enum lh_dtype dtype)
 {
@@ -499,7 +500,7 @@ static void flip_check(const struct arrays *start, enum lh_adam_array wrong, int
     crcs_of(start, CHUNK_ELEMENTS, dtype, before);
     for (int k = 0; k < kernel_count; k++)
         for (uint64_t place = 0; place < 2; place++) {
-            /* In the folded middle of the last block, and in a gap of the first. */
+            /* The bit is in the folded middle of the last block, or in a gap of the first. */
             uint64_t flip_bytes = place == 0 ? at_bytes : 5 * element_bytes;
             struct arrays damaged = arrays_copy(start);
             struct lh_adam_chunk chunk = chunk_of(&damaged, CHUNK_ELEMENTS, dtype, before, made);

@@ -4,10 +4,13 @@
 #include "compute/adam.h"
 #include "lh_test.h"
 
-/* Nearest bf16, ties away, by comparing distances in double; infinity counts as 2^128. */
+/*
+ * Return whether p16 is the nearest bf16 by distances in double, ties away from zero; infinity
+ * counts as 2^128.
+ */
 static bool is_nearest(uint32_t bits, uint16_t p16)
 {
-    const double place = 0x1p-133; /* the last place of a denormal bf16 */
+    const double place = 0x1p-133; /* the value of the last place of a denormal bf16 */
     uint32_t magnitude = bits & 0x7FFFFFFF, exponent = magnitude >> 23;
     double ulp = ldexp(place, exponent > 1 ? (int)exponent - 1 : 0);
     uint32_t rounded = (uint32_t)(p16 & 0x7FFF) << 16;

@@ -8,7 +8,7 @@
 
 #define ARENA_BYTES (3 * LH_HUGE_PAGE_BYTES)
 
-/* How many of the arena's small pages are in memory. */
+/* Return how many of the arena's small pages are in memory. */
 static uint64_t resident_count(const struct lh_arena *arena)
 {
     static unsigned char in_memory[ARENA_BYTES / 4096];
@@ -79,7 +79,7 @@ static void test_placement(struct lh_alloc *alloc)
     LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
     LH_CHECK(arena->locked || strstr(arena->note, "RLIMIT_MEMLOCK"));
     lh_arena_destroy(arena, alloc);
-    if (geteuid() != 0) { /* a privileged process has no limit */
+    if (geteuid() != 0) { /* a privileged process has no limit, so it cannot be tested */
         LH_CHECK(setrlimit(RLIMIT_MEMLOCK, &none) == 0);
         LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
         LH_CHECK(!arena->locked && strstr(arena->note, "RLIMIT_MEMLOCK is 0 bytes"));

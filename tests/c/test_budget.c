@@ -9,10 +9,11 @@ struct model {
     struct lh_budget_unit units[UNIT_COUNT_MAX];
     uint32_t count;
     uint64_t bytes;
-    uint64_t largest_two_bytes; /* of those that are not always there */
+    uint64_t largest_two_bytes; /* of the units that are not always in memory */
     uint64_t second_bytes;
     uint64_t always_bytes;
-    uint64_t gradient_bytes_max; /* of a unit's gradients and of its parameters: as many */
+    /* the same maximum applies to a unit's gradients and to its parameters */
+    uint64_t gradient_bytes_max;
 };
 
 static uint64_t below(uint64_t *seed, uint64_t end)

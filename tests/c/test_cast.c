@@ -25,7 +25,7 @@ static uint16_t rounded(float value)
     return lh_half_round(bits);
 }
 
-/* What a finite half means, by the format's definition; 2^16 for infinity. */
+/* Return the value of a half by the format's definition; 2^16 for infinity. */
 static double meaning(uint32_t half)
 {
     uint32_t exponent = half >> 10 & 0x1F, mantissa = half & 0x3FF;
@@ -73,7 +73,7 @@ static void test_environment(void)
     fesetround(FE_TONEAREST);
 }
 
-/* To nearest by the 16 bits that go, ties by the last one that stays. */
+/* Round to nearest by the 16 bits that are dropped, ties by the last bit that is kept. */
 static uint16_t high_of(uint32_t bits)
 {
     uint32_t high = bits >> 16, low = bits & 0xFFFF;
@@ -90,7 +90,7 @@ static void test_casts_any(void)
     static uint16_t halves[COUNT], highs[COUNT];
 
     lh_test_name("a cast of any values is recognised, by a thread that flushes denormals too");
-    for (uint32_t i = 0; i < COUNT; i++) { /* all exponents, NaN, ties of both formats */
+    for (uint32_t i = 0; i < COUNT; i++) { /* covers all exponents, NaN, and ties of both formats */
         values[i] = float_of(i * 4099);
         halves[i] = lh_half_round(i * 4099);
         highs[i] = high_of(i * 4099);

@@ -10,7 +10,7 @@
 #include "compute/sum.h"
 #include "lh_test.h"
 
-/* No multiple of any kernel's step. */
+/* The count is not a multiple of any kernel's step. */
 #define COUNT 20011
 
 static const struct lh_adam_scalars scalars = {
@@ -24,7 +24,7 @@ static const struct lh_adam_scalars scalars = {
     .decay = 0.99997f,
 };
 
-/* Values as in training; every eighth any bits, every eighth a denormal. */
+/* The values are as in training; one in eight has random bits, and one in eight is a denormal. */
 static void fill(void *array, uint64_t seed, uint32_t mask)
 {
     for (uint64_t i = 0; i < COUNT; i++) {
@@ -39,7 +39,7 @@ static void fill(void *array, uint64_t seed, uint32_t mask)
     }
 }
 
-/* All that differ are said before the program ends: what they should be is then seen at once. */
+/* All differences are printed before the program ends, with the values that are expected. */
 static int different_count;
 
 static void golden_compare(const char *what, uint32_t crc, uint32_t golden)
@@ -49,7 +49,7 @@ static void golden_compare(const char *what, uint32_t crc, uint32_t golden)
     different_count += crc != golden;
 }
 
-/* The run as a chunk with checksums, checked and made. */
+/* Update the run as a chunk whose checksums are checked and made. */
 static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_run *run)
 {
     const uint64_t residual_bytes = COUNT * lh_adam_residual_bytes(run->param_dtype);
@@ -83,7 +83,7 @@ static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
     LH_CHECK(moment2 == lh_crc32c(0, run->moment2, COUNT * 4));
 }
 
-/* Three steps: a plain one, and two that take checksums on the way. */
+/* Run three steps: a plain one, and two that also compute checksums. */
 static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_dtype param,
                            enum lh_dtype gradient)
 {
@@ -169,7 +169,7 @@ static void test_split(void)
     golden_compare("joined", lh_crc32c(0, joined, sizeof(joined)), 0xC0DCA56B);
 }
 
-/* Without NaN, whose payload IEEE leaves open. */
+/* NaN is left out, because IEEE does not specify its payload. */
 static void test_sums(void)
 {
     static const uint32_t golden_norms[] = {0x9BCB532D, 0x8FC79259, 0xCB1FBEE1};
@@ -183,7 +183,7 @@ static void test_sums(void)
         uint32_t bits;
 
         memcpy(&bits, values + i, sizeof(bits));
-        bits &= 0xBFFFBFFF; /* neither infinity nor NaN by any of the dtypes */
+        bits &= 0xBFFFBFFF; /* the value is neither infinity nor NaN in any of the dtypes */
         memcpy(values + i, &bits, sizeof(bits));
     }
     for (enum lh_dtype dtype = LH_DTYPE_F32; dtype <= LH_DTYPE_F16; dtype++) {

@@ -7,7 +7,7 @@
 #define MEMORY_BYTES 8192
 #define THREAD_COUNT 4
 
-/* By definition, bit by bit: shares nothing with the kernels. */
+/* Compute the checksum by its definition, bit by bit; this shares no code with the kernels. */
 static uint32_t crc32c_by_bits(uint32_t crc, const uint8_t *data, uint64_t bytes)
 {
     crc = ~crc;
@@ -36,7 +36,7 @@ static void test_vectors(const struct lh_crc32c_kernel *kernel)
     LH_CHECK(kernel->run(0, NULL, 0) == 0 && kernel->run(7, data, 0) == 7);
 }
 
-/* Each buffer ends where its allocation ends, so that AddressSanitizer sees a byte too far. */
+/* Each buffer ends where its allocation ends, so that AddressSanitizer detects a read beyond it. */
 static void test_lengths(const struct lh_crc32c_kernel *kernel, const uint8_t *memory)
 {
     lh_test_name("%s agrees with the definition for all lengths, offsets and starts", kernel->name);
@@ -86,7 +86,7 @@ static void test_each_bit(const struct lh_crc32c_kernel *kernel, uint8_t *memory
 static void test_combine_long(void)
 {
     lh_test_name("combine is exact for lengths that no test can hold");
-    /* Zeros double: crc of 2n zero bytes from the crc of n, up to 2^40, by two different splits. */
+    /* Compute the crc of 2n zero bytes from that of n, up to 2^40, by two different splits. */
     uint8_t zeros[64] = {0};
     uint32_t doubled = lh_crc32c(0, zeros, 64);
     for (uint64_t bytes = 64; bytes < (UINT64_C(1) << 40); bytes *= 2) {
@@ -95,7 +95,7 @@ static void test_combine_long(void)
         LH_CHECK(lh_crc32c_combine(doubled, lh_crc32c(0, zeros, 64), 64) == other);
         doubled = lh_crc32c_combine(doubled, doubled, bytes);
     }
-    /* x^(2^31 - 1) is 1: this many zero bits leave a value unchanged. */
+    /* x^(2^31 - 1) is 1, so this many zero bits leave a value unchanged. */
     uint64_t order = (UINT64_C(1) << 31) - 1;
     LH_CHECK(lh_crc32c_combine(0x12345678, 0, order) == 0x12345678);
     LH_CHECK(lh_crc32c_combine(0x12345678, 0, order * 8 + 3) ==

@@ -216,7 +216,7 @@ static void test_failed_submit_is_over(void)
             while (dev->in_flight_count > 0)
                 dev->ops->poll(dev, done, 1);
         }
-        dev->ops->destroy(dev); /* behind everything that the driver was given */
+        dev->ops->destroy(dev); /* destroy waits for everything that the driver was given */
         for (int i = 0; i < BYTES; i++)
             LH_CHECK(device[i] != 2);
     }
@@ -272,7 +272,7 @@ static void test_kernels(void)
     LH_CHECK(dev->ops->kernel_load(dev, fake_cuda_image, "other", &kernels[0], &err) == -EIO);
     LH_CHECK(!kernels[0] && strstr(err.message, "cuModuleGetFunction of other"));
     LH_CHECK(strstr(err.message, "CUDA_ERROR_NOT_FOUND"));
-    for (int i = 0; i < 2; i++) { /* places are used again */
+    for (int i = 0; i < 2; i++) { /* the places are reused */
         for (int j = 0; j <= LH_DEV_KERNEL_COUNT_MAX; j++) {
             int rc =
                 dev->ops->kernel_load(dev, fake_cuda_image, LH_ZO_KERNEL_NAME, &kernels[j], &err);

@@ -5,7 +5,7 @@
 
 #define COPY_BYTES (UINT64_C(8) << 20)
 #define COPY_COUNT 4
-#define COPY_NS 100000000 /* of one at COPY_BYTES * 10 a second */
+#define COPY_NS 100000000 /* the duration of one copy at COPY_BYTES * 10 a second */
 #define SLOW_BYTES_PER_S (UINT64_C(256) << 20)
 #define RUN_NS (COPY_COUNT * COPY_BYTES * UINT64_C(1000000000) / SLOW_BYTES_PER_S)
 /* A busy machine may be late, never early: it is asked again. */

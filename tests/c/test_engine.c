@@ -9,7 +9,7 @@
 #include "lh_test.h"
 
 #define FAULT_STEP_COUNT 3
-#define SYNC_COUNT 4 /* of a commit in one directory */
+#define SYNC_COUNT 4 /* the syncs of a commit in one directory */
 
 static bool is_fast(void)
 {
@@ -87,7 +87,7 @@ static void test_stop(bool least_memory)
                  least_memory ? "least" : "all");
     rig_make(&rig, "stop", (struct rig_opts){.least_memory = least_memory, .commit_every = 3});
     for (int i = 0; i < 9; i++) {
-        /* A close waits for the step before it to be over; a flush reports its commit. */
+        /* A close waits until the previous step is over; a flush reports the commit. */
         uint64_t committed = rig.step;
         for (int j = 0; j <= i % 4; j++)
             LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
@@ -224,7 +224,7 @@ static void test_pause(void)
         LH_CHECK(lh_store_commit_sync(rig.store, rig.step, scalars, scalar_bytes, NULL) == 0);
         lh_engine_invalidate(rig.engine, 1);
         lh_engine_resume(rig.engine);
-        /* The second unit's parameters come after all of the first unit's arrays. */
+        /* The second unit's parameters are stored after all of the first unit's arrays. */
         memcpy(rig.state + rig.units[0].bytes + 10 * rig.units[0].elements, &value, sizeof(value));
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
     }
@@ -241,7 +241,7 @@ static int train(struct rig *rig)
     return rig_flush(rig, true);
 }
 
-/* The first error is what every call answers from now on, and none of them waits. */
+/* From now on every call returns the first error, and none of them waits. */
 static void check_failed(struct rig *rig, int code, const char *text)
 {
     struct lh_error err = {0};
@@ -289,7 +289,7 @@ static void test_io_errors(bool least_memory, int code)
         int rc = train(&rig);
         round_count++;
         if (rc == 0) {
-            rig_shut(&rig); /* the engine's thread is gone: nobody else looks at the fault */
+            rig_shut(&rig); /* the engine's thread has ended, so no other thread reads the fault */
             rig_reopen(&rig);
             LH_CHECK(rig.step == FAULT_STEP_COUNT);
             rig_unmake(&rig);
@@ -303,7 +303,9 @@ static void test_io_errors(bool least_memory, int code)
     printf("  %" PRIu64 " requests\n", round_count * stride);
 }
 
-/* Whether a unit was asked for and granted, and the engine failed before the caller waited. */
+/*
+ * Return whether a unit was requested and granted, and the engine failed before the caller waited.
+ */
 static bool grant_then_fail(struct rig *rig)
 {
     struct lh_io_fault fault = {.kind = LH_IO_FAULT_KIND_ERROR,
@@ -437,7 +439,7 @@ static void test_allocations(void)
         "the N-th allocation fails, for every N: no engine, an error, and nothing is left");
     rig_make(&rig, "allocations", (struct rig_opts){.commit_every = 1});
     struct lh_engine_opts opts = rig_engine_opts(&rig);
-    opts.manual = true; /* the rig's engine has the store; this one is never polled */
+    opts.manual = true; /* the rig's engine owns the store; this one is never polled */
     for (;; round_count++) {
         struct lh_error err = {0};
         alloc.fail_after = round_count;
@@ -475,7 +477,7 @@ static void test_equal_schedules(void)
     }
 }
 
-/* Summed by hand; the gradients are kept by the rig until its next ones. */
+/* The sum is computed here; the rig keeps the gradients until its next ones. */
 static double square_sum(const struct rig *rig, unsigned gradients)
 {
     double sum = 0;

@@ -15,7 +15,7 @@ static void rig_make_deferred(struct rig *rig, const char *name)
     rig_make(rig, name, opts_deferred);
 }
 
-/* A forward in an order of its own, with the handles that its graph keeps. */
+/* Run a forward in a given order, with the handles that its graph keeps. */
 static void forward_in(struct rig *rig, const uint32_t *order, uint32_t count)
 {
     LH_CHECK(lh_engine_begin(rig->engine, LH_ENGINE_MODE_TRAIN) == 0);
@@ -24,13 +24,13 @@ static void forward_in(struct rig *rig, const uint32_t *order, uint32_t count)
         lh_engine_handle_add(rig->engine, order[i]);
         lh_engine_unpin(rig->engine, order[i]);
     }
-    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) { /* those that it did not use */
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) { /* the units that forward did not use */
         if (lh_engine_handle_count(rig->engine, i) == 0)
             lh_engine_handle_add(rig->engine, i);
     }
 }
 
-/* How many of the deferred units are queued when forward is about to read the one at position. */
+/* How many deferred units are queued when forward is about to read the one at a position. */
 static uint32_t near_count(const struct rig *rig, const uint32_t *order, uint32_t count,
                            uint32_t position)
 {
@@ -75,7 +75,8 @@ static void test_not_before_close(void)
 
 static void test_order(void)
 {
-    static const uint32_t used[] = {4, 0, 5, 2, 1}; /* unit 3 is not, but has gradients */
+    /* forward does not use unit 3, but it has gradients */
+    static const uint32_t used[] = {4, 0, 5, 2, 1};
     static const uint32_t expected[] = {4, 0, 5, 1, 3};
     const uint32_t count = LH_COUNT_OF(expected);
     struct rig rig;
@@ -90,7 +91,7 @@ static void test_order(void)
     LH_CHECK(updates->count == near_count(&rig, expected, count, 0) && updates->count < count);
     LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
     for (uint32_t i = 0; i < count; i++) {
-        LH_CHECK(rig_acquire(&rig, expected[i]) == 0); /* its new bytes */
+        LH_CHECK(rig_acquire(&rig, expected[i]) == 0); /* the unit has its new bytes */
         rig_settle(&rig);
         uint32_t queued_count = near_count(&rig, expected, count, i + 1);
         /* Once all are queued the step is over, and forgotten. */
@@ -118,7 +119,7 @@ static void test_jump(void)
     lh_engine_unpin(rig.engine, 2);
     rig_settle(&rig);
     LH_CHECK(updates->count == 2);
-    LH_CHECK(rig_acquire(&rig, 1) == 0); /* and not unit 0 */
+    LH_CHECK(rig_acquire(&rig, 1) == 0); /* unit 1, but not unit 0 */
     lh_engine_unpin(rig.engine, 1);
     rig_settle(&rig);
     LH_CHECK(updates->count == 4 && updates->queue[2] == 3 && updates->queue[3] == 4);
@@ -126,7 +127,7 @@ static void test_jump(void)
     rig_finish(&rig);
 }
 
-/* Ways to wait for the end of a step; each returns what the engine said at once. */
+/* Ways to wait for the end of a step; each returns the engine's immediate reply. */
 static int wait_over(struct rig *rig)
 {
     return lh_engine_over_wait(rig->engine, 0);
@@ -174,10 +175,11 @@ static void test_counts(void)
         unsigned gradients;
         uint64_t deferred_units;
     } cases[] = {{LH_ENGINE_SCHEDULE_DEFERRED, 0, 0},
-                 {LH_ENGINE_SCHEDULE_DEFERRED, 0x21, 2},  /* units 0 and 3, the first in part */
-                 {LH_ENGINE_SCHEDULE_DEFERRED, 0x03, 1},  /* both parameters of unit 0 */
-                 {LH_ENGINE_SCHEDULE_SERIAL, 0xe2, 4},    /* units 0, 3, 4 and 5 */
-                 {LH_ENGINE_SCHEDULE_OPTIMIZED, 0xef, 0}, /* all are updated as they come */
+                 {LH_ENGINE_SCHEDULE_DEFERRED, 0x21, 2}, /* units 0 (in part) and 3 */
+                 {LH_ENGINE_SCHEDULE_DEFERRED, 0x03, 1}, /* both parameters of unit 0 */
+                 {LH_ENGINE_SCHEDULE_SERIAL, 0xe2, 4},   /* units 0, 3, 4 and 5 */
+                 /* all are updated as their gradients arrive */
+                 {LH_ENGINE_SCHEDULE_OPTIMIZED, 0xef, 0},
                  {LH_ENGINE_SCHEDULE_NAIVE, 0xef, 0}};
     lh_test_name(
         "the units that waited for the close are counted, and serial queues them all then");
@@ -187,7 +189,7 @@ static void test_counts(void)
         opts.schedule = cases[i].schedule;
         rig_make(&rig, "defer-counts", opts);
         LH_CHECK(rig_step(&rig, cases[i].gradients) == 0);
-        rig_settle(&rig); /* nobody waits */
+        rig_settle(&rig); /* no thread waits */
         if (cases[i].schedule != LH_ENGINE_SCHEDULE_DEFERRED)
             LH_CHECK(lh_engine_over_wait(rig.engine, 0) == 1);
         struct lh_engine_step_stats stats = rig_over_as_planned(&rig);
@@ -234,8 +236,8 @@ static void test_pinned(void)
     LH_CHECK(lh_engine_over_wait(rig.engine, 0) == 0);
     rig_settle(&rig);
     LH_CHECK(lh_engine_over_wait(rig.engine, 0) == 0);
-    LH_CHECK(rig.engine->updates.count == RIG_UNIT_COUNT - 2); /* all others */
-    /* Its parameters come after all of the first unit's arrays. */
+    LH_CHECK(rig.engine->updates.count == RIG_UNIT_COUNT - 2); /* all others are queued */
+    /* Its parameters are stored after all of the first unit's arrays. */
     const uint8_t *before = rig.snapshots[0] + rig.units[0].bytes + 10 * rig.units[0].elements;
     LH_CHECK(memcmp(lh_engine_address(rig.engine, 1), before, rig.units[1].bytes) == 0);
     lh_engine_unpin(rig.engine, 1);
@@ -251,7 +253,7 @@ static void test_abort(void)
     rig_make_deferred(&rig, "defer-abort");
     for (int i = 0; i < 4; i++) {
         LH_CHECK(rig_step(&rig, i % 2 ? 0x6e : RIG_GRADIENTS_ALL) == 0);
-        if (i % 2) /* else the closed step's updates are still to come */
+        if (i % 2) /* otherwise the closed step's updates have not run yet */
             rig_over(&rig);
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
         if (i >= 2)

@@ -117,13 +117,13 @@ static void test_errors(const char *kind)
     }
 }
 
-/* What a test that changes units knows of one: its bytes, as numbers, whatever they are. */
+/* What a test that changes units knows of one unit: its bytes, as numbers. */
 struct moved {
     float *base;
     float *now;
-    float *host; /* what was copied back to main memory last */
+    float *host; /* the bytes that were last copied back to main memory */
     struct lh_engine_bytes seen;
-    uint32_t position; /* ops that now has; and host */
+    uint32_t position; /* the number of ops in `now`; host_position: in `host` */
     uint32_t host_position;
 };
 
@@ -140,7 +140,7 @@ static void moved_begin(struct rig *rig, struct moved *moved, uint32_t unit)
     moved->seen = lh_engine_bytes(rig->engine, unit);
 }
 
-/* The next op, on the accelerator and here. Nobody waits. */
+/* Execute the next op on the accelerator and here. No thread waits. */
 static void moved_lead(struct rig *rig, struct moved *moved, uint32_t unit,
                        struct lh_dev_kernel *kernel)
 {
@@ -230,7 +230,7 @@ int main(void)
         test_moved("emu", policy, false);
         test_moved("emu", policy, true);
         if (policy & LH_ENGINE_DEVICE_NO_REUSE)
-            continue; /* the emulated one's alone */
+            continue; /* only the emulated device has this policy */
         test_moved("fake", policy, false);
         test_moved("fake", policy, true);
     }
@@ -245,7 +245,7 @@ int main(void)
             test_equal(opts, step_count);
         }
         struct rig_opts large = opts_of(kinds[i], LH_ENGINE_SCHEDULE_OPTIMIZED);
-        large.large = true; /* a gradient goes in two pieces */
+        large.large = true; /* a gradient is copied in two pieces */
         large.device_bytes = UINT64_C(6) << 20;
         test_equal(large, step_count / 2);
         struct rig_opts beside = opts_of(kinds[i], LH_ENGINE_SCHEDULE_OPTIMIZED);

@@ -146,7 +146,8 @@ static void test_spilled_gradients_wait(void)
     hold(&rig);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
-    for (int i = 0; i < 8; i++) /* longer than the time after which it counts as stuck */
+    /* longer than the time after which the engine would count as stuck */
+    for (int i = 0; i < 8; i++)
         LH_CHECK(lh_engine_over_wait(rig.engine, 100) == 0);
     check_view(&rig, 1);
     lh_engine_commit_release(rig.engine);

@@ -10,7 +10,9 @@
 
 #define HOLD_OUT (1U << LH_DEV_DIRECTION_OUT)
 
-/* One block with the least memory; with some more a second one, as one is reserved. */
+/*
+ * One block, with the minimum of memory; with a little more, a second one, because one is reserved.
+ */
 #define SPARE_BYTES 30000
 
 static struct rig_opts opts_of(enum lh_engine_schedule schedule, uint64_t spare_bytes)
@@ -18,7 +20,7 @@ static struct rig_opts opts_of(enum lh_engine_schedule schedule, uint64_t spare_
     return (struct rig_opts){.manual = true,
                              .in_memory = true,
                              .device = "emu",
-                             .device_bytes = 81920, /* all units */
+                             .device_bytes = 81920, /* room for all units */
                              .schedule = schedule,
                              .least_memory = true,
                              .spare_bytes = spare_bytes,
@@ -103,7 +105,7 @@ static void test_lands(void)
     const uint8_t *found = lh_gradient_at(rig.engine, 3, rig.params[3].first);
     LH_CHECK(found == chunk->landing.block + 4 * rig.params[3].first);
     LH_CHECK(memcmp(found, rig.gradients[3], 4 * rig.params[3].count) == 0);
-    /* Incomplete: its block waits for the other parameter, or for the close. */
+    /* The unit is incomplete: its block waits for the other parameter or for the close. */
     handle_drop(&rig, 1);
     LH_CHECK(chunk->landing.block && !rig.engine->units[1].update.is_queued);
     gradient_give(&rig, 2);
@@ -125,11 +127,11 @@ static void test_reserve(void)
     LH_CHECK(landing->blocks.free_count == 2 && landing->reserve == 1);
     LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
     rig_hypers_set(&rig);
-    gradient_give(&rig, 7); /* all of unit 5, whose graph still holds it */
+    gradient_give(&rig, 7); /* completes unit 5, whose graph still holds it */
     rig_settle(&rig);
     LH_CHECK(landing->blocks.free_count == 1 && landing_of(&rig, 5)->count == 0);
-    gradient_give(&rig, 6); /* of unit 4 */
-    gradient_give(&rig, 5); /* of unit 3 */
+    gradient_give(&rig, 6); /* a gradient of unit 4 */
+    gradient_give(&rig, 5); /* a gradient of unit 3 */
     rig_settle(&rig);
     LH_CHECK(landing->blocks.free_count == 1 && landing_of(&rig, 4)->posted_count == 1);
     LH_CHECK(!lh_engine_gradient_is_consumed(rig.engine, 6));
@@ -140,7 +142,7 @@ static void test_reserve(void)
     LH_CHECK(!lh_engine_gradient_is_consumed(rig.engine, 6));
     handle_drop(&rig, 5);
     LH_CHECK(rig.engine->units[5].update.is_done);
-    /* Its block went to unit 4. */
+    /* Its block was given to unit 4. */
     LH_CHECK(landing->blocks.free_count == 1 && landing_of(&rig, 4)->count == 0);
     LH_CHECK(lh_engine_gradient_is_consumed(rig.engine, 6));
     handle_drop(&rig, 4);
@@ -158,7 +160,7 @@ static void test_incomplete(void)
                  "close, and then land one unit after another");
     rig_make(&rig, "landing-one", opts_of(LH_ENGINE_SCHEDULE_OPTIMIZED, 0));
     LH_CHECK(rig.engine->landing.blocks.free_count == 1);
-    LH_CHECK(rig_forward_backward(&rig, 0x25) == 0); /* units 0 and 1 in part, and all of 3 */
+    LH_CHECK(rig_forward_backward(&rig, 0x25) == 0); /* units 0 and 1 in part, and all of unit 3 */
     rig_settle(&rig);
     LH_CHECK(rig.engine->units[3].update.is_done && landing_of(&rig, 0)->posted_count == 1);
     LH_CHECK(landing_of(&rig, 1)->posted_count == 1 && rig.engine->landing.blocks.free_count == 1);
@@ -194,7 +196,7 @@ static void test_order(void)
             LH_CHECK(rig_poll(&rig));
         }
     }
-    LH_CHECK(rig.engine->updates.count == 0); /* all before the close */
+    LH_CHECK(rig.engine->updates.count == 0); /* all were updated before the close */
     LH_CHECK(rig_close(&rig, RIG_GRADIENTS_ALL) == 0);
     rig_over_as_planned(&rig);
     rig_finish(&rig);

@@ -13,7 +13,7 @@ static void finish(struct rig *rig)
     rig_unmake(rig);
 }
 
-/* Whether any of the first bytes of an extent's slot in the files is not zero. */
+/* Return whether one of the first bytes of an extent's slot in the files is not zero. */
 static bool slot_has_bytes(const struct rig *rig, uint32_t extent, uint32_t slot, uint8_t *buffer,
                            uint64_t bytes)
 {
@@ -32,7 +32,7 @@ static bool slot_has_bytes(const struct rig *rig, uint32_t extent, uint32_t slot
     return false;
 }
 
-/* A caller's small edit of an extent that reads as zeros finds zeros around it. */
+/* A caller's small edit of an extent that reads as zeros is surrounded by zeros. */
 static void check_edit(struct rig *rig, uint32_t extent, uint8_t *buffer, uint64_t bytes)
 {
     struct lh_error err = {0};
@@ -70,7 +70,8 @@ static void last_unit_backward(struct rig *rig)
 static void reads_hold(struct rig *rig)
 {
     const struct lh_engine_unit *unit = &rig->units[RIG_UNIT_COUNT - 1];
-    uint64_t chunk_bytes = rig->budget.chunk_elements * sizeof(uint16_t); /* of residuals */
+    /* the bytes of a chunk's residuals */
+    uint64_t chunk_bytes = rig->budget.chunk_elements * sizeof(uint16_t);
     struct lh_io_fault hold = {.kind = LH_IO_FAULT_KIND_HOLD,
                                .request_kinds = LH_IO_FAULT_ON(LH_IO_KIND_READ),
                                .after = chunk_bytes / rig_engine_opts(rig).transfer_bytes};

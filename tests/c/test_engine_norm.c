@@ -12,7 +12,7 @@
 static const struct rig_opts opts_norm = {
     .manual = true, .in_memory = true, .schedule = LH_ENGINE_SCHEDULE_DEFERRED, .commit_every = 1};
 
-/* fp16, by its definition. */
+/* Convert fp16 by its definition. */
 static double half_value(uint16_t bits)
 {
     int exponent = (bits >> 10) & 31;
@@ -40,7 +40,7 @@ static double gradient_value(const struct rig *rig, uint32_t param, uint64_t ind
     return value;
 }
 
-/* The sum of squares in extended precision, one element after another. */
+/* Add squares in extended precision, one element after the other. */
 static double reference(const struct rig *rig, unsigned gradients)
 {
     long double sum = 0;
@@ -51,7 +51,7 @@ static double reference(const struct rig *rig, unsigned gradients)
     return (double)sum;
 }
 
-/* Ask, let the engine move until it has answered, and return the answer. */
+/* Ask for the norm, let the engine run until it has replied, and return the reply. */
 static double norm(struct rig *rig)
 {
     double found = -1;
@@ -75,7 +75,7 @@ static void test_value(struct rig_opts opts, const char *what)
         LH_CHECK(rig_forward_backward(&rig, gradients[i]) == 0);
         double expected = reference(&rig, gradients[i]);
         double found = norm(&rig);
-        /* Another order of the additions, in fp64. */
+        /* The engine adds in another order, in fp64. */
         LH_CHECK(fabs(found - expected) <= 1e-13 * expected);
         LH_CHECK((gradients[i] == 0) == (found == 0));
         LH_CHECK(rig_close(&rig, gradients[i]) == 0);
@@ -119,7 +119,7 @@ static void test_not_finite(void)
     for (size_t i = 0; i < LH_COUNT_OF(values); i++) {
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
         rig_handles_drop(&rig);
-        for (uint32_t param = 2; param < 4; param++) { /* in fp32 */
+        for (uint32_t param = 2; param < 4; param++) { /* these gradients are in fp32 */
             ((float *)rig.gradients[param])[17] = values[i];
             LH_CHECK(lh_engine_gradient(rig.engine, param, rig.gradients[param], LH_DTYPE_F32) ==
                      0);
@@ -158,8 +158,9 @@ static void test_when(void)
         rig_make(&rig, "norm-when", opts);
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
         rig_over(&rig);
-        LH_CHECK(summed_count(&rig) == 0);               /* the step is over */
-        LH_CHECK(rig_forward_backward(&rig, 0xad) == 0); /* unit 0 lacks one, 4 has none */
+        LH_CHECK(summed_count(&rig) == 0); /* the step is over */
+        /* unit 0 lacks one gradient, unit 4 has none */
+        LH_CHECK(rig_forward_backward(&rig, 0xad) == 0);
         rig_settle(&rig);
         LH_CHECK(summed_count(&rig) == (i == 0 ? 0 : 3));
         double found = norm(&rig);
@@ -215,7 +216,7 @@ static void test_update_waits(void)
     LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
     rig_settle(&rig);
     rig_hypers_set(&rig);
-    rig.holds.jobs = true; /* what is to be read has been read and checked */
+    rig.holds.jobs = true; /* everything that has to be read was read and checked */
     rig_handles_drop(&rig);
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
         if (i != 4)
@@ -224,7 +225,7 @@ static void test_update_waits(void)
     }
     LH_CHECK(rig_close(&rig, RIG_GRADIENTS_ALL) == 0);
     rig_settle(&rig);
-    LH_CHECK(rig.engine->updates.count == RIG_UNIT_COUNT - 1); /* queued */
+    LH_CHECK(rig.engine->updates.count == RIG_UNIT_COUNT - 1); /* all of them are queued */
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_unit *unit = &rig.engine->units[i];
         LH_CHECK(unit->state == LH_UNIT_STATE_READY && unit->update.chunks_computed == 0);
@@ -243,7 +244,8 @@ static void test_scale(void)
     rig_make(&rig, "norm-scale", opts_norm);
     for (int i = 0; i < 4; i++) {
         const double scale = i == 1 ? 0.25 : 1;
-        LH_CHECK(rig_forward_backward(&rig, 0x0c) == 0); /* in fp32: a quarter is exact */
+        /* in fp32, a quarter of the gradient is exact */
+        LH_CHECK(rig_forward_backward(&rig, 0x0c) == 0);
         if (i == 1)
             lh_engine_gradient_scale_set(rig.engine, scale);
         rig_settle(&rig);

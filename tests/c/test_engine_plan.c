@@ -15,7 +15,7 @@ static bool chance(uint64_t *seed, uint64_t percent)
     return lh_test_random(seed) % 100 < percent;
 }
 
-/* Always room for the first unit and two others; seldom for all. */
+/* There is always room for the first unit and two others, but seldom for all. */
 static uint64_t device_bytes(const struct rig *rig, uint64_t *seed)
 {
     uint64_t largest_bytes = 0;
@@ -54,7 +54,7 @@ static struct rig_opts opts_random(uint64_t *seed)
     return opts;
 }
 
-/* Mostly all gradients, sometimes those of some units or some parameters, or none. */
+/* A step mostly has all gradients, sometimes only those of some units or parameters, or none. */
 static unsigned gradients_random(uint64_t *seed)
 {
     if (chance(seed, 50))
@@ -62,7 +62,7 @@ static unsigned gradients_random(uint64_t *seed)
     return (unsigned)lh_test_random(seed) & RIG_GRADIENTS_ALL & (chance(seed, 20) ? 0x0c : ~0u);
 }
 
-/* Uses that no plan expects, of a few units in a random order. */
+/* Use a few units in a random order that no plan expects. */
 static void wander(struct rig *rig, uint64_t *seed)
 {
     LH_CHECK(lh_engine_begin(rig->engine, LH_ENGINE_MODE_EVAL) == 0);
@@ -118,7 +118,7 @@ static void config_run(uint64_t first_seed)
         }
         has_forward = step_run(&rig, &seed, has_forward);
     }
-    if (has_forward) { /* of a step that does not come */
+    if (has_forward) { /* the forward of a step that has no backward */
         LH_CHECK(rig_abort(&rig) == 0);
         rig_handles_drop(&rig);
     }

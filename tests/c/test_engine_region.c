@@ -31,7 +31,7 @@ static void uses(struct rig *rig, enum lh_engine_mode mode, const uint32_t *orde
     }
 }
 
-/* A step whose forward uses all units in an order. */
+/* Run a step whose forward uses all units in the given order. */
 static struct lh_engine_step_stats step_in(struct rig *rig, const uint32_t *order, uint32_t count)
 {
     uses(rig, LH_ENGINE_MODE_TRAIN, order, count);
@@ -182,7 +182,7 @@ static void test_planned_at_begin(void)
 
 static void test_changed_order(void)
 {
-    static const uint32_t shorter[] = {0, 1, 3, 4, 5}; /* without unit 2 */
+    static const uint32_t shorter[] = {0, 1, 3, 4, 5}; /* this order lacks unit 2 */
     static const uint32_t longer[] = {0, 1, 2, 3, 1, 4, 5};
     static const struct {
         const uint32_t *order;
@@ -263,7 +263,8 @@ static void test_demand(void)
         LH_CHECK(rig_poll(&rig));
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
         loaded_count += rig.engine->units[i].state == LH_UNIT_STATE_READY;
-    LH_CHECK(loaded_count <= 5); /* not after all that was asked for before it */
+    /* it did not wait until everything that was requested before was loaded */
+    LH_CHECK(loaded_count <= 5);
     lh_engine_unpin(rig.engine, 5);
     rig_finish(&rig);
 }

@@ -2,7 +2,7 @@
 #include "engine_fixture.h"
 #include "lh_test.h"
 
-/* Longer than the engine waits before it refuses a unit. */
+/* The engine refuses a unit after a shorter time than this. */
 #define LONG_MS 1500
 
 /* Pin units until one is refused; return its index. The units before it are pinned. */

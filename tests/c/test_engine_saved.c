@@ -13,7 +13,7 @@ struct saved_test {
     uint64_t seed;
     uint64_t bytes[ITEM_COUNT];
     uint8_t *values[ITEM_COUNT];
-    uint8_t *sources[ITEM_COUNT]; /* where computation is */
+    uint8_t *sources[ITEM_COUNT]; /* the addresses where computation happens */
     uint8_t *targets[ITEM_COUNT];
     uint32_t items[ITEM_COUNT];
 };
@@ -45,7 +45,7 @@ static void release(struct saved_test *test, void *memory)
         free(memory);
 }
 
-/* Computation writes bytes to target, which the stream comes to later. */
+/* Computation writes bytes to target; the stream does this later. */
 static void compute(struct saved_test *test, void *target, const void *source, uint64_t bytes)
 {
     struct machine *machine = machine_of(test);
@@ -109,7 +109,7 @@ static void put(struct saved_test *test, uint32_t i)
                           &test->items[i]) == 0);
 }
 
-/* 1, or the engine's error. */
+/* Returns 1, or the engine's error. */
 static int taken_wait(struct saved_test *test)
 {
     int rc = 0;
@@ -132,7 +132,7 @@ static void check(struct saved_test *test, uint32_t i)
     if (!machine_of(test)) {
         found = lh_saved_address(test->rig.engine, test->items[i]);
     } else {
-        /* What computation sees from here on, whenever the stream comes to it. */
+        /* What computation reads from here on, whenever the stream gets there. */
         compute(test, test->sources[i], test->targets[i], test->bytes[i]);
         rig_device_drain(&test->rig);
         found = test->sources[i];
@@ -171,7 +171,8 @@ static void test_round_trips(const char *kind, uint64_t memory_bytes)
         LH_CHECK(taken_wait(&test) == 1);
         LH_CHECK(rig_close(&test.rig, RIG_GRADIENTS_ALL) == 0);
         for (uint32_t i = 0; i < ITEM_COUNT; i++)
-            memset(test.sources[i], 0x33, test.bytes[i]); /* it is free */
+            /* the place is free, so it may be overwritten */
+            memset(test.sources[i], 0x33, test.bytes[i]);
         uint32_t ahead = 1 + (uint32_t)below(&test, 4);
         uint32_t next = ITEM_COUNT;
         for (uint32_t i = ITEM_COUNT; i-- > 0;) {
@@ -255,7 +256,7 @@ static void test_wrong_byte(void)
     static struct saved_test test;
     struct lh_error err = {0};
     test_open(&test, NULL, 3 * LH_MIB, 3 * LH_MIB, 64 * LH_MIB);
-    test.seed = 6; /* a tier of SSD */
+    test.seed = 6; /* use a tier on SSD */
     put(&test, 0);
     LH_CHECK(taken_wait(&test) == 1);
     LH_CHECK(rig_flush(&test.rig, false) == 0);

@@ -195,7 +195,8 @@ static void test_held(void)
     rig_settle(&rig);
     LH_CHECK(spill_of(&rig, 3)->state == LH_SPILL_STATE_RUNNING);
     LH_CHECK(!lh_engine_gradient_is_consumed(rig.engine, 5));
-    LH_CHECK(lh_engine_gradient_wait(rig.engine, 0, 0) == 0); /* backward is not to run ahead */
+    /* so that backward does not run ahead */
+    LH_CHECK(lh_engine_gradient_wait(rig.engine, 0, 0) == 0);
     LH_CHECK(lh_engine_gradient_wait(rig.engine, 5000 * 2, 0) == 1);
     rig.holds.requests = 0;
     rig_settle(&rig);
@@ -242,7 +243,7 @@ static void test_write_errors(void)
         LH_CHECK(rig.step == 1 && rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
         rig_finish(&rig);
     }
-    LH_CHECK(round_count == 5); /* one for each trainable unit */
+    LH_CHECK(round_count == 5); /* there is one round for each trainable unit */
 }
 
 static void test_read_errors(enum lh_io_fault_kind kind)
@@ -305,7 +306,7 @@ static void test_abort(void)
         LH_CHECK(lh_engine_abort(rig.engine, 0) == 0);
         rig_settle(&rig);
         if (rig.holds.requests && rounds > 10)
-            LH_CHECK(lh_engine_abort(rig.engine, 0) == 0); /* a slab is still lent */
+            LH_CHECK(lh_engine_abort(rig.engine, 0) == 0); /* a slab is still lent at this time */
         rig.holds.requests = 0;
         LH_CHECK(rig_abort(&rig) == 0);
         for (uint32_t i = 0; i < rig.engine->budget.slab_count; i++)
@@ -331,7 +332,8 @@ static void test_late_gradient(void)
     opts.device_bytes = 81920;
     rig_make(&rig, "spill-late", opts);
     for (int i = 0; i < 2; i++) {
-        LH_CHECK(rig_forward_backward(&rig, 0x25) == 0); /* units 0 and 1 in part, and 3 */
+        /* units 0 and 1 in part, and all of unit 3 */
+        LH_CHECK(rig_forward_backward(&rig, 0x25) == 0);
         rig_settle(&rig);
         LH_CHECK(spill_of(&rig, 1)->state == LH_SPILL_STATE_NONE);
         LH_CHECK(spill_of(&rig, 3)->state == LH_SPILL_STATE_DONE);

@@ -10,7 +10,7 @@
 #define UNIT_COUNT_MAX 24
 #define STEP_NS 3000000
 
-/* As much of an engine as a split looks at. */
+/* The parts of an engine that a split reads. */
 struct small {
     struct lh_engine engine;
     struct lh_unit units[UNIT_COUNT_MAX];
@@ -95,7 +95,7 @@ static void test_room(void)
     for (uint32_t room = 0; room <= 20; room++) {
         struct small *small = small_make(8);
         uint64_t bytes = 0;
-        /* 1, 2, 1, 2, ... times the bytes of a unit of 2048 elements in bf16. */
+        /* The units have 1, 2, 1, 2, ... times the bytes of 2048 elements in bf16. */
         for (uint32_t i = 1; i < 8; i += 2)
             small->units[i].desc.dtype = LH_DTYPE_F32;
         small->engine.budget.gradient_waiting_bytes = room * 4096ULL;
@@ -141,7 +141,7 @@ static struct small *limited(void)
 {
     struct small *small = small_make(12);
     lh_split_set(&small->engine, 0);
-    small->engine.split.is_settled = false; /* as created */
+    small->engine.split.is_settled = false; /* as after creation */
     for (uint32_t i = 0; i < 3; i++) {
         steps(small, 1, STEP_NS);
         LH_CHECK(deferred_count(small) == 0 && !small->engine.split.is_settled);
@@ -166,10 +166,10 @@ static void test_candidate(void)
     lh_test_name("the split that is tried gives forward its share of the updates of the busiest "
                  "resource");
     struct small *small = limited();
-    LH_CHECK(deferred_count(small) == 4); /* a third */
+    LH_CHECK(deferred_count(small) == 4); /* a third of the units is deferred */
     LH_CHECK(!small->engine.split.is_settled);
     small = small_make(12);
-    for (uint32_t i = 0; i < 4; i++) /* two workers, each busy all the time */
+    for (uint32_t i = 0; i < 4; i++) /* there are two workers, each of them always busy */
         step(small, STEP_NS, STEP_NS / 4, 2 * (uint64_t)STEP_NS);
     LH_CHECK(deferred_count(small) == 4);
     small = small_make(12);
@@ -200,7 +200,7 @@ static void test_dropped(void)
     lh_test_name("a split that gains nothing is dropped at once, a slower one is halved first, and "
                  "the half is kept or dropped");
     struct small *small = limited();
-    steps(small, 4, STEP_NS - STEP_NS / 200); /* not more than half a percent */
+    steps(small, 4, STEP_NS - STEP_NS / 200); /* half a percent faster, which is too little */
     LH_CHECK(small->engine.split.is_settled && deferred_count(small) == 0);
 
     for (int is_faster = 0; is_faster < 2; is_faster++) {
@@ -222,7 +222,7 @@ static void test_incomplete_steps(void)
     for (uint32_t i = 0; i < 10; i++) {
         const struct lh_engine_step_stats stats = {.begin_ns = small->now_ns,
                                                    .close_ns = small->now_ns + 1};
-        small->engine.split.gradient_ns = small->now_ns - 1; /* of the step before */
+        small->engine.split.gradient_ns = small->now_ns - 1; /* a time in the previous step */
         lh_split_feature.step_over(&small->engine, &stats);
         small->now_ns += 2;
     }

@@ -70,7 +70,7 @@ static void callers_join(struct caller *callers, uint32_t count)
         LH_CHECK(pthread_join(callers[i].thread, NULL) == 0);
 }
 
-/* What autograd's threads do with a lend and a handle that they were given. */
+/* Use a lend and a handle as autograd's threads do. */
 static void *lends_run(void *context)
 {
     struct caller *caller = context;
@@ -82,7 +82,7 @@ static void *lends_run(void *context)
         lh_engine_unpin(engine, 3);
         lh_engine_handle_drop(engine, 3);
     }
-    lh_engine_unpin(engine, 3); /* the thread's own, which the test has added */
+    lh_engine_unpin(engine, 3); /* drop the thread's own pin, which the test has added */
     lh_engine_handle_drop(engine, 3);
     return NULL;
 }
@@ -109,7 +109,7 @@ static void test_lends(void)
         callers_join(callers, THREAD_COUNT);
         LH_CHECK(lh_engine_pin_count(rig.engine, 3) == 0);
         LH_CHECK(lh_engine_handle_count(rig.engine, 3) == 0);
-        /* Its update needs nothing more: it ends before the close. */
+        /* Its update needs nothing else, so it ends before the close. */
         rig_wait_begin(&rig);
         while (rig_waits(&rig, lh_engine_gradient_is_consumed(rig.engine, 5)))
             usleep(1000);
@@ -224,7 +224,7 @@ static void test_polled(void)
         LH_CHECK(sent_count(&rig, LH_REQUEST_ABORT) == i + 1);
         LH_CHECK(rig_forward_backward(&rig, 0) == 0);
         poll(&rig, poll_close);
-        rig.step++; /* without gradients: the values stay */
+        rig.step++; /* a step without gradients leaves the values unchanged */
         memcpy(rig.snapshots[rig.step] = malloc(rig.state_bytes), rig.state, rig.state_bytes);
         poll_early(&rig, poll_flush);
         LH_CHECK(sent_count(&rig, LH_REQUEST_FLUSH) == i + 1);
@@ -249,7 +249,7 @@ static void test_pause(void)
     LH_CHECK(rig_flush(&rig, true) == 0);
     rig_pause(&rig);
     reads_hold(&rig, 0);
-    LH_CHECK(lh_engine_pause(rig.engine, 0) == 1); /* it still is */
+    LH_CHECK(lh_engine_pause(rig.engine, 0) == 1); /* the engine is still paused */
     lh_engine_resume(rig.engine);
     reads_begin(&rig);
     for (int i = 0; i < 5; i++)
@@ -263,7 +263,7 @@ static void test_pause(void)
             rc = lh_engine_acquire_wait(rig.engine, i, 5);
         LH_CHECK(rig.engine->trace_written == trace_written);
         if (rc == 0)
-            break; /* it is not there, and is not read now */
+            break; /* the unit is absent, and is not being read */
         LH_CHECK(rc == 1);
         lh_engine_unpin(rig.engine, i);
     }

@@ -70,7 +70,8 @@ static void test_in_memory(uint64_t commit_every)
         LH_CHECK(stats.bytes[STATE_WRITE] == expected.state);
         LH_CHECK(stats.bytes[PARAM_WRITE] == expected.param);
         LH_CHECK(stats.bytes[COMMIT_WRITE] == (commits ? lh_store_commit_bytes(rig.store) : 0));
-        LH_CHECK(stats.bytes[LH_ENGINE_LINK_STATE_READ] == 0 || i < 4); /* each once */
+        /* each is read at most once */
+        LH_CHECK(stats.bytes[LH_ENGINE_LINK_STATE_READ] == 0 || i < 4);
         dirty = commits ? 0 : dirty;
         check_dirty(&rig, dirty);
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
@@ -96,7 +97,7 @@ static void test_flush(bool commit)
     check_dirty(&rig, 0);
     LH_CHECK(lh_store_step(rig.store) == (commit ? 2 : 0));
     LH_CHECK(rig_flush(&rig, commit) == 0);
-    LH_CHECK(other[STATE_WRITE] == all.state); /* not again */
+    LH_CHECK(other[STATE_WRITE] == all.state); /* they are not written again */
     for (int i = 0; i < 2; i++) {
         LH_CHECK(rig_step(&rig, 0x0c) == 0);
         struct lh_engine_step_stats stats = rig_over_as_planned(&rig);
@@ -169,7 +170,7 @@ static void test_slots(void)
     for (int i = 0; i < 7; i++) {
         LH_CHECK(rig_step(&rig, i % 2 ? 0xa5 : RIG_GRADIENTS_ALL) == 0);
         if (i == 4)
-            LH_CHECK(rig_flush(&rig, false) == 0); /* writes into the other slots */
+            LH_CHECK(rig_flush(&rig, false) == 0); /* this writes into the other slots */
         rig_over(&rig);
         uint64_t step = (rig.step / 3) * 3;
         LH_CHECK(lh_store_step(rig.store) == step && rig.engine->committed_step == step);
@@ -177,7 +178,7 @@ static void test_slots(void)
             rig_check_store(&rig, step);
     }
     rig_shut(&rig);
-    rig_reopen(&rig); /* checks every array */
+    rig_reopen(&rig); /* this checks every array */
     LH_CHECK(rig.step == 6 && rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     rig_finish(&rig);
 }

@@ -82,7 +82,7 @@ static struct lh_exec *create(struct lh_alloc *alloc, struct lh_exec_threads_opt
     return exec;
 }
 
-/* The engine's loop: poll, announce, poll again, sleep. */
+/* The engine's loop: poll, prepare to sleep, poll again, sleep. */
 static uint32_t poll_or_sleep(struct lh_exec *exec, struct lh_waker *waker,
                               struct lh_exec_job **done, uint32_t done_max)
 {
@@ -233,7 +233,7 @@ static void test_refusals(struct lh_alloc *alloc)
     LH_CHECK(tries == 4);
     exec->ops->destroy(exec);
 
-    if (!LH_TEST_IS_SLOW) { /* a sanitizer needs the address space that is taken away here */
+    if (!LH_TEST_IS_SLOW) { /* sanitizers need the address space that is limited here */
         lh_test_name("threads that the system refuses are counted, and the others are stopped");
         struct rlimit before;
         LH_CHECK(getrlimit(RLIMIT_AS, &before) == 0);

@@ -23,7 +23,7 @@ static void shape_make(struct shape_fixture *fixture, const uint64_t *weights, u
     fixture->slot_counts[0] = 2;
     fixture->slot_counts[1] = 1;
     for (uint32_t extent = 0; extent < extent_count; extent++) {
-        /* Many small ones, some of several stripes, some that end on a stripe. */
+        /* Make many small extents, some with several stripes, some that end on a stripe. */
         uint64_t kind = lh_test_random(seed) % 3;
         uint64_t block_max = kind == 0 ? 8 : kind == 1 ? 600 : 6000;
         uint64_t bytes = (1 + lh_test_random(seed) % block_max) * LH_BLOCK_BYTES;
@@ -124,11 +124,11 @@ static void test_cycle_known(void)
 }
 
 struct block_owner {
-    uint32_t place; /* + 1; 0: nobody */
+    uint32_t place; /* the owner's place + 1; 0: no owner */
     uint64_t block;
 };
 
-/* Ask for every block alone and note who owns where it lies. */
+/* Map every block separately, and note which extent owns it. */
 static void place_claim(const struct shape_fixture *fixture, uint32_t place, uint64_t bytes,
                         struct block_owner *const *owners)
 {
@@ -212,7 +212,7 @@ static void test_every_byte_once(void)
                             owners);
             }
         }
-        /* With the bounds that were checked: nothing is wasted either. */
+        /* With the checked bounds, no space is wasted either. */
         LH_CHECK(claimed_bytes == file_bytes);
         for (uint32_t file = 0; file < file_count; file++)
             free(owners[file]);

@@ -32,7 +32,7 @@ static void lane_start(struct fixture *fixture, struct lane *lanes, uint8_t *sha
         begin = 0;
         bytes = LANE_BYTES;
     }
-    /* Unrelated addresses in the file and in memory, both in the lane. */
+    /* Return unrelated addresses in the file and in memory, both in the lane. */
     uint64_t place = lh_test_random(seed) % ((LANE_BYTES - bytes) / unit + 1) * unit;
     uint8_t *buffer = (uint8_t *)fixture->buffer.base + index * LANE_BYTES + place;
     if (is_write) {
@@ -75,7 +75,7 @@ static void read_after_write(struct fixture *fixture, uint64_t request_count, ui
         }
     }
     LH_CHECK(fixture_run(fixture, (struct lh_io_request){.kind = LH_IO_KIND_SYNC}) == 0);
-    /* What another descriptor of the system sees. */
+    /* Read the file through another file descriptor. */
     static uint8_t page_cache[DATA_BYTES];
     char path[64];
     snprintf(path, sizeof(path), "/proc/self/fd/%d", fixture->file.fd);
@@ -112,15 +112,15 @@ static void test_end_of_file(const char *name)
         fixture_init(&fixture, direct, LH_MIB, 4);
         LH_CHECK(fixture_create(&fixture, name, NULL) == 0);
         struct lh_io_request read = {.buffer = fixture.buffer.base, .bytes = 65536};
-        LH_CHECK(fixture_run(&fixture, read) == -ENODATA); /* an empty file */
+        LH_CHECK(fixture_run(&fixture, read) == -ENODATA); /* the file is empty */
         LH_CHECK(ftruncate(fixture.file.fd, 65536) == 0);
         LH_CHECK(fixture_run(&fixture, read) == 0);
-        read.offset = 4096; /* its last block is missing */
+        read.offset = 4096; /* the file lacks its last block */
         LH_CHECK(fixture_run(&fixture, read) == -ENODATA);
         read.offset = 65536;
         LH_CHECK(fixture_run(&fixture, read) == -ENODATA);
         LH_CHECK(ftruncate(fixture.file.fd, 65536 + 100) == 0);
-        read.offset = 4096; /* ends inside a block */
+        read.offset = 4096; /* the file ends inside a block */
         LH_CHECK(fixture_run(&fixture, read) == -ENODATA);
         read.offset = 65536;
         read.bytes = 4096;
@@ -153,7 +153,7 @@ static void test_least_bytes(const char *name)
             LH_CHECK(fixture_run(&fixture, read) == 0);
             LH_CHECK(memcmp(got, memory + 4096, 57344 + 100) == 0);
         }
-        read.least_bytes++; /* the file has one less */
+        read.least_bytes++; /* one byte more than the file has */
         LH_CHECK(fixture_run(&fixture, read) == -ENODATA);
         fixture_deinit(&fixture);
     }
@@ -231,7 +231,7 @@ static void test_queue_full(const char *name)
     fixture_deinit(&fixture);
 }
 
-/* Thousands of small requests, each slept for. */
+/* Run thousands of small requests, and sleep until each has completed. */
 static void *wakeups_run(void *context)
 {
     struct fixture *fixture = context;
@@ -287,7 +287,7 @@ static void test_without_waker(const char *name)
     fixture_deinit(&fixture);
 }
 
-/* The kernel's own short write: up to the limit, and an error for the rest. */
+/* The kernel itself writes short: up to the limit, and an error for the rest. */
 static void test_short_write(const char *name)
 {
     struct fixture fixture;
@@ -341,7 +341,7 @@ static void test_assertions(const char *name)
     fixture_deinit(&fixture);
 }
 
-/* A region above the 1 GiB of one registration, and requests beside the seam and across it. */
+/* A region exceeds the 1 GiB of one registration; requests are beside the seam and across it. */
 static void test_large_buffers(const char *name)
 {
     struct fixture fixture;
@@ -352,7 +352,8 @@ static void test_large_buffers(const char *name)
     madvise(base, fixture.buffer.bytes, MADV_HUGEPAGE);
     struct lh_io_buffer regions[] = {
         {.base = base, .bytes = LH_GIB + 2 * LH_MIB},
-        {.base = base + LH_GIB + 2 * LH_MIB, .bytes = LH_MIB}, /* 1 MiB behind it is unknown */
+        /* the 1 MiB after it is not registered */
+        {.base = base + LH_GIB + 2 * LH_MIB, .bytes = LH_MIB},
     };
     fixture.opts.buffers = regions;
     fixture.opts.buffer_count = 2;
@@ -424,7 +425,8 @@ int main(void)
     for (const char *const *name = lh_io_names(); *name; name++) {
         struct lh_alloc alloc = LH_ALLOC_INIT;
         struct lh_error err = {0};
-        close(fixture_file(true)); /* skips where the file system refuses */
+        /* this skips the test if the file system does not support direct I/O */
+        close(fixture_file(true));
         int rc = lh_io_probe(*name, fixture_directory(), true, &alloc, &err);
         /* Only what the machine forbids is left out: a container's filter, a sysctl. */
         LH_CHECK(rc == 0 || rc == -EPERM || rc == -ENOSYS || rc == -EACCES);
@@ -446,7 +448,7 @@ int main(void)
         test_without_waker(names[i]);
         test_short_write(names[i]);
         test_assertions(names[i]);
-        if (strncmp(names[i], "libaio", 6) != 0) /* which takes no device of characters */
+        if (strncmp(names[i], "libaio", 6) != 0) /* libaio supports no character device */
             test_no_space(names[i]);
         if (strcmp(names[i], "io_uring") == 0 && !is_fast())
             test_large_buffers(names[i]);

@@ -15,7 +15,7 @@ static void wrap(struct fixture *fixture, const char *name)
     LH_CHECK(lh_io_faulty_create(&opts, &fixture->alloc, &fixture->io, NULL) == 0);
 }
 
-/* All parts in one batch; the results of those that failed, summed up in *code_out. */
+/* Run all parts in one batch; *code_out is the sum of the results of those that failed. */
 static uint32_t batch_run(struct fixture *fixture, enum lh_io_kind kind, uint8_t *buffer,
                           int64_t *code_out)
 {
@@ -32,7 +32,7 @@ static uint32_t batch_run(struct fixture *fixture, enum lh_io_kind kind, uint8_t
         LH_CHECK(fixture->io->ops->submit(fixture->io, &requests[i]) == 0);
     }
     fixture->io->ops->flush(fixture->io);
-    /* One at a time: what a poll leaves behind must not be slept through. */
+    /* One request at a time: what a poll does not return must not be missed by a sleep. */
     for (uint32_t i = 0; i < REQUEST_COUNT; i++) {
         struct lh_io_request *done = NULL;
         LH_CHECK(fixture_wait(fixture, &done, 1) == 1);
@@ -190,7 +190,7 @@ static void test_hold(const char *name)
         LH_CHECK(memcmp(written + i * PART_BYTES, got, PART_BYTES) == 0);
     }
     struct lh_io_request write = {.kind = LH_IO_KIND_WRITE, .buffer = got, .bytes = PART_BYTES};
-    LH_CHECK(fixture_run(&fixture, write) == 0); /* the fault is over */
+    LH_CHECK(fixture_run(&fixture, write) == 0); /* the fault has passed */
     fixture_deinit(&fixture);
 }
 
@@ -211,7 +211,8 @@ int main(void)
 {
     for (const char *const *name = lh_io_names(); *name; name++) {
         struct lh_alloc alloc = LH_ALLOC_INIT;
-        close(fixture_file(true)); /* skips where the file system refuses */
+        /* this skips the test if the file system does not support direct I/O */
+        close(fixture_file(true));
         if (lh_io_probe(*name, fixture_directory(), true, &alloc, NULL) < 0)
             continue;
         test_error(*name);

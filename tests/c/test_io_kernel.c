@@ -18,7 +18,8 @@
 #include <sys/syscall.h>
 #include <ucontext.h>
 
-#define OWN_CALL UINT32_C(0x4C48494F) /* as sixth argument, which none of these calls has */
+/* the sixth argument, which no call of a backend has, marks the handler's own calls */
+#define OWN_CALL UINT32_C(0x4C48494F)
 #define REQUEST_COUNT 8
 #define PART_BYTES (UINT64_C(256) << 10)
 #define SHORT_BYTES (UINT32_C(3) * LH_BLOCK_BYTES)
@@ -32,12 +33,12 @@ enum change {
 };
 
 static struct {
-    int code;       /* what submitting answers, or 0 */
-    uint32_t after; /* calls that submit before it does */
-    uint32_t count; /* calls that it answers so */
-    uint32_t most;  /* requests that one call takes; 0: all */
+    int code;       /* the result of a call that submits, or 0 */
+    uint32_t after; /* the number of calls that submit before that */
+    uint32_t count; /* the number of calls with this result */
+    uint32_t most;  /* the number of requests that one call takes; 0: all */
     enum change change;
-    uint32_t change_at; /* of the requests in the order of submission */
+    uint32_t change_at; /* the number of the request to change, in the order of submission */
     int answer;
     int pipe[2];
     uint32_t refused_count;
@@ -56,7 +57,7 @@ static const int argument_registers[] = {0, 1, 2, 3, 4, 5};
 #define RESULT_REGISTER 0
 #endif
 
-/* The call itself: as the kernel answers, -errno included. */
+/* Make the call itself, and return the kernel's result, -errno included. */
 static long call(long number, const uint64_t *arguments)
 {
     long rc = syscall(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4],
@@ -64,7 +65,7 @@ static long call(long number, const uint64_t *arguments)
     return rc < 0 ? -errno : rc;
 }
 
-/* Whether this call submits nothing, and answers kernel.code. */
+/* Return whether this call submits nothing and returns kernel.code. */
 static bool is_refused(void)
 {
     if (kernel.count == 0)
@@ -78,7 +79,7 @@ static bool is_refused(void)
     return true;
 }
 
-/* The victim among taken requests from the kernel.taken_count-th on, or taken. */
+/* Return the victim's place among the requests that are taken now, or taken if it is elsewhere. */
 static uint32_t victim_of(uint32_t taken)
 {
     bool is_here = kernel.change != CHANGE_NONE && kernel.change_at >= kernel.taken_count &&
@@ -198,7 +199,7 @@ static long aio_getevents(const uint64_t *given)
         if (kernel.change != CHANGE_ANSWER || events[i].data != kernel.victim)
             continue;
         events[i].res = kernel.answer;
-        kernel.victim = 0; /* a retry gets its own answer */
+        kernel.victim = 0; /* a retry gets its own result */
     }
     return rc;
 }
@@ -231,7 +232,7 @@ static void on_call(int number, siginfo_t *info, void *context)
     errno = code;
 }
 
-/* From here on the calls of io_uring and libaio go to on_call(). */
+/* From here on, the calls of io_uring and libaio are passed to on_call(). */
 static void kernel_watch(void)
 {
     static const uint32_t numbers[] = {SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_submit,
@@ -254,7 +255,7 @@ static void kernel_watch(void)
     }
 }
 
-static const char *backend; /* the one that is tested in this child */
+static const char *backend; /* the backend that this child process tests */
 
 struct batch {
     struct fixture fixture;
@@ -263,7 +264,7 @@ struct batch {
     uint8_t *read;
 };
 
-/* A backend whose file holds parts, all of them written. */
+/* Create a backend with a file in which all parts are written. */
 static void batch_init(struct batch *batch)
 {
     uint64_t bytes = REQUEST_COUNT * PART_BYTES;
@@ -314,7 +315,7 @@ static void batch_wait(struct batch *batch, uint32_t count, uint32_t *bad_out)
     LH_CHECK(batch->fixture.io->in_flight_count == REQUEST_COUNT - count);
 }
 
-/* All parts, whole and right. */
+/* Check that all parts were transferred completely and correctly. */
 static void batch_run(struct batch *batch, enum lh_io_kind kind, bool at_once)
 {
     uint32_t bad = 0;
@@ -358,7 +359,7 @@ static bool submit_takes_a_part(void)
     batch_init(&batch);
     for (kernel.most = 1; kernel.most < REQUEST_COUNT; kernel.most++)
         batch_run(&batch, LH_IO_KIND_READ, true);
-    /* And now and then nothing at all. */
+    /* Some calls take no request at all. */
     kernel.most = 2;
     kernel.code = -EAGAIN;
     for (uint32_t after = 0; after < REQUEST_COUNT / 2; after++) {
@@ -370,7 +371,7 @@ static bool submit_takes_a_part(void)
     return true;
 }
 
-/* How often an owner is woken in QUIET_MS in which nothing comes back. */
+/* How often an owner is woken in QUIET_MS if no request completes. */
 static uint32_t wakeups_when_quiet(struct fixture *fixture)
 {
     struct lh_io_request *done = NULL;
@@ -384,7 +385,7 @@ static uint32_t wakeups_when_quiet(struct fixture *fixture)
     return count;
 }
 
-/* With one request inside that does not complete, the others are neither taken nor given up. */
+/* While one request does not complete, the others are neither taken nor given up. */
 static bool submit_refused_while_full(void)
 {
     struct batch batch;
@@ -420,7 +421,7 @@ static bool completes_short(void)
             kernel.victim = 0;
             batch_run(&batch, (enum lh_io_kind)kind, true);
             LH_CHECK(kernel.victim != 0);
-            LH_CHECK(kernel.taken_count == REQUEST_COUNT + 1); /* the rest in one more */
+            LH_CHECK(kernel.taken_count == REQUEST_COUNT + 1); /* one more request has the rest */
         }
     }
     fixture_deinit(&batch.fixture);
@@ -515,7 +516,8 @@ int main(void)
 {
     static const char *const names[] = {"io_uring", "libaio"};
     uint32_t tested_count = 0;
-    close(fixture_file(true)); /* skips where the file system refuses */
+    /* this skips the test if the file system does not support direct I/O */
+    close(fixture_file(true));
     for (uint32_t i = 0; i < LH_COUNT_OF(names) && !LH_TEST_IS_EMULATED; i++) {
         backend = names[i];
         if (!works(backend))

@@ -27,7 +27,7 @@ static bool works(const char *name)
     return has_backend(name) && lh_io_probe(name, fixture_directory(), true, &alloc, NULL) == 0;
 }
 
-/* From here on this process's number system call answers code. */
+/* From here on, the system call with this number returns code in this process. */
 static void forbid(uint32_t number, uint32_t code)
 {
     struct sock_filter filter[] = {
@@ -58,7 +58,7 @@ static uint32_t line_count(const char *text)
     return count;
 }
 
-/* create_best in this process must come to name, passing over passed_count others. */
+/* create_best() must choose name in this process, after passed_count others failed. */
 static bool best_is(const char *name, uint32_t passed_count, const char *reason)
 {
     struct fixture fixture;
@@ -101,12 +101,12 @@ static bool uring_hidden(void)
 
 static bool uring_enter_forbidden(void)
 {
-    /* A filter that forgets one of the three calls: found by the probe's first transfer. */
+    /* A filter rejects one of the three calls; the probe's first transfer detects it. */
     forbid(SYS_io_uring_register, EPERM);
     return best_is(works("libaio") ? "libaio" : "threads", works("libaio") ? 1 : 2, "io_uring: ");
 }
 
-/* What a backend is used by; the calls that make one are allowed. */
+/* Forbid the calls that use a backend; those that create it are allowed. */
 static bool use_forbidden(const uint32_t *numbers, uint32_t count, uint32_t code, const char *name)
 {
     struct lh_alloc alloc = LH_ALLOC_INIT;
@@ -157,7 +157,7 @@ static bool use_forbidden_later(const char *name, const uint32_t *numbers, uint3
                                 uint32_t code)
 {
     const int64_t refusal = code == 0 ? -EIO : -(int64_t)code;
-    alarm(20); /* of this child */
+    alarm(20); /* a limit for this child process */
     struct fixture fixture;
     struct lh_io_request requests[LATER_COUNT];
     struct lh_io_request *done[LATER_COUNT];
@@ -366,13 +366,14 @@ static void test_no_directory(void)
                                reasons, sizeof(reasons), &err) == -ENOENT);
     LH_CHECK(!fixture.io && strstr(err.message, "/nowhere/at/all"));
     LH_CHECK(strstr(err.message, "io_uring: ") && strstr(err.message, "threads: "));
-    LH_CHECK(strlen(reasons) == sizeof(reasons) - 1); /* cut, and terminated */
+    LH_CHECK(strlen(reasons) == sizeof(reasons) - 1); /* the text is truncated and terminated */
     fixture_deinit(&fixture);
 }
 
 int main(void)
 {
-    close(fixture_file(true)); /* skips where the file system refuses */
+    /* this skips the test if the file system does not support direct I/O */
+    close(fixture_file(true));
     test_opts();
     test_no_directory();
     lh_test_name("the best backend that works is taken, silently where it is the first");

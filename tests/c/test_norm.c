@@ -19,7 +19,8 @@ static void test_sums(void)
     for (uint64_t i = 0; i <= COUNT_MAX; i++) {
         values[i] = (float)((double)(int32_t)lh_test_random(&seed) / 1e6);
         memcpy(&highs[i], (uint8_t *)&values[i] + 2, sizeof(highs[i]));
-        halves[i] = (uint16_t)lh_test_random(&seed) & 0xBFFF; /* denormals, too; no infinity */
+        /* includes denormals, but no infinity */
+        halves[i] = (uint16_t)lh_test_random(&seed) & 0xBFFF;
     }
     for (uint64_t count = 0; count < COUNT_MAX; count += count < 40 ? 1 : 97) {
         for (uint64_t first = 0; first < 2; first++) {

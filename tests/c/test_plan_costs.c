@@ -98,7 +98,7 @@ static struct lh_cost_fuyou fuyou_of(const struct row *row)
     };
 }
 
-/* Set found to what the core says of a row of LoHan's; false: the row is of something else. */
+/* Set found to the core's result for a row of LoHan's equations. Returns false for other rows. */
 static bool lohan_answer(const struct answers *answers, const struct row *row, double *time_out,
                          uint64_t *whole_out, bool *is_whole)
 {
@@ -177,7 +177,7 @@ static bool fuyou_answer(const struct row *row, double *time_out, uint64_t *whol
     return *is_whole;
 }
 
-/* Algorithm 1 and Fuyou's queues, on the layers of the file. */
+/* Compute a row of Algorithm 1 or of Fuyou's queues, on the file's layers. */
 static bool choice_answer(const struct answers *answers, const struct row *row, double *time_out,
                           uint64_t *whole_out, bool *is_whole)
 {

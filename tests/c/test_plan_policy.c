@@ -6,7 +6,7 @@
 #include "plan_fixture.h"
 
 #define ROUND_COUNT 30
-/* The same sums in another order. */
+/* The same sums in another order are rounded differently. */
 #define ROUNDED (1 + 2e-9)
 #define BLOCK_COUNT_MAX 4
 #define BLOCK_LAYER_COUNT_MAX 3
@@ -114,8 +114,9 @@ struct brute {
     const struct lh_plan_machine *machine;
     struct lh_plan_timeline timeline;
     struct lh_plan_choice choice;
-    bool is_uniform; /* the layers of all blocks but the last have the fates of the first's */
-    double limit_s;  /* of a step: no slower than any other policy */
+    /* the layers of all blocks except the last have the fates of the first block's */
+    bool is_uniform;
+    double limit_s; /* the limit of a step's time: no more than with any other policy */
     double best_s;
 };
 
@@ -128,7 +129,7 @@ static void step_look(struct brute *brute)
         brute->best_s = cost_s;
 }
 
-/* Every update early or late, with states in memory: none, P16, or all. */
+/* Try every update early or late, and none, P16 or all states in memory. */
 static void blocks_go_through(struct brute *brute, uint32_t block)
 {
     if (block == brute->model->block_count) {
@@ -168,7 +169,7 @@ static void layers_go_through(struct brute *brute, uint32_t layer)
     }
 }
 
-/* auto's cost over the best of all. */
+/* Return auto's time divided by that of the best plan. */
 static double ratio_of(struct plan_fixture_shape shape, bool is_uniform, uint64_t *seed)
 {
     struct lh_alloc alloc = LH_ALLOC_INIT;
@@ -195,7 +196,7 @@ static double ratio_of(struct plan_fixture_shape shape, bool is_uniform, uint64_
     return auto_s / brute.best_s;
 }
 
-/* What a search by steps may miss, and how rarely: once in this many cases. */
+/* How much a stepwise search may lose, and how rarely: once in this many cases. */
 #define RATIO_MAX 1.1
 #define RATIO_EQUAL 1.000001
 #define MISSED_ONE_OF 20
@@ -212,7 +213,7 @@ static void auto_is_best(void)
             bool is_small = blocks * layers <= 4;
             bool is_largest = blocks == BLOCK_COUNT_MAX && layers == BLOCK_LAYER_COUNT_MAX;
             if (LH_TEST_IS_SLOW && !is_small)
-                continue; /* a hundred times the choices */
+                continue; /* it has a hundred times the choices */
             lh_test_name("auto costs what the best of all choices costs: %u blocks of %u layers",
                          blocks, layers);
             int rounds = is_small ? 12 : is_fast || is_largest ? 1 : 2;

@@ -111,7 +111,7 @@ static void backward_waits_for_activations(void)
         small.choice.fates[i] = LH_PLAN_FATE_SWAP_HOST;
         small.choice.blocks[i].has_host_p16 = true;
     }
-    /* A block computes 4 s forward and 8 s backward; it fetches for 2 s, and for 2 + 12. */
+    /* A block computes 4 s in forward and 8 s in backward; its transfers take 2 s, and 2 + 12 s. */
     struct lh_plan_step step = small_step(&small);
     LH_CHECK(is_near(step.busy_s[LH_PLAN_RESOURCE_IN], 16 * (2 + 14)));
     LH_CHECK(step.iteration_s > 16 * (4 + 14) - 3 * 4);
@@ -120,7 +120,7 @@ static void backward_waits_for_activations(void)
     small.machine.link_in_bytes_per_s = FAST;
     small.machine.link_out_bytes_per_s = 2 * SMALL_PARAM_COUNT;
     small.machine.gpu_bytes = step.gpu_bytes;
-    /* They leave for 6 s a block, in front of 8 s of backward; gradients hide. */
+    /* Offloading takes 6 s per block, before 8 s of backward, which hide the gradients. */
     LH_CHECK(small_step(&small).iteration_s > 16 * (6 + 8) - 3 * 6);
     lh_test_name("room on the GPU for all that leaves hides it during backward");
     small.machine.gpu_bytes += 2 * 16 * 12 * SMALL_PARAM_COUNT;
@@ -287,13 +287,13 @@ static void eager_steps_are_lohans(void)
         struct plan_fixture_shape shape = {100, 3};
         struct lh_plan_model model = plan_fixture_model(shape, false, &seed, &alloc);
         struct lh_plan_machine machine = plan_fixture_machine(&model, &seed);
-        /* What the equations do not look at. */
+        /* Effects that the equations do not consider. */
         machine.adam_params_per_s = FAST;
         machine.gpu_bytes = lh_plan_gpu_working_bytes(&model) +
                             4 * lh_plan_model_totals(&model).block_activation_bytes_max;
         struct lh_plan plan;
         if (lh_plan_make(&plan, &model, &machine, "lohan", &alloc, NULL) == 0) {
-            /* Where the first blocks' activations fill main memory SSDs are busier later. */
+            /* If the first blocks' activations fill main memory, the SSDs are busier later. */
             LH_CHECK(fabs(plan.step.iteration_s - plan.policy_s) < 0.12 * plan.policy_s);
             lh_plan_deinit(&plan, &alloc);
         }

@@ -10,7 +10,7 @@ struct small {
     struct lh_plan_zeroth zeroth;
 };
 
-/* Equal blocks, three slots, nothing else on the device. */
+/* Equal blocks use three slots, and nothing else is on the device. */
 static void small_begin(struct small *small, struct lh_plan_zeroth_block block)
 {
     for (uint32_t i = 0; i < BLOCK_COUNT; i++)
@@ -109,7 +109,7 @@ static void ablations_cost_what_they_say(void)
         small.blocks[i].offload_ns = 60;
     small.zeroth.has_deferral = false;
     small.zeroth.looks_ahead = false;
-    /* Behind the losses uploads for updates, the next step's first upload, and its forwards. */
+    /* After the losses: uploads for updates, the next step's first upload, and its forwards. */
     LH_CHECK(step_ns(&small) == 12 * 60 + 60 + 12 * 90);
     LH_CHECK(lh_plan_zeroth_step(&small.zeroth).busy_ns[LH_PLAN_ZEROTH_UPLOAD] == 2 * 12 * 60);
     lh_test_name("and link-bound steps twice as long");
@@ -120,7 +120,10 @@ static void ablations_cost_what_they_say(void)
     lh_test_name("without reuse nothing of the next block is there while one computes");
     small_begin(&small, slow_compute);
     small.zeroth.has_reuse = false;
-    /* Each block's allocation, upload (beside an offload) and computing; the last offload. */
+    /*
+     * Add each block's allocation, upload (beside an offload) and computation, and the last
+     * offload.
+     */
     LH_CHECK(step_ns(&small) == 12 * (5 + 60 + 90 + 10) + 70);
     LH_CHECK(lh_plan_zeroth_step(&small.zeroth).alloc_ns == 12 * 5);
 }

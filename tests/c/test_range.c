@@ -6,7 +6,9 @@
 #define GRANULE_COUNT 48
 #define HELD_MAX 24
 
-/* The naive model: one byte a granule, 0 free, else the held range's number plus one. */
+/*
+ * The naive model has one byte per granule: 0 if it is free, else the held range's number plus one.
+ */
 struct model {
     uint8_t cells[GRANULE_COUNT];
 };

@@ -9,7 +9,7 @@
 
 static struct lh_alloc alloc = LH_ALLOC_INIT;
 
-/* What executes a plan: memory as it is, not as it was planned. */
+/* The machine that executes a plan: memory as it is, not as it was planned. */
 struct machine {
     const struct lh_residency_unit *units;
     uint32_t unit_count;
@@ -17,7 +17,8 @@ struct machine {
     uint64_t offsets[UNIT_COUNT_MAX];
     uint64_t use_counts[UNIT_COUNT_MAX];
     uint32_t open_uses[UNIT_COUNT_MAX];
-    bool is_owed[UNIT_COUNT_MAX]; /* a NEED is ahead: not to be evicted before, uses or not */
+    /* a NEED follows: the unit must not be evicted before it, used or not */
+    bool is_owed[UNIT_COUNT_MAX];
     struct lh_residency_op ops[OP_COUNT_MAX];
     uint64_t op_first;
     uint64_t op_count;
@@ -70,7 +71,7 @@ static bool op_execute(struct machine *machine)
     return true;
 }
 
-/* Eager: every op as early as it can go, as the engine does; else as late as it may. */
+/* Execute ops as early as possible, as the engine does (eager), or else as late as allowed. */
 static void event_execute(struct machine *machine, struct lh_residency_event event, bool is_eager)
 {
     uint32_t unit = event.unit;
@@ -121,7 +122,7 @@ static uint64_t events_random(uint64_t *seed, const struct machine *machine,
         for (uint32_t j = 0; j < machine->unit_count; j++)
             open_bytes += open[j] > 0 ? machine->units[j].bytes : 0;
         bool is_owed = i < owed_count && machine->offsets[unit] == LH_RESIDENCY_ABSENT &&
-                       (i == 0 || events[0].unit != unit); /* once each */
+                       (i == 0 || events[0].unit != unit); /* each only once */
         uint32_t kind = is_owed ? LH_RESIDENCY_EVENT_NEED : (uint32_t)below(seed, 3);
         owed_count = is_owed ? owed_count : 0;
         if (kind == LH_RESIDENCY_EVENT_BEGIN && open_bytes > open_bytes_max)
@@ -146,7 +147,7 @@ static struct trial trial_random(uint64_t *seed)
 {
     struct trial trial = {.unit_count = (uint32_t)(1 + below(seed, UNIT_COUNT_MAX))};
     uint64_t always = 0;
-    uint64_t largest = 0; /* of the others */
+    uint64_t largest = 0; /* the largest of the others */
     uint64_t all = 0;
     for (uint32_t i = 0; i < trial.unit_count; i++) {
         uint64_t bytes = (1 + below(seed, 6)) * LH_RESIDENCY_GRANULE;
@@ -246,7 +247,7 @@ static void test_random(bool is_eager)
            planned_count, cut_again_count);
 }
 
-/* The fewest loads of any schedule, by trying them all: equal units, one use at a time. */
+/* Return the fewest loads of any schedule, by trying all: equal units, one use at a time. */
 static uint64_t fewest_loads(const uint32_t *uses, uint32_t use_count, uint32_t unit_count,
                              uint32_t slot_count)
 {
@@ -317,7 +318,7 @@ static void test_optimal(void)
                 LH_CHECK(planned_loads(uses, use_count, &state) ==
                          fewest_loads(uses, use_count, unit_count, slot_count));
                 case_count++;
-                uint32_t digit = 0; /* count up */
+                uint32_t digit = 0; /* count up to the next sequence of uses */
                 while (digit < use_count && ++uses[digit] == unit_count)
                     uses[digit++] = 0;
                 more = digit < use_count;
@@ -343,7 +344,7 @@ static void test_always(void)
     lh_residency_deinit(&state, &alloc);
 }
 
-/* A scope's units at a time, in any order, as backward asks for them. */
+/* Use the units of one scope at a time, in any order, as backward requests them. */
 static uint64_t scopes_random(uint64_t *seed, const uint32_t *scope_of, uint32_t unit_count,
                               uint32_t scope_count, struct lh_residency_event *events)
 {
@@ -379,7 +380,7 @@ static uint32_t least_random(uint64_t *seed, struct lh_residency_unit *units, ui
     uint64_t small = 1 + below(seed, large);
     for (uint32_t i = 0; i < unit_count; i++) {
         bool always = below(seed, 6) == 0;
-        bool is_first = below(seed, 2) == 0; /* of one large scope */
+        bool is_first = below(seed, 2) == 0; /* whether the unit belongs to the large scope */
         uint64_t blocks = 1 + below(seed, is_first ? large : small);
         units[i] =
             (struct lh_residency_unit){.bytes = blocks * LH_RESIDENCY_GRANULE, .always = always};
@@ -436,7 +437,7 @@ static void test_least(void)
             uint64_t failed_at = 0;
             uint64_t count = scopes_random(&seed, scope_of, unit_count, scope_count, events);
             uint32_t other = (uint32_t)below(&seed, unit_count);
-            if (units[other].always) /* its first use is anywhere */
+            if (units[other].always) /* its first use may be anywhere */
                 events[count++] = (struct lh_residency_event){other, LH_RESIDENCY_EVENT_UPDATE};
             int64_t added =
                 lh_residency_plan(&state, events, count, below(&seed, 2) > 0, machine.ops,

@@ -11,13 +11,13 @@
 
 static struct lh_alloc alloc = LH_ALLOC_INIT;
 
-/* What has copies: values are counted by updates. */
+/* Units and their copies; the value of a unit is the number of its updates. */
 struct copies {
     struct lh_residency_unit units[UNIT_COUNT_MAX];
     uint32_t unit_count;
     uint64_t offsets[UNIT_COUNT_MAX];
     uint64_t updates[UNIT_COUNT_MAX];
-    uint64_t values[UNIT_COUNT_MAX]; /* of the copy */
+    uint64_t values[UNIT_COUNT_MAX]; /* the copy's values */
     uint64_t uses[UNIT_COUNT_MAX];
     bool is_open[UNIT_COUNT_MAX];
     struct lh_residency_op ops[2 * OP_COUNT_MAX];
@@ -57,7 +57,7 @@ static void execute(struct copies *copies, struct lh_residency_op *op)
     op->kind = LH_RESIDENCY_OP_NONE;
 }
 
-/* Some of what can go, in any order; or all of it. */
+/* Execute some of the possible ops in any order, or all of them. */
 static void some_execute(struct copies *copies, bool is_all)
 {
     for (bool moved = true; moved && (is_all || below(copies, 2) > 0);) {
@@ -92,7 +92,7 @@ static void event_execute(struct copies *copies, struct lh_residency_event event
     copies->uses[event.unit]++;
 }
 
-/* Forward, backward; an update after each or, if it is deferred, before the next forward. */
+/* Forward and backward; an update follows each use or, if deferred, precedes the next forward. */
 static uint64_t cycle_make(uint32_t unit_count, bool is_deferred, struct lh_residency_event *events)
 {
     uint64_t count = 0;
@@ -111,7 +111,7 @@ static uint64_t cycle_make(uint32_t unit_count, bool is_deferred, struct lh_resi
     return count;
 }
 
-/* Bytes loaded by the last of some cycles. */
+/* The bytes loaded by the last of several cycles. */
 static uint64_t cycles_run(struct copies *copies, uint64_t region_bytes, bool is_ahead,
                            bool is_deferred)
 {
@@ -151,7 +151,8 @@ static uint64_t cycles_run(struct copies *copies, uint64_t region_bytes, bool is
         copies->op_count = 0;
         for (uint32_t i = 0; i < copies->unit_count; i++)
             LH_CHECK(copies->offsets[i] == state.offsets[i]);
-        if (is_ahead && !is_deferred) /* what forward reads first is there, and new */
+        /* the unit that forward reads first is in memory and up to date */
+        if (is_ahead && !is_deferred)
             LH_CHECK(copies->offsets[0] != LH_RESIDENCY_ABSENT &&
                      copies->values[0] == copies->updates[0]);
     }

@@ -5,15 +5,15 @@
 #define UNIT_COUNT_MAX 12
 #define EVENT_COUNT_MAX (8 * UNIT_COUNT_MAX)
 #define OP_COUNT_MAX (4 * EVENT_COUNT_MAX + UNIT_COUNT_MAX)
-#define CYCLE_COUNT 24 /* which blocks are read changes from one to the next */
+#define CYCLE_COUNT 24 /* the set of blocks that are read changes from one cycle to the next */
 
 static struct lh_alloc alloc = LH_ALLOC_INIT;
 
 struct scan {
     struct lh_residency_unit units[UNIT_COUNT_MAX];
     uint32_t unit_count;
-    struct lh_residency_event events[EVENT_COUNT_MAX]; /* as they happen */
-    struct lh_residency_event moved[EVENT_COUNT_MAX];  /* as they are planned */
+    struct lh_residency_event events[EVENT_COUNT_MAX]; /* the events as they happen */
+    struct lh_residency_event moved[EVENT_COUNT_MAX];  /* the events as they are planned */
     uint64_t count;
     struct lh_residency_op ops[OP_COUNT_MAX];
     uint64_t op_first;
@@ -21,7 +21,8 @@ struct scan {
     bool is_here[UNIT_COUNT_MAX];
     bool is_open[UNIT_COUNT_MAX];
     uint64_t use_counts[UNIT_COUNT_MAX];
-    uint64_t late_count; /* begins whose unit was not there as soon as the one before had begun */
+    /* the number of begins whose unit was absent when the previous use had begun */
+    uint64_t late_count;
     uint64_t loaded_bytes;
     uint64_t seed;
 };
@@ -140,7 +141,9 @@ static void order_choose(struct scan *scan, const struct lh_residency *state,
     moved_check(scan);
 }
 
-/* Cycles of scan's events; false: a cycle found no room in one piece, and ended there. */
+/*
+ * Run cycles of scan's events. Returns false if a cycle found no contiguous room, and ended there.
+ */
 static bool cycles_run(struct scan *scan, uint64_t region_bytes, enum order order)
 {
     struct lh_residency state;
@@ -188,7 +191,7 @@ static void test_scan(void)
                 if (large > 0)
                     scan.units[0].bytes = large * LH_RESIDENCY_GRANULE;
                 events_in_order(&scan);
-                if (large > 0) { /* as an embedding whose weights are the head's, too */
+                if (large > 0) { /* like an embedding whose weights are also the head's */
                     put(&scan, 0, LH_RESIDENCY_EVENT_BEGIN);
                     put(&scan, 0, LH_RESIDENCY_EVENT_END);
                 }
@@ -199,7 +202,10 @@ static void test_scan(void)
                 bool is_tight = large > 0 && places == 2;
                 for (enum order order = AHEAD; order <= AHEAD_WHERE_CHEAP; order++) {
                     LH_CHECK(cycles_run(&scan, region, order));
-                    /* Room for two blocks and the larger one: that comes behind two of them. */
+                    /*
+                     * There is room for two blocks and the larger unit, which is used after two of
+                     * them.
+                     */
                     LH_CHECK(scan.late_count <= (is_tight ? CYCLE_COUNT : 0));
                     LH_CHECK(scan.loaded_bytes <= least + CYCLE_COUNT * 3 * LH_RESIDENCY_GRANULE);
                 }

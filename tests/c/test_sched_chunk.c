@@ -10,7 +10,7 @@
 #define UNIT_COUNT 24
 #define ROUND_COUNT 200
 
-/* As much of an engine as cutting needs, with random units. */
+/* The parts of an engine that cutting reads, with random units. */
 struct cut {
     struct lh_alloc alloc;
     struct lh_engine engine;
@@ -27,7 +27,7 @@ static void cut_make(struct cut *cut, uint64_t seed)
     engine->opts.unit_count = UNIT_COUNT;
     engine->budget.chunk_elements = LH_ENGINE_ELEMENT_ALIGN * (1 + lh_test_random(&seed) % 9);
     for (uint32_t i = 0; i < UNIT_COUNT; i++) {
-        uint64_t parts = lh_test_random(&seed) % 40; /* 0: frozen */
+        uint64_t parts = lh_test_random(&seed) % 40; /* 0: the unit is frozen */
         cut->units[i].desc.elements = parts * LH_ENGINE_ELEMENT_ALIGN;
         engine->budget.chunk_count +=
             lh_div_ceil(cut->units[i].desc.elements, engine->budget.chunk_elements);
@@ -59,7 +59,10 @@ static void check_tiles(const struct lh_engine *engine)
     LH_CHECK(next == engine->chunk_count && next == engine->budget.chunk_count);
 }
 
-/* The first sixteenth, as far as slabs go; the rest in steps that differ by at most one. */
+/*
+ * The first sixteenth of the chunks, if there are slabs; the rest at distances that differ by at
+ * most one.
+ */
 static void check_kept(const struct lh_engine *engine)
 {
     uint32_t kept_count = 0;
@@ -73,7 +76,7 @@ static void check_kept(const struct lh_engine *engine)
             LH_CHECK(chunk->is_kept == (i < engine->budget.kept_chunk_count));
         if (!chunk->is_kept)
             continue;
-        LH_CHECK(chunk->kept_slab == kept_count++); /* its own */
+        LH_CHECK(chunk->kept_slab == kept_count++); /* each has its own slab */
         if (i >= first_count && last != UINT32_MAX) {
             gap_min = i - last < gap_min ? i - last : gap_min;
             gap_max = i - last > gap_max ? i - last : gap_max;
@@ -120,7 +123,8 @@ static void test_counts(void)
         LH_CHECK(counted->chunks_loaded == 1 && counted->chunks_to_pass == !is_kept);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTING);
         LH_CHECK(counted->chunks_loaded == 0 && counted->chunks_to_pass == 0);
-        chunk->computed_step = 1; /* the open step has computed it: it is not to be computed */
+        /* the open step has computed it, so the step must not compute it a second time */
+        chunk->computed_step = 1;
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
         lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
@@ -137,7 +141,7 @@ static void test_recount(void)
     lh_test_name("when a step is over, chunks that stayed in their slabs are counted as loaded");
     rig_make(&rig, "chunk-recount",
              (struct rig_opts){.manual = true, .in_memory = true, .commit_every = 1});
-    LH_CHECK(rig_step(&rig, 0x0f) == 0); /* of two units */
+    LH_CHECK(rig_step(&rig, 0x0f) == 0); /* gradients of two units */
     rig_over(&rig);
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_unit *unit = &rig.engine->units[i];
@@ -261,7 +265,8 @@ static void test_mismatch(void)
                  (struct rig_opts){.manual = true,
                                    .in_memory = true,
                                    .least_memory = true,
-                                   .schedule = LH_ENGINE_SCHEDULE_SERIAL, /* reads nothing ahead */
+                                   /* this schedule reads nothing ahead */
+                                   .schedule = LH_ENGINE_SCHEDULE_SERIAL,
                                    .commit_every = 1});
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
         rig_over(&rig);

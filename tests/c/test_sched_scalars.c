@@ -1,13 +1,13 @@
 /*
- * Test what a commit carries beside the states: its layout, that nothing else is taken for it, and
- * that an engine continues from it.
+ * Test what a commit carries beside the states: its layout, that nothing else is mistaken for it,
+ * and that an engine continues from it.
  */
 #include "engine_fixture.h"
 #include "lh_test.h"
 #include "rig_wait.h"
 #include "sched/engine_private.h"
 
-#define HEADER_BYTES 24 /* magic, parameters, the caller's bytes */
+#define HEADER_BYTES 24 /* magic, number of parameters, number of the caller's bytes */
 #define STEP_COUNT_MAX 5
 #define CALLER_BYTES_MAX 40
 
@@ -106,7 +106,7 @@ static void test_sizes(void)
     struct scalars bad = good;
     word_set(&bad, 2, UINT64_MAX);
     LH_CHECK(!is_found(&bad, bad.count));
-    word_set(&bad, 1, 3); /* another split of the same size: the last two bytes are missing */
+    word_set(&bad, 1, 3); /* a different split of the same size: the last two bytes are missing */
     word_set(&bad, 2, UINT64_MAX - 1);
     LH_CHECK(!is_found(&bad, bad.count));
 }
@@ -160,7 +160,8 @@ static void test_too_large(void)
     LH_CHECK(lh_engine_over_wait(rig.engine, 0) == 0);
     rig_over(&rig);
     rig_forward_backward(&rig, 0);
-    LH_CHECK(lh_engine_close(rig.engine, caller, sizeof(caller) - 1, 0) == 1); /* exactly all */
+    /* exactly the maximum */
+    LH_CHECK(lh_engine_close(rig.engine, caller, sizeof(caller) - 1, 0) == 1);
     rig_settle(&rig);
     LH_CHECK(lh_engine_over_wait(rig.engine, 0) == 1);
     rig_unmake(&rig);
@@ -190,7 +191,7 @@ static void test_other_models(void)
     lh_test_name("an engine refuses a store whose scalars are another model's or have no room");
     rig_make(&rig, "scalars-other",
              (struct rig_opts){.manual = true, .in_memory = true, .commit_every = 1});
-    LH_CHECK(create(&rig, RIG_PARAM_COUNT, &err) == 0); /* nothing was ever committed by one */
+    LH_CHECK(create(&rig, RIG_PARAM_COUNT, &err) == 0); /* no engine has committed to it yet */
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     rig_over(&rig);
     LH_CHECK(create(&rig, RIG_PARAM_COUNT, &err) == 0);

@@ -17,7 +17,7 @@ static struct lh_engine *engine_make(struct rig *rig)
                  .manual = true, .in_memory = true, .least_memory = true, .commit_every = 1});
     struct lh_engine *engine = rig->engine;
     LH_CHECK(engine->budget.slab_count == SLAB_COUNT && engine->budget.kept_chunk_count == 0);
-    LH_CHECK(engine->chunk_count == 5); /* one for each trainable unit */
+    LH_CHECK(engine->chunk_count == 5); /* there is one for each trainable unit */
     return engine;
 }
 
@@ -80,7 +80,7 @@ static void test_layout(void)
         for (uint32_t j = 0; j < LH_COUNT_OF(offsets); j++)
             LH_CHECK(lh_slab_array(&engine->slabs[1], unit, j, count) ==
                      engine->slabs[1].memory + offsets[j]);
-        LH_CHECK(lh_is_aligned(residual * count, LH_BLOCK_BYTES)); /* for direct I/O */
+        LH_CHECK(lh_is_aligned(residual * count, LH_BLOCK_BYTES)); /* as direct I/O requires */
         LH_CHECK(offsets[3] <= budget->slab_bytes);
     }
     rig_unmake(&rig);
@@ -104,7 +104,7 @@ static void test_free_first(void)
     LH_CHECK(engine->chunks[1].state == LH_CHUNK_STATE_IDLE);
     LH_CHECK(engine->chunks[1].slab == LH_CHUNK_NONE);
     LH_CHECK(lh_slab_find(engine, NULL) == 1);
-    LH_CHECK(engine->slabs[0].chunk == 0 && engine->slabs[2].chunk == 2); /* nothing was taken */
+    LH_CHECK(engine->slabs[0].chunk == 0 && engine->slabs[2].chunk == 2); /* no slab was taken */
     empty(engine);
     rig_unmake(&rig);
 }
@@ -117,7 +117,7 @@ static void test_ahead_gives_way(void)
     struct lh_engine *engine = engine_make(&rig);
     for (uint32_t who = 0; who < 3; who++) {
         struct lh_unit *unit = who < 2 ? unit_of(engine, 4) : NULL;
-        chunk_put(engine, 0, 0, false); /* still being read: it cannot be taken */
+        chunk_put(engine, 0, 0, false); /* it is still being read, so it cannot be taken */
         chunk_put(engine, 1, 1, true);
         chunk_put(engine, 2, 2, true);
         unit_of(engine, 2)->update.is_queued = true; /* its update waits for its parameters */
@@ -165,7 +165,8 @@ static void test_blocked_gives_way(void)
     LH_CHECK(found < SLAB_COUNT && engine->slabs[found].chunk == LH_CHUNK_NONE);
     LH_CHECK(engine->chunks[found].state == LH_CHUNK_STATE_IDLE);
     all_blocked(engine);
-    LH_CHECK(lh_slab_find(engine, NULL) != LH_CHUNK_NONE); /* gradients on their way to SSD */
+    /* the gradients are being written to SSD */
+    LH_CHECK(lh_slab_find(engine, NULL) != LH_CHUNK_NONE);
 
     lh_test_name("it waits if a slab will become free: one that is read, computed or lent");
     all_blocked(engine);
@@ -275,7 +276,7 @@ static void test_wrong_use(void)
     struct lh_engine *engine = engine_make(&rig);
     chunk_put(engine, 0, 0, false);
     lh_slab_lend(engine, &engine->slabs[1], &engine->chunks[1]);
-    LH_CHECK(engine->chunks[1].slab == LH_CHUNK_NONE); /* its states are not there */
+    LH_CHECK(engine->chunks[1].slab == LH_CHUNK_NONE); /* its states are not in memory */
     for (size_t i = 0; i < LH_COUNT_OF(actions); i++)
         LH_CHECK(lh_test_aborts(actions[i], engine));
     empty(engine);

@@ -76,7 +76,7 @@ static void test_tables(void)
     for (size_t i = 0; i < LH_COUNT_OF(machines); i++) {
         const struct machine *machine = &machines[i];
         lh_test_name("a %s changes its state along its diagram and in no other way", machine->name);
-        /* Beyond the last state and before the first one, too. */
+        /* The states beyond the last and before the first are rejected, too. */
         for (int from = -1; from <= machine->state_count; from++) {
             for (int to = -1; to <= machine->state_count; to++) {
                 bool is_state = from >= 0 && to >= 0 && from < machine->state_count &&
@@ -111,7 +111,7 @@ static void test_ways_back(void)
 
 /* --- The setters ------------------------------------------------------------------------------ */
 
-/* One unit with one chunk, as far as the setters look at an engine. */
+/* One unit with one chunk, and the parts of an engine that the setters read. */
 struct small {
     struct lh_engine engine;
     struct lh_unit unit;
@@ -133,7 +133,7 @@ static struct small *small_make(int from, int to)
     small.unit.update.chunks_loaded = 1;
     small.unit.update.chunks_to_pass = 1;
     small.to = to;
-    if (to == LH_CHUNK_STATE_LOADED) { /* it is counted when it arrives there */
+    if (to == LH_CHUNK_STATE_LOADED) { /* the chunk is counted when it arrives there */
         small.unit.update.chunks_loaded = 0;
         small.unit.update.chunks_to_pass = 0;
     }

@@ -18,7 +18,7 @@ static struct lh_sim_fs fs;
 static struct lh_sim_random lots;
 static int fd;
 
-/* A file of zeros, durable with its name. */
+/* Make a file of zeros that is durable, like its name. */
 static void setup(uint64_t seed)
 {
     const struct lh_store_fs_ops *ops = NULL;
@@ -52,7 +52,7 @@ static int block_put(uint64_t block, uint8_t value)
     return rc < 0 ? (int)rc : 0;
 }
 
-/* Of the first and the last byte of a block: -1 where they differ. */
+/* Return the first and last byte of a block, or -1 if they differ. */
 static int block_get(uint64_t block)
 {
     uint8_t bytes[LH_BLOCK_BYTES];

@@ -39,7 +39,7 @@ static void model_make(struct lh_sim_model *model, struct lh_sim_random *random,
     }
 }
 
-/* A slow drive and a slow worker; between a few slabs and blocks more than the least. */
+/* A slow drive and a slow worker; a few slabs and blocks more than the minimum. */
 static struct lh_sim_run_opts opts_make(const struct lh_sim_model *model,
                                         struct lh_sim_random *random)
 {
@@ -80,7 +80,7 @@ static struct lh_sim_run_opts opts_make(const struct lh_sim_model *model,
 static bool seed_ends(uint64_t seed)
 {
     static const struct lh_sim_hooks hooks = {LH_SIM_SCRIPT_HOOKS};
-    static struct lh_sim_lives lives; /* only its run and its script */
+    static struct lh_sim_lives lives; /* only its run and its script are used */
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_sim_model model;
     struct lh_sim_random random;

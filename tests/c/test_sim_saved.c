@@ -7,10 +7,10 @@
 #include "sim_preset.h"
 
 #define GB UINT64_C(1000000000)
-#define BLOCK_FIRST 1 /* behind the embedding */
+#define BLOCK_FIRST 1 /* the first block after the embedding */
 #define BLOCK_COUNT 40
 #define STEP 4
-/* LoHan V-C: 34 GB of 13B at batch 32, in pieces of some 100 MB. */
+/* Source: LoHan V-C: 34 GB for 13B at batch 32, here in pieces of some 100 MB. */
 #define PIECE_COUNT 8
 #define PIECE_BYTES (34 * GB / BLOCK_COUNT / PIECE_COUNT)
 

@@ -19,7 +19,7 @@
 struct row {
     enum lh_sim_preset preset;
     enum lh_engine_schedule schedule;
-    double busiest_s; /* what the busiest resource needs */
+    double busiest_s; /* the time that the busiest resource needs */
     struct lh_sim_timing timing;
     struct lh_sim_run_opts opts;
     double cpu_s;
@@ -75,7 +75,7 @@ static void row_print(const struct row *row, char *line)
              stats->copy_busy_ns[LH_DEV_DIRECTION_IN], stats->copy_busy_ns[LH_DEV_DIRECTION_OUT]);
 }
 
-/* Of the busier direction of an accelerator's link. */
+/* The time of the busier direction of an accelerator's link. */
 static double copies_s(const struct lh_sim_accelerator *accelerator, const uint64_t *bytes)
 {
     const uint64_t *rates = accelerator->link.bytes_per_s;
@@ -86,7 +86,7 @@ static double copies_s(const struct lh_sim_accelerator *accelerator, const uint6
     return in_s > out_s ? in_s : out_s;
 }
 
-/* No step is faster than what it computes, moves and updates at full speed. */
+/* No step is faster than its computation, transfers and updates at full speed. */
 static void bounds_check(struct row *row)
 {
     const struct lh_sim_machine *machine = &row->opts.machine;
@@ -159,7 +159,7 @@ static void overlap_check(const struct row *rows)
     LH_CHECK(ratio(serial, naive) >= 1.0);
 }
 
-/* Against optimized, and against the time of the busiest resource alone. */
+/* Compare with optimized, and with the time of the busiest resource alone. */
 static void auto_check(const struct row *rows)
 {
     static const struct {

@@ -114,7 +114,7 @@ static void test_memory_runs_out(void)
     uint64_t live_count = rig.alloc.live_count;
     int rc = -ENOMEM;
     for (int64_t i = 0; rc == -ENOMEM; i++) {
-        rig.question_count = 1; /* it is the second question: the run needs no end */
+        rig.question_count = 1; /* this is the second question, after which the run may end */
         rig.alloc.fail_after = i;
         rc = rig_run(&rig);
         LH_CHECK(rc == -ENOMEM || i > 10);

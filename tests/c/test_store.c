@@ -169,7 +169,7 @@ static void test_rollback(void)
     closed(store);
 }
 
-/* Back: the requests of the commit's next phase, run. */
+/* Collect the requests of the commit's next phase, and run them. */
 static int commit_phase(struct lh_store *store)
 {
     static struct lh_io_request requests[LH_STORE_COMMIT_REQUEST_COUNT_MAX];
@@ -252,7 +252,9 @@ static void test_partial_commit(void)
     free(expected);
 }
 
-/* Random writes and reads against an array, with commits, rollbacks and reopenings in between. */
+/*
+ * Compare random writes and reads with an array, with commits, rollbacks and reopenings in between.
+ */
 static void test_odd_ranges(bool single_slot)
 {
     lh_test_name("transfers of any offset, length and address agree with an array%s",

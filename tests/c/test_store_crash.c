@@ -14,8 +14,8 @@
 #define VARIANT_COUNT (LH_TEST_IS_SLOW ? 5 : 12)
 
 static struct lh_error err;
-static struct disk *disk;  /* the world's */
-static struct disk *after; /* what a crash leaves of it */
+static struct disk *disk;  /* the disk of the simulated machine */
+static struct disk *after; /* its state after a crash */
 static uint64_t seed = 1;
 static uint32_t image_count;
 
@@ -55,7 +55,7 @@ static void end(void)
     LH_CHECK(fixture_alloc.live_count == 0);
 }
 
-/* The first event that writes to a superblock; the count of events if there is none. */
+/* Return the first event that writes to a superblock, or the count of events. */
 static uint32_t superblock_event(void)
 {
     uint32_t index = 0;
@@ -79,7 +79,7 @@ static uint64_t step_after(uint32_t cut, int variant)
         fprintf(stderr, "cut before event %u, variant %d: step %d, %s\n", cut, variant, (int)step,
                 lh_store_note(store));
     LH_CHECK(is_right);
-    /* The session that crashed continues from there. */
+    /* Continue the session that crashed. */
     if (variant == 3) {
         fixture_write_step(store, step + 1);
         fixture_commit(store, step + 1);
@@ -131,7 +131,9 @@ static void resume_and_cut(uint32_t killed, uint64_t old_step)
             disk_cut(disk, cut, variant, &seed, after);
             uint64_t found = step_after(cut, variant);
             LH_CHECK(found == old_step || found == old_step + 1);
-            /* What opening for writing has shown is durable, whatever was written since. */
+            /*
+             * The state that opening for writing returned is durable, whatever was written since.
+             */
             LH_CHECK(cut < open_end || found == step);
         }
     }
@@ -244,7 +246,7 @@ static void test_open_at(void)
     end();
 }
 
-/* Whether the two copies of a superblock are the same block. */
+/* Return whether the two copies of a superblock are the same block. */
 static bool is_whole_place(uint32_t number)
 {
     return memcmp(disk_bytes(disk, 0, LH_STORE_SUPERBLOCK_OFFSET(number, 0)),

@@ -53,7 +53,7 @@ static void block_damage(uint32_t file, uint64_t offset, enum damage damage)
     if (damage == DAMAGE_ZEROS)
         memset(block, 0, LH_BLOCK_BYTES);
     if (damage == DAMAGE_BIT)
-        block[lh_test_random(&seed) % 16] ^= 4; /* padding is not looked at */
+        block[lh_test_random(&seed) % 16] ^= 4; /* padding is not checked */
     for (uint32_t index = 0; index < LH_BLOCK_BYTES && damage == DAMAGE_GARBAGE; index++)
         block[index] = (uint8_t)lh_test_random(&seed);
     if (damage == DAMAGE_UNREADABLE) {
@@ -81,7 +81,7 @@ static void expect_step(uint64_t step, bool is_noted)
     lh_store_close(store);
 }
 
-/* A commit, and what is there after it. */
+/* Commit, and check the store's content after it. */
 static void expect_commit(uint64_t step)
 {
     struct lh_store *store = NULL;
@@ -199,7 +199,7 @@ static void test_notes(void)
     damage_undo();
 }
 
-/* Writers are refused, readers see step 2, and step 2 is gone back to only if it is named. */
+/* Writers are refused, readers see step 2, and a session returns to step 2 only if it names it. */
 static void expect_fallback(const char *says)
 {
     struct lh_store *store = NULL;
@@ -366,7 +366,7 @@ static void test_restored(void)
         disk_copy(world, damaged);
         file_restore(older[step], 0);
         int rc = open_at(false, NULL, &store);
-        /* Exactly the step before: what a crash in the last commit leaves, and whole. */
+        /* This is exactly the previous step, as a crash in the last commit leaves it. */
         LH_CHECK(rc == (step + 1 == NEWEST_STEP ? 0 : -ESTALE));
         if (rc == 0)
             LH_CHECK(lh_store_step(store) == step && fixture_holds_step(store, step));
@@ -424,7 +424,7 @@ static void test_restored_interrupted(void)
     damage_undo();
 }
 
-/* A session whose process ends right after the witness of a commit that changes no values. */
+/* The process of a session ends right after the witness of a commit that changes no values. */
 static void witness_leave(struct disk *world)
 {
     struct lh_store *store = NULL;
@@ -465,7 +465,7 @@ static void test_lost_after_interrupted(void)
     damage_undo();
 }
 
-/* A store that the code before format version 2 made, gzipped: three steps in two files. */
+/* A store that was made by the code before format version 2, gzipped: three steps in two files. */
 static struct disk *golden_load(void)
 {
     struct disk *disk = disk_new();

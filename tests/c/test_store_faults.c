@@ -1,6 +1,6 @@
 /* Test what can be wrong with files, directories, drives and memory, and the store's errors. */
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* pipe2, unshare */
+#define _GNU_SOURCE 1 /* for pipe2 and unshare */
 #endif
 #include <fcntl.h>
 #include <sched.h>
@@ -321,7 +321,7 @@ static void test_access(void)
     if (child == 0) {
         if (geteuid() == 0 && (setgid(65534) != 0 || setuid(65534) != 0))
             _exit(2);
-        /* Where the folders above are closed to that user as well, the answer is the same. */
+        /* If that user cannot enter the parent folders either, the result is the same. */
         int rc =
             fixture_create("closed/x", &(struct fixture_opts){.directory_count = 1}, &store, &err);
         bool is_named = strstr(err.message, "cannot make directory") != NULL;
@@ -333,7 +333,7 @@ static void test_access(void)
     LH_CHECK(getuid() != 0 || access(fixture_path("closed/x0"), F_OK) != 0);
 }
 
-/* Mounts of this process alone, which end with it; false where that is not permitted. */
+/* Make mounts for this process alone, which end with it. Returns false if that is not permitted. */
 static bool mounts_isolate(void)
 {
     return unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0;

@@ -23,7 +23,7 @@ static struct lh_store_extent_desc extents[EXTENT_COUNT] = {
 static const uint8_t slot_counts[GROUP_COUNT] = {2, 1};
 static uint8_t tail_files[EXTENT_COUNT * LH_STORE_SLOT_COUNT_MAX];
 
-/* A whole input of the fuzz driver, all of it valid. */
+/* A complete, valid input of the fuzz driver. */
 static uint8_t *seed_make(size_t *size_out)
 {
     struct lh_store_shape shape = {

@@ -8,7 +8,7 @@
 
 static struct lh_error err;
 static struct disk *whole;
-static struct disk *disk; /* a copy of it to be changed */
+static struct disk *disk; /* a copy of it, which the tests change */
 
 static struct disk *store_make(bool single_slot)
 {
@@ -45,7 +45,7 @@ static void header_put(uint32_t file, const struct lh_store_header *header)
         lh_store_header_encode(header, disk_bytes(disk, file, LH_STORE_HEADER_OFFSET(copy)));
 }
 
-/* Events but the writes of owners' blocks, which name a process and nothing else. */
+/* Count events except writes of owners' blocks, which only name a process. */
 static uint32_t change_count(void)
 {
     uint32_t count = 0;
@@ -241,7 +241,7 @@ static void test_short(void)
     disk_copy(whole, disk);
 }
 
-/* With one slot there is nothing to go back to. */
+/* With one slot there is no older step to return to. */
 static void expect_no_older(void)
 {
     struct lh_store *store = NULL;
@@ -270,7 +270,9 @@ static void expect_no_older(void)
     }
 }
 
-/* With one slot: what ends unfinished stays unclean, whatever ended it. */
+/*
+ * With one slot, a session that does not end properly leaves the store unclean, whatever its cause.
+ */
 static void test_close(void)
 {
     static const char *const ends[] = {"a write", "a rollback", "a failed commit", "a commit",

@@ -16,7 +16,7 @@
 #define NO_FAILURE UINT32_MAX
 
 enum content {
-    CONTENT_DATA, /* and table, meta */
+    CONTENT_DATA, /* also table and meta */
     CONTENT_MANIFEST,
     CONTENT_SUPERBLOCK,
     CONTENT_HEADER,
@@ -24,15 +24,15 @@ enum content {
 };
 
 static struct {
-    bool is_made; /* a creation has returned: manifests and superblocks speak of what is there */
+    bool is_made; /* a creation has returned: manifests and superblocks refer to existing bytes */
     uint32_t written[CONTENT_COUNT];
     uint32_t pending[FD_COUNT_MAX][CONTENT_COUNT];
-    char synced[PATH_COUNT_MAX][256]; /* directories */
+    char synced[PATH_COUNT_MAX][256]; /* the directories that were synced */
     uint32_t synced_count;
-    uint32_t sync_count; /* of files and directories */
+    uint32_t sync_count; /* the number of syncs of files and directories */
     bool is_synced[FD_COUNT_MAX];
     uint32_t synced_fd_count;
-    uint32_t fail_at; /* this sync fails */
+    uint32_t fail_at; /* the number of the sync that fails */
 } record;
 
 static struct lh_error err;
@@ -220,7 +220,7 @@ static void test_create_fails(void)
         LH_CHECK(rc == 0 || access(fixture_path("failed-b"), F_OK) != 0);
         LH_CHECK(rc == 0 || access(fixture_path("failed-a"), F_OK) != 0);
     }
-    /* Both files and the five directories, at the least. */
+    /* At least both files and the five directories were synced. */
     LH_CHECK(rc == 0 && fail_at > 8);
     lh_store_close(store);
     remove_all("failed");

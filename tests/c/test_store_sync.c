@@ -9,11 +9,11 @@
 #include "store/fs.h"
 #include "store_fixture.h"
 
-/* In place of the C library's, for the whole program. */
+/* These functions replace the C library's in the whole program. */
 static struct {
     uint32_t file_count;
     uint32_t directory_count;
-    int fail_code; /* 0: none fails */
+    int fail_code; /* the error of the sync that fails; 0: none fails */
 } syncs;
 
 int fdatasync(int fd)

@@ -11,8 +11,8 @@
 #define ROUND_COUNT 20000
 
 struct exchange {
-    struct lh_waker there; /* the other thread's */
-    struct lh_waker here;  /* the main thread's */
+    struct lh_waker there; /* the other thread's waker */
+    struct lh_waker here;  /* the main thread's waker */
     _Atomic uint32_t ping;
     _Atomic uint32_t pong;
 };
@@ -23,7 +23,7 @@ static bool is_readable(int fd)
     return poll(&news, 1, 0) == 1;
 }
 
-/* The owner's protocol: look, announce, look again, sleep. false: slept for ten seconds. */
+/* The owner's protocol: look, prepare, look again, sleep. Returns false if it slept ten seconds. */
 static bool await(struct lh_waker *waker, _Atomic uint32_t *word, uint32_t value)
 {
     struct lh_clock clock = lh_clock_real();
@@ -60,14 +60,14 @@ static void *answer(void *context)
  * the start of each round without the kernel, so that they run at the same time.
  */
 #define LITMUS_COUNT (LH_TEST_IS_SLOW ? 20000 : 150000)
-#define LITMUS_S 10 /* where the machine has one processor for both */
+#define LITMUS_S 10 /* the duration if the machine has one processor for both */
 
 struct litmus {
     struct lh_waker waker;
     _Alignas(128) _Atomic uint32_t news;
     _Alignas(128) _Atomic uint32_t owner_round;
     _Alignas(128) _Atomic uint32_t other_round;
-    _Alignas(128) _Atomic uint32_t round_count; /* the last one; 0: not known yet */
+    _Alignas(128) _Atomic uint32_t round_count; /* the last round; 0: not known yet */
 };
 
 static void meet(_Atomic uint32_t *mine, _Atomic uint32_t *theirs, uint32_t round)

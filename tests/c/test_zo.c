@@ -14,7 +14,7 @@
 
 static void test_philox(void)
 {
-    /* Random123's known answers for philox4x32-10. */
+    /* Random123's published results for philox4x32-10. */
     static const struct {
         uint32_t counter[4], key[2], words[4];
     } rows[] = {
@@ -34,7 +34,7 @@ static void test_philox(void)
     }
 }
 
-/* Box and Muller's numbers in double precision. */
+/* Compute the numbers of Box and Muller in double precision. */
 static double expected_at(const struct lh_zo_stream *stream, uint64_t index)
 {
     uint64_t counter = index / 64 * 16 + index % 16;
@@ -85,11 +85,11 @@ static void test_kernels(void)
             lh_zo_apply_by(&kernels[i], values, values, first, length, ops, OP_COUNT);
             LH_CHECK(memcmp(values, expected, sizeof(values)) == 0);
         }
-        memset(values, 0, sizeof(values)); /* from one place to another */
+        memset(values, 0, sizeof(values)); /* from one buffer to another */
         lh_zo_apply(values, before, first, length, ops, OP_COUNT);
         LH_CHECK(memcmp(values, expected, length * 4) == 0);
         memcpy(values, before, sizeof(before));
-        for (uint64_t at = 0, piece; at < length; at += piece) { /* cut anywhere */
+        for (uint64_t at = 0, piece; at < length; at += piece) { /* cut the range anywhere */
             piece = lh_min_u64(1 + lh_test_random(&seed) % 200, length - at);
             lh_zo_apply(values + at, values + at, first + at, piece, ops, OP_COUNT);
         }
@@ -99,7 +99,10 @@ static void test_kernels(void)
 
 static void test_corners(void)
 {
-    /* Of the stream below: a radius of 0, a sine, a cosine; and where counters pass 2^32. */
+    /*
+     * Places of the stream below with a radius of 0, a sine of 0, a cosine of 0, and counters that
+     * pass 2^32.
+     */
     static const uint64_t zeros[] = {37343555, 37343571, 264304521, 74206569, 4951774, 12442630};
     const uint64_t passes[] = {UINT64_C(1) << 34, UINT64_C(3) << 34};
     const struct lh_zo_kernel *kernels;
@@ -184,7 +187,7 @@ static void test_environment(void)
     LH_CHECK(memcmp(before, after, sizeof(before)) == 0);
 }
 
-/* Of n pairs of independent normal numbers: 5 standard deviations. */
+/* The bound is 5 standard deviations of n pairs of independent normal numbers. */
 static bool is_near(double found, double expected, double variance, double n)
 {
     return fabs(found - expected) < 5 * sqrt(variance / n);

@@ -11,7 +11,7 @@ _Static_assert(sizeof(struct lh_zo_op) == 48 && sizeof(struct lh_zo_batch) == LH
                "as the GPU's compiler lays it out");
 _Static_assert(sizeof(struct lh_zo_batch) <= 4096, "a kernel's arguments");
 
-/* In any order of the threads, which know nothing of each other. */
+/* The threads run in any order, because they do not depend on each other. */
 static void threads_run(const struct lh_zo_batch *batch, uint64_t thread_count)
 {
     for (uint64_t i = thread_count; i-- > 0;)
@@ -42,7 +42,7 @@ static void test_batches(void)
     }
 }
 
-/* Numbers of every kind in any format, as bytes. No NaN, whose payload is unspecified. */
+/* Make numbers of every kind in any format, as bytes, except NaN, whose payload is unspecified. */
 static void bytes_make(uint8_t *bytes, uint64_t count, enum lh_zo_format format, uint64_t *seed)
 {
     const uint64_t size = lh_zo_format_bytes(format);
@@ -117,10 +117,10 @@ static void test_casts_and_rounding(void)
     lh_test_name("values are cast, and numbers rounded, as the CPU does it");
     for (int turn = 0; turn < 3000000; turn++) {
         uint32_t bits = (uint32_t)lh_test_random(&seed), word = (uint32_t)lh_test_random(&seed);
-        if (turn % 2) /* where fp16 and fp8 end, downwards and upwards */
+        if (turn % 2) /* near the limits of fp16 and fp8, small and large */
             bits = (bits & UINT32_C(0x807FFFFF)) | (100 + (uint32_t)turn / 2 % 50) << 23;
         if (turn % 3 == 0)
-            bits &= UINT32_C(0xFFFFF000); /* ties */
+            bits &= UINT32_C(0xFFFFF000); /* these are ties */
         float value = zo_float(bits);
         uint16_t expected, found;
         for (int i = LH_ZO_FORMAT_BF16; i <= LH_ZO_FORMAT_F16; i++) {
@@ -137,7 +137,10 @@ static void test_z(void)
 {
     enum { N = 1 << 20 };
     static float expected[N], values[N];
-    /* Of the stream below: where a radius, a sine, a cosine are 0; and counters that pass 2^32. */
+    /*
+     * Places of the stream below where a radius, a sine or a cosine is 0, and counters that pass
+     * 2^32.
+     */
     static const uint64_t middles[] = {37343555, 264304521, 74206569, 4951774, UINT64_C(1) << 34};
     lh_test_name("z of a million elements, zeros' signs, counters past 2^32");
     for (size_t i = 0; i < LH_COUNT_OF(middles); i++) {

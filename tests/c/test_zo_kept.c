@@ -12,7 +12,7 @@
 #define OP_COUNT 8
 
 static const int mantissa_bits[] = {23, 7, 10, 3};
-static const int exponent_min[] = {-126, -126, -14, -6}; /* of a normal number */
+static const int exponent_min[] = {-126, -126, -14, -6}; /* the least exponent of a normal number */
 static const double largest[] = {0x1.fffffep127, 0x1.fep127, 65504, 448};
 
 static float float_of(uint32_t bits)
@@ -46,7 +46,7 @@ static void rounded_check(uint32_t bits, uint32_t word, int format)
     double low = below(magnitude, format, &step);
     uint32_t out = lh_zo_rounded(bits, word, (enum lh_zo_format)format);
     double found = fabsf(float_of(out));
-    double share = (magnitude - low) / step; /* of words that give the upper one */
+    double share = (magnitude - low) / step; /* the share of words that select the upper one */
     double chance = (double)word / 0x1p32;
     LH_CHECK((out ^ bits) >> 31 == 0);
     if (magnitude > largest[format]) {
@@ -56,7 +56,7 @@ static void rounded_check(uint32_t bits, uint32_t word, int format)
     LH_CHECK(found == low || found == fmin(low + step, largest[format]));
     if (chance + share < 1)
         LH_CHECK(found == low);
-    if (chance + share >= 1 + 0x1p-30) /* of tiny numbers the lowest bits do not count */
+    if (chance + share >= 1 + 0x1p-30) /* the lowest bits of a word do not count for tiny numbers */
         LH_CHECK(found == fmin(low + step, largest[format]));
 }
 
@@ -67,7 +67,7 @@ static void test_rounded(void)
     for (int format = LH_ZO_FORMAT_BF16; format <= LH_ZO_FORMAT_F8; format++) {
         for (int turn = 0; turn < 1000000; turn++) {
             uint32_t word = (uint32_t)lh_test_random(&seed), bits = (uint32_t)lh_test_random(&seed);
-            if (turn % 2) /* where the format has numbers */
+            if (turn % 2) /* a number in the format's range */
                 bits = bits_of(
                     ldexpf((float)(int32_t)bits * 0x1p-31f, exponent_min[format] + turn / 2 % 26));
             if (isfinite(float_of(bits)))
@@ -93,7 +93,8 @@ static void test_mean(void)
     uint64_t seed = 4;
     lh_test_name("the mean over all words is the number");
     for (int format = LH_ZO_FORMAT_BF16; format <= LH_ZO_FORMAT_F8; format++) {
-        int bits = 23 - mantissa_bits[format]; /* of a word, that count for a normal number */
+        /* the bits of a word that count for a normal number */
+        int bits = 23 - mantissa_bits[format];
         for (int turn = 0; turn < 8; turn++) {
             float value = (float)(int32_t)lh_test_random(&seed) * 0x1p-28f;
             double sum = 0;
@@ -104,7 +105,8 @@ static void test_mean(void)
         }
         if (format == LH_ZO_FORMAT_BF16)
             continue;
-        for (int turn = 0; turn < 20; turn++) { /* below the least normal number: 5 deviations */
+        /* below the least normal number, the bound is 5 standard deviations */
+        for (int turn = 0; turn < 20; turn++) {
             enum { N = 1 << 18 };
             double step = ldexp(1, exponent_min[format] - mantissa_bits[format]), sum = 0;
             double value = (double)lh_test_random(&seed) * 0x1p-64 * step * (turn % 2 ? 1 : 7);
@@ -118,7 +120,7 @@ static void test_mean(void)
     }
 }
 
-/* Numbers of all kinds, and ones that lie near those of the format. */
+/* Make numbers of all kinds, and some near those of the format. */
 static float number_make(uint64_t *seed)
 {
     static const uint32_t odd[] = {0x00000000, 0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF,
@@ -180,7 +182,7 @@ static void test_kernels(void)
     }
 }
 
-/* As arithmetic has it, beside the definition that goes by bits. */
+/* Widen by arithmetic, to compare with the definition, which uses bits. */
 static float widened(const char *kept, int format)
 {
     uint16_t half;
@@ -198,7 +200,7 @@ static float widened(const char *kept, int format)
                                          : float_of(lh_half_widen(half));
 }
 
-/* Rounded to nearest, ties to even, in fp32 once more. */
+/* Round to nearest, ties to even, and convert back to fp32. */
 static float nearest(float value, int format)
 {
     double step, magnitude = fabsf(value);
@@ -299,7 +301,7 @@ static void test_all_numbers(void)
             for (uint64_t j = 0; j < number_count; j++) {
                 const char *now = (const char *)state + j * bytes;
                 float value = widened((const char *)before + j * bytes, format);
-                bool is_infinite = isinf(value) != 0; /* the largest number, now */
+                bool is_infinite = isinf(value) != 0; /* infinity becomes the largest number */
                 LH_CHECK(is_infinite || is_same_number(widened(now, format), value));
                 LH_CHECK(!is_infinite ||
                          widened(now, format) == copysignf((float)largest[format], value));

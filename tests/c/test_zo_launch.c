@@ -15,7 +15,7 @@ static void ops_make(struct lh_zo_op *ops, uint32_t op_count, uint64_t *seed)
 {
     zo_ops_make(ops, op_count, LH_ZO_OP_DRAW, seed);
     for (uint32_t i = 0; i < op_count; i++)
-        if (ops[i].is_same) /* whose stream is not looked at */
+        if (ops[i].is_same) /* the stream of such an op is not read */
             ops[i].stream = (struct lh_zo_stream){0};
 }
 
@@ -66,7 +66,7 @@ static void test_launch(const char *kind)
         machine_await(&machine, arrived);
         LH_CHECK(lh_zo_launch(machine.dev, kernel, machine.stream, device + skip, first, count, ops,
                               op_count, NULL) == 0);
-        memset(ops, 0xa5, sizeof(ops)); /* they were read */
+        memset(ops, 0xa5, sizeof(ops)); /* the ops were read, so they may change */
         machine_record(&machine, computed);
         machine_submit(&machine, &copies[1]);
         machine_drain(&machine);
@@ -86,7 +86,7 @@ static void test_launch(const char *kind)
 #define KEPT_COUNT_MAX 10000
 #define STATE_BYTES (4 * KEPT_COUNT_MAX)
 
-/* Bytes of state and of values behind it, in and out in one copy. */
+/* Bytes of the state followed by the values, copied in and out at once. */
 struct kept_rig {
     struct machine machine;
     struct lh_dev_kernel *kernel;
@@ -146,7 +146,7 @@ static void kept_rig_lead(struct kept_rig *rig, const struct lh_zo_kept *formats
     machine_await(machine, rig->arrived);
     LH_CHECK(lh_zo_launch_lead(machine->dev, rig->kernel, machine->stream, &kept, first, count, ops,
                                op_count, NULL) == 0);
-    memset(ops, 0xa5, op_count * sizeof(*ops)); /* they were read */
+    memset(ops, 0xa5, op_count * sizeof(*ops)); /* the ops were read, so they may change */
     machine_record(machine, rig->computed);
     machine_submit(machine, &out);
     machine_drain(machine);
@@ -172,7 +172,7 @@ static void test_launch_lead(const char *kind)
         for (int i = 0; i < 2 * KEPT_COUNT_MAX; i++)
             wide[i] = (float)(int32_t)lh_test_random(&seed) * 0x1p-31f;
         if (formats.state_format != LH_ZO_FORMAT_F32)
-            for (int i = 0; i < KEPT_COUNT_MAX; i++) /* finite, in whatever format */
+            for (int i = 0; i < KEPT_COUNT_MAX; i++) /* the numbers are finite in every format */
                 ((uint16_t *)rig.in)[i] = (uint16_t)lh_test_random(&seed) & 0xBBBB;
         kept_rig_lead(&rig, &formats, first, count, ops, op_count);
     }
@@ -180,7 +180,10 @@ static void test_launch_lead(const char *kind)
     free(image == (const void *)fake_cuda_image ? NULL : image);
 }
 
-/* update_count operations of a step, then a ROUND, step_count times, and perturb_count ones. */
+/*
+ * Add update_count operations of a step and a ROUND, step_count times, and perturb_count
+ * operations.
+ */
 static uint32_t steps_make(struct lh_zo_op *ops, uint32_t step_count, uint32_t update_count,
                            uint32_t perturb_count)
 {

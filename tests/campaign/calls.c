@@ -99,7 +99,7 @@ static void log_put(const struct iovec *parts, int part_count)
         while (left > 0) {
             ssize_t done = syscall(SYS_write, log_fd, at, left);
             if (done <= 0)
-                abort(); /* a log with a hole would accuse the innocent */
+                abort(); /* a log with a hole would blame correct code */
             at += done;
             left -= (size_t)done;
         }
@@ -131,7 +131,7 @@ static void end_here(void)
     syscall(SYS_tgkill, getpid(), armed_signal == SIGKILL ? gettid() : getpid(), armed_signal);
 }
 
-/* Counts a call. true: it is the N-th, and what is to happen has not happened yet. */
+/* Count a call. Returns true if it is the N-th, and the planned failure has not happened yet. */
 static bool is_hit(unsigned kind)
 {
     if (armed_at == 0 && armed_kinds == 0)
@@ -141,7 +141,7 @@ static bool is_hit(unsigned kind)
     return atomic_fetch_add(&count, 1) + 1 == armed_at;
 }
 
-/* The call's own failure. true: do not make it. */
+/* Apply the planned failure to a call. Returns true if the call must not be made. */
 static bool begin(bool hit)
 {
     if (!hit)
@@ -204,7 +204,7 @@ PUBLIC void calls_mark(const char *text)
     pthread_mutex_unlock(&lock);
 }
 
-/* The process starts with a root where its environment names one. */
+/* The process starts with a root if its environment names one. */
 __attribute__((constructor)) static void calls_begin(void)
 {
     const char *path = getenv("LOHAN_CALLS_ROOT");
@@ -303,7 +303,7 @@ PUBLIC ssize_t copy_file_range(int from, off_t *from_offset, int to, off_t *to_o
                                unsigned flags)
 {
     if (is_watched(to)) {
-        errno = ENOSYS; /* its callers have another way, which is recorded */
+        errno = ENOSYS; /* its callers then use another call, which is recorded */
         return -1;
     }
     return syscall(SYS_copy_file_range, from, from_offset, to, to_offset, bytes, flags);

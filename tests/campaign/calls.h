@@ -21,15 +21,16 @@
 enum calls_how {
     CALLS_HOW_BEFORE = 0, /* the call is not made */
     CALLS_HOW_AFTER = 1,
-    CALLS_HOW_HALF = 2, /* some first blocks of a write are; other calls as BEFORE */
+    CALLS_HOW_HALF = 2, /* only the first blocks of a write are written; other calls as BEFORE */
     CALLS_HOW_FAIL = 3, /* the call is not made and fails with `code`; the process continues */
-    CALLS_HOW_LOSE = 4, /* a sync only: fails with `code` after its data may have been dropped */
+    /* only for a sync: it fails with `code` after its data may have been dropped */
+    CALLS_HOW_LOSE = 4,
 };
 
-/* Which calls are counted. */
+/* The kinds of calls that are counted. */
 #define CALLS_COUNT_CHANGES 1u /* write, sync, create, rename, unlink, ... */
-#define CALLS_COUNT_READS 2u   /* read, open of what exists, close */
-#define CALLS_COUNT_CONTROL 4u /* writes of a block or less: what says which step counts */
+#define CALLS_COUNT_READS 2u   /* read, open of an existing file, close */
+#define CALLS_COUNT_CONTROL 4u /* writes of at most one block, which decide which step counts */
 
 struct calls_record {
     uint32_t kind; /* enum calls_kind */
@@ -37,7 +38,7 @@ struct calls_record {
     uint64_t file; /* inode number */
     uint64_t offset;
     uint64_t bytes;
-    uint64_t data_bytes; /* of what follows the path */
+    uint64_t data_bytes; /* the bytes of data after the path */
 };
 
 enum calls_kind {

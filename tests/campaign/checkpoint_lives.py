@@ -35,7 +35,7 @@ class Marks(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 class Checkpoints(lives.World):
-    """GPT-2 with dropout, saved at every second of nine steps."""
+    """GPT-2 with dropout, saved after every second one of nine steps."""
 
     name = "trainer"
     life_count = 1
@@ -60,7 +60,7 @@ class Checkpoints(lives.World):
         return digest
 
     def prepare(self, folder: pathlib.Path) -> None:
-        """A training that nobody interrupts."""
+        """Train without any interruption."""
         read, write = os.pipe()
 
         def work() -> int:
@@ -97,5 +97,5 @@ class Checkpoints(lives.World):
             print(f"refused: {error}")
             board.found = -1
             return OK
-        board.found = lives.STEP_MAX  # it is at its end
+        board.found = lives.STEP_MAX  # training is complete
         return OK if digest == self.digest else WRONG

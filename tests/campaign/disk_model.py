@@ -1,11 +1,11 @@
-"""What a disk may hold after power was cut, from a log of file calls (calls.h).
+"""Compute what a disk may hold after a power cut, from a log of file calls (calls.h).
 
-What a sync has covered is there. Of everything else any part may be:
+Everything that a sync has covered is there. Of everything else any part may be there:
 
-* A write that no sync of its file has followed is lost, kept or torn: any of its sectors of 512
-  bytes. So are changes of a file's size. Writes of one file do not keep their order.
-* A name that was made, changed or removed counts after a sync of its directory. Before that, the
-  changes of one directory are kept up to some point, and those of another one up to another. A
+* A write without a later sync of its file is lost, kept or torn: any of its sectors of 512 bytes
+  may be missing. The same applies to changes of a file's size. Writes of one file may be reordered.
+* A name that was made, changed or removed is durable after a sync of its directory. Before that,
+  the changes of one directory are kept up to some point, and those of another one up to another. A
   rename from one directory to another is one change of both.
 * A sync of a file does not cover its name.
 """
@@ -26,7 +26,7 @@ CREATE, MKDIR, WRITE, TRUNCATE, ALLOCATE, SYNC, RENAME, LINK, UNLINK, MARK = ran
 
 @dataclasses.dataclass
 class Record:
-    """One call, or one mark."""
+    """A call or a mark of the log."""
 
     kind: int
     path: str
@@ -37,7 +37,7 @@ class Record:
 
 
 def read_log(path: pathlib.Path) -> list[Record]:
-    """All records, in order; one that its process did not finish is left out."""
+    """Return all records in order, without the last one if its process did not finish it."""
     raw = path.read_bytes()
     records = []
     at = 0
@@ -114,26 +114,27 @@ class Folder:
 
 @dataclasses.dataclass
 class Change:
-    """One change of names: of one directory, or of two at once."""
+    """A change of names in one directory, or in two at once."""
 
     removed: tuple[Folder, str] | None
     added: tuple[Folder, str, File | Folder] | None
 
     @property
     def folders(self) -> list[Folder]:
-        """Whose names change."""
+        """Return the directories whose names change."""
         return [each[0] for each in (self.removed, self.added) if each is not None]
 
 
 class Disk:
-    """A folder as a log says that it became, record by record."""
+    """A folder, rebuilt record by record from a log."""
 
     def __init__(self, root: pathlib.Path) -> None:
         self.root = str(root)
         self.top = Folder()
         self.files: dict[int, File | Folder] = {}
         self.changes: list[Change] = []
-        self.folders = [self.top]  # all that there ever were: a number is used again
+        # all directories that ever existed, because inode numbers are reused
+        self.folders = [self.top]
 
     def _place(self, path: str) -> tuple[Folder, str]:
         parts = pathlib.PurePath(path).relative_to(self.root).parts
@@ -156,7 +157,7 @@ class Disk:
         self.changes.append(Change(removed, added))
 
     def take(self, record: Record) -> None:
-        """One call after the others."""
+        """Apply one call after the previous ones."""
         if record.kind in (CREATE, MKDIR):
             made: File | Folder = File() if record.kind == CREATE else Folder()
             self.files[record.file] = made
@@ -242,7 +243,7 @@ class Disk:
                 (target / name).chmod(0o600)
 
     def differences(self) -> Iterator[str]:
-        """Where the folder is not as the log says: calls that were not recorded."""
+        """List where the folder differs from the log: calls that were not recorded."""
         expected: dict[str, bytes] = {}
 
         def walk(folder: Folder, path: pathlib.Path) -> None:

@@ -1,12 +1,11 @@
-"""Ctrl-C at every point of a training run in Python.
+"""Raise KeyboardInterrupt at every point of a training run in Python.
 
 `make interrupts ARGS="--count 1000"`: a run makes a store, trains, edits a parameter, commits,
 copies its store, closes, resumes and trains to its end. KeyboardInterrupt is raised at the N-th
-line of lohan's own code, at the N-th file call of any of its threads, or after some time. After an
-interrupt, the run continues as a user in a notebook would: with the same session or, if that is
-rejected by an error that has a name, with another one that resumes. Either way the run has to
-end at the bits of one that was not interrupted. Prints one JSON line; the exit status is 1 if a run
-did not.
+line of lohan's own code, at the N-th file call of any of its threads, or after some time. After
+that, the run continues as a user of a notebook would: with the same session or, if a named error
+rejects that, with a new one that resumes. In both cases the final bits must be those of a run that
+was not interrupted. The script prints one JSON line; the exit status is 1 if they were not.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ import lives
 from lives import Adam, Board, Mezo, World, crash_worker, lohan, torch
 from lohan.errors import LohanError, StoreError
 
-STEPS = 5  # of a run; it closes and resumes after the third
+STEPS = 5  # the steps of a run, which closes and resumes after the third
 CLOSED_AT = 3
 RUN_S_MAX = 60
 FAILURES_MAX = 10
-ERRORS_MAX = 3  # that a user meets after one Ctrl-C
+ERRORS_MAX = 3  # the most errors that a user may meet after one Ctrl-C
 PHASES = ("wrap", "step", "edit", "commit", "snapshot", "close")
 PACKAGE = str(pathlib.Path(lohan.__file__).parent)
-# What happened after an interrupt, as numbers on the board.
-NOT_SEEN, WENT_ON, RESUMED = range(3)
+# The result of an interrupt, as a number on the board.
+NOT_SEEN, CONTINUED, RESUMED = range(3)
 
 
 class Lines:
@@ -56,11 +55,11 @@ class Lines:
         self.now = ""
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """For sys.settrace: follow lohan's own frames alone."""
+        """Trace only lohan's own frames; for sys.settrace."""
         return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """One line."""
+        """Count a line."""
         self.counts[self.now] += 1
         if self.now == self.phase and self.counts[self.now] == self.at:
             sys.settrace(None)
@@ -69,20 +68,20 @@ class Lines:
 
 
 class Seeded(Adam):
-    """A step that is run again draws the same numbers: its user says the seed."""
+    """Repeated steps draw the same numbers, because the user sets the seed."""
 
     def train(self, model: Any) -> None:
-        """One step."""
+        """Train one step."""
         torch.manual_seed(model.lohan.step)
         super().train(model)
 
     def has_edit(self, step: int) -> bool:
-        """Once."""
+        """Return whether a step has an edit; one step does."""
         return step == 1
 
 
 class Run:
-    """A run that continues whatever happens to it."""
+    """A training run that continues whatever happens to it."""
 
     def __init__(self, world: World, folder: pathlib.Path, board: Board, lines: Lines) -> None:
         self.world = world
@@ -99,7 +98,7 @@ class Run:
         try:
             work()
         except KeyboardInterrupt:
-            self.board.found = max(self.board.found, WENT_ON)
+            self.board.found = max(self.board.found, CONTINUED)
             if os.environ.get("LOHAN_CAMPAIGN_TRACES"):
                 traceback.print_exc()
             return False
@@ -124,10 +123,10 @@ class Run:
             except LohanError as error:
                 print(f"close: {error}", file=sys.stderr)
         del model
-        gc.collect()  # of an error's frames
+        gc.collect()  # free the frames of an error
 
     def wrap(self) -> None:
-        """A new session, on what is there."""
+        """Open a new session with the existing store."""
         directories = self.world.directories(self.folder)
         if not any(each.exists() for each in directories):
             self.model = self.world.wrap(directories, False)
@@ -137,7 +136,7 @@ class Run:
         except StoreError:
             if self.board.made:
                 raise
-            shutil.rmtree(self.folder)  # as the message of an interrupted creation says
+            shutil.rmtree(self.folder)  # the message of an interrupted creation advises this
             self.folder.mkdir()
             self.model = self.world.wrap(directories, False)
 
@@ -149,14 +148,14 @@ class Run:
         self.board.made = 1
 
     def go(self) -> None:
-        """All of it."""
+        """Run everything."""
         while True:
             self.open()
             step = self.model.lohan.step
             if step >= STEPS and self.is_checked():
                 break
             if self.model is None or step >= STEPS:
-                continue  # it could not be read
+                continue  # the edit could not be read
             if not self.committed and step == 2:
                 self.committed = self.attempt("commit", lambda: self.model.lohan.commit())
             elif not self.snapped and step == 2:
@@ -180,17 +179,17 @@ class Run:
         return self.attempt("read", lambda: self.world.check_digest(self.model) and None)
 
     def after_step(self) -> None:
-        """What a step that was interrupted has left: its user drops it, or just runs it again."""
+        """Handle an interrupted step as a user does: drop its rest, or just run it again."""
         if self.model is not None and self.board.calls % 2 == 0:
             self.attempt("step", lambda: self.model.optimizer.zero_grad())
 
     def snapshot(self) -> None:
-        """Into a folder of its own each time."""
+        """Copy the store into a new folder each time."""
         out = self.folder / f"copy{len(list(self.folder.glob('copy*')))}"
         self.model.lohan.snapshot(out).wait()
 
     def needs_edit(self, step: int) -> bool:
-        """Whether the parameters are as they were before the edit."""
+        """Return whether the step has an edit, and the parameters are as before it."""
         if not self.world.has_edit(step):
             return False
         found: list[str] = []
@@ -219,11 +218,11 @@ def run_once(
         try:
             run.go()
             break
-        except KeyboardInterrupt:  # between two attempts
-            board.found = max(board.found, WENT_ON)
+        except KeyboardInterrupt:  # the interrupt came between two attempts
+            board.found = max(board.found, CONTINUED)
     sys.settrace(None)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    if lines.phase != "none":  # else its calls are still to be counted
+    if lines.phase != "none":  # otherwise its calls still have to be counted
         calls.arm(0, 0, 0, kinds=0)
     model = world.wrap(world.directories(folder), True)
     if model.lohan.step != STEPS or crash_worker.digest(model) not in world.digests[STEPS]:
@@ -233,7 +232,7 @@ def run_once(
 
 
 class Interrupter:
-    """Interrupts of one world."""
+    """The interrupts of one kind of training."""
 
     def __init__(self, world: World, calls: Any, folder: pathlib.Path, seed: int) -> None:
         self.world = world
@@ -247,7 +246,7 @@ class Interrupter:
         self.call_count = 0
 
     def measure(self) -> None:
-        """How many lines and calls a run has that nobody interrupts."""
+        """Count the lines and calls of a run that is not interrupted."""
         read, write = os.pipe()
 
         def work() -> int:
@@ -273,7 +272,7 @@ class Interrupter:
         shutil.rmtree(self.folder / "measured")
 
     def interrupt(self, number: int, count: int) -> None:
-        """One run: at a line (6 of 10), at a call (2 of 10), after some time (2 of 10)."""
+        """Run once; interrupt at a line (6 of 10), a call (2 of 10), or after a time (2 of 10)."""
         rng = random.Random(f"{self.world.name} {self.seed} {number}")
         kind = ("line", "line", "line", "call", "time")[number % 5]
         phases = [each for each in PHASES if self.lines.get(each)]
@@ -284,7 +283,7 @@ class Interrupter:
         elif kind == "call":
             at = 1 + number * self.call_count // count % self.call_count
         board = Board()
-        board.calls = number  # parity: what the user does after an interrupted step
+        board.calls = number  # its parity decides what the user does after an interrupted step
         folder = self.folder / f"{self.world.name}-{number}"
         delay = rng.uniform(0, self.seconds)
 
@@ -308,7 +307,7 @@ class Interrupter:
             self.failed.append(f"{self.world.name} {number}: {what}: status {status}")
             print(f"FAILED {self.failed[-1]}: {folder}", file=sys.stderr)
             return
-        seen = ("not seen", "went on", "resumed")[board.found]
+        seen = ("not seen", "continued", "resumed")[board.found]
         self.result[seen] += 1
         shutil.rmtree(folder)
 

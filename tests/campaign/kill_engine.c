@@ -1,6 +1,6 @@
 /*
- * The world of the engine: training by several schedules, with commits of each step, of every third
- * and only when asked for, over one directory and two.
+ * The engine: training with several schedules, with commits of each step, of every third one and
+ * only on request, in one directory and in two.
  */
 #include "engine_fixture.h"
 #include "kill_worker.h"
@@ -36,7 +36,7 @@ static void engine_prepare(void)
     }
 }
 
-/* A store keeps to one variant, which its name tells. */
+/* A store always has the same variant, which its name determines. */
 static struct rig *reference_of(const char *name)
 {
     return &references[strtoull(name + 1, NULL, 10) % VARIANT_COUNT];
@@ -59,7 +59,7 @@ static void train(struct rig *rig, uint64_t seed, struct shared *shared)
         LH_CHECK(rig_flush(rig, true) == 0);
         shared->least = rig->step;
     }
-    if (lh_test_random(&seed) % 4 == 0) /* a step is under way when it ends */
+    if (lh_test_random(&seed) % 4 == 0) /* the life ends while a step is in progress */
         LH_CHECK(rig_forward_backward(rig, RIG_GRADIENTS_ALL) == 0);
 }
 
@@ -118,8 +118,8 @@ static int engine_check(const char *name, uint64_t seed, struct shared *shared, 
     lh_store_scalars(rig->store, &filled_bytes);
     if (!was_there && !shared->is_made && step == 0 &&
         lh_store_is_zero(rig->store, rig->units[0].param_extent, 0))
-        return CHECK_REFUSED;   /* made and not filled, which a session refuses */
-    rig_check_store(rig, step); /* ends with 1 */
+        return CHECK_REFUSED;   /* the store was created but not filled, so a session rejects it */
+    rig_check_store(rig, step); /* exits with 1 if the store is wrong */
     lh_store_close(rig->store);
     return CHECK_HELD;
 }

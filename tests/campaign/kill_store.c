@@ -1,6 +1,6 @@
 /*
- * The world of the store alone: edits of whole extents and of parts of them, commits, copies into
- * another store, with two slots and with one, over one to three directories.
+ * The store alone: edits of whole extents and of parts of them, commits, and copies into another
+ * store, with two slots and with one, in one to three directories.
  */
 #include "kill_worker.h"
 #include "lh_test.h"
@@ -153,7 +153,7 @@ static int store_check(const char *name, uint64_t seed, struct shared *shared, b
     if (rc < 0 && !is_made)
         return CHECK_REFUSED;
     if (rc == -EUCLEAN && is_single(name))
-        return CHECK_REFUSED; /* what one slot is: its writer died */
+        return CHECK_REFUSED; /* as expected of a store with one slot whose writer died */
     if (rc < 0) {
         fprintf(stderr, "%s\n", err.message);
         return 1;

@@ -1,16 +1,16 @@
 /*
- * SIGKILL at every point of a store's life.
+ * Send SIGKILL at every point of a store's life.
  *
  *      kill_worker WORLD COUNT SEED
  *
- * A life is a process that makes a store or opens it, trains for some steps and closes it. It is
+ * A life is a process that creates a store or opens it, trains for some steps and closes it. It is
  * killed at its N-th file call (before it, after it, or half-way through a write), or after some
- * time. N runs over all calls of a life, so that after as many kills each point was hit. Then a
- * process of its own opens the store: it must be at a step between the newest that was committed
- * and the newest that was begun, bit for bit, or, if it was still being made, be refused by name.
- * The next life continues from there.
+ * time. N advances over all calls of a life, so that enough kills cover each point. Then a separate
+ * process opens the store: it must be at a step between the newest committed one and the newest
+ * begun one, bit for bit, or, if it was still being created, be rejected with a named error. The
+ * next life continues from there.
  *
- * Prints one JSON line. The exit status is 1 if a store was not what it had to be; it is kept then.
+ * The program prints one JSON line. If a store is wrong, it is kept, and the exit status is 1.
  */
 #include "kill_worker.h"
 
@@ -24,7 +24,10 @@
 #include "lh_test.h"
 #include "store_fixture.h"
 
-/* Of all kills, in eighths: at a call before it, after it, half-way; the others after some time. */
+/*
+ * The kinds of kills, in eighths: before a call, after it, half-way; the others after a random
+ * time.
+ */
 #define KILLS_BEFORE 3
 #define KILLS_AFTER 5
 #define KILLS_HALF 6
@@ -41,11 +44,11 @@ struct tally {
 struct killer {
     const struct world *world;
     uint64_t seed;
-    uint64_t kill_at; /* 0: after some time */
-    unsigned kinds;   /* of calls that are counted */
+    uint64_t kill_at; /* 0: the kill comes after a random time */
+    unsigned kinds;   /* the kinds of calls that are counted */
     enum calls_how how;
     uint64_t delay_us;
-    bool is_there; /* a store, before the life */
+    bool is_there; /* whether a store existed before the life */
     char name[64];
 };
 
@@ -78,7 +81,7 @@ static void life_run(void)
     _exit(0);
 }
 
-/* How the child ended. It has so much time. */
+/* Wait for the child, for a limited time, and return how it ended. */
 static int child_wait(pid_t child, uint64_t kill_after_us)
 {
     int status = 0;
@@ -120,7 +123,7 @@ static int check(void)
     return WIFEXITED(status) ? WEXITSTATUS(status) : 255;
 }
 
-/* What a kill left. false: the store is gone, or to be looked at. */
+/* Check and count what a kill left. Returns false if the life failed, or there is no store. */
 static bool judge(bool is_killed)
 {
     struct tally *tally = &tallies[shared->phase];
@@ -246,6 +249,6 @@ int main(int argc, char **argv)
     for (int i = 0; i < PHASE_COUNT; i++)
         failed += tallies[i].failed;
     if (failed > 0)
-        _exit(1); /* what is in the root stays */
+        _exit(1); /* keeps the files in the root */
     return 0;
 }

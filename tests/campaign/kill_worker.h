@@ -23,24 +23,24 @@ enum phase {
 
 extern const char *const phase_names[PHASE_COUNT];
 
-/* In memory that the killer and the life share. */
+/* In memory that the killing process and the life share. */
 struct shared {
     _Atomic uint32_t phase;
     _Atomic uint32_t is_made;  /* the creation has returned */
-    _Atomic uint32_t is_dirty; /* a store of one slot has bytes that are not committed */
-    _Atomic uint64_t least;    /* the newest step that is known to be committed */
-    _Atomic uint64_t most;     /* the newest step that may be */
-    _Atomic uint64_t calls;    /* of a life that was not killed */
+    _Atomic uint32_t is_dirty; /* a store with one slot has uncommitted bytes */
+    _Atomic uint64_t least;    /* the newest step that is certainly committed */
+    _Atomic uint64_t most;     /* the newest step that may be committed */
+    _Atomic uint64_t calls;    /* the number of calls of a life that was not killed */
     _Atomic uint64_t found;    /* the step that a check found */
 };
 
-/* What a check answers; anything else is a failure. */
+/* The result of a check; any other value is a failure. */
 #define CHECK_HELD 0
-#define CHECK_REFUSED 10 /* by name, and it was legal */
+#define CHECK_REFUSED 10 /* the store was rejected with a named error, as it may be */
 
 struct world {
     const char *name;
-    uint64_t step_max; /* a store that is there is removed, and another one begun */
+    uint64_t step_max; /* after this step the existing store is removed, and a new one begun */
     void (*prepare)(void);
     /*
      * The rest in a process of its own. life: create the store or open it, go on, close; arms the

@@ -1,8 +1,8 @@
-"""SIGKILL at every point: of the core's engine and store, and of Python sessions.
+"""Send SIGKILL at every point: to the core's engine and store, and to Python sessions.
 
-`make kills ARGS="--count 10000"`: nine tenths of the kills are of kill_worker.c, one tenth is of
-lives.py. Prints a JSON line for each world and one for all; the exit status is 1 if a store was not
-what it had to be.
+`make kills ARGS="--count 10000"`: nine tenths of the kills use kill_worker.c, one tenth uses
+lives.py. The script prints a JSON line for each world and one for all of them; the exit status is 1
+if a store was wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIFE_S_MAX = 120
 
 
 def kill_core(count: int, seed: int, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Kills of the program of engine and store, half of each."""
+    """Kill the C program: half of the kills in the engine's world, half in the store's."""
     program = campaign_build.kill_worker()
     results = []
     for index, world in enumerate(("engine", "store")):
@@ -47,7 +47,7 @@ def kill_core(count: int, seed: int, folder: pathlib.Path) -> list[dict[str, Any
 
 
 class Killer:
-    """Kills of one world, one life after the other on the same store."""
+    """The kills of one world, one life after the other with the same store."""
 
     def __init__(self, world: Any, calls: Any, folder: pathlib.Path, seed: int) -> None:
         from lives import Board
@@ -59,25 +59,26 @@ class Killer:
         self.board = Board()
         self.store_number = 0
         self.resume = False
-        self.sweep = {True: [300, 0], False: [300, 0]}  # calls of a life; where one was killed
+        # the number of calls of a life, and where the last one was killed
+        self.sweep = {True: [300, 0], False: [300, 0]}
         self.seconds = 0.3
         self.phases: dict[str, dict[str, int]] = {}
         self.failures: list[str] = []
 
     @property
     def store(self) -> pathlib.Path:
-        """The folder of the store that lives now."""
+        """The folder of the current store."""
         return self.folder / f"{self.world.name}-{self.store_number}"
 
     def life(self) -> bool:
-        """One life and its end; whether it was killed."""
+        """Run one life to its end; return whether it was killed."""
         from lives import AFTER, BEFORE, HALF, fork
 
         dice = self.rng.randrange(8)
         how = BEFORE if dice < 3 else AFTER if dice < 5 else HALF
         sweep = self.sweep[self.resume]
         at = sweep[1] % (sweep[0] + 1) + 1 if dice < 6 else 0
-        sweep[1] += int(0.618 * sweep[0]) | 1  # far from the one before
+        sweep[1] += int(0.618 * sweep[0]) | 1  # far from the previous one
         seed = self.rng.random()
         delay = self.rng.uniform(0, self.seconds)
 
@@ -168,7 +169,7 @@ class Killer:
 
 
 def kill_python(count: int, seed: int, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Kills of sessions, in equal shares of all worlds."""
+    """Kill sessions, with the same number of kills in each world."""
     import lives
 
     calls = lives.preloaded(campaign_build.recorder())
@@ -185,7 +186,7 @@ def kill_python(count: int, seed: int, folder: pathlib.Path) -> list[dict[str, A
 
 
 def main() -> int:
-    """Run; 1 if a store was not what it had to be."""
+    """Run the kills that the command line selects; return 1 if a store was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10000, help="kills, a tenth of them of Python")
     parser.add_argument("--of", choices=("all", "C", "Python"), default="all")
@@ -200,7 +201,7 @@ def main() -> int:
     if of_python:
         import lives
 
-        lives.preloaded(campaign_build.recorder())  # may restart this process
+        lives.preloaded(campaign_build.recorder())  # this may restart the process
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kills-", dir=parent))
     results = kill_core(args.count - of_python, args.seed, folder) if args.of != "Python" else []
     for result in results:

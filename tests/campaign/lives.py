@@ -1,8 +1,8 @@
 """Lives of real sessions: a process makes a store or resumes it, trains, copies, exports, closes.
 
-Every number follows from the step, so that a store has one legal digest for each step; after steps
-at which the user edits a parameter, it has two. Lives run in children of a process that has torch
-imported and has no threads, because a fork takes milliseconds and an import takes seconds.
+All numbers follow from the step, so a store has one legal digest for each step, or two after a step
+at which the user edits a parameter. Lives run in children of a process that has imported torch and
+has no threads, because a fork takes milliseconds and an import takes seconds.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Board:
 
 
 class Marked(Board):
-    """A board that tells a recorder."""
+    """A board whose changes are also recorded."""
 
     def __setattr__(self, name: str, value: int) -> None:
         super().__setattr__(name, value)
@@ -104,7 +104,7 @@ class Calls:
         self._library.calls_arm(at, kinds, how, signal, code)
 
     def count(self) -> int:
-        """Calls since arm()."""
+        """The number of calls since arm()."""
         return int(self._library.calls_count())
 
     def mark(self, text: str) -> None:
@@ -145,13 +145,13 @@ def join(pid: int) -> int:
 
 
 class World:
-    """One kind of training."""
+    """A kind of training."""
 
     name = ""
-    every = 1  # steps between commits
+    every = 1  # the number of steps between commits
     directory_count = 1
-    life_count = 8  # of a record of a disk
-    is_killed = True  # two of three of them
+    life_count = 8  # the number of lives in a record of a disk
+    is_killed = True  # two of three lives are killed
 
     def __init__(self) -> None:
         self.digests: list[list[str]] = []
@@ -159,11 +159,11 @@ class World:
     # --- Of each kind ----------------------------------------------------------------------
 
     def wrap(self, directories: list[pathlib.Path], resume: bool) -> Any:
-        """A session."""
+        """Open a session."""
         raise NotImplementedError
 
     def train(self, model: Any) -> None:
-        """One step."""
+        """Train one step."""
         raise NotImplementedError
 
     def durable(self, step: int) -> int:
@@ -180,11 +180,11 @@ class World:
     # --- Of all ----------------------------------------------------------------------------
 
     def directories(self, folder: pathlib.Path) -> list[pathlib.Path]:
-        """Of the store below a folder."""
+        """Return the store's directories, below a folder."""
         return [folder / f"disk{index}" for index in range(self.directory_count)]
 
     def edit(self, model: Any) -> None:
-        """A parameter becomes another, as a function of what it was."""
+        """Change a parameter to a function of its value."""
         bias = model.state_dict()["head.bias"] + 0.25
         model.load_state_dict({"head.bias": bias}, strict=False)
 
@@ -275,7 +275,7 @@ class World:
             self.extra(model, board)
 
     def check(self, folder: pathlib.Path, board: Board, was_there: bool) -> int:
-        """What a kill has left: whole, at a legal step; or refused if it was being made."""
+        """Check what a kill left: a store at a legal step, or one refused during its creation."""
         torch.set_num_threads(1)
         try:
             model = self.wrap(self.directories(folder), True)
@@ -351,7 +351,7 @@ class Adam(World):
         )
 
     def train(self, model: Any) -> None:
-        """One step, whose data follow from its number."""
+        """Train one step, whose data follow from its number."""
         crash_worker.train_step(model, model.lohan.step)
 
     def durable(self, step: int) -> int:
@@ -359,7 +359,7 @@ class Adam(World):
         return (step - 1) // self.every * self.every
 
     def has_edit(self, step: int) -> bool:
-        """Each fifth."""
+        """Return whether a step has an edit, as every fifth one does."""
         return step % 5 == 3
 
 
@@ -372,7 +372,7 @@ class Mezo(World):
         self.settings = {"num_samples": samples, "write_every": write_every}
 
     def wrap(self, directories: list[pathlib.Path], resume: bool) -> Any:
-        """A session."""
+        """Open a session."""
         begun = {} if resume else {"lr": 1e-3, "eps": 1e-3, "seed": 7, **self.settings}
         return lohan.wrap(
             crash_worker.build(),
@@ -385,7 +385,7 @@ class Mezo(World):
         )
 
     def train(self, model: Any) -> None:
-        """One step."""
+        """Train one step."""
         generator = torch.Generator().manual_seed(1000 + model.lohan.step)
         tokens = torch.randint(0, crash_worker.VOCABULARY, (2, 9), generator=generator)
         model.zo_step(lambda: model(tokens))
@@ -401,7 +401,7 @@ class Mezo(World):
 
 
 def worlds() -> list[World]:
-    """Every kind."""
+    """Return every kind of training."""
     return [
         Adam("adam", 1, 2),
         Mezo("mezo", 1, 2),

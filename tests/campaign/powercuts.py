@@ -1,10 +1,11 @@
 """Power cuts below the file interface: of stores, journals, copies, exports and checkpoints.
 
 `make powercuts ARGS="--count 500"`: lives of real sessions are recorded, some of them killed and
-resumed. Then power is cut at many places of each record: a folder is made of what a disk may hold
-then (disk_model.py), and a session resumes there. It has to be at a step that was promised, bit for
-bit; so do copies and exports, which are whole or not there. In a fifth of them, training continues.
-Prints a JSON line for each world and one for all; the exit status is 1 if one was wrong.
+resumed. Then power is cut at many places of each record: disk_model.py makes a folder that a disk
+may hold at that time, and a session resumes there. It has to be at a promised step, bit for bit;
+copies and exports have to be complete or absent. In a fifth of the cases training continues. The
+script prints a JSON line for each world and one for all of them; the exit status is 1 if one was
+wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CUTS_OF_RECORD = 50
 
 
 class Cutter:
-    """Cuts of one world."""
+    """The power cuts of one world."""
 
     def __init__(self, world: Any, calls: Any, folder: pathlib.Path, seed: int) -> None:
         self.world = world
@@ -77,7 +78,7 @@ class Cutter:
             status = lives.join(lives.fork(work))
             if status not in (0, -signal.SIGKILL):
                 raise RuntimeError(f"{self.world.name}: a recorded life failed: {status}")
-            if not board.made:  # killed while it made the store
+            if not board.made:  # it was killed while it created the store
                 shutil.rmtree(root)
                 log.unlink()
                 return self.record()
@@ -127,8 +128,8 @@ class Cutter:
         self.phases[phase] = self.phases.get(phase, 0) + 1
         self.result["tried"] += 1
         status = lives.join(lives.fork(lambda: self.world.check(image, board, False)))
-        goes_on = status == 0 and board.found >= 0 and seed % 5 == 0
-        if goes_on and board.found < lives.STEP_MAX:
+        continues = status == 0 and board.found >= 0 and seed % 5 == 0
+        if continues and board.found < lives.STEP_MAX:
             board.least = board.most = board.found
             status = lives.join(
                 lives.fork(lambda: self.world.life(image, board, seed, True, lambda: None))
@@ -142,7 +143,7 @@ class Cutter:
 
 
 def checkpoints(count: int) -> list[lives.World]:
-    """Folders of a Trainer: not among a few cuts, since transformers takes seconds to import."""
+    """Return the world of a Trainer's folders, or none for few cuts: its imports are slow."""
     if count < FULL_COUNT:
         return []
     import checkpoint_lives
@@ -151,7 +152,7 @@ def checkpoints(count: int) -> list[lives.World]:
 
 
 def main() -> int:
-    """Run; 1 if something was not what it had to be."""
+    """Run the power cuts that the command line selects; return 1 if one was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=500, help="cuts")
     parser.add_argument("--only", action="append", default=[], help="of these worlds")

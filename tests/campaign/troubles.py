@@ -1,8 +1,9 @@
-"""Troubles that other programs and the machine make, each once: `make troubles`.
+"""Troubles that other programs and the machine cause, each once: `make troubles`.
 
-A disk that others fill, a disk that fails, a process that is stopped and continued, one that the
-kernel kills because memory is short. Each ends with a store that resumes at a legal step, bit for
-bit. What this machine does not allow is skipped, and the reason is said. Prints a JSON line each.
+The troubles are a disk that others fill, a disk that fails, a process that is stopped and
+continued, and one that the kernel kills because memory is short. After each of them the store
+resumes at a legal step, bit for bit. Troubles that this machine does not allow are skipped with the
+reason. The script prints one JSON line for each.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ MEMORY_BYTES = 700 << 20
 
 
 class Plain(Adam):
-    """Nobody edits."""
+    """The kind "adam" without edits."""
 
     def has_edit(self, step: int) -> bool:
-        """Never."""
+        """Return False for every step."""
         return False
 
 
@@ -73,7 +74,7 @@ def checked(world: Adam, folder: pathlib.Path, board: Board) -> None:
 
 @contextlib.contextmanager
 def small_disk(parent: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file system of its own on a loop device, which goes with this process however it ends."""
+    """A separate file system on a loop device, removed with this process however it ends."""
     image, place = parent / "image", parent / "place"
     place.mkdir()
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
@@ -127,7 +128,7 @@ def disk_filled_by_others(world: Adam, folder: pathlib.Path, calls: Calls) -> st
 
 
 def failing(code: int) -> Callable[[Adam, pathlib.Path, Calls], str]:
-    """Each of some writes and syncs fails once with an errno."""
+    """Let some writes and syncs fail with an errno, each once."""
 
     def work(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
         refused = 0
@@ -154,7 +155,7 @@ def failing(code: int) -> Callable[[Adam, pathlib.Path, Calls], str]:
 
 
 def stopped(seconds: float) -> Callable[[Adam, pathlib.Path, Calls], str]:
-    """SIGSTOP in the middle of training, and SIGCONT."""
+    """Send SIGSTOP in the middle of training, and SIGCONT later."""
 
     def work(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
         board = Board()
@@ -176,7 +177,7 @@ def stopped(seconds: float) -> Callable[[Adam, pathlib.Path, Calls], str]:
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[pathlib.Path]:
-    """A memory cgroup below this process's own."""
+    """A memory cgroup below that of this process."""
     lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
     own = next((line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory"), None)
     base = pathlib.Path("/sys/fs/cgroup/memory")
@@ -199,7 +200,7 @@ def memory_group(limit: int) -> Iterator[pathlib.Path]:
 
 
 def out_of_memory(world: Adam, folder: pathlib.Path, calls: Calls) -> str:
-    """The kernel kills a process that trains, since something in it takes all memory."""
+    """Let the kernel kill a process that trains, because one of its threads takes all memory."""
     board = Board()
     with memory_group(MEMORY_BYTES) as group:
 

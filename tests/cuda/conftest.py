@@ -1,4 +1,4 @@
-"""Tests that need a GPU: skipped, with the reason, where torch sees none."""
+"""Tests that need a GPU: they are skipped, with the reason, if torch finds none."""
 
 from __future__ import annotations
 

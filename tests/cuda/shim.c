@@ -8,7 +8,7 @@
 #include "dev/dev.h"
 
 #define EXPORT __attribute__((visibility("default")))
-/* Copies of a direction that shim_stream keeps in flight. */
+/* The maximum number of copies per direction that shim_stream keeps in flight. */
 #define STREAM_DEPTH 4
 
 EXPORT int shim_open(const char *kind, int device_index, char *message);

@@ -1,4 +1,4 @@
-"""csrc/dev without a session: tests/cuda/shim.c, compiled and called by ctypes."""
+"""csrc/dev without a session: compiles tests/cuda/shim.c, and calls it with ctypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDERS = ("base", "dev")
 
 
 class Shim:
-    """A device of csrc/dev; a refusal is a RuntimeError."""
+    """A device of csrc/dev; a refusal raises a RuntimeError."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.library = ctypes.CDLL(str(path))
@@ -57,12 +57,12 @@ class Shim:
         nbytes: int,
         count: int,
     ) -> list[float]:
-        """Seconds that each direction took for count copies of nbytes, in and out at once.
+        """Return the seconds that each direction took for count copies of nbytes, both at once.
 
         Args:
-            pairs: memory of the host and of the device for copies in and out; None: not that way.
-            nbytes: of a copy.
-            count: of copies in each direction.
+            pairs: memory of the host and of the device for copies in and out; None: no copies.
+            nbytes: the size of a copy.
+            count: the number of copies in each direction.
         """
         both = [[0 if pair is None else pair[side].data_ptr() for pair in pairs] for side in (0, 1)]
         host, device = ((ctypes.c_void_p * 2)(*addresses) for addresses in both)
@@ -72,7 +72,7 @@ class Shim:
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
-    """The shim with csrc/dev, as a shared object."""
+    """Compile the shim with csrc/dev to a shared object."""
     builder = cbuild.Builder("release")
     sources = [path for name in FOLDERS for path in sorted((ROOT / "csrc" / name).glob("*.c"))]
     objects = builder.compile([*sources, ROOT / "tests" / "cuda" / "shim.c"])

@@ -51,7 +51,7 @@ def test_copies_are_ordered_with_what_torch_computes(shim: Shim, is_default: boo
             for round_index in range(10):
                 source.uniform_()
                 shim.copy("in", source, slot, stream)
-                # What does not wait for it finds the result of the round before.
+                # Work that does not wait for the fence finds the result of the previous round.
                 for _ in range(4):
                     busy = (busy @ busy).clamp_(max=1)
                 torch.mul(slot, 2 + round_index, out=computed)

@@ -55,7 +55,7 @@ def wrapped(store: pathlib.Path, device: str, **settings: Any) -> Any:
 
 
 def trained(model: Any, device: str, *, is_real: bool) -> tuple[list[float], Values]:
-    """Losses and parameters; without is_real losses are the same numbers on any device."""
+    """Return losses and parameters; without is_real, losses are the same numbers on any device."""
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).to(device)
     numbers = iter([0.25 + 0.5 ** (i % 7) for i in range(4 * STEPS)])
 

@@ -1,4 +1,4 @@
-"""A model on a GPU whose parameters come and go: the bits of the same model that stays there."""
+"""A model whose parameters move to and from a GPU has the bits of the model that stays there."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ DEPTH = 12
 ROWS = 16
 STEPS = 4
 BLOCK_BYTES = 4 * 2048 * -(-(WIDTH + 1) * WIDTH // 2048)
-SMALL = 4 * BLOCK_BYTES  # of twelve blocks
+SMALL = 4 * BLOCK_BYTES  # a third of the twelve blocks
 MIB = 1 << 20
-# Of cuBLAS and cuBLASLt, for the thread of forward and for autograd's, each 8 times 4 MiB.
+# The workspaces of cuBLAS and cuBLASLt, for forward's thread and autograd's: 8 times 4 MiB each.
 WORKSPACE_BYTES = 4 * 32 * MIB
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 class Tower(nn.Module):
-    """Equal blocks, and a buffer."""
+    """A model of equal blocks, with a buffer."""
 
     def __init__(self, *, is_checkpointed: bool = False) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 class Plain:
-    """What others are compared with: every block has its slot, no update runs beside a backward."""
+    """The reference: every block has its slot, and no update runs beside a backward."""
 
     def __init__(self, folder: pathlib.Path, **settings: Any) -> None:
         """Wrap a Tower, or settings' model."""
@@ -232,7 +232,7 @@ def test_a_model_larger_than_the_memory_it_may_have_trains(store: pathlib.Path) 
     slots, gradient = nbytes // 4, wide * wide * 4
     cap = slots + 3 * gradient + WORKSPACE_BYTES + 64 * MIB
     assert cap < nbytes * 2 / 3
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # free what earlier tests left
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

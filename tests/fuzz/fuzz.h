@@ -1,9 +1,9 @@
 /*
- * What the fuzz targets share: an input that is read piece by piece, and checksums that are made
- * right, so that what is behind them is tested as well.
+ * Shared by the fuzz targets: an input that is read piece by piece, and checksums that are
+ * corrected, so that the code after the check is tested as well.
  *
- * The first byte of most inputs says which checksums are to be right. Bytes behind an input's end
- * are zeros, so that small inputs describe whole structures.
+ * The first byte of most inputs selects the checksums that are corrected. After its end an input
+ * consists of zeros, so that small inputs describe complete structures.
  */
 #ifndef LH_TEST_FUZZ_H
 #define LH_TEST_FUZZ_H
@@ -22,7 +22,7 @@ struct fuzz_input {
     size_t size;
 };
 
-/* The next bytes of the input, zeros behind its end. */
+/* Return the next bytes of the input, and zeros after its end. */
 static inline void fuzz_take(struct fuzz_input *input, void *target, uint64_t bytes)
 {
     uint64_t taken = lh_min_u64(bytes, input->size);
@@ -40,7 +40,7 @@ static inline uint8_t fuzz_byte(struct fuzz_input *input)
     return byte;
 }
 
-/* 1 to most. */
+/* Return a number from 1 to most. */
 static inline uint32_t fuzz_count(struct fuzz_input *input, uint32_t most)
 {
     return 1 + fuzz_byte(input) % most;
@@ -53,7 +53,7 @@ static inline void *fuzz_zeroed(uint64_t bytes)
     return memory;
 }
 
-/* Control blocks end with the CRC of what precedes it. */
+/* Control blocks end with the CRC of the bytes before it. */
 static inline void fuzz_block_seal(uint8_t *block)
 {
     uint32_t crc = lh_crc32c(0, block, LH_BLOCK_BYTES - sizeof(crc));

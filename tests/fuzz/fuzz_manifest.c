@@ -15,7 +15,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         slot_counts[group] = (uint8_t)fuzz_count(&input, header.is_single_slot ? 1 : 2);
     lh_store_control_plan(&header, &control);
     uint8_t *manifest = fuzz_zeroed(control.manifest_bytes);
-    /* Two thirds of all inputs begin with a head that is right, so that its flags are looked at. */
+    /* Two thirds of all inputs begin with a valid head, so that its flags are checked. */
     uint64_t head = flags / 4 % 3 != 0 ? sizeof(struct lh_store_manifest_disk) : 0;
     if (head > 0)
         lh_store_manifest_encode(&header, superblock.step, 0, manifest);

@@ -1,11 +1,11 @@
-"""The Python parsers, given changed samples of real files.
+"""Fuzz the Python parsers with changed samples of real files.
 
     fuzz_python.py                 every target for ten seconds
     fuzz_python.py --seconds 600 --only journal
 
-A parser may refuse what it is given by an error of lohan's, and by no other; what is a cache may
-only be ignored. Hypothesis draws the changes and makes what fails small. Of each target the lines
-of its parsers that ran are counted and printed; 95 % is the least.
+A parser may reject its input only with one of lohan's errors; the content of a cache may only be
+ignored. Hypothesis draws the changes, and reduces inputs that fail. For each target, the share of
+its parsers' lines that ran is printed; less than 95 % fails.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXAMPLES = 200
 
 
 class Lines:
-    """Which lines of some functions ran."""
+    """Records which lines of some functions ran."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
         self.wanted: dict[types.CodeType, set[int]] = {}
@@ -56,7 +56,7 @@ class Lines:
                 self._add(part)
 
     def trace(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        """For sys.settrace()."""
+        """Trace the watched functions; for sys.settrace()."""
         seen = self.seen.get(frame.f_code)
         if seen is None:
             return None
@@ -69,7 +69,7 @@ class Lines:
         return local
 
     def share(self) -> tuple[int, list[str]]:
-        """How many lines there are, and the places of those that did not run."""
+        """Return the number of lines, and the places of those that did not run."""
         missed: dict[str, set[int]] = {}
         count = 0
         done: dict[str, set[int]] = {}
@@ -88,11 +88,11 @@ def attempt(target: parsers.Target, data: bytes, folder: pathlib.Path, lines: Li
     """Give a parser some bytes.
 
     Raises:
-        AssertionError: what it answered was no error of lohan's.
+        AssertionError: the parser raised an error that is not lohan's.
     """
     sys.settrace(lines.trace)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # each input has its message
+        with contextlib.redirect_stderr(io.StringIO()):  # each input prints its message
             target.run(data, folder)
     except LohanError as error:
         sys.settrace(None)
@@ -141,7 +141,7 @@ def look(
 
 
 def run(target: parsers.Target, seconds: float, seed: int) -> tuple[bool, str]:
-    """One target: whether it is well, and what is to be said."""
+    """Fuzz one target; return whether it passed, and the text to print."""
     lines = Lines(target.functions)
     with tempfile.TemporaryDirectory(prefix="lohan-fuzz-") as folder:
         wrong = look(target, seconds, seed, pathlib.Path(folder), lines)
@@ -156,13 +156,13 @@ def run(target: parsers.Target, seconds: float, seed: int) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """See the top of the file."""
+    """Run the targets that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", default=[])
     arguments = parser.parse_args()
-    os.fdatasync = lambda fd: None  # no power fails here, and a disk takes its time
+    os.fdatasync = lambda fd: None  # no power fails here, and a real sync would take time
     all_well = True
     for target in parsers.TARGETS:
         if arguments.only and target.name not in arguments.only:

@@ -1,4 +1,7 @@
-/* What a commit carries: the caller's part is inside of it, and what was made is found again. */
+/*
+ * The data that a commit carries: the caller's part is within them, and a parser finds what was
+ * made.
+ */
 #include "fuzz.h"
 #include "sched/engine.h"
 
@@ -20,7 +23,7 @@ static void made_check(const uint8_t *data, size_t size)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     uint64_t found_bytes = 1;
-    /* Of memory of exactly this size, so that a sanitizer sees what is read behind it. */
+    /* Allocate exactly this size, so that a sanitizer detects reads beyond it. */
     uint8_t *scalars = fuzz_zeroed(size);
     if (size > 0)
         memcpy(scalars, data, size);

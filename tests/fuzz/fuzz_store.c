@@ -1,13 +1,13 @@
 /*
- * Opening a store whose files an enemy, a broken drive or a lost write has changed.
+ * Open a store whose files were changed by an attacker, a broken drive or a lost write.
  *
- * Stores are made by lh_store_create() in memory, so that the inputs stay as small as what they
- * change: a kind of store, flags, and a list of changes. Checksums are made right afterwards where
- * the flags say so. What opens must be whole in itself: everything that it describes can be asked,
- * read, written, committed and opened again.
+ * lh_store_create() makes the stores in memory, so that inputs are as small as their changes: a
+ * kind of store, flags, and a list of changes. Afterwards checksums are corrected as the flags say.
+ * A store that opens must be consistent: everything that it describes can be queried, read,
+ * written, committed and opened again.
  *
- * The files of version 1 are made from those of version 2. What the input cannot reach is a store
- * whose memory runs out, and file calls that csrc/store makes before it has read anything.
+ * The files of version 1 are made from those of version 2. Inputs cannot reach a lack of memory,
+ * nor file calls that csrc/store makes before it has read anything.
  *
  *      input:  kind, flags, { verb, file, region, offset (2 bytes), count, bytes... }...
  */
@@ -23,12 +23,12 @@
 #define FILE_BYTES_MAX (4 * LH_MIB)
 
 #define FLAG_SEAL_HEADERS 1u
-#define FLAG_SEAL_REGIONS 2u /* table and meta, in the headers */
+#define FLAG_SEAL_REGIONS 2u /* fix the checksums of table and meta in the headers */
 #define FLAG_SEAL_SUPERBLOCKS 4u
 #define FLAG_SEAL_MANIFESTS 8u
 #define FLAG_READ_ONLY 16u
-#define FLAG_REVERSED 32u /* the directories are given the other way round */
-#define FLAG_EDIT 64u     /* write and commit */
+#define FLAG_REVERSED 32u /* the directories are given in reversed order */
+#define FLAG_EDIT 64u     /* write and commit after opening */
 #define FLAG_ONE_LESS 128u
 
 struct memory_file {
@@ -36,27 +36,27 @@ struct memory_file {
     uint64_t size;
     bool is_there;
     bool is_open;
-    bool is_direct; /* transfers are of whole blocks */
+    bool is_direct; /* all transfers are whole blocks */
 };
 
 struct image {
     uint8_t *bytes[FILE_COUNT_MAX];
     uint64_t size[FILE_COUNT_MAX];
     uint32_t file_count;
-    struct lh_store_header header; /* of file 0 */
+    struct lh_store_header header; /* the header of file 0 */
     struct lh_store_control control;
 };
 
 static struct memory_file files[FILE_COUNT_MAX];
 static struct image images[KIND_COUNT];
-/* The files of each kind, and which of their blocks differ from its image. */
+/* The files of each kind, and the blocks that differ from the kind's image. */
 static uint8_t *works[KIND_COUNT][FILE_COUNT_MAX];
 static bool is_changed[KIND_COUNT][FILE_COUNT_MAX][FILE_BYTES_MAX / LH_BLOCK_BYTES];
 static uint32_t kind_now;
-/* How the store is opened, and what fails then. */
+/* How the store is opened, and which calls fail then. */
 static struct faults {
-    uint32_t read, write, sync; /* the one that fails, counted down; 0: none */
-    int bad_file;               /* with a block that cannot be read; below 0: none */
+    uint32_t read, write, sync; /* the number of the call that fails; 0: none */
+    int bad_file;               /* the file with a block that cannot be read; below 0: none */
     uint64_t bad_offset;
     uint64_t step;
     bool has_step;
@@ -232,7 +232,7 @@ static const struct kind {
     uint32_t step_count;
     uint32_t version;
     bool single_slot;
-    bool is_large; /* one extent has a tail behind a whole stripe */
+    bool is_large; /* one extent has a tail after a whole stripe */
 } kinds[KIND_COUNT] = {
     {.directory_count = 1, .step_count = 0, .version = 2},
     {.directory_count = 2, .step_count = 1, .version = 2},
@@ -389,7 +389,7 @@ static uint64_t region_offset(const struct image *image, uint8_t region)
     return offsets[region % LH_COUNT_OF(offsets)];
 }
 
-/* One change of the input. */
+/* Apply one change that the input describes. */
 static void change_apply(const struct image *image, struct fuzz_input *input)
 {
     uint8_t verb = fuzz_byte(input) % 10;
@@ -526,7 +526,7 @@ static void describe_all(const struct lh_store *store)
         LH_ASSERT(lh_store_read_slot(store, group) < lh_store_slot_count(store, group));
 }
 
-/* What a writer does. Its commit is what is found afterwards. */
+/* Write and commit as a session does; a later opening must find the commit. */
 static void edit(const struct image *image, struct lh_store *store, unsigned flags)
 {
     static uint8_t block[LH_BLOCK_BYTES];
@@ -548,7 +548,7 @@ static void edit(const struct image *image, struct lh_store *store, unsigned fla
     lh_store_close(store);
 }
 
-/* What opening for writing showed is what is found afterwards. */
+/* A later opening must find what opening for writing returned. */
 static void close_and_compare(const struct image *image, struct lh_store *store, unsigned flags)
 {
     struct lh_error err = {0};

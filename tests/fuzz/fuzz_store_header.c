@@ -1,8 +1,8 @@
 /*
- * Control structures of a store that an enemy wrote: header, table, superblock and manifest, with
- * checksums made right so that the checks behind them are what is tested.
+ * Decode a store's control structures that an attacker wrote: header, table, superblock and
+ * manifest, with corrected checksums, so that the code after these checks is tested.
  *
- * What decodes must be placeable: every extent maps into its files, and nothing overflows.
+ * Decoded structures must be usable: every extent maps into its files, and nothing overflows.
  *
  *      clang -fsanitize=fuzzer,address,undefined -Icsrc tests/fuzz/fuzz_store_header.c <csrc/...>
  *      gcc ... tests/fuzz/fuzz_store_header.c tests/fuzz/replay_main.c <csrc/...>; ./a.out FILE...
@@ -24,7 +24,7 @@ struct fuzz_input {
     size_t size;
 };
 
-/* The next bytes of the input, zeros behind its end. */
+/* Return the next bytes of the input, and zeros after its end. */
 static void take(struct fuzz_input *input, void *target, uint64_t bytes)
 {
     uint64_t taken = lh_min_u64(bytes, input->size);
@@ -42,7 +42,7 @@ static void *take_new(struct fuzz_input *input, uint64_t bytes)
     return target;
 }
 
-/* Both control blocks end with the CRC of what precedes it. */
+/* Both control blocks end with the CRC of the bytes before it. */
 static void block_seal(uint8_t *block)
 {
     uint32_t crc = lh_crc32c(0, block, LH_BLOCK_BYTES - sizeof(crc));

@@ -4,7 +4,7 @@
  */
 #include "fuzz.h"
 
-/* The first and the last stripes of each place: all of a small one. */
+/* Check the first and last stripes of a place, which are all of a small one. */
 static void place_check(const struct lh_store_layout *layout, uint32_t place, uint64_t bytes,
                         uint64_t stripe_bytes)
 {
@@ -43,13 +43,13 @@ static void layout_check(const struct lh_store_shape *shape, const struct lh_sto
     }
     for (uint32_t file = 0; file < layout.file_count; file++)
         there += layout.file_bytes[file] - layout.data_offset[file];
-    /* As much space as places need, and no more: they cannot overlap. */
+    /* The file has exactly the space that the places need, so they cannot overlap. */
     LH_ASSERT(there == placed);
     lh_store_layout_deinit(&layout, &alloc);
     LH_ASSERT(alloc.live_count == 0);
 }
 
-/* What the extents of a table need, as their own header would count it. */
+/* Count the checksums that a table's extents need, as their own header would. */
 static uint64_t checksums_count(const uint8_t *table, const struct lh_store_header *header,
                                 const struct lh_store_control *control)
 {

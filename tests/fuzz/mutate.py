@@ -1,7 +1,7 @@
-"""Changes of real samples, drawn by hypothesis, so that what fails is made small.
+"""Changes of real samples, drawn by hypothesis, so that inputs that fail can be reduced.
 
-A change is of bytes (set, flip, cut, repeat, put in between) or, where a sample is JSON, of its
-values: one is replaced by another kind of value, left out, or given twice.
+A change affects bytes (set, flip, cut, repeat, insert) or, if a sample is JSON, its values: one is
+replaced by another kind of value, left out, or duplicated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BYTES = (b"\0", b"\xff", b"{", b"}", b'"', b"\n", b"\x80", b"[" * 2000, b'{"a":'
 
 
 def paths_of(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where values are in a value: keys and indices."""
+    """List the keys and indices that lead to the parts of a value."""
     found = [at]
     if isinstance(value, dict):
         for key in value:
@@ -62,7 +62,7 @@ def paths_of(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """The value with another one at a place."""
+    """Return the value with another one at a place."""
     if not path:
         return new
     made = copy.copy(value)
@@ -71,7 +71,7 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def leave_out(value: Any, path: tuple[Any, ...]) -> Any:
-    """The value without one of its parts."""
+    """Return the value without one of its parts."""
     if len(path) == 1:
         made = copy.copy(value)
         del made[path[0]]
@@ -80,7 +80,7 @@ def leave_out(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def changed_value(draw: Any, value: Any) -> Any:
-    """A value with one to three of its parts changed."""
+    """Return a value with one to three of its parts changed."""
     for _ in range(draw(st.integers(1, 3))):
         paths = paths_of(value)
         path = draw(st.sampled_from(paths))
@@ -100,7 +100,7 @@ def changed_value(draw: Any, value: Any) -> Any:
 
 
 def changed_bytes(draw: Any, data: bytes) -> bytes:
-    """Bytes with one to four changes."""
+    """Return bytes with one to four changes."""
     for _ in range(draw(st.integers(1, 4))):
         # Most of what matters is at the begin.
         most = len(data) if draw(st.booleans()) else min(len(data), 96)
@@ -127,7 +127,7 @@ def changed_bytes(draw: Any, data: bytes) -> bytes:
 
 @st.composite
 def of_json(draw: Any, samples: list[Any]) -> bytes:
-    """The text of a sample with changes; sometimes of its bytes as well."""
+    """Return the text of a sample with changes, sometimes in its bytes as well."""
     value = draw(st.sampled_from(samples))
     if draw(st.integers(0, 9)) > 0:
         value = changed_value(draw, value)
@@ -137,6 +137,6 @@ def of_json(draw: Any, samples: list[Any]) -> bytes:
 
 @st.composite
 def of_bytes(draw: Any, samples: list[bytes]) -> bytes:
-    """A sample with changes."""
+    """Return a changed sample."""
     data = draw(st.sampled_from(samples))
     return changed_bytes(draw, data) if draw(st.integers(0, 9)) > 0 else data

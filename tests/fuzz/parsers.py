@@ -1,4 +1,4 @@
-"""What Python reads of files, one target each: samples made by lohan itself, and who reads them."""
+"""The files that Python parses: each target has samples from lohan itself and the parser."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ JOURNAL_SAMPLES_MAX = 64
 
 @dataclasses.dataclass
 class Target:
-    """A parser.
+    """A parser to fuzz.
 
     Attributes:
-        name: of its corpus, too.
-        make: the samples.
-        run: reads one.
-        functions: whose lines are counted.
-        is_json: samples are values.
-        is_cache: what is wrong may only be ignored.
-        count: inputs tried.
+        name: the target's name, and that of its corpus.
+        make: makes the samples.
+        run: parses one input.
+        functions: the functions whose lines are counted.
+        is_json: the samples are JSON values.
+        is_cache: the parser ignores invalid content instead of raising an error.
+        count: the number of inputs so far.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Target:
     strategy: Callable[[list[Any]], st.SearchStrategy[bytes]] | None = None
 
     def changes(self, samples: list[Any]) -> st.SearchStrategy[bytes]:
-        """Changed samples."""
+        """Generate changed samples."""
         if self.strategy is not None:
             return self.strategy(samples)
         return mutate.of_json(samples) if self.is_json else mutate.of_bytes(samples)
 
     def corpus(self) -> list[bytes]:
-        """Inputs that once were answered wrongly, or reach what is hard to reach."""
+        """Inputs that once failed, or that reach code which is hard to reach."""
         folder = CORPUS / self.name
         return [path.read_bytes() for path in sorted(folder.glob("*"))]
 
@@ -96,7 +96,7 @@ def journal_make(folder: pathlib.Path) -> list[bytes]:
 
 
 def journal_seal(data: bytes, which: int) -> bytes:
-    """Some of a journal's checksums made right."""
+    """Correct some of a journal's checksums."""
     lines = [data[at : at + 64] for at in range(0, len(data), 64)]
     for index, line in enumerate(lines):
         if len(line) == 64 and which >> (index % 8) & 1:
@@ -109,7 +109,7 @@ def journal_changes(samples: list[Any]) -> st.SearchStrategy[bytes]:
 
 
 def refuses(call: Callable[[], Any]) -> None:
-    """What is asked for is not there, and an error of lohan's says so."""
+    """Check that a call raises one of lohan's errors."""
     try:
         call()
     except LohanError:
@@ -128,7 +128,7 @@ def journal_run(data: bytes, folder: pathlib.Path) -> None:
     try:
         assert opened.rule == rule and len(opened.records) == len(records)
         if opened.rule.samples > JOURNAL_SAMPLES_MAX:
-            return  # a step with this many directions takes gigabytes
+            return  # a step with this many directions would take gigabytes
         opened.append(Record(0.1, 0.0, (0.5,) * opened.rule.samples))
     finally:
         opened.close()
@@ -220,7 +220,7 @@ def profile_changes(samples: list[Any]) -> st.SearchStrategy[bytes]:
 
 
 def is_whole(profile: _profile.Profile) -> bool:
-    """Whether everything of a profile is of its type: what plans count on."""
+    """Return whether everything in a profile has the type that plans rely on."""
 
     def ints(values: Any) -> bool:
         return isinstance(values, list) and all(type(v) is int for v in values)
@@ -341,7 +341,7 @@ def tiny() -> nn.Module:
 
 
 def layout_of(model: nn.Module) -> _block.Layout:
-    """As lohan.wrap() makes it."""
+    """Return the layout that lohan.wrap() makes of a model."""
     units = []
     params: list[_block.Param] = []
     for index, (name, module) in enumerate(model.named_children()):
@@ -356,7 +356,7 @@ def layout_of(model: nn.Module) -> _block.Layout:
 
 
 class FakeStore:
-    """A store that says of itself what it is told to, and whose extents are zeros."""
+    """A store with the given description, whose extents are zeros."""
 
     def __init__(self, meta: bytes, folder: pathlib.Path, *, is_empty: bool = False) -> None:
         self.is_short = False
@@ -393,7 +393,7 @@ class FakeStore:
 
 
 def zeroth_layout() -> _block.Layout:
-    """As lohan.wrap(method="mezo") makes it."""
+    """Return the layout that lohan.wrap(method="mezo") makes of a model."""
     layout = layout_of(tiny())
     for unit in layout.units:
         unit.trainable = False
@@ -587,4 +587,4 @@ TARGETS = [
     ),
     Target("trace", trace_make, trace_run, (_trace.load,)),
 ]
-assert _safetensors.NAMES  # what the dtypes of the samples are named by
+assert _safetensors.NAMES  # the samples' dtypes need these names

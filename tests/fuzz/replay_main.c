@@ -1,6 +1,6 @@
 /*
- * Runs a fuzz driver on files, without a fuzzer: to repeat what one found, and to keep a corpus
- * green with any compiler.
+ * Run a fuzz driver on files, without a fuzzer: to reproduce a finding, and to test a corpus with
+ * any compiler.
  */
 #include <stddef.h>
 #include <stdint.h>

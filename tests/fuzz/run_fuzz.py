@@ -1,17 +1,16 @@
-"""Fuzzing: the C targets with libFuzzer, the Python ones with mutated samples of real files.
+"""Fuzz the C targets with libFuzzer, and the Python ones with mutated samples of real files.
 
     run_fuzz.py                    every target: its corpus, then ten seconds
     run_fuzz.py --minutes 10       ten minutes each
-    run_fuzz.py --only store       targets whose name has the word
-    run_fuzz.py --keep             put what was found into the corpus, made small
+    run_fuzz.py --only store       targets whose name contains the word
+    run_fuzz.py --keep             add what was found to the corpus, and minimize it
 
-Of every target the share of its parser's lines that ran is printed, and has to be 95 % of them or
-more. The C targets need clang (tools/setup_fuzz.sh). Without it their corpora are run once, by a
-program that another compiler made: nothing is changed in them and no lines are counted, and the
-last line says so.
+For each target the share of its parser's lines that ran is printed; less than 95 % fails. The C
+targets need clang (tools/setup_fuzz.sh). Without it, a program made by another compiler runs their
+corpora once, unchanged and without counting lines, and the last line reports this.
 
-An input that crashes, hangs, leaks or is answered by an unnamed error is written to
-build/fuzz/TARGET/, and named. The exit status is 1 then, or if too few lines ran.
+An input that crashes, hangs, leaks or causes an unnamed error is written to build/fuzz/TARGET/ and
+reported. In this case, or if too few lines ran, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Target:
     """A libFuzzer target, and whose lines it has to reach."""
 
     name: str
-    files: tuple[str, ...]  # of the parser
-    functions: str  # a regular expression: all of a function's name
+    files: tuple[str, ...]  # the files of the parser
+    functions: str  # a regular expression that matches a whole function name
     bytes_max: int = 512
 
 
@@ -95,7 +94,8 @@ def build(targets: list[Target], mode: str, command: list[str]) -> dict[str, pat
     builder = cbuild.Builder(mode, command=command)
     builder.objects = cbuild.BUILD / "obj" / f"{mode}-{pathlib.Path(command[0]).name}"
     sources = cbuild.core_sources(with_binding=False)
-    # clang 14 knows no "f16c" there. What chooses by it is not fuzzed, but linked.
+    # clang 14 does not know "f16c" there. Functions that are chosen by it are linked but not
+    # fuzzed.
     asking = [source for source in sources if '"f16c"' in source.read_text()]
     objects = builder.compile(asking, ["-D__builtin_cpu_supports(feature)=0"])
     objects += builder.compile([source for source in sources if source not in asking])
@@ -116,7 +116,7 @@ def build(targets: list[Target], mode: str, command: list[str]) -> dict[str, pat
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a target."""
+    """The result of a target."""
 
     name: str
     is_well: bool
@@ -156,11 +156,11 @@ def inputs_of(target: Target) -> list[pathlib.Path]:
 
 
 def coverage(target: Target, program: pathlib.Path) -> tuple[bool, str]:
-    """Which share of the parser's lines the inputs reach, and the lines that they do not."""
+    """Return the share of the parser's lines that the inputs reach, and the missed lines."""
     work = WORK / target.name
     raw, data = work / "cover.profraw", work / "cover.profdata"
     paths = [str(path) for path in inputs_of(target)]
-    # In parts, as a command line has an end; their profiles are added up.
+    # A command line has a limited length, so the corpus runs in parts whose profiles are added up.
     raws = []
     for part in range(0, len(paths), 1000):
         raws.append(f"{raw}.{part}")
@@ -191,7 +191,7 @@ def coverage(target: Target, program: pathlib.Path) -> tuple[bool, str]:
 
 
 def lines_of(data: dict, target: Target, file: str) -> dict[int, int]:  # type: ignore[type-arg]
-    """How often each line with code of a target's functions in a file ran."""
+    """Count how often each line with code of a target's functions in a file ran."""
     spans = []
     for function in data["functions"]:
         name = function["name"].rpartition(":")[2]
@@ -199,7 +199,7 @@ def lines_of(data: dict, target: Target, file: str) -> dict[int, int]:  # type: 
             continue
         if not function["filenames"][0].endswith(file):
             continue
-        # Of this file, and code: not what a macro of another one stands for.
+        # Count only code of this file, not the expansions of another file's macros.
         regions = [r for r in function["regions"] if r[5] == 0 and r[7] == 0]
         spans.append((min(r[0] for r in regions), max(r[2] for r in regions)))
     segments = data["files"][0]["segments"]
@@ -251,7 +251,7 @@ def run_target(
     covered: dict[str, pathlib.Path],
     seconds: int,
 ) -> Outcome:
-    """One C target with clang."""
+    """Fuzz one C target with clang."""
     started = time.monotonic()
     is_well, runs = fuzz(target, programs[target.name], seconds)
     is_covered, lines = coverage(target, covered[target.name])
@@ -260,7 +260,7 @@ def run_target(
 
 
 def replay(targets: list[Target]) -> list[Outcome]:
-    """The C targets without clang: their corpora, once."""
+    """Run the corpora of the C targets once, without clang."""
     programs = build(targets, "asan", cbuild.compiler())
     outcomes = []
     for target in targets:
@@ -276,7 +276,7 @@ def replay(targets: list[Target]) -> list[Outcome]:
 
 
 def run_c(targets: list[Target], arguments: argparse.Namespace) -> list[Outcome]:
-    """All C targets, a process for each processor."""
+    """Fuzz all C targets, one process per processor."""
     found = clang()
     if found is None or not targets:
         return replay(targets) if targets else []
@@ -293,7 +293,7 @@ def run_c(targets: list[Target], arguments: argparse.Namespace) -> list[Outcome]
 
 
 def main() -> int:
-    """See the top of the file."""
+    """Fuzz the targets that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

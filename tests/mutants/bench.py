@@ -1,9 +1,9 @@
-"""Builds and runs tests of a changed source file, without changing the tree.
+"""Build and run tests of a changed source file, without changing the tree.
 
-A mutant is an overlay: a folder with the changed file alone, at its place. Its objects are compiled
-with the overlay first on the include path, and linked in front of the archive of the unchanged
-core, whose own objects of the same name are then not taken. So nothing is copied or restored, and
-a mutant costs one compilation and one link for each test program.
+A mutant is an overlay: a folder that contains only the changed file, at its place. Its objects are
+compiled with the overlay first in the include path, and linked in front of the archive of the
+unchanged core, whose objects of the same name are then not used. Therefore nothing is copied or
+restored, and a mutant costs one compilation, and one link for each test program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import cbuild  # noqa: E402  (its folder has just been named)
 
 FOLDER = cbuild.BUILD / "mutants"
 EXIT_SKIPPED = 77
-# A test that takes so much longer than on the unchanged tree hangs.
+# A test that takes this many times longer than on the unchanged tree hangs.
 HANG_S = 30.0
 HANG_FACTOR = 8.0
 MODES = ("release", "asan", "tsan")
@@ -43,12 +43,12 @@ OPTIONS = {
 
 
 class NotCompiled(Exception):
-    """The compiler refused a mutant."""
+    """The compiler rejected a mutant."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Test:
-    """What runs against a mutant: a C program, one seed of a simulator, or a pytest selection."""
+    """A test that runs against a mutant: a C program, a simulator's seed, or a pytest selection."""
 
     kind: str  # c, sim, py
     mode: str
@@ -61,10 +61,10 @@ class Test:
 
 
 def parse(text: str) -> list[Test]:
-    """The tests that a word of the table stands for.
+    """Return the tests that a word of the table stands for.
 
-    `test_store`, `tsan:test_ring`, `sim_power:0-19` (seeds), `py:test_mezo.py::test_x` (what pytest
-    takes, below tests/py).
+    The words are `test_store`, `tsan:test_ring`, `sim_power:0-19` (seeds) and
+    `py:test_mezo.py::test_x` (an argument of pytest, below tests/py).
     """
     if text.startswith("py:"):
         return [Test("py", "release", text[3:])]
@@ -81,17 +81,18 @@ def parse(text: str) -> list[Test]:
 
 @dataclasses.dataclass
 class Programs:
-    """What one mode compiles, of the unchanged tree."""
+    """The unchanged objects of one mode."""
 
     builder: cbuild.Builder
-    objects: dict[str, pathlib.Path]  # of the core, by source path from ROOT
+    objects: dict[str, pathlib.Path]  # the core's objects, by source path from ROOT
     core: pathlib.Path
-    mains: dict[str, tuple[pathlib.Path, list[pathlib.Path]]]  # by program: its object, helpers
+    # for each program: its object and those of its helpers
+    mains: dict[str, tuple[pathlib.Path, list[pathlib.Path]]]
     members: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def takes(self, program: str, source: str) -> bool:
-        """Whether a program is linked with a source file's code (or one of the same name)."""
+        """Return whether a program is linked with a source file's code (or a namesake's)."""
         with self.lock:
             return pathlib.Path(source).with_suffix(".o").name in self._members_of(program)
 
@@ -145,7 +146,7 @@ def programs(mode: str) -> Programs:
 
 
 def missing(test: Test) -> list[str]:
-    """What the tree does not have of a test: programs, files and functions."""
+    """List the programs, files and functions that a test names and the tree lacks."""
     if test.kind != "py":
         folder = "sim" if test.kind == "sim" else "c"
         path = ROOT / "tests" / folder / f"{test.name}.c"
@@ -162,7 +163,7 @@ def missing(test: Test) -> list[str]:
 
 
 def depends(object_file: pathlib.Path, header: str) -> bool:
-    """Whether an object was compiled with a header."""
+    """Return whether an object was compiled with a header."""
     text = object_file.with_suffix(".d").read_text()
     return str(ROOT / header) in shlex.split(text.replace("\\\n", " "))
 
@@ -190,7 +191,7 @@ class Overlay:
         target = self.folder / builder.mode / pathlib.Path(source).with_suffix(".o")
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [*builder.command, f"-I{self.folder / 'csrc'}", *builder.flags, *isa, *extra]
-        # What an assertion says of its place is the same as in the unchanged tree.
+        # The place that an assertion reports is the same as in the unchanged tree.
         command += [f"-ffile-prefix-map={self.folder}={ROOT}", "-c", str(at), "-o", str(target)]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode != 0:
@@ -209,13 +210,13 @@ class Overlay:
             if self.path.endswith(".h"):
                 sources = [s for s, o in base.objects.items() if depends(o, self.path)]
             elif self.path not in base.objects:
-                sources = []  # of the binding
+                sources = []  # the change is in the binding
             made = [self._compile(base.builder, source, []) for source in sources]
             self._objects[mode] = made
         return self._objects[mode]
 
     def is_same_code(self) -> bool:
-        """Whether the compiler makes the very same of it as of the unchanged file."""
+        """Return whether the compiler makes exactly the same object from the unchanged file."""
         if not self.path.startswith("csrc/") or self.path.startswith("csrc/py/"):
             return False
         base = programs("release")
@@ -227,7 +228,7 @@ class Overlay:
         )
 
     def link(self, mode: str, program: str) -> pathlib.Path:
-        """A test program with the change."""
+        """Link a test program with the change."""
         base = programs(mode)
         main, shared = base.mains[program]
         target = self.folder / mode / program
@@ -240,7 +241,7 @@ class Overlay:
         return target
 
     def package(self) -> pathlib.Path:
-        """A folder to be first on Python's path: the package, changed."""
+        """Make a folder to be the first in Python's path: the package with the change."""
         if self._package is None:
             self._package = folder = self.folder / "python"
             (folder / "lohan").mkdir(parents=True, exist_ok=True)
@@ -276,7 +277,7 @@ class Overlay:
 
 
 def code_hash(object_file: pathlib.Path) -> str:
-    """Of an object without what only debuggers read."""
+    """Hash an object without the parts that only debuggers read."""
     bare = object_file.with_suffix(f".{threading.get_ident()}.bare")
     subprocess.run(["objcopy", "-g", str(object_file), str(bare)], check=True)
     text = bare.read_bytes()
@@ -285,7 +286,7 @@ def code_hash(object_file: pathlib.Path) -> str:
 
 
 def isolation() -> list[str]:
-    """A command's prefix that gives it a /dev/shm of its own, which is gone when it is killed."""
+    """Return a command prefix with a private /dev/shm, which is gone when the command is killed."""
     global _isolation
     if _isolation is None:
         script = 'mount -t tmpfs -o size=4g tmpfs /dev/shm && exec "$@"'
@@ -302,7 +303,7 @@ _isolation: list[str] | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """How a test ended."""
+    """The result of a test."""
 
     status: str  # passed, failed, hang, skipped
     seconds: float
@@ -310,7 +311,7 @@ class Answer:
 
 
 def command_of(test: Test, overlay: Overlay | None) -> tuple[list[str], dict[str, str]]:
-    """A test's command and what its environment has besides."""
+    """Return a test's command, and the variables that it adds to the environment."""
     if test.kind == "py":
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
         words += ["-m", "slow or not slow"] if "::" in test.name else []

@@ -1,19 +1,19 @@
-"""Mutation testing: changes one place of the sources at a time, and looks which test sees it.
+"""Mutation testing: change one place of the sources at a time, and find the test that detects it.
 
-    main.py                      the fixed table (table.toml): every mutant must be caught
-    main.py --list               its rows
-    main.py --only 05b           those whose name begins so
-    main.py --seed 7 --random 50 random mutants besides, made from the sources
+    main.py                      the fixed table (table.toml): every mutant must be detected
+    main.py --list               list its rows
+    main.py --only 05b           only rows whose name begins with this
+    main.py --seed 7 --random 50 also random mutants, made from the sources
 
-A mutant is run against the tests that its row names; if none of them catches it, against every
-quick C test that has its code, and some seeds of the simulator. It is caught by a test that fails,
-crashes or hangs twice. What was caught is remembered in build/mutants/results.json and is not run
-again until the mutant or the test that caught it changes; --fresh runs everything. A random mutant
-does not count if the compiler makes the same code from it, or equivalent.toml lists it with a
+The tests that its row names run against a mutant; if none of them detects it, every quick C test
+that contains its code runs, and some seeds of the simulator. A test detects a mutant if it fails,
+crashes or hangs twice. Detected mutants are kept in build/mutants/results.json, and run again only
+after the mutant or the test that detected it has changed; --fresh runs all of them. A random mutant
+does not count if the compiler makes the same code from it, or if equivalent.toml lists it with a
 reason.
 
-The exit status is 1 if one survived, if a row's old text does not occur exactly once in its file,
-if a test that a row names does not exist, or if a test fails without any mutant.
+The exit status is 1 if a mutant survived, if a row's old text does not occur exactly once in its
+file, if a test that a row names does not exist, or if a test fails without any mutant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIM_SEEDS = "0-5"
 
 @dataclasses.dataclass
 class Result:
-    """What became of a mutant."""
+    """The result of a mutant."""
 
     mutant: sources.Mutant
     status: str  # killed, hang, survived, not compiled, same code, equivalent
@@ -47,12 +47,12 @@ class Result:
 
     @property
     def is_caught(self) -> bool:
-        """Whether a test saw it."""
+        """Return whether a test detected it."""
         return self.status in ("killed", "hang")
 
 
 class Baseline:
-    """How long each test takes on the unchanged tree, where it must pass."""
+    """Measures how long each test takes on the unchanged tree, where it must pass."""
 
     def __init__(self) -> None:
         self._answers: dict[bench.Test, bench.Answer] = {}
@@ -71,7 +71,7 @@ class Baseline:
             if test not in self._answers:
                 answer = bench.run(test, None, 600)
                 if answer.status in ("failed", "hang"):
-                    answer = bench.run(test, None, 600)  # a neighbour's load, perhaps
+                    answer = bench.run(test, None, 600)  # other processes' load may be the reason
                 self._answers[test] = answer
             answer = self._answers[test]
         if answer.status in ("failed", "hang"):
@@ -79,12 +79,12 @@ class Baseline:
         return answer
 
     def limit_s(self, test: bench.Test) -> float:
-        """After so long a test hangs."""
+        """Return the time after which a test hangs."""
         return bench.HANG_S + bench.HANG_FACTOR * self.of(test).seconds
 
 
 class Memory:
-    """Which test caught a mutant before, in build/mutants/results.json."""
+    """Remembers which test detected a mutant, in build/mutants/results.json."""
 
     def __init__(self, fresh: bool) -> None:
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class Memory:
 
     @staticmethod
     def key(mutant: sources.Mutant, test: bench.Test) -> str:
-        """Of a mutant and a test as they are now."""
+        """Return a key of a mutant and a test in their current form."""
         parts = [mutant.file, mutant.text, str(test)]
         root = bench.ROOT / "tests"
         names = re.findall(r"test_\w+\.py", test.name) or [test.name]
@@ -105,11 +105,11 @@ class Memory:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def find(self, mutant: sources.Mutant, test: bench.Test) -> str:
-        """How a test saw a mutant before; "": not known."""
+        """Return how a test detected a mutant before, or "" if that is unknown."""
         return self._seen.get(self.key(mutant, test), "")
 
     def keep(self, mutant: sources.Mutant, test: bench.Test, status: str) -> None:
-        """Remember it."""
+        """Remember how a test detected a mutant."""
         with self._lock:
             self._seen[self.key(mutant, test)] = status
             RESULTS.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class Memory:
 
 
 def named(mutant: sources.Mutant) -> list[bench.Test]:
-    """The tests that a mutant's row names."""
+    """Return the tests that a mutant's row names."""
     return [test for word in mutant.tests for test in bench.parse(word)]
 
 
@@ -137,7 +137,7 @@ def whole(mutant: sources.Mutant, baseline: Baseline) -> list[bench.Test]:
 
 
 def judge(mutant: sources.Mutant, baseline: Baseline, memory: Memory, number: int) -> Result:
-    """Run tests against a mutant until one sees it."""
+    """Run tests against a mutant until one detects it."""
     started = time.monotonic()
     reason = sources.equivalent_reason(mutant)
     if reason:
@@ -162,7 +162,8 @@ def judge(mutant: sources.Mutant, baseline: Baseline, memory: Memory, number: in
                 limit_s = baseline.limit_s(test)
                 answer = bench.run(test, overlay, limit_s)
                 if answer.status == "hang":
-                    answer = bench.run(test, overlay, limit_s)  # or was it the machine's load?
+                    # the machine's load may have been the reason
+                    answer = bench.run(test, overlay, limit_s)
                 if answer.status in ("failed", "hang"):
                     status = {"failed": "killed"}.get(answer.status, answer.status)
                     memory.keep(mutant, test, status)
@@ -175,7 +176,7 @@ def judge(mutant: sources.Mutant, baseline: Baseline, memory: Memory, number: in
 
 
 def say(result: Result) -> None:
-    """One line a mutant, more for one that survived."""
+    """Print one line per mutant, and more for one that survived."""
     mutant = result.mutant
     by = f" by {result.by}" if result.is_caught else ""
     place = f"{mutant.file}:{mutant.line}"
@@ -189,12 +190,12 @@ def say(result: Result) -> None:
 
 
 def all_named(mutant: sources.Mutant) -> list[str]:
-    """The names of a row's tests, seeds apart."""
+    """Return the names of a row's tests, without their seeds."""
     return [str(test) for word in mutant.tests for test in bench.parse(word)]
 
 
 def run_all(mutants: list[sources.Mutant], jobs: int, memory: Memory) -> list[Result]:
-    """Judge mutants, some at once."""
+    """Judge mutants, several at once."""
     baseline = Baseline()
     results = []
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -213,7 +214,7 @@ def run_all(mutants: list[sources.Mutant], jobs: int, memory: Memory) -> list[Re
 
 
 def main() -> int:
-    """See the top of the file."""
+    """Test the mutants that the command line selects; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 TABLE = pathlib.Path(__file__).with_name("table.toml")
 EQUIVALENT = pathlib.Path(__file__).with_name("equivalent.toml")
 
-# Where random mutants are made. An area's turn comes as often as any other's.
+# The areas of random mutants. All areas have the same share of the mutants.
 AREAS: dict[str, tuple[str, ...]] = {
     "store": ("csrc/store/*.c",),
     "io": ("csrc/io/*.c",),
@@ -32,7 +32,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         for name in ("journal/_journal", "session/_commits", "store/_store", "store/_snapshot")
     ),
 }
-# What runs first against a random mutant of an area. The C tests that have its code follow.
+# The first tests for a random mutant of an area; the C tests that contain its code follow.
 QUICK: dict[str, tuple[str, ...]] = {
     "store": (
         "test_store_format",
@@ -72,14 +72,14 @@ QUICK: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One changed place of one file."""
+    """A change at one place of one file."""
 
     name: str
     file: str
     line: int
     old: str
     new: str
-    text: str = dataclasses.field(repr=False)  # of the whole file, changed
+    text: str = dataclasses.field(repr=False)  # the whole text of the changed file
     tests: tuple[str, ...] = ()
     why: str = ""
 
@@ -98,13 +98,13 @@ class TableError(Exception):
 
 
 def missing(words: Iterable[str]) -> list[str]:
-    """What the tree does not have of the tests that some words of the table stand for."""
+    """List the words of the table that name tests which the tree lacks."""
     found = (what for word in words for test in bench.parse(word) for what in bench.missing(test))
     return list(dict.fromkeys(found))
 
 
 def table() -> list[Mutant]:
-    """The fixed mutants.
+    """Return the fixed mutants.
 
     Raises:
         TableError: names every row whose old text does not occur exactly once in its file, and
@@ -144,7 +144,7 @@ def table() -> list[Mutant]:
 
 
 def equivalents() -> list[dict[str, str]]:
-    """Random mutants that somebody has looked at, and why no test can tell them."""
+    """Return the random mutants that were examined, and why no test can detect them."""
     return list(tomllib.loads(EQUIVALENT.read_text()).get("equivalent", []))
 
 
@@ -168,7 +168,7 @@ def stale_equivalents() -> list[str]:
     return stale
 
 
-# Each rule: a pattern in code, and what takes its place.
+# Each rule is a pattern in code and its replacement.
 RULES = [
     (re.compile(r" < "), " <= "),
     (re.compile(r" <= "), " < "),
@@ -213,7 +213,7 @@ DECLARATION = re.compile(
 
 
 def c_code(text: str) -> str:
-    """C without comments, literals and preprocessor lines; every offset stays where it was."""
+    """Blank out comments, literals and preprocessor lines of C; every offset stays the same."""
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match.group())
@@ -221,12 +221,12 @@ def c_code(text: str) -> str:
     pattern = r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
     text = re.sub(pattern, blank, text, flags=re.S)
     text = re.sub(r"^#(?:[^\n]*\\\n)*[^\n]*", blank, text, flags=re.M)
-    # What an assertion says, and what a message has, is no behaviour.
+    # The texts of assertions and messages are not behavior.
     return re.sub(r"\b(LH_ASSERT|LH_DCHECK|_Static_assert)\([^;]*;", blank, text)
 
 
 def python_code(text: str) -> str:
-    """Python without comments and strings; every offset stays where it was."""
+    """Blank out comments and strings of Python; every offset stays the same."""
     lines = [list(line) for line in text.split("\n")]
     kinds = {tokenize.STRING, tokenize.COMMENT}
     kinds |= {getattr(tokenize, n) for n in ("FSTRING_MIDDLE",) if hasattr(tokenize, n)}
@@ -242,7 +242,7 @@ def python_code(text: str) -> str:
 
 
 def is_statement(before: str, line: str) -> bool:
-    """Whether a line of C is one whole statement that can be left out."""
+    """Return whether a line of C is one complete statement, which can be left out."""
     body = line.strip()
     if not body.endswith(";") or DECLARATION.match(line) or not re.match(r"[\w(*]", body):
         return False
@@ -270,7 +270,7 @@ def negated(code: str, line: str, is_c: bool) -> str | None:
 
 
 def changes(text: str, is_c: bool) -> Iterator[tuple[int, str, str]]:
-    """Every (line number, old line, new line) that the rules allow in a file."""
+    """Return every (line number, old line, new line) that the rules allow in a file."""
     code_lines = (c_code(text) if is_c else python_code(text)).split("\n")
     lines = text.split("\n")
     rules = C_RULES if is_c else PYTHON_RULES
@@ -292,7 +292,7 @@ def changes(text: str, is_c: bool) -> Iterator[tuple[int, str, str]]:
 
 
 def generate(seed: int, areas: list[str]) -> Iterator[Mutant]:
-    """Random mutants without end of areas, the same for the same seed and sources."""
+    """Generate random mutants of areas without end; seed and sources determine them."""
     choice = random.Random(seed)
     pool: dict[str, list[tuple[str, int, str, str]]] = {}
     for area in areas:

@@ -1,4 +1,4 @@
-"""What every Python test starts from: fixed seeds, two torch threads, a place on a real disk."""
+"""The conditions of every Python test: fixed seeds, two torch threads, a folder on a real disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 def filesystem_of(path: pathlib.Path) -> str:
-    """The type of the file system that path lies on, from /proc/self/mountinfo."""
+    """Return the type of the file system that has path, from /proc/self/mountinfo."""
     best, kind = "", "unknown"
     for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -38,10 +38,10 @@ def filesystem_of(path: pathlib.Path) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where time is short (see tests/run.py), order the tests by how much each adds to the others.
+    """If time is short (see tests/run.py), order tests by how much each adds to the others.
 
-    First comes one case of each test function, then the second case of each; among equals the files
-    take turns.
+    The first case of each test function comes first, then the second case of each; among equals the
+    files take turns.
     """
     if "LOHAN_TESTS_SPREAD" not in os.environ:
         return
@@ -58,14 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Leave out what has not begun when the time for the run is over (see tests/run.py)."""
+    """Skip a test that has not begun when the time for the run is over (see tests/run.py)."""
     if time.time() > float(os.environ.get("LOHAN_TESTS_END", "inf")):
         pytest.skip("left out: the time for this run (LOHAN_TESTS_END) is over")
 
 
 @pytest.fixture(autouse=True)
 def deterministic() -> None:
-    """The same numbers in every run; torch only where the test has imported it."""
+    """Set the same seeds in every test; torch's only if the test has imported torch."""
     random.seed(SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)

@@ -1,7 +1,7 @@
-"""What the crash and bad-input tests run in processes of their own: a small model, step by step.
+"""What the crash and bad-input tests run in separate processes: a small model, step by step.
 
-Data follow from the step's number and dropout from torch's generator, which a commit carries: so a
-run that was killed and resumed has to end at the bits of one that was not.
+Data follow from the step's number, and dropout from torch's generator, which a commit carries.
+Therefore a run that was killed and resumed has to end with the bits of one that was not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 VOCABULARY = 128
 HIDDEN = 32
 BLOCK_COUNT = 3
-# Of torch's threads: idle ones of several processes would take the processors from each other.
+# The number of torch's threads: idle threads of several processes would compete for processors.
 TORCH_THREAD_COUNT = 1
 PR_SET_PDEATHSIG = 1
 
@@ -56,13 +56,13 @@ class SmallModel(nn.Module):
 
 
 def build(dtype: torch.dtype = torch.float32) -> SmallModel:
-    """The same model each time; torch's generator is left at a known state."""
+    """Return the same model each time, and leave torch's generator in a known state."""
     torch.manual_seed(7)
     return SmallModel().to(dtype).train()
 
 
 def train_step(model: Any, step: int) -> None:
-    """One step; its data follow from step."""
+    """Train one step, whose data follow from its number."""
     generator = torch.Generator().manual_seed(1000 + step)
     loss = model(torch.randint(0, VOCABULARY, (2, 9), generator=generator))
     loss.backward()
@@ -70,7 +70,7 @@ def train_step(model: Any, step: int) -> None:
 
 
 def digest(model: Any) -> str:
-    """One number for all parameters, bit for bit."""
+    """Return a digest of the bits of all parameters."""
     state = model.state_dict()
     sha = hashlib.sha256()
     for name in sorted(state):
@@ -85,10 +85,10 @@ def train_until_killed(
     resume: bool,
     step_max: int | None,
 ) -> None:
-    """Wrap, say where the store is, train and report; to step_max, or until killed.
+    """Wrap, report the store's step, and train to step_max, or until killed.
 
-    Sends ("open", step, digest), then ("closed", step) when optimizer.step() has returned and
-    ("committed", step) when session.commit() has, at last ("done", step, digest).
+    The reports are ("open", step, digest), then ("closed", step) when optimizer.step() has returned
+    and ("committed", step) when session.commit() has, and at last ("done", step, digest).
     """
     wrapped: Any = lohan.wrap(build(dtype), resume=resume, lr=1e-2, **settings)
     step = wrapped.lohan.step
@@ -114,7 +114,7 @@ def wrap_until_killed(pipe: Connection, dtype: torch.dtype, settings: dict[str, 
 
 
 def hold(pipe: Connection, settings: dict[str, Any]) -> None:
-    """Keep a store open until the other end says so."""
+    """Keep a store open until the other end of the pipe asks to close it."""
     wrapped: Any = lohan.wrap(build(), **settings)
     pipe.send(os.getpid())
     pipe.recv()
@@ -123,7 +123,7 @@ def hold(pipe: Connection, settings: dict[str, Any]) -> None:
 
 
 def attempt(pipe: Connection, prepare: Callable[[], None], settings: dict[str, Any]) -> None:
-    """After prepare(): wrap, train two steps. Sends (error's type and text, "") or ("", status)."""
+    """Wrap and train two steps. Send (error's type and text, "") or ("", status)."""
     prepare()
     try:
         wrapped: Any = lohan.wrap(build(), **settings)
@@ -137,7 +137,8 @@ def attempt(pipe: Connection, prepare: Callable[[], None], settings: dict[str, A
 
 
 def _run(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no orphan when the tests are killed
+    # so that no process remains when the tests are killed
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(TORCH_THREAD_COUNT)
     target(pipe, *arguments)
 

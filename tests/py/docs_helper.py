@@ -22,7 +22,7 @@ FENCE = re.compile(r"^```(.*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of code: its language, the line of the page that it begins at, its text."""
+    """A block of code: its language, the line of the page where it begins, and its text."""
 
     language: str
     line: int
@@ -30,13 +30,13 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The lines of a block of bash as words, without comments."""
+        """Return the lines of a block of bash as words, without comments."""
         words = [shlex.split(line, comments=True) for line in self.text.splitlines()]
         return [line for line in words if line]
 
 
 def blocks_of(page: pathlib.Path) -> list[Block]:
-    """Every fenced block of a page, top to bottom."""
+    """Return every fenced block of a page, from top to bottom."""
     blocks: list[Block] = []
     begun: tuple[str, int] | None = None
     lines: list[str] = []
@@ -64,12 +64,12 @@ def prose_of(page: pathlib.Path) -> list[str]:
 
 
 def build_model() -> Any:
-    """What pages call `build_model`: a small Llama in bf16, the same every time."""
+    """Return a small Llama in bf16, always the same: the pages' function `build_model`."""
     return helper.build("llama", torch.bfloat16)
 
 
 def names() -> dict[str, Any]:
-    """What a page may use without having made it."""
+    """Return the names that a page may use without defining them."""
     batches = [{"input_ids": helper.tokens(i), "labels": helper.tokens(i)} for i in range(STEPS)]
     rows = [row for batch in batches for row in batch["input_ids"]]
     return {
@@ -85,11 +85,11 @@ def run_page(page: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Run every block of Python and every command of a page, one after the other.
 
     Args:
-        page: what `/nvme0` and so on are there, are folders below `folder` here.
+        page: the page; `/nvme0` and similar paths in it become folders below `folder`.
         folder: the current directory; `large` in it is a saved model, as other programs save one.
 
     Returns:
-        The names that there are in the end.
+        The names that exist at the end.
     """
     build_model().save_pretrained(folder / "large")
     for drive in ("nvme0", "nvme1", "nvme2"):

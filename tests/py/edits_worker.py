@@ -19,18 +19,18 @@ from torch import nn
 
 
 def load(model: nn.Module) -> None:
-    """Other weights, deliberately: a plain dict says nothing of where it is from."""
+    """Load other weights on purpose: a plain dict does not record its origin."""
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
 
 def loop(model: nn.Module) -> None:
-    """The same in a loop over parameters."""
+    """Edit in a loop over parameters."""
     for param in model.parameters():
         param.data.mul_(2)
 
 
 def half(model: nn.Module) -> None:
-    """A loop that dies half-way leaves what it has changed by then."""
+    """Fail half-way through a loop, which leaves the changes made so far."""
     for number, param in enumerate(model.parameters()):
         if number == 3:
             raise ValueError("planned, in the loop")
@@ -41,7 +41,7 @@ EDITS = {"load": load, "loop": loop, "half": half}
 
 
 def uncaught(model: nn.Module, edit: Any) -> None:
-    """An exception that nobody catches."""
+    """End with an exception that is not caught."""
     edit(model)
     raise ValueError("planned")
 
@@ -55,13 +55,13 @@ def evaluated(model: nn.Module, edit: Any) -> None:
 
 
 def interrupted(model: nn.Module, edit: Any) -> None:
-    """Ctrl-C."""
+    """End with Ctrl-C."""
     edit(model)
     signal.raise_signal(signal.SIGINT)
 
 
 def terminated(model: nn.Module, edit: Any) -> None:
-    """SIGTERM."""
+    """End with SIGTERM."""
     edit(model)
     signal.raise_signal(signal.SIGTERM)
 
@@ -87,7 +87,7 @@ def exit_caught(model: nn.Module, edit: Any) -> None:
 
 
 def exit_kept(model: nn.Module, edit: Any) -> None:
-    """The same, and the exception stays referenced until the end."""
+    """The same, but the exception stays referenced until the end."""
     edit(model)
     try:
         sys.exit(3)
@@ -135,7 +135,7 @@ def exit_zero(model: nn.Module, edit: Any) -> None:
 
 
 def end(model: nn.Module, edit: Any) -> None:
-    """The end of the script."""
+    """Reach the end of the script."""
     edit(model)
 
 
@@ -145,13 +145,13 @@ def collected(model: nn.Module, edit: Any) -> None:
 
 
 def closed(model: nn.Module, edit: Any) -> None:
-    """An explicit close."""
+    """Close explicitly."""
     edit(model)
     model.lohan.close()
 
 
 def closed_finally(model: nn.Module, edit: Any) -> None:
-    """A close on the way out of an exception."""
+    """Close while an exception propagates."""
     try:
         edit(model)
         raise ValueError("planned")
@@ -160,7 +160,7 @@ def closed_finally(model: nn.Module, edit: Any) -> None:
 
 
 def closed_by_with(model: nn.Module, edit: Any) -> None:
-    """The same by contextlib.closing."""
+    """The same with contextlib.closing."""
     with contextlib.closing(model.lohan):
         edit(model)
         raise ValueError("planned")
@@ -192,7 +192,7 @@ def caught(model: nn.Module, edit: Any) -> None:
 
 
 def committed(model: nn.Module, edit: Any) -> None:
-    """commit() is the explicit word."""
+    """Call commit(), which is explicit."""
     edit(model)
     model.lohan.commit()
     raise ValueError("planned")
@@ -206,21 +206,21 @@ def trained(model: nn.Module, edit: Any) -> None:
 
 
 def at_prompt(model: nn.Module, edit: Any) -> None:
-    """In a notebook an exception ends a cell."""
+    """Run a notebook, in which an exception only ends a cell."""
     sys.ps1 = "In : "
     edit(model)
     sys.last_value = ValueError("planned, in a cell")
 
 
 def in_thread(model: nn.Module, edit: Any) -> None:
-    """The thread that edits dies of an exception; the main thread ends as usual."""
+    """The editing thread dies of an exception; the main thread ends as usual."""
     thread = threading.Thread(target=uncaught, args=(model, edit))
     thread.start()
     thread.join()
 
 
 def other_thread(model: nn.Module, edit: Any) -> None:
-    """Another thread dies."""
+    """Another thread dies of an exception."""
     edit(model)
     thread = threading.Thread(target=lambda: [].pop())
     thread.start()
@@ -228,13 +228,13 @@ def other_thread(model: nn.Module, edit: Any) -> None:
 
 
 def killed(model: nn.Module, edit: Any) -> None:
-    """Nothing runs at the end of the process."""
+    """End the process without running anything at its end."""
     edit(model)
     os._exit(3)
 
 
 def refused_and_dropped(model: nn.Module, edit: Any) -> None:
-    """The optimizer's state is refused; the script says so, and ends without an error."""
+    """Load an optimizer state that is refused; the script prints this and ends without an error."""
     edit(model)
     try:
         model.optimizer.load_state_dict(
@@ -245,7 +245,7 @@ def refused_and_dropped(model: nn.Module, edit: Any) -> None:
 
 
 def refused_and_trained(model: nn.Module, edit: Any) -> None:
-    """The same, and the script trains on."""
+    """The same, and the script continues to train."""
     refused_and_dropped(model, edit)
     train_step(model, 3)
 

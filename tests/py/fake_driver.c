@@ -1,7 +1,7 @@
-/* tests/c/fake_cuda.c as a libcuda.so.1, for a process that has no other. */
+/* tests/c/fake_cuda.c as libcuda.so.1, for a process that has no real driver. */
 #include "../c/fake_cuda.c"
 
-/* A name and a list of parameters stand in no parentheses of their own. */
+/* A macro's name and its list of parameters must not be in parentheses. */
 #define EXPORT(member, name, symbol, parameters)                                                   \
     extern __attribute__((                                                                         \
         visibility("default"),                                                                     \

@@ -1,4 +1,4 @@
-"""Trains a step, with ENOSPC from the N-th write or sync of it, for each N: one JSON line.
+"""Train a step whose N-th write or sync fails with ENOSPC, for each N; print a line of JSON.
 
 Run as `python full_disk_worker.py FOLDER`, FOLDER on a disk. Each item is [class, errno, message]
 of the error of one step.
@@ -35,7 +35,7 @@ def main() -> None:
             store=store,
             resume=store.exists(),
             lr=1e-2,
-            io="threads",  # whose calls are those of libc
+            io="threads",  # this backend makes the C library's calls
         )
         calls.arm(at, lives.FAIL, 0, errno.ENOSPC)
         failed = False

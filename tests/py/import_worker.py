@@ -1,7 +1,7 @@
-"""Runs code where nothing can be imported but some distributions and Python's own modules.
+"""Run code that can import only some distributions and Python's own modules.
 
-python tests/py/import_worker.py torch,pytest {python code} [ARGUMENTS]: torch and pytest, and what
-they need, can be imported; all else looks as if it was not installed.
+python tests/py/import_worker.py torch,pytest {python code} [ARGUMENTS]: torch and pytest, and their
+requirements, can be imported; all other modules look as if they were not installed.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Only(importlib.abc.MetaPathFinder):
             keys = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
             if keys & distributions:
                 self.allowed.add(package)
-        self.allowed -= {"numpy"}  # torch uses it where it is there, and does without
+        self.allowed -= {"numpy"}  # torch works with and without it
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See importlib.abc.MetaPathFinder."""
+        """Reject every module that is not allowed; see importlib.abc.MetaPathFinder."""
         found = (finder.find_spec(name, path, target) for finder in self.finders)
         spec = next((spec for spec in found if spec is not None), None)
         is_ours = spec is not None and self._is_of_this_project(spec)

@@ -1,8 +1,8 @@
-"""One process that trains a model larger than its budget, or only what any process would need.
+"""One process that trains a model larger than its budget, or measures what any process needs.
 
-Run as `python large_worker.py STORE HOST_BYTES`, as `python large_worker.py baseline`, or for some
-steps of more tokens, whose activations leave memory if SWAP_BYTES is above 0, as
-`python large_worker.py STORE HOST_BYTES SWAP_BYTES`; it prints a JSON object.
+Run it as `python large_worker.py STORE HOST_BYTES`, as `python large_worker.py baseline`, or as
+`python large_worker.py STORE HOST_BYTES SWAP_BYTES` for some steps with more tokens, whose
+activations are offloaded if SWAP_BYTES is above 0. It prints a JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SWAP_SSD_BYTES = 8_000_000_000
 
 
 def config() -> OPTConfig:
-    """The shape of OPT 1.3B."""
+    """Return the configuration of a model of OPT-1.3B's shape."""
     return OPTConfig(
         hidden_size=2048,
         num_hidden_layers=24,
@@ -47,7 +47,7 @@ def peak_bytes() -> int:
 
 
 def run_baseline() -> dict[str, float]:
-    """Imports, and forward and backward of one block in plain torch."""
+    """Import the libraries, and run forward and backward of one block in plain torch."""
     block = OPTDecoderLayer(config(), layer_idx=0).to(torch.bfloat16)
     hidden = torch.randn(1, TOKEN_COUNT, 2048).to(torch.bfloat16).requires_grad_()
     output = block(hidden)
@@ -56,7 +56,7 @@ def run_baseline() -> dict[str, float]:
 
 
 def run_step(store: str, host_bytes: int) -> dict[str, float]:
-    """Initialise the model into a store and train it for a step."""
+    """Initialize the model into a store and train it for a step."""
     started = time.monotonic()
     with lohan.empty():
         model = OPTForCausalLM(config()).to(torch.bfloat16)

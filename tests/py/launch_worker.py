@@ -1,7 +1,7 @@
-"""One process whose driver is tests/py/fake_driver.c: a unit is led by launches, and comes back.
+"""One process with the driver tests/py/fake_driver.c: kernels advance units in device memory.
 
-Run as `python launch_worker.py STORE`. torch has no such GPU, so no model runs: units are acquired,
-led and released as a session does, and looked at in the device's memory, which is a tensor of ours.
+Run it as `python launch_worker.py STORE`. torch has no such GPU, so no model runs: units are
+acquired, advanced and released as by a session, and read in the device's memory, which is a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 12
 
 
 class Led:
-    """What a session's on_use does: each unit one position further, each time."""
+    """Advances each unit by one position each time, as a session's on_use does."""
 
     def __init__(self, session: Any) -> None:
         self.engine = session._engine
@@ -54,7 +54,7 @@ class Led:
 
 
 def kept_lead(engine: Any, driver: Any) -> None:
-    """What is kept in fp8 is led by two launches, as there are more operations than one takes."""
+    """An fp8 parameter takes two launches, because it has more operations than fit one."""
     state = (torch.randn(1000) * 0.1).to(torch.float8_e4m3fn)
     values = torch.zeros(1000, dtype=torch.bfloat16)
     ops: list[Any] = []
@@ -71,7 +71,7 @@ def kept_lead(engine: Any, driver: Any) -> None:
 
 
 def main(store: str) -> None:
-    """See above."""
+    """Run all launches; the top of the file describes them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     before = [p.detach().clone() for p in model.parameters()]
@@ -118,7 +118,7 @@ def main(store: str) -> None:
         print(f"unit {unit} at {position}: {'same' if is_same else 'other'}")
         engine.release(unit)
     kept_lead(engine, driver)
-    engine.acquire(0)  # launched as the session ends
+    engine.acquire(0)  # this is launched when the session ends
     engine.release(0)
     session.close()
     del engine, led, session, model

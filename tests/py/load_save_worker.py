@@ -23,7 +23,7 @@ PIECE = 4 << 20
 
 
 def baseline() -> None:
-    """What any process that uses the two libraries has."""
+    """Measure the memory of any process that uses the two libraries."""
     assert torch.ones(4).sum() == 4 and transformers.__version__
 
 
@@ -55,7 +55,7 @@ def make(folder: str) -> None:
 
 
 def load(folder: str, store: str) -> None:
-    """From the folder straight to the store."""
+    """Load from the folder directly into the store."""
     import lohan
 
     with lohan.empty():
@@ -65,7 +65,7 @@ def load(folder: str, store: str) -> None:
 
 
 def save(store: str, out: str) -> None:
-    """From a session with the store."""
+    """Save from a session with the store."""
     import lohan
 
     with lohan.empty():
@@ -76,14 +76,14 @@ def save(store: str, out: str) -> None:
 
 
 def export(store: str, out: str) -> None:
-    """From the store alone."""
+    """Export from the store alone."""
     import lohan
 
     lohan.export(store, out, max_shard_size=SHARD)
 
 
 def verify(store: str) -> None:
-    """The store's checksums."""
+    """Verify the store's checksums."""
     import lohan
 
     assert lohan.verify(store).is_whole

@@ -1,4 +1,4 @@
-"""A base model on disk, adapters on it, and a few steps: what the tests of LoRA share."""
+"""What the tests of LoRA share: a base model on disk, adapters on it, and a few steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = (torch.arange(64).reshape(2, 32) * 7) % 256
 
 
 def save_base(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """OPT with random weights, in several shards."""
+    """Save an OPT with random weights in several shards; return the folder."""
     torch.manual_seed(0)
     OPTForCausalLM(OPTConfig(**CONFIG)).to(dtype).save_pretrained(folder, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -44,19 +44,19 @@ def shift(path: Path, nbytes: int) -> None:
 
 
 def load(base: Path) -> Any:
-    """The base model, in memory."""
+    """Return the base model in memory."""
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
 
 
 def lora(model: Any, **settings: Any) -> Any:
-    """The same adapters each time."""
+    """Add the same adapters each time."""
     torch.manual_seed(1)
     made = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings}
     return get_peft_model(model, LoraConfig(**made))
 
 
 def train(model: Any, steps: int = 3) -> list[float]:
-    """Losses of some steps."""
+    """Train some steps and return their losses."""
     losses = []
     for _ in range(steps):
         loss = model(input_ids=BATCH, labels=BATCH).loss
@@ -67,7 +67,7 @@ def train(model: Any, steps: int = 3) -> list[float]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Of the batch, without dropout."""
+    """Return the logits of the batch, without dropout."""
     was = model.training
     model.eval()
     with torch.no_grad():
@@ -77,5 +77,5 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def adapters(model: Any) -> dict[str, torch.Tensor]:
-    """Values of what peft added."""
+    """Return the parameters that peft added."""
     return {k: v.clone() for k, v in model.state_dict().items() if "lora_" in k}

@@ -1,4 +1,4 @@
-"""Small models, data for them, and MeZO as its authors write it, with all in memory."""
+"""Small models, data for them, and MeZO as its authors define it, with everything in memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def loss_of(model: Any, batch: torch.Tensor) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of a run of MeZO."""
+    """The settings of a run of MeZO."""
 
     lr: float = LR
     eps: float = EPS
@@ -134,7 +134,7 @@ class Plain:
 def plain_run(
     make: Callable[[], nn.Module], count: int, settings: Settings
 ) -> tuple[list[float], Values]:
-    """Losses of a run over batches(count), and the parameters behind it."""
+    """Return the losses of a run over batches(count), and the parameters after it."""
     run = Plain(make(), settings)
     losses = [
         float(torch.tensor(run.step(lambda b=b: loss_of(run.model, b)))) for b in batches(count)

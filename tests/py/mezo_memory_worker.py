@@ -20,7 +20,7 @@ from large_worker import TOKEN_COUNT, config, peak_bytes
 from transformers import OPTForCausalLM
 
 STEPS = 3
-WRITE_EVERY = 100  # not by itself here
+WRITE_EVERY = 100  # so rarely that no write happens by itself here
 
 
 def begin_peak() -> None:
@@ -29,13 +29,13 @@ def begin_peak() -> None:
 
 
 def read_bytes() -> int:
-    """Bytes that this process had disks read so far."""
+    """Return the bytes that this process has made disks read so far."""
     lines = pathlib.Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def wrap(store: str, host_bytes: str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """The model, in fp32, and what its wrap took."""
+    """Return the wrapped fp32 model, and the measurements of its wrap."""
     import lohan
 
     begin_peak()
@@ -49,7 +49,7 @@ def wrap(store: str, host_bytes: str, **more: Any) -> tuple[Any, dict[str, Any]]
 
 
 def steps(model: Any) -> dict[str, Any]:
-    """Some steps, each on a batch of its own, and what they took."""
+    """Train some steps, each on its own batch, and measure them."""
     begin_peak()
     losses, seconds, busy, loads = [], [], [], []
     for step in range(STEPS):
@@ -72,13 +72,13 @@ def steps(model: Any) -> dict[str, Any]:
 
 
 def baseline() -> dict[str, Any]:
-    """What any process that uses the two libraries has."""
+    """Measure the memory of any process that uses the two libraries."""
     assert torch.ones(4).sum() == 4 and transformers.__version__
     return {"peak_bytes": peak_bytes()}
 
 
 def train(store: str, host_bytes: str) -> dict[str, Any]:
-    """A new run."""
+    """Start a new run."""
     model, said = wrap(store, host_bytes, init="model", lr=1e-6, eps=1e-3, seed=1)
     said["params"] = sum(param.count for param in model.lohan.layout.params)
     said.update(steps(model))

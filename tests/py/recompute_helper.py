@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 64
-ROWS = 32  # a tensor of a block is two pages: more than what is kept for being small
+ROWS = 32  # a block's tensors have two pages, so they are not kept as small ones
 STEPS = range(3)
 
 
@@ -101,7 +101,7 @@ class Shared(Body):
 
 
 class Split(Body):
-    """Saves views of one tensor, and a layer's output that the next operation changes."""
+    """Saves views of a tensor, and a layer's output that the next operation changes."""
 
     def forward(self, x: torch.Tensor) -> Any:
         left, right = self.up(self.norm(x)).chunk(2, dim=1)
@@ -110,7 +110,7 @@ class Split(Body):
 
 
 class Noisy(Body):
-    """Draws behind a dropout, too."""
+    """Draws random numbers after a dropout, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Noisy(Body):
 
 
 class Frozen(Body):
-    """Some parameters require no gradient."""
+    """Has some parameters that require no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Frozen(Body):
 
 
 class InPlace(Body):
-    """Changes what it has just computed."""
+    """Changes in place what it has just computed."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = functional.relu(self.up(x), inplace=True)
@@ -137,7 +137,7 @@ class InPlace(Body):
 
 
 class Custom(Body):
-    """A function of torch's that is written in Python, saving what it likes."""
+    """Saves what it likes in an autograd function that is written in Python."""
 
     class Cube(torch.autograd.Function):
         @staticmethod
@@ -184,7 +184,7 @@ class Pair:
 
 
 class Structured(Body):
-    """Takes and returns other things than tensors."""
+    """Takes and returns values that are not tensors."""
 
     def forward(self, x: torch.Tensor, *, options: dict[str, Any], rest: Any = None) -> Any:
         gain, names = options["gain"], options["names"]
@@ -193,7 +193,7 @@ class Structured(Body):
 
 
 class StructuredCall(nn.Module):
-    """Calls such a block."""
+    """Calls a block that takes other values than tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class StructuredCall(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks of one kind."""
+    """A model whose blocks are all of one kind."""
 
     def __init__(self, kind: type[nn.Module], depth: int = 3) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ MODES = {
 
 
 class Plain(nn.Module):
-    """Saves its input, then two tensors of twice the width."""
+    """Saves its input, and then two tensors of twice its width."""
 
     calls = 0
 
@@ -292,7 +292,7 @@ TENSOR_BYTES = ROWS * WIDTH * 4
 
 
 def watch(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of saved tensors each time that one comes."""
+    """Record the bytes of the saved tensors whenever one is added."""
     seen: list[int] = []
     look = meter.look
 

@@ -1,4 +1,4 @@
-"""Small models, and steps of a wrapped model against a plain one, for the tests of rules."""
+"""Small models, and steps of a wrapped model compared with a plain one, for the tests of rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[nn.Module, int], torch.Tensor]
 
 
 class Block(nn.Module):
-    """A residual block, with a parameter of its own beside those of its children."""
+    """A residual block with a parameter in addition to those of its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks and a head."""
+    """A model of blocks and a head."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
@@ -50,19 +50,19 @@ class Stack(nn.Module):
 
 
 def vectors(step: int) -> torch.Tensor:
-    """The batch of a step."""
+    """Return the batch of a step."""
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
 def square_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """The mean square of what the model makes of the batch of a step."""
+    """Return the mean square of the model's output for the batch of a step."""
     dtype = next(model.parameters()).dtype
     loss: torch.Tensor = model(vectors(step).to(dtype)).square().mean()
     return loss
 
 
 def build(make: Make = Stack) -> nn.Module:
-    """The same model with the same values every time."""
+    """Return the same model with the same values every time."""
     torch.manual_seed(0)
     return make().train()
 
@@ -75,14 +75,14 @@ class Watched:
     gradients: dict[str, list[torch.Tensor]]
 
     def take(self) -> dict[str, list[torch.Tensor]]:
-        """The gradients since the last call, by name."""
+        """Return the gradients since the last call, by name."""
         taken = dict(self.gradients)
         self.gradients.clear()
         return taken
 
 
 def watch(model: nn.Module) -> Watched:
-    """Hook the parameters before wrap: autograd calls these before it accumulates."""
+    """Hook the parameters before wrap: autograd calls these hooks before it accumulates."""
     gradients: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str) -> Callable[[torch.Tensor], None]:
@@ -97,7 +97,7 @@ def watch(model: nn.Module) -> Watched:
 def assert_same_gradients(
     actual: dict[str, list[torch.Tensor]], expected: dict[str, list[torch.Tensor]]
 ) -> None:
-    """The same parameters got one gradient each, the same bit for bit."""
+    """Check that the same parameters got one gradient each, with the same bits."""
     assert actual.keys() == expected.keys() and expected
     for name, gradients in expected.items():
         assert len(actual[name]) == len(gradients) == 1, name
@@ -106,7 +106,7 @@ def assert_same_gradients(
 
 
 class Workshop:
-    """Wraps models for one test, each into a store of its own, and closes them at its end."""
+    """Wraps models for one test, each with its own store, and closes them at the test's end."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -123,7 +123,7 @@ class Workshop:
         return self.made[-1]
 
     def least(self, model: nn.Module, **settings: Any) -> int:
-        """The smallest budget for model, from the error that refuses less."""
+        """Return the smallest budget for model, from the error that rejects less."""
         with pytest.raises(BudgetError) as refused:
             lohan.wrap(model, store=self.folder / "refused", host_bytes=1, **settings)
         found = re.search(r"at least (\d+)", str(refused.value))
@@ -133,7 +133,7 @@ class Workshop:
     def train(
         self, steps: Iterable[int], make: Make = Stack, loss_of: Loss = square_loss, **settings: Any
     ) -> dict[str, torch.Tensor]:
-        """The parameters of a fresh wrapped model after some steps."""
+        """Return the parameters of a new wrapped model after some steps."""
         model = self.wrap(build(make), **settings)
         for step in steps:
             train_step(model, step, loss_of)
@@ -175,7 +175,7 @@ def workshop(store_dir: pathlib.Path) -> Iterator[Workshop]:
 
 
 def train_step(model: nn.Module, step: int, loss_of: Loss = square_loss) -> float:
-    """One step of training."""
+    """Train one step."""
     loss = loss_of(model, step)
     loss.backward()
     model.optimizer.step()
@@ -183,7 +183,7 @@ def train_step(model: nn.Module, step: int, loss_of: Loss = square_loss) -> floa
 
 
 def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same names with the same bits."""
+    """Check that both have the same names with the same bits."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name

@@ -1,4 +1,4 @@
-"""Programs that tests/py/test_rules_process.py runs in a process of their own: MODE STORE [N]."""
+"""Programs that tests/py/test_rules_process.py runs as separate processes: MODE STORE [N]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Vectors(Dataset[torch.Tensor]):
-    """Forty vectors of one batch each."""
+    """A data set of forty vectors, one per batch."""
 
     def __len__(self) -> int:
         return 40
@@ -29,7 +29,7 @@ class Vectors(Dataset[torch.Tensor]):
 
 
 def wrap(store: str, **settings: Any) -> nn.Module:
-    """The model of every program."""
+    """Return the model of every program."""
     torch.set_num_threads(2)
     return lohan.wrap(build(Stack), store=store or None, lr=1e-2, **settings)
 
@@ -39,7 +39,7 @@ def report(model: nn.Module, step: int) -> None:
     print("step", step, flush=True)
 
 
-def run_for_ever(store: str) -> None:
+def run_forever(store: str) -> None:
     """Train until a signal ends it."""
     model = wrap(store)
     step = 0
@@ -94,7 +94,7 @@ def fail(store: str) -> None:
 def load_data(store: str) -> None:
     """Workers of a DataLoader are forked after wrap."""
     model = wrap(store)
-    for _ in range(2):  # workers come and go twice
+    for _ in range(2):  # workers start and end twice
         loader = DataLoader(Vectors(), batch_size=4, num_workers=2)
         for batch in loader:
             model(batch).square().mean().backward()
@@ -103,7 +103,7 @@ def load_data(store: str) -> None:
 
 
 def fork(store: str, **settings: Any) -> None:
-    """A forked child drops the model, and ends as programs end."""
+    """A forked child drops the model, and ends as programs usually do."""
     model = wrap(store, **settings)
     for step in range(2):
         model(vectors(step)).square().mean()
@@ -149,7 +149,7 @@ def fork_one_slot(store: str) -> None:
 
 
 def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]:
-    """What a forked child may call and does not get."""
+    """Calls that a forked child may make, and that are refused."""
     session = model.lohan
     engine = session._engine
     return [
@@ -206,7 +206,7 @@ def quiet_calls(model: nn.Module) -> list[Any]:
 
 
 def is_refused(call: Any, error: type[Exception]) -> bool:
-    """A call raises that error; says what it does else."""
+    """Check that a call raises the given error; report anything else."""
     try:
         call()
     except error:
@@ -219,7 +219,7 @@ def is_refused(call: Any, error: type[Exception]) -> bool:
 
 
 def fork_calls(store: str) -> None:
-    """Whatever a forked child calls, in the middle of the parent's step, is refused by name."""
+    """Every call of a forked child in the middle of the parent's step is refused by name."""
     model = wrap(store, activations="recompute")
     train_step(model, 0)
     loss = model(vectors(1)).square().mean()
@@ -227,7 +227,7 @@ def fork_calls(store: str) -> None:
     params = list(model.parameters())
     loop = iter(model.parameters())
     lent = next(loop)
-    assert lent.sum().isfinite()  # in memory, as long as the loop is there
+    assert lent.sum().isfinite()  # the data stay in memory as long as the loop exists
     child = os.fork()
     if child == 0:
         signal.alarm(30)
@@ -249,7 +249,7 @@ def fork_calls(store: str) -> None:
 MODES = {
     f.__name__: f
     for f in (
-        run_for_ever,
+        run_forever,
         finalize,
         leave_open,
         leave_in_a_step,

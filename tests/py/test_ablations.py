@@ -1,4 +1,4 @@
-"""What the papers took away to show what it is worth, in the simulator, to the nanosecond.
+"""The papers' ablations in the simulator, exact to the nanosecond.
 
 A change that moves a figure brings the new file: LH_GOLDEN_WRITE=1 writes it.
 """
@@ -18,7 +18,7 @@ from lohan.simulate import Options, simulate
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "ablations.csv"
 MODEL = "gpt-13b"
 COLUMNS = ("batch", "ssd_count", "schedule", "step_ns", "swapped_bytes")
-# LoHan V-D (schedules, batch 64) and fig. 10b (SSDs, batch 32).
+# Source: LoHan V-D (schedules, batch 64) and fig. 10b (SSDs, batch 32).
 CASES = (
     (64, 12, "optimized"),
     (64, 12, "naive"),

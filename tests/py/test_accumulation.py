@@ -1,4 +1,4 @@
-"""Gradients of several backwards in one step: torch's sums, whatever the placement."""
+"""Gradients of several backwards in one step: they are torch's sums for every placement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(folder: pathlib.Path, dtype: str, **settings: Any) -> dict[str, torch.Tensor]:
-    """The parameters after some steps of COUNT backwards, or as many as accumulate= says."""
+    """Return the parameters after some steps of COUNT backwards, or of accumulate= backwards."""
     settings = {"lr": 1e-2, "accumulate": COUNT, **settings}
     model = lohan.wrap(helper.build("gpt2", DTYPES[dtype]), store=folder, **settings)
     for step in range(STEP_COUNT):
@@ -60,7 +60,7 @@ def test_the_same_bits_for_every_budget_and_schedule(
 
 
 class Chain(nn.Module):
-    """Parameters of which a part of the batches uses a part, and one tied pair."""
+    """Parameters of which some batches use only a part, and one tied pair."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Chain(nn.Module):
 
 
 def summed(model: nn.Module, step: int, dtype: torch.dtype) -> None:
-    """COUNT backwards; the first leaves layer 1 out, the second layer 2."""
+    """Run COUNT backwards; the first leaves layer 1 out, the second layer 2."""
     for part in range(COUNT):
         model(vectors(10 * step + part).to(dtype), part + 1).backward()
 
@@ -111,7 +111,7 @@ PROBE = {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1e30, "weight_decay": 0.0}
 
 
 def probe(workshop: Workshop, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """What lohan makes of the sum of gradients: -sum / eps in the fp32 master."""
+    """Return what lohan makes of the sum of gradients: -sum / eps in the fp32 master."""
     model = workshop.wrap(Probe(), accumulate=len(inputs), **PROBE)
     for x in inputs:
         model(x).backward()
@@ -175,7 +175,7 @@ def test_several_small_batches_are_one_large_batch_wherever_their_sums_are(
 def test_a_sum_of_16_bit_gradients_is_at_most_twice_as_wrong_as_torchs(
     dtype: str, workshop: Workshop
 ) -> None:
-    """Against fp64; lohan's is read off a parameter, so it is rounded once, to the same dtype."""
+    """Compared with fp64; lohan's sum is read from a parameter, which rounds it once."""
     inputs = [torch.randn(5000).to(DTYPES[dtype]) for _ in range(16)]
     exact = sum(x.double() for x in inputs)
     plain = Probe().to(DTYPES[dtype])

@@ -28,7 +28,7 @@ __all__ = ["workshop"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 4
-# Moments of a fp16 AdamW underflow at the usual eps.
+# The moments of an fp16 AdamW underflow with the usual eps.
 HYPER = {**helper.HYPER, "betas": helper.BETAS, "eps": 1e-4}
 
 
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Plain steps; model.optimizer of a wrapped model is one of them."""
+    """Train plain steps; the optimizer may be model.optimizer of a wrapped model."""
     losses = []
     for step in steps:
         loss = loss_of(model, step)
@@ -82,7 +82,7 @@ def by_kernel(
     *,
     keep: bool = False,
 ) -> list[float]:
-    """Torch's forward and backward from here on, and lohan's kernel on torch's state."""
+    """Continue with torch's forward and backward, and lohan's kernel on torch's state."""
     states = {}
     for param in model.parameters():
         state = states[param] = helper.State.of(param.data)
@@ -112,7 +112,7 @@ def by_kernel(
 @pytest.mark.parametrize("host_bytes", ["minimal", None])
 @pytest.mark.parametrize("make", [AdamW, Adam])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_training_goes_on_from_the_very_moments_and_step_counts(
+def test_training_continues_from_the_very_moments_and_step_counts(
     dtype: str, make: Callable[..., Any], host_bytes: str | None, workshop: Workshop
 ) -> None:
     hyper = dict(HYPER, weight_decay=0.0) if make is Adam else HYPER
@@ -137,12 +137,12 @@ def test_it_is_torchs_own_training_but_for_rounding(workshop: Workshop) -> None:
     train(model, model.optimizer, range(STEPS, 2 * STEPS))
     state = model.state_dict()
     for name, value in plain.state_dict().items():
-        # A last place or so in each of four steps, beside what they moved.
+        # About one unit in the last place in each of four steps, relative to what they moved.
         assert (state[name] - value).norm() <= 1e-5 * (value - half[name]).norm(), name
 
 
 def two_groups(model: nn.Module) -> AdamW:
-    """Groups with hyper-parameters and keys of their own, as scripts make them."""
+    """Make groups with their own hyper-parameters and keys, as scripts do."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -211,7 +211,7 @@ def test_a_scheduler_made_for_it_rules_and_torch_does_not_warn(
 
 
 class Broken(LRScheduler):
-    """A scheduler whose optimizer cannot be looked at."""
+    """A scheduler whose optimizer cannot be read."""
 
     def __init__(self) -> None:
         pass
@@ -255,7 +255,8 @@ def test_the_old_one_is_emptied_and_refuses_by_name(workshop: Workshop) -> None:
     model = late(torch.float32)
     optimizer = AdamW(model.parameters(), **HYPER)
     train(model, optimizer, range(STEPS))
-    model.head.bias.requires_grad_(False)  # lohan has no moments of it: they stay where they are
+    # lohan has no moments of it, so they stay in the optimizer
+    model.head.bias.requires_grad_(False)
     lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "s")
     assert [id(param) for param in optimizer.state] == [id(model.head.bias)]
     loss_of(model, STEPS).backward()
@@ -367,7 +368,7 @@ def test_an_optimizer_of_an_empty_model_gets_the_parameters(workshop: Workshop) 
 
 
 class Renamed(AdamW):
-    """Who knows what its step() does."""
+    """A subclass whose step() may do anything."""
 
 
 def with_shape(model: nn.Module, key: str, value: Any) -> AdamW:

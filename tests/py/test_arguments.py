@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 NAN, INF = float("nan"), float("inf")
-# Keyword, value, and what the message says besides the value.
+# The keyword, the value, and what the message contains besides the value.
 WRONG: list[tuple[str, Any, str]] = [
     ("store", b"/tmp/store", "a path, or a list of paths"),
     ("store", "", "is not a valid file name"),
@@ -246,7 +246,7 @@ def test_wrong_groups_are_refused_by_the_parameter_s_name(
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """A group of this process alone."""
+    """A process group that consists of this process alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""docs/asks.md names tests: they exist, are collected, and answer at least 27 of the 30 asks."""
+"""docs/asks.md names tests: they exist, are collected, and cover at least 27 of the 30 asks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C_TEST = re.compile(r"^\* `(tests/c/test_\w+\.c): (.+)`$", re.M)
 
 @functools.cache
 def asks() -> dict[int, str]:
-    """The text below each ask's heading, by its number."""
+    """Return the text below each heading, by its number."""
     parts = re.split(r"^## (\d+)\. .+$", PAGE.read_text(encoding="utf-8"), flags=re.M)
     assert len(parts) == 2 * ASK_COUNT + 1
     return {int(n): text for n, text in zip(parts[1::2], parts[2::2], strict=True)}
@@ -52,7 +52,8 @@ class Collected:
 def test_the_tests_that_are_named_are_collected(capfd: pytest.CaptureFixture[str]) -> None:
     named = sorted({name for text in asks().values() for name in PYTHON_TEST.findall(text)})
     files = sorted({name.partition("::")[0] for name in named})
-    # In this process, which most likely has torch and the tests' own modules already.
+    # This runs in the same process, which most likely has already imported torch and the tests'
+    # modules.
     words = [f"--rootdir={ROOT}", "--collect-only", "-q", "-m", "slow or not slow"]
     plugins = [
         word

@@ -1,4 +1,4 @@
-"""What cannot work is refused with the numbers and the way out; nothing is lost, nothing hangs."""
+"""Impossible requests are rejected with numbers and a remedy; nothing is lost, nothing hangs."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ class Damage:
 
 
 def check_failed(model: Any, first: BaseException) -> None:
-    """Every later call raises the first error; close() gives everything back."""
+    """Every later call raises the first error; close() releases everything."""
     session = model.lohan
     for call in (
         lambda: crash_worker.train_step(model, 9),
@@ -419,7 +419,7 @@ class BpfProgram(ctypes.Structure):
 
 
 def forbid_io_uring() -> None:
-    """As container runtimes do: a seccomp filter that answers io_uring_setup with EPERM."""
+    """As container runtimes do, a seccomp filter makes io_uring_setup fail with EPERM."""
     load_number, jump_if_equal, answer = 0x20, 0x15, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
     instructions = (BpfInstruction * 4)(
@@ -501,7 +501,7 @@ def test_without_io_uring_it_falls_back_and_says_why(store_dir: pathlib.Path) ->
     assert f"lohan doctor {store_dir}" in last
 
 
-def test_without_direct_io_it_goes_on_and_says_so_or_is_refused(
+def test_without_direct_io_it_continues_and_says_so_or_is_refused(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mounted = subprocess.run(["mount", "-t", "ramfs", "lohan-test", tmp_path], capture_output=True)

@@ -1,4 +1,4 @@
-"""What files have besides parameters: buffers are filled from them, what is left out is said."""
+"""Buffers are filled from files as parameters are, and a file's unused tensors are reported."""
 
 from __future__ import annotations
 

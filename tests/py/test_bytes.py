@@ -1,4 +1,4 @@
-"""Bytes are counted: what a step moves is what its plan said, what the kernel saw, and not more."""
+"""A step moves the bytes that its plan predicted and the kernel counted, and no others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import nn
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEP_COUNT = 7
 NARROW, WIDE = 96, 2048
-WIDE_COUNT = 7  # 29 M parameters: what the kernel counts besides is small against their bytes
+WIDE_COUNT = 7  # 29 M parameters, so that everything else that the kernel counts is small
 COMMIT_SHARE_MAX = 0.01
-# File system metadata and what else the process reads and writes meanwhile.
+# The bytes of file system metadata, and of other files that the process uses meanwhile.
 KERNEL_TOLERANCE = 0.02
 
 
 class Skipping(nn.Module):
-    """Blocks of which a step uses some; a frozen one and a root parameter, too."""
+    """Blocks of which each step uses some, with a frozen one and a parameter of the root."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Skipping(nn.Module):
 
 
 def skipping_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """A different set of blocks in most steps; each is left out at least once."""
+    """Most steps use a different set of blocks; each block is left out at least once."""
     model.used = {index for index in range(6) if step % 3 == 0 or (index + step) % 4 > 0}
     dtype = model.scale.dtype
     batch = torch.randn(4, NARROW, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -62,7 +62,7 @@ def loss_of(name: str) -> Callable[[nn.Module, int], torch.Tensor]:
 
 
 def evaluate(model: nn.Module, name: str, step: int) -> None:
-    """Forwards without gradients, a different number of them after each step."""
+    """Run forwards without gradients, a different number of them after each step."""
     with torch.no_grad():
         for other in range(step % 3):
             loss_of(name)(model, 100 + other)
@@ -209,7 +209,7 @@ def wide(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 def wide_step(model: nn.Module) -> StepStats:
-    """One step, from nothing in flight to nothing in flight."""
+    """Train one step; nothing is in flight before or after it."""
     model(torch.ones(1, WIDE, dtype=model[0].weight.dtype)).float().square().mean().backward()
     model.optimizer.step()
     model.lohan.flush()
@@ -218,7 +218,7 @@ def wide_step(model: nn.Module) -> StepStats:
 
 
 def kernel_bytes() -> tuple[int, int]:
-    """(read, written) by this process at the block layer."""
+    """Return the bytes that this process has read and written at the block layer."""
     text = pathlib.Path("/proc/self/io").read_text()
     fields = dict(line.split(": ") for line in text.splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])

@@ -1,4 +1,4 @@
-"""The campaigns of tests/campaign in their quick form; the Makefile has the full ones."""
+"""The campaigns of tests/campaign in their quick form; the Makefile has the long ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from disk_model import CREATE, RENAME, SYNC, WRITE, Disk, Record  # noqa: E402
 
 
 def run(folder: pathlib.Path, name: str, *words: str) -> dict[str, Any]:
-    """The last line of what a campaign says; it must not fail."""
+    """Run a campaign, which must not fail; return the last line of its output."""
     command = [sys.executable, str(CAMPAIGNS / f"{name}.py"), "--dir", str(folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HUNG_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,7 +68,7 @@ ROOT = pathlib.Path("/root-of-a-record")
 
 
 def images(tmp_path: pathlib.Path, records: list[Record]) -> list[dict[str, bytes]]:
-    """What a cut behind these calls leaves, in a hundred tries."""
+    """Return the states that a power cut after these calls leaves, in a hundred tries."""
     disk = Disk(ROOT)
     for record in records:
         disk.take(record)

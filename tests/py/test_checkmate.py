@@ -61,7 +61,7 @@ def small(rng: random.Random) -> tuple[_plan.Model, _plan.Machine]:
 
 
 def cost_s(model: _plan.Model, machine: _plan.Machine, fates: tuple[str, ...]) -> float | None:
-    """By the cost model, in exact sums; None: it does not fit."""
+    """Return the cost by the cost model, in exact sums, or None if it does not fit."""
     room = _checkmate._room(model, machine)
     of: dict[str, int] = collections.Counter()
     for layer, fate in zip(model.layers, fates, strict=True):

@@ -66,7 +66,7 @@ def test_doctor_exits_1_and_names_what_fixes_a_directory_that_is_not_there(
     assert answer.exit_code == 1 and not found["ok"]
     needed = [problem for problem in found["problems"] if problem["needed"]]
     assert [problem["fix"] for problem in needed] == [f"mkdir -p {missing}"]
-    (store_dir / "missing").touch()  # a file, for which mkdir would not help
+    (store_dir / "missing").touch()  # it is a file, so mkdir would not help
     found = json.loads(run("doctor", "--json", missing).stdout)
     needed = [problem for problem in found["problems"] if problem["needed"]]
     assert [problem["fix"] for problem in needed] == ["name a directory on an SSD"]
@@ -112,7 +112,7 @@ def test_doctor_speaks_of_the_limit_of_locked_memory_only_where_it_binds(
 
 
 def make_store(folder: pathlib.Path) -> list[tuple[str, int]]:
-    """A store at step 2; (name, elements) of the model's parameters."""
+    """Make a store at step 2; return (name, elements) of the model's parameters."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 16))
     model[1].bias.requires_grad_(False)
     wrapped = lohan.wrap(model, store=folder, lr=0.25, weight_decay=0.5)
@@ -274,7 +274,7 @@ def test_the_demo_refuses_a_store_directory_that_has_something_in_it(
 # --- The timeline -------------------------------------------------------------------------------
 
 EVENTS = [
-    # kind, unit, lane, step, start_ns, end_ns, bytes
+    # Each row has the kind, unit, lane, step, start_ns, end_ns and bytes.
     (0, 0, 0, 1, 100, 300, 4096),
     (0, 1, 1, 1, 200, 400, 4096),
     (0, 0, 0, 1, 300, 500, 4096),
@@ -315,7 +315,7 @@ def test_a_timeline_is_written_for_perfetto_and_as_a_picture(tmp_path: pathlib.P
 
 
 def stats_of(**changes: Any) -> lohan.StepStats:
-    """A step of one microsecond in which nothing happened, but for the changes."""
+    """Return a step of one microsecond in which nothing happened except the changes."""
     numbers = {f.name: 0 for f in dataclasses.fields(lohan.StepStats)}
     whole: dict[str, Any] = {**numbers, "step": 1, "wall_ns": 1000, "written_ns": 200, "threads": 2}
     return lohan.StepStats(**{**whole, "bytes": {}, "planned_bytes": {}, **changes})

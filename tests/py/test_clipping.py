@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients: exact, wherever gradients wait for it."""
+"""Clipping by the norm of all gradients is exact, wherever gradients wait for the norm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(folder: pathlib.Path, dtype: str, **settings: Any) -> tuple[list[float], dict[str, Any]]:
-    """Norms of all steps, and the parameters after them."""
+    """Return the norms of all steps, and the parameters after them."""
     model = lohan.wrap(helper.build("gpt2", DTYPES[dtype]), store=folder, **settings, lr=1e-2)
     norms = []
     for step in range(STEP_COUNT):
@@ -108,7 +108,7 @@ def test_a_norm_below_the_limit_changes_nothing(store_dir: pathlib.Path) -> None
 
 
 class Scaled(nn.Module):
-    """A loss that one batch makes infinite."""
+    """A model with a loss that one batch makes infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_a_flipped_bit_in_a_gradient_that_waits_is_found_and_the_committed_step_
 
 
 def clip_all(model: nn.Module, **settings: Any) -> torch.Tensor:
-    """Torch's own function, on all parameters."""
+    """Clip with torch's own function, on all parameters."""
     return nn.utils.clip_grad_norm_(model.parameters(), 0.5, **settings)
 
 

@@ -1,4 +1,4 @@
-"""What all commands of lohan have in common, `lohan bench` and `lohan trace`."""
+"""What all commands of lohan have in common, and the commands `lohan bench` and `lohan trace`."""
 
 from __future__ import annotations
 

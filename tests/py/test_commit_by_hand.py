@@ -1,4 +1,4 @@
-"""commit_every="manual": the store is what was committed by hand, and nothing else."""
+"""commit_every="manual": the store has exactly what was committed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def steps(model: nn.Module, count: int) -> list[float]:
-    """Steps on the batches that follow."""
+    """Train steps on the batches that follow."""
     losses = []
     for _ in range(count):
         loss = helper.language_loss(model, model.lohan.step)
@@ -70,7 +70,7 @@ def test_an_edit_is_there_for_the_next_step_and_goes_with_the_next_commit(
     again.lohan.close()
     third = wrap(store_dir / "a", resume=True)
     third.load_state_dict(doubled)
-    third.lohan.commit()  # of an edit alone
+    third.lohan.commit()  # this commits only an edit
     third.lohan.close()
     fourth = wrap(store_dir / "a", resume=True)
     assert fourth.lohan.step == 1 and same(state_of(fourth), doubled)

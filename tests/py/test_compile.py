@@ -1,4 +1,4 @@
-"""torch.compile of a wrapped model: it runs uncompiled, with its bits, and says so."""
+"""torch.compile of a wrapped model: it runs uncompiled, with the same bits and a note."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Step = Callable[[int], None]
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """What torch learnt to compile or to skip is forgotten."""
+    """Forget what torch has learned to compile or to skip."""
     yield
     torch._dynamo.reset()
 
 
 def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Through Dynamo; what a backend would do with the graph is not the question."""
+    """Compile with Dynamo and the eager backend, because other backends are not tested."""
     made: Callable[..., torch.Tensor] = torch.compile(function, backend="eager")
     return made
 

@@ -1,4 +1,4 @@
-"""What blocks are given and return besides tensors, under every way of keeping activations."""
+"""Blocks may take and return other values than tensors, with every way of keeping activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 WIDTH = 64
-ROWS = 32  # a tensor of a block is two pages: more than what is kept for being small
+ROWS = 32  # a block's tensors have two pages, so they are not kept as small ones
 BLOCK_COUNT = 3
 WAYS: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
@@ -29,14 +29,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Checked(NamedTuple):
-    """A tuple with names."""
+    """A named tuple."""
 
     hidden: torch.Tensor
     rest: Any = None
 
 
 class Careful(Checked):
-    """One whose constructor expects tensors, and that has a value beside its items."""
+    """A named tuple whose constructor expects tensors, and that has a value besides its items."""
 
     def __new__(cls, hidden: torch.Tensor, rest: Any = None) -> Careful:
         made = super().__new__(cls, hidden, rest)
@@ -61,22 +61,22 @@ class Frozen:
 
 
 class Listed(list[Any]):
-    """A list of a class of its own."""
+    """A list of a subclass."""
 
 
 class Pairs(tuple[Any, ...]):
-    """A tuple of a class of its own."""
+    """A tuple of a subclass."""
 
 
 class Named(dict[str, Any]):
-    """A dict of a class of its own, whose constructor takes something else."""
+    """A dict of a subclass whose constructor takes other arguments."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__(hidden=hidden)
 
 
 class Holder:
-    """An object of a class that nobody knows."""
+    """An object of an unknown class."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
@@ -87,7 +87,7 @@ def _careful_out(value: Any) -> torch.Tensor:
     return value.hidden + value.rest[0]["more"]
 
 
-# How a tensor goes into a container, and how it comes out again.
+# How a tensor is put into a container, and how it is taken out again.
 KINDS: dict[str, tuple[Any, Any]] = {
     "named tuple": (lambda x: Checked(x, None), lambda c: c.hidden),
     "careful": (lambda x: Careful(x, [{"more": x * 0.5}]), _careful_out),
@@ -117,7 +117,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 class Block(nn.Module):
-    """Takes and returns a container; its layer is given one by name and returns one, too."""
+    """Takes and returns a container; its layer is given one as a keyword, and returns one, too."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Block(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer between containers."""
+    """A layer that takes and returns containers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Hands a container from block to block."""
+    """Passes a container from block to block."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Packed(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Sequences of several lengths, packed, through two blocks of LSTMs."""
+    """Runs packed sequences of several lengths through two blocks of LSTMs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_the_first_forward_and_its_gradients_have_plain_torch_s_bits(
 
 
 class Doubles(nn.Module):
-    """Changes what it is given in place, which its operations do not notice."""
+    """Changes its argument in place, which its operations do not notice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Doubles(nn.Module):
 
 
 class Doubled(nn.Module):
-    """Such a block."""
+    """Takes and returns a container as well."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What copies, exports and requests must not touch, and what they say of what they cannot read."""
+"""What copies, exports and requests must not change, and their errors for unreadable input."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def store(directory: Path) -> Path:
-    """A store that is closed, of a layer."""
+    """A closed store of a single layer."""
     lohan.wrap(nn.Linear(4, 4), store=directory).lohan.close()
     return directory
 
 
 def begun(directory: Path, nbytes: int) -> Path:
-    """What a creation leaves that was killed before its header was written."""
+    """Make the files that remain of a creation that was killed before it wrote a header."""
     directory.mkdir()
     (directory / "lohan.data").write_bytes(bytes(nbytes))
     return directory
@@ -95,7 +95,7 @@ def test_a_copy_that_fails_leaves_no_directory_that_was_made_for_it(
 
 
 def answered(model: Any, store_dir: Path, wish: dict[str, Any]) -> dict[str, Any] | None:
-    """What the session says to a request at the end of a step."""
+    """Return the session's reply to a request at the end of a step."""
     (store_dir / _requests.REQUEST).write_text(json.dumps({"id": "0" * 32, **wish}))
     model(torch.ones(1, 4)).sum().backward()
     model.optimizer.step()
@@ -214,7 +214,7 @@ def test_a_wrong_byte_in_the_store_is_named_by_its_parameter(
 
 def test_a_path_may_have_any_bytes_and_a_message_may_end_in_one(store_dir: Path) -> None:
     long = "ä" * 100
-    for length in range(4):  # a limit of bytes falls into a letter
+    for length in range(4):  # the limit in bytes is inside a character
         directory = store_dir / f"{'x' * length}{long}" / long / long
         other = store_dir / f"{length}"
         store(directory), store(other)
@@ -279,7 +279,7 @@ def test_who_is_killed_while_files_move_leaves_no_mixture_of_two_models(
         )
 
     def found(out: Path) -> set[float]:
-        """What from_pretrained would take."""
+        """Return the files that from_pretrained would read."""
         config = {float((out / "config.json").read_text())}
         whole, index = out / "model.safetensors", out / "model.safetensors.index.json"
         if whole.exists():

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the last committed step is there, and training ends at the same bits."""
+"""After kill -9 the last committed step exists, and training ends with the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from lohan.config import SCHEDULES
 from patience import HUNG_S
 
-# Some steps: long enough that a kill hits any part of one, short enough that many fit a test.
+# The time of some steps: a kill can hit any part of one, and many kills fit in a test.
 KILL_AFTER_MAX_S = 0.06
 
 
@@ -29,7 +29,7 @@ class Reference:
         self.rng = torch.get_rng_state()
 
     def at(self, step: int) -> str:
-        """The digest after step steps; trains as far as needed."""
+        """Return the digest after the given number of steps; train as far as needed."""
         torch.set_num_threads(crash_worker.TORCH_THREAD_COUNT)
         torch.set_rng_state(self.rng)
         while len(self.digests) <= step:
@@ -53,7 +53,7 @@ def references(
 
 
 class Run:
-    """What one process said before it ended."""
+    """What one process reported before it ended."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
@@ -83,7 +83,7 @@ class Run:
 
 
 def host_bytes_min(dtype: torch.dtype, directory: pathlib.Path, commit_every: int) -> int:
-    """The least that works for every schedule."""
+    """The smallest budget that works for every schedule."""
     least = 0
     for schedule in SCHEDULES:
         settings: Any = {"schedule": schedule, "commit_every": commit_every, "host_bytes": 1}
@@ -109,7 +109,7 @@ def kill_and_resume(
         "commit_every": commit_every,
         "host_bytes": host_bytes_min(dtype, store / "none", commit_every),
     }
-    least, most = 0, 0  # where the store may be
+    least, most = 0, 0  # the steps at which the store may be
     for round_ in range(kill_count + 1):
         is_last = round_ == kill_count
         step_max = most + 3 if is_last else None
@@ -136,7 +136,7 @@ def kill_and_resume(
         # A step is closed when the one before is over: written, and committed if it was due.
         over = max(run.closed - 1, 0) // commit_every * commit_every
         least = max(least, step, run.committed, over)
-        most = run.closed + 1  # the report of the last one may have been killed
+        most = run.closed + 1  # the process may have been killed before it reported the last one
 
 
 VARIANTS = [

@@ -1,4 +1,4 @@
-"""Defaults change no number, and training holds up nobody else in its process."""
+"""Defaults change no number, and training does not delay other work in its process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 1.0
 
 
 def test_hyper_parameters_are_adamws_and_nothing_is_clipped(store_dir: pathlib.Path) -> None:
-    """A run that names no setting: AdamW on gradients as they came, with torch's own defaults."""
+    """Run without any setting: AdamW on unchanged gradients, with torch's own defaults."""
     torchs = inspect.signature(torch.optim.AdamW).parameters
     assert {name: torchs[name].default for name in DEFAULTS} == DEFAULTS
     plain, model = helper.build("gpt2", torch.float32), helper.build("gpt2", torch.float32)
@@ -41,7 +41,7 @@ def test_hyper_parameters_are_adamws_and_nothing_is_clipped(store_dir: pathlib.P
 
 
 def test_no_setting_of_config_is_part_of_the_rule() -> None:
-    """What changes numbers is an argument of wrap() itself, and None unless it is asked for."""
+    """Settings that change numbers are arguments of wrap() itself, and None by default."""
     rule = {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "params", "optimizer"}
     given = inspect.signature(lohan.wrap).parameters
     assert all(given[name].default is None for name in rule)
@@ -51,7 +51,7 @@ def test_no_setting_of_config_is_part_of_the_rule() -> None:
 
 def test_other_threads_run_on_while_training_waits(store_dir: pathlib.Path) -> None:
     model = nn.Sequential(nn.Linear(512, 512, bias=False))
-    link = int(512 * 512 * 4 / WAIT_S)  # the one block takes so long to come in
+    link = int(512 * 512 * 4 / WAIT_S)  # loading the only block takes WAIT_S
     settings = {"device": "emu", "emu_bytes_per_s": (link, 1 << 40)}
     model = lohan.wrap(model, store=store_dir / "run", **settings)
     is_over = threading.Event()

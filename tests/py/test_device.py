@@ -68,7 +68,7 @@ def test_a_model_eight_times_the_device_trains_to_the_same_bits(store_dir: pathl
     trained = helper.train(model, range(STEPS), loss_of)
     helper.assert_same(trained, reference)
     assert 8 * meter.peak_bytes <= nbytes
-    # Slots, inputs of blocks and outputs of tanh: the meter counts what is there.
+    # Slots, inputs of blocks and outputs of tanh: the meter counts what exists.
     assert meter.peak_bytes >= meter.device.slot_bytes + 2 * DEPTH * ROWS * WIDTH * 4
 
 
@@ -164,7 +164,7 @@ def test_blocks_that_never_change_cross_once_where_there_is_room(store_dir: path
     model = wrap(store_dir, Tower(8, frozen=6))
     try:
         first = step_of(model, 0)
-        step_of(model, 1)  # copies for itself and, behind its updates, for the next one
+        step_of(model, 1)  # copies for this step and, after its updates, for the next one
         third = step_of(model, 2)
         nbytes = [unit.nbytes for unit in model.lohan.layout.units]
         assert first.bytes["copy_in"] == sum(nbytes)
@@ -234,7 +234,7 @@ def test_slow_links_are_what_a_step_is_bound_by(store_dir: pathlib.Path) -> None
         step_of(model, 0)
         stats = step_of(model, 1)
         assert stats.bytes["copy_in"] > 1.8 * nbytes
-        assert stats.copy_in_ns > 0.57e9  # at a third of a second for all blocks
+        assert stats.copy_in_ns > 0.57e9  # all blocks together take a third of a second
         assert stats.bound_by == "copies"
     finally:
         model.lohan.close()

@@ -1,4 +1,4 @@
-"""Which device a model computes on, and what a batch on another one is told."""
+"""The device on which a model computes, and the error for a batch on another one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def sees_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says on a machine with one GPU; any further use of it would fail here."""
+    """Let torch report one GPU; any further use of it would fail here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -227,7 +227,7 @@ def test_a_batch_elsewhere_is_refused_in_the_first_forward(
             model(*args, **kwargs)
         assert "the model computes on cpu" in str(found.value)
         assert ".to('cpu')" in str(found.value)
-        model(here()).backward()  # and nothing is left behind
+        model(here()).backward()  # and nothing is left over
         model.optimizer.step()
         assert model.lohan.step == 1
     finally:
@@ -238,7 +238,7 @@ class Elsewhere(nn.Module):
     """A model that computes on the meta device, with a batch of which some is in main memory."""
 
     def forward(self, rows: Any, lengths: Any = None, *others: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def refused(device: torch.device, *args: Any, **kwargs: Any) -> str:
@@ -300,7 +300,7 @@ def test_an_error_of_a_later_forward_names_what_is_elsewhere(store_dir: pathlib.
         model(here()).backward()
         model.optimizer.step()
         with pytest.raises(RuntimeError, match="device meta") as found:
-            model(here(), away())  # torch's own error, of the multiplication
+            model(here(), away())  # the error is torch's own, of the multiplication
         assert not isinstance(found.value, DeviceMismatchError)
         assert any("'scale' is on meta, but the model" in note for note in found.value.__notes__)
         with pytest.raises(DeviceMismatchError, match="'scale' is on meta"):

@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Ends(nn.Module):
-    """Two parameters of the model itself, one read first, one last: backward begins with half."""
+    """Has two root parameters, one used first, one last: backward begins with the latter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Ends(nn.Module):
 
 
 class Uneven(nn.Module):
-    """One large block and many that are small beside a block of gradients."""
+    """One large block, and many that are small compared with a block of gradients."""
 
     narrow = 32
 
@@ -136,7 +136,7 @@ def test_a_step_that_dies_leaves_no_new_bytes_on_the_device(store_dir: pathlib.P
 
 
 def refuse(*args: Any) -> None:
-    time.sleep(0.2)  # the other blocks' updates are over by now
+    time.sleep(0.2)  # the updates of the other blocks have ended by this time
     raise ValueError("half-way")
 
 

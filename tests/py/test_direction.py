@@ -1,4 +1,4 @@
-"""z of zeroth-order training: torch's reference and the C core give the same bits."""
+"""The direction z of zeroth-order training: torch's reference and the C core give the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def op(
     decay: float = 0.0,
     is_same: bool = False,
 ) -> Op:
-    """As _core takes it."""
+    """Return an operation in the form that _core takes."""
     return (
         kind,
         is_same,
@@ -36,14 +36,14 @@ def op(
 
 
 def drawn(stream: Stream, first: int, count: int, kernel: str) -> torch.Tensor:
-    """What is drawn by the C core."""
+    """Return the numbers that the C core draws."""
     values = torch.empty(count)
     _core.zo_apply(values.data_ptr(), values.data_ptr(), first, count, [op("draw", stream)], kernel)
     return values
 
 
 def bits(values: torch.Tensor) -> list[int]:
-    """Zeros have signs."""
+    """Return bits as integers, because zeros have signs."""
     return values.view(torch.int32).tolist()
 
 

@@ -65,7 +65,7 @@ def test_every_error_has_its_heading_and_every_heading_is_an_error() -> None:
 
 
 def anchors_of(page: pathlib.Path) -> set[str]:
-    """What a link to a heading of the page may say behind #."""
+    """Return the anchors of the page's headings."""
     titles = [line.lstrip("#").strip() for line in helper.prose_of(page) if line.startswith("#")]
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
 
@@ -111,13 +111,13 @@ def test_the_picture_of_a_step_is_what_its_script_draws() -> None:
 
 
 def test_lists_and_tables_are_some_on_the_site_too() -> None:
-    """Python-Markdown needs an empty line between these and a paragraph or a block of code."""
+    """Python-Markdown needs an empty line between a list and the paragraph or code before it."""
     for page in sorted((helper.ROOT / "docs").rglob("*.md")):
         before = ""
         for number, line in enumerate(helper.prose_of(page), 1):
             begins = re.match(r"([*-]|\d+\.) |\|", line)
-            goes_on = re.match(r"$|([*-]|\d+\.) |\s|#|\|", before)
-            assert not begins or goes_on, f"{page.name}:{number}: an empty line is missing"
+            continues = re.match(r"$|([*-]|\d+\.) |\s|#|\|", before)
+            assert not begins or continues, f"{page.name}:{number}: an empty line is missing"
             before = line
 
 

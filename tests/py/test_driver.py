@@ -1,4 +1,4 @@
-"""The driver of the tests, tests/run.py, and of the build: what they say."""
+"""The output of the tests' driver, tests/run.py, and of the build."""
 
 from __future__ import annotations
 

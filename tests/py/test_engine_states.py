@@ -1,4 +1,4 @@
-"""The engine's state machines: their tables, their diagrams and the code say the same."""
+"""The tables, the diagrams and the code of the engine's state machines agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MACHINES = {
 
 
 def table(machine: str) -> set[tuple[str, str]]:
-    """The transitions that the setter of a machine allows."""
+    """Return the transitions that a machine's setter allows."""
     text = (SCHED / "states.c").read_text()
     body = re.search(rf"lh_states_{machine}_may\(.*?\n\}}", text, re.DOTALL)
     assert body is not None
@@ -30,7 +30,7 @@ def table(machine: str) -> set[tuple[str, str]]:
 
 
 def diagram(machine: str) -> list[tuple[str, str, str]]:
-    """The transitions that a machine's header draws, and the functions that make them."""
+    """Return the transitions that a header draws for a machine, and their functions."""
     text = (SCHED / MACHINES[machine]).read_text()
     return re.findall(r"^ \* +([A-Z]+) -> ([A-Z]+) +(\w+)", text, re.MULTILINE)
 

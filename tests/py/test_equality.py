@@ -1,4 +1,4 @@
-"""Placement never changes the numbers: every setting gives the bits of every other one."""
+"""Placement never changes the numbers: all settings give the same bits."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ DIMENSIONS: tuple[tuple[Any, ...], ...] = (
 
 
 def pairs_of(row: tuple[Any, ...]) -> set[Any]:
-    """The pairs of choices that occur in one setting."""
+    """Return the pairs of choices that occur in one setting."""
     return set(itertools.combinations(enumerate(row), 2))
 
 
 def pairwise() -> list[Setting]:
-    """Few settings in which every two choices along different dimensions meet."""
+    """Return few settings in which every two choices along different dimensions occur together."""
     rows = list(itertools.product(*DIMENSIONS))
     left = set().union(*map(pairs_of, rows))
     chosen = []
@@ -73,7 +73,7 @@ SETTINGS = pairwise()
 
 
 def linears(dtype: torch.dtype) -> nn.Module:
-    """Three units of 1.2 Mi elements each: two chunks, the second one short."""
+    """Three units of 1.2 Mi elements each: two chunks, of which the second is short."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).to(dtype)
 
@@ -88,7 +88,7 @@ def linears_loss(model: nn.Module, step: int, dtype: torch.dtype) -> torch.Tenso
 def workload(
     name: str, dtype: torch.dtype
 ) -> tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]:
-    """How a model is built, and its loss."""
+    """Return a function that builds a model, and its loss."""
     if name == "linears":
         return functools.partial(linears, dtype), functools.partial(linears_loss, dtype=dtype)
     return functools.partial(helper.build, name, dtype), helper.language_loss
@@ -98,7 +98,7 @@ EXPECTED: dict[tuple[str, str], helper.Trained] = {}
 
 
 def expected(name: str, dtype: str, folder: pathlib.Path) -> helper.Trained:
-    """What training with everything in memory gives; computed once a model and dtype."""
+    """Return the result with everything in memory, computed once per model and dtype."""
     if (name, dtype) not in EXPECTED:
         build, loss_of = workload(name, DTYPES[dtype])
         model = lohan.wrap(build(), store=folder / "expected", threads=1, **helper.HYPER)
@@ -110,7 +110,7 @@ def expected(name: str, dtype: str, folder: pathlib.Path) -> helper.Trained:
 def device_of(
     setting: Setting, build: Callable[[], nn.Module], folder: pathlib.Path
 ) -> dict[str, Any]:
-    """Where a setting computes, with how much memory for parameters."""
+    """Return the arguments that set a setting's device and memory for parameters."""
     name, _, is_minimal = setting.device.partition("-")
     settings: dict[str, Any] = {"device": name}
     if is_minimal:
@@ -119,7 +119,7 @@ def device_of(
 
 
 def host_bytes_of(setting: Setting, build: Callable[[], nn.Module], folder: pathlib.Path) -> int:
-    """A setting's budget in bytes: some schedules let gradients wait, and need more."""
+    """Return a setting's budget in bytes; with some schedules gradients wait, and need more."""
     settings: dict[str, Any] = {
         "schedule": setting.schedule,
         "commit_every": setting.commit_every,
@@ -171,7 +171,7 @@ STREAMED: tuple[tuple[str, ...], ...] = (
 
 
 def streamed() -> list[Any]:
-    """All combinations; every three choices meet in the half of them that is quick."""
+    """All combinations; every three choices occur together in the half that is quick."""
     cases = []
     for places in itertools.product(*(range(len(choices)) for choices in STREAMED)):
         row = [choices[place] for choices, place in zip(STREAMED, places, strict=True)]

@@ -1,4 +1,4 @@
-"""What becomes of gradients before the update never shows where they were: sums, norms, devices."""
+"""How gradients are summed, scaled and placed before an update does not change the numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLIP = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One choice along each dimension; the numbers depend on the last three alone."""
+    """One choice along each dimension; the numbers depend only on the last three."""
 
     device: str
     schedule: str
@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def rule(self) -> tuple[str, int, bool]:
-        """What the numbers depend on."""
+        """The settings on which the numbers depend."""
         return self.dtype, self.accumulate, self.clip
 
 
@@ -51,13 +51,13 @@ DIMENSIONS: tuple[tuple[Any, ...], ...] = (
 
 
 def is_possible(row: tuple[Any, ...]) -> bool:
-    """Clipping needs updates that wait for the norm; all schedules but one can."""
+    """Clipping needs updates that wait for the norm, which all schedules except one support."""
     setting = Setting(*row)
     return not setting.clip or setting.schedule != "naive"
 
 
 def triples_of(row: tuple[Any, ...]) -> set[Any]:
-    """The triples of choices that occur in one setting."""
+    """Return the triples of choices that occur in one setting."""
     return set(itertools.combinations(enumerate(row), 3))
 
 
@@ -74,7 +74,7 @@ def covering() -> list[Setting]:
 
 
 class Tower(nn.Module):
-    """Blocks of two sizes, one used twice, one frozen."""
+    """Blocks of two sizes; one is used twice, one is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def settings_of(setting: Setting) -> dict[str, Any]:
 
 @functools.cache
 def expected(rule: tuple[str, int, bool], folder: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What training in main memory with room for everything gives."""
+    """Return the result of training in main memory with room for everything."""
     setting = Setting("cpu", "optimized", "full", *rule)
     model = lohan.wrap(build(setting.dtype), store=folder + "/expected", **settings_of(setting))
     return train(model, setting)

@@ -1,4 +1,4 @@
-"""Every example runs, and finds what it promises."""
+"""Every example runs, and prints what it promises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 @functools.cache
 def run(path: Path, folder: Path) -> str:
-    """What an example prints; once a session."""
+    """Return the output of an example, which runs once per session."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(path)],
         cwd=folder,

@@ -23,7 +23,7 @@ FILES = ("config.json", "generation_config.json", "model.safetensors.index.json"
 
 
 def opt() -> Any:
-    """bf16, its head tied."""
+    """A bf16 model with a tied head."""
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
@@ -39,7 +39,7 @@ def opt() -> Any:
 
 
 def llama() -> Any:
-    """fp32, nothing tied."""
+    """An fp32 model without tied weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -71,7 +71,7 @@ def mixtral() -> Any:
 
 
 def train(model: Any, step_count: int) -> None:
-    """Some steps, on tokens that follow from their number."""
+    """Train some steps on tokens that follow from the step's number."""
     for step in range(step_count):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, VOCABULARY, (2, 12), generator=generator)
@@ -107,10 +107,11 @@ def test_save_pretrained_writes_what_the_unwrapped_model_writes(
     train(model, 2)
     model.save_pretrained(store_dir / "ours", max_shard_size=shard)
     train(model, 1)
-    model.save_pretrained(store_dir / "ours", max_shard_size=shard)  # in the place of the first
+    # this replaces the first export
+    model.save_pretrained(store_dir / "ours", max_shard_size=shard)
     plain: Any = lohan.unwrap(model)
     plain.save_pretrained(store_dir / "theirs", max_shard_size=shard)
-    if build is mixtral:  # transformers divides what shares a storage otherwise
+    if build is mixtral:  # transformers splits tensors that share a storage differently
         check_same_tensors(store_dir / "ours", store_dir / "theirs")
     else:
         check_same(store_dir / "ours", store_dir / "theirs")
@@ -142,7 +143,7 @@ def test_export_of_a_store_a_session_and_a_model_are_the_same_files_and_load(
 def test_export_in_fp32_is_the_master_that_rounds_to_the_trained_parameter(
     store_dir: pathlib.Path, dtype: torch.dtype
 ) -> None:
-    """bf16 training keeps every bit of the master, so it continues as in fp32."""
+    """bf16 training keeps every bit of the masters, so it can continue in fp32."""
     model: Any = lohan.wrap(llama().to(dtype), store=store_dir / "s", lr=1e-3)
     train(model, 3)
     lohan.export(model, store_dir / "live", dtype="float32")
@@ -189,7 +190,7 @@ class Normed(nn.Module):
 
 
 def normed_step(model: Any, step: int) -> float:
-    """One step; returns the loss."""
+    """Train one step and return the loss."""
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
     loss = model(x)
     loss.backward()
@@ -216,7 +217,7 @@ def test_a_plain_module_is_exported_with_its_buffers_and_tied_parameters_once(
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_resumed_run_goes_on_with_the_buffers_of_its_commit(store_dir: pathlib.Path) -> None:
+def test_a_resumed_run_continues_with_the_buffers_of_its_commit(store_dir: pathlib.Path) -> None:
     torch.manual_seed(3)
     model: Any = lohan.wrap(Normed(), store=store_dir / "s", lr=1e-2)
     for step in range(4):
@@ -255,7 +256,7 @@ def test_a_full_disk_leaves_nothing_and_says_how_much_is_missing(
             model.save_pretrained(store_dir / "old", max_shard_size="20KB")
         monkeypatch.undo()
         assert {path.name: path.read_bytes() for path in (store_dir / "old").iterdir()} == before
-    train(model, 1)  # the session continues
+    train(model, 1)  # the session can still train
 
 
 class Free:
@@ -263,7 +264,7 @@ class Free:
 
 
 class Failing:
-    """os.write of a disk that is full from one call on."""
+    """Let os.write fail as on a full disk, from one call on."""
 
     def __init__(self, fail_at: int) -> None:
         self.left = fail_at
@@ -283,7 +284,7 @@ def test_no_earlier_model_is_left_among_the_files_nor_replaced_unasked(
     out = store_dir / "out"
     model.save_pretrained(out, max_shard_size="20KB")
     (out / "tokenizer.json").write_text("{}")
-    left = out / f"{_safetensors._WORKING}999999999"  # of a process that was killed
+    left = out / f"{_safetensors._WORKING}999999999"  # a folder of a process that was killed
     left.mkdir()
     model.save_pretrained(out)
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh: its parts run dry on the CPU, skip where there is no GPU, and lose no line."""
+"""benchmarks/gpu.sh: its parts run dry on the CPU, skip without a GPU, and lose no line."""
 
 from __future__ import annotations
 

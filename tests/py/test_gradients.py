@@ -106,7 +106,7 @@ def sequential() -> nn.Module:
 
 
 class Shared(nn.Module):
-    """The same module called twice, between others."""
+    """Calls the same module twice, with others between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 
 def backward(model: nn.Module, loss_of: Loss, step: int, dtype: torch.dtype) -> torch.Tensor:
-    torch.manual_seed(100 + step)  # dropout
+    torch.manual_seed(100 + step)  # both models draw the same dropout
     loss = loss_of(model, step, dtype)
     loss.backward()
     return loss.detach()
@@ -175,7 +175,7 @@ def check(
     budget: str,
     reference_loss_of: Loss | None = None,
 ) -> None:
-    """Two steps of a wrapped model, each against a plain model with the same parameters."""
+    """Train two steps of a wrapped model, and compare each with a plain model's."""
     settings: dict[str, Any] = {"lr": 1e-2}
     if budget == "minimal":
         settings["host_bytes"] = helper.host_bytes_min(build(make, dtype), folder)
@@ -202,7 +202,7 @@ def check(
         if budget != "full":
             model.lohan.flush()
             link = "copy_in" if budget == "emu" else "param_read"
-            assert model.lohan.stats().bytes[link] > 0  # blocks came and went
+            assert model.lohan.stats().bytes[link] > 0  # so blocks were evicted and loaded
     finally:
         model.lohan.close()
 
@@ -324,7 +324,7 @@ def test_gradients_are_equal_when_the_whole_model_is_checkpointed(
 
 
 class RootParameter(nn.Module):
-    """A root with parameters of its own around its blocks."""
+    """A root with its own parameters, around its blocks."""
 
     def __init__(self) -> None:
         super().__init__()

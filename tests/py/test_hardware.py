@@ -1,4 +1,4 @@
-"""What doctor reads of a machine, on trees of /sys and /proc that are made here."""
+"""What doctor reads about a machine, from copies of /sys and /proc that the tests make."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SSD = {"class": "0x010802", "vendor": "0x144d"}
 def pci_device(
     root: pathlib.Path, address: str, identity: dict[str, str], now: str, most: str, node: int = 0
 ) -> pathlib.Path:
-    """A PCI device with a link; now and most: "GT/s lanes"."""
+    """Make a PCI device with a link; now and most have the form "GT/s lanes"."""
     folder = root / "sys/devices/pci0000:00" / address
     folder.mkdir(parents=True)
     texts = {**identity, "numa_node": str(node)}
@@ -37,7 +37,7 @@ def pci_device(
 
 
 def drive(root: pathlib.Path, parent: pathlib.Path, name: str, number: int) -> pathlib.Path:
-    """A block device below a PCI device, and its number."""
+    """Make a block device with a number below a PCI device; return its folder."""
     folder = parent / "nvme" / name
     (folder / "queue").mkdir(parents=True)
     (folder / "device").mkdir()

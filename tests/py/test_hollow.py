@@ -1,4 +1,4 @@
-"""What happens to parameters, and to what autograd saves, outside the forward that owns them."""
+"""Parameters, and what autograd saves of them, outside the forward that uses them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["workshop"]
 
 
 def resident_bytes() -> int:
-    """Main memory of this process now."""
+    """Return the main memory that this process uses now."""
     fields = pathlib.Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096
 
@@ -85,7 +85,7 @@ def test_the_graph_of_a_forward_that_died_is_freed(workshop: Workshop) -> None:
         with pytest.raises(KeyError, match="on purpose"):
             model(vectors(0))
     handle.remove()
-    gc.collect()  # the tracebacks that pytest keeps hold the frames
+    gc.collect()  # pytest keeps tracebacks, which hold the frames
     assert model.lohan.status()["handles"] == 0
 
 
@@ -116,7 +116,7 @@ PENALTIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def penalised(
     penalty: Callable[[torch.Tensor], torch.Tensor], is_before: bool
 ) -> Callable[[nn.Module, int], torch.Tensor]:
-    """A loss with a regulariser over the parameters, computed before or after the forward."""
+    """A loss with a regularizer over the parameters, computed before or after the forward."""
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
         early = sum(penalty(p) for p in model.parameters()) if is_before else None

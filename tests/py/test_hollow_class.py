@@ -32,7 +32,7 @@ functional = torch.nn.functional
 
 
 class Rooted(Stack):
-    """A stack whose root owns parameters, and reads those of its blocks when it is told to."""
+    """A stack whose root owns parameters, and reads those of its blocks on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_a_late_read_fits_the_smallest_budget(workshop: Workshop) -> None:
 
 
 class Scaling(torch.autograd.Function):
-    """x * gain, by hand."""
+    """Computes x * gain with its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`import lohan`, and training, need torch and the standard library alone."""
+"""`import lohan` and training need only torch and the standard library."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ assert not others, others
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        # torch warns where numpy is missing.
+        # torch prints a warning if numpy is missing.
         [sys.executable, "-W", "ignore", str(HERE / "import_worker.py"), "torch", code, *arguments],
         capture_output=True,
         text=True,

@@ -28,7 +28,7 @@ from lohan.layout._in_place import BLOCK, place
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-WIDTH = 528  # a weight has more than 1 MiB, and is not a multiple of a block
+WIDTH = 528  # a weight has more than 1 MiB, and its size is not a multiple of a block
 X = torch.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
 
 
@@ -56,7 +56,7 @@ def tower() -> Tower:
 
 
 def save(folder: Path, **changed: torch.Tensor) -> Path:
-    """The frozen weights of a tower, in two files."""
+    """Write the frozen weights of a tower to two files."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v for k, v in tower().state_dict().items() if "base" in k}
     state.update(changed)
@@ -183,7 +183,7 @@ def test_what_a_failed_call_left_empty_is_not_taken_for_values(
         with pytest.raises(ModelError, match="no value for 6 parameters"):
             lohan.wrap(model, store=store_dir / name, weights=folder)
     model = nn.Sequential(tower(), nn.Linear(WIDTH, 1))
-    model[1].bias = nn.Parameter(torch.tensor(0.25))  # without a dimension, and with a value
+    model[1].bias = nn.Parameter(torch.tensor(0.25))  # a scalar that has a value
     model = lohan.wrap(model, store=store_dir / "c", weights=folder)
     assert model.state_dict()["1.bias"] == 0.25
     model.lohan.close()
@@ -207,7 +207,7 @@ def test_a_file_that_is_cut_is_named(tmp_path: Path, store_dir: Path) -> None:
         lohan.wrap(tower(), store=store_dir, weights=folder)
 
 
-def test_a_file_that_is_another_one_is_refused_when_the_run_goes_on(
+def test_a_file_that_is_another_one_is_refused_when_the_run_continues(
     tmp_path: Path, store_dir: Path
 ) -> None:
     folder = save(tmp_path / "w")
@@ -233,14 +233,14 @@ def test_a_file_that_is_another_one_is_refused_when_the_run_goes_on(
         resume()
     spoilt = bytearray(good)
     spoilt[-5] ^= 1
-    path.write_bytes(spoilt)  # the same size and header, at another time
+    path.write_bytes(spoilt)  # the size and header are the same, but the time is different
     with pytest.raises(StoreMismatchError, match=r"bytes of 'blocks\.\d' in a\.safetensors"):
         resume()
     renamed = good.replace(b"blocks.0.base.bias", b"blocks.9.base.bias")
     path.write_bytes(renamed)
     with pytest.raises(StoreMismatchError, match="header_crc32c"):
         resume()
-    path.write_bytes(good)  # another time, the same bytes
+    path.write_bytes(good)  # the bytes are the same, but the time is different
     again = resume()
     again.lohan.close()
     os.utime(path, ns=times)
@@ -250,7 +250,7 @@ def test_a_file_that_is_another_one_is_refused_when_the_run_goes_on(
     again.lohan.close()
 
 
-def test_a_file_that_changes_while_the_run_goes_on_is_found(
+def test_a_file_that_changes_while_the_run_continues_is_found(
     tmp_path: Path, store_dir: Path
 ) -> None:
     folder = save(tmp_path / "w")

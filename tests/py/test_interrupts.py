@@ -1,4 +1,4 @@
-"""A Ctrl-C at places where lohan once kept a store, or its commits, for the process's life."""
+"""A Ctrl-C must not keep a store or its commits blocked for the rest of the process's life."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lohan.session import _session
 from lohan.session._guard import Guard
 
 BATCH = 2
-WRAP = sys.modules["lohan.wrap"]  # lohan.wrap is the function
+WRAP = sys.modules["lohan.wrap"]  # the attribute lohan.wrap is the function
 
 
 def wrapped(directory: pathlib.Path, **settings: Any) -> Any:
@@ -87,7 +87,8 @@ def test_an_interrupted_wrap_leaves_the_store_free_at_once(
     with pytest.raises(KeyboardInterrupt) as caught:
         wrapped(store_dir / "s", resume=True)
     again = wrapped(store_dir / "s", resume=True)
-    assert caught.value.__traceback__ is not None  # its frames still have the session
+    # the traceback's frames still refer to the session
+    assert caught.value.__traceback__ is not None
     train(again)
     again.lohan.close()
 
@@ -113,7 +114,7 @@ def test_close_of_a_copy_that_has_no_thread_does_not_wait(
 
 
 class Interrupted:
-    """An engine of which one hold of commits is interrupted, before it or behind it."""
+    """An engine in which one hold of commits is interrupted, before it or after it."""
 
     def __init__(self, engine: Any, is_held: bool) -> None:
         self._engine = engine
@@ -132,7 +133,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_commits_go_on_after_an_interrupt_in_taking_a_hold(
+def test_commits_continue_after_an_interrupt_in_taking_a_hold(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     model = wrapped(store_dir / "s")

@@ -24,7 +24,7 @@ def record(step: int, samples: int) -> Record:
 
 
 def make(folder: pathlib.Path, samples: int, steps: int = STEPS) -> bytes:
-    """A journal of some steps; its bytes."""
+    """Write a journal of some steps; return its bytes."""
     journal = Journal.create(folder, UUID, Rule(7, 1e-3, samples, "philox"))
     for step in range(steps):
         journal.append(record(step, samples))
@@ -98,7 +98,7 @@ def test_a_header_without_directions_is_refused_by_name(store_dir: pathlib.Path)
 
 
 class Disk:
-    """What a file holds after power loss: a sync makes durable what was written since the last.
+    """A file's content after power loss: a sync makes durable what was written since the last one.
 
     Pages that were dirty when this began are clean without being durable, as after a failed sync.
     """
@@ -143,7 +143,7 @@ def test_what_was_read_is_durable_before_it_is_counted_on(
     samples: int, steps: int, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make(store_dir, samples, steps)
-    # The process before died between the write of the last step and the end of its sync.
+    # The previous process died between the write of the last step and the end of its sync.
     synced = BYTES * (1 + (steps - 1) * samples) if steps else 0
     disk = Disk(monkeypatch, whole[:synced])
     journal = Journal.open(store_dir, UUID)

@@ -1,4 +1,4 @@
-"""Parameters that zeroth-order training keeps in narrow formats."""
+"""Parameters that zeroth-order training stores in narrow formats."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NARROW = ["bf16", "fp16", "fp8"]
 
 
 def op(kind: str, param: int, scale: float = 0.0, *, sample: int = 0, is_same: bool = False) -> Op:
-    """As _core takes it."""
+    """Return an operation in the form that _core takes."""
     return (kind, is_same, 7, sample, param, 3, scale, 1e-2, 0.0)
 
 
 def numbers(bits: list[int]) -> torch.Tensor:
-    """fp32 numbers, of their bits."""
+    """Return fp32 numbers with these bits."""
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
 def bits(values: torch.Tensor) -> list[int]:
-    """Zeros have signs."""
+    """Return bits as integers, because zeros have signs."""
     return values.view(torch.int32).tolist()
 
 
@@ -37,7 +37,7 @@ def bits(values: torch.Tensor) -> list[int]:
     storage=st.sampled_from(["fp32", *NARROW]),
     param=st.integers(0, 2**32 - 1),
     first=st.integers(0, 2**50 - 300),
-    # Any bits, and those near where formats end.
+    # Random bits, and bits near the limits of the formats.
     values=st.lists(
         st.one_of(
             st.integers(0, 2**32 - 1),
@@ -84,7 +84,8 @@ def test_rounding_at_random_keeps_the_mean_and_the_numbers_of_the_format(storage
         assert torch.equal(led.to(TYPES[storage]).float(), led)
         step = found[-1] - found[0]
         mean = float(led.double().mean())
-        # 5 standard deviations; a number that no word of these rounds up is as small as 1 in 2^16.
+        # The bound is 5 standard deviations; the share of words that round a number up may be as
+        # small as 1 in 2^16 without any of these words doing so.
         spread = max(step, 2.0**-9) if storage == "fp8" else max(step, 2.0**-24)
         assert abs(mean - float(single[0].double())) < 5 * spread / 2 / math.sqrt(count)
     exact = torch.randn(count).to(TYPES[storage]).float()
@@ -144,7 +145,7 @@ def test_what_is_led_is_what_ops_and_torch_s_types_give(
     [
         (("fp64", "fp32"), [], "state_format is 'fp64': must be one of"),
         (("fp8", "fp8"), [], "value_format is 'fp8': must be one of fp32, bf16, fp16"),
-        (("bf16", "fp32"), [op("round", 0), op("draw", 0, is_same=True)], "behind a round"),
+        (("bf16", "fp32"), [op("round", 0), op("draw", 0, is_same=True)], "after a round"),
         (("bf16", "fp32"), [op("draw", 0), op("round", 0, is_same=True)], "a round has no z"),
     ],
 )

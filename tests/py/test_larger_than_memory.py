@@ -1,6 +1,6 @@
-"""A budget is a ceiling: a model of 16 GB of states trains in 2 GB, and no more is ever in use.
+"""A budget is a ceiling: a model with 16 GB of states trains in 2 GB, and never uses more.
 
-With its activations on SSD, too, it trains in 3 GB on batches whose activations take more.
+With activations on SSD as well, it trains in 3 GB on batches whose activations need more.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ WORKER = pathlib.Path(__file__).with_name("large_worker.py")
 HOST_BYTES = 2_000_000_000
 SWAPPING_BYTES = 3_000_000_000
 DISK_BYTES = 40_000_000_000
-# Activations, the allocator's slack, and Python's own objects of a model of 24 blocks.
+# The memory of activations, the allocator's slack, and Python's objects of a model of 24 blocks.
 TOLERANCE = 0.10
 
 
 def run(*words: str) -> dict[str, Any]:
-    """The worker's answer."""
+    """Run the worker and return its result."""
     done = subprocess.run(
         [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""lohan plan --largest: what still fits a machine, and what stops the next size."""
+"""lohan plan --largest: the largest model that fits a machine, and what limits the next size."""
 
 from __future__ import annotations
 

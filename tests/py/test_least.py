@@ -16,7 +16,7 @@ WIDE = 256
 
 
 class Small(nn.Module):
-    """One unit."""
+    """A model with one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Small(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Three units, each four times as large as Small's: trained, frozen, of another dtype."""
+    """Three units, each four times as large as Small's: trained, frozen, and of another dtype."""
 
     def __init__(self) -> None:
         super().__init__()

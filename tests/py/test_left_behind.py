@@ -35,13 +35,13 @@ for _ in range(100):
 
 
 def names() -> set[str]:
-    """What there is in the shared folders that could be lohan's."""
+    """List the files in the shared folders that could belong to lohan."""
     found = (path for folder in SHARED if folder.exists() for path in folder.iterdir())
     return {str(path) for path in found if "lohan" in path.name}
 
 
 def assert_nothing_new(before: set[str]) -> None:
-    """What is new goes away: other tests that run meanwhile have folders of their own."""
+    """Check that new files disappear; other tests that run meanwhile have their own folders."""
     until = time.monotonic() + HUNG_S
     while (new := names() - before) and time.monotonic() < until:
         time.sleep(0.1)
@@ -174,7 +174,7 @@ def test_a_killed_simulation_or_benchmark_writes_only_where_it_is_told(
         assert not waits or any(out.iterdir()), "it has written nothing yet"
         time.sleep(rng.uniform(0.5, 2.5))
         kill_and_wait(process, mark)
-        # torch makes a folder of its own for what it compiles.
+        # torch makes its own folder for what it compiles.
         left = {path.name for path in store_dir.iterdir() if "torchinductor" not in path.name}
         assert left == {"out"}
         shutil.rmtree(out)
@@ -184,7 +184,7 @@ def test_a_killed_simulation_or_benchmark_writes_only_where_it_is_told(
 def test_killed_c_tests_leave_no_store_and_no_process(store_dir: pathlib.Path) -> None:
     programs = sorted((ROOT / "build" / "bin" / "release").glob("test_*"))
     chosen = [each for each in programs if each.name in ("test_engine", "test_store_crash")]
-    if not chosen:  # `make test` has built them before
+    if not chosen:  # `make test` has already built them
         pytest.skip("the C tests are not built: tests/run.py c")
     before = names()
     for number, program in enumerate(chosen):

@@ -1,4 +1,4 @@
-"""Runs in turns: who visits when, what they see, how they end."""
+"""Runs that take turns: the order of visits, what they see, and how they end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_many_runs_of_unlike_lengths_end_and_one_that_fails_ends_all(seed: int) 
     group = Lockstep()
     assert group.run([walk(group, log, counts)] * len(counts)) == [*range(len(counts))]
     assert [sum(who == run for who, _ in log) for run in range(len(counts))] == [*counts]
-    for run, count in enumerate(counts):  # of one run visits are in order
+    for run, count in enumerate(counts):  # the visits of each run are in order
         assert [visit for who, visit in log if who == run] == [*range(count)]
     failing, place = draw.randrange(len(counts)), draw.randrange(8)
     group = Lockstep()
@@ -87,7 +87,7 @@ def test_runs_that_visit_unlike_numbers_of_blocks_end(counts: tuple[int, int]) -
     assert [sum(who == run for who, _ in log) for run in (FIRST, SECOND)] == list(counts)
 
 
-def test_the_change_of_turns_is_told_on_the_thread_that_goes_on() -> None:
+def test_the_change_of_turns_is_told_on_the_thread_that_continues() -> None:
     seen: list[tuple[int, bool]] = []
     main = threading.get_ident()
     pair = Lockstep(lambda who: seen.append((who, threading.get_ident() == main)))
@@ -130,7 +130,7 @@ def test_an_interrupt_in_the_first_run_ends_the_second() -> None:
         if pair.turn == FIRST:
             for _ in range(1000):
                 pair.visit_begin()
-                pair.visit_end()  # waits here
+                pair.visit_end()  # this call waits
             return
         os.kill(os.getpid(), signal.SIGINT)
         try:

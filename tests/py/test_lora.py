@@ -1,4 +1,4 @@
-"""peft's models: base weights are read in place, never written; adapters are trained and saved."""
+"""peft's models: base weights are read in place, never written; adapters are trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that no test changes."""
+    """The folder of a base model, which no test changes."""
     return helper.save_base(tmp_path_factory.mktemp("lora") / "base")
 
 
@@ -48,7 +48,7 @@ def frozen_units(model: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Losses and adapters of training from memory."""
+    """Return the losses and adapters of training in memory."""
     model = lohan.wrap(lora(load(base)), store=tmp_path_factory.mktemp("memory"), lr=1e-2)
     assert not frozen_units(model)
     losses = train(model)
@@ -174,7 +174,7 @@ def test_adapters_of_an_empty_model_begin_as_peft_s_do(base: Path, store_dir: Pa
         for name, value in values.items():
             zero = "lora_B" in name and init is not False
             assert bool(value.any()) != zero and value.isfinite().all(), name
-        bound = 64**-0.5  # of kaiming_uniform with a = sqrt(5)
+        bound = 64**-0.5  # the bound of kaiming_uniform with a = sqrt(5)
         if init is True:
             assert all(v.abs().max() <= bound for k, v in values.items() if "lora_A" in k)
             assert max(v.abs().max() for k, v in values.items() if "lora_A" in k) > 0.8 * bound
@@ -240,7 +240,7 @@ def test_a_reference_model_is_the_one_without_adapters(base: Path, store_dir: Pa
     model.lohan.close()
 
 
-def test_a_run_goes_on_and_can_be_merged(base: Path, expected: Any, store_dir: Path) -> None:
+def test_a_run_continues_and_can_be_merged(base: Path, expected: Any, store_dir: Path) -> None:
     model = lohan.wrap(lora(load(base)), store=store_dir, weights=base, lr=1e-2)
     losses = train(model, 1)
     model.lohan.close()
@@ -258,7 +258,7 @@ def test_a_run_goes_on_and_can_be_merged(base: Path, expected: Any, store_dir: P
 
 
 class Params4bit(nn.Parameter):
-    """Looks like bitsandbytes'."""
+    """A parameter that looks like bitsandbytes'."""
 
 
 def test_bases_that_bitsandbytes_quantised_are_refused_by_name(store_dir: Path) -> None:

@@ -18,12 +18,12 @@ from lohan.store._block_writer import BLOCK_BYTES, BlockWriter
 from torch import nn
 
 WRAP_S = 2.0
-# Of 5000 modules, each a block with hooks and a file request of its own.
+# The bar for 5000 modules, each a block with its own hooks and file requests.
 LAYERS_WRAP_S = 3.0
 
 
 class Many(nn.Module):
-    """Small parameters in one list."""
+    """A model with small parameters in one list."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class Many(nn.Module):
 
 
 def layers(count: int) -> nn.Module:
-    """Small parameters in many modules."""
+    """A model with small parameters in many modules."""
     return nn.Sequential(*[nn.Linear(3, 3) for _ in range(count // 2)])
 
 
 def least_ratio(few_s: Callable[[], float], many_s: Callable[[], float], bar: float) -> float:
-    """The least ratio of two times in up to eight pairs, or the first below the bar.
+    """Return the least ratio of two times in up to eight pairs, or the first below the bar.
 
-    Others on the machine may disturb a pair; growth that is quadratic is above the bar in each.
+    Other processes may disturb a pair; with quadratic growth every pair is above the bar.
     """
     least = math.inf
     for _ in range(8):
@@ -53,7 +53,7 @@ def least_ratio(few_s: Callable[[], float], many_s: Callable[[], float], bar: fl
 
 
 def step_s(model: nn.Module) -> float:
-    """Processor time of a step of training."""
+    """Return the processor time of a training step."""
     begin = time.process_time()
     model(torch.ones(3)).pow(2).mean().backward()
     model.optimizer.step()
@@ -61,7 +61,7 @@ def step_s(model: nn.Module) -> float:
     return time.process_time() - begin
 
 
-@pytest.mark.slow  # its bar is for a quiet machine
+@pytest.mark.slow  # the bar is meant for a quiet machine
 @pytest.mark.parametrize("make", [Many, layers])
 def test_wrap_of_10000_small_parameters_takes_seconds_at_most(
     make: type[Many], store_dir: pathlib.Path
@@ -106,12 +106,12 @@ def test_the_time_of_wrap_grows_as_the_number_of_parameters_does(
         model.lohan.close()
         return took
 
-    wrap_s(10)  # what the first wrap of a process imports
+    wrap_s(10)  # the first wrap of a process imports modules
     ratio = least_ratio(functools.partial(wrap_s, 1_000), functools.partial(wrap_s, 8_000), 24)
     assert ratio < 24, "the numbers are 1 to 8, and quadratic growth is 1 to 64"
 
 
-@pytest.mark.slow  # its bar is for a quiet machine
+@pytest.mark.slow  # the bar is meant for a quiet machine
 def test_load_state_dict_of_10000_parameters_takes_under_two_seconds(
     store_dir: pathlib.Path,
 ) -> None:
@@ -127,7 +127,7 @@ def test_load_state_dict_of_10000_parameters_takes_under_two_seconds(
 
 
 class Memory:
-    """Extents in memory that count the writes."""
+    """A store in memory, which counts writes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.bytes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]

@@ -1,4 +1,4 @@
-"""The machine that tests run on, measured."""
+"""Measurements of the machine on which the tests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading, saving and exporting a model take a few buffers, not the model's size."""
+"""Loading, saving and exporting a model need a few buffers, not the model's size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISK_BYTES = 42_000_000_000
 
 
 def run(*words: str) -> dict[str, Any]:
-    """The worker's answer."""
+    """Run the worker and return its result."""
     done = subprocess.run(
         [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""What errors and objects say: sizes with units, and a way out that works."""
+"""The texts of errors and objects: sizes have units, and the suggested remedies work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _net() -> nn.Module:
 
 
 def _gan(critic: nn.Module, optimizer: Any, steps: int = STEPS) -> list[torch.Tensor]:
-    """A GAN's loop; the generator's backward leaves gradients in the critic, which are zeroed."""
+    """A GAN's loop: the generator's backward leaves gradients in the critic; they are zeroed."""
     generator = _net()
     generator_optimizer = torch.optim.AdamW(generator.parameters(), lr=1e-3)
     torch.manual_seed(1)
@@ -143,7 +143,8 @@ def test_errors_of_stores_say_each_thing_once_and_keep_the_number_for_programs(
     lohan.wrap(_net(), store=store_dir).lohan.close()
     with pytest.raises(StoreExistsError) as exists:
         lohan.wrap(_net(), store=store_dir)
-    assert str(exists.value).count("resume") == 2  # "pass resume=True to resume it"
+    # the message contains "pass resume=True to resume it"
+    assert str(exists.value).count("resume") == 2
     assert exists.value.errno is not None
     calls: list[Callable[[], Any]] = [
         lambda: lohan.wrap(_net(), store=store_dir),

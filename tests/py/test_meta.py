@@ -39,7 +39,7 @@ def _build() -> nn.Module:
 
 
 class Made:
-    """A store, what it says of itself, and how it is resumed."""
+    """A store, its description, and how it is resumed."""
 
     def __init__(self, folder: pathlib.Path, options: dict[str, Any]) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class Made:
         del self.meta["pad"]
 
     def _copy_bytes(self) -> int:
-        """From the first table, meta and manifests to the second: docs/store-format.md, Places."""
+        """The bytes from the first table to the second manifest: docs/store-format.md, Places."""
         whole = self.path.read_bytes()
         manifest_bytes = struct.unpack_from("<Q", whole, SUPERBLOCK_AT + 48)[0]
         end = self.at + self.nbytes
@@ -91,7 +91,7 @@ class Made:
                 file.write(text)
 
     def readers(self) -> dict[str, Callable[[], Any]]:
-        """Everything that reads a store."""
+        """Return everything that reads a store, by name."""
         self.others += 1
         out = self.folder / f"out-{self.others}"
         store = self.folder / "store"
@@ -117,7 +117,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    """One of each kind; _build()'s first layer is frozen, and read in place in one of them."""
+    """Make a store of each kind; in one of them, the frozen first layer is read in place."""
     weights = tmp_path_factory.mktemp("weights") / "model.safetensors"
     save_file(_build().state_dict(), weights)
     kinds: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
 
 
 def _outcomes(made: Made) -> dict[str, LohanError | None]:
-    """What each reader says; only errors of lohan's are let through."""
+    """Return each reader's error, or None; only lohan's errors are caught."""
     said: dict[str, LohanError | None] = {}
     try:
         for name, read in made.readers().items():
@@ -211,7 +211,7 @@ def test_a_whole_description_is_read_by_all(kind: str, stores: dict[str, Made]) 
     "text",
     [b"", b"{", b"[]", b"null", b"[" * 7000, b'{"lohan": 1}', b'{"lohan": NaN}', b"\xff\xfe", b"7"],
 )
-def test_a_description_that_is_none_is_refused_by_every_reader(
+def test_an_invalid_description_is_refused_by_every_reader(
     text: bytes, stores: dict[str, Made]
 ) -> None:
     made = stores["adamw"]

@@ -43,7 +43,7 @@ from mezo_helper import (
 from torch import nn
 
 STEPS = 20
-# What both runs of a step bring in, together and apart.
+# Whether the two forwards of a step run together or one after the other.
 RUNS = ("together", "apart")
 
 
@@ -218,7 +218,7 @@ def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
     data = batches(16)
     model = wrapped(opt(), store_dir, tier, write_every=every)
     assert steps(model, data[:11]) == losses[:11]
-    # All parameters, once in K steps.
+    # All parameters are written once in K steps.
     layout = model.lohan.layout
     assert model.lohan.written_bytes == 11 // every * sum(unit.nbytes for unit in layout.units)
     model.lohan.close()
@@ -246,7 +246,7 @@ def test_a_snapshot_between_writes_has_the_step_it_says(store_dir: pathlib.Path)
     again.lohan.close()
 
 
-def test_a_run_that_ended_before_its_first_step_goes_on_with_its_own_numbers(
+def test_a_run_that_ended_before_its_first_step_continues_with_its_own_numbers(
     store_dir: pathlib.Path,
 ) -> None:
     data = batches(8)
@@ -322,7 +322,7 @@ def test_export_and_unwrap_give_the_parameters_of_now(
     assert all(param.requires_grad for param in model.parameters())
 
 
-def test_a_snapshot_goes_on_as_the_run_would_have(
+def test_a_snapshot_continues_as_the_run_would_have(
     store_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     data = batches(5)
@@ -461,7 +461,7 @@ def test_other_adapters_of_peft_move_are_resumed_and_load_without_lohan(
 # --- Resuming -------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_by_its_own_rule_only(store_dir: pathlib.Path) -> None:
+def test_a_run_continues_by_its_own_rule_only(store_dir: pathlib.Path) -> None:
     model = wrapped(opt(), store_dir)
     steps(model, batches(1))
     model.lohan.close()

@@ -50,7 +50,7 @@ class Tower(nn.Module):
 
 
 class WeightBetweenBlocks(Tower):
-    """Its weight is used without its module, behind one block and before the next."""
+    """Uses its weight without its module, after one block and before the next."""
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         h = F.embedding(ids, self.embed.weight)
@@ -66,7 +66,7 @@ class TiedByFunction(Tower):
 
 
 class ChosenBlocks(Tower):
-    """Which blocks are visited, and how many, depends on the values."""
+    """Has blocks whose selection and number depend on the values."""
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         h = self.embed(ids)
@@ -78,7 +78,7 @@ class ChosenBlocks(Tower):
 
 
 class Narrow(nn.Module):
-    """A product that torch computes by another kernel where the weight requires no gradient."""
+    """Computes a product for which torch uses another kernel if the weight requires no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Transposed(Tower):
 
 
 class Encoder(nn.Module):
-    """A module with a frozen parameter of its own around blocks."""
+    """A module with its own frozen parameter, around blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def test_decay_that_begins_later_is_for_all_groups_or_none(store_dir: pathlib.Pa
 
 
 class KeepsLosses(Tower):
-    """Each block leaves a value on itself, and the end sums them."""
+    """A model whose blocks each store a loss on themselves; the end adds them up."""
 
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         h = self.embed(ids)

@@ -1,7 +1,8 @@
-"""Zeroth-order training where the CPU does not compute on the device's memory.
+"""Zeroth-order training on a device whose memory the CPU does not compute on.
 
-No GPU is needed: the emulated device stands for one, whose session leads parameters by the engine's
-calls and copies what it writes, as on a GPU. And a process with a driver made of threads launches.
+No GPU is needed: the emulated device represents one, for which a session advances parameters by the
+engine's calls and copies what it writes, as on a GPU. In addition, a process whose driver is made
+of threads launches kernels.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def test_a_launch_that_fails_leaves_the_step_undone(
     engine, calls = session._engine, []
 
     class Failing:
-        """The engine, of which the fifth lead fails half way."""
+        """An engine whose fifth lead fails half-way."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
@@ -219,7 +220,7 @@ def test_a_session_launches_through_the_driver(
     lines = answer.stdout.splitlines()
     assert lines[0] == "refused without kernels"
     assert "cuModuleLoadData for kernel lh_zo_batch: CUDA_ERROR_INVALID_IMAGE" in lines[1]
-    # The last round, with fewer places than units.
+    # The last round had fewer places than units.
     assert lines[2:-2] == [f"unit {unit} at 12: same" for unit in range(6)]
     assert lines[-2] == "kept: same"
     assert lines[-1] == "alive: 0"

@@ -1,10 +1,10 @@
 """Zeroth-order training under lohan learns a task of real text, by the same curve as MeZO's.
 
-The task: which of two books a sentence is from, the reference of the language (pydoc's topics) or
-the docstrings of torch.nn and torch.optim. As MeZO has it, the sentence becomes a prompt, and the
-loss is the cross-entropy between two words that may follow it. A random model would learn hardly
-anything by zeroth order: AdamW trains it first, in memory, to answer with two other words. What is
-left to learn is to say the same in words that it was not taught.
+The task is to decide from which of two books a sentence is: the reference of the language (pydoc's
+topics) or the docstrings of torch.nn and torch.optim. As in MeZO, the sentence becomes a prompt,
+and the loss is the cross-entropy of two words that may follow it. Zeroth order would hardly teach a
+random model anything. Therefore AdamW first trains the model in memory to answer with two other
+words, and the task is to give the same answers in words that it was not taught.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAD, UNKNOWN, FIRST_WORD = 0, 1, 8
 PROMPT = [2, 3]  # "It was"
 TAUGHT = [4, 5]
 ASKED = [6, 7]
-# What would give the answer away.
+# Words that would reveal the answer.
 LEFT_OUT = {"python", "torch", "pytorch"}
 WARM_LR = 3e-3
 WARM_STEPS = 80
@@ -46,7 +46,7 @@ WARM_STEPS = 80
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Operations of this size take longer on two."""
+    """Operations of this size take longer on two threads."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -64,7 +64,7 @@ class Rows:
     books: torch.Tensor
 
     def batch(self, step: int) -> Rows:
-        """Of a step: the same whoever asks."""
+        """Return the batch of a step, which depends only on the step."""
         generator = torch.Generator().manual_seed(step)
         chosen = torch.randint(0, len(self.books), (BATCH,), generator=generator)
         return Rows(self.prompts[chosen], self.books[chosen])
@@ -89,7 +89,7 @@ def docstrings(root: pathlib.Path) -> Iterator[str]:
 
 @functools.cache
 def books() -> tuple[Rows, Rows]:
-    """Rows to train on, and rows held out; no sentence is in both, and half are of either book."""
+    """Return training and held-out rows without common sentences, half from each book."""
     root = pathlib.Path(torch.__file__).parent
     texts = [
         [text for _, text in sorted(pydoc_data.topics.topics.items())],
@@ -116,7 +116,7 @@ def books() -> tuple[Rows, Rows]:
 
 
 def said(model: Any, rows: Rows, words: list[int]) -> torch.Tensor:
-    """Logits (rows, 2) of two words behind the prompt."""
+    """Return the logits (rows, 2) of two words after the prompt."""
     mask = (rows.prompts != PAD).long()
     logits: torch.Tensor = model(input_ids=rows.prompts, attention_mask=mask).logits
     return logits[:, -1, words]
@@ -136,7 +136,7 @@ def accuracy(model: Any, rows: Rows, words: list[int]) -> float:
 
 @functools.cache
 def _taught() -> tuple[nn.Module, list[int]]:
-    """A model that AdamW taught; and the words of each book that are still to be learnt."""
+    """Return a model that AdamW trained, and the words of each book that it has still to learn."""
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def _taught() -> tuple[nn.Module, list[int]]:
 
 
 def taught() -> Any:
-    """The model that training starts from."""
+    """Return the model with which training starts."""
     return copy.deepcopy(_taught()[0])
 
 
@@ -188,7 +188,7 @@ def curve_of(
 def compare(
     settings: Settings, count: int, every: int, store: pathlib.Path
 ) -> tuple[list[float], list[float]]:
-    """Both curves: lohan's, in the least of budgets, and MeZO's in memory."""
+    """Return both curves: lohan's, with the smallest budget, and MeZO's in memory."""
     plain = Plain(taught(), settings)
     expected = curve_of(plain.model, plain.step, count, every)
     asked = {"lr": settings.lr, "eps": settings.eps, "seed": SEED, "rng": settings.rng}

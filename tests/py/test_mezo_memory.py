@@ -1,4 +1,4 @@
-"""Zeroth-order training of 1.3 billion fp32 parameters stays in its budget from wrap to resume."""
+"""Zeroth-order training of 1.3 billion fp32 parameters stays in its budget, from wrap to resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PART_BYTES = 4 * 2048 * 8192
 
 
 def run(*words: str) -> dict[str, Any]:
-    """The worker's answer."""
+    """Run the worker and return its result."""
     done = subprocess.run(
         [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
     )

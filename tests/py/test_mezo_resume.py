@@ -65,8 +65,8 @@ def test_a_killed_run_resumes_bit_for_bit(how: str, moments: int, store_dir: pat
         asked["host_bytes"] = least_of(opt(), storage=asked["storage"], write_every=2)
     for moment in range(moments):
         begun = {"lr": LR, "eps": EPS, "seed": SEED, **asked}
-        went_on = {"resume": True, "host_bytes": asked.get("host_bytes")}
-        settings = went_on if moment else begun
+        resumed = {"resume": True, "host_bytes": asked.get("host_bytes")}
+        settings = resumed if moment else begun
         worker = subprocess.Popen(
             [sys.executable, "-c", WORKER, str(store_dir), json.dumps(settings)],
             stdout=subprocess.PIPE,

@@ -137,7 +137,7 @@ def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
     if place == "emu":
         more |= {"device": "emu", "device_param_bytes": 130_000}
     made = make()
-    if place == "blocks":  # by hand
+    if place == "blocks":  # the blocks are given explicitly
         more["blocks"] = list(next(m for m in made.modules() if isinstance(m, nn.ModuleList)))
     model = wrapped(made, store_dir, **more)
     assert steps(model, data) == losses
@@ -178,7 +178,7 @@ def test_a_device_over_little_main_memory_has_the_same_bits(
 @pytest.mark.parametrize("every", [1, 3, "never"])
 @pytest.mark.parametrize("tier", ["memory", "least"])
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
-def test_a_run_goes_on_is_copied_and_is_written_with_the_same_bits(
+def test_a_run_continues_is_copied_and_is_written_with_the_same_bits(
     storage: str, tier: str, every: int | str, store_dir: pathlib.Path
 ) -> None:
     data = batches(8)
@@ -235,7 +235,7 @@ def test_export_and_unwrap_give_what_is_computed_with(
         assert all(param.requires_grad for param in model.parameters())
 
 
-def test_a_run_goes_on_with_its_own_format_by_either_name(store_dir: pathlib.Path) -> None:
+def test_a_run_continues_with_its_own_format_by_either_name(store_dir: pathlib.Path) -> None:
     for make, then, now in ((bf16, None, "bf16"), (opt, None, "fp32"), (opt, "fp32", None)):
         place = store_dir / f"{make.__name__}-{then}-{now}"
         wrapped(make(), place, storage=then).lohan.close()
@@ -356,7 +356,7 @@ def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
 
 
 class Interrupted:
-    """A store; behind one of its calls comes a Ctrl-C."""
+    """A store that raises a Ctrl-C after one of its calls."""
 
     def __init__(self, store: Any, name: str, calls: int) -> None:
         self._store, self._name, self._left = store, name, calls
@@ -399,7 +399,7 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
 
 
 class Refusing:
-    """A store whose disk takes no write."""
+    """A store whose disk fails every write."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -499,7 +499,7 @@ def test_weights_that_a_format_has_no_number_near_are_told(
     assert "too small" not in capsys.readouterr().err
 
 
-def test_a_store_that_says_nothing_of_formats_goes_on_and_new_ones_name_theirs(
+def test_a_store_that_says_nothing_of_formats_continues_and_new_ones_name_theirs(
     store_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     data = batches(4)
@@ -531,7 +531,7 @@ def test_a_store_that_says_nothing_of_formats_goes_on_and_new_ones_name_theirs(
     model.lohan.close()
 
 
-def test_a_run_that_goes_on_on_a_gpu_is_refused_what_a_new_one_is() -> None:
+def test_a_run_that_continues_on_a_gpu_is_refused_what_a_new_one_is() -> None:
     model = bf16()
     asked: dict[str, Any] = dict.fromkeys(
         ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", *_zo_setup.OF_METHOD)

@@ -19,7 +19,7 @@ COUNT = 4
 
 
 def wrapped(make: Callable[[], nn.Module], store: pathlib.Path, place: str, **more: Any) -> Any:
-    """With parameters on SSD, or behind an emulated device, that do not fit where they are used."""
+    """Keep parameters on SSD, or behind an emulated device, where not all of them fit."""
     settings: dict[str, Any] = {"device": "cpu", **more}
     if place == "ssd":
         settings["host_bytes"] = host_bytes_min(make(), store, method="mezo")
@@ -31,7 +31,7 @@ def wrapped(make: Callable[[], nn.Module], store: pathlib.Path, place: str, **mo
 
 
 def answers(model: Any, batches: list[torch.Tensor]) -> list[Callable[[], torch.Tensor]]:
-    """A function for each batch."""
+    """Return a function for each batch."""
     return [lambda batch=batch: model(input_ids=batch).logits for batch in batches]
 
 
@@ -58,7 +58,7 @@ def test_micro_batches_in_turns_have_their_values_and_one_read_for_all(
     for each in values[1:]:
         assert all(torch.equal(a, b) for a, b in zip(values[0], each, strict=True))
     assert 0 < 2 * reads[3] < reads[2]
-    # And steps go on as if nothing had been asked.
+    # The following steps are the same as if nothing had been evaluated.
     loss = model.zo_step(lambda: helper.loss_of(model, batches[2]))
     reference = make().eval()
     plain = helper.Plain(reference, helper.Settings())
@@ -100,7 +100,8 @@ def blocks_read() -> int:
 def test_a_first_forward_in_an_order_that_nobody_foresaw_reads_no_block_twice(
     store_dir: pathlib.Path,
 ) -> None:
-    def make() -> nn.Module:  # modules of its blocks are defined in another order than used
+    # the modules of its blocks are defined in another order than they are used
+    def make() -> nn.Module:
         torch.manual_seed(0)
         sizes = {"hidden_size": 256, "ffn_dim": 1024, "word_embed_proj_dim": 256}
         return OPTForCausalLM(
@@ -119,7 +120,7 @@ def test_a_first_forward_in_an_order_that_nobody_foresaw_reads_no_block_twice(
 
 
 class Counting(nn.Module):
-    """Leaves something behind in a forward: what it gives depends on it."""
+    """Stores a value in a forward on which its output depends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ def test_a_model_that_leaves_something_behind_is_called_one_behind_the_other(
 
 
 class Lazy(Counting):
-    """Makes something in its first forward, which later ones find."""
+    """Makes an object in its first forward, which later ones use."""
 
     def forward(self, input_ids: torch.Tensor, **words: Any) -> Any:
         self.calls = 1
@@ -170,7 +171,7 @@ def test_in_training_mode_random_numbers_are_those_of_one_behind_the_other(
     store_dir: pathlib.Path,
 ) -> None:
     model = wrapped(helper.gpt2, store_dir, "ssd", runs="together")
-    model.train()  # with dropout
+    model.train()  # so that dropout is active
     values = []
     for in_turns in (False, True):
         torch.manual_seed(3)
@@ -184,12 +185,14 @@ def test_in_training_mode_random_numbers_are_those_of_one_behind_the_other(
 
 
 @pytest.mark.parametrize("who", range(3))
-def test_an_error_in_one_is_raised_and_the_model_goes_on(who: int, store_dir: pathlib.Path) -> None:
+def test_an_error_in_one_is_raised_and_the_model_continues(
+    who: int, store_dir: pathlib.Path
+) -> None:
     model = wrapped(helper.opt, store_dir, "ssd", runs="together")
     model.eval()
     batches = helper.batches(3)
     functions = answers(model, batches)
-    wrong = torch.full_like(batches[who], helper.VOCAB)  # no such word
+    wrong = torch.full_like(batches[who], helper.VOCAB)  # this token does not exist
     functions[who] = lambda: model(input_ids=wrong).logits
     with pytest.raises(IndexError):
         model.lohan.together(functions)

@@ -31,26 +31,26 @@ def closed() -> Iterator[None]:
 
 
 def close_all() -> None:
-    """What a process does at its end."""
+    """Do what a process does at its end."""
     for session in list(_exit.sessions):
         session.close()
 
 
 class Seen(transformers.Trainer):  # type: ignore[misc]
-    """Remembers the batches that training got, and the rates of its steps."""
+    """Records the batches of training, and the learning rates of its steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.batches: list[Any] = []
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Once a batch."""
+        """Record a batch."""
         self.batches.append(dict(inputs))
         return super().training_step(model, inputs, *args, **kwargs)
 
 
 def train(folder: pathlib.Path, *, resume: Any = None, **given: Any) -> Any:
-    """A training with lohan's callback."""
+    """Train with lohan's callback; return the Trainer."""
     takes = {**TAKES, **given.pop("takes", {})}
     given = {"cls": Seen, "learning_rate": LR, "max_steps": STEPS, "weight_decay": 0.0, **given}
     trainer = helper.make(folder, takes, **given)
@@ -62,7 +62,7 @@ Parts = Callable[[Any, list[Any]], float]
 
 
 def mean_of_tokens(model: Any, group: list[Any]) -> float:
-    """Of all tokens in the batches of a step, as models of transformers take it."""
+    """Return the mean loss over all tokens of a step's batches, as transformers computes it."""
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in group)
     return sum(float(model(**batch, num_items_in_batch=count).loss) for batch in group)
 
@@ -76,7 +76,7 @@ def loop(
     model: Any = None,
     **wrap: Any,
 ) -> tuple[list[float], Any]:
-    """The steps of a trainer by hand: the same batches in order, at the rates that it had."""
+    """Repeat the steps of a trainer by hand: the same batches in order, with its learning rates."""
     model = lohan.wrap(
         helper.llama() if model is None else model,
         store=folder / "loop",
@@ -140,7 +140,7 @@ def test_a_budget_that_holds_a_part_changes_no_bit(store_dir: pathlib.Path) -> N
 def test_accumulated_batches_are_one_step_whose_loss_is_that_of_all(
     store_dir: pathlib.Path,
 ) -> None:
-    # 11 batches an epoch: groups of four, four and three.
+    # An epoch has 11 batches: groups of four, four and three.
     given = {"gradient_accumulation_steps": 4, "num_train_epochs": 1, "max_steps": -1}
     trainer = train(store_dir, **given)
     assert len(trainer.batches) == 11
@@ -154,7 +154,7 @@ class Means(Seen):
     loss_is_scaled_for_ga = False
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Without the count of all tokens."""
+        """Return the loss without the count of all tokens."""
         return model(**inputs).loss
 
 
@@ -170,7 +170,7 @@ def test_a_loss_of_one_s_own_that_is_not_scaled_is_the_mean_over_batches(
     assert_is(trainer, loop(store_dir, trainer, loss=mean_of_means, together=together))
 
 
-def test_what_data_without_a_length_leave_of_a_step_goes_on_in_the_next_epoch(
+def test_what_data_without_a_length_leave_of_a_step_continues_in_the_next_epoch(
     store_dir: pathlib.Path,
 ) -> None:
     trainer = train(
@@ -261,14 +261,14 @@ def test_fp16_is_autocast_and_no_loss_is_scaled(
 
 
 class Looks(transformers.TrainerCallback):  # type: ignore[misc]
-    """Copies the parameters at each evaluation, and generates."""
+    """Copies the parameters at each evaluation, and generates tokens."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.texts: list[Any] = []
 
     def on_evaluate(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Five tokens behind three."""
+        """Generate five tokens after three."""
         self.seen.append(helper.values(model))
         begun = torch.tensor([[3, 5, 7]])
         self.texts.append(
@@ -305,7 +305,7 @@ def test_evaluation_in_mid_training_sees_the_parameters_of_its_step_and_changes_
     assert all(torch.equal(saved[key], value) for key, value in looks.seen[1].items())
 
 
-def test_a_second_train_goes_on_and_step_is_a_loop_s_again(store_dir: pathlib.Path) -> None:
+def test_a_second_train_continues_and_step_is_a_loop_s_again(store_dir: pathlib.Path) -> None:
     trainer = train(store_dir, max_steps=2)
     trainer.train()
     assert helper.session_of(trainer).step == 4
@@ -358,12 +358,12 @@ def train_until(folder: pathlib.Path, step: int, where: str, **given: Any) -> No
 
 
 def resumed(folder: pathlib.Path, resume: Any = True, **given: Any) -> Any:
-    """As a new process does it: another seed was drawn from, and another model is there."""
+    """Resume as a new process does: with another state of the generator and another model."""
     torch.manual_seed(12345)
     return train(folder, resume=resume, model=helper.gpt2(), **{**SAVED, **given})
 
 
-def assert_goes_on(trainer: Any, folder: pathlib.Path, **given: Any) -> None:
+def assert_continues(trainer: Any, folder: pathlib.Path, **given: Any) -> None:
     whole = train(folder / "whole", model=helper.gpt2(), **SAVED, **given)
     losses = helper.logged(whole, "loss")
     assert helper.logged(trainer, "learning_rate") == helper.logged(whole, "learning_rate")
@@ -371,18 +371,18 @@ def assert_goes_on(trainer: Any, folder: pathlib.Path, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["saved", "done"])
-def test_a_checkpoint_goes_on_with_the_same_bits(where: str, store_dir: pathlib.Path) -> None:
+def test_a_checkpoint_continues_with_the_same_bits(where: str, store_dir: pathlib.Path) -> None:
     train_until(store_dir, 4, where)
     folder = checkpoints(store_dir)[-1]
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     assert state["state"] == {} and state["lohan"]["step"] == 4
     trainer = resumed(store_dir)
     assert len(trainer.batches) == 5, "two, the one that ends an epoch, two"
-    assert_goes_on(trainer, store_dir)
+    assert_continues(trainer, store_dir)
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
-def test_parameters_in_fewer_bits_are_those_of_a_loop_and_go_on(
+def test_parameters_in_fewer_bits_are_those_of_a_loop_and_continue(
     storage: str, store_dir: pathlib.Path
 ) -> None:
     trainer = train(store_dir / "one", takes={"storage": storage})
@@ -390,14 +390,14 @@ def test_parameters_in_fewer_bits_are_those_of_a_loop_and_go_on(
     close_all()
     train_until(store_dir, 4, "done", takes={"storage": storage})
     trainer = resumed(store_dir, takes={"storage": storage})
-    assert_goes_on(trainer, store_dir, takes={"storage": storage})
+    assert_continues(trainer, store_dir, takes={"storage": storage})
 
 
-def test_a_checkpoint_goes_on_with_a_copy_of_its_store(store_dir: pathlib.Path) -> None:
+def test_a_checkpoint_continues_with_a_copy_of_its_store(store_dir: pathlib.Path) -> None:
     train_until(store_dir, 4, "done")
     lohan.snapshot(store_dir / "out" / "lohan", store_dir / "copy")
     trainer = resumed(store_dir, takes={"store": store_dir / "copy"})
-    assert_goes_on(trainer, store_dir)
+    assert_continues(trainer, store_dir)
 
 
 def test_a_run_that_ended_between_checkpoints_makes_the_steps_again(
@@ -409,13 +409,13 @@ def test_a_run_that_ended_between_checkpoints_makes_the_steps_again(
     trainer = resumed(store_dir)
     assert "the store is at step 5" in capsys.readouterr().err
     assert journal.with_suffix(".before").read_bytes() == before
-    assert_goes_on(trainer, store_dir)
+    assert_continues(trainer, store_dir)
 
 
-def test_an_older_checkpoint_is_gone_on_with_too(store_dir: pathlib.Path) -> None:
+def test_an_older_checkpoint_is_continued_too(store_dir: pathlib.Path) -> None:
     train_until(store_dir, 4, "done")
     oldest, _ = checkpoints(store_dir)
-    assert_goes_on(resumed(store_dir, str(oldest)), store_dir)
+    assert_continues(resumed(store_dir, str(oldest)), store_dir)
 
 
 def test_a_checkpoint_that_parameters_were_written_behind_is_refused_with_a_way_out(
@@ -444,7 +444,7 @@ def test_a_folder_that_was_never_finished_is_passed_over_or_refused(
     train_until(store_dir, 4, "files")
     with pytest.raises(StoreMismatchError, match=r"is incomplete.*is at step 4"):
         resumed(store_dir, str(checkpoints(store_dir)[-1]))
-    assert_goes_on(resumed(store_dir), store_dir)
+    assert_continues(resumed(store_dir), store_dir)
 
 
 def test_a_store_of_the_other_method_is_refused(store_dir: pathlib.Path) -> None:
@@ -503,10 +503,10 @@ def test_what_cannot_be_had_is_refused_by_name_before_anything_is_made(
 
 
 class Twice(transformers.Trainer):  # type: ignore[misc]
-    """Two losses in a step."""
+    """Computes two losses in a step."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of one batch."""
+        """Return the sum of two losses of a batch."""
         first = self.compute_loss(model, inputs)
         return first + self.compute_loss(model, inputs)
 
@@ -529,10 +529,10 @@ def test_a_training_step_that_is_not_one_compute_loss_is_refused(
 
 
 class Penalty(transformers.Trainer):  # type: ignore[misc]
-    """Goes backward through a loss of its own besides."""
+    """Also runs the backward of its own loss."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Behind the Trainer's."""
+        """Run a second backward after the Trainer's own."""
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.accelerator.backward(torch.ones(1, requires_grad=True).sum())
         return loss

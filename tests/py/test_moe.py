@@ -49,7 +49,7 @@ def qwen() -> nn.Module:
 
 
 def switch() -> nn.Module:
-    """Experts that are modules, each with parameters of its own."""
+    """Return a model whose experts are modules, each with its own parameters."""
     config = SwitchTransformersConfig(
         vocab_size=helper.VOCABULARY,
         d_model=32,
@@ -77,7 +77,8 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
     model = MODELS[name]().to(dtype).train()
     for module in model.modules():
         if isinstance(module, SwitchTransformersTop1Router):
-            module.classifier.float()  # its forward does, which a wrapped model refuses to begin
+            # its forward does this, which a wrapped model refuses at the start
+            module.classifier.float()
     return model
 
 
@@ -89,7 +90,7 @@ def few_tokens_loss(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def idle(gradients: dict[str, torch.Tensor | None]) -> int:
-    """Experts that a backward gave nothing: of a tensor of all experts, or modules of their own."""
+    """Count the experts without gradients, in one tensor or as separate modules."""
     count = 0
     for name, gradient in gradients.items():
         if "experts" in name and gradient is None:
@@ -100,7 +101,7 @@ def idle(gradients: dict[str, torch.Tensor | None]) -> int:
 
 
 def train_plainly(model: nn.Module) -> tuple[helper.Trained, int]:
-    """Torch's forward and backward, lohan's kernel on each gradient; experts that were idle."""
+    """Train with torch's backward and lohan's kernel; return how many experts were idle."""
     states = {param: helper.State.of(param.data) for param in model.parameters()}
     losses, count = [], 0
     for step in STEPS:
@@ -136,7 +137,7 @@ LAYERS = 3
 
 
 class Layer(nn.Module):
-    """Experts, of which a batch says which are used."""
+    """A layer of experts; the batch decides which of them are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class Layer(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Layers of experts."""
+    """A model with layers of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ def test_of_experts_that_are_given_as_blocks_only_those_routed_to_are_read_and_w
         moved = step_of(model, step, routed).bytes
         used = LAYERS * (len(routed) * expert + norm)
         assert moved["param_write"] == used and moved["state_write"] == 2 * used
-        if routed == last:  # else what the step before used is read ahead, and some of it in vain
+        if routed == last:  # otherwise the last step's experts are read ahead, some of them in vain
             assert moved["state_read"] == 2 * used
             assert moved["param_read"] < LAYERS * EXPERTS * expert
         last = routed

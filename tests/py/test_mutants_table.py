@@ -1,4 +1,4 @@
-"""The table of mutants (tests/mutants) and the tree belong together."""
+"""The table of mutants (tests/mutants) matches the tree."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ from torch import nn
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RECORDED_STEPS = 100
 TRAINED_STEPS = 20
-# Both round a few times a step; 1.07 is what was measured.
+# Both round a few times per step; the measured ratio was 1.07.
 ERROR_RATIO_MAX = 2.0
 
 
 @dataclasses.dataclass
 class Recording:
-    """Parameters at the begin of a training run of torch alone, and its gradients."""
+    """The parameters at the begin of a training run of torch alone, and its gradients."""
 
     start: dict[str, torch.Tensor]
     gradients: list[dict[str, torch.Tensor]]
@@ -51,7 +51,7 @@ def record(name: str, dtype: str) -> Recording:
 
 
 def by_torch(recording: Recording) -> dict[str, torch.Tensor]:
-    """What torch.optim.AdamW makes of the gradients when all it keeps is fp32."""
+    """Return torch.optim.AdamW's result for the gradients if it keeps everything in fp32."""
     params = {
         key: nn.Parameter(value.to(torch.float32, copy=True))
         for key, value in recording.start.items()

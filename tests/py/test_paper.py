@@ -1,4 +1,4 @@
-"""The simulator beside the papers' measurements: as near as docs/machines.md says."""
+"""The simulator's results compared with the papers' measurements, as docs/machines.md describes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_document_has_every_cell_and_none_that_failed() -> None:
     lines = [line for line in text.split("\n") if line.endswith("| pass |")]
     found = [[word.strip() for word in line.split("|")[1:9]] for line in lines]
     for row in found:
-        row[6] = row[6].split(" ")[0]  # without what the schedule became
+        row[6] = row[6].split(" ")[0]  # drop the schedule that was used instead
     cells = parity_cells.with_bases(parity_cells.covering())
     assert found == [parity.settings_said(cell) for cell in cells]
 
@@ -72,7 +72,7 @@ def other_eps(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def no_bias_correction(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
-    """Moments of zeros that are said to be those of a late step."""
+    """Start with moments of zeros that are declared to be those of a late step."""
     hyper = {key: settings.pop(key) for key in parity_train.HYPER}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **hyper)
     for param in optimizer.param_groups[0]["params"]:
@@ -87,7 +87,7 @@ def unclipped(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def other_on_the_accelerator(plain: Wrap, model: nn.Module, **settings: Any) -> nn.Module:
-    """A rate that differs in its last bit."""
+    """Wrap with a learning rate that differs in its last bit on an accelerator."""
     if settings["device"] == "emu":
         settings["lr"] *= 1 + 2**-23
     return plain(model, **settings)

@@ -1,4 +1,4 @@
-"""What lohan reads of files that others may have written: named errors, and order on the disk."""
+"""Files that others may have written: parsers raise named errors, and writes are in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP = Record(0.1, 0.0, (0.5,), (1.0,))
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What is written and synced from now on: (call, file name)."""
+    """Record writes and syncs from now on, as (call, file name)."""
     calls: list[tuple[str, str]] = []
 
     def watch(name: str) -> None:

@@ -17,7 +17,7 @@ from lohan.planning import _plan, _policies
 GB = 10**9
 TFLOP = 10**12
 
-# The papers' server, with round figures of the kind that a datasheet gives.
+# The papers' server, with round numbers as in a datasheet.
 SERVER = _plan.Machine(
     gpu_flop_per_s=160 * TFLOP,
     gpu_bytes=24 * GB,
@@ -33,13 +33,13 @@ SERVER = _plan.Machine(
 
 
 def planned(batch: int, policy: str = "lohan") -> tuple[_plan.Model, dict[str, Any]]:
-    """The 13B model at a batch size, and its plan on the papers' server."""
+    """Return the 13B model at a batch size, and its plan on the papers' server."""
     model = _plan.named_model("gpt-13b", batch=batch)
     return model, _core.plan(model.as_core(), SERVER.as_core(), policy)
 
 
 def swapped_bytes(model: _plan.Model, plan: dict[str, Any]) -> int:
-    """Of activations that leave the GPU."""
+    """Return the bytes of activations that leave the GPU."""
     fates = zip(model.layers, plan["layers"], strict=True)
     return sum(layer.activation_bytes for layer, fate in fates if fate in ("host", "ssd"))
 
@@ -62,7 +62,7 @@ def test_activations_of_13b_are_those_that_the_paper_counts() -> None:
 def test_a_named_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
     model = _plan.named_model(name, batch=1)
     said = float(name.split("-")[1].removesuffix("b")) * GB
-    # dit-10b is of the paper's shape, which has 8.5 billion; gpt-70b is 65b by another name.
+    # dit-10b has the paper's shape, of 8.5 billion; gpt-70b is another name of 65b.
     bar = 0.16 if name in ("dit-10b", "dit-40b") else 0.08
     assert model.param_count == pytest.approx(said, rel=bar)
 
@@ -91,7 +91,7 @@ def test_an_unknown_model_is_refused_with_the_names() -> None:
 
 
 def broken(path: str, value: Any) -> dict[str, Any]:
-    """A model's dict with one value replaced (deleted: ...)."""
+    """Return a model's dict with one value replaced, or deleted if it is ... ."""
     model = _plan.named_model("gpt-6b", batch=1).as_core()
     layer = dict(model["blocks"][1]["layers"][0])
     model["blocks"][1]["layers"][0] = layer
@@ -143,7 +143,7 @@ def test_a_wrong_machine_or_policy_is_refused_by_name() -> None:
 
 
 def step_s(ssd_count: int, host_gb: int, policy: str, name: str = "gpt-13b") -> float:
-    """Seconds a step of batch 32 on the papers' server with other SSDs and main memory."""
+    """Return the seconds of a step on the papers' server with these SSDs and memory."""
     machine = dataclasses.replace(SERVER, ssd_count=ssd_count, host_bytes=host_gb * GB)
     model = _plan.named_model(name, batch=32)
     step = _core.plan(model.as_core(), machine.as_core(), policy)["step"]

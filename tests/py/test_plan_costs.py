@@ -1,8 +1,8 @@
-"""The golden rows of csrc/plan's equations are what exact fractions give.
+"""The golden rows of csrc/plan's equations have the values of exact fractions.
 
-tests/golden/plan_costs.csv is checked here against the papers' formulas, written down once more in
-fractions and in the papers' own letters; tests/c/test_plan_costs.c checks the core against that
-file. LH_GOLDEN_WRITE=1 rewrites it.
+This test compares tests/golden/plan_costs.csv with the papers' formulas, which are repeated here in
+fractions and with the papers' own letters; tests/c/test_plan_costs.c compares the core with the
+same file. LH_GOLDEN_WRITE=1 rewrites it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fractions import Fraction
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "plan_costs.csv"
 
-# What a row of an equation is given, in the papers' letters.
+# The inputs of an equation's row, by the papers' letters.
 INPUTS = "P FLOP_f THP_G BW_in BW_out BW_S2M BW_M2S MEM adam_per_s A FLOP_r".split()
 HEAD = ["row", *INPUTS, "expected"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The inputs of the equations, exact."""
+    """The exact inputs of the equations."""
 
     P: int
     FLOP_f: int
@@ -53,7 +53,7 @@ LAYERS_FLOP = sum(layer[0] for layer in LAYERS)
 
 
 def lohan_parts(case: Case, A: int, FLOP_r: int) -> dict[str, Fraction]:
-    """LoHan eqs. 3 to 5, part by part."""
+    """Compute LoHan eqs. 3 to 5, part by part."""
     q = Fraction
     alpha_A = max(A - case.MEM, 0)
     p2, p14 = 2 * case.P, 14 * case.P
@@ -71,7 +71,7 @@ def lohan_parts(case: Case, A: int, FLOP_r: int) -> dict[str, Fraction]:
 
 
 def lohan_rows(case: Case, A: int, FLOP_r: int) -> dict[str, Fraction]:
-    """LoHan eqs. 1 to 6; eq. 6 of a layer of FLOP_f and A."""
+    """Compute LoHan eqs. 1 to 6; eq. 6 for a layer with FLOP_f and A."""
     parts = lohan_parts(case, A, FLOP_r)
     T_f = max(value for name, value in parts.items() if name.startswith("lohan-4"))
     T_b = max(value for name, value in parts.items() if name.startswith("lohan-5"))
@@ -80,7 +80,7 @@ def lohan_rows(case: Case, A: int, FLOP_r: int) -> dict[str, Fraction]:
 
 
 def fuyou_rows(case: Case, D_f: int, FLOP_r: int) -> dict[str, Fraction]:
-    """Fuyou eqs. 1 to 10 and 12; eq. 12 of a layer of FLOP_f and D_f."""
+    """Compute Fuyou eqs. 1 to 10 and 12; eq. 12 for a layer with FLOP_f and D_f."""
     q = Fraction
     p = case.P
     T_f_comp = q(case.FLOP_f, case.THP_G)
@@ -110,12 +110,12 @@ def fuyou_rows(case: Case, D_f: int, FLOP_r: int) -> dict[str, Fraction]:
 
 
 def benefit(layer: tuple[int, int, bool]) -> Fraction:
-    """OB; of a layer that saves nothing more than any other has."""
+    """Return OB; a layer that saves nothing has more than any other."""
     return Fraction(layer[0], layer[1]) if layer[1] else Fraction(10**30)
 
 
 def swap_order() -> list[tuple[int, int, bool]]:
-    """Inter-block layers first, then by falling benefit, the later of equal ones first."""
+    """Return inter-block layers first, then by decreasing benefit, later ones first."""
     return sorted(reversed(LAYERS), key=lambda layer: (not layer[2], -benefit(layer)))
 
 
@@ -131,7 +131,7 @@ def recompute_at(A: int) -> tuple[Fraction, Fraction]:
 
 
 def algorithm_1(case: Case) -> dict[str, Fraction]:
-    """Its answer for LAYERS, by looking at every prefix instead of stopping."""
+    """Return Algorithm 1's result for LAYERS, by trying every prefix instead of stopping early."""
     case = dataclasses.replace(case, FLOP_f=LAYERS_FLOP)
     inter = sum(size for _, size, is_inter in LAYERS if is_inter)
     order = swap_order()
@@ -155,7 +155,7 @@ def algorithm_1(case: Case) -> dict[str, Fraction]:
 
 
 def fuyou_queues(case: Case) -> dict[str, Fraction]:
-    """What Fuyou takes of LAYERS: the 4h to h layers are D_start, the others in forward order."""
+    """Return what Fuyou swaps: 4h-to-h layers are D_start, the others in forward order."""
     case = dataclasses.replace(case, FLOP_f=LAYERS_FLOP)
     start = [layer for layer in LAYERS if layer[2] or layer[1] == 0]
     others = [layer for layer in LAYERS if layer not in start]
@@ -202,7 +202,7 @@ ALGORITHM_CASES = [
 
 
 def golden_text() -> str:
-    """The whole file."""
+    """Return the text of the golden file."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(HEAD)

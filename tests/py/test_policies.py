@@ -1,4 +1,4 @@
-"""`activations=` by a policy: the same bits, a plan that is kept to, memory that is as planned."""
+"""`activations=` with a policy: the same bits, a plan that is followed, memory as planned."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens(step: int, rows: int = 8, columns: int = 128) -> torch.Tensor:
 
 
 def train(model: nn.Module, shapes: Any = ((8, 128),) * STEPS, begin: int = 0) -> list[Any]:
-    """Losses, and the peak of an emulated device in each step."""
+    """Return the losses, and the peak of an emulated device in each step."""
     found, peaks = [], []
     for step, shape in enumerate(shapes, begin):
         torch.manual_seed(step)
@@ -91,7 +91,7 @@ WIDE = {"device": "emu", "swap_bytes": 96 * MIB, "swap_ssd_bytes": 64 * MIB}
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The numbers of a run that keeps everything, by dtype and dropout."""
+    """Return the numbers of a run that keeps everything, by dtype and dropout."""
     made: dict[Any, list[Any]] = {}
 
     def get(dtype: torch.dtype, dropout: float) -> list[Any]:
@@ -138,7 +138,7 @@ def test_auto_where_computation_is_in_main_memory(
     plan = model.lohan.plan()
     model.lohan.close()
     assert all(torch.equal(a, b) for a, b in zip(kept(torch.float32, 0.1), found, strict=True))
-    assert plan.kept_bytes <= 8 * MIB  # all of it is 48 MiB
+    assert plan.kept_bytes <= 8 * MIB  # all activations together have 48 MiB
     assert plan.swapped_bytes > 0 or settings is NO_SWAP
     assert plan.recompute_s > 0 or settings is not NO_SWAP
 
@@ -158,7 +158,7 @@ def test_auto_plans_for_an_accelerator_where_steps_are_not_committed(
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=False))
 
 
-BUFFER = 2 * MIB  # the largest that is saved: a dropout's product of 8 x 4 x 128 x 128
+BUFFER = 2 * MIB  # the largest saved tensor: the product of a dropout, of 8 x 4 x 128 x 128
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_each_shape_has_a_plan_of_its_own_and_its_first_forward_is_conservative(
         seen.append(model.lohan.plan())
     model.lohan.close()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    # Two steps of the first shape, one of the next; and one that was seen goes by its plan at once.
+    # Two steps have the first shape, one the next; a known shape uses its plan at once.
     assert [plan is None for plan in seen] == [True, True, False, True, False, False]
     assert seen[4].device_bytes < seen[2].device_bytes
     assert seen[5] == seen[2]
@@ -302,7 +302,7 @@ def test_forwards_whose_backward_is_one_are_there_at_once(store_dir: pathlib.Pat
 
 
 class Flaky(nn.Module):
-    """Its forward fails when it is told to."""
+    """A model whose forward fails on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def test_steps_that_are_forgotten_are_in_no_profile(store_dir: pathlib.Path) -> 
             model(batch)
         model.fails = False
         model(batch).backward()
-        model.optimizer.zero_grad()  # the step is forgotten
+        model.optimizer.zero_grad()  # discards the step
         with torch.no_grad():
             model.eval()
             model(batch)
@@ -406,7 +406,7 @@ def test_a_block_that_is_the_model_itself_is_planned(store_dir: pathlib.Path) ->
         plan = model.lohan.plan()
         model.lohan.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert plan.kept_bytes == 512 * 64 * 4  # its input
+    assert plan.kept_bytes == 512 * 64 * 4  # only its input is kept
 
 
 def test_what_a_policy_cannot_do_is_reported_with_the_memory_that_it_needs(
@@ -416,7 +416,7 @@ def test_what_a_policy_cannot_do_is_reported_with_the_memory_that_it_needs(
         path = store_dir / name
         model = lohan.wrap(build(), store=path, lr=1e-3, activations="lohan", **settings)
         try:
-            for _ in range(4):  # a step that the machine held up is profiled again
+            for _ in range(4):  # a step that the machine delayed is profiled again
                 if model.lohan.plan() is None:
                     train(model, [(8, 128)] * 3)
             planner = model.lohan._planner
@@ -439,7 +439,7 @@ def test_a_policy_that_is_only_simulated_is_refused_by_name(store_dir: pathlib.P
             lohan.wrap(build(), store=store_dir / "b", lr=1e-3, **bad)
 
 
-def test_sizes_that_are_no_whole_pages_are_planned_and_the_plan_is_a_line(
+def test_sizes_that_are_not_whole_pages_are_planned_and_the_plan_is_a_line(
     store_dir: pathlib.Path,
 ) -> None:
     settings = {"swap_bytes": 3_000_000, "swap_ssd_bytes": 50_000_001, "device": "emu"}

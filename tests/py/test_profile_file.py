@@ -24,7 +24,7 @@ WRONG += [[10**30], [[1, 2, 3]], [[-7, -7]], [[99999, 99999]], {"a": 1}, [None]]
 
 
 class Block(nn.Module):
-    """Two layers."""
+    """A block of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pathlib.
 
 
 def _changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
-    """The file with the first profile changed; what change returns takes its place, if anything."""
+    """Return the text with its first profile changed; change may return a replacement."""
     read = json.loads(text)
     key = next(iter(read))
     shape = next(iter(read[key]))
@@ -79,7 +79,7 @@ def _changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something is, but not every item of every list."""
+    """Return the places of values, but not of every item of every list."""
     if at:
         yield at
     items = value.items() if isinstance(value, dict) else ()
@@ -95,7 +95,7 @@ def _set(profile: dict[str, Any], at: tuple[Any, ...], value: Any) -> None:
     profile[at[-1]] = value
 
 
-def _check_goes_on(folder: pathlib.Path, text: str | None, steps: int = 1) -> None:
+def _check_continues(folder: pathlib.Path, text: str | None, steps: int = 1) -> None:
     if text is not None:
         (folder / "profile.json").write_text(text)
     model = _wrap(folder, resume=True, allow_tmpfs=True)
@@ -106,7 +106,7 @@ def _check_goes_on(folder: pathlib.Path, text: str | None, steps: int = 1) -> No
         model.lohan.close()
 
 
-def test_a_profile_with_any_value_of_another_type_or_range_is_none_or_makes_a_plan(
+def test_a_profile_with_any_value_of_another_type_or_range_is_ignored_or_makes_a_plan(
     trained: tuple[pathlib.Path, str],
 ) -> None:
     """Each place of the file with each wrong value: what is accepted must be possible."""
@@ -129,7 +129,7 @@ def test_a_profile_with_any_value_of_another_type_or_range_is_none_or_makes_a_pl
             accepted.append(removed)
     assert accepted, "an empty list of inputs is fine, for example"
     for changed in accepted:
-        _check_goes_on(folder, _changed(text, lambda _, made=changed: made))
+        _check_continues(folder, _changed(text, lambda _, made=changed: made))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_wrong_profile_is_measured_again(
     def change(profile: dict[str, Any]) -> None:
         (profile if field in profile else profile["visits"][0])[field] = value
 
-    _check_goes_on(trained[0], _changed(trained[1], change), steps=2)
+    _check_continues(trained[0], _changed(trained[1], change), steps=2)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_profile_is_ignored(
         text = json.dumps(good)
     data = text.encode() if isinstance(text, str) else text
     (folder / "profile.json").write_bytes(data)
-    _check_goes_on(folder, None)
+    _check_continues(folder, None)
     assert len(capfd.readouterr().err.splitlines()) <= 1
 
 
@@ -214,7 +214,7 @@ def test_what_is_no_plain_file_is_neither_read_nor_waited_for(
     else:
         path.symlink_to(other if kind == "link" else path)
     try:
-        _check_goes_on(folder, None, steps=4)
+        _check_continues(folder, None, steps=4)
         assert other.read_text() == good
         assert not list(folder.glob("profile.json.*"))
     finally:
@@ -239,12 +239,12 @@ def test_a_wrap_that_fails_at_its_end_releases_the_store_and_gives_the_values_ba
         patch.setattr(Guard, "install", fail)
         with pytest.raises(kind, match="at the end") as caught:
             lohan.wrap(model, store=store_dir / "a", activations="recompute")
-    assert torch.equal(model(X), _build()(X))  # a plain model again
+    assert torch.equal(model(X), _build()(X))  # it is a plain model again
     model(X).sum().backward()
     assert "lohan" not in model.__dict__
     again = lohan.wrap(_build(), store=store_dir / "a", resume=True)
     assert torch.equal(again(X), _build()(X))
     again.lohan.close()
-    assert caught.value is not None  # its traceback was alive until here
+    assert caught.value is not None  # this keeps the traceback alive until here
     with pytest.raises(LohanError, match="resume"):
         lohan.wrap(_build(), store=store_dir / "a")

@@ -23,13 +23,13 @@ TOKENS_MAX = 48
 BATCH = 32
 STEPS = 20
 HELD_OUT = 256
-# What is not the standard library's own text.
+# Files that are not the standard library's own text.
 LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What a function is called, with its arguments; and what its docstring says first."""
+    """A function's signature, and the first sentence of its docstring."""
 
     module: str
     signature: str
@@ -38,7 +38,7 @@ class Pair:
 
 @functools.cache
 def pairs() -> tuple[list[Pair], list[Pair]]:
-    """Of the standard library: to train on, and held out, which are of other files."""
+    """Return pairs of the standard library: training pairs, and held-out ones from other files."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, Pair] = {}
     for path in sorted(root.rglob("*.py")):
@@ -62,7 +62,7 @@ def pairs() -> tuple[list[Pair], list[Pair]]:
 
 
 def encoder() -> nn.Module:
-    """As it was published, without dropout."""
+    """Return the encoder as it was published, without dropout."""
     model: nn.Module = AutoModel.from_pretrained(FOLDER, dtype=torch.float32)
     return model.eval()
 
@@ -92,7 +92,7 @@ def contrastive_loss(model: nn.Module, batch: list[Pair]) -> torch.Tensor:
 
 @torch.no_grad()
 def judge(model: nn.Module, held: list[Pair]) -> tuple[float, float]:
-    """The loss in batches of held-out pairs; how many signatures find their text among all."""
+    """Return the loss of held-out pairs, and how many signatures find their text among all."""
     batches = [held[i : i + BATCH] for i in range(0, len(held), BATCH)]
     loss = sum(contrastive_loss(model, batch).item() for batch in batches) / len(batches)
     sides = [

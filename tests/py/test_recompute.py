@@ -1,4 +1,4 @@
-"""Recomputed blocks: the same bits as with kept activations, in less memory."""
+"""Recomputed blocks: the same bits as with kept activations, with less memory."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_block_is_computed_again_once_and_not_where_nothing_is_differentiated(
 
 
 class Affine(Plain):
-    """Saves nothing but its input."""
+    """Saves only its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         type(self).calls += 1
@@ -249,7 +249,7 @@ def test_an_input_that_is_changed_in_place_is_refused_by_name(
 
 
 class Forgetful(Body):
-    """Is not the same twice."""
+    """Computes something else the second time."""
 
     is_second = False
 
@@ -260,7 +260,7 @@ class Forgetful(Body):
 
 
 class Growing(Body):
-    """Is given an object that it changes."""
+    """Changes an object that it was given."""
 
     def forward(self, x: torch.Tensor) -> Any:
         self.__dict__.setdefault("cache", []).append(x)
@@ -289,7 +289,7 @@ def test_a_block_that_is_not_the_same_again_is_refused_by_name(
 
 
 class Probing(Body):
-    """Differentiates inside its forward."""
+    """Runs a backward inside its forward."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = torch.tanh(torch.exp(x))

@@ -72,7 +72,7 @@ def expected(kind: type[nn.Module], mode: str, folder: pathlib.Path) -> helper.T
     return EXPECTED[kind, mode]
 
 
-# Every other pair: each choice meets half of the kinds, each kind half of the choices.
+# Every other pair: each choice occurs with half of the kinds, each kind with half of the choices.
 PAIRS = [
     (kind, choice)
     for i, kind in enumerate(KINDS)
@@ -111,7 +111,7 @@ class Counted(nn.Linear):
 
 
 class Chain(nn.Module):
-    """Three linear layers; an activation saves what it is given, and the next layer its result."""
+    """Three linear layers; an activation saves its input, and the next layer saves its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,9 +134,10 @@ class Chain(nn.Module):
         ({"*.a": "recompute"}, (2, 1, 1), 5),
         ({"*.c": "recompute"}, (1, 1, 2), 5),
         ({"*.a": "keep", "*": "recompute"}, (1, 2, 2), 2),
-        # What b saved was computed outside of it, and dropped: it is needed to save it again.
+        # b saved a tensor that was computed outside of it and dropped; it is needed to save it
+        # again.
         ({"*.b": "keep", "*": "recompute"}, (2, 2, 2), 2),
-        # c's output is kept, and nothing behind it is missing.
+        # c's output is kept, and nothing after it is missing.
         ({"*.a": "recompute", "*.b": "recompute"}, (2, 2, 1), 4),
     ],
 )
@@ -152,7 +153,7 @@ def test_a_layer_is_skipped_where_its_output_and_what_it_saved_are_there(
     block = model.blocks[0]
     try:
         loss = model(batch_of(0))
-        # And the loss keeps the block's output.
+        # The loss keeps the block's output as well.
         assert model.lohan.saving.meter.kept_bytes == (kept + 1) * TENSOR_BYTES
         loss.backward()
         assert (block.a.calls, block.b.calls, block.c.calls) == calls
@@ -161,7 +162,7 @@ def test_a_layer_is_skipped_where_its_output_and_what_it_saved_are_there(
 
 
 class Ending(Chain):
-    """Ends with a layer of whose output nobody saves anything."""
+    """Ends with a layer whose output no operation saves."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(functional.gelu(self.b(functional.gelu(self.a(x))))) + 1
@@ -173,7 +174,7 @@ def test_an_output_behind_which_nothing_is_missing_is_not_kept(store_dir: pathli
     model = wrap(model, store_dir, said, device="emu", blocks=[model.blocks[0]])
     try:
         loss = model(batch_of(0))
-        # x, a's result, b's two; the loss.
+        # The saved tensors are x, a's result, b's two, and the loss's.
         assert model.lohan.saving.meter.kept_bytes == 5 * TENSOR_BYTES
         loss.backward()
         assert [layer.calls for layer in model.blocks[0].children()] == [2, 1, 1]
@@ -215,7 +216,7 @@ def test_what_is_swapped_leaves_once_and_comes_back(
     model = wrap(build(Plain), store_dir, {"*": "swap"}, device="emu", **SWAP)
     try:
         loss = model(batch_of(0))
-        # Three blocks of five, and what the loss saves.
+        # Three blocks save five each; one more is the loss's.
         assert sum(put) == (3 * 5 + 1) * TENSOR_BYTES
         loss.backward()
         assert len(put) == 3 * 3 + 1
@@ -242,7 +243,7 @@ def test_where_activations_leave_those_of_a_layer_that_is_kept_stay(
     model = wrap(build(Plain), store_dir, {"blocks.*": "keep"}, device="emu", **SWAP)
     try:
         loss = model(batch_of(0))
-        assert put == [TENSOR_BYTES]  # the loss's
+        assert put == [TENSOR_BYTES]  # saved by the loss
         assert model.lohan.saving.meter.kept_bytes >= 3 * 5 * TENSOR_BYTES
         del loss
     finally:
@@ -255,7 +256,7 @@ def test_views_of_one_tensor_leave_once(put: list[int], store_dir: pathlib.Path)
     model = wrap(model, store_dir, said, device="emu", blocks=[model.blocks[0]], **SWAP)
     try:
         loss = model(batch_of(0))
-        assert put == [2 * TENSOR_BYTES, TENSOR_BYTES]  # the second one is the loss's
+        assert put == [2 * TENSOR_BYTES, TENSOR_BYTES]  # the second one is saved by the loss
         loss.backward()
     finally:
         model.lohan.close()
@@ -284,7 +285,7 @@ def test_a_graph_that_is_never_run_backward_is_freed(
 
 
 class Borrowing(Body):
-    """Has a layer of another block."""
+    """Contains a layer of another block."""
 
     def __init__(self, up: nn.Module | None = None) -> None:
         super().__init__()
@@ -336,4 +337,4 @@ def test_choices_that_cannot_be_are_refused_by_name(
     model = build(Body)
     with pytest.raises(error, match=words):
         wrap(model, store_dir, said)
-    assert model(batch_of(0)).isfinite()  # nothing happened to it
+    assert model(batch_of(0)).isfinite()  # the model still works

@@ -87,7 +87,7 @@ def dit() -> nn.Module:
 
 
 def noise_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """What a denoiser of images of known classes is trained by."""
+    """Return the loss of a denoiser of images of known classes."""
     generator = torch.Generator().manual_seed(step)
     dtype = next(model.parameters()).dtype
     noised, noise = (torch.randn(2, 4, 8, 8, generator=generator, dtype=dtype) for _ in range(2))
@@ -125,7 +125,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
     name: str, device: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_frame, "SMALL_BYTES", 256)  # nothing of these models is large
+    monkeypatch.setattr(_frame, "SMALL_BYTES", 256)  # the tensors of these models are all small
     runs, kept = [], []
     dtype = torch.bfloat16 if device == "cpu" and name != "vit" else torch.float32
     for activations in ("keep", "recompute"):
@@ -148,7 +148,7 @@ def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
 
 
 def every_third_layer(model: nn.Module) -> dict[str, str]:
-    """Of the modules without others inside in repeated blocks."""
+    """Choose every third of the modules without children in repeated blocks."""
     leaves = [
         name
         for name, module in model.named_modules()
@@ -175,7 +175,7 @@ def test_models_in_which_every_third_layer_is_computed_again_train_to_the_same_b
         torch.manual_seed(2)
         runs.append(helper.train(model, STEPS, MODELS[name][1]))
     helper.assert_same(runs[1], runs[0])
-    # Less by what is dropped, more by outputs of layers that are skipped, which nobody saves.
+    # Without what is dropped, and with outputs of skipped layers, which no operation saves.
     assert kept[1] != kept[0]
 
 
@@ -225,7 +225,7 @@ def test_a_dit_whose_attention_leaves_trains_to_the_bits_of_one_that_keeps_all(
         )
         torch.manual_seed(2)
         losses = [noise_loss(model, 0)]
-        model.lohan.flush()  # what leaves has left
+        model.lohan.flush()  # everything that is offloaded has arrived
         losses[0].backward()
         model.optimizer.step()
         model.lohan.flush()
@@ -269,7 +269,7 @@ def test_a_cache_is_made_in_training_only_where_it_is_asked_for(store_dir: pathl
     del out
     assert frames_alive() == before, "a forward without a backward stays in memory"
     assert model(tokens, use_cache=True).past_key_values is not None
-    assert model(tokens, *[None] * 8, True).past_key_values is not None  # by its place
+    assert model(tokens, *[None] * 8, True).past_key_values is not None  # as a positional argument
     with torch.no_grad():
         assert model(tokens).past_key_values is not None
     assert model.eval()(tokens).past_key_values is not None

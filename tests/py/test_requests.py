@@ -24,7 +24,7 @@ NOBODY = 65534
 @pytest.fixture
 def model(store_dir: pathlib.Path) -> Iterator[nn.Module]:
     made = lohan.wrap(build(Stack), store=store_dir / "s", lr=1e-2)
-    signal.alarm(LIMIT_S)  # a step that waits for a FIFO's writer ends the test
+    signal.alarm(LIMIT_S)  # if a step waited for a FIFO's writer, this would end the test
     yield made
     signal.alarm(0)
     made.lohan.close()
@@ -37,7 +37,7 @@ def fifo(path: pathlib.Path) -> None:
 def a_socket(path: pathlib.Path) -> None:
     place = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
-        listener.bind(f"/proc/self/fd/{place}/{path.name}")  # sun_path has 108 bytes
+        listener.bind(f"/proc/self/fd/{place}/{path.name}")  # because sun_path has only 108 bytes
     os.close(place)
 
 
@@ -56,7 +56,7 @@ def directory(path: pathlib.Path) -> None:
 
 
 def device(path: pathlib.Path) -> None:
-    os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero, which has no end
+    os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # this is /dev/zero, which has no end
 
 
 def huge(path: pathlib.Path) -> None:

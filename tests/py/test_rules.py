@@ -117,7 +117,7 @@ def test_saving_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop) ->
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = super().forward(x)
-            # Below Python nobody asks before reading.
+            # Below Python, nothing checks before a read.
             with torch._C.DisableTorchFunctionSubclass():
                 return y @ self.blocks[1].down.weight[:10, :WIDTH] if self.late else y
 
@@ -132,7 +132,7 @@ def test_saving_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop) ->
 
 def test_writing_to_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop) -> None:
     model = workshop.wrap(build())
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # as below Python
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # this bypasses Python's check
         model.blocks[1].gain.zero_()
         with pytest.raises(RuntimeError, match="more than one element"):
             model.blocks[1].gain.copy_(torch.ones(WIDTH))
@@ -198,7 +198,7 @@ def test_under_autocast_the_graph_keeps_activations_and_no_weights(
     assert torch.equal(loss, plain_loss)
     assert {tuple(t.shape) for t in kept.values()}.isdisjoint(shapes)
     assert sum(t.nbytes for t in kept.values()) <= sum(t.nbytes for t in activations.values())
-    assert model.lohan.status()["handles"] >= 9  # two matrices a block, the head
+    assert model.lohan.status()["handles"] >= 9  # two matrices per block, and the head
     loss.backward()
     assert model.lohan.status()["handles"] == 0
 
@@ -207,7 +207,7 @@ def test_under_autocast_the_graph_keeps_activations_and_no_weights(
 
 
 class Adapted(nn.Module):
-    """A frozen matrix with a trainable one of low rank beside it."""
+    """A frozen matrix with a trainable low-rank one beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_buffers_are_the_modules_own(workshop: Workshop) -> None:
 
     plain = build(make)
     for step in range(3):
-        square_loss(plain, step)  # lr=0 below: running statistics depend on the batches alone
+        square_loss(plain, step)  # with lr=0 below, running statistics depend only on the batches
     model = workshop.wrap(build(make), lr=0.0, weight_decay=0.0)
     for step in range(3):
         train_step(model, step)
@@ -454,7 +454,8 @@ def test_state_dict_and_named_parameters_give_real_values(
     train_step(model, 0)
     state = model.state_dict()
     train_step(model, 1)
-    assert not torch.equal(state["head.weight"], model.state_dict()["head.weight"])  # a copy
+    # the state dict is a copy
+    assert not torch.equal(state["head.weight"], model.state_dict()["head.weight"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -552,7 +553,7 @@ def test_unwrap_gives_a_module_as_it_was(workshop: Workshop) -> None:
     assert all(type(m._parameters) is dict for m in model.modules())
 
 
-@pytest.mark.parametrize("make", [Stack, Block])  # Block: a root with parameters of its own
+@pytest.mark.parametrize("make", [Stack, Block])  # Block is a root with its own parameters
 def test_a_deleted_model_is_gone_with_its_threads_and_files(make: Any, workshop: Workshop) -> None:
     def open_count() -> int:
         return len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task"))
@@ -567,6 +568,6 @@ def test_a_deleted_model_is_gone_with_its_threads_and_files(make: Any, workshop:
         reference = use(index)
         gc.collect()
         assert reference() is None
-        gc.collect()  # parameters die with the model, and their session a collection later
+        gc.collect()  # parameters are freed with the model, their session one collection later
         counts.append(open_count())
     assert counts[-1] <= counts[0]

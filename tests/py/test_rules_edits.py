@@ -1,4 +1,4 @@
-"""What users do to parameters, gradients and groups from outside: exact, or refused by name."""
+"""Changes of parameters, gradients and groups from outside are exact, or refused by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_parameter_without_dimensions_is_trained_as_any_other(
     dtype: torch.dtype, workshop: Workshop
 ) -> None:
     def flat() -> nn.Module:
-        """The same model, each scalar with one dimension of size one."""
+        """Return the same model, with one dimension of size one for each scalar."""
         model = Scaled().to(dtype)
         model.scale = nn.Parameter(model.scale.detach().reshape(1))
         for layer in model.inner:
@@ -119,7 +119,7 @@ def test_a_wrap_that_fails_leaves_the_model_its_values(
 
 
 class Pair(nn.Module):
-    """A model around others."""
+    """A model that contains others."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_trainable_parameter_that_is_added_after_wrap_is_refused(workshop: Wor
         model.optimizer.step()
     model[0].extra = nn.Linear(4, 4)
     model[0].extra.requires_grad_(False)
-    model(batch)  # what is frozen needs no training
+    model(batch)  # frozen parameters need no training
     model[0].extra.weight.requires_grad_(True)
     with torch.no_grad():
         model(batch)
@@ -167,7 +167,7 @@ def test_a_trainable_parameter_that_is_added_after_wrap_is_refused(workshop: Wor
         with pytest.raises(UnsupportedError, match=r"'0\.extra\.weight' was added after"):
             model(batch)
     assert model.lohan.step == 2
-    lohan.unwrap(model)  # the way out that it names
+    lohan.unwrap(model)  # the remedy that the message names
     model = workshop.wrap(model)
     assert "0.extra.weight" in {param.name for param in model.lohan.layout.params}
     model(batch).sum().backward()
@@ -185,7 +185,7 @@ def test_an_adapter_that_is_added_after_wrap_is_refused(workshop: Workshop) -> N
 
 def test_what_was_unwrapped_may_be_part_of_another_model(workshop: Workshop) -> None:
     model = workshop.wrap(build())
-    session = model.lohan  # whoever holds it must not keep the parameters from others
+    session = model.lohan  # a reference to it must not keep others from using the parameters
     lohan.unwrap(model)
     workshop.made.clear()
     pair = lohan.wrap(Pair(model, build()), store=workshop.folder / "pair")
@@ -215,8 +215,8 @@ def trained(workshop: Workshop) -> nn.Module:
     return model
 
 
-def assert_goes_on(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
-    """One more step after these, as if nothing had been refused."""
+def assert_continues(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
+    """Train one more step, as if nothing had been refused."""
     train_step(model, 9)
     assert_same_state(model.state_dict(), workshop.train([*steps, 9]))
 
@@ -233,9 +233,9 @@ def test_an_edit_of_a_gradient_after_backward_is_refused(
     ) as told:
         trained.optimizer.step()
     assert "register_hook" in str(told.value)
-    trained.optimizer.step()  # the edit is undone
+    trained.optimizer.step()  # the step undoes the edit
     assert weight.grad is None
-    assert_goes_on(trained, workshop, [0, 1])
+    assert_continues(trained, workshop, [0, 1])
 
 
 @pytest.mark.parametrize("unused", ["frozen", "trainable"])
@@ -247,7 +247,7 @@ def test_a_gradient_set_by_hand_is_refused(
     bias.grad = torch.ones(10)
     with pytest.raises(OffloadedGradientError, match=r"head\.bias.*was set"):
         trained.optimizer.step()
-    if unused == "frozen":  # torch would update it with what is there
+    if unused == "frozen":  # torch would update it with the existing gradient
         square_loss(trained, 1).backward()
         with pytest.raises(OffloadedGradientError, match=r"head\.bias.*replaced"):
             trained.optimizer.step()
@@ -261,7 +261,7 @@ def test_a_gradient_set_by_hand_is_refused(
         forget()
         assert bias.grad is None
     trained.optimizer.step()
-    assert_goes_on(trained, workshop, [0])
+    assert_continues(trained, workshop, [0])
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
@@ -271,7 +271,7 @@ def test_a_gradient_set_before_backward_is_added_to_as_torch_does(workshop: Work
             model.head._parameters["bias"].grad = torch.ones(10)
             weight = model.head._parameters["weight"]
             values = torch.linspace(-1, 1, weight.numel())
-            weight.grad = values.view(weight.shape[::-1]).t()  # strides of its own
+            weight.grad = values.view(weight.shape[::-1]).t()  # a gradient with different strides
             square_loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -287,7 +287,7 @@ def test_a_gradient_set_before_backward_is_added_to_as_torch_does(workshop: Work
 
 
 def test_gradients_of_ones_own_reach_the_optimizer_through_autograd(workshop: Workshop) -> None:
-    """The way out that the refusal names, after a step and as the very first thing."""
+    """The remedy that the refusal names works after a step, and as the very first call."""
     expected = workshop.wrap(build())
     model = workshop.wrap(build())
     names, tensors = zip(*nn.Module.named_parameters(model), strict=True)
@@ -309,7 +309,7 @@ def test_no_part_of_a_model_forgets_its_gradients_in_a_step(
             module.zero_grad()
     trained.optimizer.step()
     trained.blocks[0].zero_grad()
-    assert_goes_on(trained, workshop, [0, 1])
+    assert_continues(trained, workshop, [0, 1])
 
 
 def test_a_hook_behind_accumulation_is_refused(workshop: Workshop) -> None:
@@ -335,11 +335,11 @@ def test_a_backward_that_keeps_its_graph_is_refused_by_name(
     with pytest.raises(UnsupportedError, match="create_graph=True"):
         square_loss(trained, 1).backward(create_graph=True)
     trained.optimizer.zero_grad()
-    assert_goes_on(trained, workshop, [0])
+    assert_continues(trained, workshop, [0])
 
 
 def test_a_penalty_on_a_gradient_is_the_plain_models(workshop: Workshop) -> None:
-    """The way out that the refusal names."""
+    """This is the remedy that the refusal names."""
 
     def penalty(model: nn.Module, step: int) -> torch.Tensor:
         x = vectors(step).requires_grad_()
@@ -355,7 +355,7 @@ def test_a_penalty_on_a_gradient_is_the_plain_models(workshop: Workshop) -> None
 
 
 def split(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups: matrices and the rest."""
+    """Two groups: matrices and all other parameters."""
     params = [*model.parameters()]
     return [
         {"params": [p for p in params if p.dim() == 2], "weight_decay": 0.5},
@@ -409,7 +409,7 @@ def test_the_members_of_groups_are_fixed_at_wrap(
                 model.optimizer.step()
             model.optimizer.param_groups[:] = whole
         for group in model.optimizer.param_groups:
-            group["params"].reverse()  # no change of the members
+            group["params"].reverse()  # this does not change the set of members
         model.optimizer.step()
         train_step(model, 2)
         return model
@@ -452,7 +452,7 @@ def test_rows_that_the_forward_limits_in_place_are_refused(
 
 
 class Clamped(Stack):
-    """Changes a parameter in place inside its forward when it is told to."""
+    """Changes a parameter in place inside its forward on request."""
 
     where = ""
 
@@ -489,7 +489,7 @@ def test_a_change_in_place_inside_a_forward_is_refused_and_forgotten(
     model = workshop.wrap(build(Clamped), host_bytes=host_bytes)
     for step in range(2):
         kept = square_loss(model, step) if step == 0 else None
-        model.lohan.flush()  # else the change may reach an update that is being written
+        model.lohan.flush()  # otherwise the change may reach an update that is being written
         model.where = where
         name = r"scale" if where == "root" else r"blocks\.0\.norm\.weight"
         with torch.set_grad_enabled(grad):
@@ -508,7 +508,7 @@ def test_a_change_in_place_inside_a_forward_is_refused_and_forgotten(
     model.lohan.flush()
     model.where = "norm"
     with pytest.raises(UnsupportedError, match=r"blocks\.2\.norm\.weight"):
-        model.blocks[2](vectors(7))  # a forward of a part
+        model.blocks[2](vectors(7))  # a forward of only a part
     model.where = ""
     train_step(model, 2)
     assert_same_state(model.state_dict(), expected)
@@ -526,7 +526,7 @@ def test_a_graph_from_before_a_change_in_place_does_not_see_it(workshop: Worksho
     try:
         loss.backward()
         model.optimizer.step()
-    except StaleGraphError:  # it may not run, but never with what was changed
+    except StaleGraphError:  # it may be refused, but must never run with changed values
         train_step(model, 1)
     assert_same_state(model.state_dict(), workshop.train([0, 1], Clamped))
 
@@ -545,7 +545,7 @@ def test_changes_in_place_between_steps_stay(workshop: Workshop) -> None:
 
 
 class Interrupted:
-    """An engine whose pause() meets a Ctrl-C."""
+    """An engine whose pause() is interrupted by a Ctrl-C."""
 
     def __init__(self, engine: Any, where: str) -> None:
         self.engine, self.where = engine, where

@@ -29,14 +29,14 @@ from torch import nn
 
 __all__ = ["workshop"]
 
-wrap_module = importlib.import_module("lohan.wrap")  # lohan.wrap is the function
+wrap_module = importlib.import_module("lohan.wrap")  # the attribute lohan.wrap is the function
 HERE = pathlib.Path(__file__).resolve().parent
 State = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def prepared() -> Iterator[tuple[pathlib.Path, State]]:
-    """A store after three steps, made once: each test works on a copy."""
+    """A store after three steps, made once; each test uses a copy."""
     parent = HERE.parent.parent / "build" / "tmp"
     parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f"edits-{os.getpid()}"
@@ -50,7 +50,7 @@ def prepared() -> Iterator[tuple[pathlib.Path, State]]:
 
 
 def end(edit: str, how: str, store: pathlib.Path, *settings: str) -> tuple[int, str]:
-    """Run a program that edits and ends; its status and what it wrote to stderr."""
+    """Run a program that edits and ends; return its status and what it wrote to stderr."""
     path = os.pathsep.join([str(HERE), str(pathlib.Path(lohan.__file__).parent.parent)])
     done = subprocess.run(
         [sys.executable, str(HERE / "edits_worker.py"), edit, how, str(store), *settings],
@@ -230,7 +230,7 @@ def partial(model: nn.Module, saved: State, assign: bool) -> Any:
 
 
 def of_module(model: nn.Module, saved: State, assign: bool) -> Any:
-    """A module's own state dict, out of that of the model."""
+    """Extract a module's state dict from that of the model."""
     prefix = "blocks.1."
     state = type(saved)((k[len(prefix) :], v) for k, v in saved.items() if k.startswith(prefix))
     state._metadata = {"": saved._metadata["blocks.1"]}  # type: ignore[attr-defined]
@@ -299,7 +299,7 @@ def test_weights_that_do_not_say_their_step_are_warned_of_once_resumed(
 def test_best_weights_are_loaded_back_in_the_run_that_had_them(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Early stopping: an older state of the same session, on purpose."""
+    """Early stopping loads an older state of the same session on purpose."""
     model = workshop.wrap(build())
     train_step(model, 0)
     best = model.state_dict()
@@ -333,7 +333,8 @@ def test_buffers_of_an_older_step_are_stale_too(workshop: Workshop) -> None:
     model = workshop.wrap(build(make))
     train_step(model, 0)
     saved = model.state_dict()
-    saved["1.running_mean"] = saved["1.running_mean"].clone()  # torch hands out the buffer itself
+    # torch returns the buffer itself, not a copy
+    saved["1.running_mean"] = saved["1.running_mean"].clone()
     train_step(model, 1)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     model.lohan.close()

@@ -1,4 +1,4 @@
-"""What lohan cannot do right it refuses, by name and before it does harm."""
+"""What lohan cannot do correctly it refuses, with a named error and before any damage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trained(workshop: Workshop) -> nn.Module:
     return model
 
 
-def assert_goes_on(model: nn.Module, workshop: Workshop, steps: Any = (0, 1, 2)) -> None:
+def assert_continues(model: nn.Module, workshop: Workshop, steps: Any = (0, 1, 2)) -> None:
     """Two more steps, after which the model is as if nothing had been refused."""
     train_step(model, 1)
     train_step(model, 2)
@@ -61,11 +61,11 @@ def test_clipping_finds_no_gradients(trained: nn.Module, workshop: Workshop) -> 
     with pytest.raises(OffloadedGradientError):
         nn.utils.clip_grad_value_(trained.parameters(), 1.0)
     trained.optimizer.step()
-    assert_goes_on_from(trained, workshop, [0, 1])
+    assert_continues_from(trained, workshop, [0, 1])
 
 
-def assert_goes_on_from(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
-    """One more step after these."""
+def assert_continues_from(model: nn.Module, workshop: Workshop, steps: list[int]) -> None:
+    """Train one more step after these."""
     train_step(model, 9)
     assert_same_state(model.state_dict(), workshop.train([*steps, 9]))
 
@@ -110,7 +110,7 @@ def test_another_optimizer_is_refused(trained: nn.Module, workshop: Workshop) ->
         with pytest.raises(OffloadedGradientError, match=r"blocks\.0\.gain"):
             other.step()
     trained.optimizer.step()
-    assert_goes_on_from(trained, workshop, [0, 1])
+    assert_continues_from(trained, workshop, [0, 1])
     free = build()
     torch.optim.AdamW(free.parameters()).step()
 
@@ -121,7 +121,7 @@ def test_a_second_backward_is_refused(trained: nn.Module, workshop: Workshop) ->
     with pytest.raises(SecondBackwardError, match="second backward"):
         loss.backward()
     trained.optimizer.zero_grad()
-    assert_goes_on(trained, workshop)
+    assert_continues(trained, workshop)
 
 
 def test_a_second_backward_of_a_bias_alone_is_refused(workshop: Workshop) -> None:
@@ -141,7 +141,7 @@ def test_a_forward_before_step_is_refused(trained: nn.Module, workshop: Workshop
     with pytest.raises(StepError, match=r"optimizer\.step\(\)"):
         trained.state_dict()
     trained.optimizer.step()
-    assert_goes_on_from(trained, workshop, [0, 1])
+    assert_continues_from(trained, workshop, [0, 1])
 
 
 def test_zero_grad_after_backward_is_refused(trained: nn.Module, workshop: Workshop) -> None:
@@ -150,7 +150,7 @@ def test_zero_grad_after_backward_is_refused(trained: nn.Module, workshop: Works
         with pytest.raises(ZeroGradError, match="updates of this step have begun"):
             zero_grad()
     trained.optimizer.step()
-    assert_goes_on_from(trained, workshop, [0, 1])
+    assert_continues_from(trained, workshop, [0, 1])
 
 
 def test_hyper_parameters_cannot_change_in_a_step(trained: nn.Module, workshop: Workshop) -> None:
@@ -162,7 +162,7 @@ def test_hyper_parameters_cannot_change_in_a_step(trained: nn.Module, workshop: 
             trained.optimizer.step()
         group[name] = old
     trained.optimizer.step()
-    assert_goes_on_from(trained, workshop, [0, 1])
+    assert_continues_from(trained, workshop, [0, 1])
 
 
 def test_hyper_parameters_out_of_range_are_refused(trained: nn.Module, workshop: Workshop) -> None:
@@ -172,7 +172,7 @@ def test_hyper_parameters_out_of_range_are_refused(trained: nn.Module, workshop:
         with pytest.raises(HyperParameterError):
             square_loss(trained, 1).backward()
         group[name] = old
-    assert_goes_on(trained, workshop)
+    assert_continues(trained, workshop)
 
 
 def test_a_sparse_gradient_is_refused(workshop: Workshop) -> None:
@@ -188,7 +188,8 @@ def test_distributed_training_is_refused(
     with pytest.raises(UnsupportedError, match="WORLD_SIZE is 2"):
         workshop.wrap(build())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with monkeypatch.context() as spawned:  # by torch.multiprocessing, which sets no variable
+    # torch.multiprocessing started it, which sets no variable
+    with monkeypatch.context() as spawned:
         spawned.setattr(torch.distributed, "is_initialized", lambda: True)
         spawned.setattr(torch.distributed, "get_world_size", lambda: 4)
         with pytest.raises(UnsupportedError, match="WORLD_SIZE is 4"):
@@ -254,7 +255,7 @@ def test_a_graph_from_before_step_is_stale(workshop: Workshop) -> None:
     with pytest.raises(StaleGraphError, match="step"):
         old.backward()
     del old
-    assert_goes_on(model, workshop)
+    assert_continues(model, workshop)
 
 
 def test_a_frozen_parameter_cannot_be_thawed(workshop: Workshop) -> None:
@@ -312,7 +313,7 @@ def test_a_read_that_the_budget_refuses_leaves_the_session_as_it_was(workshop: W
             nn.utils.parameters_to_vector(model.parameters())
     train_step(model, 1)
     lends: list[torch.Tensor] = []
-    with pytest.raises(BudgetError):  # as many as there is room for, wherever they come to lie
+    with pytest.raises(BudgetError):  # only as many as have room, wherever they are placed
         lends.extend(model.lohan.lend(i) for i in range(len(model.lohan.layout.params)))
     with pytest.raises(BudgetError, match="delete tensors"):
         model(vectors(2))
@@ -324,7 +325,7 @@ def test_a_read_that_the_budget_refuses_leaves_the_session_as_it_was(workshop: W
 
 
 class Shared(nn.Module):
-    """A block that reads a parameter of the model around it, and has a large one of its own."""
+    """A block that reads a parameter of the surrounding model, and has a large one itself."""
 
     def __init__(self, scale: nn.Parameter) -> None:
         super().__init__()
@@ -336,7 +337,7 @@ class Shared(nn.Module):
 
 
 class Forgiving(nn.Module):
-    """Continues without the blocks for which there is no room."""
+    """A model that continues without the blocks for which there is no room."""
 
     def __init__(self) -> None:
         super().__init__()

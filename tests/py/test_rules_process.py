@@ -33,11 +33,11 @@ def start(mode: str, store: str, temporary: pathlib.Path) -> subprocess.Popen[st
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Its exit status and what it wrote; nothing of its session may live on."""
+    """Return a process's exit status and output; nothing of its session may remain."""
     try:
         out, err = process.communicate(timeout=HUNG_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # and its workers, who have the same pipes
+        os.killpg(process.pid, signal.SIGKILL)  # its workers, too, because they have the same pipes
         out, err = process.communicate()
         pytest.fail(f"still running after {HUNG_S} s: wrote {out!r} and {err!r}")
     finally:
@@ -55,7 +55,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def steps_of(store: pathlib.Path, workshop: Workshop) -> int:
-    """The store's step; its parameters must be those of a run that stopped there."""
+    """Return the store's step; its parameters must be those of a run that stopped there."""
     model = lohan.wrap(build(), store=store, resume=True, lr=1e-2)
     step = model.lohan.step
     state = dict(model.state_dict())
@@ -69,18 +69,18 @@ def test_a_signal_ends_a_run_with_its_last_step_committed(
     number: signal.Signals, workshop: Workshop
 ) -> None:
     store = workshop.folder / "run"
-    process = start("run_for_ever", str(store), workshop.folder)
+    process = start("run_forever", str(store), workshop.folder)
     assert process.stdout is not None
     for _ in range(5):
         line = process.stdout.readline()
     process.send_signal(number)
     if number == signal.SIGINT:
-        # Python drops a KeyboardInterrupt that meets a generator's clean-up; a user presses again.
+        # Python drops a KeyboardInterrupt in a generator's clean-up; a user presses Ctrl-C again.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         if process.poll() is None:
             process.send_signal(number)
-    # communicate() would not see what readline() has read ahead.
+    # communicate() would not return what readline() has read ahead.
     lines = [line, *process.stdout.read().splitlines()]
     status, _, err = finish(process)
     last = int(lines[-1].split()[1])
@@ -111,10 +111,10 @@ def test_an_exit_without_close_commits_what_was_closed(mode: str, workshop: Work
 
 def test_a_temporary_store_is_gone_at_exit(workshop: Workshop) -> None:
     before = sorted(workshop.folder.iterdir())
-    process = start("run_for_ever", "", workshop.folder)
+    process = start("run_forever", "", workshop.folder)
     assert process.stdout is not None
     process.stdout.readline()
-    assert sorted(workshop.folder.iterdir()) == before  # its files have no names any more
+    assert sorted(workshop.folder.iterdir()) == before  # its files no longer have names
     process.kill()
     finish(process)
     status, _, err = finish(start("leave_open", "", workshop.folder))

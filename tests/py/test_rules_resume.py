@@ -23,7 +23,7 @@ Make = Any
 
 
 def linear(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRScheduler:
-    """Two steps up, then down to nothing at the tenth."""
+    """The schedule goes up for two steps, then down to zero at the tenth."""
     return LambdaLR(optimizer, lambda i: i / 2 if i < 2 else max(0.0, (10 - i) / 8), last_epoch)
 
 
@@ -45,7 +45,7 @@ def open_again(workshop: Workshop, index: int = 0, **settings: Any) -> nn.Module
 
 
 def rates(model: nn.Module) -> list[Any]:
-    """What the groups say."""
+    """Return the groups' settings."""
     return [
         (g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in model.optimizer.param_groups
     ]
@@ -62,7 +62,7 @@ def run(model: nn.Module, scheduler: LRScheduler, steps: range) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", [linear, exponential, one_cycle])
-def test_a_schedule_goes_on_from_the_states_of_scheduler_and_optimizer(
+def test_a_schedule_continues_from_the_states_of_scheduler_and_optimizer(
     make: Make, workshop: Workshop
 ) -> None:
     model = workshop.wrap(build())
@@ -81,7 +81,7 @@ def test_a_schedule_goes_on_from_the_states_of_scheduler_and_optimizer(
 
 
 @pytest.mark.parametrize("way", ["last_epoch", "fast-forward"])
-def test_a_schedule_by_step_goes_on_without_any_state(way: str, workshop: Workshop) -> None:
+def test_a_schedule_by_step_continues_without_any_state(way: str, workshop: Workshop) -> None:
     model = workshop.wrap(build())
     expected = run(model, linear(model.optimizer), range(8))
     first = workshop.wrap(build())
@@ -104,7 +104,7 @@ def test_what_is_not_given_is_as_it_was(
 ) -> None:
     model = workshop.wrap(build(), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
     train_step(model, 0)
-    model.optimizer.param_groups[0]["lr"] = 5e-3  # a schedule of one's own
+    model.optimizer.param_groups[0]["lr"] = 5e-3  # the user's own schedule
     train_step(model, 1)
     model.lohan.close()
     for settings in ({}, {"lr": 1e-2, "betas": (0.8, 0.9)}):
@@ -132,7 +132,7 @@ def test_what_is_given_and_differs_rules_and_is_said(
     assert again.optimizer.param_groups[0]["lr"] == 4e-3 * 7 / 8
     train_step(again, 3)
     again.lohan.close()
-    for settings in ({}, {"lr": 4e-3}):  # from now on it is what the run was wrapped with
+    for settings in ({}, {"lr": 4e-3}):  # from now on, the run's own value is this one
         third = open_again(workshop, **settings)
         assert rates(third) == [(4e-3 * 7 / 8, (0.9, 0.999), 1e-8, 0.25)]
         third.lohan.close()
@@ -195,7 +195,7 @@ class Part(nn.Module):
 
 
 class Deep(nn.Sequential):
-    """Blocks that a small budget splits."""
+    """A model with blocks that a small budget splits."""
 
     def __init__(self) -> None:
         super().__init__(*(Part() for _ in range(3)))

@@ -1,4 +1,4 @@
-"""What holds around a step: exceptions, interrupts, evaluation, the optimizer's own methods."""
+"""Events around a step: exceptions, interrupts, evaluation, the optimizer's own methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["workshop"]
 
 
 class Bomb(torch.autograd.Function):
-    """Raises what it is told to, in backward."""
+    """Raises the given error in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, error: BaseException) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Bomb(torch.autograd.Function):
 
 
 class Failing(Stack):
-    """Raises `error` behind block 1, in the forward or in the backward."""
+    """Raises `error` after block 1, in the forward or in the backward."""
 
     error: BaseException | None = None
     in_forward = True
@@ -71,7 +71,7 @@ def test_a_batch_that_failed_never_happened(
 ) -> None:
     expected = workshop.train(range(4), Failing)
     model = workshop.wrap(build(Failing), host_bytes=host_bytes)
-    fail(model, error, in_forward)  # the very first forward, too
+    fail(model, error, in_forward)  # this includes the very first forward
     for step in range(4):
         train_step(model, step)
         fail(model, error, in_forward)
@@ -82,7 +82,7 @@ def test_a_batch_that_failed_never_happened(
             model.lohan.commit()
     assert model.lohan.step == 4
     assert_same_state(model.state_dict(), expected)
-    model.optimizer.step()  # nothing to close
+    model.optimizer.step()  # there is no step to close
     assert model.lohan.step == 4 and model.lohan.status()["pins"] == 0
 
 
@@ -132,7 +132,7 @@ def test_an_evaluation_in_between_changes_nothing(
         torch.set_rng_state(state)
         loss = square_loss(model, step)
         state = torch.get_rng_state()
-        with context():  # between a forward and its backward
+        with context():  # this is between a forward and its backward
             model.eval()(vectors(52))
             model.train()
         loss.backward()
@@ -287,7 +287,7 @@ def test_the_optimizers_state_dict_carries_groups_and_its_place(workshop: Worksh
     state["param_groups"][0]["weight_decay"] = 0.0
     model.optimizer.load_state_dict(state)
     before = model.state_dict()
-    train_step(model, 1)  # with the learning rate that was loaded
+    train_step(model, 1)  # this uses the learning rate that was loaded
     assert_same_state(model.state_dict(), before)
     with pytest.raises(StoreMismatchError, match="step"):
         model.optimizer.load_state_dict(state)

@@ -97,7 +97,7 @@ def made_in_inference(y: torch.Tensor) -> torch.Tensor:
 
 
 def normed(y: torch.Tensor) -> torch.Tensor:
-    """Running statistics are written by each forward; a backward may come behind the next one's."""
+    """Each forward writes running statistics; a backward may follow the next forward."""
     mean, variance = torch.zeros(WIDTH), torch.ones(WIDTH)
     y = functional.batch_norm(y, mean, variance, training=True)
     return functional.batch_norm(y, mean, variance, training=True)

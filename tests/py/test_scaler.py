@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler: scaled losses, overflows that skip a step, clipping besides."""
+"""torch.amp.GradScaler: scaled losses, overflows that skip a step, and clipping."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def scaler(**settings: Any) -> torch.amp.GradScaler:
-    """One whose scale stays, unless settings say otherwise."""
+    """Return a scaler whose scale is constant, unless settings change that."""
     return torch.amp.GradScaler("cpu", **{"init_scale": SCALE, **settings})
 
 
 def plainly(model: nn.Module, loss_of: Callable[[nn.Module, int], torch.Tensor]) -> None:
-    """Steps without a scaler."""
+    """Train steps without a scaler."""
     for step in range(STEP_COUNT):
         loss_of(model, step).backward()
         model.optimizer.step()
@@ -40,7 +40,7 @@ def scaled(
     unscales: bool = False,
     clip: float | None = None,
 ) -> list[float]:
-    """Steps with a scaler; the norms of clipping."""
+    """Train steps with a scaler; return the norms of clipping."""
     made = scaler()
     norms = []
     for step in range(STEP_COUNT):
@@ -100,7 +100,7 @@ def test_unscaled_gradients_are_clipped(by: str, workshop: Workshop) -> None:
 
 
 def overflowing(model: nn.Module, step: int) -> torch.Tensor:
-    """A loss with an infinite gradient."""
+    """Return a loss with an infinite gradient."""
     return model(vectors(step).to(next(model.parameters()).dtype) * math.inf).square().mean()
 
 

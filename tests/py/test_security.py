@@ -18,8 +18,8 @@ import torch
 from lohan.errors import LohanError, StoreError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SECRET = b"of somebody else" * 512
-# The files that a session opens in a store's directory under names that other users know.
+SECRET = b"another user's" * 630
+# The files that a session opens in a store's directory, and whose names other users know.
 SAYS_STEPS = {"adam": ("lohan.data",), "mezo": ("lohan.data", "journal.lohan")}
 
 

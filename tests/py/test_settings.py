@@ -1,4 +1,4 @@
-"""What wrap is asked for: sizes as people write them, keywords that are nearly right."""
+"""The arguments of wrap: sizes with units, and keywords that are almost right."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from lohan.simulate import Options, simulate
 from patience import slowness
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "sim_steps.csv"
-# A model that is simulated in a moment.
+# A model whose simulation takes only a moment.
 SMALL = {"name": "opt-1.3b", "batch": 8, "seq": 1024}
 
 
@@ -131,7 +131,7 @@ def test_by_auto_updates_wait_for_the_next_forward_only_where_that_pays(ssd_coun
     here = machine(f"ssd_count={ssd_count}", "host_bytes=12 GB")
     both = simulate(model, here, Options("auto"))
     eager = simulate(model, here, Options("auto", without=("deferred",)))
-    if ssd_count == 1:  # the timeline's choice waits, and takes longer
+    if ssd_count == 1:  # the timeline's choice waits there, and takes longer
         assert _placement.place(model, here, "auto").schedule == "auto"
         assert both.step_ns == eager.step_ns
     else:
@@ -143,7 +143,8 @@ def test_a_step_bears_its_share_of_what_the_commit_costs() -> None:
     here = machine("ssd_count=1", "host_bytes=12 GB")
     each, third, rare = (simulate(model, here, Options("auto", None, n)) for n in (1, 3, 1000))
     assert each.commit_ns == 0
-    # What is not written between commits is written by each of them, and by each step if all are.
+    # Each commit writes what was not written between commits; so does each step if all are
+    # committed.
     extra_bytes = (third.ssd_write_bytes - rare.ssd_write_bytes) / (1 / 3 - 1 / 1000)
     between_bytes = rare.ssd_write_bytes - extra_bytes / 1000
     assert extra_bytes > 5e9
@@ -250,7 +251,7 @@ def test_a_long_simulation_ends_at_a_signal() -> None:
     assert main_thread is not None
 
     def signals() -> None:
-        # Python drops an exception that meets a weak reference's callback: another comes.
+        # Python drops an exception in a weak reference's callback, so another one follows.
         while not ended.wait(0.3):
             signal.pthread_kill(main_thread, signal.SIGUSR1)
 
@@ -321,7 +322,7 @@ def test_a_quantity_is_read_in_its_unit(name: str, value: str | float, number: i
         "ssd_count",
     ],
 )
-def test_a_change_that_is_none_is_refused_by_its_name(change: str) -> None:
+def test_an_unknown_change_is_refused_by_its_name(change: str) -> None:
     with pytest.raises(MachineError, match=change.partition("=")[0]):
         machine(change)
 
@@ -435,7 +436,7 @@ def test_what_leaves_and_comes_back_has_the_room_that_the_block_which_computes_l
 
     tight, roomy, mixed = step_ns(1, 1, 1), step_ns(1 << 22, 1 << 22, 1 << 22), step_ns(0, 1, 0)
     assert roomy < mixed < tight, (roomy, mixed, tight)
-    # The copies of all but the last block hide behind the others' computation.
+    # The copies of all blocks except the last are hidden by the others' computation.
     assert step_ns(1 << 22, 1 << 22, 1) < tight
 
 

@@ -82,7 +82,7 @@ def test_what_a_model_saves_is_what_torch_saves_of_it(tmp_path: pathlib.Path) ->
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         real(input_ids=tokens, labels=tokens, use_cache=False)
     working = sum(layer.working_bytes for layer in counted.layers)
-    # Beside it, a block's output, which only the next one's norm reads, and a causal mask.
+    # In addition: a block's output, which only the next one's norm reads, and a causal mask.
     masks = 3 * BATCH * SEQ * SEQ * 2
     found = counted.activation_bytes + working - counted.inter_block_bytes - masks
     assert found == pytest.approx(total, rel=0.01)

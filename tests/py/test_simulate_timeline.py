@@ -27,7 +27,7 @@ def test_a_resource_is_as_busy_in_its_parts_as_in_the_step(batch: int, options: 
     model = _plan.named_model("opt-1.3b", batch=batch)
     step, timeline = simulate_traced(model, MACHINE, options)
     assert step == simulate(model, MACHINE, options)
-    # Without the commit's share of a step.
+    # The share of the step without its commit.
     length = timeline.edges_s[-1] * 1e9 / step.step_ns
     for name, parts in timeline.busy.items():
         busy = sum(parts.values())

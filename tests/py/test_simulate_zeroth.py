@@ -1,4 +1,4 @@
-"""Zeroth-order steps on a machine that need not be here: by hand, beside ZO2's tables, refusals.
+"""Zeroth-order steps on a simulated machine: results by hand, ZO2's tables, refusals.
 
 A change that moves a figure brings the new golden file: LH_GOLDEN_WRITE=1 writes it.
 """
@@ -100,7 +100,7 @@ def test_where_links_alone_take_time_a_step_is_what_crosses_them(
     found = step(on, looks_ahead=True, **words)
     assert near(found.step_ns, crossing / 10**6)
     assert found.link_bytes == crossing and found.bound_by == "upload"
-    # One upload is waited for once more, and, without overlap, each offload.
+    # The step waits for one more upload, and, without overlap, for each offload.
     assert near(step(on, policy="no_overlap", **words).step_ns, 2 * crossing / 10**6)
     twice = step(on, policy="no_deferred", looks_ahead=True, **words)
     assert near(twice.step_ns, 2 * crossing / 10**6) and twice.link_bytes == 2 * crossing
@@ -113,7 +113,7 @@ def test_where_the_gpus_memory_alone_takes_time_a_step_is_what_is_counted() -> N
     z = 4 * 8 * params * 4
     forward = 4 * (32 * 2 * 16**2 + 28 * 4 * 16 * 8) + 5 * 4 * 16 * 100
     assert near(step(on, policy="mezo").step_ns, (z + 2 * forward) / 10**6)
-    # What is tied is moved once more for the head.
+    # A tied parameter is moved a second time for the head.
     moved_again = 3 * 8 * 100 * 8 * 4
     assert near(step(on).step_ns, (z + 2 * forward + moved_again) / 10**6)
     packed = 2 * (4 + 1) * 4 * (12 * 8**2 + 13 * 8)
@@ -247,14 +247,14 @@ def test_the_command_line_gives_a_zeroth_order_step() -> None:
         (("--zeroth", "zo2", "--machine", "laptop"), "does not define gpu_fp32_flop_per_s"),
     ],
 )
-def test_words_that_are_none_are_refused(words: tuple[str, ...], said: str) -> None:
+def test_invalid_words_are_refused(words: tuple[str, ...], said: str) -> None:
     here = () if "--machine" in words else ("--machine", "paper-zo2")
     result = CliRunner().invoke(main, ["simulate", "--model", "opt-1.3b", *here, *words])
     assert result.exit_code != 0
     assert said in " ".join([result.output, str(result.exception)])
 
 
-def test_models_and_machines_that_are_none_are_refused() -> None:
+def test_invalid_models_and_machines_are_refused() -> None:
     with pytest.raises(ModelError, match="unknown decoder 'dit-10b'"):
         decoder("dit-10b")
     with pytest.raises(ModelError, match="at least 1"):

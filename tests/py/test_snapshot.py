@@ -37,7 +37,7 @@ from patience import HUNG_S
 
 
 class Slow:
-    """Copies wait before a piece is counted, until they are let go."""
+    """Makes copies wait before a piece is counted, until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -78,7 +78,7 @@ def resumed(directory: Any, dtype: torch.dtype = torch.float32, **settings: Any)
 
 
 def committed_step(directory: pathlib.Path) -> int:
-    """What a copy of the files, as they are now, would be opened at."""
+    """Return the step at which a copy of the current files would open."""
     copy = directory.parent / f"{directory.name}-as-it-is"
     shutil.copytree(directory, copy)
     store = lohan.store._store.open_existing([str(copy)], lohan.Config(), read_only=True)
@@ -96,7 +96,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("dtype", "settings", "others", "directory_count"), LAYOUTS)
-def test_training_goes_on_while_the_copy_stays_and_resumes_with_the_same_losses(
+def test_training_continues_while_the_copy_stays_and_resumes_with_the_same_losses(
     store_dir: pathlib.Path,
     slow: Slow,
     dtype: torch.dtype,
@@ -135,13 +135,13 @@ def test_training_goes_on_while_the_copy_stays_and_resumes_with_the_same_losses(
 
 
 def least_bytes(dtype: torch.dtype, directory: pathlib.Path, settings: dict[str, Any]) -> int:
-    """What the refusal of one byte says."""
+    """Return the minimum that the refusal of one byte names."""
     with pytest.raises(lohan.errors.BudgetError) as caught:
         wrapped(directory, dtype, **{**settings, "host_bytes": 1})
     return int(str(caught.value).split("at least ")[1].split()[0])
 
 
-def test_where_gradients_wait_on_ssd_training_waits_for_the_copy_and_goes_on(
+def test_where_gradients_wait_on_ssd_training_waits_for_the_copy_and_continues(
     store_dir: pathlib.Path, slow: Slow
 ) -> None:
     least = least_bytes(torch.float32, store_dir / "none", {"schedule": "deferred"})
@@ -189,9 +189,9 @@ def test_parameters_that_are_loaded_meanwhile_are_not_in_the_copy(
     threading.Timer(0.5, slow.go.set).start()
     model.load_state_dict(state)
     assert crash_worker.digest(model) != digest
-    losses(model, range(2, 3))  # its backward commits them, once the copy is done
+    losses(model, range(2, 3))  # its backward commits them after the copy is complete
     assert copy.is_done
-    losses(model, range(3, 4))  # into the slot that was copied
+    losses(model, range(3, 4))  # this writes into the slot that was copied
     model.lohan.close()
     again = resumed(store_dir / "copy")
     assert crash_worker.digest(again) == digest
@@ -261,7 +261,7 @@ def test_a_target_without_room_leaves_nothing_and_says_what_it_needs(
     nbytes = (store_dir / "s" / "lohan.data").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes // 2, limits[1]))
-    try:  # as a disk that has no more
+    try:  # as on a full disk
         with pytest.raises(StoreError, match=f"cannot reserve {nbytes} bytes for .*new"):
             model.lohan.snapshot(store_dir / "new")
     finally:
@@ -281,7 +281,8 @@ def test_a_target_without_room_leaves_nothing_and_says_what_it_needs(
     assert not (store_dir / "a").exists() and not (store_dir / "b").exists()
     monkeypatch.undo()
     losses(model, range(1, 3))
-    assert lohan.verify(store_dir / "s").is_whole  # in use, and at its commit
+    # the store is in use, and is read at its last commit
+    assert lohan.verify(store_dir / "s").is_whole
     model.lohan.commit()
     assert model.lohan.snapshot(store_dir / "a").wait().step == 3
 
@@ -337,7 +338,7 @@ def test_a_copy_takes_the_optimizer_state_of_the_step_it_was_made_at(
     again = resumed(store_dir / "b")
     again.optimizer.load_state_dict(state)
     losses(again, range(3, 5))
-    for other in (state, later):  # the run is another one by now
+    for other in (state, later):  # by now the run is a different one
         with pytest.raises(StoreMismatchError, match="optimizer state is of"):
             again.optimizer.load_state_dict(other)
 
@@ -376,7 +377,7 @@ def train_and_copy(
 
 
 class Said:
-    """A pipe's end that prints."""
+    """A stand-in for a pipe's end, which prints what it is sent."""
 
     def send(self, text: str) -> None:
         print(text, flush=True)
@@ -386,7 +387,7 @@ def start(target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
     return crash_worker.start(target, *arguments)
 
 
-def test_killed_it_goes_on_from_the_copy_with_other_directories_and_the_same_ten_losses(
+def test_killed_it_continues_from_the_copy_with_other_directories_and_the_same_ten_losses(
     store_dir: pathlib.Path,
 ) -> None:
     expected = whole(store_dir, 14)
@@ -434,7 +435,8 @@ def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
         text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    assert process.stdout.readline() == "waits\n"  # a step that dies now could not be rolled back
+    # if the process died now, its step could not be rolled back
+    assert process.stdout.readline() == "waits\n"
     process.terminate()
     assert process.wait(HUNG_S) == 128 + signal.SIGTERM
     assert not list(store_dir.glob("[ab]/*")), "a part of the copy is left"
@@ -470,7 +472,7 @@ def test_another_process_that_trains_is_asked_for_the_copy(store_dir: pathlib.Pa
 
 
 def whole(directory: pathlib.Path, step_count: int) -> list[float]:
-    """The losses of a run that nobody disturbs, with the threads that workers have."""
+    """Return the losses of an undisturbed run, with as many threads as workers have."""
     torch.set_num_threads(crash_worker.TORCH_THREAD_COUNT)
     reference = wrapped(directory / "reference")
     found = losses(reference, range(step_count))

@@ -60,7 +60,7 @@ def test_a_unit_that_a_checkpoint_reads_again_after_its_update_began_is_refused(
 
 
 class Shift(nn.Module):
-    """Autograd saves no parameter of it, so a graph stays good after a step."""
+    """A module whose parameters autograd does not save: graphs stay valid after a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_commit_that_cannot_be_says_so(store_dir: pathlib.Path) -> None:
 
 
 class Mixed(nn.Module):
-    """A block of four units: two dtypes, trained and frozen."""
+    """A block with four units: two dtypes, trained and frozen."""
 
     def __init__(self) -> None:
         super().__init__()

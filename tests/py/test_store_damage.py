@@ -54,7 +54,7 @@ def test_a_wrong_bit_in_one_copy_of_the_newest_manifest_costs_nothing(
 
 
 def damage_newest(store: pathlib.Path) -> list[int]:
-    """Both copies of the manifest of step 4; where."""
+    """Damage both copies of step 4's manifest; return their offsets."""
     path = store / FILE_NAME
     found = manifests(path)
     assert sorted(found) == [3, 4] and [len(copies) for copies in found.values()] == [2, 2]

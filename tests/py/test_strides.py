@@ -26,7 +26,7 @@ __all__ = ["workshop"]
 
 
 class Residual(nn.Module):
-    """Convolutions of several kinds, 1x1 among them, whose strides differ without their bytes."""
+    """Convolutions of several kinds; those of 1x1 have other strides with the same bytes."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def part_frozen() -> nn.Module:
 
 
 def columns() -> nn.Module:
-    """Matrices as some loaders leave them: transposed views."""
+    """Matrices as some loaders return them: as transposed views."""
     model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
     for layer in model:
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
@@ -82,13 +82,14 @@ def columns() -> nn.Module:
 
 
 def images(model: nn.Module, step: int) -> torch.Tensor:
-    """The loss on the batch of a step."""
+    """Return the loss on the batch of a step."""
     weight = next(p for _, p in nn.Module.named_parameters(model))
     generator = torch.Generator().manual_seed(step)
     if weight.dim() == 2:
         batch = torch.randn(1, 48, generator=generator)
     else:
-        batch = torch.randn(2, 3, 24, 24, generator=generator)  # weights alone say channels_last
+        # only the weights are in channels_last
+        batch = torch.randn(2, 3, 24, 24, generator=generator)
     loss: torch.Tensor = model(batch.to(weight.dtype)).square().mean()
     return loss
 
@@ -196,7 +197,7 @@ def test_autocast_has_the_bits_of_plain_torch(workshop: Workshop) -> None:
 def test_values_go_out_and_in_by_their_names_and_places(
     make: Any, dtype: torch.dtype, workshop: Workshop, tmp_path: pathlib.Path
 ) -> None:
-    """In state dicts, files and edits each value is at its index, whatever the strides."""
+    """In state dicts, files and edits, each value is at its index, whatever the strides."""
     plain = build(make).to(dtype)
     values = {name: value.clone() for name, value in plain.state_dict().items()}
     model = workshop.wrap(plain)
@@ -296,7 +297,7 @@ def test_a_resumed_run_computes_with_the_strides_of_its_store(
     assert_same_state(again.state_dict(), whole.state_dict())
 
 
-def test_a_store_without_strides_goes_on_contiguous(
+def test_a_store_without_strides_continues_contiguous(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = workshop.wrap(build(ConvNet))

@@ -17,7 +17,7 @@ STUB = pathlib.Path(__file__).resolve().parents[2] / "python" / "lohan" / "_core
 
 
 def stub_names() -> tuple[set[str], dict[str, set[str]]]:
-    """(functions and constants, methods of each class) that the stub declares."""
+    """Return the functions and constants, and the methods of each class, that the stub declares."""
     names: set[str] = set()
     classes: dict[str, set[str]] = {}
     for node in ast.parse(STUB.read_text()).body:

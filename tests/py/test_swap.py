@@ -1,4 +1,4 @@
-"""Activations that leave for main memory and SSD: the same bits, counted bytes, nothing kept."""
+"""Offloaded activations in main memory and on SSD: the same bits, counted bytes, nothing kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def train(store: pathlib.Path, dtype: torch.dtype, **settings: Any) -> tuple[Any, list[Any]]:
-    """Losses and parameters, and every step's numbers."""
+    """Train; return losses and parameters, and the statistics of every step."""
     model = lohan.wrap(Tower().to(dtype), store=store, lr=1e-3, **settings)
     found, stats = [], []
     for step in range(STEPS):
@@ -69,16 +69,18 @@ def test_bits_are_those_of_activations_that_stay(
     for step in moved:
         if settings.get("device") == "emu":
             assert step["saved_out"] == step["saved_in"] == moved[0]["saved_out"] > 0
-        else:  # what backward wants before it is written need not go
+        else:  # what backward needs before it is written does not have to be written
             assert step["saved_read"] <= step["saved_write"] > 0
 
 
-def test_what_was_written_is_read_back_and_each_storage_goes_once(store_dir: pathlib.Path) -> None:
+def test_what_was_written_is_read_back_and_each_storage_continuesce(
+    store_dir: pathlib.Path,
+) -> None:
     model = lohan.wrap(
         Tower(1).eval(), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=64 << 20
     )
     loss = model(batch(0, torch.float32))
-    model.lohan.flush()  # all of it is on SSD
+    model.lohan.flush()  # now all of it is on SSD
     loss.backward()
     model.optimizer.step()
     model.lohan.flush()
@@ -151,7 +153,7 @@ def test_gpt2_with_tied_weights_and_accumulation(store_dir: pathlib.Path) -> Non
 def test_a_graph_that_is_dropped_or_kept_gives_everything_back(store_dir: pathlib.Path) -> None:
     settings = {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20}
     model = lohan.wrap(Tower(), store=store_dir / "a", lr=1e-3, **settings)
-    for step in range(30):  # more than there is room for, if it stayed
+    for step in range(30):  # if it stayed, it would need more room than there is
         loss = model(batch(step, torch.float32))
         if step % 3 == 0:
             loss.backward()

@@ -43,7 +43,7 @@ class Gate(nn.Module):
 
 
 class Gated(Stack):
-    """A stack with a gate between its blocks."""
+    """A stack of blocks with a gate between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Gated(Stack):
 
 
 class Other:
-    """A call on a thread of its own, that is inside the gate when this is made."""
+    """A call on another thread, which is inside the gate when this object is created."""
 
     def __init__(self, gate: Gate, call: Callable[[], torch.Tensor]) -> None:
         self.gate = gate
@@ -72,7 +72,7 @@ class Other:
         assert gate.inside.wait(HUNG_S)
 
     def end(self) -> torch.Tensor:
-        """What the call gave."""
+        """Return the result of the call."""
         self.gate.opened.set()
         self.thread.join(HUNG_S)
         assert not self.thread.is_alive()
@@ -103,7 +103,7 @@ def train(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def trained(workshop: Workshop, steps: int) -> dict[str, torch.Tensor]:
-    """The parameters after steps of one thread."""
+    """Return the parameters after the steps of one thread."""
     return workshop.train(range(steps), Gated)
 
 

@@ -42,10 +42,11 @@ RANKS = {
 # Narrower than their rank: what else a folder may include.
 ONLY = {"plan": {"base"}}
 
-# SIMD kernels: one straight run of instructions that reads worse in pieces. (file, function)
+# SIMD kernels that are one straight run of instructions, and would be harder to read in pieces:
+# (file, function).
 LONG_FUNCTIONS: set[tuple[str, str]] = set()
 
-# What is banned, where it is allowed anyway, and what to do instead.
+# Banned calls, the files where they are allowed, and what to do instead.
 BANNED_CALLS = [
     (
         r"\b(malloc|calloc|realloc|free|aligned_alloc|posix_memalign|strdup|asprintf)\(",
@@ -81,7 +82,7 @@ BACKEND_CALLS = (
 )
 BACKEND_FREE_FOLDERS = {"base", "mem", "store", "compute", "plan", "sched"}
 
-# A place in a paper: eq. 4, alg. 3, fig. 5, table II, IV-C, 4.3, app. A.
+# The forms of a place in a paper: eq. 4, alg. 3, fig. 5, table II, IV-C, 4.3, app. A.
 PLACE = re.compile(
     r"^(eqs?\. \d{1,2}(-\d{1,2})?|alg\. \d|fig\. \d{1,2}[a-z]?|table ([IVX]+|\d{1,2})|app\. [A-Z]"
     r"|(I{1,3}|IV|VI{0,3}|IX|X)(-[A-H]\d?)?|[1-9](\.\d{1,2}){0,2})(?![\w.]*\w)"
@@ -96,7 +97,7 @@ def tracked() -> list[str]:
 
 @functools.cache
 def text_of(path: str) -> str:
-    """A file's text; "" for a binary one, as inputs of fuzzers are."""
+    """Return a file's text, or "" if it is binary, as inputs of fuzzers are."""
     data = (ROOT / path).read_bytes()
     if path.startswith("tests/fuzz/corpus/"):
         return ""
@@ -117,7 +118,7 @@ def folder_of(path: str) -> str:
 
 @functools.cache
 def code_of(path: str) -> str:
-    """A C file without its comments, string and character literals; lines keep their numbers."""
+    """Blank out comments, string and character literals of a C file; lines keep their numbers."""
 
     def blank(match: re.Match[str]) -> str:
         token = match.group()
@@ -133,7 +134,7 @@ def line_of(text: str, offset: int) -> int:
 
 
 def c_functions(path: str) -> list[tuple[str, int, int, str]]:
-    """(name, first line, last line, signature) of each function that a C file defines."""
+    """List (name, first line, last line, signature) of each function that a C file defines."""
     lines = code_of(path).split("\n")
     found = []
     for index, line in enumerate(lines):
@@ -167,7 +168,7 @@ def test_every_folder_of_the_core_has_a_rank() -> None:
     complain(sorted(unknown), "Folders of csrc without a rank in RANKS and docs/architecture.md:")
 
 
-def test_includes_go_only_downwards() -> None:
+def test_includes_continuely_downwards() -> None:
     problems = []
     for path in core_files():
         here = folder_of(path)
@@ -226,7 +227,7 @@ TOP_MODULE_COUNT_MAX = 8
 
 @functools.cache
 def python_modules() -> dict[str, str]:
-    """The path of each module of lohan by its name without the leading "lohan."."""
+    """Map the name of each module of lohan, without the leading "lohan.", to its path."""
     found = {}
     for path in files(".py", under="python/lohan/"):
         parts = pathlib.Path(path).with_suffix("").parts[2:]
@@ -236,7 +237,7 @@ def python_modules() -> dict[str, str]:
 
 
 def _imported(node: ast.AST) -> set[str]:
-    """The modules of lohan that an import statement names."""
+    """Return the modules of lohan that an import statement names."""
     modules = python_modules()
     if isinstance(node, ast.Import):
         names = [a.name.removeprefix("lohan.") for a in node.names if a.name.startswith("lohan")]
@@ -251,7 +252,7 @@ def _imported(node: ast.AST) -> set[str]:
 
 
 def module_imports(path: str, *, is_lazy: bool = False) -> set[str]:
-    """What a module imports when it is imported itself, or with is_lazy ever, types left out."""
+    """Return what a module imports when it is imported, or ever if is_lazy; types do not count."""
 
     def visit(node: ast.AST) -> set[str]:
         found = _imported(node)
@@ -267,7 +268,7 @@ def module_imports(path: str, *, is_lazy: bool = False) -> set[str]:
 
 
 def rank_of_package(name: str) -> int:
-    """The place of a module's package, or of a module of the top folder, in PACKAGE_ORDER."""
+    """Return the place of a module's package, or of a top-level module, in PACKAGE_ORDER."""
     return next(i for i, row in enumerate(PACKAGE_ORDER) if name.split(".")[0] in row)
 
 
@@ -393,12 +394,13 @@ def test_structs_are_not_hidden_behind_typedefs() -> None:
     complain(problems, "struct lh_x is written out, never typedef'd:")
 
 
-# The second of a pair, or what its name says whole; its partner or the module's essay documents it.
+# Functions without their own comment: the second of a pair, which its partner or the module's essay
+# documents, or one whose name says everything.
 SELF_EVIDENT = re.compile(r"_(deinit|destroy|close|reset|clear|seal|unseal|unregister|release)$")
 
 
 def undocumented_functions(path: str) -> list[str]:
-    """Public functions of a header that no comment stands above, beside, or speaks of by name."""
+    """List public functions of a header without a comment above, beside or by name."""
     lines = text_of(path).split("\n")
     comments = "".join(re.findall(r"/\*.*?\*/", text_of(path), re.S))
     found, documented = [], False
@@ -521,8 +523,11 @@ def test_development_requirements_are_pinned_and_match_the_project() -> None:
     complain(sorted(difference), "pyproject.toml and requirements-dev.txt name different packages:")
 
 
-def test_one_version_stands_in_all_files_that_name_it() -> None:
-    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+def test_the_version_is_in_one_file_and_the_citation_repeats_it() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "lohan.common._version.__version__"
+    }
     cited = re.findall(r"^version: (\S+)$", text_of("CITATION.cff"), re.M)
-    assert cited == [project["version"]]
     assert f'__version__ = "{cited[0]}"' in text_of("python/lohan/common/_version.py")

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with lohan's callback, beside the same Trainer without it."""
+"""Hugging Face's Trainer with lohan's callback, compared with the same Trainer without it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lohan.common import _exit
 from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
 from transformers import LlamaForCausalLM
 
-# AdamW in another order of the same operations: some units in the last place of fp32 a step.
+# AdamW with the same operations in another order: some units in the last place of fp32 per step.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -31,7 +31,7 @@ def quiet(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 
 def both(folder: pathlib.Path, **given: Any) -> tuple[Any, Any]:
-    """The same training with lohan and without."""
+    """Run the same training with and without lohan."""
     trainers = []
     for name, takes in (("with", {}), ("without", None)):
         trainer = helper.make(folder / name, takes, **given)
@@ -61,7 +61,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "not clipped": {"max_grad_norm": 0.0},
     "warm-up, linear": {"warmup_steps": 3, "lr_scheduler_type": "linear"},
     "cosine": {"warmup_steps": 2, "lr_scheduler_type": "cosine"},
-    "cosine, to a least rate": {  # which it divides by the optimizer's default rate
+    "cosine, to a least rate": {  # this schedule divides min_lr by the optimizer's default rate
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr": 1e-3},
     },
@@ -86,7 +86,7 @@ def test_a_trainer_with_lohan_logs_what_it_logs_without(name: str, store_dir: pa
     assert groups == [(g["weight_decay"], len(g["params"])) for g in theirs.optimizer.param_groups]
 
 
-def test_what_data_without_a_length_leave_of_a_step_goes_on_in_the_next_epoch(
+def test_what_data_without_a_length_leave_of_a_step_continues_in_the_next_epoch(
     store_dir: pathlib.Path,
 ) -> None:
     given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -96,7 +96,7 @@ def test_what_data_without_a_length_leave_of_a_step_goes_on_in_the_next_epoch(
 
 
 def makes(*groups: dict[str, Any], **settings: Any) -> type[transformers.Trainer]:
-    """A class of Trainer with an AdamW of its own: first and last parameters in groups."""
+    """Return a subclass of Trainer that makes its own AdamW, with the parameters in two groups."""
 
     class Own(transformers.Trainer):  # type: ignore[misc]
         def create_optimizer(self, model: Any = None) -> Any:
@@ -248,14 +248,14 @@ def test_fp16_scales_the_loss_and_skips_what_overflows(
         runs.append(trainer)
         assert trainer.accelerator.scaler.get_scale() < 2.0**18, "nothing overflowed"
     assert_close(*runs, rtol=5e-3)
-    # With a fused AdamW, the schedule does not learn of a skipped step; with others it does.
+    # With a fused AdamW, the schedule does not notice a skipped step; with others it does.
     assert helper.logged(runs[0], "learning_rate") == helper.logged(runs[1], "learning_rate")
     assert 0 < helper.session_of(runs[0]).step < 8, "steps that overflowed were made"
     assert runs[0].accelerator.scaler.get_scale() == runs[1].accelerator.scaler.get_scale()
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Of the next token."""
+    """Return the accuracy for the next token."""
     guessed = prediction.predictions.argmax(-1)[:, :-1]
     return {"accuracy": float((guessed == prediction.label_ids[:, 1:]).mean())}
 
@@ -267,7 +267,7 @@ class Generates(transformers.TrainerCallback):  # type: ignore[misc]
         self.texts: list[list[int]] = []
 
     def on_evaluate(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Eight tokens behind three."""
+        """Generate eight tokens after three."""
         begun = torch.tensor([[3, 5, 7]])
         texts = model.generate(begun, max_new_tokens=8, do_sample=False, pad_token_id=0)
         self.texts.append(texts[0].tolist())
@@ -284,7 +284,7 @@ def test_evaluation_generation_and_the_best_model_are_as_without_lohan(
             takes,
             callbacks=(generates, transformers.EarlyStoppingCallback(2)),
             trainer_takes={
-                "train_dataset": helper.Rows(4),  # learned by heart
+                "train_dataset": helper.Rows(4),  # so few rows that they are memorized
                 "eval_dataset": helper.Rows(10),
                 "compute_metrics": accuracy,
             },
@@ -319,7 +319,7 @@ def test_evaluation_generation_and_the_best_model_are_as_without_lohan(
     assert all(torch.equal(saved[key], value) for key, value in best.items())
 
 
-def test_train_again_goes_on(store_dir: pathlib.Path) -> None:
+def test_train_again_continues(store_dir: pathlib.Path) -> None:
     runs = []
     for name, takes in (("with", {}), ("without", None)):
         trainer = helper.make(store_dir / name, takes, max_steps=3)
@@ -355,7 +355,7 @@ def test_the_store_is_committed_at_the_end_where_nothing_is_saved(store_dir: pat
     assert session.directories == [str(store_dir / "out" / "lohan")]
     state = helper.values(trainer.model)
     session.close()
-    plain = lohan.unwrap(trainer.model).state_dict()  # what the last commit has
+    plain = lohan.unwrap(trainer.model).state_dict()  # the state of the last commit
     assert all(torch.equal(value, state[key]) for key, value in plain.items())
 
 
@@ -436,10 +436,10 @@ def test_another_optimizer_is_refused_by_name(store_dir: pathlib.Path) -> None:
 
 
 class Uploads(transformers.Trainer):  # type: ignore[misc]
-    """Would upload to nowhere."""
+    """A Trainer that uploads to nowhere."""
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Ask nobody."""
+        """Do not access the network."""
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         pass

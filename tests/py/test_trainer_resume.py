@@ -31,7 +31,7 @@ def end() -> None:
 
 
 def close_all() -> None:
-    """What a process does at its end."""
+    """Do what a process does at its end."""
     for session in list(_exit.sessions):
         session.close()
 
@@ -44,7 +44,7 @@ def closed() -> Iterator[None]:
 
 @pytest.fixture
 def whole(store_dir: pathlib.Path) -> Any:
-    """Losses and parameters of a training that nobody ended."""
+    """Return the losses and parameters of a training that was not interrupted."""
     if not WHOLE:
         trainer = helper.make(store_dir / "whole", {}, model=helper.gpt2(), **ARGUMENTS)
         trainer.train()
@@ -77,7 +77,9 @@ def train_until(folder: pathlib.Path, step: int, where: str, **arguments: Any) -
     close_all()
 
 
-def test_a_killed_training_goes_on_with_the_same_bits(whole: Any, store_dir: pathlib.Path) -> None:
+def test_a_killed_training_continues_with_the_same_bits(
+    whole: Any, store_dir: pathlib.Path
+) -> None:
     worker = pathlib.Path(__file__).with_name("trainer_worker.py")
     command = [sys.executable, str(worker), str(store_dir), "7", "step"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S, check=False)
@@ -170,7 +172,9 @@ def test_the_checkpoint_of_another_store_is_refused(store_dir: pathlib.Path) -> 
         resume(store_dir / "b", str(checkpoints(store_dir / "a")[0]))
 
 
-def test_a_checkpoint_goes_on_with_a_copy_of_its_store(whole: Any, store_dir: pathlib.Path) -> None:
+def test_a_checkpoint_continues_with_a_copy_of_its_store(
+    whole: Any, store_dir: pathlib.Path
+) -> None:
     train_until(store_dir, 7, "step")
     copies = [store_dir / "b", store_dir / "c"]
     lohan.snapshot(store_dir / "out" / "lohan", copies)
@@ -204,11 +208,11 @@ def test_a_learning_rate_of_the_arguments_does_not_rule_a_resumed_run(
 ) -> None:
     train_until(store_dir, 7, "step")
     trainer = resume(store_dir, arguments={"learning_rate": 1.0})
-    assert_is(trainer, whole)  # as without lohan: the checkpoint has the schedule
+    assert_is(trainer, whole)  # the checkpoint has the schedule, as without lohan
     assert "from now on" not in capsys.readouterr().err
 
 
-def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_go_on_with(
+def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_resume_from(
     store_dir: pathlib.Path,
 ) -> None:
     arguments = {
@@ -217,7 +221,8 @@ def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_go_on_with(
         "eval_steps": 2,
         "load_best_model_at_end": True,
         "metric_for_best_model": "loss",
-        "greater_is_better": True,  # the first, as good as always
+        # so that the first checkpoint, which has the greatest loss, is the best
+        "greater_is_better": True,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
     }

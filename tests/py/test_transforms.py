@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD on a wrapped model: torch's values, or a refusal by name."""
+"""torch.func and forward-mode AD on a wrapped model: torch's values, or a named error."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_transform_that_works_has_plain_torch_s_values_before_and_in_the_middl
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_transform_that_cannot_work_is_refused_by_name_and_training_goes_on(
+def test_a_transform_that_cannot_work_is_refused_by_name_and_training_continues(
     name: str, model: nn.Module
 ) -> None:
     out = _build()(X)

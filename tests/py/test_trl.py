@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with lohan's callback: LoRA by peft_config, going on, the mixin."""
+"""TRL's SFTTrainer with lohan's callback: LoRA by peft_config, resuming, the mixin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def close_all() -> None:
 
 
 def example() -> Any:
-    """Its tokenizer, model and rows."""
+    """Return a tokenizer, a model and rows."""
     spec = importlib.util.spec_from_file_location("trl_example", EXAMPLE)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -39,7 +39,7 @@ def example() -> Any:
 
 
 def train(folder: pathlib.Path, cls: type = SFTTrainer, **given: Any) -> Any:
-    """A few steps of adapters with dropout; a checkpoint behind the second."""
+    """Train adapters with dropout for a few steps, with a checkpoint after the second."""
     made = example()
     takes = given.get("takes", {})
     tokenizer = made.bytes_tokenizer()
@@ -74,10 +74,10 @@ def losses(trainer: Any) -> list[float]:
 
 
 class Mixed(lohan.TrainerMixin, SFTTrainer):  # type: ignore[misc]
-    """The mixin over a Trainer of another library."""
+    """The mixin over another library's Trainer."""
 
 
-def test_adapters_are_trained_saved_and_gone_on_with_as_without_lohan(
+def test_adapters_are_trained_saved_and_continued_as_without_lohan(
     store_dir: pathlib.Path,
 ) -> None:
     ours = train(store_dir / "ours")

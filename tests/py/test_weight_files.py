@@ -25,7 +25,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def linear() -> nn.Linear:
-    """Without values."""
+    """Return a layer without values."""
     with lohan.empty():
         return nn.Linear(4, 4)
 
@@ -39,7 +39,7 @@ def weight(folder: Path, store: Path) -> float:
 
 
 def index(folder: Path, files: dict[str, str]) -> None:
-    """What says which tensor is in which file."""
+    """Write the index, which maps each tensor to its file."""
     said = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(said))
 
@@ -57,10 +57,11 @@ def test_the_files_that_count_are_those_that_from_pretrained_takes(
     assert weight(tmp_path, store_dir / "index") == 2
     assert weight(tmp_path / "model.safetensors.index.json", store_dir / "index-file") == 2
     save_file({name: value * 3 for name, value in ONES.items()}, tmp_path / "model.safetensors")
-    save_file(TWOS, tmp_path / "model.fp16.safetensors")  # another variant, and first by name
+    save_file(TWOS, tmp_path / "model.fp16.safetensors")  # another variant, whose name sorts first
     assert weight(tmp_path, store_dir / "whole") == 3
     (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors").symlink_to("../blobs/0123")  # a cache that lost it
+    # a link into a cache that no longer has the file
+    (tmp_path / "model.safetensors").symlink_to("../blobs/0123")
     with pytest.raises(StoreError, match=r"model\.safetensors is a link to \.\./blobs/0123"):
         weight(tmp_path, store_dir / "none")
     (tmp_path / "model.safetensors").unlink()
@@ -75,14 +76,14 @@ def test_the_files_that_count_are_those_that_from_pretrained_takes(
 @pytest.mark.parametrize(
     "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}']
 )
-def test_an_index_that_is_none_is_named(text: str, tmp_path: Path, store_dir: Path) -> None:
+def test_an_invalid_index_is_named(text: str, tmp_path: Path, store_dir: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(StoreError, match=r"index\.json is not a valid index of safetensors"):
         weight(tmp_path, store_dir)
 
 
 def entry(**changed: Any) -> dict[str, Any]:
-    """A header of one tensor."""
+    """Return the header of one tensor."""
     return {"weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64], **changed}}
 
 
@@ -120,7 +121,7 @@ def test_a_header_that_makes_no_sense_is_refused_with_the_files_name(
 def test_a_header_of_gigabytes_is_not_read(tmp_path: Path, store_dir: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", 3 << 30))
-    os.truncate(path, 4 << 30)  # a hole
+    os.truncate(path, 4 << 30)  # the file is sparse
     with pytest.raises(StoreError, match=r"no.* safetensors file: a header of 3221225472 bytes"):
         weight(tmp_path, store_dir)
 
@@ -227,7 +228,7 @@ def test_files_without_frozen_parameters_are_not_kept_open_and_there_may_be_any_
     model(torch.ones(1, 2)).sum().backward()
     model.optimizer.step()
     model.lohan.close()
-    (tmp_path / "2.weight.safetensors").unlink()  # the store has that one
+    (tmp_path / "2.weight.safetensors").unlink()  # the store already has this one
     lohan.wrap(build({1, 4}), store=store_dir / "b", resume=True).lohan.close()
     monkeypatch.setattr(_core, "IN_PLACE_FILE_COUNT_MAX", 1)
     model = lohan.wrap(build({1}), store=store_dir / "c", weights=tmp_path)
@@ -251,7 +252,7 @@ def test_a_file_that_is_cut_while_a_session_has_it_open_ends_no_read_in_a_loop(
 ) -> None:
     save_file(frozen().state_dict(), tmp_path / "a.safetensors")
     model = lohan.wrap(frozen(), store=store_dir, weights=tmp_path)
-    os.truncate(tmp_path / "a.safetensors", 700_000)  # inside a block
+    os.truncate(tmp_path / "a.safetensors", 700_000)  # the file now ends inside a block
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it reads forever"))
     signal.alarm(20)
     try:
@@ -398,7 +399,7 @@ def test_another_file_of_the_same_size_and_time_in_its_place_is_seen(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory"])
-def test_weights_that_are_no_file_are_refused_and_not_waited_for(
+def test_weights_that_are_not_a_file_are_refused_and_not_waited_for(
     kind: str, tmp_path: Path, store_dir: Path
 ) -> None:
     path = tmp_path / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Where values come from: files, the model's own initialisation, memory; and what has none."""
+"""Sources of values: files, the model's own initialization, memory; and parameters without any."""
 
 from __future__ import annotations
 
@@ -204,14 +204,14 @@ def test_an_error_without_an_errno_is_its_message_alone(tmp_path: Path) -> None:
         assert caught.value.errno is None
 
 
-def test_no_error_is_raised_with_an_errno_that_is_none() -> None:
+def test_no_error_is_raised_with_an_invalid_errno() -> None:
     folder = Path(lohan.__file__).parent
     by_hand = re.compile(r"\w+Error\(\s*0,")
     found = [p.name for p in folder.glob("*.py") if by_hand.search(p.read_text(encoding="utf-8"))]
     assert not found
 
 
-def test_an_empty_model_goes_on_from_a_store(tmp_path: Path) -> None:
+def test_an_empty_model_continues_from_a_store(tmp_path: Path) -> None:
     batch = torch.arange(16).reshape(1, 16)
     model = lohan.wrap(gpt2(), store=tmp_path / "store")
     model(input_ids=batch, labels=batch).loss.backward()
@@ -233,7 +233,8 @@ def test_tied_names_share_one_tensor_in_a_state_dict(tmp_path: Path) -> None:
     model = lohan.wrap(gpt2(), store=tmp_path / "store", lr=1e-2)
     kept: dict[str, torch.Tensor] = {}
     batch = torch.arange(16).reshape(1, 16)
-    for _ in range(2):  # into the same dict: the second time with the values of then
+    # the same dict is filled twice, the second time with the values at that time
+    for _ in range(2):
         state = model.state_dict(destination=kept)
         places = [state[name].data_ptr() for name in ("lm_head.weight", "transformer.wte.weight")]
         assert places[0] == places[1]
@@ -245,7 +246,7 @@ def test_tied_names_share_one_tensor_in_a_state_dict(tmp_path: Path) -> None:
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert len(saved) == len(model.state_dict()) - 1
     kept.clear()
-    model.lm_head.state_dict(destination=kept)  # where another dict was, which knew other names
+    model.lm_head.state_dict(destination=kept)  # the dict object had a whole model's names before
     kept.clear()
     model.state_dict(destination=kept)
     assert kept["lm_head.weight"] is kept["transformer.wte.weight"]

@@ -1,4 +1,4 @@
-"""What makes one wheel serve all machines: what the extension needs; nothing built at first use."""
+"""One wheel supports all machines: the extension's requirements, no later compilation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ TAG = f"manylinux_2_34_{platform.machine()}"
 def packed(
     folder: pathlib.Path, library: pathlib.Path, *more: str, tag: str = f"cp311-abi3-{TAG}"
 ) -> pathlib.Path:
-    """A wheel of the package's files, of an extension and of more files."""
+    """Make a wheel of the package's files, an extension and further files."""
     wheel = folder / f"lohan-0-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(library, f"lohan/{library.name}")
@@ -99,7 +99,7 @@ def test_a_wheel_that_others_could_not_use_is_refused(
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """Modules that a file imports, anywhere in it."""
+    """Return the modules that a file imports anywhere."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -110,7 +110,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def programs(tree: ast.AST) -> list[str]:
-    """What a file starts: the first word of each command it gives to subprocess, as source."""
+    """Return what a file starts: the source of the first word of each command for subprocess."""
     found = []
     for node in ast.walk(tree):
         is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)

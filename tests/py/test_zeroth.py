@@ -31,7 +31,7 @@ def first_values() -> list[torch.Tensor]:
 
 
 def mezo(rule: Rule, lr: float, decay: float) -> tuple[list[torch.Tensor], list[Record]]:
-    """ZO2 alg. 1, in torch, with all parameters in memory."""
+    """ZO2's algorithm 1 in torch, with all parameters in memory."""
     params = first_values()
     records = []
 
@@ -181,7 +181,7 @@ def test_a_journal_of_another_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_cannot_grow_keeps_its_steps(tmp_path: Path) -> None:
-    """In a process of its own, whose files may be so large and no larger."""
+    """The journal is written by a separate process, whose files may not exceed a size."""
     program = """
 import resource, signal, sys
 from lohan.journal._journal import Journal

@@ -1,4 +1,4 @@
-"""A tower of blocks that save all kinds of things, for the tests of activations that leave."""
+"""A tower of blocks that save many kinds of tensors, for the tests of offloaded activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 
 class Block(nn.Module):
-    """Saves a residual twice, views of one storage, a mask of bytes, and what dropout draws."""
+    """Saves a residual twice, views of one storage, a mask, and dropout's random numbers."""
 
     def __init__(self, width: int, attend: Attend) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """The same values every time; its output is a loss."""
+    """A tower with the same values every time; its output is a loss."""
 
     def __init__(
         self,

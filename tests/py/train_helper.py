@@ -23,7 +23,7 @@ EPS = 1e-8
 
 
 def gpt2() -> nn.Module:
-    """GPT-2 with tied embeddings, no dropout."""
+    """GPT-2 with tied embeddings and without dropout."""
     config = GPT2Config(
         n_embd=64,
         n_layer=3,
@@ -41,7 +41,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    """Llama with an output layer of its own and grouped key-value heads."""
+    """Llama with a separate output layer and grouped key-value heads."""
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=160,
@@ -61,26 +61,26 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
 
 
 def build(name: str, dtype: torch.dtype) -> nn.Module:
-    """The same model with the same values every time."""
+    """Return the same model with the same values every time."""
     torch.manual_seed(0)
     return MODELS[name]().to(dtype).train()
 
 
 def tokens(step: int) -> torch.Tensor:
-    """The batch of a step."""
+    """Return the batch of a step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, VOCABULARY, (2, 16), generator=generator)
 
 
 def language_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """The loss of a language model on the batch of a step."""
+    """Return the loss of a language model on the batch of a step."""
     batch = tokens(step)
     loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
     return loss
 
 
 def host_bytes_min(model: nn.Module, folder: pathlib.Path, **settings: Any) -> int:
-    """The smallest budget that lohan takes for model, from the error that refuses less."""
+    """Return the smallest budget that lohan accepts for model, from the error that rejects less."""
     with pytest.raises(BudgetError) as refused:
         lohan.wrap(model, store=folder / "refused", host_bytes=1, **settings)
     found = re.search(r"at least (\d+)", str(refused.value))
@@ -89,7 +89,7 @@ def host_bytes_min(model: nn.Module, folder: pathlib.Path, **settings: Any) -> i
 
 
 def device_bytes_min(model: nn.Module, folder: pathlib.Path) -> int:
-    """The least device memory for parameters that lohan takes for model."""
+    """Return the smallest device memory for parameters that lohan accepts for model."""
     with pytest.raises(BudgetError) as refused:
         lohan.wrap(model, store=folder / "refused", device="emu", device_param_bytes=1)
     found = re.search(r"at least (\d+)", str(refused.value))
@@ -99,7 +99,7 @@ def device_bytes_min(model: nn.Module, folder: pathlib.Path) -> int:
 
 @dataclasses.dataclass
 class Trained:
-    """What a run leaves behind."""
+    """The results of a run."""
 
     losses: list[float]
     state: dict[str, torch.Tensor]
@@ -121,7 +121,7 @@ def train(model: nn.Module, steps: Sequence[int], loss_of: Callable[..., torch.T
 
 
 def assert_same(actual: Trained, expected: Trained) -> None:
-    """Every loss and every parameter equal, bit for bit."""
+    """Check that every loss and every parameter are equal, bit for bit."""
     assert actual.losses == expected.losses
     assert actual.state.keys() == expected.state.keys()
     for name, value in expected.state.items():
@@ -130,17 +130,17 @@ def assert_same(actual: Trained, expected: Trained) -> None:
 
 @dataclasses.dataclass
 class State:
-    """A parameter with what lohan keeps of it: updated in place, by the kernel of this machine."""
+    """A parameter with lohan's states of it, updated in place by this machine's kernel."""
 
     param: torch.Tensor
-    residual: torch.Tensor  # of fp16 the master
+    residual: torch.Tensor  # for fp16, the master
     moment1: torch.Tensor
     moment2: torch.Tensor
     step: int = 0
 
     @classmethod
     def of(cls, param: torch.Tensor) -> State:
-        """Moments of zeros; so is the residual of a value that bf16 holds exactly."""
+        """Return a parameter's states at step 0: a bf16 value is exact, so its residual is 0."""
         residual = torch.zeros(param.shape, dtype=torch.int16)
         if param.dtype == torch.float16:
             residual = param.float()
@@ -173,7 +173,7 @@ class State:
         )
 
     def master(self) -> torch.Tensor:
-        """The parameter's fp32 value."""
+        """Return the parameter's fp32 value."""
         if self.param.dtype == torch.float32:
             return self.param
         if self.param.dtype == torch.float16:

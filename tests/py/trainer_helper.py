@@ -24,7 +24,7 @@ ROWS = 22
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of several lengths; the batch of each step says which step it is."""
+    """Sequences of several lengths; each step's batch identifies the step."""
 
     def __init__(self, count: int = ROWS) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -34,11 +34,11 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         ]
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One row, with its labels."""
+        """Return one row, with its labels."""
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
@@ -46,7 +46,7 @@ class Endless(IterableDataset[Any]):
     """Nine rows that do not say how many they are: two windows of four, and one that is left."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Row by row."""
+        """Iterate over the rows."""
         rows = Rows(9)
         return (rows[index] for index in range(9))
 
@@ -80,7 +80,7 @@ def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Dropout, and tied weights."""
+    """A model with dropout and tied weights."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
@@ -104,16 +104,16 @@ def make(
     callbacks: tuple[Any, ...] = (),
     **arguments: Any,
 ) -> Any:
-    """A Trainer whose store and checkpoints are below folder.
+    """Return a Trainer whose store and checkpoints are below folder.
 
     Args:
-        folder: of its own.
-        lohan_takes: what the callback is given; None: without lohan.
-        model: None: llama().
-        cls: of the Trainer.
+        folder: a folder for this Trainer only.
+        lohan_takes: the arguments of lohan's callback; None: train without lohan.
+        model: the model; None: llama().
+        cls: the class of the Trainer.
         trainer_takes: arguments of its constructor.
-        callbacks: behind lohan's.
-        **arguments: of TrainingArguments.
+        callbacks: further callbacks, after lohan's.
+        **arguments: arguments of TrainingArguments.
     """
     given = {
         "max_steps": 6,
@@ -140,15 +140,15 @@ def make(
 
 
 def session_of(trainer: Any) -> Any:
-    """The session of its model."""
+    """Return the session of the trainer's model."""
     return trainer.model.lohan
 
 
 def logged(trainer: Any, name: str) -> list[float]:
-    """What the Trainer has logged under a name."""
+    """Return the values that the Trainer has logged under a name."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters."""
+    """Return copies of all parameters."""
     return {name: value.clone() for name, value in model.state_dict().items()}

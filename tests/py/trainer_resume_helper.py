@@ -1,4 +1,4 @@
-"""What the tests of resumed Trainers and the process that they kill have in common."""
+"""Shared by the tests of resumed Trainers and the process that they kill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import lohan
 import transformers
 
-# Checkpoints at steps 2, 4, ...; dropout and accumulation, so that generators and data count.
+# Checkpoints are at steps 2, 4, ...; dropout and accumulation make generators and data matter.
 ARGUMENTS: dict[str, Any] = {
     "max_steps": 9,
     "gradient_accumulation_steps": 2,
@@ -24,11 +24,11 @@ class Dies(transformers.TrainerCallback):  # type: ignore[misc]
     """Ends training at a step.
 
     Args:
-        step: the Trainer's.
-        where: "step": behind it; "files": all files of its checkpoint but the last are written;
+        step: the Trainer's step.
+        where: "step": after it; "files": all files of its checkpoint except the last are written;
             "commit": all are, and the store has not committed; "saved": it has, and older
             checkpoints are not deleted yet; "done": they are.
-        end: how.
+        end: called to end the training.
     """
 
     def __init__(self, step: int, where: str, end: Callable[[], None]) -> None:
@@ -61,12 +61,12 @@ class Dies(transformers.TrainerCallback):  # type: ignore[misc]
         state.save_to_json = save_to_json
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Older checkpoints are deleted."""
+        """End at this event, which follows the deletion of older checkpoints."""
         if state.global_step == self.step and self.where == "done":
             self.end()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Nothing is saved yet."""
+        """End at this event, at which nothing was saved yet."""
         if state.global_step == self.step and self.where == "step":
             self.end()
 

@@ -15,7 +15,7 @@ from trainer_resume_helper import ARGUMENTS, Dies
 
 
 def main() -> None:
-    """Die at a step, at a place, as kill -9 ends a process."""
+    """Kill this process at a step and a place, as kill -9 does."""
     folder, step, where = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
     def kill() -> None:

@@ -23,7 +23,7 @@ void sim_case_make(struct sim_case *sim, uint64_t seed, const struct lh_sim_size
 /* Nothing is live then. */
 void sim_case_unmake(struct sim_case *sim);
 
-/* The test ends with what and the message where rc is an error. */
+/* If rc is an error, print what and the error, and end the test. */
 void sim_require(int rc, const struct lh_error *err, const char *what);
 
 #endif

@@ -52,13 +52,13 @@ def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
         end = -(-(entry.offset + entry.nbytes) // BLOCK) * BLOCK
         shift = entry.offset % _core.IN_PLACE_ALIGN
         last = runs[-1] if runs else None
-        goes_on = False
+        continues = False
         if last is not None and last.file == entry.file:
             begin = last.offset + entry.offset - last.file_offset
             is_near = first_block <= last.file_offset + last.nbytes + _GAP_BYTES
             # The target must not overlap that of the previous parameter, which may move by less.
-            goes_on = is_near and begin - shift >= moves[-1].to + moves[-1].nbytes
-        if last is not None and goes_on:
+            continues = is_near and begin - shift >= moves[-1].to + moves[-1].nbytes
+        if last is not None and continues:
             nbytes = max(last.nbytes, end - last.file_offset)
             runs[-1] = dataclasses.replace(last, nbytes=nbytes)
         else:

@@ -52,7 +52,7 @@ class ZerothOptimizer(StoreOptimizer):
             id(param): decays or not is_any for group, decays in groups for param in group["params"]
         }
 
-    def go_on(self, lr: float | None, decay: float | None) -> None:
+    def resume(self, lr: float | None, decay: float | None) -> None:
         """Set the learning rate and weight decay of a resumed run; None changes nothing."""
         for group, decays in zip(self.param_groups, self._decaying, strict=True):
             if lr is not None:

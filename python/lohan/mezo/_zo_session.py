@@ -472,7 +472,7 @@ class ZerothSession(TurnRules, Session):
         said = _meta.of(self.store)["method"]
         lr = records[-1].lr if records else said["lr"]
         decay = records[-1].decay if records else said["weight_decay"]
-        made.go_on(
+        made.resume(
             lr if asked["lr"] is None else None,
             decay if asked["weight_decay"] is None else None,
         )

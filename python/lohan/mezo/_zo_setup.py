@@ -44,14 +44,14 @@ class Zeroth:
     Attributes:
         moved: the parameters that the run trains. They require no gradient during the run.
         streams: the index of each trained parameter in the model, by its id. z is derived from it.
-        rule: the rule that the arguments of wrap() define; after go_on(), the journal's rule.
+        rule: the rule that the arguments of wrap() define; after resume(), the journal's rule.
         asked: the arguments of wrap(), with None for each one that was not given.
         device: "cpu", "emu" or "cuda".
         ablate: parts of the schedule to disable.
         write_every: steps between writes of the parameters; None if they are never written.
         storage: the format that parameters are stored in; None for their own dtype.
         names: the names of the trained parameters, by their ids.
-        journal: the open journal; None until begin() or go_on().
+        journal: the open journal; None until begin() or resume().
         world: the processes of the run; None if there is only one.
         run: the identifier of a new run of several processes, else None.
     """
@@ -106,7 +106,7 @@ class Zeroth:
         """Start a new run. Its journal is created before any weight is written."""
         self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
 
-    def go_on(self, directories: Sequence[str], store: _core.Store) -> None:
+    def resume(self, directories: Sequence[str], store: _core.Store) -> None:
         """Open the journal of a run to resume it, and adopt the journal's rule.
 
         Raises:
