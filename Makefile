@@ -87,7 +87,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo: build
+bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 sanitize: $(VENV)/.installed

@@ -102,7 +102,7 @@ class Watch:
         self._end_count = 0
         self._wanted: tuple[str, ...] = ()  # keys that an exchange waits for
         self.absent: frozenset[int] = frozenset()  # ended ranks whose key is not there
-        self._released: list[str] = []  # keys to write
+        self._released: list[tuple[str, str]] = []  # keys to write, and their marks
         self._is_asked = False  # whether the phases of all processes are wanted
         self._stops = False
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -153,9 +153,9 @@ class Watch:
         self._is_asked = True
         self.nudge()
 
-    def release(self, key: str) -> None:
-        """End the waits for a key in all processes, by writing nothing to it; do not wait."""
-        self._released.append(key)
+    def release(self, keys: Sequence[str], mark: str) -> None:
+        """End the waits for keys in all processes: write a mark to those that are missing."""
+        self._released += [(key, mark) for key in keys]
         self.nudge()
 
     def has_left(self, rank: int) -> bool:
@@ -242,7 +242,8 @@ class Watch:
             self._end_count = count
             self._read_ends()
         while self._released:
-            self._store.compare_set(self._released.pop(), "", " ")
+            key, mark = self._released.pop()
+            self._store.compare_set(key, "", mark)
         wanted = self._wanted
         if wanted and self.ends:
             absent = frozenset(r for r in self.ends if not self._store.check([wanted[r]]))

@@ -8,10 +8,9 @@ timeout if a process dies in the middle of it. A wait on the store ends when _wa
 process is gone, and the error says which. A call of the store can itself block if the network is
 down, so calls are made by a thread, and the caller stops waiting for the thread.
 
-[Note: Rounds] In round n each process writes x/n/RANK and increments x/n/count. Whoever counts up
-to the number of processes writes x/n/over, which all threads wait for. A process that gives up
-writes something else there, which ends the wait of its own thread and of all others: a thread that
-still waits when the interpreter ends would end the process with an abort.
+[Note: Rounds] In round n each process writes x/n/RANK and waits for the keys of all. A process that
+gives up writes a mark to the keys that are missing, which ends the wait of its own thread and of
+all others: a thread that still waits when the interpreter ends would end the process with an abort.
 
 [Note: Connections] Each thread has a connection of its own, because a call that waits occupies it.
 To open one, torch looks up names, which takes seconds where the name server does not answer. So a
@@ -50,6 +49,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLICE_S = 0.1
 _SAY_AFTER_S = 5.0
 _TEXT_MAX = 400
+_MESSAGE, _GIVEN_UP = b"+", "-"  # what a key begins with: see [Note: Rounds]
 # The longest wait for all processes to call wrap(), as torch.distributed's own default timeout.
 JOIN_TIMEOUT_S = 1800.0
 # How long a process that serves the store stays for the others.
@@ -172,13 +172,13 @@ class World:
         self._broken = f"an exchange was interrupted ({what})"
         watch = self._watch
         if watch is not None:
-            watch.expect([f"x/{job.number}/{rank}" for rank in range(self.size)])
+            watch.expect(self._keys(job.number))
         self._jobs.put(job)
         try:
             self._await(job, what)
         except BaseException:
             if watch is not None:
-                watch.release(f"x/{job.number}/over")
+                watch.release(self._keys(job.number), _GIVEN_UP)
             raise
         if watch is not None:
             watch.expect(())
@@ -204,29 +204,22 @@ class World:
         store = self._store
         while (job := self._jobs.get()) is not None:
             try:
-                here = f"x/{job.number}"
-                store.set(f"{here}/{self.rank}", job.payload)
-                if store.add(f"{here}/count", 1) == self.size:
-                    store.set(f"{here}/over", "all")
-                store.wait([f"{here}/over"], _FOREVER)
-                job.is_given_up = store.get(f"{here}/over") != b"all"
-                if not job.is_given_up:
-                    job.values = store.multi_get([f"{here}/{r}" for r in range(self.size)])
-                    self._forget(job.number - 1)
+                keys = self._keys(job.number)
+                store.set(keys[self.rank], _MESSAGE + job.payload)
+                store.wait(keys, _FOREVER)
+                values = store.multi_get(keys)
+                job.is_given_up = any(value[:1] != _MESSAGE for value in values)
+                job.values = [value[1:] for value in values]
+                if job.number > 0:  # whoever has written in this round has read the one before
+                    store.delete_key(self._keys(job.number - 1)[self.rank])
             except Exception as error:
                 job.error, self._is_failed = error, True
             job.done.set()
         if not self._is_failed:
             _spare.append(self._connection)
 
-    def _forget(self, number: int) -> None:
-        """Delete what this process wrote in a round that every process has read."""
-        if number < 0:
-            return
-        self._store.delete_key(f"x/{number}/{self.rank}")
-        if self.rank == 0:
-            self._store.delete_key(f"x/{number}/count")
-            self._store.delete_key(f"x/{number}/over")
+    def _keys(self, number: int) -> list[str]:
+        return [f"x/{number}/{rank}" for rank in range(self.size)]
 
     def _check(self, job: _Job, waited: float, what: str) -> None:
         """Raise an error if the messages that are waited for will not come."""

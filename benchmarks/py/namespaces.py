@@ -1,0 +1,81 @@
+"""Network namespaces: machines of their own on one machine, joined by links with a limited rate.
+
+Each namespace is a node with one network card, whose counters say what a run sent and received. All
+of them and a bridge between them disappear with the context. Root and iproute2 are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+NETWORK = "10.77.0"
+
+
+def why_not() -> str:
+    """Return why namespaces cannot be made here, or "" if they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    return f"{', '.join(missing)} is not installed (package iproute2)" if missing else ""
+
+
+def _run(*words: str, check: bool = True) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=check)
+    return done.stdout
+
+
+def address(node: int) -> str:
+    """Return the address of a node."""
+    return f"{NETWORK}.{node + 1}"
+
+
+@contextlib.contextmanager
+def nodes(count: int, rate: str | None) -> Iterator[list[str]]:
+    """Make nodes that reach each other, and remove them at the end.
+
+    Args:
+        count: the number of nodes.
+        rate: the rate at which each node sends, as tc writes it ("1gbit"); None: no limit.
+
+    Yields:
+        The namespaces' names.
+    """
+    prefix = f"lh{os.getpid() % 100_000}"
+    bridge = f"{prefix}b"
+    names = [f"{prefix}n{node}" for node in range(count)]
+    try:
+        _run("ip", "netns", "add", bridge)
+        _run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", bridge, "link", "set", "br0", "up")
+        for node, name in enumerate(names):
+            _run("ip", "netns", "add", name)
+            port = f"p{node}"
+            peer = ("peer", "name", port, "netns", bridge)
+            _run("ip", "-n", name, "link", "add", "eth0", "type", "veth", *peer)
+            _run("ip", "-n", name, "addr", "add", f"{address(node)}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            _run("ip", "-n", bridge, "link", "set", port, "master", "br0")
+            _run("ip", "-n", bridge, "link", "set", port, "up")
+            if rate is not None:
+                shape = ("tbf", "rate", rate, "burst", "32kb", "latency", "200ms")
+                _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape)
+        yield names
+    finally:
+        for name in (*names, bridge):
+            _run("ip", "netns", "del", name, check=False)
+
+
+def command(name: str, *words: str) -> list[str]:
+    """Return a command that runs in a namespace."""
+    return ["ip", "netns", "exec", name, *words]
+
+
+def sent_bytes(name: str) -> int:
+    """Return the bytes that a node's card has sent, headers included."""
+    path = "/sys/class/net/eth0/statistics/tx_bytes"
+    return int(_run(*command(name, "cat", path)))
