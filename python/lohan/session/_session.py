@@ -90,6 +90,7 @@ class Session(ForwardRules, Commits):
         self.uuid = str(store.describe()["uuid"])
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()
+        self._exclusive = threading.RLock()
         self._raiser = engine_raiser(
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
@@ -466,14 +467,16 @@ class Session(ForwardRules, Commits):
         """Return a context that gives the store, with the engine paused and closed steps written.
 
         If `changed` names units to be changed in the store, closed steps are also committed, unless
-        commits are manual, and the units' copies in memory are discarded afterwards.
+        commits are manual, and the units' copies in memory are discarded afterwards. Other threads
+        wait until the store is returned.
         """
         self._check_whole()
-        try:  # a Ctrl-C may arrive at any point and must not leave the engine paused
-            self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
-            yield self.store
-        finally:
-            self._engine.resume(changed)
+        with self._exclusive:
+            try:  # a Ctrl-C may arrive at any point and must not leave the engine paused
+                self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
+                yield self.store
+            finally:
+                self._engine.resume(changed)
 
     def flush(self) -> None:
         """Wait until all closed steps are written."""
