@@ -235,6 +235,13 @@ static PyObject *session_resume(PyObject *object, PyObject *units)
     Py_RETURN_NONE;
 }
 
+/* Process ids do not show this: a child in another pid namespace may have its parent's. */
+static PyObject *session_is_forked(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    const struct lhpy_engine *self = (struct lhpy_engine *)object;
+    return PyBool_FromLong(self->core && lhpy_core_is_forked(self->core));
+}
+
 static PyObject *session_check(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -345,5 +352,7 @@ PyMethodDef lhpy_session_methods[] = {
      "The events: (kind, unit, lane, step, start, end, bytes)."},
     {"status", session_status, METH_NOARGS, "The engine's state: what is open, pinned and held."},
     {"check", session_check, METH_NOARGS, "Raise the first error, if there is one."},
+    {"is_forked", session_is_forked, METH_NOARGS,
+     "Whether this process is a forked child of the one that made the engine."},
     {NULL, NULL, 0, NULL},
 };

@@ -14,7 +14,6 @@ import concurrent.futures
 import contextlib
 import ctypes
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -464,7 +463,7 @@ class ZerothSession(TurnRules, Session):
     def close(self) -> None:
         """Stop the engine and close the store and the journal. Idempotent."""
         super().close()
-        if os.getpid() == self._owner_pid:
+        if not self.is_forked():
             self._pool.shutdown()
             self.journal.close()
 

@@ -88,7 +88,6 @@ class Session(ForwardRules, Commits):
         self.store = store
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
-        self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self._exclusive = threading.RLock()
         self._raiser = engine_raiser(
@@ -515,6 +514,10 @@ class Session(ForwardRules, Commits):
         self.flush()
         _trace.save(path, self)
 
+    def is_forked(self) -> bool:
+        """Whether the session belongs to the process from which this one was forked."""
+        return bool(self._engine.is_forked())
+
     def check_open(self) -> None:
         """Raise an error if the session is closed, belongs to a parent process, or has failed.
 
@@ -527,8 +530,6 @@ class Session(ForwardRules, Commits):
                 "the session is closed: lohan.unwrap(model) reads the last commit into memory;"
                 " lohan.wrap(..., resume=True) resumes training"
             )
-        if os.getpid() != self._owner_pid:
-            raise SessionError("the model was wrapped in another process: wrap it after the fork")
         self._engine.check()
 
     def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
@@ -566,7 +567,7 @@ class Session(ForwardRules, Commits):
 
         With commit_every="manual", everything since the last commit is lost, as in a crash.
         """
-        if os.getpid() != self._owner_pid:
+        if self.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
         with self._lock:
             if is_open := not self.closed:
