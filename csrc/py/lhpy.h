@@ -140,10 +140,10 @@ struct lhpy_engine {
     unsigned long forward_thread; /* the thread that opened the forward */
     uint32_t turn_depth;          /* nested calls of turn_thread; 0: it is nobody's turn */
     unsigned long turn_thread;
-    bool forward_is_train;        /* the last forward that began had gradients enabled */
-    PyObject *raiser;             /* (code, message) -> exception */
-    PyObject *on_backward;        /* called once per backward */
-    PyObject *on_gradient;        /* called before the first gradient of a step */
+    bool forward_is_train; /* the last forward that began had gradients enabled */
+    PyObject *raiser;      /* (code, message) -> exception */
+    PyObject *on_backward; /* called once per backward */
+    PyObject *on_gradient; /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* called to ask whether the current thread runs a backward */
     PyObject *zo_image;    /* bytes: the image of zo_kernel; NULL: none is loaded */

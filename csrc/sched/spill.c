@@ -280,8 +280,8 @@ static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
     /* An abort resets the plan, and with it the unit's planned_step, but not the one of spill. */
-    bool is_planned = unit->update.planned_step == engine->step &&
-                      unit->spill.planned_step == engine->step;
+    bool is_planned =
+        unit->update.planned_step == engine->step && unit->spill.planned_step == engine->step;
     if (!is_planned || unit->spill.state != LH_SPILL_STATE_NONE)
         return;
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] -= unit->desc.bytes;

@@ -222,6 +222,7 @@ def fork_calls(store: str, pid: int | None = None) -> None:
     """Whatever a forked child calls, in the middle of the parent's step, is refused by name.
 
     Args:
+        store: the directory of the store.
         pid: what os.getpid() returns in the child; None: its own.
     """
     model = wrap(store, activations="recompute")

@@ -71,7 +71,7 @@ def test_a_damaged_newest_step_is_gone_back_from_only_by_naming_the_one_before_i
     with pytest.raises(errors.ChecksumError, match=r"step 4 .*manifest.*resume=3 "):
         wrap(store_dir, resume=True)
     for step in (2, 4, 5):
-        with pytest.raises(errors.StoreError, match=rf"step {step}: .*are: 3; .*manifest"):
+        with pytest.raises(errors.StoreError, match=rf"step {step}; .*are: 3; .*manifest"):
             wrap(store_dir, resume=step)
     capfd.readouterr()
     assert lohan.verify(store_dir).step == 3

@@ -120,7 +120,6 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-
 def _fake(model: nn.Module) -> Any:
     with FakeTensorMode() as mode:
         return model(mode.from_tensor(X))

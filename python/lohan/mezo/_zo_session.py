@@ -463,7 +463,7 @@ class ZerothSession(TurnRules, Session):
     def close(self) -> None:
         """Stop the engine and close the store and the journal. Idempotent."""
         super().close()
-        if not self.is_forked():
+        if not self._engine.is_forked():
             self._pool.shutdown()
             self.journal.close()
 

@@ -174,8 +174,8 @@ def _expression(name: str) -> str:
 def _check_memory(model: nn.Module) -> None:
     """Reject trained parameters that share memory with other tensors: lohan would separate them.
 
-    The other tensors are parameters, buffers, and attributes of modules. Non-overlapping views of one storage are allowed, and so is sharing between tensors that are not
-    trained.
+    The other tensors are parameters, buffers, and attributes of modules. Non-overlapping views of
+    one storage are allowed, and so is sharing between tensors that are not trained.
     """
     alive: list[tuple[int, int, str, torch.Tensor]] = []
     for item in _in_memory(model):

@@ -514,10 +514,6 @@ class Session(ForwardRules, Commits):
         self.flush()
         _trace.save(path, self)
 
-    def is_forked(self) -> bool:
-        """Whether the session belongs to the process from which this one was forked."""
-        return bool(self._engine.is_forked())
-
     def check_open(self) -> None:
         """Raise an error if the session is closed, belongs to a parent process, or has failed.
 
@@ -567,7 +563,7 @@ class Session(ForwardRules, Commits):
 
         With commit_every="manual", everything since the last commit is lost, as in a crash.
         """
-        if self.is_forked():
+        if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
         with self._lock:
             if is_open := not self.closed:
