@@ -138,7 +138,7 @@ struct lhpy_engine {
     bool is_paused;               /* the caller may use the store until resume() */
     bool forward_is_open;         /* inside a forward whose saved tensors are packed */
     unsigned long forward_thread; /* the thread that opened the forward */
-    uint32_t turn_depth;          /* nested calls of turn_thread; 0: it is nobody's turn */
+    uint32_t turn_depth;          /* nested calls of turn_thread; 0: no thread has the turn */
     unsigned long turn_thread;
     bool forward_is_train; /* the last forward that began had gradients enabled */
     PyObject *raiser;      /* (code, message) -> exception */
