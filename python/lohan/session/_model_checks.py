@@ -145,7 +145,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
-            # The weight of torch.nn.utils.spectral_norm is computed again before each forward.
+            # The weight of torch.nn.utils.spectral_norm is recomputed before each forward.
             if module._parameters.get(f"{name}_orig") is not None:
                 continue
             values = value.values() if isinstance(value, dict) else value
