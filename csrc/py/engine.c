@@ -1,11 +1,14 @@
 /* The Engine type: creation, closing, pins, waits. */
 #include <string.h>
+#include <time.h>
 
 #include "base/assert.h"
 #include "py/lhpy.h"
 
 /* How long a wait lasts before it checks for signals (Ctrl-C). */
 #define WAIT_SLICE_MS 100
+/* How often a thread checks whether it is its turn. */
+#define TURN_SLICE_NS 200000
 
 /*
  * Release the units of the backward, whose pins are only a convenience, and let the engine judge
@@ -17,6 +20,27 @@ static void room_make(struct lhpy_engine *self, bool *is_tentative)
     if (*is_tentative)
         lh_engine_tentative_end(self->core->engine);
     *is_tentative = false;
+}
+
+int lhpy_engine_turn_take(struct lhpy_engine *self)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    while (self->turn_depth > 0 && self->turn_thread != thread) {
+        Py_BEGIN_ALLOW_THREADS
+        nanosleep(&(struct timespec){.tv_nsec = TURN_SLICE_NS}, NULL);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() < 0 || lhpy_check_open(self) < 0)
+            return -1;
+    }
+    self->turn_thread = thread;
+    self->turn_depth++;
+    return 0;
+}
+
+void lhpy_engine_turn_give(struct lhpy_engine *self)
+{
+    LH_ASSERT(self->turn_depth > 0 && self->turn_thread == PyThread_get_thread_ident());
+    self->turn_depth--;
 }
 
 int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument)
@@ -46,6 +70,15 @@ int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argum
     return rc > 0 ? 1 : -1;
 }
 
+int lhpy_engine_request(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument)
+{
+    if (lhpy_engine_turn_take(self) < 0)
+        return -1;
+    int rc = lhpy_engine_wait(self, wait, argument);
+    lhpy_engine_turn_give(self);
+    return rc;
+}
+
 static int plain_wait(struct lh_engine *engine, uint64_t wait, int timeout_ms)
 {
     return ((lhpy_wait_plain_fn)(uintptr_t)wait)(engine, timeout_ms);
@@ -54,6 +87,11 @@ static int plain_wait(struct lh_engine *engine, uint64_t wait, int timeout_ms)
 int lhpy_engine_wait_plain(struct lhpy_engine *self, lhpy_wait_plain_fn wait)
 {
     return lhpy_engine_wait(self, plain_wait, (uint64_t)(uintptr_t)wait);
+}
+
+int lhpy_engine_request_plain(struct lhpy_engine *self, lhpy_wait_plain_fn wait)
+{
+    return lhpy_engine_request(self, plain_wait, (uint64_t)(uintptr_t)wait);
 }
 
 /* Let the on_use callback change the bytes of a unit that was just pinned, before they are read. */

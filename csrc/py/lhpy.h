@@ -138,10 +138,12 @@ struct lhpy_engine {
     bool is_paused;               /* the caller may use the store until resume() */
     bool forward_is_open;         /* inside a forward whose saved tensors are packed */
     unsigned long forward_thread; /* the thread that opened the forward */
-    bool forward_is_train;        /* the last forward that began had gradients enabled */
-    PyObject *raiser;             /* (code, message) -> exception */
-    PyObject *on_backward;        /* called once per backward */
-    PyObject *on_gradient;        /* called before the first gradient of a step */
+    uint32_t turn_depth;          /* nested calls of turn_thread; 0: no thread has the turn */
+    unsigned long turn_thread;
+    bool forward_is_train; /* the last forward that began had gradients enabled */
+    PyObject *raiser;      /* (code, message) -> exception */
+    PyObject *on_backward; /* called once per backward */
+    PyObject *on_gradient; /* called before the first gradient of a step */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* called to ask whether the current thread runs a backward */
     PyObject *zo_image;    /* bytes: the image of zo_kernel; NULL: none is loaded */
@@ -264,11 +266,21 @@ void lhpy_engine_methods_join(void);
  */
 int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit);
 void lhpy_engine_unuse(struct lhpy_engine *self, uint32_t unit);
+/*
+ * Requests to the engine belong to one thread at a time ([Note: Requests] in sched/request.h), but
+ * the GIL is released while one waits. A thread therefore takes the turn for each of its requests,
+ * or for several. -1 with a Python error: a signal arrived, or the session was closed meanwhile.
+ */
+int lhpy_engine_turn_take(struct lhpy_engine *self);
+void lhpy_engine_turn_give(struct lhpy_engine *self);
 typedef int (*lhpy_wait_fn)(struct lh_engine *engine, uint64_t argument, int timeout_ms);
 /* Wait in slices without the GIL, checking for signals. 1, or -1 with a Python error. */
 int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument);
 typedef int (*lhpy_wait_plain_fn)(struct lh_engine *engine, int timeout_ms);
 int lhpy_engine_wait_plain(struct lhpy_engine *self, lhpy_wait_plain_fn wait);
+/* The same in the calling thread's turn, for calls that send requests. */
+int lhpy_engine_request(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argument);
+int lhpy_engine_request_plain(struct lhpy_engine *self, lhpy_wait_plain_fn wait);
 /*
  * Pin unit until its handles are gone, or until lhpy_engine_backward_end(). -1 with a Python error.
  */

@@ -85,7 +85,7 @@ static PyObject *session_close_step(PyObject *object, PyObject *bytes)
     lhpy_engine_backward_release(self);
     if (lent_refuse(self) < 0)
         return NULL;
-    if (lhpy_engine_wait(self, close_wait, (uint64_t)(uintptr_t)&scalars) < 0)
+    if (lhpy_engine_request(self, close_wait, (uint64_t)(uintptr_t)&scalars) < 0)
         return NULL;
     step_over(self);
     lhpy_engine_sweep(self);
@@ -101,7 +101,7 @@ static PyObject *session_gradient_square_sum(PyObject *object, PyObject *Py_UNUS
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
     double sum = 0;
-    if (!self || lhpy_engine_wait(self, norm_wait, (uint64_t)(uintptr_t)&sum) < 0)
+    if (!self || lhpy_engine_request(self, norm_wait, (uint64_t)(uintptr_t)&sum) < 0)
         return NULL;
     lhpy_engine_sweep(self);
     return PyFloat_FromDouble(sum);
@@ -124,7 +124,7 @@ static PyObject *session_abort(PyObject *object, PyObject *Py_UNUSED(args))
         return NULL;
     lhpy_engine_unscoped_release(self);
     lhpy_engine_backward_release(self);
-    if (lhpy_engine_wait_plain(self, lh_engine_abort) < 0)
+    if (lhpy_engine_request_plain(self, lh_engine_abort) < 0)
         return NULL;
     step_over(self);
     lhpy_engine_gradients_drop(self);
@@ -140,7 +140,7 @@ static PyObject *session_flush(PyObject *object, PyObject *flag)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
     bool commit = false;
-    if (!self || LHPY_VALUE(flag, commit) < 0 || lhpy_engine_wait(self, flush_wait, commit) < 0)
+    if (!self || LHPY_VALUE(flag, commit) < 0 || lhpy_engine_request(self, flush_wait, commit) < 0)
         return NULL;
     lhpy_engine_sweep(self);
     Py_RETURN_NONE;
@@ -152,7 +152,7 @@ static PyObject *session_commit_hold(PyObject *object, PyObject *Py_UNUSED(args)
     if (!self)
         return NULL;
     /* After a signal, the hold may still be granted, so the caller releases it then, too. */
-    if (lhpy_engine_wait_plain(self, lh_engine_commit_hold) < 0)
+    if (lhpy_engine_request_plain(self, lh_engine_commit_hold) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -189,18 +189,24 @@ static PyObject *session_pause(PyObject *object, PyObject *args)
     if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(units), LHPY_ARG(commit)) < 0 ||
         lhpy_indices_read(units, "unit", self->unit_count, &changed, &count) < 0)
         return NULL;
-    int rc = lhpy_engine_wait(self, flush_wait, commit) < 0 ? -1 : 0;
+    int rc = lhpy_engine_turn_take(self);
+    bool is_turn = rc == 0;
+    if (rc == 0)
+        rc = lhpy_engine_request(self, flush_wait, commit) < 0 ? -1 : 0;
     /* Check this before the store is handed out, because writes to it cannot be undone. */
     for (uint32_t i = 0; rc == 0 && i < count; i++)
         rc = changed_refuse(self, changed[i]);
     PyMem_Free(changed);
+    if (rc == 0) {
+        rc = lhpy_engine_request_plain(self, lh_engine_pause);
+        if (rc < 0) /* after a signal; the engine would sleep forever otherwise */
+            lh_engine_resume(self->core->engine);
+        self->is_paused = rc >= 0;
+    }
+    if (is_turn)
+        lhpy_engine_turn_give(self);
     if (rc < 0)
         return NULL;
-    if (lhpy_engine_wait_plain(self, lh_engine_pause) < 0) {
-        lh_engine_resume(self->core->engine); /* after a signal; it would sleep forever otherwise */
-        return NULL;
-    }
-    self->is_paused = true;
     Py_RETURN_NONE;
 }
 
@@ -227,6 +233,13 @@ static PyObject *session_resume(PyObject *object, PyObject *units)
     if (rc < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+/* Process ids do not show this: a child in another pid namespace may have its parent's. */
+static PyObject *session_is_forked(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    const struct lhpy_engine *self = (struct lhpy_engine *)object;
+    return PyBool_FromLong(self->core && lhpy_core_is_forked(self->core));
 }
 
 static PyObject *session_check(PyObject *object, PyObject *Py_UNUSED(args))
@@ -283,7 +296,7 @@ static const struct lhpy_table event_table =
 static PyObject *session_trace(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
-    if (!self || lhpy_engine_wait(self, flush_wait, 0) < 0)
+    if (!self || lhpy_engine_request(self, flush_wait, 0) < 0)
         return NULL;
     struct lh_engine_trace_event *events = PyMem_Calloc(LH_ENGINE_TRACE_COUNT_MAX, sizeof(*events));
     if (!events)
@@ -339,5 +352,7 @@ PyMethodDef lhpy_session_methods[] = {
      "The events: (kind, unit, lane, step, start, end, bytes)."},
     {"status", session_status, METH_NOARGS, "The engine's state: what is open, pinned and held."},
     {"check", session_check, METH_NOARGS, "Raise the first error, if there is one."},
+    {"is_forked", session_is_forked, METH_NOARGS,
+     "Whether this process is a forked child of the one that made the engine."},
     {NULL, NULL, 0, NULL},
 };

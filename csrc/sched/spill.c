@@ -279,7 +279,10 @@ static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t ste
 static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
-    if (unit->spill.planned_step != engine->step || unit->spill.state != LH_SPILL_STATE_NONE)
+    /* An abort resets the plan, and with it the unit's planned_step, but not the one of spill. */
+    bool is_planned =
+        unit->update.planned_step == engine->step && unit->spill.planned_step == engine->step;
+    if (!is_planned || unit->spill.state != LH_SPILL_STATE_NONE)
         return;
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] -= unit->desc.bytes;
     stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] -= unit->desc.bytes;

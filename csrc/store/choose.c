@@ -392,6 +392,8 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
     const struct lh_store_superblock *chosen = &store->superblock;
     LH_ASSERT(file_index >= 1 && file_index < store->file_count);
     LH_ASSERT(chosen->sequence <= newest_sequence);
+    struct lh_store_witness newest = {.sequence = 0};
+    uint64_t expected_sequence = UINT64_MAX; /* of the commit that was chosen; MAX: it is invalid */
     for (uint32_t number = 0; number < 2; number++) {
         struct lh_store_witness found = {.sequence = 0};
         struct lh_error reason = {.code = 0};
@@ -412,26 +414,30 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
                                   file->path, offset, reason.message);
             continue;
         }
-        store->witness_sequence = lh_max_u64(store->witness_sequence, found.sequence);
-        if (is_expected && found.sequence < chosen->witness)
-            return lh_error_set(
-                err, -ESTALE,
-                "directory %.*s was restored from an older copy: its newest commit is step "
-                "%" PRIu64 " (sequence number %" PRIu64 "), but the store is at step %" PRIu64
-                " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
-                "same backup",
-                (int)file->directory_chars, file->path, found.step, found.sequence, chosen->step,
-                chosen->witness);
-        if (found.sequence > newest_sequence + 1)
-            return lh_error_set(
-                err, -ESTALE,
-                "directory %.*s was restored from an older copy: its newest commit is step "
-                "%" PRIu64 " (sequence number %" PRIu64 "), but %s is already at step %" PRIu64
-                " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
-                "same backup",
-                (int)store->files[0].directory_chars, store->files[0].path, chosen->step,
-                chosen->sequence, file->path, found.step, found.sequence);
+        if (is_expected)
+            expected_sequence = found.sequence;
+        if (found.sequence >= newest.sequence)
+            newest = found;
     }
+    store->witness_sequence = lh_max_u64(store->witness_sequence, newest.sequence);
+    if (expected_sequence < chosen->witness)
+        return lh_error_set(
+            err, -ESTALE,
+            "directory %.*s was restored from an older copy: its newest commit is step "
+            "%" PRIu64 " (sequence number %" PRIu64 "), but the store is at step %" PRIu64
+            " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
+            "same backup",
+            (int)file->directory_chars, file->path, newest.step, newest.sequence, chosen->step,
+            chosen->witness);
+    if (newest.sequence > newest_sequence + 1)
+        return lh_error_set(
+            err, -ESTALE,
+            "directory %.*s was restored from an older copy: its newest commit is step "
+            "%" PRIu64 " (sequence number %" PRIu64 "), but %s is already at step %" PRIu64
+            " (%" PRIu64 "); restore its newest copy, or restore every directory from the "
+            "same backup",
+            (int)store->files[0].directory_chars, store->files[0].path, chosen->step,
+            chosen->sequence, file->path, newest.step, newest.sequence);
     return 0;
 }
 

@@ -36,7 +36,7 @@
  * is the only time when a superblock lacks its manifest, and S is durable throughout.
  *
  * A store with one slot overwrites committed data and gives no such guarantee: it is marked unclean
- * on disk before its first write and until it is closed with nothing unfinished.
+ * on disk before its first write or commit and until it is closed with nothing unfinished.
  *
  * A store of version 1 has one copy of each structure and no witnesses. The phases for second
  * copies and witnesses are skipped.
@@ -200,6 +200,9 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
                             "a commit has %" PRIu64 " bytes of scalars, but the store was created "
                             "for at most %" PRIu64,
                             scalar_bytes, store->header.scalar_bytes_max);
+    /* A write may begin during this commit, which is too late to mark the store unclean. */
+    if (store->header.is_single_slot)
+        LH_TRY(lh_store_write_begin(store, err));
     lh_store_manifest_prepare(store, step, scalars, scalar_bytes);
     for (uint32_t group = 0; group < store->header.group_count; group++) {
         if (store->group_states[group] & STAGED)

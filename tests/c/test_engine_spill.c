@@ -320,6 +320,25 @@ static void test_abort(void)
     rig_finish(&rig);
 }
 
+static void test_abort_without_step(void)
+{
+    struct rig rig;
+    lh_test_name("a step without gradients after an abort has no bytes of spilled gradients in its "
+                 "plan, which the abort reset");
+    rig_make(&rig, "spill-nothing", opts_spill);
+    for (int i = 0; i < 2; i++) {
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        rig_over_as_planned(&rig);
+    }
+    LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0); /* plans that units are spilled */
+    rig_handles_drop(&rig);
+    LH_CHECK(rig_abort(&rig) == 0);
+    LH_CHECK(rig_close(&rig, 0) == 0);
+    struct lh_engine_step_stats stats = rig_over_as_planned(&rig);
+    LH_CHECK(stats.bytes[GRADIENT_WRITE] == 0 && stats.bytes[GRADIENT_READ] == 0);
+    rig_finish(&rig);
+}
+
 static void test_late_gradient(void)
 {
     struct rig rig;
@@ -370,6 +389,7 @@ int main(void)
     test_read_errors(LH_IO_FAULT_KIND_ERROR);
     test_read_errors(LH_IO_FAULT_KIND_FLIP);
     test_abort();
+    test_abort_without_step();
     test_late_gradient();
     return 0;
 }

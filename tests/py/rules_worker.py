@@ -218,8 +218,13 @@ def is_refused(call: Any, error: type[Exception]) -> bool:
     return False
 
 
-def fork_calls(store: str) -> None:
-    """Every call of a forked child in the middle of the parent's step is refused by name."""
+def fork_calls(store: str, pid: int | None = None) -> None:
+    """Every call of a forked child in the middle of the parent's step is refused by name.
+
+    Args:
+        store: the directory of the store.
+        pid: what os.getpid() returns in the child; None: its own.
+    """
     model = wrap(store, activations="recompute")
     train_step(model, 0)
     loss = model(vectors(1)).square().mean()
@@ -231,6 +236,8 @@ def fork_calls(store: str) -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(30)
+        if pid is not None:
+            os.getpid = lambda: pid
         refused = [is_refused(call, SessionError) for call in refused_calls(model, loss, store)]
         for call in quiet_calls(model):
             call()
@@ -246,6 +253,11 @@ def fork_calls(store: str) -> None:
     report(model, model.lohan.step)
 
 
+def fork_calls_same_pid(store: str) -> None:
+    """The same where the child has the parent's process id, in a pid namespace of its own."""
+    fork_calls(store, os.getpid())
+
+
 MODES = {
     f.__name__: f
     for f in (
@@ -259,6 +271,7 @@ MODES = {
         fork_frozen,
         fork_one_slot,
         fork_calls,
+        fork_calls_same_pid,
     )
 }
 

@@ -142,6 +142,41 @@ def test_a_buffer_over_a_trained_parameter_is_refused(workshop: Workshop) -> Non
     workshop.wrap(model)
 
 
+@pytest.mark.parametrize(
+    "hold",
+    [lambda w: w, lambda w: w.t(), lambda w: [w[1:3]], lambda w: {"a": w.flatten()}],
+    ids=["same", "transposed", "list", "dict"],
+)
+def test_an_attribute_over_a_trained_parameter_is_refused(hold: Any, workshop: Workshop) -> None:
+    model = pair()
+    model[0].seen = hold(model[2].weight.data)
+    with pytest.raises(ModelError, match=r"attribute '0\.seen' shares memory with .*'2\.weight'"):
+        workshop.wrap(model)
+    model[2].requires_grad_(False)
+    workshop.wrap(model)
+
+
+def normed() -> nn.Module:
+    """At wrap, the attribute weight is a view of weight_orig, but each forward computes it anew."""
+    model = pair()
+    nn.utils.spectral_norm(model[2])
+    return model
+
+
+def kept() -> nn.Module:
+    """Attributes may be parameters themselves, which a session follows, or have own memory."""
+    model = pair()
+    model[0].copies = [model[2].weight.detach().clone(), model[2].weight]
+    return model
+
+
+@pytest.mark.parametrize("make", [normed, kept])
+def test_attributes_that_see_every_update_are_trained_as_ever(
+    make: Any, workshop: Workshop
+) -> None:
+    workshop.follow(make)
+
+
 def test_buffers_may_share_memory(workshop: Workshop) -> None:
     model = pair()
     shared = torch.zeros(4)

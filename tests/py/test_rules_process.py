@@ -130,9 +130,10 @@ def test_a_data_loader_may_have_workers(workshop: Workshop) -> None:
     assert (status, out, err) == (0, "step 20\n", "")
 
 
-def test_every_call_in_a_forked_child_is_refused_by_name(workshop: Workshop) -> None:
+@pytest.mark.parametrize("mode", ["fork_calls", "fork_calls_same_pid"])
+def test_every_call_in_a_forked_child_is_refused_by_name(mode: str, workshop: Workshop) -> None:
     store = workshop.folder / "run"
-    status, out, err = finish(start("fork_calls", str(store), workshop.folder))
+    status, out, err = finish(start(mode, str(store), workshop.folder))
     assert (status, out, err) == (0, "child 0\nstep 3\n", "")
     assert steps_of(store, workshop) == 3
 

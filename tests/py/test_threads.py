@@ -284,6 +284,44 @@ def test_many_threads_at_once_get_exact_results_or_named_refusals(
     assert_same_state(dict(model.state_dict()), workshop.train(range(1)))
 
 
+@pytest.mark.parametrize("device", [None, "emu"])
+def test_threads_that_read_parameters_at_once_get_exact_values_or_named_refusals(
+    device: str | None, workshop: Workshop
+) -> None:
+    model = workshop.wrap(build(Stack), device=device)
+    train(model, 0)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    # append() is atomic
+    right, refused, wrong = list[str](), list[LohanError](), list[object]()
+
+    def read(is_whole: bool) -> None:
+        for _ in range(15):
+            try:
+                if is_whole:
+                    found = dict(model.state_dict())
+                else:
+                    found = {n: p.detach().clone() for n, p in model.named_parameters()}
+                model.lohan.flush()
+            except LohanError as error:
+                refused.append(error)
+            except BaseException as error:
+                wrong.append(error)
+            else:
+                for name, value in want.items():
+                    (right if torch.equal(found[name], value) else wrong).append(name)
+
+    threads = [threading.Thread(target=read, args=(i % 2 == 0,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and right
+    assert len(right) // len(want) + len(refused) == 15 * THREADS
+    assert_same_state(dict(model.state_dict()), want)
+    train(model, 1)
+    assert_same_state(dict(model.state_dict()), workshop.train(range(2), Stack))
+
+
 def test_zeroth_order_training_refuses_another_thread_by_name(store_dir: pathlib.Path) -> None:
     model: Gated = lohan.wrap(build(Gated), store=store_dir / "run", method="mezo", lr=1e-3)
 

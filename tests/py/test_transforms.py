@@ -12,6 +12,7 @@ import pytest
 import torch
 from lohan.errors import UnsupportedError
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd import functional as autograd_functional
 from torch.func import (
@@ -21,9 +22,11 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
+    linearize,
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 WIDTH = 64
 ROWS = 32
@@ -117,6 +120,19 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def _fake(model: nn.Module) -> Any:
+    with FakeTensorMode() as mode:
+        return model(mode.from_tensor(X))
+
+
+TRACED: dict[str, Callable[[nn.Module], Any]] = {
+    "linearize": lambda m: linearize(m, X)[1](T),
+    "make_fx": lambda m: make_fx(m)(X),
+    "make_fx of a block": lambda m: make_fx(m[0], tracing_mode="fake")(X),
+    "fake": _fake,
+}
+
+
 @pytest.fixture(params=SETTINGS)
 def model(request: Any, store_dir: pathlib.Path) -> Iterator[nn.Module]:
     made = lohan.wrap(
@@ -157,6 +173,15 @@ def test_a_transform_that_cannot_work_is_refused_by_name_and_training_continues(
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=r"torch\.func\.grad.*lohan\.unwrap"):
             REFUSED[name](model)
+        assert torch.equal(_step(model), out)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_is_refused_by_name_and_training_goes_on(name: str, model: nn.Module) -> None:
+    out = _build()(X)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"cannot be traced.*lohan\.unwrap"):
+            TRACED[name](model)
         assert torch.equal(_step(model), out)
 
 

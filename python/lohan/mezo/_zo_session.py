@@ -14,7 +14,6 @@ import concurrent.futures
 import contextlib
 import ctypes
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -480,10 +479,10 @@ class ZerothSession(TurnRules, Session):
     def close(self) -> None:
         """Stop the engine and close the store and the journal. Idempotent."""
         world = self.zeroth.world
-        if world is not None and os.getpid() == self._owner_pid:
+        if world is not None and not self._engine.is_forked():
             world.leave_after(self.step)
         super().close()
-        if os.getpid() == self._owner_pid:
+        if not self._engine.is_forked():
             self._pool.shutdown()
             self.journal.close()
 

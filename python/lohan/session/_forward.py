@@ -22,6 +22,7 @@ from lohan.torch_glue._tensor import (
     hooks_are_refused,
     in_backward,
     is_reading_wrapped,
+    is_traced,
 )
 from lohan.torch_glue._thread import ForwardThread
 
@@ -278,11 +279,17 @@ class ForwardRules(SessionPart):
 
 
 def refuse_transform() -> None:
-    """Reject the transforms of torch.func in which saved tensors cannot be packed.
+    """Reject tracing, and the transforms of torch.func in which saved tensors cannot be packed.
 
     Raises:
         UnsupportedError: such a transform is active; the message names alternatives.
     """
+    if is_traced():
+        raise UnsupportedError(
+            "a wrapped model cannot be traced (by make_fx, torch.func.linearize, torch.export or"
+            " FakeTensorMode): its parameters are loaded and evicted while it runs. Use"
+            " torch.func.jvp, which works, or call lohan.unwrap(model) first"
+        )
     if hooks_are_refused():
         raise UnsupportedError(
             "a wrapped model cannot be called inside torch.func.grad, vjp, jacrev or hessian (or"

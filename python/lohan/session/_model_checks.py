@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -132,10 +133,26 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.logical_and(*used).any())
 
 
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of plain attributes, also in lists, tuples and dicts of them."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            # The weight of torch.nn.utils.spectral_norm is recomputed before each forward.
+            if module._parameters.get(f"{name}_orig") is not None:
+                continue
+            values = value.values() if isinstance(value, dict) else value
+            for each in values if isinstance(value, dict | list | tuple) else (value,):
+                if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter):
+                    yield f"{path}.{name}".lstrip("."), each
+
+
 def _in_memory(model: nn.Module) -> list[tuple[int, int, str, torch.Tensor]]:
-    """Return (first byte, end, name, tensor) of parameters and buffers, sorted by address."""
+    """Return (first byte, end, name, tensor) of all tensors of the modules, sorted by address."""
     found = []
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers(), _attributes(model))
+    for name, tensor in tensors:
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         start = tensor.data_ptr() if is_plain and tensor.numel() > 0 else 0
         if start != 0:
@@ -151,8 +168,8 @@ def _expression(name: str) -> str:
 def _check_memory(model: nn.Module) -> None:
     """Reject trained parameters that share memory with other tensors: lohan would separate them.
 
-    Non-overlapping views of one storage are allowed, and so is sharing between tensors that are not
-    trained.
+    The other tensors are parameters, buffers, and attributes of modules. Non-overlapping views of
+    one storage are allowed, and so is sharing between tensors that are not trained.
     """
     alive: list[tuple[int, int, str, torch.Tensor]] = []
     for item in _in_memory(model):
@@ -163,7 +180,7 @@ def _check_memory(model: nn.Module) -> None:
                 isinstance(each, nn.Parameter) and each.requires_grad for each in (tensor, other)
             )
             if is_trained and _overlap(tensor, other):
-                _refuse_shared((other_name, other), (name, tensor))
+                _refuse_shared(model, (other_name, other), (name, tensor))
         alive.append(item)
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and _is_folded(tensor):
             raise ModelError(
@@ -181,15 +198,18 @@ def _is_folded(tensor: torch.Tensor) -> bool:
     return reach < nbytes or int(_mark(tensor, tensor.data_ptr(), reach).sum()) < nbytes
 
 
-def _refuse_shared(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor]) -> None:
+def _refuse_shared(
+    model: nn.Module, a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor]
+) -> None:
     if not isinstance(b[1], nn.Parameter):
         a, b = b, a
     (name, tensor), (other_name, other) = a, b
+    kind = "buffer" if name in dict(model.named_buffers()) else "attribute"
     if not isinstance(tensor, nn.Parameter):
         raise ModelError(
-            f"buffer {name!r} shares memory with parameter {other_name!r}, which is trained. The"
-            " buffer would not see the updates, because lohan moves the parameter to the store."
-            f" Register a clone() of it, or use {_expression(other_name)} in the forward"
+            f"{kind} {name!r} shares memory with parameter {other_name!r}, which is trained. The"
+            f" {kind} would not see the updates, because lohan moves the parameter to the store."
+            f" Make it a clone(), or use {_expression(other_name)} in the forward"
         )
     is_same = tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
     is_same = is_same and tensor.stride() == other.stride() and tensor.dtype == other.dtype

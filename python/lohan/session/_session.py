@@ -88,8 +88,8 @@ class Session(ForwardRules, Commits):
         self.store = store
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
-        self._owner_pid = os.getpid()
         self._lock = threading.RLock()
+        self._exclusive = threading.RLock()
         self._raiser = engine_raiser(
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
@@ -466,14 +466,16 @@ class Session(ForwardRules, Commits):
         """Return a context that gives the store, with the engine paused and closed steps written.
 
         If `changed` names units to be changed in the store, closed steps are also committed, unless
-        commits are manual, and the units' copies in memory are discarded afterwards.
+        commits are manual, and the units' copies in memory are discarded afterwards. Other threads
+        wait until the store is returned.
         """
         self._check_whole()
-        try:  # a Ctrl-C may arrive at any point and must not leave the engine paused
-            self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
-            yield self.store
-        finally:
-            self._engine.resume(changed)
+        with self._exclusive:
+            try:  # a Ctrl-C may arrive at any point and must not leave the engine paused
+                self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
+                yield self.store
+            finally:
+                self._engine.resume(changed)
 
     def flush(self) -> None:
         """Wait until all closed steps are written."""
@@ -524,8 +526,6 @@ class Session(ForwardRules, Commits):
                 "the session is closed: lohan.unwrap(model) reads the last commit into memory;"
                 " lohan.wrap(..., resume=True) resumes training"
             )
-        if os.getpid() != self._owner_pid:
-            raise SessionError("the model was wrapped in another process: wrap it after the fork")
         self._engine.check()
 
     def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
@@ -563,7 +563,7 @@ class Session(ForwardRules, Commits):
 
         With commit_every="manual", everything since the last commit is lost, as in a crash.
         """
-        if os.getpid() != self._owner_pid:
+        if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
         with self._lock:
             if is_open := not self.closed:

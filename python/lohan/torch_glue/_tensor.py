@@ -70,6 +70,15 @@ def hooks_are_refused() -> bool:
     return not autograd._saved_tensors_hooks_is_enabled()
 
 
+def is_traced() -> bool:
+    """Return whether operations are recorded or faked, as inside make_fx, linearize or export."""
+    modes = torch._C._TorchDispatchModeKey
+    return any(
+        torch._C._get_dispatch_mode(mode) is not None
+        for mode in (modes.PROXY, modes.FAKE, modes.FUNCTIONAL)
+    )
+
+
 def storage_reference(storage: torch.UntypedStorage) -> object:
     """Return a weak reference; while it lives, no other storage has this one's `_cdata`."""
     make: Callable[[torch.UntypedStorage], object] = reductions.StorageWeakRef
