@@ -67,6 +67,12 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     || missing+=("$version-dev")
 [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
 [ -e /usr/include/libaio.h ] || missing+=(libaio-dev)
+# Tests of several nodes make network namespaces, which only root may do; without these programs
+# they are skipped.
+if [ "$(id -u)" -eq 0 ]; then
+    command -v ip >/dev/null || missing+=(iproute2)
+    command -v nft >/dev/null || missing+=(nftables)
+fi
 if [ "${#missing[@]}" -gt 0 ]; then
     apt_install "${missing[@]}" || true
 fi

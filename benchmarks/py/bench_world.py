@@ -19,8 +19,11 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-import namespaces
 from report import Report
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
+
+import namespaces
 
 RATE = "1mbit"
 PORT = 29511

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import itertools
 import multiprocessing
@@ -14,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from patience import HUNG_S
@@ -55,8 +56,20 @@ class Group:
         function: Callable[..., Any],
         *args: Any,
         nodes: int = 1,
-        env: dict[str, str] | None = None,
+        spaces: Sequence[str] | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
+        """Start the processes.
+
+        Args:
+            folder: a folder for what they leave.
+            count: the number of processes.
+            function: what each of them calls.
+            args: its arguments.
+            nodes: the number of nodes, among which the processes are divided.
+            spaces: the network namespaces of the nodes; None: all share this process's.
+            address: where rank 0 serves the rendezvous store.
+        """
         self._folder = folder / f"group-{next(_numbers)}"
         self._folder.mkdir()
         port = _free_port()
@@ -65,14 +78,14 @@ class Group:
             variables = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 "GROUP_RANK": str(rank * nodes // count),
                 "CUDA_VISIBLE_DEVICES": "",
-                **(env or {}),
             }
+            space = None if spaces is None else spaces[rank * nodes // count]
             process = _SERVER.Process(
-                target=_body, args=(str(self._folder), rank, variables, function, args)
+                target=_body, args=(str(self._folder), rank, variables, space, function, args)
             )
             process.start()
             self.processes.append(process)
@@ -121,6 +134,7 @@ def _body(
     folder: str,
     rank: int,
     variables: dict[str, str],
+    space: str | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -130,6 +144,10 @@ def _body(
     out = os.open(os.path.join(folder, f"said.{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    if space is not None:
+        with open(f"/run/netns/{space}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace {space}")
     os.environ.update(variables)
     torch.set_num_threads(1)
     torch.manual_seed(1)

@@ -107,6 +107,11 @@ def slow_train(store: str, steps: int, marker: str, **settings: Any) -> Any:
     return model.lohan.step, digest(model)
 
 
+def slow_train_for(store: str, steps: int, marker: str, timeout_s: float) -> Any:
+    """Train with another time after which a silent process counts as lost."""
+    return slow_train(store, steps, marker, peer_timeout_s=timeout_s)
+
+
 def resume_for(store: str, more: int) -> tuple[int, str]:
     """Resume a run, train some more steps, and return the step and a hash of the parameters."""
     model = wrapped(store, resume=True)

@@ -15,12 +15,21 @@ from collections.abc import Iterator
 NETWORK = "10.77.0"
 
 
-def why_not() -> str:
-    """Return why namespaces cannot be made here, or "" if they can."""
+def why_not(*more: str) -> str:
+    """Return why namespaces cannot be made here, or "" if they can.
+
+    Args:
+        more: further programs that are needed.
+    """
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    return f"{', '.join(missing)} is not installed (package iproute2)" if missing else ""
+    missing = [name for name in ("ip", "tc", *more) if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} is not installed (packages iproute2, nftables)"
+    probe = f"lh{os.getpid() % 100_000}t"
+    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    _run("ip", "netns", "del", probe, check=False)
+    return done.stderr.strip() if done.returncode else ""
 
 
 def _run(*words: str, check: bool = True) -> str:
@@ -79,3 +88,15 @@ def sent_bytes(name: str) -> int:
     """Return the bytes that a node's card has sent, headers included."""
     path = "/sys/class/net/eth0/statistics/tx_bytes"
     return int(_run(*command(name, "cat", path)))
+
+
+def set_link(name: str, *, is_up: bool) -> None:
+    """Switch a node's card on or off."""
+    _run("ip", "-n", name, "link", "set", "eth0", "up" if is_up else "down")
+
+
+def lose(name: str, percent: int) -> None:
+    """Drop a share of the packets that a node sends, at random."""
+    rule = f"numgen random mod 100 < {percent} drop;"
+    chain = f"chain out {{ type filter hook output priority 0; {rule} }};"
+    _run(*command(name, "nft", f"table inet loss {{ {chain} }};"))
