@@ -13,7 +13,7 @@ fi
 
 as_root=()
 [ "$(id -u)" -eq 0 ] || as_root=(sudo)
-printf 'setup: apt-get install clang llvm and the sanitizers' runtime\n'
+printf 'setup: apt-get install clang llvm and the runtime of the sanitizers\n'
 "${as_root[@]}" apt-get update -qq
 "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get install -y -qq --no-install-recommends clang llvm >/dev/null
