@@ -157,7 +157,7 @@ def test_an_attribute_over_a_trained_parameter_is_refused(hold: Any, workshop: W
 
 
 def normed() -> nn.Module:
-    """At wrap, the attribute weight is a view of weight_orig, but each forward computes it again."""
+    """At wrap, the attribute weight is a view of weight_orig, but each forward makes a new one."""
     model = pair()
     nn.utils.spectral_norm(model[2])
     return model

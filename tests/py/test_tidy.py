@@ -9,6 +9,7 @@ import ast
 import functools
 import pathlib
 import re
+import subprocess
 import sys
 import tomllib
 
@@ -531,3 +532,13 @@ def test_the_version_is_in_one_file_and_the_citation_repeats_it() -> None:
     }
     cited = re.findall(r"^version: (\S+)$", text_of("CITATION.cff"), re.M)
     assert f'__version__ = "{cited[0]}"' in text_of("python/lohan/common/_version.py")
+
+
+def test_shell_scripts_are_valid() -> None:
+    problems = []
+    for path in files("", under=""):
+        text = (ROOT / path).read_bytes()
+        if text.startswith(b"#!/") and b"bash" in text.partition(b"\n")[0]:
+            done = subprocess.run(["bash", "-n", str(ROOT / path)], capture_output=True, text=True)
+            problems += [done.stderr.strip()] if done.returncode else []
+    complain(problems, "bash must be able to parse its scripts:")
