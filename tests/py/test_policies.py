@@ -183,7 +183,11 @@ def test_the_device_holds_what_the_plan_says(
     moved = model.lohan.stats().bytes
     model.lohan.close()
     assert max(peaks) <= device_bytes
-    assert abs(peaks[-1] - plan.device_bytes) <= BUFFER
+    assert peaks[-1] <= plan.device_bytes + BUFFER
+    # The plan has room for two of the largest tensors on their way out. How many of them are there
+    # at the peak depends on how fast the machine computes between them.
+    in_flight = 2 if plan.swapped_bytes > 0 else 0
+    assert peaks[-1] >= plan.device_bytes - (1 + in_flight) * BUFFER
     assert moved["saved_out"] == plan.swapped_bytes
 
 

@@ -239,10 +239,15 @@ class World:
             raise self._lost_store(TimeoutError(f"no answer for {silent:.0f} s"), what)
         ends = sorted(watch.ends.values(), key=lambda end: end.how != "lost")
         for end in ends:
-            if end.rank == self.rank or end.rank in watch.absent:
-                if job.is_given_up or not job.done.is_set():
-                    raise self._end_error(end, what)
-                return
+            is_missed = end.rank == self.rank or end.rank in watch.absent
+            if job.is_given_up or (is_missed and not job.done.is_set()):
+                raise self._end_error(end, what)
+        if job.is_given_up and waited > self._timeout_s:
+            self._broken = "a process has left an exchange"
+            raise PeerStepError(
+                f"another process was interrupted in {what} and does not continue: end all"
+                " processes, and restart them with resume=True"
+            )
 
     def _end_error(self, end: End, what: str) -> LohanError:
         self._broken = f"{self.name(end.rank)} is gone"
