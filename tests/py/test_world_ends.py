@@ -98,6 +98,25 @@ def test_a_failed_step_is_forgotten_everywhere_and_training_continues(
     assert "PeerStepError: rank 1 (" in zero[1]
 
 
+def test_an_interrupt_of_a_process_that_waits_ends_the_wait_of_the_others(
+    tmp_path: pathlib.Path,
+) -> None:
+    store, marker = str(tmp_path / "run"), tmp_path / "waits"
+    group = Group(tmp_path, 3, world_worker.wait_for_rank_0, store, str(marker), 4.0)
+    wait_for([pathlib.Path(f"{marker}.{rank}") for rank in range(3)])
+    time.sleep(1.0)
+    group.kill(1, signal.SIGINT)
+    ended = group.wait()
+    assert ended[1].error == "KeyboardInterrupt"
+    for rank in (0, 2):
+        assert ended[rank].error == "PeerStepError", ended[rank]
+        assert "rank 1 (" in ended[rank].text
+        assert "KeyboardInterrupt" in ended[rank].text
+    results = run(tmp_path, 2, world_worker.resume_for, store, 2)
+    assert results[0] == results[1]
+    assert results[0][0] >= 3
+
+
 def test_a_process_that_closes_early_is_named(tmp_path: pathlib.Path) -> None:
     ended = Group(tmp_path, 2, world_worker.leave_early, str(tmp_path / "run")).wait()
     assert (ended[1].code, ended[1].value) == (0, 2)

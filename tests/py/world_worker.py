@@ -164,6 +164,24 @@ def alone(store: str, out: str) -> tuple[str, float]:
     return result
 
 
+def wait_for_rank_0(store: str, marker: str, pause_s: float) -> int:
+    """Rank 0 takes long for its second step; the others leave a file and wait for it."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    model.zo_step(functools.partial(losses, model, 0))
+
+    def closure() -> list[torch.Tensor]:
+        found = losses(model, 1)
+        pathlib.Path(f"{marker}.{rank}").touch()
+        if rank == 0:
+            time.sleep(pause_s)
+        return found
+
+    for _ in range(2):
+        model.zo_step(closure)
+    return int(model.lohan.step)
+
+
 def leave_early(store: str) -> int:
     """Rank 1 makes two steps fewer than the others."""
     rank, _ = rank_and_count()
