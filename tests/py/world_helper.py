@@ -59,7 +59,7 @@ class Group:
     ) -> None:
         self._folder = folder / f"group-{next(_numbers)}"
         self._folder.mkdir()
-        port = _free_port()
+        port = free_port()
         self.processes = []
         for rank in range(count):
             variables = {
@@ -111,7 +111,8 @@ def run(folder: pathlib.Path, count: int, function: Callable[..., Any], *args: A
     return [each.value for each in ended]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that no process listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
