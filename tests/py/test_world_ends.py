@@ -8,14 +8,16 @@ import random
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import world_worker
+from lohan.world import _world
 from lohan.world._watch import End, Peer, Watch
 from patience import HUNG_S, slowness
-from world_helper import Group, free_port, run
+from world_helper import Group, run
 
 KILL_COUNT = 6
 STEPS = 40
@@ -197,8 +199,9 @@ def test_a_watch_that_stops_still_ends_the_waits_of_all() -> None:
     assert json.loads(store.get("end/1"))["text"] == "was interrupted"
 
 
-def test_a_process_uses_the_store_of_its_present_process_group(tmp_path: pathlib.Path) -> None:
-    ports = [free_port(), free_port()]
-    found = run(tmp_path, 2, world_worker.two_groups, ports)
-    assert found[0] == found[1]
-    assert found[0][0] == found[0][1]
+def test_a_connection_to_another_store_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = dist.HashStore(), dist.HashStore()
+    monkeypatch.setattr(_world, "_spare", [(weakref.ref(first), first.clone())])
+    _world._connect(second).set("key", "value")
+    assert second.check(["key"])
+    assert not first.check(["key"])

@@ -59,7 +59,7 @@ class Group:
     ) -> None:
         self._folder = folder / f"group-{next(_numbers)}"
         self._folder.mkdir()
-        port = free_port()
+        port = _free_port()
         self.processes = []
         for rank in range(count):
             variables = {
@@ -111,8 +111,7 @@ def run(folder: pathlib.Path, count: int, function: Callable[..., Any], *args: A
     return [each.value for each in ended]
 
 
-def free_port() -> int:
-    """Return a port that no process listens on."""
+def _free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])

@@ -15,7 +15,6 @@ from typing import Any
 import lohan
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import nn
 
 BATCHES = 12  # micro-batches of a step, of all processes together
@@ -361,19 +360,3 @@ def killed_while_filling(store: str) -> str:
     model = wrapped(store)
     model.zo_step(functools.partial(losses, model, 0))
     return ""
-
-
-def two_groups(ports: Sequence[int]) -> list[float]:
-    """Train in one process group after the other, each with a store of its own."""
-    rank, count = rank_and_count()
-    found = []
-    for port in ports:
-        base: Any = dist.TCPStore("127.0.0.1", port, count, rank == 0)
-        dist.init_process_group("gloo", store=base, rank=rank, world_size=count)
-        model = wrapped(None)
-        found.append(float(model.zo_step(functools.partial(losses, model, 0))))
-        model.lohan.close()
-        dist.barrier()
-        dist.destroy_process_group()
-        del base
-    return found
