@@ -29,7 +29,7 @@ from lohan.errors import (
     StoreError,
 )
 from lohan.layout import _in_place
-from lohan.mezo import _zo_setup, _zo_world
+from lohan.mezo import _zo_replicas, _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.session import _adopt, _division, _notes, _settings
 from lohan.session._guard import Guard
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.layout._in_place import Found
     from lohan.mezo._zo_setup import Zeroth
+    from lohan.world._world import World
 
 PathLike = str | os.PathLike[str]
 
@@ -118,7 +119,7 @@ def wrap(
             store = _zo_world.enter(world, zeroth, store, made, is_resumed)
             opening = _lay_out(model, made, zeroth, store, is_resumed, open_at, weights, blocks)
             opening.set_optimizer(params, hyper, optimizer, max_grad_norm)
-            _zo_world.agree_on_model(world, zeroth, opening.layout, model, is_resumed)
+            opening.agree(world, is_resumed, weights, init)
             return opening.attach(store, is_resumed, weights, init)
 
 
@@ -166,6 +167,11 @@ class _Opening:
         self.optimizer, self.group_of = _make_optimizer(
             self.layout, params, hyper, origin, self.zeroth, max_grad_norm
         )
+
+    def agree(self, world: World | None, resume: bool, weights: Any, init: Any) -> None:
+        """Check that all processes train the same model; see agree_on_model()."""
+        given = (weights is not None, init is not None)
+        _zo_world.agree_on_model(world, self.zeroth, self.layout, self.model, resume, given)
 
     def attach(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
@@ -235,6 +241,11 @@ class _Opening:
                 if self.zeroth is not None:
                     self.zeroth.begin(directories, store)
                 self._fill(extents, store, weights, init)
+                is_from_memory = weights is None and init is None and self.was_in_memory
+                if self.zeroth is not None and not is_from_memory:
+                    _zo_world.agree_on_filled(
+                        self.zeroth.world, self.layout, extents, store, self.model
+                    )
                 is_filled = True
                 _weights.drop(self.layout)  # only now: before _fill(), memory had the only copy
             params = zip(tensors, self.layout.params, strict=True)
@@ -449,9 +460,10 @@ def _say_parents(directories: Sequence[str]) -> None:
     The drive that was meant to hold the store may not be mounted.
     """
     for name in directories:
-        parent = Path(name).parent
+        parent = Path(_zo_replicas.base_of(name)).parent
         if parent.exists():
             continue
+        given = parent
         while not parent.exists():
             parent = parent.parent
         if parent.stat().st_dev != os.stat("/").st_dev:
@@ -459,7 +471,7 @@ def _say_parents(directories: Sequence[str]) -> None:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
         device = next((fields[0] for fields in reversed(mounts) if fields[1] == "/"), "?")
         print(
-            f"lohan: {Path(name).parent} did not exist and will be created: the store in {name} is"
+            f"lohan: {given} did not exist and will be created: the store in {name} is"
             f" on the root file system ({device}, mounted at /). If it was meant to be on another"
             " drive, that drive is not mounted",
             file=sys.stderr,

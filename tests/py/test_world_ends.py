@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import random
 import signal
+import threading
 import time
+import weakref
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 import world_worker
+from lohan.world import _world
+from lohan.world._watch import End, Peer, Watch
 from patience import HUNG_S, slowness
 from world_helper import Group, run
 
@@ -129,3 +136,91 @@ def test_the_error_of_a_program_that_fails_is_passed_on(tmp_path: pathlib.Path) 
     assert ended[1].error == "OSError"
     assert ended[0].error == "PeerStepError"
     assert "OSError: the data set is gone" in ended[0].text
+
+
+def test_an_interrupted_process_is_named_while_it_lives(tmp_path: pathlib.Path) -> None:
+    store, marker = str(tmp_path / "run"), str(tmp_path / "marker")
+    zero, one = run(tmp_path, 2, world_worker.interrupted_in_exchange, store, marker)
+    assert one.startswith("KeyboardInterrupt")
+    assert "PeerStepError: rank 1 (" in zero
+    assert "failed in step 1 with KeyboardInterrupt" in zero
+
+
+def agent_store() -> tuple[Any, dict[str, str]]:
+    """Return a store as torchrun's agent has one, and the variables that it sets."""
+    made: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return made, {
+        "MASTER_PORT": str(made.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def test_ctrl_c_ends_the_wait_in_wrap(tmp_path: pathlib.Path) -> None:
+    agent, env = agent_store()
+    zero, one = Group(tmp_path, 2, world_worker.interrupted_alone, env=env).wait()
+    assert (zero.code, zero.error) == (1, "KeyboardInterrupt"), zero
+    assert one.code == 0
+    del agent
+
+
+def test_restarted_processes_do_not_read_what_earlier_ones_have_left(
+    tmp_path: pathlib.Path,
+) -> None:
+    agent, env = agent_store()
+    store = str(tmp_path / "run")
+    for _ in range(3):  # each time, rank 1 is killed in its third step
+        ended = Group(tmp_path, 2, world_worker.die_in_third_step, store, env=env).wait()
+        assert ended[1].code == -signal.SIGKILL, ended[1]
+        assert ended[0].error == "PeerLostError", ended[0]
+        assert "step" in ended[0].text
+    ended = Group(tmp_path, 2, world_worker.resume_for, store, 0, env=env).wait()
+    results = [each.value for each in ended]
+    assert results[0] == results[1]
+    assert results[0][0] >= 6
+    del agent
+
+
+def test_ctrl_c_ends_the_wait_for_the_rendezvous(tmp_path: pathlib.Path) -> None:
+    zero, one = Group(tmp_path, 2, world_worker.interrupted_alone).wait()
+    assert (zero.code, zero.error) == (1, "KeyboardInterrupt"), zero
+    assert one.code == 0
+
+
+def test_a_failed_step_raises_its_own_error_when_another_process_is_gone(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = str(tmp_path / "run")
+    zero, one = Group(tmp_path, 2, world_worker.fail_beside_a_dead_process, store).wait()
+    assert (zero.error, zero.text) == ("ValueError", "this batch is bad")
+    assert one.error == "OSError"
+
+
+def test_a_process_leaves_without_starting_a_thread(tmp_path: pathlib.Path) -> None:
+    ended = Group(tmp_path, 2, world_worker.close_without_threads, str(tmp_path / "run")).wait()
+    assert (ended[1].code, ended[1].value) == (0, 1), ended[1]
+    assert ended[0].error == "PeerStepError", ended[0]
+    assert "closed its session after step 1" in ended[0].text
+
+
+def test_a_watch_that_stops_still_ends_the_waits_of_all() -> None:
+    store: Any = dist.HashStore()
+    peers = [Peer(rank, "host", rank, f"node {rank}") for rank in range(2)]
+    store.set("beat/0", "1 here")
+    watch = Watch(store, peers, 1, 5.0, lambda: None)
+    watch.release(["x/7/0"], "-", End(1, "failed", "was interrupted"))
+    stopper = threading.Thread(target=lambda: watch.stop(End(1, "closed", "closed"), lingers=False))
+    stopper.start()
+    time.sleep(0.2)
+    watch.start()
+    stopper.join()
+    assert store.get("x/7/0") == b"-"
+    assert json.loads(store.get("end/1"))["text"] == "was interrupted"
+
+
+def test_a_connection_to_another_store_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = dist.HashStore(), dist.HashStore()
+    monkeypatch.setattr(_world, "_spare", [(weakref.ref(first), first.clone())])
+    _world._connect(second).set("key", "value")
+    assert second.check(["key"])
+    assert not first.check(["key"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+import pytest
 import world_worker
 from patience import slowness
 from world_helper import run
@@ -27,6 +28,7 @@ CASES = {
     "name": ("begin.weight", "inner.begin.weight"),
     "values": ("checksum", "begin.weight"),
     "buffer": ("checksum", "scale"),
+    "init_given": ("init=", "False", "True"),
 }
 
 
@@ -56,3 +58,15 @@ def test_learning_rates_that_differ_are_named_in_the_step(tmp_path: pathlib.Path
         assert name == "WorldMismatchError"
         assert "lr is 0.001 in rank 0" in text
         assert "0.0005 in rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [("trained", "begin.weight"), ("frozen", "begin.weight"), ("init", "0.weight")]
+)
+def test_weights_or_init_that_differ_are_named_and_leave_no_store(
+    tmp_path: pathlib.Path, how: str, name: str
+) -> None:
+    for error, text, files in run(tmp_path, 2, world_worker.filled, how, str(tmp_path)):
+        assert error == "WorldMismatchError", text
+        assert f"the checksum of the values of {name!r} is" in text
+        assert files == []

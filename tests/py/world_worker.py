@@ -6,11 +6,14 @@ import functools
 import hashlib
 import os
 import pathlib
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import lohan
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -227,6 +230,7 @@ def _differ(case: str, store: str) -> tuple[str, str, float]:
         "storage": {"storage": "bf16"},
         "resume": {"resume": True},
         "invalid": {"num_samples": -1},
+        "init_given": {"init": "model"},
     }
     if is_other:
         settings.update(changes.get(case, {}))
@@ -260,3 +264,122 @@ def schedules_differ(store: str) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def interrupt_soon(seconds: float) -> None:
+    """Send this process SIGINT, as Ctrl-C does."""
+    threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+def interrupted_in_exchange(store: str, marker: str) -> str:
+    """Rank 1 is interrupted while it waits for rank 0, and lives on until rank 0 has the error."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+
+    def closure() -> Any:
+        if rank == 0:
+            time.sleep(3)
+        return losses(model, 0)
+
+    if rank == 1:
+        interrupt_soon(1)
+    said = ""
+    try:
+        for _ in range(3):
+            model.zo_step(closure)
+    except (Exception, KeyboardInterrupt) as error:
+        said = f"{type(error).__name__}: {error}"
+    if rank == 0:
+        pathlib.Path(marker).touch()
+    while not pathlib.Path(marker).exists():
+        time.sleep(0.05)
+    return said
+
+
+def die_in_third_step(store: str) -> None:
+    """Start or resume a run; rank 1 is killed in the third step."""
+    rank, _ = rank_and_count()
+    model = wrapped(store, resume=os.path.exists(store))
+    for attempt in range(4):
+
+        def closure(attempt: int = attempt) -> Any:
+            if attempt == 2 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return losses(model, 0)
+
+        model.zo_step(closure)
+
+
+def interrupted_alone() -> None:
+    """Rank 0 is interrupted while it waits for rank 1, which never calls wrap()."""
+    if rank_and_count()[0] == 0:
+        interrupt_soon(1)
+        lohan.wrap(build(), method="mezo")
+
+
+def fail_beside_a_dead_process(store: str) -> None:
+    """Rank 0 fails in a step while rank 1 is gone."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    model.zo_step(functools.partial(losses, model, 0))
+    if rank == 1:
+        raise OSError("the data set is gone")
+
+    def closure() -> Any:
+        raise ValueError("this batch is bad")
+
+    model.zo_step(closure)
+
+
+def close_without_threads(store: str) -> int:
+    """Rank 1 closes its session when no thread can be started, as at the end of a program."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    model.zo_step(functools.partial(losses, model, 0))
+    if rank == 1:
+
+        def start(self: threading.Thread) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        threading.Thread.start = start  # type: ignore[method-assign]
+        model.lohan.close()
+        return 1
+    model.zo_step(functools.partial(losses, model, 1))
+    return 2
+
+
+def filled(how: str, folder: str) -> tuple[str, str, list[str]]:
+    """Wrap a model that rank 1 fills differently; return the error, and the files of its store."""
+    rank, _ = rank_and_count()
+    store = os.path.join(folder, how)
+    weights = os.path.join(folder, f"{how}-{rank}.safetensors")
+    model: Any = build(seed=rank)
+    settings: dict[str, Any] = {"weights": weights}
+    if how != "init":
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        safetensors.torch.save_file({name: value.detach() for name, value in tensors}, weights)
+    with lohan.empty():
+        model = Model()
+    if how == "frozen":
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith("layers.2"))
+    if how == "init":
+        settings = {"init": lambda module: torch.nn.init.constant_(module.weight, 1.0 + rank)}
+        model = nn.Sequential(nn.Linear(8, 8, bias=False, device="meta"))
+    try:
+        lohan.wrap(model, method="mezo", store=store, peer_timeout_s=5, **settings)
+    except Exception as error:
+        found = [path.name for path in pathlib.Path(store).rglob("*") if path.is_file()]
+        return type(error).__name__, str(error), found
+    return "", "", []
+
+
+def killed_while_filling(store: str) -> str:
+    """Rank 1 is killed before the first of its weights is written."""
+    from lohan.store import _weights
+
+    if rank_and_count()[0] == 1:
+        _weights._write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    model = wrapped(store)
+    model.zo_step(functools.partial(losses, model, 0))
+    return ""

@@ -44,6 +44,7 @@ _CRC = struct.Struct("<I")
 _HEADER_MAGIC = b"LHZJ"
 _RECORD_MAGIC = b"LHZR"
 _FORMAT = 1
+_SECTOR_BYTES = 512  # what a drive writes whole, or not at all
 
 
 class Journal:
@@ -160,10 +161,20 @@ class Journal:
             ) from error
 
     def extend(self, records: Sequence[Record]) -> None:
-        """Append steps, in one write."""
-        first = len(self.records)
-        data = packed(records, first, self.rule.samples)
-        self._write(data, self._end)
+        """Append steps. After a crash, the first of them may be there, but none after a gap.
+
+        For this, a sector or a step is durable before the next one is written; see [Note: What a
+        crash leaves].
+        """
+        data = packed(records, len(self.records), self.rule.samples)
+        step_bytes = BYTES * self.rule.samples
+        at = 0
+        while at < len(data):
+            begin = self._end + at
+            room = _SECTOR_BYTES - begin % _SECTOR_BYTES
+            end = at + (room if step_bytes < _SECTOR_BYTES else step_bytes)
+            self._write(data[at:end], begin)
+            at = min(end, len(data))
         self._end += len(data)
         self.records.extend(records)
 
@@ -178,7 +189,10 @@ class Journal:
         Raises:
             StoreError: the step cannot be written; the journal then does not contain it.
         """
-        self.extend([record])
+        data = packed([record], len(self.records), self.rule.samples)
+        self._write(data, self._end)
+        self._end += len(data)
+        self.records.append(record)
 
     def _write(self, data: bytes, offset: int, *, cuts: bool = True) -> None:
         done = 0

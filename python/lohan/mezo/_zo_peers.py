@@ -13,12 +13,13 @@ then raise PeerStepError, all of them forget the step, and the run can continue.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lohan.errors import PeerStepError, WorldMismatchError
+from lohan.errors import LohanError, PeerStepError, WorldMismatchError
 
 if TYPE_CHECKING:
     from lohan.world._world import World
@@ -59,7 +60,9 @@ def step_of_all(
         mine = compute()
     except BaseException as error:
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        world.exchange(_HEADER.pack(True, step, lr, decay) + text.encode()[:_TEXT_BYTES], what)
+        said = _HEADER.pack(True, step, lr, decay) + text.encode(errors="replace")[:_TEXT_BYTES]
+        with contextlib.suppress(LohanError):  # the next step raises it
+            world.exchange(said, what)
         raise
     losses = b"".join(struct.pack(f"<I{2 * len(p)}d", len(p), *p, *m) for p, m in mine)
     told = world.exchange(_HEADER.pack(False, step, lr, decay) + losses, what)

@@ -9,7 +9,6 @@ has fewer steps gets the missing records from a process that has them.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from lohan.journal._zeroth import Record
     from lohan.world._world import World
 
+# The most bytes of records in one message: a TCPStore takes 8 MiB at most.
+_RECORDS_BYTES = 4 << 20
 _REPLICA = re.compile(r"rank-\d{5}")
 
 
@@ -42,6 +43,12 @@ def directories_of(world: World | None, directories: Sequence[str]) -> list[str]
     if world is None or world.rank == 0:
         return [*directories]
     return [os.path.join(directory, f"rank-{world.rank:05d}") for directory in directories]
+
+
+def base_of(directory: str) -> str:
+    """Return the directory of store= to which a directory of directories_of() belongs."""
+    parent, name = os.path.split(directory)
+    return parent if _REPLICA.fullmatch(name) else directory
 
 
 def run_of(store: _core.Store) -> str:
@@ -70,20 +77,30 @@ def level(world: World, journal: Journal) -> None:
     counts = [row[0] for row in told]
     least, most = min(counts), max(counts)
     longest = counts.index(most)
-    same = hashlib.sha256(packed(journal.records[:least], 0, rule.samples)).hexdigest()
-    tail = packed(journal.records[least:], least, rule.samples) if world.rank == longest else b""
-    said = json.dumps([same, base64.b64encode(tail).decode()]).encode()
-    told_tails = [json.loads(value) for value in world.exchange(said, "resume, records")]
-    for rank, (digest, _) in enumerate(told_tails):
-        if digest != told_tails[0][0] or told[rank][1] != told[0][1]:
-            raise WorldMismatchError(
-                f"the journals of {world.name(0)} and {world.name(rank)} differ within their first"
-                f" {least} steps: one of them was trained on its own. Move the directory of the one"
-                " that is not wanted away; it is then copied from the other"
-            )
+    same = hashlib.sha256(packed(journal.records[:least], 0, rule.samples)).digest()
+    digests = world.exchange(same, "resume, records")
+    for rank, digest in enumerate(digests):
+        if digest != digests[0] or told[rank][1] != told[0][1]:
+            raise _apart(world, 0, rank, least)
+    records: list[Record] = []
+    part = max(1, _RECORDS_BYTES // (_journal.BYTES * rule.samples))
+    for first in range(least, most, part):
+        mine = journal.records[first : first + part] if world.rank == longest else ()
+        said = world.exchange(packed(mine, first, rule.samples), f"resume, records from {first}")
+        records += unpacked(said[longest], first, rule.samples)
+    own = journal.records[least:]
+    if packed(own, least, rule.samples) != packed(records[: len(own)], least, rule.samples):
+        raise _apart(world, longest, world.rank, count)
     if count < most:
-        records = unpacked(base64.b64decode(told_tails[longest][1]), least, rule.samples)
         _extend(journal, records[count - least :])
+
+
+def _apart(world: World, one: int, other: int, count: int) -> WorldMismatchError:
+    return WorldMismatchError(
+        f"the journals of {world.name(one)} and {world.name(other)} differ within their first"
+        f" {count} steps: one of them was trained on its own. Move the directory of the one that is"
+        " not wanted away; it is then copied from the other"
+    )
 
 
 def level_alone(journal: Journal, directories: Sequence[str], store: _core.Store) -> None:

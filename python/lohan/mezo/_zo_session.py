@@ -288,16 +288,23 @@ class ZerothSession(TurnRules, Session):
         return step_of_all(self.zeroth.world, step, lr, decay, mine)
 
     def _both(self, closure: Callable[[], Any], step: int, sample: int) -> Sides:
+        def run() -> list[float]:
+            return _numbers(closure())
+
         sides = self.rule.plus(step, sample), self.rule.minus(step, sample)
         if self.is_together:
-            plus, minus = self._in_turns([lambda: _numbers(closure())] * 2, sides)
-            return plus, minus
-        self._wanted = sides[0]
-        plus = _numbers(closure())
-        self._wanted = sides[1]
-        if not self._is_probing:
-            return plus, _numbers(closure())
-        return plus, self._probed(lambda: _numbers(closure()))
+            plus, minus = self._in_turns([run] * 2, sides)
+        else:
+            self._wanted = sides[0]
+            plus = run()
+            self._wanted = sides[1]
+            minus = self._probed(run) if self._is_probing else run()
+        if len(plus) != len(minus):
+            raise StepError(
+                f"the closure returned {len(plus)} losses on one side, and {len(minus)} on the"
+                " other: both calls must see the same micro-batches. The step had no effect"
+            )
+        return plus, minus
 
     def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run the model several times without gradients, reading each block once for all runs.
@@ -479,12 +486,14 @@ class ZerothSession(TurnRules, Session):
     def close(self) -> None:
         """Stop the engine and close the store and the journal. Idempotent."""
         world = self.zeroth.world
-        if world is not None and not self._engine.is_forked():
-            world.leave_after(self.step)
-        super().close()
-        if not self._engine.is_forked():
-            self._pool.shutdown()
-            self.journal.close()
+        try:
+            if world is not None and not self._engine.is_forked():
+                world.leave_after(self.step)
+        finally:
+            super().close()
+            if not self._engine.is_forked():
+                self._pool.shutdown()
+                self.journal.close()
 
 
 class _Nothing(SavedTensors):

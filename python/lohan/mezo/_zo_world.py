@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
@@ -25,10 +26,16 @@ from lohan.world import _world
 from lohan.world._agree import Fact, agree
 from lohan.world._world import process_count
 
+_SAME_VALUES = (
+    ": give all processes the same initial values, for example with torch.manual_seed(0) before the"
+    " model is built, or from the same weights"
+)
+
 if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.mezo._zo_setup import Zeroth
+    from lohan.store._store import Extents
     from lohan.world._world import World
 
 
@@ -94,6 +101,8 @@ def _run_in(directories: Sequence[str], config: Config) -> str | None:
     """Return the run of the store in these directories, or None if there is none."""
     if not all(os.path.exists(os.path.join(name, "lohan.data")) for name in directories):
         return None
+    if _snapshot.is_unfinished(directories):
+        return None
     store = _store.open_existing(directories, config, read_only=True)
     try:
         return _zo_replicas.run_of(store)
@@ -136,8 +145,9 @@ def _copy_one(
     runs: dict[str, int],
     config: Config,
 ) -> None:
+    why = ""
     for names in others:
-        with contextlib.suppress(StoreError):
+        try:
             if _run_in(names, config) not in runs:
                 continue
             _snapshot.remove_unfinished(mine)
@@ -146,19 +156,34 @@ def _copy_one(
             )
             _snapshot.snapshot(names, mine).wait()
             return
+        except StoreError as error:
+            why = f" ({error})"
     raise StoreError(
-        f"{world.name(world.rank)} has no replica of the run in {mine[0]}, and can see none of"
-        f" {', '.join(names[0] for names in others)}: copy one of these directories to {mine[0]} on"
-        " its machine"
+        f"{world.name(world.rank)} has no replica of the run in {mine[0]}, and can copy none of"
+        f" {', '.join(names[0] for names in others)}{why}: copy one of these directories to"
+        f" {mine[0]} on its machine"
     )
 
 
 def agree_on_model(
-    world: World | None, zeroth: Zeroth | None, layout: Layout, model: nn.Module, resumed: bool
+    world: World | None,
+    zeroth: Zeroth | None,
+    layout: Layout,
+    model: nn.Module,
+    resumed: bool,
+    given: tuple[bool, bool],
 ) -> None:
     """Check that all processes train the same model, from the same values, by the same rule.
 
     A run that is resumed has its values and its rule in the store and in the journal.
+
+    Args:
+        world: the processes; None if there is only one, which checks nothing.
+        zeroth: the run.
+        layout: the model's layout.
+        model: the model.
+        resumed: whether an existing run is resumed.
+        given: whether weights= and init= were passed to wrap().
 
     Raises:
         WorldMismatchError: names the first difference, with the values of two ranks.
@@ -175,6 +200,8 @@ def agree_on_model(
             ("lr=", said["lr"]),
             ("weight_decay=", said["weight_decay"]),
             ("storage=", said["storage"]),
+            ("whether weights= is set", given[0]),
+            ("whether init= is set", given[1]),
         ]
     trained = {id(param) for param in zeroth.moved}
     for index, (name, param) in enumerate(model.named_parameters()):
@@ -196,18 +223,35 @@ def _agree_on_values(world: World, model: nn.Module) -> None:
         WorldMismatchError: names the first tensor that differs.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
+    facts = [_sum_of(name, tensor.detach()) for name, tensor in named if not tensor.is_meta]
+    agree(world, "the values", facts, _SAME_VALUES)
+
+
+def agree_on_filled(
+    world: World | None, layout: Layout, extents: Extents, store: _core.Store, model: nn.Module
+) -> None:
+    """Check that the values that weights= or init= gave a new store are the same in all processes.
+
+    Raises:
+        WorldMismatchError: names the first parameter or buffer that differs.
+    """
+    if world is None:
+        return
+    sums = b"".join(layout.in_place.checksums.values())
+    told = world.exchange(hashlib.sha256(sums).digest(), "the files")
+    # Files with other bytes may have the same values, for example with another header.
+    is_same = all(each == told[0] for each in told)
     facts = [
-        (f"the checksum of the values of {name!r}", _checksum(tensor.detach()))
-        for name, tensor in named
-        if not tensor.is_meta
+        _sum_of(param.name, _store.read_param(layout, extents, store, param))
+        for param in layout.params
+        if not (is_same and layout.units[param.unit].runs)
     ]
-    agree(
-        world,
-        "the values",
-        facts,
-        ": give all processes the same initial values, for example with torch.manual_seed(0) before"
-        " the model is built, or from the same weights",
-    )
+    facts += [_sum_of(name, buffer) for name, buffer in model.named_buffers()]
+    agree(world, "the filled values", facts, _SAME_VALUES)
+
+
+def _sum_of(name: str, values: torch.Tensor) -> Fact:
+    return f"the checksum of the values of {name!r}", _checksum(values)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

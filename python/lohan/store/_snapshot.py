@@ -359,13 +359,14 @@ def remove_unfinished(directories: Sequence[str]) -> bool:
     Nothing is removed unless every store file in the directories is known to have no contents: one
     of them may belong to an unrelated store.
     """
-    if not _is_unfinished(directories):
+    if not is_unfinished(directories):
         return False
     _store.remove(directories)
     return True
 
 
-def _is_unfinished(directories: Sequence[str]) -> bool:
+def is_unfinished(directories: Sequence[str]) -> bool:
+    """Return whether the directories have only the remains of an interrupted creation or copy."""
     found = {_begun(directory) for directory in directories}
     if False in found and True in found:
         # Creation writes the header of file 0 last, so other files may already have a header.

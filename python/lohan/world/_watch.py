@@ -30,7 +30,27 @@ BEAT_S = 0.5
 # that others had no chance to be heard.
 _STALL_S = 2.0
 _LAST_LOOK_MS = 300
+# How long a process that serves the store stays for the others.
+_LINGER_S = 2.0
 _KILLED = "has ended without closing its session: it was killed, or left through os._exit()"
+
+
+def wait_out(event: threading.Event, seconds: float) -> bool:
+    """Wait for an event, and return whether it has happened; Ctrl-C and SIGTERM do not end this.
+
+    A thread that is inside a call of the store when the interpreter ends would abort the process.
+    """
+    until = time.monotonic() + seconds
+    interruption: BaseException | None = None
+    while True:
+        try:
+            has_happened = event.wait(max(0.0, until - time.monotonic()))
+            break
+        except BaseException as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
+    return has_happened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +123,10 @@ class Watch:
         self._wanted: tuple[str, ...] = ()  # keys that an exchange waits for
         self.absent: frozenset[int] = frozenset()  # ended ranks whose key is not there
         self._released: list[tuple[str, str]] = []  # keys to write, and their marks
+        self._own_end: End | None = None  # why this process no longer takes part
         self._is_asked = False  # whether the phases of all processes are wanted
-        self._stops = False
+        self._stops = self._lingers = False
+        self._is_over = threading.Event()
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._pidfds = self._open_pidfds()
         # The counters of the ranks before this one: what they were, and since when.
@@ -153,14 +175,17 @@ class Watch:
         self._is_asked = True
         self.nudge()
 
-    def release(self, keys: Sequence[str], mark: str) -> None:
-        """End the waits for keys in all processes: write a mark to those that are missing."""
+    def release(self, keys: Sequence[str], mark: str, end: End | None) -> None:
+        """End the waits for keys in all processes: write a mark to those that are missing.
+
+        Args:
+            keys: the keys.
+            mark: the mark.
+            end: why this process no longer takes part, for the others; None: they know.
+        """
+        self._own_end = self._own_end or end
         self._released += [(key, mark) for key in keys]
         self.nudge()
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether the store says that a process no longer takes part."""
-        return bool(self._store.check([f"end/{rank}"]))
 
     def record(self, end: End) -> None:
         """Record in the store, once, that a process no longer takes part."""
@@ -168,17 +193,30 @@ class Watch:
         self._store.compare_set(f"end/{end.rank}", "", value)
         self._store.add("ends", 1)
 
-    def stop(self) -> None:
-        """Stop the thread; do not wait for a store that does not answer."""
+    def stop(self, end: End, *, lingers: bool) -> None:
+        """Record why this process leaves, and stop the thread.
+
+        The thread does both, because no new one can be started while the interpreter ends. This
+        does not wait for a store that does not answer.
+
+        Args:
+            end: why this process leaves.
+            lingers: whether this process serves the store. With its end the others could not even
+                read why it has ended, so it waits until they have left, but not for long.
+        """
+        self._own_end = self._own_end or end
+        self._lingers = lingers
         self._stops = True
         self.nudge()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2 * BEAT_S)
-        if not self._thread.is_alive():
-            for fd in (self._reader, self._writer, *self._pidfds):
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-            self._pidfds = {}
+        if wait_out(self._is_over, 2 * _LINGER_S):
+            self.close()
+
+    def close(self) -> None:
+        """Close the file descriptors. The thread has ended, or was never started."""
+        for fd in (self._reader, self._writer, *self._pidfds):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._pidfds = {}
 
     # --- The thread -------------------------------------------------------------------------
 
@@ -202,10 +240,28 @@ class Watch:
                             os.read(fd, 4096)
                 if not self._stops:
                     self._round()
+            self._write_marks()
+            self._linger()
             self._on_end()
         except Exception as error:  # the store's; World.exchange() raises it
             self._note_ended(poll)
             self.error = error
+        finally:
+            self._is_over.set()
+
+    def _write_marks(self) -> None:
+        """Record the end of this process, if it has ended, and only then end the others' waits."""
+        if self._own_end is not None:
+            self.record(self._own_end)
+        while self._released:
+            key, mark = self._released.pop()
+            self._store.compare_set(key, "", mark)
+
+    def _linger(self) -> None:
+        until = time.monotonic() + _LINGER_S
+        ends = [f"end/{peer.rank}" for peer in self._peers]
+        while self._lingers and time.monotonic() < until and not self._store.check(ends):
+            time.sleep(BEAT_S / 10)
 
     def _note_ended(self, poll: select.poll) -> None:
         """Note which processes of this machine have ended; one may have served the store."""
@@ -241,9 +297,8 @@ class Watch:
         if count != self._end_count:
             self._end_count = count
             self._read_ends()
-        while self._released:
-            key, mark = self._released.pop()
-            self._store.compare_set(key, "", mark)
+        if self._released:
+            self._write_marks()
         wanted = self._wanted
         if wanted and self.ends:
             absent = frozenset(r for r in self.ends if not self._store.check([wanted[r]]))

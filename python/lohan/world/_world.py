@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +44,8 @@ from lohan.errors import (
     UnsupportedError,
     WorldMismatchError,
 )
-from lohan.world._watch import BEAT_S, End, Peer, Watch
+from lohan.world._meeting import POLL_S, common_prefix
+from lohan.world._watch import BEAT_S, End, Peer, Watch, wait_out
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLICE_S = 0.1
@@ -52,15 +54,15 @@ _TEXT_MAX = 400
 _MESSAGE, _GIVEN_UP = b"+", "-"  # what a key begins with: see [Note: Rounds]
 # The longest wait for all processes to call wrap(), as torch.distributed's own default timeout.
 JOIN_TIMEOUT_S = 1800.0
-# How long a process that serves the store stays for the others.
-_LINGER_S = 2.0
+# How long an error of the store waits for the watch to find its cause.
+_CAUSE_S = 2.0
 # A wait of the thread that makes the store's calls; the caller decides when to give up.
 _FOREVER = datetime.timedelta(days=20)
 
 # The store that this process has opened itself. It is kept until the process ends, because rank 0
 # may be the one that serves it.
 _own_store: tuple[Any, int, int] | None = None
-_spare: list[Any] = []  # connections to the store: see [Note: Connections]
+_spare: list[tuple[Any, Any]] = []  # stores and connections to them: see [Note: Connections]
 _count = 0  # the worlds that this process has joined; all processes join them in the same order
 
 
@@ -73,6 +75,7 @@ class _Job:
         self.values: list[bytes] = []
         self.error: BaseException | None = None
         self.is_given_up = False  # a process has given up the round
+        self.is_abandoned = False  # this process no longer waits for it
         self.done = threading.Event()
 
 
@@ -88,22 +91,27 @@ class World:
     def __init__(self, base: Any, rank: int, size: int, timeout_s: float) -> None:
         global _count
         _count += 1
-        self._prefix = f"lohan/{_count}"
+        self._prefix = f"lohan/{_count}"  # later followed by that of _meeting.py
         self.rank = rank
         self.size = size
         self.peers: list[Peer] = []
         self._timeout_s = timeout_s
         self._base = base
         self._connection = _connect(base)
-        self._store = self._within(self._connection)
+        self._store: Any = None  # until all processes have met
         self._watch: Watch | None = None
         self._number = 0  # of exchanges
         self._broken = ""  # why no exchange is possible any more
         self._is_closed = False
         self._is_failed = False  # whether the thread's connection has failed
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._is_served = threading.Event()  # the thread makes no calls any more
         threading.Thread(target=self._serve, name="lohan-world", daemon=True).start()
-        self._meet(timeout_s)
+        try:
+            self._meet(timeout_s)
+        except BaseException:
+            self._end_service()
+            raise
 
     def _within(self, connection: Any) -> Any:
         dist: Any = torch.distributed
@@ -117,10 +125,18 @@ class World:
         self.peers = peers
         connection = _connect(self._base)
         watch = Watch(
-            self._within(connection), peers, self.rank, timeout_s, lambda: _spare.append(connection)
+            self._within(connection),
+            peers,
+            self.rank,
+            timeout_s,
+            lambda: _spare.append((weakref.ref(self._base), connection)),
         )
         watch.phase = "in lohan.wrap()"
-        self._wait(b"", "lohan.wrap()")  # every process has its first beat in the store
+        try:
+            self._wait(b"", "lohan.wrap()")  # every process has its first beat in the store
+        except BaseException:
+            watch.close()
+            raise
         watch.start()
         self._watch = watch
 
@@ -176,9 +192,13 @@ class World:
         self._jobs.put(job)
         try:
             self._await(job, what)
-        except BaseException:
+        except BaseException as error:
+            job.is_abandoned = True
             if watch is not None:
-                watch.release(self._keys(job.number), _GIVEN_UP)
+                is_known = isinstance(error, LohanError)
+                text = _end_text(error, f"in {what}")
+                end = None if is_known else End(self.rank, "failed", text)
+                watch.release(self._keys(job.number), _GIVEN_UP, end)
             raise
         if watch is not None:
             watch.expect(())
@@ -201,11 +221,14 @@ class World:
 
     def _serve(self) -> None:
         """Make the store's calls for _wait(), in a thread. See [Note: Rounds]."""
-        store = self._store
         while (job := self._jobs.get()) is not None:
             try:
-                keys = self._keys(job.number)
+                if self._store is None and not self._have_met(job):
+                    continue
+                store, keys = self._store, self._keys(job.number)
                 store.set(keys[self.rank], _MESSAGE + job.payload)
+                if self._watch is None and not self._has_polled(keys, job):
+                    continue
                 store.wait(keys, _FOREVER)
                 values = store.multi_get(keys)
                 job.is_given_up = any(value[:1] != _MESSAGE for value in values)
@@ -216,7 +239,32 @@ class World:
                 job.error, self._is_failed = error, True
             job.done.set()
         if not self._is_failed:
-            _spare.append(self._connection)
+            _spare.append((weakref.ref(self._base), self._connection))
+        self._is_served.set()
+
+    def _have_met(self, job: _Job) -> bool:
+        """Wait for all processes; return whether they are there."""
+        store = self._within(self._connection)
+        needed = lambda: not job.is_abandoned  # noqa: E731
+        prefix = common_prefix(store, self.rank, self.size, needed)
+        if prefix is None:
+            return False
+        self._prefix += f"/{prefix}"
+        self._store = self._within(self._connection)
+        return True
+
+    def _end_service(self) -> None:
+        """End the thread. One inside a call of the store would abort the end of the program."""
+        self._jobs.put(None)
+        wait_out(self._is_served, _CAUSE_S)
+
+    def _has_polled(self, keys: list[str], job: _Job) -> bool:
+        """Wait for keys without a watch; return whether they are there."""
+        while not job.is_abandoned:
+            if self._store.check(keys):
+                return True
+            time.sleep(POLL_S)
+        return False
 
     def _keys(self, number: int) -> list[str]:
         return [f"x/{number}/{rank}" for rank in range(self.size)]
@@ -279,7 +327,7 @@ class World:
     def _let_watch_see(self) -> None:
         """Give the watch time to find out that the process that serves the store has ended."""
         watch = self._watch
-        until = time.monotonic() + _LINGER_S
+        until = time.monotonic() + _CAUSE_S
         while watch is not None and not watch.ends and watch.error is None:
             time.sleep(_SLICE_S / 10)
             if time.monotonic() > until:
@@ -289,11 +337,7 @@ class World:
         """Print which processes a message is missing from; return whether that was done."""
         watch = self._watch
         if watch is None:
-            print(
-                f"lohan: rank {self.rank} has waited {waited:.0f} s for the other"
-                f" {self.size - 1} processes to call lohan.wrap()",
-                file=sys.stderr,
-            )
+            _say_alone(self.rank, self.size)
             return True
         if not watch.phases:
             watch.ask()
@@ -318,10 +362,8 @@ class World:
         error = sys.exception()
         if error is None and not hasattr(sys, "ps1"):  # at a prompt, the program continues
             error = getattr(sys, "last_value", None)
-        if _exit.is_terminated():
-            self.leave("failed", f"was ended by SIGTERM after step {step}")
-        elif isinstance(error, Exception | KeyboardInterrupt):
-            self.leave("failed", f"failed after step {step} with {_named(error)}")
+        if _exit.is_terminated() or isinstance(error, Exception | KeyboardInterrupt):
+            self.leave("failed", _end_text(error or SystemExit(), f"after step {step}"))
         else:
             self.leave("closed", f"closed its session after step {step}")
 
@@ -336,36 +378,14 @@ class World:
             return
         self._is_closed = True
         self._broken = self._broken or "the session is closed"
-        told = threading.Event()
-
-        def tell() -> None:
-            with contextlib.suppress(Exception):  # the others then find this process silent
-                if self._watch is not None:
-                    self._watch.record(End(self.rank, how, text))
-                    self._linger()
-                    self._watch.stop()
-            told.set()
-
-        threading.Thread(target=tell, name="lohan-leave", daemon=True).start()
-        told.wait(2 * _LINGER_S)
-        self._jobs.put(None)
-
-    def _linger(self) -> None:
-        """If this process serves the store, wait until the others have read what they need.
-
-        They leave at about the same time. Without torchrun's agent, rank 0 serves the store, and
-        with its end the others could not even read why it has ended.
-        """
-        if self.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return
-        until = time.monotonic() + _LINGER_S
-        while time.monotonic() < until:
-            if all(self._watch_has_left(rank) for rank in range(1, self.size)):
-                return
-            time.sleep(_SLICE_S / 2)
-
-    def _watch_has_left(self, rank: int) -> bool:
-        return self._watch is not None and self._watch.has_left(rank)
+        # Without torchrun's agent, rank 0 serves the store.
+        is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        lingers = self.rank == 0 and not is_agent
+        try:
+            if self._watch is not None:
+                self._watch.stop(End(self.rank, how, text), lingers=lingers)
+        finally:
+            self._end_service()
 
     def __repr__(self) -> str:
         """Return rank and size."""
@@ -375,6 +395,12 @@ class World:
 def _named(error: BaseException) -> str:
     text = str(error).partition("\n")[0][:_TEXT_MAX]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _end_text(error: BaseException, where: str) -> str:
+    if _exit.is_terminated():
+        return f"was ended by SIGTERM {where}"
+    return f"failed {where} with {_named(error)}"
 
 
 def _node() -> str:
@@ -425,7 +451,7 @@ def _find_store() -> tuple[Any, int, int]:
             f" {', '.join(_VARIABLES)} in each process"
         )
     try:
-        _own_store = next(dist.rendezvous("env://"))
+        _own_store = _rendezvous()
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise PeerLostError(
@@ -435,8 +461,47 @@ def _find_store() -> tuple[Any, int, int]:
     return _own_store
 
 
+def _rendezvous() -> tuple[Any, int, int]:
+    """Return the result of torch's rendezvous, in which rank 0 waits for all processes to connect.
+
+    A thread calls it, because Ctrl-C does not end it.
+    """
+    dist: Any = torch.distributed
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            found.put(next(dist.rendezvous("env://")))
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=call, name="lohan-rendezvous", daemon=True).start()
+    began, has_said = time.monotonic(), False
+    while True:
+        with contextlib.suppress(queue.Empty):
+            result: Any = found.get(timeout=_SLICE_S)
+            break
+        if time.monotonic() - began > _SAY_AFTER_S and not has_said:
+            has_said = True
+            _say_alone(int(os.environ["RANK"]), process_count())
+    if isinstance(result, Exception):
+        raise result
+    made: tuple[Any, int, int] = result
+    return made
+
+
+def _say_alone(rank: int, size: int) -> None:
+    print(
+        f"lohan: rank {rank} has waited {_SAY_AFTER_S:.0f} s for the other {size - 1} processes to"
+        " call lohan.wrap()",
+        file=sys.stderr,
+    )
+
+
 def _connect(base: Any) -> Any:
-    return _spare.pop() if _spare else base.clone()
+    """Return a connection to a store: one that an earlier session has left, or a new one."""
+    _spare[:] = [each for each in _spare if each[0]() is base]  # all processes must use one store
+    return _spare.pop()[1] if _spare else base.clone()
 
 
 @contextlib.contextmanager
