@@ -1,5 +1,6 @@
 #include "io_faulty.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "base/assert.h"
@@ -11,6 +12,7 @@ struct faulty {
     struct lh_alloc *alloc;
     struct lh_waker *waker;
     const struct lh_clock *clock;
+    pthread_mutex_t lock; /* of the fault and the victim: a test may arm while requests pass */
     struct lh_io_fault fault;
     atomic_bool has_fired;
     atomic_bool is_released;
@@ -87,9 +89,8 @@ static void request_restore(struct faulty *faulty, struct lh_io_request *request
     request->least_bytes = faulty->victim_least_bytes;
 }
 
-static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
+static int request_submit(struct faulty *faulty, struct lh_io_request *request)
 {
-    struct faulty *faulty = (struct faulty *)io;
     bool hit = fault_hits(faulty, request);
     if (hit && faulty->fault.kind == LH_IO_FAULT_KIND_ERROR)
         return request_fail(faulty, request);
@@ -109,11 +110,20 @@ static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
     }
     int rc = faulty->inner->ops->submit(faulty->inner, request);
     if (rc == 0) {
-        io->in_flight_count++;
+        faulty->io.in_flight_count++;
     } else if (hit) {
         request_restore(faulty, request);
         faulty->victim = NULL;
     }
+    return rc;
+}
+
+static int faulty_submit(struct lh_io *io, struct lh_io_request *request)
+{
+    struct faulty *faulty = (struct faulty *)io;
+    pthread_mutex_lock(&faulty->lock);
+    int rc = request_submit(faulty, request);
+    pthread_mutex_unlock(&faulty->lock);
     return rc;
 }
 
@@ -163,6 +173,7 @@ static uint32_t faulty_poll(struct lh_io *io, struct lh_io_request **done, uint3
 {
     struct faulty *faulty = (struct faulty *)io;
     uint32_t done_count = 0;
+    pthread_mutex_lock(&faulty->lock);
     while (done_count < done_max && faulty->failed.head)
         done[done_count++] = lh_io_queue_pop(&faulty->failed);
     uint32_t inner_begin = done_count;
@@ -174,6 +185,7 @@ static uint32_t faulty_poll(struct lh_io *io, struct lh_io_request **done, uint3
             done[done_count++] = done[i];
     }
     requests_pass_on(faulty);
+    pthread_mutex_unlock(&faulty->lock);
     faulty_flush(io);
     LH_ASSERT(io->in_flight_count >= done_count);
     io->in_flight_count -= done_count;
@@ -185,6 +197,7 @@ static void faulty_destroy(struct lh_io *io)
     struct faulty *faulty = (struct faulty *)io;
     LH_ASSERT(io->in_flight_count == 0);
     faulty->inner->ops->destroy(faulty->inner);
+    pthread_mutex_destroy(&faulty->lock);
     lh_free(faulty->alloc, faulty);
 }
 
@@ -210,6 +223,7 @@ int lh_io_faulty_create(const struct lh_io_faulty_opts *opts, struct lh_alloc *a
     faulty->alloc = alloc;
     faulty->waker = opts->waker;
     faulty->clock = opts->clock;
+    pthread_mutex_init(&faulty->lock, NULL);
     *io_out = &faulty->io;
     return 0;
 }
@@ -218,6 +232,7 @@ void lh_io_faulty_arm(struct lh_io *io, struct lh_io_fault fault)
 {
     struct faulty *faulty = (struct faulty *)io;
     LH_ASSERT(io->ops == &faulty_ops);
+    pthread_mutex_lock(&faulty->lock);
     LH_ASSERT(!faulty->victim);
     LH_ASSERT(fault.kind != LH_IO_FAULT_KIND_ERROR || fault.code < 0);
     LH_ASSERT(fault.kind != LH_IO_FAULT_KIND_SHORT || fault.bytes > 0);
@@ -225,6 +240,7 @@ void lh_io_faulty_arm(struct lh_io *io, struct lh_io_fault fault)
     faulty->fault = fault;
     faulty->has_fired = false;
     faulty->is_released = false;
+    pthread_mutex_unlock(&faulty->lock);
 }
 
 bool lh_io_faulty_has_fired(const struct lh_io *io)

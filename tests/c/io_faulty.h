@@ -53,7 +53,7 @@ struct lh_io_faulty_opts {
 int lh_io_faulty_create(const struct lh_io_faulty_opts *opts, struct lh_alloc *alloc,
                         struct lh_io **io_out, struct lh_error *err) LH_MUST_CHECK;
 
-/* Arm a fault; replaces one that has not fired. io: from lh_io_faulty_create. */
+/* Arm a fault; replaces one that has not fired. io: from lh_io_faulty_create. Thread: any. */
 void lh_io_faulty_arm(struct lh_io *io, struct lh_io_fault fault);
 /* Thread: any. */
 bool lh_io_faulty_has_fired(const struct lh_io *io);
