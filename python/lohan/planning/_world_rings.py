@@ -34,7 +34,7 @@ TAU = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ring:
+class Ring:
     """A policy: who holds what, and who exchanges what.
 
     Attributes:
@@ -51,24 +51,29 @@ class _Ring:
 
 
 _RINGS = {
-    "ddp": _Ring("gpu", "gpu"),
-    "zero2": _Ring("gpu", "world"),
-    "zero3": _Ring("world", "world"),
-    "mics": _Ring("node", "node"),
-    "hsdp": _Ring("node", "node"),
-    "zeropp": _Ring("world", "world", "gpu"),
-    "fcdp-sched": _Ring("world", "world", "host"),
-    "fcdp-comm": _Ring("world", "world", "host", keeps_frozen=True),
-    "fcdp": _Ring("world", "world", "both", keeps_frozen=True),
+    "ddp": Ring("gpu", "gpu"),
+    "zero2": Ring("gpu", "world"),
+    "zero3": Ring("world", "world"),
+    "mics": Ring("node", "node"),
+    "hsdp": Ring("node", "node"),
+    "zeropp": Ring("world", "world", "gpu"),
+    "fcdp-sched": Ring("world", "world", "host"),
+    "fcdp-comm": Ring("world", "world", "host", keeps_frozen=True),
+    "fcdp": Ring("world", "world", "both", keeps_frozen=True),
 }
 NAMES = tuple(_RINGS)
+
+
+def ring_of(policy: str) -> Ring:
+    """Return the ring of a policy of NAMES."""
+    return _RINGS[policy]
 
 
 def _group(name: str, machine: Machine) -> int:
     return {"gpu": 1, "node": machine.gpu_count, "world": _world.rank_count(machine)}[name]
 
 
-def gpu_bytes(ring: _Ring, work: Work, machine: Machine) -> int:
+def gpu_bytes(ring: Ring, work: Work, machine: Machine) -> int:
     """Return the memory of a GPU, without what FCDP-Cache keeps where room is left.
 
     Parameters in 16 bits, gradients and states of trainable parameters, each divided among its
@@ -85,7 +90,7 @@ def gpu_bytes(ring: _Ring, work: Work, machine: Machine) -> int:
     return held + work.kept_bytes + machine.gpu_reserved_bytes
 
 
-def _gather_traffic(ring: _Ring, work: Work, machine: Machine, kept_bytes: int) -> Traffic:
+def _gather_traffic(ring: Ring, work: Work, machine: Machine, kept_bytes: int) -> Traffic:
     """Count the gathers of one micro-step. kept_bytes of the parameters stay on the GPU, gathered.
 
     Source: FCDP IV-C, IV-D, alg. 1
@@ -115,7 +120,7 @@ def _gather_traffic(ring: _Ring, work: Work, machine: Machine, kept_bytes: int) 
     )
 
 
-def _reduced(ring: _Ring, work: Work, machine: Machine) -> tuple[int, int, int]:
+def _reduced(ring: Ring, work: Work, machine: Machine) -> tuple[int, int, int]:
     """Return the bytes of the sums of gradients: (card in backward, card after it, peers).
 
     Rings of fully sharded gradients run in each micro-step, the others once in a step.
@@ -133,7 +138,7 @@ def _reduced(ring: _Ring, work: Work, machine: Machine) -> tuple[int, int, int]:
     return flat * work.micro_steps, after, peer * work.micro_steps
 
 
-def _kept_bytes(ring: _Ring, work: Work, machine: Machine, tau: float) -> int:
+def _kept_bytes(ring: Ring, work: Work, machine: Machine, tau: float) -> int:
     """Return the gathered parameters that FCDP-Cache leaves on the GPU. Source: FCDP IV-D."""
     if ring.cache != "both":
         return 0
@@ -141,7 +146,7 @@ def _kept_bytes(ring: _Ring, work: Work, machine: Machine, tau: float) -> int:
     return min(max(0, free), HALF_BYTES * work.param_count)
 
 
-def _traffic(ring: _Ring, work: Work, machine: Machine, kept_bytes: int) -> Traffic:
+def _traffic(ring: Ring, work: Work, machine: Machine, kept_bytes: int) -> Traffic:
     gathered = _gather_traffic(ring, work, machine, kept_bytes)
     backward, after, peer = _reduced(ring, work, machine)
     times = work.micro_steps
