@@ -1,4 +1,4 @@
-"""Cells of the papers' tables: what was measured, what the model has, and the allowed difference."""
+"""Cells of the papers' tables: what was measured, what the model has, and the allowed error."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+import elixir_tables
 import fcdp_tables
 from lohan.planning import _machines
 
@@ -22,17 +23,25 @@ from lohan.planning import _machines
 KNOWN_MISSES = (
     "FCDP kept at 1 Gb/s: fcdp",  # -comm, too
     "FCDP table V: 30B zeropp",
+    "Elixir table I: elixir, 2 GPUs",
+    "Elixir VIII: opt-30b",
+    "Elixir order: gpt-21b: elixir on 1 faster than deepspeed on 4",
+    "Elixir order: gpt-21b: elixir on 2 faster than deepspeed on 4",
+    "Elixir order: gpt-21b: elixir on 2 faster than elixir on 4",
+    "Elixir order: p4de: 1 GPU faster than 2",
 )
 
 
 def checks() -> Iterator[tuple[str, bool]]:
     """Yield each check with its result."""
     yield from fcdp_tables.checks()
+    yield from elixir_tables.checks()
 
 
 def parts() -> Iterator[str]:
     """Yield the tables and their explanations, for docs/paper-results.md."""
     yield from fcdp_tables.parts()
+    yield from elixir_tables.parts()
 
 
 def fit() -> None:
@@ -42,6 +51,9 @@ def fit() -> None:
     reserved, sample, right = fcdp_tables.fit_memory(base)
     print(f"{fcdp_tables.MACHINE}: gpu_reserved_bytes = {reserved}")
     print(f"fcdp_tables.ACTIVATION_BYTES = {sample} ({right} of 10 cells of ZeRO-3)")
+    base = _machines.load(elixir_tables.MACHINE)
+    print(f"{elixir_tables.MACHINE}: gpu_flop_per_s = {elixir_tables.fit_flops(base)}")
+    print(f"elixir_tables.COPY_BYTES_PER_S = {elixir_tables.fit_copies(base)}")
 
 
 def main() -> int:

@@ -279,13 +279,14 @@ def test_elixir_moves_less_with_more_room_and_reads_states_from_no_link_if_they_
     assert whole.host_bytes == 0 and whole.update_s == 0
 
 
-def test_elixirs_stages_are_sums_unless_they_overlap() -> None:
+def test_elixirs_stages_are_as_long_as_their_busiest_part_or_the_sum() -> None:
     here = machine()
-    apart = _world_elixir.zero3_offload(WORK, here)
+    apart = _world_elixir.zero3_offload(WORK, here, overlaps=False)
     assert apart.forward_s == 1 + 14 + 14 + 2  # GPU, card, ring, a shard over the link
     assert apart.backward_s == 2 + 28 + 28 + 2 + 2
     assert apart.update_s == 4
-    assert _world_elixir.zero3_offload(WORK, here, overlaps=True).forward_s == 14
+    assert _world_elixir.zero3_offload(WORK, here).forward_s == 14
+    assert step("elixir", WORK, gpu_bytes=12 * G).forward_s == 14
 
 
 def test_what_cannot_be_planned_is_refused_by_name() -> None:

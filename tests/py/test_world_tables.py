@@ -13,7 +13,8 @@ from lohan.planning import _machines
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import fcdp_tables  # noqa: E402  (its folder has just been named)
+import elixir_tables  # noqa: E402  (its folder has just been named)
+import fcdp_tables  # noqa: E402
 import world_tables  # noqa: E402
 
 CHECKS = dict(world_tables.checks())
@@ -73,6 +74,19 @@ def test_the_constants_of_memory_are_what_the_cells_of_zero3_give() -> None:
     assert {row.policy for row in fitted} == {"zero3"}
     found = fcdp_tables.fit_memory(base)
     assert found == (base.gpu_reserved_bytes, fcdp_tables.ACTIVATION_BYTES, 10)
+
+
+def test_elixirs_constants_are_what_its_two_cells_with_one_gpu_give() -> None:
+    base = _machines.load(elixir_tables.MACHINE)
+    fitted = [row for row in elixir_tables.ALL_ROWS if row.is_fitted]
+    assert {(row.place, row.gpus) for row in fitted} == {("table I", 1)} and len(fitted) == 2
+    assert elixir_tables.fit_flops(base) == base.gpu_flop_per_s
+    assert elixir_tables.fit_copies(base) == elixir_tables.COPY_BYTES_PER_S
+
+
+def test_what_fits_elixirs_server_is_what_its_table_has() -> None:
+    for row, fits in elixir_tables.memory():
+        assert fits is (row.value > 0), row
 
 
 def test_the_script_reports_every_miss_and_accepts_only_known_ones() -> None:
