@@ -346,8 +346,8 @@ as without it (if both lose the same seconds), V-D says 1.1 times.
 """
 BATCHES_TEXT = """\
 Two constants are fitted on the ten cells of ZeRO-3. ZeRO++ takes 2P / G more than ZeRO-3 (VI-A):
-3.8 GiB for GPT-15B. III-B measured 6.9 GB more, with which all cells of ZeRO++ would be right, too:
-the paper gives no reason for the difference, and none is fitted.
+3.8 GiB for GPT-15B. III-B measured 6.9 GB more, with which only the first of the three cells would
+still be wrong: the paper gives no reason for the difference, and none is fitted.
 """
 
 

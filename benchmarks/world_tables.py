@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import elixir_tables
 import fcdp_tables
+import lohan_world_tables
 from lohan.planning import _machines
 
 # Cells that miss their bars, by the first words of their lines; docs/paper-results.md has the
@@ -29,6 +30,8 @@ KNOWN_MISSES = (
     "Elixir order: gpt-21b: elixir on 2 faster than deepspeed on 4",
     "Elixir order: gpt-21b: elixir on 2 faster than elixir on 4",
     "Elixir order: p4de: 1 GPU faster than 2",
+    "lohan against fcdp, LoRA, exact",
+    "lohan against fcdp, LoRA, rank",
 )
 
 
@@ -36,12 +39,14 @@ def checks() -> Iterator[tuple[str, bool]]:
     """Yield each check with its result."""
     yield from fcdp_tables.checks()
     yield from elixir_tables.checks()
+    yield from lohan_world_tables.checks()
 
 
 def parts() -> Iterator[str]:
     """Yield the tables and their explanations, for docs/paper-results.md."""
     yield from fcdp_tables.parts()
     yield from elixir_tables.parts()
+    yield from lohan_world_tables.parts()
 
 
 def fit() -> None:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import elixir_tables  # noqa: E402  (its folder has just been named)
 import fcdp_tables  # noqa: E402
+import lohan_world_tables  # noqa: E402
 import world_tables  # noqa: E402
 
 CHECKS = dict(world_tables.checks())
@@ -87,6 +88,32 @@ def test_elixirs_constants_are_what_its_two_cells_with_one_gpu_give() -> None:
 def test_what_fits_elixirs_server_is_what_its_table_has() -> None:
     for row, fits in elixir_tables.memory():
         assert fits is (row.value > 0), row
+
+
+def test_lohan_on_four_gpus_is_within_its_bar_with_the_constants_of_one() -> None:
+    (cell,) = lohan_world_tables.tflops()
+    assert cell.holds, str(cell)
+
+
+@pytest.mark.parametrize(
+    ("is_lora", "sums"), [(False, "node16"), (True, "auto"), (True, "node"), (True, "node16")]
+)
+def test_lohan_is_never_slower_than_fcdp_on_its_cluster(is_lora: bool, sums: str) -> None:
+    for place in lohan_world_tables.places(is_lora):
+        assert place.gain("fcdp", sums) >= 1 - lohan_world_tables.TIE, place
+
+
+@pytest.mark.parametrize(("nodes", "bar"), lohan_world_tables.LEAST_GAINS.items())
+def test_lohan_gains_over_10_gigabit_ethernet(nodes: int, bar: float) -> None:
+    for place in lohan_world_tables.places(is_lora=False):
+        if (place.nodes, place.network) == (nodes, "10gbe"):
+            assert place.gain("fcdp", "node16") >= bar, place
+
+
+def test_the_page_has_all_tables() -> None:
+    text = "\n".join(world_tables.parts())
+    page = (ROOT / "docs" / "paper-results.md").read_text()
+    assert text in page, "make paper makes docs/paper-results.md again"
 
 
 def test_the_script_reports_every_miss_and_accepts_only_known_ones() -> None:
