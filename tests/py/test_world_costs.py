@@ -225,15 +225,32 @@ def test_deferring_updates_is_never_slower_and_helps_where_backward_waits_for_th
         assert after.traffic == before.traffic
 
 
-def test_auto_replicates_states_only_where_that_is_faster_and_fits() -> None:
+def test_deferred_updates_are_not_lost_but_moved() -> None:
+    # The SSDs bound both stages: what one of them gains the other loses.
+    here = machine(gpu_count=1, net_bytes_per_s=100 * G, adam_params_per_s=100 * G)
+    here = dataclasses.replace(here, link_in_bytes_per_s=100 * G, link_out_bytes_per_s=100 * G)
+    options = _world_lohan.Options("node16", is_on_ssd=True)
+    done = _world_lohan.step(WORK, here, options)
+    moved = done.traffic
+    assert done.forward_s + done.backward_s == (moved.ssd_read + moved.ssd_write) / G
+    slow = dataclasses.replace(here, ssd_read_bytes_per_s=10**13, ssd_write_bytes_per_s=10**13)
+    slow = dataclasses.replace(slow, adam_params_per_s=10**8)
+    late = _world_lohan.step(WORK, slow, options)
+    assert late.forward_s + late.backward_s == pytest.approx(4 * 10)  # 4 G parameters a node
+
+
+def test_auto_replicates_states_only_where_that_is_faster() -> None:
     # Sharded: 8 GB each way in forward and in backward. Replicated: only in backward, but each
     # node updates all parameters.
     quick = {"adam_params_per_s": 1000 * G, "gpu_flop_per_s": 10**15, "link_in_bytes_per_s": 99 * G}
     sharded, chosen = step("lohan", **quick), step("auto", **quick)
     assert chosen.step_s < sharded.step_s
     assert chosen.traffic.net_forward == 0
+    # Where only sharded states fit main memory, replicated ones would be on SSDs.
+    assert chosen.host_bytes > sharded.host_bytes
     small = {**quick, "host_bytes": chosen.host_bytes - 1}
     assert step("auto", **small).traffic == step("lohan", **small).traffic
+    assert step("auto", **small).traffic.ssd_read == 0
 
 
 def test_activations_that_main_memory_cannot_hold_pass_the_ssds() -> None:
@@ -285,6 +302,8 @@ def test_elixirs_stages_are_as_long_as_their_busiest_part_or_the_sum() -> None:
     assert apart.forward_s == 1 + 14 + 14 + 2  # GPU, card, ring, a shard over the link
     assert apart.backward_s == 2 + 28 + 28 + 2 + 2
     assert apart.update_s == 4
+    assert apart.host_bytes == 18 * 8 * G // 2
+    assert step("elixir", gpu_bytes=12 * G).host_bytes == 14 * 8 * G // 2
     assert _world_elixir.zero3_offload(WORK, here).forward_s == 14
     assert step("elixir", WORK, gpu_bytes=12 * G).forward_s == 14
 

@@ -241,7 +241,7 @@ def step(work: Work, machine: Machine, options: Options | None = None) -> Step:
 
 
 def auto(work: Work, machine: Machine, options: Options | None = None) -> Step:
-    """Return the faster one of sharded and replicated states, of those that fit main memory.
+    """Return the faster one of sharded and replicated states; both are on SSDs if they have to be.
 
     Where both take the same time, states are sharded: replicated ones need more memory.
     """
@@ -251,8 +251,7 @@ def auto(work: Work, machine: Machine, options: Options | None = None) -> Step:
         for is_replicated in (False, True)
     ]
     sharded, replicated = (dataclasses.replace(one, policy="auto") for one in tried)
-    is_better = replicated.step_s < sharded.step_s and replicated.fits(machine)
-    return replicated if is_better else sharded
+    return replicated if replicated.step_s < sharded.step_s else sharded
 
 
 def swaps(model: Model, work: Work) -> Iterator[Work]:
