@@ -39,7 +39,7 @@ class Machine(_plan.Machine):
         net_latency_ns: the latency of a message between two nodes.
         link_total_bytes_per_s: the limit for the links of all GPUs of a node together, in one
             direction; 0: their sum.
-        peer_bytes_per_s: the rate between two GPUs of a node, each way; 0: through main memory.
+        peer_bytes_per_s: the rate between two GPUs of a node, each way; 0: it limits nothing.
     """
 
     name: str
