@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import paper_tables
+import world_tables
 import zo2_tables
 from lohan.commands import _largest
 from lohan.errors import LohanError
@@ -54,8 +55,8 @@ TEXT = """# The papers' measurements and the simulator
 
 `make paper` made this page. The training engine runs in virtual time on LoHan's server. Five
 constants of the server are fitted on the rows of batch 32 of the first table (docs/machines.md),
-and nothing else. The last five sections are about zeroth-order steps on ZO2's machine, and state
-what is fitted.
+and nothing else. The sections about zeroth-order steps on ZO2's machine, and those about several
+GPUs and nodes (FCDP's, Elixir's and LoHan's figures; plans, not the engine), state what is fitted.
 """
 
 SWAPPED_TEXT = """\
@@ -319,6 +320,7 @@ def main() -> None:
                 attributed(runs),
             ),
             *zo2_tables.parts(zo2_tables.rows_read(), _machines.load(zo2_tables.MACHINE)),
+            *world_tables.parts(),
         ]
         words.out.write_text("\n".join(parts), encoding="utf-8")
     print(f"{words.out} is written")

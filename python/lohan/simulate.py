@@ -337,6 +337,12 @@ def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, Op
         return _step(model, machine, placement, raw, _commit_every(raw, tried)), tried
 
     _check_options(options)
+    ranks = machine.node_count * machine.gpu_count
+    if ranks > 1:
+        raise MachineError(
+            f"{machine.name} has {ranks} GPUs, and the engine is simulated on one: set node_count=1"
+            " and gpu_count=1"
+        )
     return min(_fitting(options, run), key=lambda found: found[0].step_ns)
 
 
@@ -353,7 +359,7 @@ def simulate(model: Model, machine: Machine, options: Options | None = None) -> 
 
     Raises:
         BudgetError: the model does not fit the machine; the message has the numbers.
-        MachineError: an option is invalid.
+        MachineError: an option is invalid, or the machine has several GPUs.
     """
     return _fastest(model, machine, options or Options())[0]
 

@@ -33,6 +33,13 @@ class Machine(_plan.Machine):
         gpu_memory_bytes_per_s: the GPU memory's rate in operations other than matrix products.
         gpu_alloc_bytes_per_s: the rate at which GPU memory is allocated and freed.
         gpu_reserved_bytes: the GPU memory that the driver, libraries and allocator hold.
+        node_count: the number of nodes. This and the next five are used by planning/_world.py only.
+        gpu_count: the number of GPUs of a node; the other fields describe one GPU and one node.
+        net_bytes_per_s: the rate of a node's network card in each direction, both at once.
+        net_latency_ns: the latency of a message between two nodes.
+        link_total_bytes_per_s: the limit for the links of all GPUs of a node together, in one
+            direction; 0: their sum.
+        peer_bytes_per_s: the rate between two GPUs of a node, each way; 0: it limits nothing.
     """
 
     name: str
@@ -45,6 +52,12 @@ class Machine(_plan.Machine):
     gpu_memory_bytes_per_s: int = 0
     gpu_alloc_bytes_per_s: int = 0
     gpu_reserved_bytes: int = 0
+    node_count: int = 1
+    gpu_count: int = 1
+    net_bytes_per_s: int = 0
+    net_latency_ns: int = 0
+    link_total_bytes_per_s: int = 0
+    peer_bytes_per_s: int = 0
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Machine)}
@@ -59,6 +72,10 @@ _MAY_BE_ZERO = {
     "gpu_memory_bytes_per_s",
     "gpu_alloc_bytes_per_s",
     "gpu_reserved_bytes",
+    "net_bytes_per_s",
+    "net_latency_ns",
+    "link_total_bytes_per_s",
+    "peer_bytes_per_s",
 }
 _MOST = {"ssd_count": SSD_COUNT_MAX, "worker_count": _WORKER_COUNT_MAX}
 
