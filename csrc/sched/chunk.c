@@ -13,7 +13,7 @@ void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum l
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
     bool is_computed = chunk->computed_step == lh_core_step(engine);
-    LH_ASSERT(lh_states_chunk_may(chunk->state, state));
+    LH_ASSERT(lh_states_may(lh_states_chunk, (int)chunk->state, (int)state));
     if (chunk->state == LH_CHUNK_STATE_LOADED && !is_computed) {
         LH_ASSERT(unit->update.chunks_loaded > 0);
         LH_ASSERT(chunk->is_kept || unit->update.chunks_to_pass > 0);

@@ -19,7 +19,7 @@ static struct lh_saved *saved_at(struct lh_engine *engine, uint32_t item)
 
 static void state_set(struct lh_saved *saved, enum lh_saved_state state)
 {
-    LH_ASSERT(lh_states_saved_may(saved->state, state));
+    LH_ASSERT(lh_states_may(lh_states_saved, (int)saved->state, (int)state));
     saved->state = state;
 }
 

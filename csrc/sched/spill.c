@@ -22,7 +22,7 @@
 
 static void state_set(struct lh_unit *unit, enum lh_spill_state state)
 {
-    LH_ASSERT(lh_states_spill_may(unit->spill.state, state));
+    LH_ASSERT(lh_states_may(lh_states_spill, (int)unit->spill.state, (int)state));
     unit->spill.state = state;
 }
 

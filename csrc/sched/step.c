@@ -25,7 +25,7 @@
 
 static void state_set(struct lh_engine *engine, enum lh_step_state state)
 {
-    LH_ASSERT(lh_states_step_may(engine->step_state, state));
+    LH_ASSERT(lh_states_may(lh_states_step, (int)engine->step_state, (int)state));
     engine->step_state = state;
 }
 

@@ -6,7 +6,7 @@
 
 void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state)
 {
-    LH_ASSERT(lh_states_unit_may(unit->state, state));
+    LH_ASSERT(lh_states_may(lh_states_unit, (int)unit->state, (int)state));
     unit->state = state;
 }
 
