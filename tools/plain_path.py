@@ -62,12 +62,11 @@ CLOSED = {
         "lh_store_checksums",
         "lh_store_commit_begin",
         "lh_store_commit_next",
-        "lh_scalars_compose",
     ),
     *("lh_adam_avx512", "lh_adam_avx512_folding", "lh_adam_avx2", "lh_adam_avx2_folding"),
     *("lh_adam_neon", "lh_adam_neon_folding", "lh_adam_ref"),
     *("lh_crc32c", "lh_crc32c_combine", "lh_adam_scalars_make", "lhpy_engine_sweep"),
-    *("lh_transfer_step_over", "lh_update_end_step"),
+    *("lh_transfer_step_over", "updates_end"),
 }
 # Inline functions, of Python and libc too, that only compute a number or an address, or lock.
 ARITHMETIC = re.compile(

@@ -375,6 +375,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     if (scalar_bytes > engine->scalar_bytes_max - overhead)
         return -E2BIG;
     /* The previous step is over, so no commit is reading engine->scalars. */
+    lh_scalars_begin(engine->scalars, engine->param_count, scalar_bytes);
     memcpy(engine->scalars + overhead, scalars, scalar_bytes);
     lh_request_send(engine, LH_REQUEST_CLOSE);
     engine->open_step++;
@@ -501,7 +502,7 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
     LH_ASSERT(engine->shared.is_paused);
     if (lh_store_is_staged(engine->store, unit->desc.store_group))
         engine->has_edits = true;
-    lh_update_end_forget_unit(engine, index);
+    lh_step_forget_unit(engine, index);
     if (unit->state == LH_UNIT_STATE_READY)
         lh_unit_forget(engine, index);
     LH_FEATURE_CALL(engine, unit_forgotten, unit);

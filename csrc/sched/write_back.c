@@ -4,20 +4,15 @@
 
 #include "sched/engine_private.h"
 
-static bool commits(const struct lh_engine *engine, uint64_t step)
-{
-    uint64_t every = engine->opts.commit_every;
-    return every != LH_ENGINE_COMMIT_NEVER && step % every == 0;
-}
-
 static bool is_due(const struct lh_engine *engine, const struct lh_chunk *chunk, uint64_t step)
 {
-    return !chunk->is_kept || commits(engine, step);
+    return !chunk->is_kept || lh_step_commits(engine, step);
 }
 
 static bool param_is_due(const struct lh_engine *engine, uint32_t unit, uint64_t step)
 {
-    return !lh_residency_has_place(&engine->host_region.plan, unit) || commits(engine, step);
+    return !lh_residency_has_place(&engine->host_region.plan, unit) ||
+           lh_step_commits(engine, step);
 }
 
 uint64_t lh_write_back_state_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
