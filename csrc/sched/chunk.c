@@ -49,24 +49,6 @@ void lh_chunk_recount(struct lh_engine *engine)
     engine->updates.ahead_first = 0;
 }
 
-uint32_t lh_chunk_extent(const struct lh_unit *unit, uint32_t array)
-{
-    const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
-        unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
-    LH_ASSERT(array < LH_STATE_ARRAY_COUNT);
-    return extents[array];
-}
-
-uint64_t lh_chunk_element_bytes(const struct lh_unit *unit, uint32_t array)
-{
-    LH_ASSERT(array < LH_STATE_ARRAY_COUNT);
-    if (array > 0)
-        return sizeof(float);
-    return unit->desc.residual_extent == LH_ENGINE_EXTENT_NONE
-               ? 0
-               : lh_adam_residual_bytes(unit->desc.dtype);
-}
-
 uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
                              uint64_t offset)
 {
@@ -77,31 +59,25 @@ uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *uni
     return checksums + offset / LH_CHECKSUM_BYTES;
 }
 
-static void loaded(struct lh_engine *engine, struct lh_chunk *chunk)
-{
-    LH_ASSERT(engine->slabs[chunk->slab].pending == 0);
-    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
-}
-
 static void read_done(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_slab *slab = &engine->slabs[transfer->slab];
     LH_ASSERT(slab->pending > 0 && !slab->is_lent);
     if (--slab->pending == 0)
-        loaded(engine, &engine->chunks[slab->chunk]);
+        lh_chunk_state_set(engine, &engine->chunks[slab->chunk], LH_CHUNK_STATE_LOADED);
 }
 
 /* Read one array (R, M or V) of a chunk into the chunk's slab. */
-static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t array)
+static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t array,
+                       uint32_t slot)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
     struct lh_slab *slab = &engine->slabs[chunk->slab];
-    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
-    uint32_t extent = lh_chunk_extent(unit, array);
-    uint64_t offset = chunk->first * lh_chunk_element_bytes(unit, array);
-    uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, array);
+    uint64_t offset = chunk->first * unit->states[array].element_bytes;
+    uint64_t bytes = chunk->count * unit->states[array].element_bytes;
     uint32_t count = 0;
-    const uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
+    const uint32_t *checksums =
+        lh_store_checksums(engine->store, unit->states[array].extent, slot, &count);
     LH_ASSERT(lh_div_ceil(offset + bytes, LH_CHECKSUM_BYTES) <= count);
     memcpy(slab->expected[array], checksums + offset / LH_CHECKSUM_BYTES,
            lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
@@ -114,7 +90,7 @@ static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_
         .unit = chunk->unit,
         .slab = chunk->slab,
         .step = lh_core_step(engine),
-        .extent = extent,
+        .extent = unit->states[array].extent,
         .slot = slot,
         .offset = offset,
         .bytes = bytes,
@@ -139,16 +115,16 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
     chunk->read_step = lh_core_step(engine);
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        bool is_there = lh_chunk_element_bytes(unit, i) > 0;
+        bool is_there = unit->states[i].element_bytes > 0;
         slab->is_zero[i] =
-            is_there && lh_store_is_zero(engine->store, lh_chunk_extent(unit, i), slot);
+            is_there && lh_store_is_zero(engine->store, unit->states[i].extent, slot);
         if (is_there && !slab->is_zero[i])
-            array_read(engine, chunk, i);
+            array_read(engine, chunk, i, slot);
     }
     lh_update_plan_reread(engine, chunk);
     LH_FEATURE_CALL(engine, chunk_read, chunk);
     if (slab->pending == 0)
-        loaded(engine, chunk);
+        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
 }
 
 void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
@@ -177,7 +153,7 @@ static void update_run(struct lh_exec_job *job)
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         if (slab->is_zero[i])
             memset(lh_slab_array(slab, unit, i, chunk->count), 0,
-                   chunk->count * lh_chunk_element_bytes(unit, i));
+                   chunk->count * unit->states[i].element_bytes);
     }
     slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
 }
@@ -226,11 +202,11 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
                                  "second moment"};
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
     uint64_t offset =
-        chunk->first * lh_chunk_element_bytes(unit, array) + bad->block * LH_CHECKSUM_BYTES;
+        chunk->first * unit->states[array].element_bytes + bad->block * LH_CHECKSUM_BYTES;
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     struct lh_store_piece piece = {0};
     struct lh_error err = {0};
-    int count = lh_store_map(engine->store, lh_chunk_extent(unit, array), slot, offset,
+    int count = lh_store_map(engine->store, unit->states[array].extent, slot, offset,
                              LH_BLOCK_BYTES, &piece, 1);
     LH_ASSERT(count == 1);
     lh_error_set(&err, -EILSEQ,
@@ -240,20 +216,6 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
                  lh_store_file_path(engine->store, piece.file_index), offset, piece.file_offset,
                  bad->actual, bad->expected);
     lh_core_fail(engine, &err);
-}
-
-/*
- * All chunks of a unit are computed: the unit's bytes in memory are now those for the next step,
- * and the unit's gradients are released.
- */
-static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
-{
-    LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
-    LH_ASSERT(unit->update.is_queued && unit->update.is_counted);
-    lh_gradient_release_unit(engine, unit);
-    lh_gradient_unhold(engine, unit->update.gradient_bytes);
-    lh_unit_make_ready(engine, unit);
-    lh_core_notify(engine);
 }
 
 static void computed(struct lh_engine *engine, struct lh_job *job)
@@ -270,8 +232,14 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
     LH_FEATURE_CALL(engine, chunk_consumed, chunk);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
     LH_ASSERT(unit->update.chunks_computed < unit->chunk_count);
-    if (++unit->update.chunks_computed == unit->chunk_count)
-        unit_computed(engine, unit);
+    if (++unit->update.chunks_computed == unit->chunk_count) {
+        /* The unit's bytes in memory are now those for the next step; release its gradients. */
+        LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING && unit->update.is_counted);
+        lh_gradient_release_unit(engine, unit);
+        lh_gradient_unhold(engine, unit->update.gradient_bytes);
+        lh_unit_make_ready(engine, unit);
+        lh_core_notify(engine);
+    }
     bool may_write = LH_FEATURE_ALL(engine, chunk_may_write, chunk);
     if (may_write)
         lh_write_back_chunk(engine, chunk);
@@ -282,7 +250,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    uint64_t residual_bytes = lh_chunk_element_bytes(unit, 0);
+    uint64_t residual_bytes = unit->states[0].element_bytes;
     bool has_residual = residual_bytes > 0;
     uint64_t first = chunk->first;
     LH_ASSERT(first + chunk->count <= unit->desc.elements);
@@ -321,7 +289,7 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t element_bytes =
-        2 * lh_dtype_bytes(unit->desc.dtype) + 16 + 2 * lh_chunk_element_bytes(unit, 0);
+        2 * lh_dtype_bytes(unit->desc.dtype) + 16 + 2 * unit->states[0].element_bytes;
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
@@ -364,6 +332,12 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " chunks", count);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
+        const struct lh_engine_unit *desc = &unit->desc;
+        bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
+        unit->states[0] = (struct lh_unit_state_array){
+            desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0};
+        unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, sizeof(float)};
+        unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, sizeof(float)};
         unit->chunk_first = engine->chunk_count;
         for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
             uint32_t index = engine->chunk_count++;

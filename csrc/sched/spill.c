@@ -323,7 +323,7 @@ static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
 
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        element_bytes += lh_chunk_element_bytes(unit, i);
+        element_bytes += unit->states[i].element_bytes;
     return engine->opts.commit_every == 1 &&
            engine->budget.chunk_elements * element_bytes <= engine->budget.slab_bytes;
 }

@@ -22,6 +22,7 @@
 #include "sched/in_place_private.h"
 #include "sched/landing.h"
 #include "sched/norm.h"
+#include "sched/slab.h"
 #include "sched/spill.h"
 #include "sched/states.h"
 #include "sched/transfer.h"
@@ -49,6 +50,12 @@ struct lh_unit_caller {
     uint64_t asked_step;
 };
 
+/* One array of a unit's states; element_bytes 0: the unit has no such array. */
+struct lh_unit_state_array {
+    uint32_t extent;
+    uint64_t element_bytes;
+};
+
 /* Owned by the engine's thread, except `shared` and `caller`. */
 struct lh_unit {
     struct lh_engine_unit desc;
@@ -65,6 +72,7 @@ struct lh_unit {
     struct lh_transfer load;        /* also the write of the unit's dirty parameters in a flush */
     uint32_t chunk_first;
     uint32_t chunk_count;
+    struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M and V */
     struct lh_update_unit update;
     /* The features' parts: each is written only in the feature's own file. */
     struct lh_in_place_part in_place;

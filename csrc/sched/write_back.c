@@ -21,7 +21,7 @@ uint64_t lh_write_back_state_bytes(const struct lh_engine *engine, const struct 
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        bytes += chunk->count * lh_chunk_element_bytes(unit, i);
+        bytes += chunk->count * unit->states[i].element_bytes;
     return is_due(engine, chunk, step) ? bytes : 0;
 }
 
@@ -40,8 +40,8 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
     LH_ASSERT(unit->update.is_queued && !unit->update.is_done);
     LH_ASSERT(unit->update.chunks_computed == unit->chunk_count);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        if (lh_chunk_element_bytes(unit, i) > 0)
-            lh_store_clear_zero(engine->store, lh_chunk_extent(unit, i), slot);
+        if (unit->states[i].element_bytes > 0)
+            lh_store_clear_zero(engine->store, unit->states[i].extent, slot);
     }
     lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
     lh_store_stage(engine->store, unit->desc.store_group);
@@ -63,11 +63,11 @@ static void slab_keep(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->is_kept && chunk->slab == chunk->kept_slab);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, i);
+        uint64_t bytes = chunk->count * unit->states[i].element_bytes;
         if (bytes > 0)
             memcpy(slab->expected[i],
-                   lh_chunk_checksums(engine, unit, lh_chunk_extent(unit, i),
-                                      chunk->first * lh_chunk_element_bytes(unit, i)),
+                   lh_chunk_checksums(engine, unit, unit->states[i].extent,
+                                      chunk->first * unit->states[i].element_bytes),
                    lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
     }
 }
@@ -121,14 +121,14 @@ static void states_write(struct lh_engine *engine, struct lh_chunk *chunk, uint6
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t element_bytes = lh_chunk_element_bytes(unit, i);
+        uint64_t element_bytes = unit->states[i].element_bytes;
         if (element_bytes == 0)
             continue;
         write_submit(engine, slab, i,
                      (struct lh_transfer){
                          .link = LH_ENGINE_LINK_STATE_WRITE,
                          .step = step,
-                         .extent = lh_chunk_extent(unit, i),
+                         .extent = unit->states[i].extent,
                          .offset = chunk->first * element_bytes,
                          .bytes = chunk->count * element_bytes,
                          .buffer = lh_slab_array(slab, unit, i, chunk->count),
@@ -172,30 +172,19 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
         written(engine, chunk);
 }
 
-static bool states_write_dirty(struct lh_engine *engine, uint64_t step)
+/* Write R, M and V of a chunk that are dirty. */
+static void states_write_dirty(struct lh_engine *engine, struct lh_chunk *chunk, uint64_t step)
 {
-    struct lh_engine_step_stats *stats = lh_core_stats(engine, step);
-    bool moved = false;
-    for (uint32_t i = 0; i < engine->budget.kept_chunk_count; i++) {
-        if (engine->slabs[i].chunk == LH_CHUNK_NONE)
-            continue;
-        struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
-        if (!chunk->is_dirty)
-            continue;
-        const struct lh_unit *unit = &engine->units[chunk->unit];
-        LH_ASSERT(chunk->is_kept && !chunk->is_flushing);
-        LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && engine->slabs[i].pending == 0);
-        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
-        chunk->is_flushing = true;
-        engine->updates.chunks_busy++;
-        engine->slabs[chunk->slab].pending = 0;
-        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++)
-            stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
-                chunk->count * lh_chunk_element_bytes(unit, j);
-        states_write(engine, chunk, step);
-        moved = true;
-    }
-    return moved;
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    LH_ASSERT(chunk->is_kept && !chunk->is_flushing);
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && engine->slabs[chunk->slab].pending == 0);
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
+    chunk->is_flushing = true;
+    engine->updates.chunks_busy++;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
+        lh_core_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
+            chunk->count * unit->states[i].element_bytes;
+    states_write(engine, chunk, step);
 }
 
 static void param_written(struct lh_engine *engine, struct lh_transfer *transfer)
@@ -233,7 +222,14 @@ static void param_write_dirty(struct lh_engine *engine, struct lh_unit *unit, ui
 
 bool lh_write_back_dirty(struct lh_engine *engine, uint64_t step)
 {
-    bool moved = states_write_dirty(engine, step);
+    bool moved = false;
+    for (uint32_t i = 0; i < engine->budget.kept_chunk_count; i++) {
+        uint32_t chunk = engine->slabs[i].chunk;
+        if (chunk == LH_CHUNK_NONE || !engine->chunks[chunk].is_dirty)
+            continue;
+        states_write_dirty(engine, &engine->chunks[chunk], step);
+        moved = true;
+    }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         if (!engine->units[i].update.is_param_dirty)
             continue;
