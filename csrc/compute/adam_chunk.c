@@ -206,8 +206,8 @@ static void chunk_assert(const struct lh_adam_chunk *chunk)
     LH_ASSERT(end <= chunk->count);
 }
 
-int lh_adam_chunk_update_by(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
-                            struct lh_adam_mismatch *mismatch_out)
+int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
+                         struct lh_adam_mismatch *mismatch_out)
 {
     uint64_t param_bytes = lh_dtype_bytes(chunk->param_dtype);
     uint64_t residual_bytes = lh_adam_residual_bytes(chunk->param_dtype);
@@ -236,6 +236,8 @@ int lh_adam_chunk_update_by(const struct lh_adam_kernel *kernel, const struct lh
     int rc;
 
     chunk_assert(chunk);
+    if (!kernel)
+        lh_adam_kernels(&walk.kernel);
     *mismatch_out = (struct lh_adam_mismatch){0};
     for (int i = 0; i < LH_ADAM_STREAM_COUNT; i++)
         walk.checksums |= walk.streams[i].expected || walk.streams[i].checksums;
@@ -244,12 +246,4 @@ int lh_adam_chunk_update_by(const struct lh_adam_kernel *kernel, const struct lh
     rc = chunk_walk(&walk, mismatch_out);
     fesetenv(&environment);
     return rc;
-}
-
-int lh_adam_chunk_update(const struct lh_adam_chunk *chunk, struct lh_adam_mismatch *mismatch_out)
-{
-    const struct lh_adam_kernel *best;
-
-    lh_adam_kernels(&best);
-    return lh_adam_chunk_update_by(best, chunk, mismatch_out);
 }

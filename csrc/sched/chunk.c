@@ -67,40 +67,6 @@ static void read_done(struct lh_engine *engine, struct lh_transfer *transfer)
         lh_chunk_state_set(engine, &engine->chunks[slab->chunk], LH_CHUNK_STATE_LOADED);
 }
 
-/* Read one array (R, M or V) of a chunk into the chunk's slab. */
-static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t array,
-                       uint32_t slot)
-{
-    const struct lh_unit *unit = &engine->units[chunk->unit];
-    struct lh_slab *slab = &engine->slabs[chunk->slab];
-    uint64_t offset = chunk->first * unit->states[array].element_bytes;
-    uint64_t bytes = chunk->count * unit->states[array].element_bytes;
-    uint32_t count = 0;
-    const uint32_t *checksums =
-        lh_store_checksums(engine->store, unit->states[array].extent, slot, &count);
-    LH_ASSERT(lh_div_ceil(offset + bytes, LH_CHECKSUM_BYTES) <= count);
-    memcpy(slab->expected[array], checksums + offset / LH_CHECKSUM_BYTES,
-           lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
-    slab->transfers[array] = (struct lh_transfer){
-        .source = &engine->transfers.store,
-        .done = read_done,
-        .kind = LH_IO_KIND_READ,
-        .priority = LH_PRIORITY_STATE,
-        .link = LH_ENGINE_LINK_STATE_READ,
-        .unit = chunk->unit,
-        .slab = chunk->slab,
-        .step = lh_core_step(engine),
-        .extent = unit->states[array].extent,
-        .slot = slot,
-        .offset = offset,
-        .bytes = bytes,
-        .buffer = lh_slab_array(slab, unit, array, chunk->count),
-    };
-    slab->pending++;
-    chunk->read_bytes += bytes;
-    lh_transfer_submit(engine, &slab->transfers[array]);
-}
-
 void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab_index)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
@@ -115,11 +81,35 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
     chunk->read_step = lh_core_step(engine);
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        bool is_there = unit->states[i].element_bytes > 0;
-        slab->is_zero[i] =
-            is_there && lh_store_is_zero(engine->store, unit->states[i].extent, slot);
-        if (is_there && !slab->is_zero[i])
-            array_read(engine, chunk, i, slot);
+        uint32_t extent = unit->states[i].extent;
+        uint64_t offset = chunk->first * unit->states[i].element_bytes;
+        uint64_t bytes = chunk->count * unit->states[i].element_bytes;
+        uint32_t count = 0;
+        slab->is_zero[i] = bytes > 0 && lh_store_is_zero(engine->store, extent, slot);
+        if (bytes == 0 || slab->is_zero[i])
+            continue;
+        const uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
+        LH_ASSERT(lh_div_ceil(offset + bytes, LH_CHECKSUM_BYTES) <= count);
+        memcpy(slab->expected[i], checksums + offset / LH_CHECKSUM_BYTES,
+               lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
+        slab->transfers[i] = (struct lh_transfer){
+            .source = &engine->transfers.store,
+            .done = read_done,
+            .kind = LH_IO_KIND_READ,
+            .priority = LH_PRIORITY_STATE,
+            .link = LH_ENGINE_LINK_STATE_READ,
+            .unit = chunk->unit,
+            .slab = slab_index,
+            .step = lh_core_step(engine),
+            .extent = extent,
+            .slot = slot,
+            .offset = offset,
+            .bytes = bytes,
+            .buffer = lh_slab_array(slab, unit, i, chunk->count),
+        };
+        slab->pending++;
+        chunk->read_bytes += bytes;
+        lh_transfer_submit(engine, &slab->transfers[i]);
     }
     lh_update_plan_reread(engine, chunk);
     LH_FEATURE_CALL(engine, chunk_read, chunk);
@@ -155,7 +145,7 @@ static void update_run(struct lh_exec_job *job)
             memset(lh_slab_array(slab, unit, i, chunk->count), 0,
                    chunk->count * unit->states[i].element_bytes);
     }
-    slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
+    slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
 }
 
 /*
@@ -236,9 +226,7 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
         /* The unit's bytes in memory are now those for the next step; release its gradients. */
         LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING && unit->update.is_counted);
         lh_gradient_release_unit(engine, unit);
-        lh_gradient_unhold(engine, unit->update.gradient_bytes);
         lh_unit_make_ready(engine, unit);
-        lh_core_notify(engine);
     }
     bool may_write = LH_FEATURE_ALL(engine, chunk_may_write, chunk);
     if (may_write)
@@ -338,6 +326,7 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
             desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0};
         unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, sizeof(float)};
         unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, sizeof(float)};
+        LH_ASSERT(desc->elements == 0 || desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
         unit->chunk_first = engine->chunk_count;
         for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
             uint32_t index = engine->chunk_count++;

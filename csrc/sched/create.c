@@ -93,6 +93,7 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " bytes of scalars",
                             engine->scalar_bytes_max);
     engine->param_steps = lh_scalars_begin(engine->scalars, engine->param_count, 0);
+    LH_ASSERT(lh_is_aligned((uintptr_t)engine->param_steps, sizeof(uint64_t)));
     engine->scalar_bytes = overhead;
     engine->step = lh_store_step(engine->store);
     engine->committed_step = engine->step;

@@ -105,8 +105,6 @@ void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
     lh_gradient_release_unit(engine, unit);
     for (uint32_t i = 0; i < unit->chunk_count; i++)
         LH_FEATURE_CALL(engine, chunk_consumed, &engine->chunks[unit->chunk_first + i]);
-    lh_gradient_unhold_unit(engine, unit);
-    lh_core_notify(engine);
 }
 
 /*

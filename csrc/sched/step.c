@@ -182,6 +182,7 @@ static void commit_begin(struct lh_engine *engine, bool is_of_flush)
 {
     struct lh_error err = {0};
     LH_ASSERT(engine->commit_in_flight == 0 && engine->updates.chunks_busy == 0);
+    LH_ASSERT(engine->scalar_bytes <= engine->scalar_bytes_max);
     engine->commit_is_late = false;
     if (lh_store_commit_begin(engine->store, engine->step, engine->scalars, engine->scalar_bytes,
                               &err) < 0) {

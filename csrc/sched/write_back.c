@@ -227,6 +227,7 @@ bool lh_write_back_dirty(struct lh_engine *engine, uint64_t step)
         uint32_t chunk = engine->slabs[i].chunk;
         if (chunk == LH_CHUNK_NONE || !engine->chunks[chunk].is_dirty)
             continue;
+        LH_ASSERT(engine->chunks[chunk].slab == i);
         states_write_dirty(engine, &engine->chunks[chunk], step);
         moved = true;
     }
