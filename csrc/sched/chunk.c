@@ -237,37 +237,36 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
 static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, struct lh_slab *slab)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    uint64_t residual_bytes = unit->states[0].element_bytes;
-    bool has_residual = residual_bytes > 0;
-    uint64_t first = chunk->first;
-    LH_ASSERT(first + chunk->count <= unit->desc.elements);
-    uint8_t *arrays[LH_STATE_ARRAY_COUNT];
-    const uint32_t *expected[LH_STATE_ARRAY_COUNT];
+    uint64_t param_offset = chunk->first * lh_dtype_bytes(unit->desc.dtype);
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
+    uint8_t *arrays[LH_STATE_ARRAY_COUNT] = {NULL};
+    const uint32_t *expected[LH_STATE_ARRAY_COUNT] = {NULL};
+    uint32_t *checksums[LH_STATE_ARRAY_COUNT] = {NULL};
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        const struct lh_unit_state_array *array = &unit->states[i];
+        if (array->element_bytes == 0)
+            continue;
         arrays[i] = lh_slab_array(slab, unit, i, chunk->count);
         expected[i] = engine->opts.verify && !slab->is_zero[i] ? slab->expected[i] : NULL;
+        checksums[i] =
+            lh_chunk_checksums(engine, unit, array->extent, chunk->first * array->element_bytes);
     }
     slab->adam = (struct lh_adam_chunk){
-        .param = engine->region + unit->offset + first * param_bytes,
-        .residual = has_residual ? arrays[0] : NULL,
+        .param = engine->region + unit->offset + param_offset,
+        .residual = arrays[0],
         .moment1 = (float *)arrays[1],
         .moment2 = (float *)arrays[2],
         .count = chunk->count,
         .param_dtype = unit->desc.dtype,
         .segments = slab->segments,
         .segment_count = segments_fill(engine, chunk, slab->segments),
-        .residual_expected = has_residual ? expected[0] : NULL,
+        .residual_expected = expected[0],
         .moment1_expected = expected[1],
         .moment2_expected = expected[2],
-        .param_checksums =
-            lh_chunk_checksums(engine, unit, unit->desc.param_extent, first * param_bytes),
-        .residual_checksums = has_residual
-                                  ? lh_chunk_checksums(engine, unit, unit->desc.residual_extent,
-                                                       first * residual_bytes)
-                                  : NULL,
-        .moment1_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment1_extent, first * 4),
-        .moment2_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment2_extent, first * 4),
+        .param_checksums = lh_chunk_checksums(engine, unit, unit->desc.param_extent, param_offset),
+        .residual_checksums = checksums[0],
+        .moment1_checksums = checksums[1],
+        .moment2_checksums = checksums[2],
     };
 }
 

@@ -127,12 +127,6 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
     lh_update_consider(engine, index);
 }
 
-bool lh_unit_claim(struct lh_unit *unit)
-{
-    uint32_t expected = LH_UNIT_READY_BIT;
-    return atomic_compare_exchange_strong(&unit->shared.word, &expected, 0);
-}
-
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
     return engine->dev ? !unit->copy.is_copying : lh_unit_claim(unit);

@@ -96,8 +96,6 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
 void lh_unit_release(struct lh_engine *engine, uint32_t unit);
 /* The unit's bytes are where computation reads them: give a pin to each waiting thread. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
-/* Take the unit away from training threads. Returns false if the unit is pinned. */
-bool lh_unit_claim(struct lh_unit *unit);
 /*
  * Take the unit's bytes in main memory away from their readers. Returns false if the bytes are
  * being read.
@@ -111,6 +109,13 @@ bool lh_unit_pump(struct lh_engine *engine);
 static inline uint32_t lh_unit_pins(const struct lh_unit *unit)
 {
     return atomic_load(&unit->shared.word) & ~LH_UNIT_READY_BIT;
+}
+
+/* Take the unit away from training threads. Returns false if the unit is pinned. */
+static inline bool lh_unit_claim(struct lh_unit *unit)
+{
+    uint32_t expected = LH_UNIT_READY_BIT;
+    return atomic_compare_exchange_strong(&unit->shared.word, &expected, 0);
 }
 
 #endif

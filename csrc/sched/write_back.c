@@ -137,27 +137,13 @@ static void states_write(struct lh_engine *engine, struct lh_chunk *chunk, uint6
     chunk->is_dirty = false;
 }
 
-static void param_write(struct lh_engine *engine, struct lh_chunk *chunk, uint64_t step)
-{
-    const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    uint64_t offset = chunk->first * param_bytes;
-    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
-    write_submit(engine, &engine->slabs[chunk->slab], LH_STATE_ARRAY_COUNT,
-                 (struct lh_transfer){
-                     .link = LH_ENGINE_LINK_PARAM_WRITE,
-                     .step = step,
-                     .extent = unit->desc.param_extent,
-                     .offset = offset,
-                     .bytes = chunk->count * param_bytes,
-                     .buffer = engine->region + unit->offset + offset,
-                 });
-}
-
 void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
     uint64_t step = lh_core_step(engine);
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
     LH_ASSERT(chunk->computed_step == step && slab->pending == 0);
     LH_ASSERT(!chunk->is_flushing && engine->updates.chunks_busy > 0);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
@@ -167,7 +153,15 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
     if (!chunk->is_dirty)
         states_write(engine, chunk, step);
     if (param_is_due(engine, chunk->unit, step))
-        param_write(engine, chunk, step);
+        write_submit(engine, slab, LH_STATE_ARRAY_COUNT,
+                     (struct lh_transfer){
+                         .link = LH_ENGINE_LINK_PARAM_WRITE,
+                         .step = step,
+                         .extent = unit->desc.param_extent,
+                         .offset = chunk->first * param_bytes,
+                         .bytes = chunk->count * param_bytes,
+                         .buffer = engine->region + unit->offset + chunk->first * param_bytes,
+                     });
     if (slab->pending == 0)
         written(engine, chunk);
 }
