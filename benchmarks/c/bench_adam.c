@@ -113,7 +113,7 @@ static void chunk_work(const struct bench *bench, const struct lh_adam_run *run,
     };
     struct lh_adam_mismatch mismatch;
 
-    if (lh_adam_chunk_update_by(bench->kernel, &chunk, &mismatch) != 0) {
+    if (lh_adam_chunk_update(bench->kernel, &chunk, &mismatch) != 0) {
         fprintf(stderr, "array %d, block %llu: a checksum differs\n", (int)mismatch.array,
                 (unsigned long long)mismatch.block);
         exit(1);

@@ -201,11 +201,10 @@ struct lh_adam_mismatch {
  * written. Returns 0, or -EILSEQ and the first mismatch (in the block that ends first; among blocks
  * that end together, the order is residual, moment1, moment2). After a mismatch, the chunk's bytes
  * are garbage and must not be written.
+ *
+ * kernel: one of lh_adam_kernels(), for tests and benchmarks; NULL: the best one.
  */
-int lh_adam_chunk_update(const struct lh_adam_chunk *chunk, struct lh_adam_mismatch *mismatch_out);
-
-/* The same with a given kernel of lh_adam_kernels(), for tests and benchmarks. */
-int lh_adam_chunk_update_by(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
-                            struct lh_adam_mismatch *mismatch_out);
+int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
+                         struct lh_adam_mismatch *mismatch_out);
 
 #endif

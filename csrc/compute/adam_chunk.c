@@ -24,88 +24,28 @@
 _Static_assert(WINDOW_ELEMENTS % LH_ADAM_TILE_ELEMENTS == 0, "windows are whole tiles");
 _Static_assert(LH_ADAM_TILE_ELEMENTS % LH_ADAM_FOLD_ELEMENTS == 0, "tiles are whole words");
 
+struct stream {
+    const char *array;
+    uint64_t element_bytes;
+    const uint32_t *expected; /* the checksums of what is read; NULL: not checked */
+    uint32_t *checksums;      /* where the checksums of what is written are stored, or NULL */
+    uint32_t crc;
+};
+
 struct walk {
     const struct lh_adam_kernel *kernel;
     const struct lh_adam_chunk *chunk;
     bool checksums; /* whether any checksums are checked or stored; if not, none are computed */
-    uint32_t crcs[LH_ADAM_STREAM_COUNT];
+    struct stream streams[LH_ADAM_STREAM_COUNT];
 };
-
-static uint64_t stream_element_bytes(const struct walk *walk, int stream)
-{
-    switch ((enum lh_adam_stream)stream) {
-    case LH_ADAM_STREAM_PARAM:
-        return lh_dtype_bytes(walk->chunk->param_dtype);
-    case LH_ADAM_STREAM_RESIDUAL:
-    case LH_ADAM_STREAM_RESIDUAL_READ:
-        return lh_adam_residual_bytes(walk->chunk->param_dtype);
-    default:
-        return 4;
-    }
-}
-
-static const void *stream_array(const struct lh_adam_chunk *chunk, int stream)
-{
-    switch ((enum lh_adam_stream)stream) {
-    case LH_ADAM_STREAM_PARAM:
-        return chunk->param;
-    case LH_ADAM_STREAM_RESIDUAL:
-    case LH_ADAM_STREAM_RESIDUAL_READ:
-        return chunk->residual;
-    case LH_ADAM_STREAM_MOMENT1:
-    case LH_ADAM_STREAM_MOMENT1_READ:
-        return chunk->moment1;
-    default:
-        return chunk->moment2;
-    }
-}
-
-/* The expected checksums of a stream that is read; NULL: not checked. */
-static const uint32_t *stream_expected(const struct lh_adam_chunk *chunk, int stream)
-{
-    switch ((enum lh_adam_stream)stream) {
-    case LH_ADAM_STREAM_RESIDUAL_READ:
-        return chunk->residual ? chunk->residual_expected : NULL;
-    case LH_ADAM_STREAM_MOMENT1_READ:
-        return chunk->moment1_expected;
-    case LH_ADAM_STREAM_MOMENT2_READ:
-        return chunk->moment2_expected;
-    default:
-        return NULL;
-    }
-}
-
-static uint32_t *stream_checksums(const struct lh_adam_chunk *chunk, int stream)
-{
-    switch ((enum lh_adam_stream)stream) {
-    case LH_ADAM_STREAM_PARAM:
-        return chunk->param_checksums;
-    case LH_ADAM_STREAM_RESIDUAL:
-        return chunk->residual ? chunk->residual_checksums : NULL;
-    case LH_ADAM_STREAM_MOMENT1:
-        return chunk->moment1_checksums;
-    case LH_ADAM_STREAM_MOMENT2:
-        return chunk->moment2_checksums;
-    default:
-        return NULL;
-    }
-}
-
-static bool stream_is_wanted(const struct lh_adam_chunk *chunk, int stream)
-{
-    return stream_expected(chunk, stream) || stream_checksums(chunk, stream);
-}
 
 /* Extend the checksums of streams [begin, end) by elements [first, first + count). */
 static void streams_chain(struct walk *walk, int begin, int end, uint64_t first, uint64_t count)
 {
-    for (int stream = begin; stream < end; stream++) {
-        uint64_t bytes = stream_element_bytes(walk, stream);
-
-        if (stream_is_wanted(walk->chunk, stream))
-            walk->crcs[stream] = lh_crc32c(
-                walk->crcs[stream], (const char *)stream_array(walk->chunk, stream) + first * bytes,
-                count * bytes);
+    for (struct stream *stream = walk->streams + begin; stream < walk->streams + end; stream++) {
+        if (stream->expected || stream->checksums)
+            stream->crc = lh_crc32c(stream->crc, stream->array + first * stream->element_bytes,
+                                    count * stream->element_bytes);
     }
 }
 
@@ -161,10 +101,13 @@ static void piece_by_checking(struct walk *walk, const struct lh_adam_segment *s
     uint32_t crcs[LH_ADAM_STREAM_COUNT];
 
     walk->kernel->run_checking(&run, &segment->scalars, crcs);
-    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
-        if (stream_is_wanted(walk->chunk, stream))
-            walk->crcs[stream] = lh_crc32c_combine(walk->crcs[stream] ^ UINT32_MAX, crcs[stream],
-                                                   count * stream_element_bytes(walk, stream));
+    for (int i = 0; i < LH_ADAM_STREAM_COUNT; i++) {
+        struct stream *stream = walk->streams + i;
+
+        if (stream->expected || stream->checksums)
+            stream->crc =
+                lh_crc32c_combine(stream->crc ^ UINT32_MAX, crcs[i], count * stream->element_bytes);
+    }
 }
 
 /* Update elements [first, end), which are inside segment and one window. */
@@ -196,25 +139,23 @@ static int blocks_end(struct walk *walk, uint64_t end, struct lh_adam_mismatch *
         [LH_ADAM_STREAM_MOMENT1_READ] = LH_ADAM_ARRAY_MOMENT1,
         [LH_ADAM_STREAM_MOMENT2_READ] = LH_ADAM_ARRAY_MOMENT2,
     };
-    const struct lh_adam_chunk *chunk = walk->chunk;
 
-    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++) {
-        uint64_t end_bytes = end * stream_element_bytes(walk, stream);
-        const uint32_t *expected = stream_expected(chunk, stream);
-        uint32_t *checksums = stream_checksums(chunk, stream);
+    for (int i = 0; i < LH_ADAM_STREAM_COUNT; i++) {
+        struct stream *stream = walk->streams + i;
+        uint64_t end_bytes = end * stream->element_bytes;
         uint64_t block;
 
-        if (end < chunk->count && !lh_is_aligned(end_bytes, LH_CHECKSUM_BYTES))
+        if (end < walk->chunk->count && !lh_is_aligned(end_bytes, LH_CHECKSUM_BYTES))
             continue;
         block = lh_div_ceil(end_bytes, LH_CHECKSUM_BYTES) - 1;
-        if (checksums)
-            checksums[block] = walk->crcs[stream];
-        if (expected && expected[block] != walk->crcs[stream]) {
-            *mismatch_out = (struct lh_adam_mismatch){arrays[stream], block, expected[block],
-                                                      walk->crcs[stream]};
+        if (stream->checksums)
+            stream->checksums[block] = stream->crc;
+        if (stream->expected && stream->expected[block] != stream->crc) {
+            *mismatch_out =
+                (struct lh_adam_mismatch){arrays[i], block, stream->expected[block], stream->crc};
             return -EILSEQ;
         }
-        walk->crcs[stream] = 0;
+        stream->crc = 0;
     }
     return 0;
 }
@@ -265,28 +206,44 @@ static void chunk_assert(const struct lh_adam_chunk *chunk)
     LH_ASSERT(end <= chunk->count);
 }
 
-int lh_adam_chunk_update_by(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
-                            struct lh_adam_mismatch *mismatch_out)
+int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
+                         struct lh_adam_mismatch *mismatch_out)
 {
-    struct walk walk = {.kernel = kernel, .chunk = chunk};
+    uint64_t param_bytes = lh_dtype_bytes(chunk->param_dtype);
+    uint64_t residual_bytes = lh_adam_residual_bytes(chunk->param_dtype);
+    bool has_residual = chunk->residual != NULL;
+    struct walk walk = {
+        .kernel = kernel,
+        .chunk = chunk,
+        .streams =
+            {
+                [LH_ADAM_STREAM_PARAM] = {chunk->param, param_bytes, NULL, chunk->param_checksums},
+                [LH_ADAM_STREAM_RESIDUAL] = {chunk->residual, residual_bytes, NULL,
+                                             has_residual ? chunk->residual_checksums : NULL},
+                [LH_ADAM_STREAM_MOMENT1] = {(char *)chunk->moment1, 4, NULL,
+                                            chunk->moment1_checksums},
+                [LH_ADAM_STREAM_MOMENT2] = {(char *)chunk->moment2, 4, NULL,
+                                            chunk->moment2_checksums},
+                [LH_ADAM_STREAM_RESIDUAL_READ] = {chunk->residual, residual_bytes,
+                                                  has_residual ? chunk->residual_expected : NULL},
+                [LH_ADAM_STREAM_MOMENT1_READ] = {(char *)chunk->moment1, 4,
+                                                 chunk->moment1_expected},
+                [LH_ADAM_STREAM_MOMENT2_READ] = {(char *)chunk->moment2, 4,
+                                                 chunk->moment2_expected},
+            },
+    };
     fenv_t environment;
     int rc;
 
     chunk_assert(chunk);
+    if (!kernel)
+        lh_adam_kernels(&walk.kernel);
     *mismatch_out = (struct lh_adam_mismatch){0};
-    for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
-        walk.checksums |= stream_is_wanted(chunk, stream);
+    for (int i = 0; i < LH_ADAM_STREAM_COUNT; i++)
+        walk.checksums |= walk.streams[i].expected || walk.streams[i].checksums;
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);
     rc = chunk_walk(&walk, mismatch_out);
     fesetenv(&environment);
     return rc;
-}
-
-int lh_adam_chunk_update(const struct lh_adam_chunk *chunk, struct lh_adam_mismatch *mismatch_out)
-{
-    const struct lh_adam_kernel *best;
-
-    lh_adam_kernels(&best);
-    return lh_adam_chunk_update_by(best, chunk, mismatch_out);
 }

@@ -11,11 +11,6 @@
 /* The limit for all trials together: planning time is quadratic, some ms for a thousand events. */
 #define TRIAL_EVENT_COUNT_MAX 4096
 
-bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
-{
-    return state->holds_all || state->units[unit].always;
-}
-
 static uint64_t load_bytes(const struct lh_residency_unit *unit)
 {
     return unit->load_bytes > 0 ? unit->load_bytes : unit->bytes;

@@ -108,7 +108,10 @@ void lh_residency_reset(struct lh_residency *state);
 /* Mark unit, which is not resident, as resident at offset, where a plan loaded it. */
 void lh_residency_put(struct lh_residency *state, uint32_t unit, uint64_t offset);
 /* Whether unit has a fixed place: once resident, it stays resident. */
-bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit);
+static inline bool lh_residency_has_place(const struct lh_residency *state, uint32_t unit)
+{
+    return state->holds_all || state->units[unit].always;
+}
 /* Copy a state; both were initialised with the same units. */
 void lh_residency_copy(struct lh_residency *target, const struct lh_residency *source);
 

@@ -78,7 +78,7 @@ static int chunk_update(const struct work *work, const struct lh_adam_run *run, 
     };
     struct lh_adam_mismatch mismatch;
 
-    return lh_adam_chunk_update_by(work->kernel, &chunk, &mismatch);
+    return lh_adam_chunk_update(work->kernel, &chunk, &mismatch);
 }
 
 static void *work_run(void *context)

@@ -279,19 +279,14 @@ void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
     engine->hypers[(lh_engine_step(engine) + 1) % 2][group] = *hyper;
 }
 
-static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
-{
-    (void)argument;
-    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]);
-}
-
 /*
  * Whether all steps are over, and no flush or abort is pending whose caller was interrupted (such a
  * flush may be committing the scalars of a close).
  */
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
-    return steps_are_over(engine, argument) &&
+    (void)argument;
+    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]) &&
            !lh_request_is_pending(&engine->requests[LH_REQUEST_FLUSH]) &&
            !lh_request_is_pending(&engine->requests[LH_REQUEST_ABORT]);
 }
@@ -300,7 +295,7 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
 {
     if (all_is_over(engine, 0))
         return 1;
-    if (!steps_are_over(engine, 0))
+    if (lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]))
         lh_engine_post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
     return lh_engine_wait_until(engine, all_is_over, 0, timeout_ms);
 }
@@ -308,7 +303,8 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
                        enum lh_dtype dtype)
 {
-    LH_ASSERT(param < engine->param_count && steps_are_over(engine, 0));
+    LH_ASSERT(param < engine->param_count);
+    LH_ASSERT(!lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]));
     LH_ASSERT(dtype <= LH_DTYPE_F16);
     LH_ASSERT(engine->params[param].unit < engine->opts.unit_count);
     LH_ASSERT(engine->gradient_steps[param] <= engine->open_step);
@@ -375,6 +371,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     if (scalar_bytes > engine->scalar_bytes_max - overhead)
         return -E2BIG;
     /* The previous step is over, so no commit is reading engine->scalars. */
+    lh_scalars_begin(engine->scalars, engine->param_count, scalar_bytes);
     memcpy(engine->scalars + overhead, scalars, scalar_bytes);
     lh_request_send(engine, LH_REQUEST_CLOSE);
     engine->open_step++;
@@ -422,6 +419,12 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
     int result = atomic_load(&engine->abort_result);
     LH_ASSERT(result <= 0);
     return result < 0 ? result : 1;
+}
+
+static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
+{
+    (void)argument;
+    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]);
 }
 
 static int flush_send(struct lh_engine *engine, bool commit, int timeout_ms)
@@ -501,7 +504,7 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
     LH_ASSERT(engine->shared.is_paused);
     if (lh_store_is_staged(engine->store, unit->desc.store_group))
         engine->has_edits = true;
-    lh_update_end_forget_unit(engine, index);
+    lh_step_forget_unit(engine, index);
     if (unit->state == LH_UNIT_STATE_READY)
         lh_unit_forget(engine, index);
     LH_FEATURE_CALL(engine, unit_forgotten, unit);

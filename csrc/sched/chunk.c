@@ -13,7 +13,7 @@ void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum l
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, chunk->unit);
     bool is_computed = chunk->computed_step == lh_core_step(engine);
-    LH_ASSERT(lh_states_chunk_may(chunk->state, state));
+    LH_ASSERT(lh_states_may(lh_states_chunk, (int)chunk->state, (int)state));
     if (chunk->state == LH_CHUNK_STATE_LOADED && !is_computed) {
         LH_ASSERT(unit->update.chunks_loaded > 0);
         LH_ASSERT(chunk->is_kept || unit->update.chunks_to_pass > 0);
@@ -49,24 +49,6 @@ void lh_chunk_recount(struct lh_engine *engine)
     engine->updates.ahead_first = 0;
 }
 
-uint32_t lh_chunk_extent(const struct lh_unit *unit, uint32_t array)
-{
-    const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
-        unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
-    LH_ASSERT(array < LH_STATE_ARRAY_COUNT);
-    return extents[array];
-}
-
-uint64_t lh_chunk_element_bytes(const struct lh_unit *unit, uint32_t array)
-{
-    LH_ASSERT(array < LH_STATE_ARRAY_COUNT);
-    if (array > 0)
-        return sizeof(float);
-    return unit->desc.residual_extent == LH_ENGINE_EXTENT_NONE
-               ? 0
-               : lh_adam_residual_bytes(unit->desc.dtype);
-}
-
 uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
                              uint64_t offset)
 {
@@ -77,52 +59,12 @@ uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *uni
     return checksums + offset / LH_CHECKSUM_BYTES;
 }
 
-static void loaded(struct lh_engine *engine, struct lh_chunk *chunk)
-{
-    LH_ASSERT(engine->slabs[chunk->slab].pending == 0);
-    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
-}
-
 static void read_done(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_slab *slab = &engine->slabs[transfer->slab];
     LH_ASSERT(slab->pending > 0 && !slab->is_lent);
     if (--slab->pending == 0)
-        loaded(engine, &engine->chunks[slab->chunk]);
-}
-
-/* Read one array (R, M or V) of a chunk into the chunk's slab. */
-static void array_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t array)
-{
-    const struct lh_unit *unit = &engine->units[chunk->unit];
-    struct lh_slab *slab = &engine->slabs[chunk->slab];
-    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
-    uint32_t extent = lh_chunk_extent(unit, array);
-    uint64_t offset = chunk->first * lh_chunk_element_bytes(unit, array);
-    uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, array);
-    uint32_t count = 0;
-    const uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
-    LH_ASSERT(lh_div_ceil(offset + bytes, LH_CHECKSUM_BYTES) <= count);
-    memcpy(slab->expected[array], checksums + offset / LH_CHECKSUM_BYTES,
-           lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
-    slab->transfers[array] = (struct lh_transfer){
-        .source = &engine->transfers.store,
-        .done = read_done,
-        .kind = LH_IO_KIND_READ,
-        .priority = LH_PRIORITY_STATE,
-        .link = LH_ENGINE_LINK_STATE_READ,
-        .unit = chunk->unit,
-        .slab = chunk->slab,
-        .step = lh_core_step(engine),
-        .extent = extent,
-        .slot = slot,
-        .offset = offset,
-        .bytes = bytes,
-        .buffer = lh_slab_array(slab, unit, array, chunk->count),
-    };
-    slab->pending++;
-    chunk->read_bytes += bytes;
-    lh_transfer_submit(engine, &slab->transfers[array]);
+        lh_chunk_state_set(engine, &engine->chunks[slab->chunk], LH_CHUNK_STATE_LOADED);
 }
 
 void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t slab_index)
@@ -139,16 +81,40 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
     chunk->read_step = lh_core_step(engine);
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        bool is_there = lh_chunk_element_bytes(unit, i) > 0;
-        slab->is_zero[i] =
-            is_there && lh_store_is_zero(engine->store, lh_chunk_extent(unit, i), slot);
-        if (is_there && !slab->is_zero[i])
-            array_read(engine, chunk, i);
+        uint32_t extent = unit->states[i].extent;
+        uint64_t offset = chunk->first * unit->states[i].element_bytes;
+        uint64_t bytes = chunk->count * unit->states[i].element_bytes;
+        uint32_t count = 0;
+        slab->is_zero[i] = bytes > 0 && lh_store_is_zero(engine->store, extent, slot);
+        if (bytes == 0 || slab->is_zero[i])
+            continue;
+        const uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
+        LH_ASSERT(lh_div_ceil(offset + bytes, LH_CHECKSUM_BYTES) <= count);
+        memcpy(slab->expected[i], checksums + offset / LH_CHECKSUM_BYTES,
+               lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
+        slab->transfers[i] = (struct lh_transfer){
+            .source = &engine->transfers.store,
+            .done = read_done,
+            .kind = LH_IO_KIND_READ,
+            .priority = LH_PRIORITY_STATE,
+            .link = LH_ENGINE_LINK_STATE_READ,
+            .unit = chunk->unit,
+            .slab = slab_index,
+            .step = lh_core_step(engine),
+            .extent = extent,
+            .slot = slot,
+            .offset = offset,
+            .bytes = bytes,
+            .buffer = lh_slab_array(slab, unit, i, chunk->count),
+        };
+        slab->pending++;
+        chunk->read_bytes += bytes;
+        lh_transfer_submit(engine, &slab->transfers[i]);
     }
     lh_update_plan_reread(engine, chunk);
     LH_FEATURE_CALL(engine, chunk_read, chunk);
     if (slab->pending == 0)
-        loaded(engine, chunk);
+        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
 }
 
 void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
@@ -177,9 +143,9 @@ static void update_run(struct lh_exec_job *job)
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         if (slab->is_zero[i])
             memset(lh_slab_array(slab, unit, i, chunk->count), 0,
-                   chunk->count * lh_chunk_element_bytes(unit, i));
+                   chunk->count * unit->states[i].element_bytes);
     }
-    slab->result = lh_adam_chunk_update(&slab->adam, &slab->mismatch);
+    slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
 }
 
 /*
@@ -226,11 +192,11 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
                                  "second moment"};
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
     uint64_t offset =
-        chunk->first * lh_chunk_element_bytes(unit, array) + bad->block * LH_CHECKSUM_BYTES;
+        chunk->first * unit->states[array].element_bytes + bad->block * LH_CHECKSUM_BYTES;
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     struct lh_store_piece piece = {0};
     struct lh_error err = {0};
-    int count = lh_store_map(engine->store, lh_chunk_extent(unit, array), slot, offset,
+    int count = lh_store_map(engine->store, unit->states[array].extent, slot, offset,
                              LH_BLOCK_BYTES, &piece, 1);
     LH_ASSERT(count == 1);
     lh_error_set(&err, -EILSEQ,
@@ -240,20 +206,6 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
                  lh_store_file_path(engine->store, piece.file_index), offset, piece.file_offset,
                  bad->actual, bad->expected);
     lh_core_fail(engine, &err);
-}
-
-/*
- * All chunks of a unit are computed: the unit's bytes in memory are now those for the next step,
- * and the unit's gradients are released.
- */
-static void unit_computed(struct lh_engine *engine, struct lh_unit *unit)
-{
-    LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
-    LH_ASSERT(unit->update.is_queued && unit->update.is_counted);
-    lh_gradient_release_unit(engine, unit);
-    lh_gradient_unhold(engine, unit->update.gradient_bytes);
-    lh_unit_make_ready(engine, unit);
-    lh_core_notify(engine);
 }
 
 static void computed(struct lh_engine *engine, struct lh_job *job)
@@ -270,8 +222,12 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
     LH_FEATURE_CALL(engine, chunk_consumed, chunk);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTED);
     LH_ASSERT(unit->update.chunks_computed < unit->chunk_count);
-    if (++unit->update.chunks_computed == unit->chunk_count)
-        unit_computed(engine, unit);
+    if (++unit->update.chunks_computed == unit->chunk_count) {
+        /* The unit's bytes in memory are now those for the next step; release its gradients. */
+        LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING && unit->update.is_counted);
+        lh_gradient_release_unit(engine, unit);
+        lh_unit_make_ready(engine, unit);
+    }
     bool may_write = LH_FEATURE_ALL(engine, chunk_may_write, chunk);
     if (may_write)
         lh_write_back_chunk(engine, chunk);
@@ -281,37 +237,36 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
 static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, struct lh_slab *slab)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    uint64_t residual_bytes = lh_chunk_element_bytes(unit, 0);
-    bool has_residual = residual_bytes > 0;
-    uint64_t first = chunk->first;
-    LH_ASSERT(first + chunk->count <= unit->desc.elements);
-    uint8_t *arrays[LH_STATE_ARRAY_COUNT];
-    const uint32_t *expected[LH_STATE_ARRAY_COUNT];
+    uint64_t param_offset = chunk->first * lh_dtype_bytes(unit->desc.dtype);
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
+    uint8_t *arrays[LH_STATE_ARRAY_COUNT] = {NULL};
+    const uint32_t *expected[LH_STATE_ARRAY_COUNT] = {NULL};
+    uint32_t *checksums[LH_STATE_ARRAY_COUNT] = {NULL};
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        const struct lh_unit_state_array *array = &unit->states[i];
+        if (array->element_bytes == 0)
+            continue;
         arrays[i] = lh_slab_array(slab, unit, i, chunk->count);
         expected[i] = engine->opts.verify && !slab->is_zero[i] ? slab->expected[i] : NULL;
+        checksums[i] =
+            lh_chunk_checksums(engine, unit, array->extent, chunk->first * array->element_bytes);
     }
     slab->adam = (struct lh_adam_chunk){
-        .param = engine->region + unit->offset + first * param_bytes,
-        .residual = has_residual ? arrays[0] : NULL,
+        .param = engine->region + unit->offset + param_offset,
+        .residual = arrays[0],
         .moment1 = (float *)arrays[1],
         .moment2 = (float *)arrays[2],
         .count = chunk->count,
         .param_dtype = unit->desc.dtype,
         .segments = slab->segments,
         .segment_count = segments_fill(engine, chunk, slab->segments),
-        .residual_expected = has_residual ? expected[0] : NULL,
+        .residual_expected = expected[0],
         .moment1_expected = expected[1],
         .moment2_expected = expected[2],
-        .param_checksums =
-            lh_chunk_checksums(engine, unit, unit->desc.param_extent, first * param_bytes),
-        .residual_checksums = has_residual
-                                  ? lh_chunk_checksums(engine, unit, unit->desc.residual_extent,
-                                                       first * residual_bytes)
-                                  : NULL,
-        .moment1_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment1_extent, first * 4),
-        .moment2_checksums = lh_chunk_checksums(engine, unit, unit->desc.moment2_extent, first * 4),
+        .param_checksums = lh_chunk_checksums(engine, unit, unit->desc.param_extent, param_offset),
+        .residual_checksums = checksums[0],
+        .moment1_checksums = checksums[1],
+        .moment2_checksums = checksums[2],
     };
 }
 
@@ -321,7 +276,7 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t element_bytes =
-        2 * lh_dtype_bytes(unit->desc.dtype) + 16 + 2 * lh_chunk_element_bytes(unit, 0);
+        2 * lh_dtype_bytes(unit->desc.dtype) + 16 + 2 * unit->states[0].element_bytes;
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
@@ -364,6 +319,13 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " chunks", count);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
+        const struct lh_engine_unit *desc = &unit->desc;
+        bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
+        unit->states[0] = (struct lh_unit_state_array){
+            desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0};
+        unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, sizeof(float)};
+        unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, sizeof(float)};
+        LH_ASSERT(desc->elements == 0 || desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
         unit->chunk_first = engine->chunk_count;
         for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
             uint32_t index = engine->chunk_count++;

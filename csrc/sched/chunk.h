@@ -4,7 +4,7 @@
  * A chunk's states R, M, V in a slab:
  *
  *      IDLE -> READING         lh_chunk_read        a slab is its own
- *      READING -> LOADED       loaded               all reads are done
+ *      READING -> LOADED       read_done            all reads are done
  *      LOADED -> READING       lh_chunk_reads_more  a feature reads more beside the states
  *      LOADED -> COMPUTING     lh_chunk_compute     its unit is UPDATING
  *      COMPUTING -> COMPUTED   computed             the job is done
@@ -59,11 +59,6 @@ void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk,
                         enum lh_chunk_state state);
 /* Recount the LOADED chunks, at the start of a step and when computed chunks are discarded. */
 void lh_chunk_recount(struct lh_engine *engine);
-/*
- * The extent of array (R, M or V, in a slab's order), and its bytes per element (0: no such array).
- */
-uint32_t lh_chunk_extent(const struct lh_unit *unit, uint32_t array);
-uint64_t lh_chunk_element_bytes(const struct lh_unit *unit, uint32_t array);
 /* The checksums of a unit's extent from offset on, in the slot to which the step writes. */
 uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *unit, uint32_t extent,
                              uint64_t offset);

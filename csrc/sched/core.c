@@ -68,14 +68,6 @@ struct lh_engine_step_stats *lh_core_stats(struct lh_engine *engine, uint64_t st
     return step == 0 ? &engine->stats_other : &engine->stats[step % 2];
 }
 
-uint64_t lh_core_step(const struct lh_engine *engine)
-{
-    bool is_closed =
-        engine->step_state == LH_STEP_STATE_CLOSED ||
-        (engine->step_state == LH_STEP_STATE_COMMITTING && !engine->commit_is_of_flush);
-    return is_closed ? engine->step : engine->step + 1;
-}
-
 void lh_core_device_fail(struct lh_engine *engine, const struct lh_error *cause, const char *what)
 {
     struct lh_error err = {0};

@@ -26,8 +26,6 @@ int lh_core_fail_code(struct lh_engine *engine);
 
 /* The counters of a step that is not over. Step 0: counters of work that belongs to no step. */
 struct lh_engine_step_stats *lh_core_stats(struct lh_engine *engine, uint64_t step);
-/* The number of the oldest step that is not over. */
-uint64_t lh_core_step(const struct lh_engine *engine);
 void lh_core_trace_add(struct lh_engine *engine, struct lh_engine_trace_event event);
 
 #endif

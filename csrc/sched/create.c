@@ -51,8 +51,6 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     engine->units = lh_alloc_zeroed(alloc, units, sizeof(*engine->units));
     engine->params =
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->params));
-    engine->param_steps =
-        lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(uint64_t));
     engine->gradient_steps =
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(uint64_t));
     engine->gradients =
@@ -66,8 +64,8 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
         if (!engine->trace)
             return lh_error_set(err, -ENOMEM, "no memory for %u trace events", opts->trace_count);
     }
-    if (!engine->units || !engine->params || !engine->param_steps || !engine->gradient_steps ||
-        !engine->gradients || !engine->hypers[0] || !engine->hypers[1] || !engine->commit_requests)
+    if (!engine->units || !engine->params || !engine->gradient_steps || !engine->gradients ||
+        !engine->hypers[0] || !engine->hypers[1] || !engine->commit_requests)
         return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
@@ -94,6 +92,8 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
     if (!engine->scalars)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " bytes of scalars",
                             engine->scalar_bytes_max);
+    engine->param_steps = lh_scalars_begin(engine->scalars, engine->param_count, 0);
+    LH_ASSERT(lh_is_aligned((uintptr_t)engine->param_steps, sizeof(uint64_t)));
     engine->scalar_bytes = overhead;
     engine->step = lh_store_step(engine->store);
     engine->committed_step = engine->step;
@@ -111,9 +111,6 @@ static int resume(struct lh_engine *engine, struct lh_error *err)
                             engine->param_count);
     memcpy(engine->scalars, scalars, bytes);
     engine->scalar_bytes = bytes;
-    memcpy(engine->param_steps,
-           scalars + overhead - (uint64_t)engine->param_count * sizeof(uint64_t),
-           engine->param_count * sizeof(uint64_t));
     return 0;
 }
 
@@ -277,9 +274,9 @@ static void tables_destroy(struct lh_engine *engine)
 {
     struct lh_alloc *alloc = engine->alloc;
     void *const tables[] = {
-        engine->units,     engine->params,    engine->param_steps, engine->gradient_steps,
-        engine->gradients, engine->hypers[0], engine->hypers[1],   engine->commit_requests,
-        engine->trace,     engine->chunks,    engine->scalars,     engine->in_place.seams,
+        engine->units,     engine->params,    engine->gradient_steps,  engine->gradients,
+        engine->hypers[0], engine->hypers[1], engine->commit_requests, engine->trace,
+        engine->chunks,    engine->scalars,   engine->in_place.seams,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

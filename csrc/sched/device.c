@@ -34,7 +34,7 @@
 
 static void state_set(struct lh_unit *unit, enum lh_copy_state state)
 {
-    LH_ASSERT(lh_states_copy_may(unit->copy.state, state));
+    LH_ASSERT(lh_states_may(lh_states_copy, (int)unit->copy.state, (int)state));
     unit->copy.state = state;
 }
 

@@ -58,7 +58,6 @@
 #include "sched/transfer.h"
 #include "sched/unit.h"
 #include "sched/update.h"
-#include "sched/update_end.h"
 #include "sched/update_plan.h"
 #include "sched/update_pump.h"
 #include "sched/write_back.h"
@@ -112,7 +111,7 @@ struct lh_engine {
     struct lh_unit *units;
     struct lh_engine_param *params;
     uint32_t param_count;
-    uint64_t *param_steps; /* the number of updates of each parameter */
+    uint64_t *param_steps; /* the number of updates of each parameter; a part of scalars */
     /* Owned by the training thread, as is gradient_steps. */
     uint64_t first_step;      /* the store's step at creation */
     uint64_t open_step;       /* the training thread's own count */
@@ -220,6 +219,22 @@ static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32
 {
     LH_ASSERT(unit < engine->opts.unit_count);
     return &engine->units[unit];
+}
+
+/* The number of the oldest step that is not over. */
+static inline uint64_t lh_core_step(const struct lh_engine *engine)
+{
+    bool is_closed =
+        engine->step_state == LH_STEP_STATE_CLOSED ||
+        (engine->step_state == LH_STEP_STATE_COMMITTING && !engine->commit_is_of_flush);
+    return is_closed ? engine->step : engine->step + 1;
+}
+
+/* Whether a step commits, by its number. */
+static inline bool lh_step_commits(const struct lh_engine *engine, uint64_t step)
+{
+    uint64_t every = engine->opts.commit_every;
+    return every != LH_ENGINE_COMMIT_NEVER && step % every == 0;
 }
 
 #endif

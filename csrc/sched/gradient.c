@@ -33,10 +33,13 @@ void lh_gradient_release(struct lh_engine *engine, uint32_t param)
     atomic_fetch_add(&engine->gradients_released, 1);
 }
 
-void lh_gradient_release_unit(struct lh_engine *engine, const struct lh_unit *unit)
+void lh_gradient_release_unit(struct lh_engine *engine, struct lh_unit *unit)
 {
     for (uint32_t i = 0; i < unit->desc.param_count; i++)
         lh_gradient_release(engine, unit->desc.param_first + i);
+    lh_gradient_unhold(engine, unit->update.gradient_bytes);
+    unit->update.gradient_bytes = 0;
+    lh_core_notify(engine);
 }
 
 void lh_gradient_hold(struct lh_engine *engine, uint64_t bytes)
@@ -53,12 +56,6 @@ void lh_gradient_hold_unit(struct lh_engine *engine, struct lh_unit *unit)
         return;
     unit->update.is_counted = true;
     lh_gradient_hold(engine, unit->update.gradient_bytes);
-}
-
-void lh_gradient_unhold_unit(struct lh_engine *engine, struct lh_unit *unit)
-{
-    lh_gradient_unhold(engine, unit->update.gradient_bytes);
-    unit->update.gradient_bytes = 0;
 }
 
 void lh_gradient_unhold(struct lh_engine *engine, uint64_t bytes)

@@ -31,13 +31,12 @@ void lh_gradient_take(struct lh_engine *engine, uint32_t param, const void *poin
  * threads.
  */
 void lh_gradient_release(struct lh_engine *engine, uint32_t param);
-void lh_gradient_release_unit(struct lh_engine *engine, const struct lh_unit *unit);
+/* Release a unit's gradients, which no update holds any longer, and notify waiting threads. */
+void lh_gradient_release_unit(struct lh_engine *engine, struct lh_unit *unit);
 /* Count a unit's gradients as held by an update in progress, once per step. */
 void lh_gradient_hold_unit(struct lh_engine *engine, struct lh_unit *unit);
 /* Count bytes of gradients as held by updates in progress, until lh_gradient_unhold(). */
 void lh_gradient_hold(struct lh_engine *engine, uint64_t bytes);
-/* Stop counting a unit's gradients as held: nothing reads them in main memory any longer. */
-void lh_gradient_unhold_unit(struct lh_engine *engine, struct lh_unit *unit);
 void lh_gradient_unhold(struct lh_engine *engine, uint64_t bytes);
 /*
  * The address of the gradient of one element of param's unit, in memory that continues with the

@@ -137,8 +137,10 @@ static const uint32_t *source_checksums(struct lh_engine *engine,
     return made->checksums + index;
 }
 
-static const char *source_path(const struct lh_engine *engine, uint32_t file)
+static const char *source_path(const struct lh_engine *engine, const struct lh_transfer *transfer,
+                               uint32_t file)
 {
+    (void)transfer;
     LH_ASSERT(file < engine->opts.in_place.file_count);
     return engine->opts.in_place.files[file].path;
 }
@@ -239,14 +241,13 @@ static const struct lh_source_ops source_ops = {
     .loaded = source_loaded,
     .advice =
         "; the file has changed since the store was created, or the drive returned wrong bytes",
-    .is_of_units = true,
 };
 
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t seam_count = 0;
-    engine->in_place.source =
-        (struct lh_source){.ops = &source_ops, .file_first = engine->opts.in_place.file_first};
+    engine->in_place.source = (struct lh_source){
+        .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
     for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
         const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
         LH_TRY(unit_validate(engine, made, err));

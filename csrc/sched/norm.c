@@ -15,7 +15,7 @@
 
 static void state_set(struct lh_unit *unit, enum lh_norm_state state)
 {
-    LH_ASSERT(lh_states_norm_may(unit->norm.state, state));
+    LH_ASSERT(lh_states_may(lh_states_norm, (int)unit->norm.state, (int)state));
     unit->norm.state = state;
 }
 

@@ -19,7 +19,7 @@ static struct lh_saved *saved_at(struct lh_engine *engine, uint32_t item)
 
 static void state_set(struct lh_saved *saved, enum lh_saved_state state)
 {
-    LH_ASSERT(lh_states_saved_may(saved->state, state));
+    LH_ASSERT(lh_states_may(lh_states_saved, (int)saved->state, (int)state));
     saved->state = state;
 }
 
@@ -486,41 +486,6 @@ static int items_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
-static int source_map(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
-                      uint64_t bytes, struct lh_store_piece *pieces)
-{
-    return lh_store_map(engine->opts.saved.store, transfer->extent, transfer->slot, offset, bytes,
-                        pieces, LH_STORE_PIECE_COUNT_MAX);
-}
-
-static const uint32_t *source_checksums(struct lh_engine *engine,
-                                        const struct lh_transfer *transfer, uint64_t offset)
-{
-    uint32_t count = 0;
-    const uint32_t *checksums =
-        lh_store_checksums(engine->opts.saved.store, transfer->extent, transfer->slot, &count);
-    LH_ASSERT(offset / LH_CHECKSUM_BYTES < count);
-    return checksums + offset / LH_CHECKSUM_BYTES;
-}
-
-static const char *source_path(const struct lh_engine *engine, uint32_t file)
-{
-    return lh_store_file_path(engine->opts.saved.store, file);
-}
-
-static int source_write_begin(struct lh_engine *engine, struct lh_error *err)
-{
-    return lh_store_write_begin(engine->opts.saved.store, err);
-}
-
-static const struct lh_source_ops source_ops = {
-    .map = source_map,
-    .checksums = source_checksums,
-    .path = source_path,
-    .write_begin = source_write_begin,
-    .advice = "",
-};
-
 int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_saved_opts *opts = &engine->opts.saved;
@@ -529,7 +494,8 @@ int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
     area->puts = area->ready = area->wants = area->arrivals = area->free = empty;
     if (opts->memory_bytes == 0)
         return 0;
-    area->source = (struct lh_source){.ops = &source_ops, .file_first = opts->file_first};
+    area->source = (struct lh_source){
+        .ops = &lh_transfer_store_ops, .store = opts->store, .file_first = opts->file_first};
     if (opts->item_max == 0 || opts->transit_bytes > opts->memory_bytes ||
         (opts->store && opts->transit_bytes == 0) ||
         !lh_is_aligned(opts->transit_bytes, LH_BLOCK_BYTES))

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "sched/engine_private.h"
+#include "sched/engine.h"
 
 #define SCALARS_MAGIC UINT64_C(0x31534c4143534c48) /* "HLSCALS1" */
 
@@ -34,29 +34,20 @@ const void *lh_scalars_find(const void *scalars, uint64_t scalar_bytes, uint64_t
     return (const uint8_t *)scalars + overhead;
 }
 
-static void scalars_write(uint8_t *scalars, const uint64_t *param_steps, uint32_t param_count,
-                          uint64_t caller_bytes)
+void *lh_scalars_begin(uint8_t *scalars, uint32_t param_count, uint64_t caller_bytes)
 {
     struct scalars_header header = {
         .magic = SCALARS_MAGIC, .param_count = param_count, .caller_bytes = caller_bytes};
     memcpy(scalars, &header, sizeof(header));
-    memcpy(scalars + sizeof(header), param_steps, param_count * sizeof(uint64_t));
+    return scalars + sizeof(header);
 }
 
 void lh_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
                      uint64_t caller_bytes, void *scalars_out)
 {
-    scalars_write(scalars_out, param_steps, param_count, caller_bytes);
+    memcpy(lh_scalars_begin(scalars_out, param_count, caller_bytes), param_steps,
+           param_count * sizeof(uint64_t));
     if (caller_bytes > 0)
         memcpy((uint8_t *)scalars_out + lh_scalars_overhead_bytes(param_count), caller,
                caller_bytes);
-}
-
-/* Header and step counts in front of the caller's bytes, which lh_engine_close put in place. */
-void lh_scalars_compose(struct lh_engine *engine)
-{
-    uint64_t overhead = lh_scalars_overhead_bytes(engine->param_count);
-    LH_ASSERT(engine->scalar_bytes >= overhead);
-    scalars_write(engine->scalars, engine->param_steps, engine->param_count,
-                  engine->scalar_bytes - overhead);
 }

@@ -5,12 +5,9 @@
 #ifndef LH_SCHED_SCALARS_H
 #define LH_SCHED_SCALARS_H
 
-struct lh_engine;
+#include <stdint.h>
 
-/*
- * Write the header and the step counts in front of the caller's bytes, which lh_engine_close() has
- * already copied to their place.
- */
-void lh_scalars_compose(struct lh_engine *engine);
+/* Write the header of a commit's scalars. Returns where the step counts are, which follow it. */
+void *lh_scalars_begin(uint8_t *scalars, uint32_t param_count, uint64_t caller_bytes);
 
 #endif

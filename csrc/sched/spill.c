@@ -22,7 +22,7 @@
 
 static void state_set(struct lh_unit *unit, enum lh_spill_state state)
 {
-    LH_ASSERT(lh_states_spill_may(unit->spill.state, state));
+    LH_ASSERT(lh_states_may(lh_states_spill, (int)unit->spill.state, (int)state));
     unit->spill.state = state;
 }
 
@@ -105,8 +105,6 @@ void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
     lh_gradient_release_unit(engine, unit);
     for (uint32_t i = 0; i < unit->chunk_count; i++)
         LH_FEATURE_CALL(engine, chunk_consumed, &engine->chunks[unit->chunk_first + i]);
-    lh_gradient_unhold_unit(engine, unit);
-    lh_core_notify(engine);
 }
 
 /*
@@ -326,7 +324,7 @@ static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit
     uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
 
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        element_bytes += lh_chunk_element_bytes(unit, i);
+        element_bytes += unit->states[i].element_bytes;
     return engine->opts.commit_every == 1 &&
            engine->budget.chunk_elements * element_bytes <= engine->budget.slab_bytes;
 }

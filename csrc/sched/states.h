@@ -2,8 +2,8 @@
  * The states of the engine's objects, and the transitions between them.
  *
  * Each machine has a table of its transitions. The one function that changes a state asserts that
- * the transition is in the table, and tests/py/test_tidy.py checks that the table agrees with the
- * diagram in the machine's header.
+ * the transition is in the table, and tests/py/test_engine_states.py checks that the table agrees
+ * with the diagram in the machine's header.
  */
 #ifndef LH_SCHED_STATES_H
 #define LH_SCHED_STATES_H
@@ -70,13 +70,26 @@ enum lh_saved_state {
     LH_SAVED_STATE_READING,
 };
 
+struct lh_transition {
+    int from;
+    int to;
+};
+
+/* The machines' transitions; a row from a state to itself ends each table. */
+extern const struct lh_transition lh_states_unit[];
+extern const struct lh_transition lh_states_chunk[];
+extern const struct lh_transition lh_states_step[];
+extern const struct lh_transition lh_states_copy[];
+extern const struct lh_transition lh_states_spill[];
+extern const struct lh_transition lh_states_norm[];
+extern const struct lh_transition lh_states_saved[];
+
 /* Whether a machine has a transition between the two states. */
-bool lh_states_unit_may(enum lh_unit_state from, enum lh_unit_state to);
-bool lh_states_chunk_may(enum lh_chunk_state from, enum lh_chunk_state to);
-bool lh_states_step_may(enum lh_step_state from, enum lh_step_state to);
-bool lh_states_copy_may(enum lh_copy_state from, enum lh_copy_state to);
-bool lh_states_spill_may(enum lh_spill_state from, enum lh_spill_state to);
-bool lh_states_norm_may(enum lh_norm_state from, enum lh_norm_state to);
-bool lh_states_saved_may(enum lh_saved_state from, enum lh_saved_state to);
+static inline bool lh_states_may(const struct lh_transition *row, int from, int to)
+{
+    while (row->from != row->to && (row->from != from || row->to != to))
+        row++;
+    return row->from != row->to;
+}
 
 #endif

@@ -1,5 +1,6 @@
 /*
- * Steps: the beginning, close, commit and abort of a step, and the conditions for each.
+ * Steps: the beginning, close, commit and abort of a step, the conditions for each, and the cleanup
+ * after a step's updates.
  *
  * [Note: Held commits] Copying a store during training requires that its committed slots do not
  * change. The committed slots do not change until the next commit is durable, because every write
@@ -25,7 +26,7 @@
 
 static void state_set(struct lh_engine *engine, enum lh_step_state state)
 {
-    LH_ASSERT(lh_states_step_may(engine->step_state, state));
+    LH_ASSERT(lh_states_may(lh_states_step, (int)engine->step_state, (int)state));
     engine->step_state = state;
 }
 
@@ -40,8 +41,7 @@ void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     if (stats->begin_ns == 0)
         stats->begin_ns = lh_core_now(engine);
     lh_update_plan_begin(engine);
-    uint64_t every = engine->opts.commit_every;
-    if (every != LH_ENGINE_COMMIT_NEVER && engine->plan_step % every == 0)
+    if (lh_step_commits(engine, engine->plan_step))
         stats->planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = lh_store_commit_bytes(engine->store);
 }
 
@@ -56,7 +56,8 @@ void lh_step_close(struct lh_engine *engine)
     if (stats->begin_ns == 0)
         stats->begin_ns = stats->close_ns;
     lh_update_plan_correct(engine);
-    lh_update_consider_all(engine);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        lh_update_consider(engine, i);
     LH_FEATURE_CALL(engine, step_closed);
 }
 
@@ -78,6 +79,48 @@ static void param_steps_advance(struct lh_engine *engine)
     }
 }
 
+/* Forget everything about the updates and gradients of a step that is over or rolled back. */
+static void updates_forget(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->updates.chunks_busy == 0);
+    LH_FEATURE_CALL(engine, step_forgotten);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+        unit->update.gradient_count = 0;
+        unit->update.gradient_bytes = 0;
+        unit->update.is_queued = false;
+        unit->update.is_counted = false;
+        unit->update.is_done = false;
+        unit->update.chunks_computed = 0;
+        unit->update.chunks_written = 0;
+    }
+    for (uint32_t i = 0; i < engine->param_count; i++)
+        engine->gradients[i].pointer = NULL;
+    engine->updates.first = 0;
+    engine->updates.count = 0;
+    engine->updates.done_count = 0;
+    engine->updates.gradient_unit_count = 0;
+    lh_chunk_recount(engine);
+}
+
+/* End the updates of the closed step: everything is written, and committed if a commit was due. */
+static void updates_end(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+{
+    LH_ASSERT(engine->updates.done_count == engine->updates.count);
+    engine->updates.predicted_count = engine->updates.count;
+    memcpy(engine->updates.predicted, engine->updates.queue,
+           engine->updates.count * sizeof(*engine->updates.queue));
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        engine->units[i].update.is_predicted = engine->units[i].update.is_queued;
+    /* Free the slabs of chunks that were read ahead for units that then had no gradients. */
+    for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
+        if (engine->slabs[i].chunk != LH_CHUNK_NONE)
+            lh_slab_clear(engine, &engine->slabs[i]);
+    }
+    LH_FEATURE_CALL(engine, step_over, stats);
+    updates_forget(engine);
+}
+
 static void step_over(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
@@ -88,7 +131,7 @@ static void step_over(struct lh_engine *engine)
     engine->shared.finished = *stats;
     engine->shared.has_finished = true;
     pthread_mutex_unlock(&engine->shared.mutex);
-    lh_update_end_step(engine, stats);
+    updates_end(engine, stats);
     memset(stats, 0, sizeof(*stats));
     /* the default for the step after the open step */
     engine->gradient_scales[engine->step % 2] = 1.0;
@@ -114,8 +157,7 @@ static bool hold_pump(struct lh_engine *engine)
 
 static bool is_due(const struct lh_engine *engine)
 {
-    uint64_t every = engine->opts.commit_every;
-    return every != LH_ENGINE_COMMIT_NEVER && (engine->step % every == 0 || engine->commit_is_late);
+    return lh_step_commits(engine, engine->step) || engine->commit_is_late;
 }
 
 bool lh_step_is_held(const struct lh_engine *engine)
@@ -140,8 +182,8 @@ static void commit_begin(struct lh_engine *engine, bool is_of_flush)
 {
     struct lh_error err = {0};
     LH_ASSERT(engine->commit_in_flight == 0 && engine->updates.chunks_busy == 0);
+    LH_ASSERT(engine->scalar_bytes <= engine->scalar_bytes_max);
     engine->commit_is_late = false;
-    lh_scalars_compose(engine);
     if (lh_store_commit_begin(engine->store, engine->step, engine->scalars, engine->scalar_bytes,
                               &err) < 0) {
         lh_core_fail(engine, &err);
@@ -236,6 +278,63 @@ static bool is_changed(const struct lh_engine *engine)
     return false;
 }
 
+void lh_step_forget_unit(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    unit->update.is_param_dirty = false;
+    for (uint32_t i = 0; i < unit->chunk_count; i++)
+        engine->chunks[unit->chunk_first + i].computed_step = 0;
+    lh_chunk_recount(engine);
+    for (uint32_t i = 0; i < unit->chunk_count; i++) {
+        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
+        chunk->is_dirty = false;
+        chunk->is_flushing = false;
+        if (chunk->slab == LH_CHUNK_NONE)
+            continue;
+        LH_ASSERT(chunk->state != LH_CHUNK_STATE_READING);
+        lh_slab_clear(engine, &engine->slabs[chunk->slab]);
+    }
+}
+
+/*
+ * Discard every gradient, and the bytes of every unit that an update has touched. Nothing may be in
+ * flight.
+ */
+static void updates_rollback(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING);
+    for (uint32_t i = 0; i < engine->updates.count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, engine->updates.queue[i]);
+        if (unit->update.chunks_computed == 0) { /* unchanged: keep it, as it may be dirty */
+            if (unit->state == LH_UNIT_STATE_UPDATING)
+                lh_unit_make_ready(engine, unit);
+            continue;
+        }
+        lh_step_forget_unit(engine, engine->updates.queue[i]);
+        /*
+         * The unit's new bytes may have been copied already, if uses after the update were
+         * predicted.
+         */
+        LH_FEATURE_CALL(engine, unit_forgotten, unit);
+        if (unit->state == LH_UNIT_STATE_READY)
+            lh_unit_forget(engine, engine->updates.queue[i]);
+        else if (unit->state == LH_UNIT_STATE_UPDATING)
+            lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
+    }
+    engine->updates.chunks_busy = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
+        engine->units[i].update.planned_step = 0;
+    for (uint32_t i = 0; i < engine->chunk_count; i++) {
+        /* The step starts over, and so do its counters. */
+        engine->chunks[i].read_step = 0;
+        engine->chunks[i].planned_steps[(engine->step + 1) % 2] = 0;
+    }
+    for (uint32_t i = 0; i < engine->param_count; i++)
+        lh_gradient_release(engine, i);
+    atomic_store(&engine->update_gradient_bytes, 0);
+    updates_forget(engine);
+}
+
 static void abort_finish(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING && transfers_are_idle(engine));
@@ -282,7 +381,7 @@ static void abort_finish(struct lh_engine *engine)
     } else {
         if (has_updates)
             lh_store_rollback(engine->store);
-        lh_update_end_rollback(engine);
+        updates_rollback(engine);
         lh_region_forget(engine);
         struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step + 1);
         memset(stats, 0, sizeof(*stats));
@@ -357,26 +456,21 @@ static bool closed_pump(struct lh_engine *engine)
     return true;
 }
 
-static bool state_pump(struct lh_engine *engine)
-{
-    switch (engine->step_state) {
-    case LH_STEP_STATE_OPEN:
-        return flush_pump(engine);
-    case LH_STEP_STATE_CLOSED:
-        return closed_pump(engine);
-    case LH_STEP_STATE_COMMITTING:
-        return commit_pump(engine);
-    case LH_STEP_STATE_ABORTING:
-        if (!transfers_are_idle(engine))
-            return false;
-        abort_finish(engine);
-        return true;
-    }
-    return false;
-}
-
 bool lh_step_pump(struct lh_engine *engine)
 {
     bool moved = hold_pump(engine);
-    return state_pump(engine) || moved;
+    switch (engine->step_state) {
+    case LH_STEP_STATE_OPEN:
+        return flush_pump(engine) || moved;
+    case LH_STEP_STATE_CLOSED:
+        return closed_pump(engine) || moved;
+    case LH_STEP_STATE_COMMITTING:
+        return commit_pump(engine) || moved;
+    case LH_STEP_STATE_ABORTING:
+        if (!transfers_are_idle(engine))
+            break;
+        abort_finish(engine);
+        return true;
+    }
+    return moved;
 }

@@ -32,6 +32,8 @@ bool lh_step_pump(struct lh_engine *engine);
 bool lh_step_holds_commits(const struct lh_engine *engine);
 /* Whether the commit of a closed step, and with it everything else, waits for the end of a hold. */
 bool lh_step_is_held(const struct lh_engine *engine);
+/* Discard the states of a unit that are in slabs, whether dirty or not. */
+void lh_step_forget_unit(struct lh_engine *engine, uint32_t unit);
 /* Whether nothing is in flight and nothing is queued. */
 bool lh_step_is_quiet(const struct lh_engine *engine);
 

@@ -48,10 +48,10 @@ void lh_transfer_submit(struct lh_engine *engine, struct lh_transfer *transfer)
     LH_ASSERT(priority < LH_PRIORITY_COUNT && transfer->done && transfer->source);
     LH_ASSERT(transfer->buffer && transfer->link < LH_ENGINE_LINK_COUNT);
     LH_ASSERT(transfer->step <= engine->step + 1);
-    const struct lh_source_ops *ops = transfer->source->ops;
-    LH_ASSERT(transfer->kind == LH_IO_KIND_READ || ops->write_begin);
-    if (transfer->kind == LH_IO_KIND_WRITE && ops->write_queued)
-        ops->write_queued(engine, transfer);
+    LH_ASSERT(transfer->kind == LH_IO_KIND_READ || transfer->source->store);
+    /* A step that is aborted partway leaves its writes in the slot. */
+    if (transfer->kind == LH_IO_KIND_WRITE)
+        lh_store_mark_dirty(transfer->source->store, transfer->extent, transfer->slot);
     transfer->issued_bytes = 0;
     transfer->outstanding = 0;
     transfer->next = NULL;
@@ -106,7 +106,8 @@ static const char *path_of(const struct lh_transfer_request *request)
 {
     const struct lh_source *source = request->transfer->source;
     LH_ASSERT(request->io.file_index >= source->file_first);
-    return source->ops->path(request->engine, request->io.file_index - source->file_first);
+    return source->ops->path(request->engine, request->transfer,
+                             request->io.file_index - source->file_first);
 }
 
 static const char *link_name(enum lh_engine_link link)
@@ -149,7 +150,7 @@ static void request_finish(struct lh_engine *engine, struct lh_transfer_request 
 
 static uint32_t unit_traced(const struct lh_transfer *transfer)
 {
-    return transfer->source->ops->is_of_units ? transfer->unit : LH_UNIT_NONE;
+    return transfer->source->is_of_units ? transfer->unit : LH_UNIT_NONE;
 }
 
 static void request_account(struct lh_engine *engine, const struct lh_transfer_request *request)
@@ -166,7 +167,7 @@ static void request_account(struct lh_engine *engine, const struct lh_transfer_r
         [LH_ENGINE_LINK_SAVED_READ] = LH_ENGINE_TRACE_SAVED_READ,
     };
     LH_ASSERT(lh_engine_link_is_ssd(transfer->link));
-    if (transfer->source->ops->is_of_units)
+    if (transfer->source->is_of_units)
         lh_core_stats(engine, transfer->step)->bytes[transfer->link] += request->io.bytes;
     lh_core_trace_add(engine, (struct lh_engine_trace_event){
                                   .kind = kinds[transfer->link],
@@ -271,62 +272,44 @@ static void request_done(struct lh_engine *engine, struct lh_io_request *io)
     request_finish(engine, request);
 }
 
-static void request_start(struct lh_engine *engine, struct lh_transfer *transfer,
-                          const struct lh_store_piece *piece)
-{
-    struct lh_transfer_queue *queue = &engine->transfers;
-    struct lh_transfer_request *request = queue->free_requests;
-    const struct lh_source *source = transfer->source;
-    LH_ASSERT(request != NULL && piece->bytes > 0);
-    LH_ASSERT(transfer->issued_bytes + piece->bytes <= transfer->bytes);
-    queue->free_requests = request->next_free;
-    uint64_t offset = transfer->issued_bytes;
-    request->transfer = transfer;
-    request->offset = transfer->offset + offset;
-    request->io = (struct lh_io_request){
-        .kind = transfer->kind,
-        .file_index = piece->file_index + source->file_first,
-        .buffer = transfer->buffer + offset,
-        .bytes = piece->bytes,
-        .offset = piece->file_offset,
-        .least_bytes = source->ops->least_bytes ? source->ops->least_bytes(engine, piece) : 0,
-        .owner = request,
-    };
-    transfer->issued_bytes += piece->bytes;
-    transfer->outstanding++;
-    lh_transfer_busy_begin(engine);
-    int rc = engine->io->ops->submit(engine->io, &request->io);
-    LH_ASSERT(rc == 0); /* in_flight is below the queue's depth */
-}
-
 /* Issue the next requests of a transfer: those of one mapped range, or as many as are available. */
 static void transfer_issue(struct lh_engine *engine, struct lh_transfer *transfer)
 {
+    struct lh_transfer_queue *queue = &engine->transfers;
+    const struct lh_source *source = transfer->source;
     struct lh_store_piece pieces[LH_STORE_PIECE_COUNT_MAX];
     LH_ASSERT(transfer->issued_bytes < transfer->bytes);
     uint64_t at = transfer->offset + transfer->issued_bytes;
     /* End on a multiple of transfer_bytes, so that checks always cover whole checksum blocks. */
     uint64_t room = engine->opts.transfer_bytes - at % engine->opts.transfer_bytes;
     uint64_t bytes = lh_min_u64(room, transfer->bytes - transfer->issued_bytes);
-    int count = transfer->source->ops->map(engine, transfer, at, bytes, pieces);
+    int count = source->ops->map(engine, transfer, at, bytes, pieces);
     LH_ASSERT(count > 0 && count <= LH_STORE_PIECE_COUNT_MAX);
-    for (int i = 0; i < count; i++) {
-        if (!engine->transfers.free_requests ||
-            engine->transfers.in_flight >= engine->opts.io_depth)
+    for (const struct lh_store_piece *piece = pieces; piece < pieces + count; piece++) {
+        struct lh_transfer_request *request = queue->free_requests;
+        if (!request || queue->in_flight >= engine->opts.io_depth)
             break;
-        LH_ASSERT(pieces[i].buffer_offset + at == transfer->offset + transfer->issued_bytes);
-        request_start(engine, transfer, &pieces[i]);
+        uint64_t offset = transfer->issued_bytes;
+        LH_ASSERT(piece->buffer_offset + at == transfer->offset + offset);
+        LH_ASSERT(piece->bytes > 0 && offset + piece->bytes <= transfer->bytes);
+        queue->free_requests = request->next_free;
+        request->transfer = transfer;
+        request->offset = transfer->offset + offset;
+        request->io = (struct lh_io_request){
+            .kind = transfer->kind,
+            .file_index = piece->file_index + source->file_first,
+            .buffer = transfer->buffer + offset,
+            .bytes = piece->bytes,
+            .offset = piece->file_offset,
+            .least_bytes = source->ops->least_bytes ? source->ops->least_bytes(engine, piece) : 0,
+            .owner = request,
+        };
+        transfer->issued_bytes += piece->bytes;
+        transfer->outstanding++;
+        lh_transfer_busy_begin(engine);
+        int rc = engine->io->ops->submit(engine->io, &request->io);
+        LH_ASSERT(rc == 0); /* in_flight is below the queue's depth */
     }
-}
-
-/* Before the first write, let a store with one slot record on disk that it is being overwritten. */
-static bool may_issue(struct lh_engine *engine, const struct lh_transfer *transfer)
-{
-    struct lh_error err = {0};
-    if (transfer->kind != LH_IO_KIND_WRITE || transfer->source->ops->write_begin(engine, &err) == 0)
-        return true;
-    lh_core_fail(engine, &err);
-    return false;
 }
 
 bool lh_transfer_pump(struct lh_engine *engine)
@@ -335,8 +318,15 @@ bool lh_transfer_pump(struct lh_engine *engine)
     bool issued = false;
     while (queue->free_requests && queue->in_flight < engine->opts.io_depth) {
         struct lh_transfer *transfer = next_transfer(queue);
-        if (!transfer || !may_issue(engine, transfer))
+        struct lh_error err = {0};
+        if (!transfer)
             break;
+        /* Before the first write, a store with one slot records that it is being overwritten. */
+        if (transfer->kind == LH_IO_KIND_WRITE &&
+            lh_store_write_begin(transfer->source->store, &err) < 0) {
+            lh_core_fail(engine, &err);
+            break;
+        }
         transfer_issue(engine, transfer);
         issued = true;
         if (transfer->issued_bytes == transfer->bytes) {
@@ -377,51 +367,42 @@ bool lh_transfer_drain(struct lh_engine *engine)
 static int store_map(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
                      uint64_t bytes, struct lh_store_piece *pieces)
 {
-    return lh_store_map(engine->store, transfer->extent, transfer->slot, offset, bytes, pieces,
-                        LH_STORE_PIECE_COUNT_MAX);
+    (void)engine;
+    return lh_store_map(transfer->source->store, transfer->extent, transfer->slot, offset, bytes,
+                        pieces, LH_STORE_PIECE_COUNT_MAX);
 }
 
 static const uint32_t *store_checksums(struct lh_engine *engine, const struct lh_transfer *transfer,
                                        uint64_t offset)
 {
     uint32_t count = 0;
+    (void)engine;
     const uint32_t *checksums =
-        lh_store_checksums(engine->store, transfer->extent, transfer->slot, &count);
+        lh_store_checksums(transfer->source->store, transfer->extent, transfer->slot, &count);
     LH_ASSERT(offset / LH_CHECKSUM_BYTES < count);
     return checksums + offset / LH_CHECKSUM_BYTES;
 }
 
-static const char *store_path(const struct lh_engine *engine, uint32_t file)
+static const char *store_path(const struct lh_engine *engine, const struct lh_transfer *transfer,
+                              uint32_t file)
 {
-    return lh_store_file_path(engine->store, file);
+    (void)engine;
+    return lh_store_file_path(transfer->source->store, file);
 }
 
-/* Mark the slot dirty: a step that is aborted partway leaves its writes in the slot. */
-static void store_write_queued(struct lh_engine *engine, const struct lh_transfer *transfer)
-{
-    lh_store_mark_dirty(engine->store, transfer->extent, transfer->slot);
-}
-
-static int store_write_begin(struct lh_engine *engine, struct lh_error *err)
-{
-    return lh_store_write_begin(engine->store, err);
-}
-
-static const struct lh_source_ops store_ops = {
+const struct lh_source_ops lh_transfer_store_ops = {
     .map = store_map,
     .checksums = store_checksums,
     .path = store_path,
-    .write_queued = store_write_queued,
-    .write_begin = store_write_begin,
     .advice = "",
-    .is_of_units = true,
 };
 
 int lh_transfer_create(struct lh_engine *engine, struct lh_error *err)
 {
     struct lh_transfer_queue *queue = &engine->transfers;
     uint64_t count = 4 * (uint64_t)engine->opts.io_depth;
-    queue->store = (struct lh_source){.ops = &store_ops};
+    queue->store = (struct lh_source){
+        .ops = &lh_transfer_store_ops, .store = engine->store, .is_of_units = true};
     queue->requests = lh_alloc_zeroed(engine->alloc, count, sizeof(*queue->requests));
     if (!queue->requests)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " I/O requests", count);

@@ -37,11 +37,8 @@ struct lh_source_ops {
     /* The checksums that bytes read from offset on must have. Thread: a worker. */
     const uint32_t *(*checksums)(struct lh_engine *engine, const struct lh_transfer *transfer,
                                  uint64_t offset);
-    const char *(*path)(const struct lh_engine *engine, uint32_t file);
-    /* (optional) Called when a write is queued. */
-    void (*write_queued)(struct lh_engine *engine, const struct lh_transfer *transfer);
-    /* Called before requests of a write are issued. NULL: these files are only read. */
-    int (*write_begin)(struct lh_engine *engine, struct lh_error *err);
+    const char *(*path)(const struct lh_engine *engine, const struct lh_transfer *transfer,
+                        uint32_t file);
     /*
      * (optional) If the file ends inside a piece: the number of the piece's bytes that exist;
      * otherwise 0.
@@ -58,12 +55,13 @@ struct lh_source_ops {
     void (*loaded)(struct lh_engine *engine, const struct lh_transfer *transfer);
     /* Appended to error messages about a wrong checksum. */
     const char *advice;
-    /* The bytes belong to units. Otherwise the submitter counts them, and traces name no unit. */
-    bool is_of_units;
 };
 
 struct lh_source {
     const struct lh_source_ops *ops;
+    struct lh_store *store; /* the store that the files belong to; NULL: they are only read */
+    /* The bytes belong to units. Otherwise the submitter counts them, and traces name no unit. */
+    bool is_of_units;
     uint32_t file_first; /* index of the source's first file among io's files */
 };
 
@@ -116,6 +114,9 @@ struct lh_transfer_queue {
     uint64_t busy_since_ns;
     struct lh_source store; /* the engine's store */
 };
+
+/* The functions of a source whose files are a store's. */
+extern const struct lh_source_ops lh_transfer_store_ops;
 
 /* Create 4 * io_depth requests, for those in flight and those being verified. */
 int lh_transfer_create(struct lh_engine *engine, struct lh_error *err);

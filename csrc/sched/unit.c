@@ -6,7 +6,7 @@
 
 void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state)
 {
-    LH_ASSERT(lh_states_unit_may(unit->state, state));
+    LH_ASSERT(lh_states_may(lh_states_unit, (int)unit->state, (int)state));
     unit->state = state;
 }
 
@@ -125,12 +125,6 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
             use_begin(engine, index);
     }
     lh_update_consider(engine, index);
-}
-
-bool lh_unit_claim(struct lh_unit *unit)
-{
-    uint32_t expected = LH_UNIT_READY_BIT;
-    return atomic_compare_exchange_strong(&unit->shared.word, &expected, 0);
 }
 
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)

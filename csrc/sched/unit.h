@@ -9,7 +9,7 @@
  *      UPDATING -> READY     lh_unit_make_ready    all chunks are computed, or none was
  *      READY -> ABSENT       lh_unit_pump          op EVICT: no pins, uses of the plan over
  *      READY -> ABSENT       lh_unit_forget        its extents changed, or it was rolled back
- *      UPDATING -> ABSENT    lh_update_end_rollback  some chunks were computed
+ *      UPDATING -> ABSENT    updates_rollback      some chunks were computed
  */
 #ifndef LH_SCHED_UNIT_H
 #define LH_SCHED_UNIT_H
@@ -22,6 +22,7 @@
 #include "sched/in_place_private.h"
 #include "sched/landing.h"
 #include "sched/norm.h"
+#include "sched/slab.h"
 #include "sched/spill.h"
 #include "sched/states.h"
 #include "sched/transfer.h"
@@ -49,6 +50,12 @@ struct lh_unit_caller {
     uint64_t asked_step;
 };
 
+/* One array of a unit's states; element_bytes 0: the unit has no such array. */
+struct lh_unit_state_array {
+    uint32_t extent;
+    uint64_t element_bytes;
+};
+
 /* Owned by the engine's thread, except `shared` and `caller`. */
 struct lh_unit {
     struct lh_engine_unit desc;
@@ -65,6 +72,7 @@ struct lh_unit {
     struct lh_transfer load;        /* also the write of the unit's dirty parameters in a flush */
     uint32_t chunk_first;
     uint32_t chunk_count;
+    struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M and V */
     struct lh_update_unit update;
     /* The features' parts: each is written only in the feature's own file. */
     struct lh_in_place_part in_place;
@@ -88,8 +96,6 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t unit);
 void lh_unit_release(struct lh_engine *engine, uint32_t unit);
 /* The unit's bytes are where computation reads them: give a pin to each waiting thread. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
-/* Take the unit away from training threads. Returns false if the unit is pinned. */
-bool lh_unit_claim(struct lh_unit *unit);
 /*
  * Take the unit's bytes in main memory away from their readers. Returns false if the bytes are
  * being read.
@@ -103,6 +109,13 @@ bool lh_unit_pump(struct lh_engine *engine);
 static inline uint32_t lh_unit_pins(const struct lh_unit *unit)
 {
     return atomic_load(&unit->shared.word) & ~LH_UNIT_READY_BIT;
+}
+
+/* Take the unit away from training threads. Returns false if the unit is pinned. */
+static inline bool lh_unit_claim(struct lh_unit *unit)
+{
+    uint32_t expected = LH_UNIT_READY_BIT;
+    return atomic_compare_exchange_strong(&unit->shared.word, &expected, 0);
 }
 
 #endif

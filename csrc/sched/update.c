@@ -29,12 +29,6 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     lh_gradient_hold_unit(engine, unit);
 }
 
-void lh_update_consider_all(struct lh_engine *engine)
-{
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        lh_update_consider(engine, i);
-}
-
 int lh_update_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint32_t count = engine->opts.unit_count;

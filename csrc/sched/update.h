@@ -1,6 +1,6 @@
 /*
- * Updates: which units of the open or closed step are updated, and in which order (update.c).
- * update_end.c cleans up when the step ends. Private to csrc/sched.
+ * Updates: which units of the open or closed step are updated, and in which order. Private to
+ * csrc/sched.
  *
  * A unit's update is queued when the unit is not in use and either all of its gradients have
  * arrived and no handle is left, or the step is closed; a feature may delay this. update_pump.c
@@ -50,6 +50,5 @@ int lh_update_create(struct lh_engine *engine, struct lh_error *err);
 void lh_update_destroy(struct lh_engine *engine);
 /* Queue a unit's update if it may begin now. */
 void lh_update_consider(struct lh_engine *engine, uint32_t unit);
-void lh_update_consider_all(struct lh_engine *engine);
 
 #endif

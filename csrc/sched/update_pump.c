@@ -24,18 +24,11 @@ bool lh_update_pump_fetch(struct lh_engine *engine, struct lh_chunk *chunk,
     return true;
 }
 
-static struct lh_chunk *chunk_of(struct lh_engine *engine, const struct lh_unit *unit,
-                                 uint32_t index)
-{
-    LH_ASSERT(index < unit->chunk_count);
-    return &engine->chunks[unit->chunk_first + index];
-}
-
 uint32_t lh_update_pump_next(struct lh_engine *engine, struct lh_unit *unit)
 {
     uint64_t step = lh_core_step(engine);
     while (unit->update.chunk_next < unit->chunk_count &&
-           chunk_of(engine, unit, unit->update.chunk_next)->computed_step == step)
+           engine->chunks[unit->chunk_first + unit->update.chunk_next].computed_step == step)
         unit->update.chunk_next++;
     return unit->update.chunk_next;
 }
@@ -80,7 +73,7 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_
         bool may_keep = !workers_are_full(engine) && keep_count > 0;
         if (!may_fetch && !may_keep && pass_count == 0)
             break;
-        struct lh_chunk *chunk = chunk_of(engine, unit, i);
+        struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         if (chunk->computed_step == lh_core_step(engine))
             continue;
         if (chunk->state == LH_CHUNK_STATE_IDLE)
@@ -109,7 +102,7 @@ static void ahead_pump(struct lh_engine *engine, struct lh_update_pump *pump)
         uint32_t index = updates->predicted[updates->ahead_first];
         struct lh_unit *unit = lh_engine_unit_at(engine, index);
         for (uint32_t i = 0; i < unit->chunk_count && !unit->update.is_queued; i++) {
-            struct lh_chunk *chunk = chunk_of(engine, unit, i);
+            struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
             if (chunk->state == LH_CHUNK_STATE_IDLE && !lh_update_pump_fetch(engine, chunk, pump))
                 return;
         }

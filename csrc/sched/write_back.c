@@ -4,20 +4,15 @@
 
 #include "sched/engine_private.h"
 
-static bool commits(const struct lh_engine *engine, uint64_t step)
-{
-    uint64_t every = engine->opts.commit_every;
-    return every != LH_ENGINE_COMMIT_NEVER && step % every == 0;
-}
-
 static bool is_due(const struct lh_engine *engine, const struct lh_chunk *chunk, uint64_t step)
 {
-    return !chunk->is_kept || commits(engine, step);
+    return !chunk->is_kept || lh_step_commits(engine, step);
 }
 
 static bool param_is_due(const struct lh_engine *engine, uint32_t unit, uint64_t step)
 {
-    return !lh_residency_has_place(&engine->host_region.plan, unit) || commits(engine, step);
+    return !lh_residency_has_place(&engine->host_region.plan, unit) ||
+           lh_step_commits(engine, step);
 }
 
 uint64_t lh_write_back_state_bytes(const struct lh_engine *engine, const struct lh_chunk *chunk,
@@ -26,7 +21,7 @@ uint64_t lh_write_back_state_bytes(const struct lh_engine *engine, const struct 
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        bytes += chunk->count * lh_chunk_element_bytes(unit, i);
+        bytes += chunk->count * unit->states[i].element_bytes;
     return is_due(engine, chunk, step) ? bytes : 0;
 }
 
@@ -45,8 +40,8 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
     LH_ASSERT(unit->update.is_queued && !unit->update.is_done);
     LH_ASSERT(unit->update.chunks_computed == unit->chunk_count);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        if (lh_chunk_element_bytes(unit, i) > 0)
-            lh_store_clear_zero(engine->store, lh_chunk_extent(unit, i), slot);
+        if (unit->states[i].element_bytes > 0)
+            lh_store_clear_zero(engine->store, unit->states[i].extent, slot);
     }
     lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
     lh_store_stage(engine->store, unit->desc.store_group);
@@ -68,11 +63,11 @@ static void slab_keep(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->is_kept && chunk->slab == chunk->kept_slab);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t bytes = chunk->count * lh_chunk_element_bytes(unit, i);
+        uint64_t bytes = chunk->count * unit->states[i].element_bytes;
         if (bytes > 0)
             memcpy(slab->expected[i],
-                   lh_chunk_checksums(engine, unit, lh_chunk_extent(unit, i),
-                                      chunk->first * lh_chunk_element_bytes(unit, i)),
+                   lh_chunk_checksums(engine, unit, unit->states[i].extent,
+                                      chunk->first * unit->states[i].element_bytes),
                    lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
     }
 }
@@ -126,14 +121,14 @@ static void states_write(struct lh_engine *engine, struct lh_chunk *chunk, uint6
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t element_bytes = lh_chunk_element_bytes(unit, i);
+        uint64_t element_bytes = unit->states[i].element_bytes;
         if (element_bytes == 0)
             continue;
         write_submit(engine, slab, i,
                      (struct lh_transfer){
                          .link = LH_ENGINE_LINK_STATE_WRITE,
                          .step = step,
-                         .extent = lh_chunk_extent(unit, i),
+                         .extent = unit->states[i].extent,
                          .offset = chunk->first * element_bytes,
                          .bytes = chunk->count * element_bytes,
                          .buffer = lh_slab_array(slab, unit, i, chunk->count),
@@ -142,27 +137,13 @@ static void states_write(struct lh_engine *engine, struct lh_chunk *chunk, uint6
     chunk->is_dirty = false;
 }
 
-static void param_write(struct lh_engine *engine, struct lh_chunk *chunk, uint64_t step)
-{
-    const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
-    uint64_t offset = chunk->first * param_bytes;
-    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
-    write_submit(engine, &engine->slabs[chunk->slab], LH_STATE_ARRAY_COUNT,
-                 (struct lh_transfer){
-                     .link = LH_ENGINE_LINK_PARAM_WRITE,
-                     .step = step,
-                     .extent = unit->desc.param_extent,
-                     .offset = offset,
-                     .bytes = chunk->count * param_bytes,
-                     .buffer = engine->region + unit->offset + offset,
-                 });
-}
-
 void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
     uint64_t step = lh_core_step(engine);
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
     LH_ASSERT(chunk->computed_step == step && slab->pending == 0);
     LH_ASSERT(!chunk->is_flushing && engine->updates.chunks_busy > 0);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
@@ -172,35 +153,32 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
     if (!chunk->is_dirty)
         states_write(engine, chunk, step);
     if (param_is_due(engine, chunk->unit, step))
-        param_write(engine, chunk, step);
+        write_submit(engine, slab, LH_STATE_ARRAY_COUNT,
+                     (struct lh_transfer){
+                         .link = LH_ENGINE_LINK_PARAM_WRITE,
+                         .step = step,
+                         .extent = unit->desc.param_extent,
+                         .offset = chunk->first * param_bytes,
+                         .bytes = chunk->count * param_bytes,
+                         .buffer = engine->region + unit->offset + chunk->first * param_bytes,
+                     });
     if (slab->pending == 0)
         written(engine, chunk);
 }
 
-static bool states_write_dirty(struct lh_engine *engine, uint64_t step)
+/* Write R, M and V of a chunk that are dirty. */
+static void states_write_dirty(struct lh_engine *engine, struct lh_chunk *chunk, uint64_t step)
 {
-    struct lh_engine_step_stats *stats = lh_core_stats(engine, step);
-    bool moved = false;
-    for (uint32_t i = 0; i < engine->budget.kept_chunk_count; i++) {
-        if (engine->slabs[i].chunk == LH_CHUNK_NONE)
-            continue;
-        struct lh_chunk *chunk = &engine->chunks[engine->slabs[i].chunk];
-        if (!chunk->is_dirty)
-            continue;
-        const struct lh_unit *unit = &engine->units[chunk->unit];
-        LH_ASSERT(chunk->is_kept && !chunk->is_flushing);
-        LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && engine->slabs[i].pending == 0);
-        lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
-        chunk->is_flushing = true;
-        engine->updates.chunks_busy++;
-        engine->slabs[chunk->slab].pending = 0;
-        for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++)
-            stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
-                chunk->count * lh_chunk_element_bytes(unit, j);
-        states_write(engine, chunk, step);
-        moved = true;
-    }
-    return moved;
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    LH_ASSERT(chunk->is_kept && !chunk->is_flushing);
+    LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && engine->slabs[chunk->slab].pending == 0);
+    lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
+    chunk->is_flushing = true;
+    engine->updates.chunks_busy++;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
+        lh_core_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
+            chunk->count * unit->states[i].element_bytes;
+    states_write(engine, chunk, step);
 }
 
 static void param_written(struct lh_engine *engine, struct lh_transfer *transfer)
@@ -238,7 +216,15 @@ static void param_write_dirty(struct lh_engine *engine, struct lh_unit *unit, ui
 
 bool lh_write_back_dirty(struct lh_engine *engine, uint64_t step)
 {
-    bool moved = states_write_dirty(engine, step);
+    bool moved = false;
+    for (uint32_t i = 0; i < engine->budget.kept_chunk_count; i++) {
+        uint32_t chunk = engine->slabs[i].chunk;
+        if (chunk == LH_CHUNK_NONE || !engine->chunks[chunk].is_dirty)
+            continue;
+        LH_ASSERT(engine->chunks[chunk].slab == i);
+        states_write_dirty(engine, &engine->chunks[chunk], step);
+        moved = true;
+    }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         if (!engine->units[i].update.is_param_dirty)
             continue;

@@ -187,6 +187,21 @@ uint64_t lh_store_superblock_prepare(struct lh_store *store, uint32_t copy)
     return LH_STORE_SUPERBLOCK_OFFSET(store->next.sequence % 2, copy);
 }
 
+int lh_store_write_begin(struct lh_store *store, struct lh_error *err)
+{
+    LH_ASSERT(!store->is_read_only);
+    store->is_changed = true;
+    if (!store->header.is_single_slot || !store->superblock.is_clean)
+        return 0;
+    if (store->failure.code != 0)
+        return lh_store_fail(store, err);
+    struct lh_error failure = {.code = 0};
+    if (lh_store_mark_sync(store, false, &failure) == 0)
+        return 0;
+    store->failure = failure;
+    return lh_store_fail(store, err);
+}
+
 int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars,
                           uint64_t scalar_bytes, struct lh_error *err)
 {

@@ -280,18 +280,3 @@ int lh_store_mark_sync(struct lh_store *store, bool is_clean, struct lh_error *e
     store->next.is_clean = is_clean;
     return lh_store_superblock_write(store, 0, err);
 }
-
-int lh_store_write_begin(struct lh_store *store, struct lh_error *err)
-{
-    LH_ASSERT(!store->is_read_only);
-    store->is_changed = true;
-    if (!store->header.is_single_slot || !store->superblock.is_clean)
-        return 0;
-    if (store->failure.code != 0)
-        return lh_store_fail(store, err);
-    struct lh_error failure = {.code = 0};
-    if (lh_store_mark_sync(store, false, &failure) == 0)
-        return 0;
-    store->failure = failure;
-    return lh_store_fail(store, err);
-}

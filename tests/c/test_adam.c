@@ -304,7 +304,7 @@ static void test_environment(void)
         segment.gradient = run.gradient;
         fp_environment_spoil();
         if (chunked)
-            LH_CHECK(lh_adam_chunk_update(&chunk, &mismatch) == 0);
+            LH_CHECK(lh_adam_chunk_update(NULL, &chunk, &mismatch) == 0);
         else
             lh_adam_update(&run, &segment.scalars);
         LH_CHECK(fp_environment_is_spoilt());
@@ -418,7 +418,7 @@ static void chunk_check(const struct arrays *start, uint64_t count, enum lh_dtyp
 
         chunk.segments = segments;
         chunk.segment_count = segment_count;
-        LH_CHECK(lh_adam_chunk_update_by(kernels + k, &chunk, &mismatch) == 0);
+        LH_CHECK(lh_adam_chunk_update(kernels + k, &chunk, &mismatch) == 0);
         LH_CHECK(mismatch.array == LH_ADAM_ARRAY_NONE);
         LH_CHECK(arrays_equal(&expected, &actual));
         for (int array = 0; array < GRADIENT; array++) {
@@ -476,7 +476,7 @@ static void test_chunk_partial_checksums(void)
             chunk.residual_expected = chunk.moment1_expected = chunk.moment2_expected = NULL;
             chunk.param_checksums = chunk.residual_checksums = chunk.moment2_checksums = NULL;
             chunk.moment1_checksums = wanted ? made[MOMENT1] : NULL;
-            LH_CHECK(lh_adam_chunk_update_by(kernels + k, &chunk, &mismatch) == 0);
+            LH_CHECK(lh_adam_chunk_update(kernels + k, &chunk, &mismatch) == 0);
             LH_CHECK(arrays_equal(&expected, &actual));
             LH_CHECK(!wanted || made[MOMENT1][0] == crcs[MOMENT1][0]);
             free(actual.memory);
@@ -509,7 +509,7 @@ static void flip_check(const struct arrays *start, enum lh_adam_array wrong, int
             ((unsigned char *)array_of(&damaged, array))[flip_bytes] ^= 0x10;
             chunk.segments = &segment;
             chunk.segment_count = 1;
-            LH_CHECK(lh_adam_chunk_update_by(kernels + k, &chunk, &mismatch) == -EILSEQ);
+            LH_CHECK(lh_adam_chunk_update(kernels + k, &chunk, &mismatch) == -EILSEQ);
             LH_CHECK(mismatch.array == wrong);
             LH_CHECK(mismatch.block == flip_bytes / LH_CHECKSUM_BYTES);
             LH_CHECK(mismatch.expected == before[array][mismatch.block]);
@@ -548,7 +548,7 @@ static void overlapping_run(void *context)
     struct lh_adam_mismatch mismatch;
 
     (void)context;
-    (void)lh_adam_chunk_update(&chunk, &mismatch);
+    (void)lh_adam_chunk_update(NULL, &chunk, &mismatch);
 }
 
 int main(void)

@@ -76,7 +76,7 @@ static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
                                   .moment2_checksums = &moment2};
     struct lh_adam_mismatch mismatch;
 
-    LH_CHECK(lh_adam_chunk_update_by(kernel, &chunk, &mismatch) == 0);
+    LH_CHECK(lh_adam_chunk_update(kernel, &chunk, &mismatch) == 0);
     LH_CHECK(param == lh_crc32c(0, run->param, param_bytes));
     LH_CHECK(residual == lh_crc32c(0, run->residual, residual_bytes));
     LH_CHECK(moment1 == lh_crc32c(0, run->moment1, COUNT * 4));

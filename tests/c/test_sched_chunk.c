@@ -171,8 +171,8 @@ static void test_arrays(void)
         const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
             unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
         for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
-            LH_CHECK(lh_chunk_element_bytes(unit, j) == bytes[j]);
-            LH_CHECK(lh_chunk_extent(unit, j) == extents[j]);
+            LH_CHECK(unit->states[j].element_bytes == bytes[j]);
+            LH_CHECK(unit->states[j].extent == extents[j]);
         }
     }
     const struct lh_unit *large = &engine->units[RIG_UNIT_COUNT - 1];
@@ -233,7 +233,7 @@ static void test_zeros(void)
 static void spoil(struct rig *rig, uint32_t unit, uint32_t array, uint64_t offset)
 {
     const struct lh_unit *found = &rig->engine->units[unit];
-    uint32_t extent = lh_chunk_extent(found, array);
+    uint32_t extent = found->states[array].extent;
     uint32_t slot = lh_store_read_slot(rig->store, found->desc.store_group);
     struct lh_store_piece piece;
     uint64_t block = offset / LH_BLOCK_BYTES * LH_BLOCK_BYTES;

@@ -23,7 +23,7 @@ MACHINES = {
 def table(machine: str) -> set[tuple[str, str]]:
     """Return the transitions that a machine's setter allows."""
     text = (SCHED / "states.c").read_text()
-    body = re.search(rf"lh_states_{machine}_may\(.*?\n\}}", text, re.DOTALL)
+    body = re.search(rf"lh_states_{machine}\[\] = .*?\n\}};", text, re.DOTALL)
     assert body is not None
     prefix = f"LH_{machine.upper()}_STATE_"
     return set(re.findall(rf"\{{{prefix}(\w+), {prefix}(\w+)\}}", body[0]))
