@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import lohan
 import mutate
 import torch
 from hypothesis import strategies as st
@@ -30,7 +31,6 @@ from lohan.layout import _block, _files, _safetensors
 from lohan.planning import _machines
 from lohan.session import _trace
 from lohan.store import _contents, _requests, _scalars, _store
-from lohan.store._snapshot import Snapshot
 from lohan.torch_glue import _buffers
 from torch import nn
 
@@ -293,13 +293,12 @@ def answer_run(data: bytes, folder: pathlib.Path) -> None:
     path = folder / (_requests.ANSWER + "0" * 32)
     path.write_bytes(data)
     if _requests._get(str(path)) is None:
-        refuses(lambda: _requests._await(str(path), os.getpid(), [str(folder)], -1.0, None))
+        refuses(lambda: _requests._await(str(path), os.getpid(), -1.0, None))
     told: list[tuple[int, int]] = []
     made = _requests._await(
-        str(path), dead_process(), [str(folder)], 0.0, lambda done, of: told.append((done, of))
+        str(path), dead_process(), 0.0, lambda done, of: told.append((done, of))
     )
-    assert isinstance(made, Snapshot) and type(made.step) is int
-    assert type(made.total_bytes) is int
+    assert type(made["step"]) is int and type(made["total_bytes"]) is int
     assert all(type(number) is int for pair in told for number in pair)
 
 
@@ -425,7 +424,13 @@ def meta_make(folder: pathlib.Path) -> list[Any]:
     turned = {**made, "units": rows}
     again = {**made, "units": [[units[0][0] + "x", *units[0][1:]], units[1]]}
     renamed = {**again, "params": [["0.other", *params[0][1:]], *params[1:]]}
-    return [made, frozen, zeroth, other, places, short, turned, again, renamed]
+    swapped = {**made, "params": [params[1], params[0], params[2]]}
+    version = {**made, "lohan": 3 - made["lohan"]}
+    narrow = {**zeroth, "method": {**zeroth["method"], "kept": ["bf16", "bf16", None]}}
+    return [
+        *(made, frozen, zeroth, other, places, short, turned, again, renamed),
+        *(swapped, version, narrow),
+    ]
 
 
 def meta_run(data: bytes, folder: pathlib.Path) -> None:
@@ -474,7 +479,7 @@ def scalars_run(data: bytes, folder: pathlib.Path) -> None:
 
 
 def machine_make(folder: pathlib.Path) -> list[bytes]:
-    presets = pathlib.Path(_machines.__file__).parent / "machines"
+    presets = pathlib.Path(lohan.__file__).parent / "machines"
     return [path.read_bytes() for path in sorted(presets.glob("*.toml"))]
 
 
