@@ -317,6 +317,7 @@ static int opts_read(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
         lhpy_read(&lhpy_in_place_table, in_place, &self->in_place) < 0 ||
         lhpy_in_place_prepare(&self->in_place) < 0)
         return -1;
+    LH_ASSERT(in_place && raiser && types.handle && types.scope && opts->store && saved.object);
     self->in_place_object = Py_NewRef(in_place);
     self->raiser = Py_NewRef(raiser);
     self->handle_type = Py_NewRef(types.handle);
@@ -324,8 +325,11 @@ static int opts_read(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
     self->store = Py_NewRef(opts->store);
     self->saved_store = Py_NewRef(saved.object);
     self->saved = saved.opts;
-    if (saved.object != Py_None && !(self->saved.store = lhpy_store_get(saved.object)))
-        return -1;
+    if (saved.object != Py_None) {
+        self->saved.store = lhpy_store_get(saved.object);
+        if (!self->saved.store)
+            return -1;
+    }
     return states_make(self);
 }
 

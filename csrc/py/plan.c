@@ -59,7 +59,7 @@ static int model_make(struct input *input, struct lh_plan_model *model, struct l
                           input->block_count, (unsigned long long)layer_count);
     if (rc == 0)
         rc = lh_plan_model_init(model, input->block_count, (uint32_t)layer_count, alloc, &err);
-    if (rc < 0) {
+    if (rc != 0) {
         lhpy_clear(&model_table, input);
         lhpy_raise_builtin(&err);
         return -1;

@@ -248,6 +248,8 @@ static PyObject *run(const struct input *input, struct lh_sim_timing_opts *opts,
     }
     lh_sim_model_deinit(&model);
     lh_free(&alloc, opts->trace);
+    opts->model = NULL;
+    opts->trace = NULL;
     return made;
 }
 
