@@ -193,7 +193,7 @@ def test_an_error_without_an_errno_is_its_message_alone(tmp_path: Path) -> None:
         "resume=True needs": lambda: lohan.wrap(nn.Linear(4, 4), resume=True),
         "weights=": lambda: lohan.wrap(empty, store=tmp_path / "a", weights=tmp_path / "none"),
         f"{tmp_path}": lambda: lohan.wrap(empty, store=tmp_path / "a", weights=tmp_path / "other"),
-        "the store is of": lambda: lohan.wrap(
+        "the store belongs to": lambda: lohan.wrap(
             nn.Linear(4, 5), store=tmp_path / "store", resume=True
         ),
     }

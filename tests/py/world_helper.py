@@ -58,6 +58,7 @@ class Group:
         nodes: int = 1,
         spaces: Sequence[str] | None = None,
         address: str = "127.0.0.1",
+        env: dict[str, str] | None = None,
     ) -> None:
         """Start the processes.
 
@@ -69,6 +70,7 @@ class Group:
             nodes: the number of nodes, among which the processes are divided.
             spaces: the network namespaces of the nodes; None: all share this process's.
             address: where rank 0 serves the rendezvous store.
+            env: further environment variables.
         """
         self._folder = folder / f"group-{next(_numbers)}"
         self._folder.mkdir()
@@ -82,6 +84,7 @@ class Group:
                 "MASTER_PORT": str(port),
                 "GROUP_RANK": str(rank * nodes // count),
                 "CUDA_VISIBLE_DEVICES": "",
+                **(env or {}),
             }
             space = None if spaces is None else spaces[rank * nodes // count]
             process = _SERVER.Process(
