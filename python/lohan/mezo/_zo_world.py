@@ -55,8 +55,8 @@ def joined(
         )
     if count > 1 and open_at is not None:
         raise UnsupportedError(
-            f"resume='step {open_at}' with WORLD_SIZE={count}: go back to that step with one"
-            " process first, then resume with several"
+            f"resume='step {open_at}' is not supported with several processes (WORLD_SIZE is"
+            f" {count}): pass resume=True, which continues after the last step"
         )
     return _world.joined(timeout_s)
 
