@@ -217,19 +217,30 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
         .chunk = chunk,
         .streams =
             {
-                [LH_ADAM_STREAM_PARAM] = {chunk->param, param_bytes, NULL, chunk->param_checksums},
-                [LH_ADAM_STREAM_RESIDUAL] = {chunk->residual, residual_bytes, NULL,
-                                             has_residual ? chunk->residual_checksums : NULL},
-                [LH_ADAM_STREAM_MOMENT1] = {(char *)chunk->moment1, 4, NULL,
-                                            chunk->moment1_checksums},
-                [LH_ADAM_STREAM_MOMENT2] = {(char *)chunk->moment2, 4, NULL,
-                                            chunk->moment2_checksums},
-                [LH_ADAM_STREAM_RESIDUAL_READ] = {chunk->residual, residual_bytes,
-                                                  has_residual ? chunk->residual_expected : NULL},
-                [LH_ADAM_STREAM_MOMENT1_READ] = {(char *)chunk->moment1, 4,
-                                                 chunk->moment1_expected},
-                [LH_ADAM_STREAM_MOMENT2_READ] = {(char *)chunk->moment2, 4,
-                                                 chunk->moment2_expected},
+                [LH_ADAM_STREAM_PARAM] = {.array = chunk->param,
+                                          .element_bytes = param_bytes,
+                                          .checksums = chunk->param_checksums},
+                [LH_ADAM_STREAM_RESIDUAL] = {.array = chunk->residual,
+                                             .element_bytes = residual_bytes,
+                                             .checksums =
+                                                 has_residual ? chunk->residual_checksums : NULL},
+                [LH_ADAM_STREAM_MOMENT1] = {.array = (char *)chunk->moment1,
+                                            .element_bytes = 4,
+                                            .checksums = chunk->moment1_checksums},
+                [LH_ADAM_STREAM_MOMENT2] = {.array = (char *)chunk->moment2,
+                                            .element_bytes = 4,
+                                            .checksums = chunk->moment2_checksums},
+                [LH_ADAM_STREAM_RESIDUAL_READ] = {.array = chunk->residual,
+                                                  .element_bytes = residual_bytes,
+                                                  .expected = has_residual
+                                                                  ? chunk->residual_expected
+                                                                  : NULL},
+                [LH_ADAM_STREAM_MOMENT1_READ] = {.array = (char *)chunk->moment1,
+                                                 .element_bytes = 4,
+                                                 .expected = chunk->moment1_expected},
+                [LH_ADAM_STREAM_MOMENT2_READ] = {.array = (char *)chunk->moment2,
+                                                 .element_bytes = 4,
+                                                 .expected = chunk->moment2_expected},
             },
     };
     fenv_t environment;

@@ -159,7 +159,7 @@ static void test_zero_factors(void)
     for (int i = 0; i < 8; i++) {
         float expected[COUNT], values[COUNT];
         struct lh_zo_op op = {.kind = i < 4 ? LH_ZO_OP_PERTURB : LH_ZO_OP_UPDATE,
-                              .stream = {5},
+                              .stream = {.seed = 5},
                               .scale = factors[i % 2],
                               .lr = factors[i / 2 % 2]};
         for (int j = 0; j < COUNT; j++)

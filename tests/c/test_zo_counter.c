@@ -169,7 +169,7 @@ static void test_extremes(void)
             .first = 7,
             .count = COUNT,
             .op_count = 2,
-            .ops = {{.kind = LH_ZO_OP_PERTURB, .stream = {5}, .scale = 0x1p-140f},
+            .ops = {{.kind = LH_ZO_OP_PERTURB, .stream = {.seed = 5}, .scale = 0x1p-140f},
                     {.kind = LH_ZO_OP_UPDATE, .is_same = true, .scale = -0.0f, .lr = 0x1p-130f}},
         };
         for (int j = 0; j < COUNT; j++)

@@ -343,9 +343,9 @@ static void test_environment(void)
         static struct led before, after;
         enum lh_zo_format format = (enum lh_zo_format)(i % 4);
         struct lh_zo_op ops[] = {
-            {.kind = LH_ZO_OP_PERTURB, .stream = {5}, .scale = 0x1p-12f},
+            {.kind = LH_ZO_OP_PERTURB, .stream = {.seed = 5}, .scale = 0x1p-12f},
             {.kind = LH_ZO_OP_ROUND, .stream = {5, LH_ZO_SAMPLE_ROUND, 0, 0}, .format = format},
-            {.kind = LH_ZO_OP_PERTURB, .stream = {6}, .scale = 0x1p-9f}};
+            {.kind = LH_ZO_OP_PERTURB, .stream = {.seed = 6}, .scale = 0x1p-9f}};
         struct lh_zo_kept kept = {before.state, format, before.values, (enum lh_zo_format)(i / 4)};
         for (size_t j = 0; j < sizeof(before.state); j++)
             before.state[j] = (char)lh_test_random(&seed);
