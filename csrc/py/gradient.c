@@ -113,14 +113,13 @@ static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
     return lhpy_raise_engine(self);
 }
 
-PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
+PyObject *lhpy_engine_gradient_begin(struct lhpy_engine *self, uint32_t index, PyObject *gradient,
+                                     struct lhpy_dl_tensor *view)
 {
-    struct lhpy_param *param = &self->params[index];
-    struct lhpy_dl_tensor view;
     if (lhpy_check_open(self) < 0 || lhpy_engine_backward_begin(self) < 0)
         return NULL;
     lhpy_engine_unscoped_release(self);
-    PyObject *owned = gradient_prepare(self, index, gradient, &view);
+    PyObject *owned = gradient_prepare(self, index, gradient, view);
     if (!owned)
         return NULL;
     if (!self->step_has_gradients && step_gradients_begin(self) < 0) {
@@ -128,6 +127,16 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
         return NULL;
     }
     self->backward_has_gradients = true;
+    return owned;
+}
+
+PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
+{
+    struct lhpy_param *param = &self->params[index];
+    struct lhpy_dl_tensor view;
+    PyObject *owned = lhpy_engine_gradient_begin(self, index, gradient, &view);
+    if (!owned)
+        return NULL;
     if (self->has_sums) {
         int rc = lhpy_sums_add(self, index, owned);
         Py_DECREF(owned);

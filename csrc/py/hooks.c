@@ -425,26 +425,49 @@ static PyObject *gradient_detach(const struct lhpy_engine *self, unsigned long i
     return gradient;
 }
 
+/* Remove this backward's gradient from the parameter and return it. None: there is none. */
+static PyObject *gradient_pull(struct lhpy_engine *self, uint32_t index, PyObject *parameter)
+{
+    if (lhpy_check_open(self) < 0)
+        return NULL;
+    PyObject *gradient = gradient_detach(self, index, parameter);
+    if (!gradient || gradient == Py_None || !self->has_sums)
+        return gradient;
+    PyObject *found = gradient;
+    gradient = lhpy_sums_unwrap(self, index, found);
+    Py_DECREF(found);
+    return gradient;
+}
+
 /* The post-accumulate hook of one parameter: self is (engine, index). */
 static PyObject *gradient_hook(PyObject *self_tuple, PyObject *parameter)
 {
-    PyObject *engine = PyTuple_GetItem(self_tuple, 0);
-    unsigned long index = PyLong_AsUnsignedLong(PyTuple_GetItem(self_tuple, 1));
-    if (lhpy_check_open((struct lhpy_engine *)engine) < 0)
-        return NULL;
-    PyObject *gradient = gradient_detach((struct lhpy_engine *)engine, index, parameter);
-    PyObject *answer = NULL;
-    if (gradient == Py_None)
+    struct lhpy_engine *engine = (struct lhpy_engine *)PyTuple_GetItem(self_tuple, 0);
+    uint32_t index = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GetItem(self_tuple, 1));
+    PyObject *gradient = gradient_pull(engine, index, parameter);
+    if (!gradient || gradient == Py_None)
         return gradient;
-    if (gradient && ((struct lhpy_engine *)engine)->has_sums) {
-        PyObject *found = gradient;
-        gradient = lhpy_sums_unwrap((struct lhpy_engine *)engine, (uint32_t)index, found);
-        Py_DECREF(found);
-    }
-    if (gradient)
-        answer = lhpy_engine_gradient_take((struct lhpy_engine *)engine, (uint32_t)index, gradient);
-    Py_XDECREF(gradient);
+    PyObject *answer = lhpy_engine_gradient_take(engine, index, gradient);
+    Py_DECREF(gradient);
     return answer;
+}
+
+/* gradient_pull(param, parameter): the gradient that the hook would hand to the engine, or None. */
+static PyObject *hook_gradient_pull(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    struct lhpy_dl_tensor view;
+    uint32_t index = 0;
+    PyObject *parameter;
+    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(parameter)) < 0 ||
+        lhpy_index_check("param", index, self->param_count) < 0)
+        return NULL;
+    PyObject *gradient = gradient_pull(self, index, parameter);
+    if (!gradient || gradient == Py_None)
+        return gradient;
+    PyObject *owned = lhpy_engine_gradient_begin(self, index, gradient, &view);
+    Py_DECREF(gradient);
+    return owned;
 }
 
 static PyMethodDef gradient_hook_def = {"lohan_gradient_hook", gradient_hook, METH_O,
@@ -467,5 +490,7 @@ PyMethodDef lhpy_hook_methods[] = {
     {"scope", hook_scope, METH_O, "scope(units) -> Scope"},
     {"scopes_drop", hook_scopes_drop, METH_NOARGS, "Leave every scope."},
     {"gradient_hook", hook_gradient, METH_O, "gradient_hook(param) -> hook"},
+    {"gradient_pull", hook_gradient_pull, METH_VARARGS,
+     "gradient_pull(param, parameter) -> gradient or None"},
     {NULL, NULL, 0, NULL},
 };

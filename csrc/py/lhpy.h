@@ -314,6 +314,12 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
 void lhpy_engine_sweep(struct lhpy_engine *self);
 /* Release all held gradients; the engine must not be reading any of them. */
 void lhpy_engine_gradients_drop(struct lhpy_engine *self);
+/*
+ * Begin the backward, and the step with its first gradient; return the gradient in a known dtype
+ * and in the order of the unit's elements. New reference, or NULL with an error.
+ */
+PyObject *lhpy_engine_gradient_begin(struct lhpy_engine *self, uint32_t param, PyObject *gradient,
+                                     struct lhpy_dl_tensor *view);
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
 
 /* saved.c */

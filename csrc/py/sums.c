@@ -83,6 +83,42 @@ int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
     return 0;
 }
 
+/*
+ * sums_add(param, first, count, address, dtype, is_first): add a part of a gradient to a sum.
+ *
+ * The gradient may be another process's. Any thread may call this for other elements, or for the
+ * same ones one after the other. is_first: no gradient of the step has been added to this part.
+ */
+static PyObject *sums_add(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t index = 0, dtype = 0;
+    uint64_t first = 0, count = 0;
+    const void *address = NULL;
+    bool is_first = false;
+    if (!self ||
+        LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(first), LHPY_ARG(count),
+                  LHPY_ARG(address), LHPY_ARG(dtype, .max = LH_DTYPE_F16), LHPY_ARG(is_first)) < 0)
+        return NULL;
+    if (lhpy_index_check("param", index, self->param_count) < 0)
+        return NULL;
+    struct lhpy_param *param = &self->params[index];
+    uint64_t length = self->engine_params[index].count;
+    if (!param->sum || first > length || count > length - first) {
+        PyErr_Format(PyExc_ValueError, "param %u has no sum of elements %llu to %llu", index,
+                     (unsigned long long)first, (unsigned long long)(first + count));
+        return NULL;
+    }
+    param->sum_state = SUM_STATE_SUMMED;
+    Py_BEGIN_ALLOW_THREADS
+    if (is_first)
+        lh_sum_start(param->sum + first, address, (enum lh_dtype)dtype, count);
+    else
+        lh_sum_add(param->sum + first, address, (enum lh_dtype)dtype, count);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 /* Hand to the engine every sum of the open step that it does not have yet. */
 static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
 {
@@ -108,6 +144,8 @@ void lhpy_sums_forget(struct lhpy_engine *self)
 }
 
 PyMethodDef lhpy_sums_methods[] = {
+    {"sums_add", sums_add, METH_VARARGS,
+     "sums_add(param, first, count, address, dtype, is_first): add a part of a gradient to a sum."},
     {"sums_give", sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
     {NULL, NULL, 0, NULL},
 };

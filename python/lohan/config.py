@@ -190,3 +190,34 @@ class Config:
         if isinstance(self.commit_every, str):
             return named[self.commit_every]
         return self.commit_every
+
+    @property
+    def process_count(self) -> int:
+        """The number of processes that exchange gradients."""
+        return 1
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a step's gradients are summed in main memory before an update uses them."""
+        return self.accumulate != 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaConfig(Config):
+    """The settings of one of several processes that exchange gradients.
+
+    Attributes:
+        processes: the number of processes.
+    """
+
+    processes: int = 2
+
+    @property
+    def process_count(self) -> int:
+        """The number of processes that exchange gradients."""
+        return self.processes
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a step's gradients are summed in main memory before an update uses them."""
+        return True

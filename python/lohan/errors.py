@@ -152,6 +152,10 @@ class PeerStepError(StepError):
     """Another process of the run left a step with an error, or closed its session."""
 
 
+class NetworkError(LohanError, RuntimeError):
+    """Bytes that came from another process of the run are wrong."""
+
+
 class SessionError(LohanError, RuntimeError):
     """The session is closed or has failed, or a copy of its store is in progress or cancelled."""
 

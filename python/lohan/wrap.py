@@ -29,8 +29,10 @@ from lohan.errors import (
     StoreError,
 )
 from lohan.layout import _in_place
-from lohan.mezo import _zo_replicas, _zo_setup, _zo_world
+from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
+from lohan.replicas import _join, _places
+from lohan.replicas._replica_session import ReplicaSession
 from lohan.session import _adopt, _division, _notes, _settings
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
@@ -38,14 +40,13 @@ from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
 from lohan.store import _export, _store, _temporary, _weights
 from lohan.store._scalars import with_buffers
-from lohan.torch_glue import _buffers, _device
-from lohan.torch_glue._accumulate import is_accumulating
+from lohan.torch_glue import _accumulate, _buffers, _device
+from lohan.world import _world
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.layout._in_place import Found
     from lohan.mezo._zo_setup import Zeroth
-    from lohan.world._world import World
 
 PathLike = str | os.PathLike[str]
 
@@ -111,21 +112,21 @@ def wrap(
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
     made = _checked_config(_settings.make(config, settings, wrap), max_grad_norm)
     is_resumed, open_at = _arguments.resume_of(resume)
-    with _zo_world.joined(method, open_at, made.peer_timeout_s) as world:
+    with _world.joined(made.peer_timeout_s) as world:
         check_model(model, is_resumed or weights is not None or init is not None)
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
         _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
         with _zo_setup.frozen(zeroth):
-            store = _zo_world.enter(world, zeroth, store, made, is_resumed)
-            opening = _lay_out(model, made, zeroth, store, is_resumed, open_at, weights, blocks)
+            shared = _zo_world.Shared(world, zeroth, made, max_grad_norm)
+            store, open_at = shared.enter(store, is_resumed, open_at)
+            opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)
             opening.set_optimizer(params, hyper, optimizer, max_grad_norm)
-            opening.agree(world, is_resumed, weights, init)
             return opening.attach(store, is_resumed, weights, init)
 
 
 def _lay_out(
     model: nn.Module,
-    config: Config,
+    shared: _zo_world.Shared,
     zeroth: Zeroth | None,
     store: PathLike | Sequence[PathLike] | None,
     is_resumed: bool,
@@ -134,9 +135,9 @@ def _lay_out(
     blocks: Sequence[nn.Module] | None,
 ) -> _Opening:
     """Divide the model into blocks and units, and the budget among them."""
-    found, rows = _find(zeroth, model, config, store, is_resumed, weights, open_at)
-    made, layout, budget = _division.divide(model, blocks, config, found, rows)
-    return _Opening(model, layout, made, budget, found, zeroth, open_at)
+    found, rows = _find(zeroth, model, shared.config, store, is_resumed, weights, open_at)
+    made, layout, budget = _division.divide(model, blocks, shared.config, found, rows)
+    return _Opening(model, layout, made, budget, found, zeroth, open_at, shared)
 
 
 @dataclasses.dataclass
@@ -150,6 +151,7 @@ class _Opening:
     found: Found | None  # what the files of weights= contain
     zeroth: Zeroth | None
     open_at: int | None  # the step to resume; None: the last
+    shared: _zo_world.Shared
     optimizer: Any = None  # Optimizer, or ZerothOptimizer
     group_of: dict[int, int] = dataclasses.field(default_factory=dict)
     room: _core.Store | None = None  # SSD space for activations; later owned by the session
@@ -168,15 +170,16 @@ class _Opening:
             self.layout, params, hyper, origin, self.zeroth, max_grad_norm
         )
 
-    def agree(self, world: World | None, resume: bool, weights: Any, init: Any) -> None:
-        """Check that all processes train the same model; see agree_on_model()."""
+    def agree(self, resume: bool, weights: Any, init: Any) -> None:
+        """Check that all processes train the same model, from the same values."""
         given = (weights is not None, init is not None)
-        _zo_world.agree_on_model(world, self.zeroth, self.layout, self.model, resume, given)
+        self.shared.agree(self.layout, self.model, self.optimizer, resume, *given)
 
     def attach(
         self, where: PathLike | Sequence[PathLike] | None, resume: bool, weights: Any, init: Any
     ) -> nn.Module:
         """Open a session and attach it to the model; on an error or Ctrl-C, close the session."""
+        self.agree(resume, weights, init)
         try:
             session = self.open(where, resume, weights, init)
             return _attach(self.model, session, self.optimizer, self)
@@ -202,6 +205,7 @@ class _Opening:
                 store = _store.open_existing(directories, self.config, open_at=self.open_at)
             else:
                 self.layout.about = _export.about(self.model, self.layout)
+                self.layout.about |= self.shared.about
                 _say_parents(directories)
                 store = _store.create(
                     self.layout, extents, directories, self.config, temporary=where is None
@@ -242,9 +246,9 @@ class _Opening:
                     self.zeroth.begin(directories, store)
                 self._fill(extents, store, weights, init)
                 is_from_memory = weights is None and init is None and self.was_in_memory
-                if self.zeroth is not None and not is_from_memory:
-                    _zo_world.agree_on_filled(
-                        self.zeroth.world, self.layout, extents, store, self.model
+                if not is_from_memory:
+                    _join.agree_on_filled(
+                        self.shared.world, self.layout, extents, store, self.model
                     )
                 is_filled = True
                 _weights.drop(self.layout)  # only now: before _fill(), memory had the only copy
@@ -288,6 +292,8 @@ class _Opening:
         make: Any = Session
         if self.zeroth is not None:
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
+        elif self.shared.world is not None:
+            make = functools.partial(ReplicaSession, world=self.shared.world)
         session: Session = make(
             self.layout,
             extents,
@@ -460,7 +466,7 @@ def _say_parents(directories: Sequence[str]) -> None:
     The drive that was meant to hold the store may not be mounted.
     """
     for name in directories:
-        parent = Path(_zo_replicas.base_of(name)).parent
+        parent = Path(_places.base_of(name)).parent
         if parent.exists():
             continue
         given = parent
@@ -484,8 +490,8 @@ def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     Both are known only after the last backward.
     """
     _settings.check(config)
-    is_summed = is_accumulating(config.accumulate)
-    is_waiting = is_summed or config.loss_scaling or max_grad_norm is not None
+    _accumulate.check(config.accumulate)
+    is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
         return config
     if max_grad_norm is not None and config.schedule not in (Config().schedule, "auto"):

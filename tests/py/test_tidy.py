@@ -217,6 +217,7 @@ PACKAGE_ORDER = (
     ("planning",),
     ("activations",),
     ("session",),
+    ("replicas",),
     ("mezo",),
     ("simulate", "wrap"),
     ("lohan", "hf", "commands"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import world_adamw
 import world_worker
 from lohan.world import _world
 from lohan.world._watch import End, Peer, Watch
@@ -20,6 +21,8 @@ from patience import HUNG_S, slowness
 from world_helper import Group, run
 
 KILL_COUNT = 6
+# What the processes run: zeroth-order training, and AdamW.
+WORKERS = pytest.mark.parametrize("worker", [world_worker, world_adamw], ids=["mezo", "adamw"])
 STEPS = 40
 
 
@@ -30,13 +33,13 @@ def wait_for(paths: list[pathlib.Path]) -> None:
         time.sleep(0.01)
 
 
-def kill_one(folder: pathlib.Path, seed: int) -> None:
+def kill_one(folder: pathlib.Path, seed: int, worker: Any) -> None:
     """Kill one process at a random moment; check what the others say, and resume the run."""
     rng = random.Random(seed)
     count = rng.choice((2, 3))
     victim = rng.randrange(count)
     store, marker = str(folder / f"run-{seed}"), folder / f"ready-{seed}"
-    group = Group(folder, count, world_worker.slow_train, store, 10_000, str(marker))
+    group = Group(folder, count, worker.slow_train, store, 10_000, str(marker))
     wait_for([pathlib.Path(f"{marker}.{rank}") for rank in range(count)])
     time.sleep(rng.random() * 0.3)
     group.kill(victim)
@@ -53,29 +56,34 @@ def kill_one(folder: pathlib.Path, seed: int) -> None:
     # The run continues with any number of processes, and loses no step that was reported.
     resumed = rng.choice((1, 2, 3, 4))
     steps = max(each.value[0] if each.value else 0 for each in ended)
-    results = run(folder, resumed, world_worker.resume_for, store, 3)
+    results = run(folder, resumed, worker.resume_for, store, 3)
     assert all(each == results[0] for each in results)
     assert results[0][0] >= steps
-    whole = run(folder, 1, world_worker.train, str(folder / f"whole-{seed}"), results[0][0])[0]
+    whole = run(folder, 1, worker.train, str(folder / f"whole-{seed}"), results[0][0])[0]
     assert whole[1] == results[0][1]
 
 
-def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -> None:
+@WORKERS
+def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, worker: Any) -> None:
     for seed in range(KILL_COUNT):
-        kill_one(tmp_path, seed)
+        kill_one(tmp_path, seed, worker)
 
 
 @pytest.mark.slow
-def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
+@WORKERS
+def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path, worker: Any) -> None:
     for seed in range(100, 200):
-        kill_one(tmp_path, seed)
+        kill_one(tmp_path, seed, worker)
 
 
+@WORKERS
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_process_is_named_after_the_timeout(tmp_path: pathlib.Path, victim: int) -> None:
+def test_a_stopped_process_is_named_after_the_timeout(
+    tmp_path: pathlib.Path, victim: int, worker: Any
+) -> None:
     marker = tmp_path / "ready"
     group = Group(
-        tmp_path, 2, world_worker.slow_train, str(tmp_path / "run"), 10_000, str(marker), nodes=2
+        tmp_path, 2, worker.slow_train, str(tmp_path / "run"), 10_000, str(marker), nodes=2
     )
     wait_for([pathlib.Path(f"{marker}.{rank}") for rank in range(2)])
     group.kill(victim, signal.SIGSTOP)

@@ -126,6 +126,7 @@ def _check(meta: Any) -> None:
         _check_export(meta["export"], len(meta["params"]))
     if "in_place" in meta:
         _check_in_place(meta)
+    _need(_is_text(meta.get("run", "")), "run", meta.get("run"))
     rows = meta.get("copied_from", [])
     is_pair = _is_list(rows, lambda r: _is_list(r, lambda _: True, 2) and _is_count(r[1]))
     _need(is_pair and all(_is_text(row[0]) for row in rows), "copied_from", rows)

@@ -1,10 +1,8 @@
-"""The stores of a zeroth-order run in several processes: a replica for each, with one journal.
+"""The journals of a zeroth-order run in several processes, one in each replica of its store.
 
-[Note: Replicas] Rank 0 uses the directories of store= themselves, so that a run can change between
-one process and several; rank r uses the subdirectory rank-0000r of each. Each of these replicas is
-a complete store with a journal. A process that has none copies one that it can see. The journals of
-one run differ only at the end, if processes were killed at different moments; on resume, whoever
-has fewer steps gets the missing records from a process that has them.
+[Note: Journals of replicas] Each replica (replicas/_places.py) has a journal. The journals of one
+run differ only at the end, if processes were killed at different moments; on resume, whoever has
+fewer steps gets the missing records from a process that has them.
 """
 
 from __future__ import annotations
@@ -13,18 +11,17 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lohan.common import _meta
 from lohan.config import Config
 from lohan.errors import StoreError, WorldMismatchError
 from lohan.journal import _journal
 from lohan.journal._journal import packed, unpacked
 from lohan.journal._zo_run import uuid_of
+from lohan.replicas._places import REPLICA, run_of
 from lohan.store import _store
 
 if TYPE_CHECKING:
@@ -35,30 +32,6 @@ if TYPE_CHECKING:
 
 # The most bytes of records in one message: a TCPStore takes 8 MiB at most.
 _RECORDS_BYTES = 4 << 20
-_REPLICA = re.compile(r"rank-\d{5}")
-
-
-def directories_of(world: World | None, directories: Sequence[str]) -> list[str]:
-    """Return the directories of this process's replica. See [Note: Replicas]."""
-    if world is None or world.rank == 0:
-        return [*directories]
-    return [os.path.join(directory, f"rank-{world.rank:05d}") for directory in directories]
-
-
-def base_of(directory: str) -> str:
-    """Return the directory of store= to which a directory of directories_of() belongs."""
-    parent, name = os.path.split(directory)
-    return parent if _REPLICA.fullmatch(name) else directory
-
-
-def run_of(store: _core.Store) -> str:
-    """Return the identifier of the run that a store belongs to, the same in all its replicas."""
-    meta = _meta.of(store)
-    named = (meta.get("method") or {}).get("run")
-    if named is not None:
-        return str(named)
-    copied = meta.get("copied_from", [])
-    return str(copied[0][0]) if copied else str(store.describe()["uuid"])
 
 
 def level(world: World, journal: Journal) -> None:
@@ -111,7 +84,7 @@ def level_alone(journal: Journal, directories: Sequence[str], store: _core.Store
     """
     for parent in directories:
         for path in sorted(Path(parent).glob("rank-*")):
-            if _REPLICA.fullmatch(path.name) is None or not (path / _journal.NAME).exists():
+            if REPLICA.fullmatch(path.name) is None or not (path / _journal.NAME).exists():
                 continue
             names = [os.path.join(directory, path.name) for directory in directories]
             with contextlib.suppress(StoreError):

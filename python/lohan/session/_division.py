@@ -14,9 +14,9 @@ from lohan.activations import _swap
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import BudgetError
 from lohan.layout import _block, _layout
+from lohan.layout._gradient_pieces import pieces_of, room_bytes
 from lohan.store import _store
 from lohan.torch_glue import _device
-from lohan.torch_glue._accumulate import is_accumulating
 
 if TYPE_CHECKING:
     from lohan.config import Config
@@ -107,12 +107,15 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     # A commit's buffers are in two manifests, in the engine, and in the packed copy.
     bookkeeping += 4 * _store.buffer_room_bytes(layout)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
+    if config.process_count > 1:
+        trained = [p for p in layout.params if layout.units[p.unit].trainable]
+        bookkeeping += room_bytes(pieces_of(trained), config.process_count)
     # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (
         config.schedule in (*SCHEDULES_AT_STEP, "auto"),
         config.commit_every not in ("auto", 1),
-        is_accumulating(config.accumulate),
+        config.sums_gradients,
         _device.block_bytes_per_element(layout, config),
         config.schedule == "auto",
     )

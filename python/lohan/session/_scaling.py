@@ -33,6 +33,7 @@ class StepScale:
         names: dict[int, str],
         accumulation: Accumulation,
         square_sum: Callable[[], float] | None,
+        mean: float = 1.0,
     ) -> None:
         """Begin with a factor of 1.
 
@@ -41,8 +42,10 @@ class StepScale:
             accumulation: the session's accumulation.
             square_sum: returns the sum of squares of the open step's gradients. None means that
                 updates do not wait for `step()`.
+            mean: a factor of the gradients in every step.
         """
         self.accumulation = accumulation
+        self._mean = mean
         self._names = names
         self._square_sum = square_sum
         self.reset()
@@ -75,7 +78,7 @@ class StepScale:
                 " model.optimizer.zero_grad() to discard this step"
             )
         if not self._factors:
-            return 1.0
+            return self._mean
         factors = {index: self._factors.get(index, 1.0) for index in self._names}
         least = min(factors, key=lambda index: factors[index])
         most = max(factors, key=lambda index: factors[index])
@@ -85,7 +88,7 @@ class StepScale:
                 f" of {self._names[most]!r} by {factors[most]}, but all must have the same factor."
                 " Clip and scale all of model.parameters()"
             )
-        return factors[least]
+        return self._mean * factors[least]
 
     def measure(self) -> float:
         """Return the fp64 norm of all unscaled gradients; not finite if one gradient is not."""

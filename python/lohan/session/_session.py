@@ -93,7 +93,7 @@ class Session(ForwardRules, Commits):
         self._raiser = engine_raiser(
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
-        self._accumulation = Accumulation(config.accumulate)
+        self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self.saving = Saving(config, self.device, room)
         self._engine = _core.Engine(
@@ -150,12 +150,12 @@ class Session(ForwardRules, Commits):
     # --- Making -----------------------------------------------------------------------------
 
     def _scale_make(self) -> StepScale:
-        layout = self.layout
-        this = weakref.ref(self)
+        this, units = weakref.ref(self), self.layout.units
         return StepScale(
-            {p.index: p.name for p in layout.params if layout.units[p.unit].trainable},
+            {p.index: p.name for p in self.layout.params if units[p.unit].trainable},
             self._accumulation,
             (lambda: _alive(this)._square_sum()) if self.is_waiting else None,
+            1.0 / self.config.process_count,  # the mean over processes, as torch's DDP takes it
         )
 
     def _set_callbacks(self) -> None:
@@ -222,10 +222,13 @@ class Session(ForwardRules, Commits):
         add(model.register_forward_hook(self._root_leave, always_call=True, with_kwargs=True))
         for param in self.layout.params:
             if self.layout.units[param.unit].trainable:
-                hook = self._engine.gradient_hook(param.index)
                 register = param.tensor.register_post_accumulate_grad_hook
-                add(register(hook))  # type: ignore[no-untyped-call]
+                add(register(self._gradient_hook(param.index)))  # type: ignore[no-untyped-call]
                 _gradients.refuse_late_hooks(param.name, param.tensor)
+
+    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook that takes a parameter's gradient from autograd."""
+        return self._engine.gradient_hook(index)
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
         """Return the hooks (enter and leave) around each forward of a scope's module."""

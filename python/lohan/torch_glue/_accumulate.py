@@ -11,8 +11,8 @@ from lohan.errors import ModelError, SecondBackwardError, UnsupportedError
 Accumulate = int | Literal["manual"]
 
 
-def is_accumulating(accumulate: Accumulate) -> bool:
-    """Return whether gradients are summed over several backwards, which requires memory.
+def check(accumulate: Accumulate) -> None:
+    """Check the value of accumulate=.
 
     Raises:
         ModelError: accumulate is neither an integer of at least 1 nor "manual".
@@ -23,7 +23,6 @@ def is_accumulating(accumulate: Accumulate) -> bool:
             f"accumulate {accumulate!r}: must be a number of backwards per step, at least 1, or"
             " 'manual'"
         )
-    return accumulate != 1
 
 
 class Accumulation:
@@ -34,9 +33,9 @@ class Accumulation:
         is_given: whether the engine has received the sums, so that no backward can be added.
     """
 
-    def __init__(self, accumulate: Accumulate) -> None:
+    def __init__(self, accumulate: Accumulate, *, is_on: bool) -> None:
         self._accumulate = accumulate
-        self.is_on = is_accumulating(accumulate)
+        self.is_on = is_on
         self._no_sync_depth = 0
         self.reset()
 
@@ -90,7 +89,7 @@ class Accumulation:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Implement Session.no_sync()."""
-        if not self.is_on:
+        if self._accumulate == 1:
             raise UnsupportedError(
                 "model.no_sync() needs memory for sums of gradients, which lohan.wrap() allocates:"
                 " wrap with accumulate='manual', or with the number of backwards per step"

@@ -13,7 +13,6 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
-from lohan.torch_glue._accumulate import is_accumulating
 from lohan.torch_glue._tensor import has_storage
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def block_bytes_per_element(layout: Layout, config: Config) -> int:
 
     The result is 0 if gradients remain torch's tensors.
     """
-    if parse(config.device)[0] == "cpu" or is_accumulating(config.accumulate):
+    if parse(config.device)[0] == "cpu" or config.sums_gradients:
         return 0
     return max((u.dtype.itemsize for u in layout.units if u.trainable), default=0)
 

@@ -122,6 +122,8 @@ class Watch:
         self._end_count = 0
         self._wanted: tuple[str, ...] = ()  # keys that an exchange waits for
         self.absent: frozenset[int] = frozenset()  # ended ranks whose key is not there
+        self._foreseen: tuple[str, ...] = ()  # keys of the next exchange, while bytes are awaited
+        self.early: frozenset[int] = frozenset()  # other ranks whose foreseen key is there
         self._released: list[tuple[str, str]] = []  # keys to write, and their marks
         self._own_end: End | None = None  # why this process no longer takes part
         self._is_asked = False  # whether the phases of all processes are wanted
@@ -169,6 +171,11 @@ class Watch:
         self._wanted = tuple(keys)
         if self.ends and keys:
             self.nudge()
+
+    def foresee(self, keys: Sequence[str]) -> None:
+        """Set the keys, one of each rank, that no process should have written yet."""
+        self.early = self.early if keys else frozenset()
+        self._foreseen = tuple(keys)
 
     def ask(self) -> None:
         """Request the phases of all processes."""
@@ -304,6 +311,9 @@ class Watch:
             absent = frozenset(r for r in self.ends if not self._store.check([wanted[r]]))
             if wanted is self._wanted:
                 self.absent = absent
+        if foreseen := self._foreseen:
+            found = [rank for rank, key in enumerate(foreseen) if self._store.check([key])]
+            self.early = frozenset(found) - {self._rank}
         if self._is_asked:
             self._is_asked = False
             values = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])

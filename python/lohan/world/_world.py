@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ from lohan.world._watch import BEAT_S, End, Peer, Watch, wait_out
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLICE_S = 0.1
-_SAY_AFTER_S = 5.0
+SAY_AFTER_S = 5.0
+# How long bytes may still arrive from a process that is known to be gone.
+_LATE_S = 0.3
 _TEXT_MAX = 400
 _MESSAGE, _GIVEN_UP = b"+", "-"  # what a key begins with: see [Note: Rounds]
 # The longest wait for all processes to call wrap(), as torch.distributed's own default timeout.
@@ -174,6 +176,11 @@ class World:
         """Return a process's name for messages."""
         return str(self.peers[rank]) if self.peers else f"rank {rank}"
 
+    def substore(self, name: str) -> Any:
+        """Return a part of the rendezvous store that only these processes use."""
+        dist: Any = torch.distributed
+        return dist.PrefixStore(name, self._within(_connect(self._base)))
+
     def say(self, phase: str) -> None:
         """Set what the other processes are told that this one is doing."""
         if self._watch is not None:
@@ -211,8 +218,8 @@ class World:
         while not job.done.wait(_SLICE_S) or job.is_given_up:
             waited = time.monotonic() - began
             self._check(job, waited, what)
-            if waited > _SAY_AFTER_S and not has_said:
-                has_said = self._say_waiting(waited, what)
+            if waited > SAY_AFTER_S and not has_said:
+                has_said = self.say_waiting(waited, what)
             if job.is_given_up:
                 time.sleep(_SLICE_S / 10)  # until the watch knows why
         if job.error is not None:
@@ -280,11 +287,7 @@ class World:
                     " lohan.wrap() in each of them"
                 )
             return
-        if watch.error is not None:
-            raise self._lost_store(watch.error, what)
-        silent = time.monotonic() - watch.contact
-        if silent > self._timeout_s + BEAT_S:
-            raise self._lost_store(TimeoutError(f"no answer for {silent:.0f} s"), what)
+        self._check_store(watch, what)
         ends = sorted(watch.ends.values(), key=lambda end: end.how != "lost")
         for end in ends:
             is_missed = end.rank == self.rank or end.rank in watch.absent
@@ -296,6 +299,61 @@ class World:
                 f"another process was interrupted in {what} and does not continue: end all"
                 " processes, and restart them with resume=True"
             )
+
+    def _check_store(self, watch: Watch, what: str) -> None:
+        if watch.error is not None:
+            raise self._lost_store(watch.error, what)
+        silent = time.monotonic() - watch.contact
+        if silent > self._timeout_s + BEAT_S:
+            raise self._lost_store(TimeoutError(f"no answer for {silent:.0f} s"), what)
+
+    def check_peers(self, missing: Mapping[int, float], what: str) -> None:
+        """Raise an error if bytes that this process waits for will not come.
+
+        Args:
+            missing: the ranks that it waits for, and for how many seconds nothing has come from
+                each of them.
+            what: what the bytes are for.
+
+        Raises:
+            PeerLostError: a process died or fell silent, or the rendezvous store is gone.
+            PeerStepError: a process closed its session, or left with an error.
+            WorldMismatchError: a process is at another point of the program.
+        """
+        watch = self._watch
+        assert watch is not None
+        self._check_store(watch, what)
+        if self.rank in watch.ends:
+            raise self._end_error(watch.ends[self.rank], what)
+        for rank, seconds in missing.items():
+            end = watch.ends.get(rank)
+            # What a process sent before it closed its session may still be on its way.
+            if end is not None and (end.how != "closed" or seconds > self._timeout_s):
+                if seconds > _LATE_S:
+                    raise self._end_error(end, what)
+            elif rank in watch.early and seconds > self._timeout_s:
+                self._broken = "the processes are at different points of the program"
+                raise WorldMismatchError(
+                    f"{self.name(rank)} waits in another call, but {self.name(self.rank)} is at"
+                    f" {what!r}: all processes must run the same number of backwards per step"
+                )
+        longest = max(missing.values(), default=0.0)
+        watch.foresee(self._keys(self._number) if longest > SAY_AFTER_S / 2 else ())
+
+    def lost_wire(self, rank: int, error: BaseException, what: str) -> LohanError:
+        """Return the error for a connection to a process that has failed."""
+        watch = self._watch
+        until = time.monotonic() + _CAUSE_S
+        while watch is not None and time.monotonic() < until:
+            if rank in watch.ends:
+                return self._end_error(watch.ends[rank], what)
+            time.sleep(_SLICE_S / 10)
+        self._broken = "a connection has failed"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return PeerLostError(
+            f"the connection of {self.name(self.rank)} to {self.name(rank)} failed in {what}:"
+            f" {reason}. Restart the processes with resume=True"
+        )
 
     def _end_error(self, end: End, what: str) -> LohanError:
         self._broken = f"{self.name(end.rank)} is gone"
@@ -333,7 +391,7 @@ class World:
             if time.monotonic() > until:
                 return
 
-    def _say_waiting(self, waited: float, what: str) -> bool:
+    def say_waiting(self, waited: float, what: str) -> bool:
         """Print which processes a message is missing from; return whether that was done."""
         watch = self._watch
         if watch is None:
@@ -481,7 +539,7 @@ def _rendezvous() -> tuple[Any, int, int]:
         with contextlib.suppress(queue.Empty):
             result: Any = found.get(timeout=_SLICE_S)
             break
-        if time.monotonic() - began > _SAY_AFTER_S and not has_said:
+        if time.monotonic() - began > SAY_AFTER_S and not has_said:
             has_said = True
             _say_alone(int(os.environ["RANK"]), process_count())
     if isinstance(result, Exception):
@@ -492,7 +550,7 @@ def _rendezvous() -> tuple[Any, int, int]:
 
 def _say_alone(rank: int, size: int) -> None:
     print(
-        f"lohan: rank {rank} has waited {_SAY_AFTER_S:.0f} s for the other {size - 1} processes to"
+        f"lohan: rank {rank} has waited {SAY_AFTER_S:.0f} s for the other {size - 1} processes to"
         " call lohan.wrap()",
         file=sys.stderr,
     )

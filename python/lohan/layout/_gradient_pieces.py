@@ -1,0 +1,90 @@
+"""The pieces in which processes exchange gradients.
+
+[Note: Pieces] Gradients travel in pieces of up to PIECE_BYTES: parts of one parameter, or several
+small ones, in an order that all processes derive from the model. A piece is sent when it is
+complete; at the end of a backward each process sends the rest, in which a trailer marks parameters
+that have no gradient. So every process sends every piece once per backward, whatever the model did,
+also if the backward failed: then the trailer says so, and all processes forget the step. The
+trailer has a checksum, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lohan.layout._block import Param
+
+PIECE_BYTES = 4 << 20
+WINDOW_COUNT = 8
+# Step, micro-step, piece, whether the backward failed, CRC-32C; then a bit per part: it is there.
+TRAILER = struct.Struct("<QIIII")
+# More parameters in a piece would need more bits than its trailer has.
+_PART_COUNT = 512
+
+
+@dataclasses.dataclass
+class Part:
+    """A part of a parameter's gradient in a piece.
+
+    Attributes:
+        param: the parameter's index.
+        dtype: the gradient's dtype, which is the parameter's.
+        first: the first element.
+        count: the number of elements.
+        offset: the first byte in the piece.
+    """
+
+    param: int
+    dtype: torch.dtype
+    first: int
+    count: int
+    offset: int
+
+
+@dataclasses.dataclass
+class Piece:
+    """What is sent at once.
+
+    Attributes:
+        parts: its parts.
+        nbytes: the bytes of the parts.
+    """
+
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+
+    @property
+    def message_bytes(self) -> int:
+        """The bytes of the message, with the trailer."""
+        return self.nbytes + TRAILER.size + (len(self.parts) + 7) // 8
+
+
+def pieces_of(params: Sequence[Param]) -> list[Piece]:
+    """Divide gradients into pieces, in the order in which a backward usually produces them."""
+    pieces = [Piece()]
+    for param in reversed(params):
+        dtype, left, first = param.tensor.dtype, param.tensor.numel(), 0
+        while left > 0:
+            piece = pieces[-1]
+            at = -piece.nbytes % dtype.itemsize + piece.nbytes
+            count = min(left, (PIECE_BYTES - at) // dtype.itemsize)
+            if count <= 0 or len(piece.parts) == _PART_COUNT:
+                pieces.append(Piece())
+                continue
+            piece.parts.append(Part(param.index, dtype, first, count, at))
+            piece.nbytes = at + count * dtype.itemsize
+            first, left = first + count, left - count
+    return [piece for piece in pieces if piece.parts]
+
+
+def room_bytes(pieces: Sequence[Piece], process_count: int) -> int:
+    """Return the size of all buffers. See [Note: Room for pieces]."""
+    largest = max((piece.message_bytes for piece in pieces), default=0)
+    return largest * min(WINDOW_COUNT, len(pieces)) * process_count

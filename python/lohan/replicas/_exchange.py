@@ -1,0 +1,392 @@
+"""The exchange of gradients: every process sends its own and adds those of all.
+
+[Note: Sums of all processes] The gradients of a step are added in fp32 in the order of the
+micro-batches: micro-batch j of rank r is number j * W + r of W processes. Each process sends its
+gradients as autograd made them, and adds those of all processes in that order by itself. So the
+sums have the same bits in all processes, and the bits of one process that runs all micro-batches
+(accumulate=). No process adds for another one, and no sum is rounded on the way.
+
+[Note: Room for pieces] A process asks for the next WINDOW_COUNT pieces of each other process, in
+order, and holds them until it has its own. It has as many buffers for its own pieces: if all are on
+their way, backward waits, which limits the memory of gradients that slower processes have not taken
+yet. The others ask in the order of the pieces, so a backward whose gradients come in another order
+must not wait: it gets further buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from lohan import _core
+from lohan.errors import (
+    GradientError,
+    LohanError,
+    NetworkError,
+    PeerStepError,
+    WorldMismatchError,
+)
+from lohan.layout._block import DTYPE_CODES
+from lohan.layout._gradient_pieces import TRAILER, WINDOW_COUNT, pieces_of
+from lohan.world._wire import Wire
+from lohan.world._world import SAY_AFTER_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lohan.layout._block import Param
+    from lohan.layout._gradient_pieces import Part
+    from lohan.world._world import World
+
+_POLL_S = 0.1
+
+
+def _memory(buffer: torch.Tensor) -> memoryview:
+    view = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
+    return memoryview(view).cast("B")
+
+
+class _Filled:
+    """A piece of this process, from its first gradient until all have it."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.there: set[int] = set()  # indices of parts
+        self.is_sent = False
+        self.is_queued = False  # for addition
+        self.users = 0  # sends in progress, and the addition
+
+
+class Exchange:
+    """The exchange of one session. All methods but those of threads run on the training thread."""
+
+    def __init__(self, world: World, engine: _core.Engine, params: Sequence[Param]) -> None:
+        """Connect to the other processes.
+
+        Args:
+            world: the processes.
+            engine: the engine that has the sums.
+            params: the trainable parameters.
+        """
+        self._world = world
+        self._engine = engine
+        self._names = {param.index: param.name for param in params}
+        self._pieces = pieces_of(params)
+        # By parameter: its parts, each as the piece's number, the part's index there, the part.
+        self._parts: dict[int, list[tuple[int, int, Part]]] = {p.index: [] for p in params}
+        for number, piece in enumerate(self._pieces):
+            for index, part in enumerate(piece.parts):
+                self._parts[part.param].append((number, index, part))
+        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        largest = max((piece.message_bytes for piece in self._pieces), default=0)
+        count = min(WINDOW_COUNT, len(self._pieces))
+        self._changed = threading.Condition()
+        self._free = [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
+        self._free_in = {
+            rank: [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
+            for rank in self._others
+        }
+        self._buffer_count = count
+        self._largest = largest
+        self._errors: list[tuple[int | None, BaseException]] = []
+        self._sequence = 0  # of the first piece of the open backward, for tags
+        self._is_broken = False  # an error has left pieces on their way
+        self.sent_bytes = 0
+        self._wire = Wire(world, self._on_error)
+        self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._adder = threading.Thread(target=self._add, name="lohan-add", daemon=True)
+        self._adder.start()
+        self.forget()
+
+    # --- A step -------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Begin the next step, or begin the open step again."""
+        self.is_open = False  # a backward's exchange is in progress
+        self._micro = 0
+        self._summed: set[int] = set()  # parameters that have a sum of earlier backwards
+
+    def give(self, step: int, index: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of a parameter. A hook of the backward calls this.
+
+        Args:
+            step: the step that is open, from 0.
+            index: the parameter's index.
+            gradient: the gradient, in the order of the unit's elements.
+
+        Raises:
+            GradientError: the gradient has another dtype than the parameter.
+            PeerLostError, PeerStepError: another process is gone.
+        """
+        if not self.is_open:
+            self._begin(step)
+        parts = self._parts[index]
+        flat = gradient.detach().reshape(-1).cpu()
+        if parts and flat.dtype != parts[0][2].dtype:
+            raise GradientError(
+                f"the gradient of {self._names[index]!r} has dtype {flat.dtype}, but processes"
+                f" exchange {parts[0][2].dtype}, that of the parameter: leave grad_dtype as it is"
+            )
+        for number, position, part in parts:
+            own = self._own_of(number)
+            values = flat[part.first : part.first + part.count].view(torch.uint8)
+            own.buffer[part.offset : part.offset + values.numel()].copy_(values)
+            own.there.add(position)
+            if len(own.there) == len(self._pieces[number].parts):
+                self._send(number, failed=False)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Send what is left of the backward, and wait until the gradients of all are added.
+
+        Args:
+            failed: whether the backward of this process has failed, which all of them learn.
+
+        Raises:
+            PeerLostError, PeerStepError: another process is gone, or its backward has failed.
+            NetworkError: a piece's checksum is wrong.
+            WorldMismatchError: another process is in another step or backward.
+        """
+        if self._is_broken:
+            return
+        for number, piece in enumerate(self._pieces):
+            own = self._own_of(number)
+            if own.is_sent:
+                continue
+            for index, part in enumerate(piece.parts):
+                if index not in own.there:  # what an earlier piece left does not leave the process
+                    end = part.offset + part.count * part.dtype.itemsize
+                    own.buffer[part.offset : end].zero_()
+            self._send(number, failed=failed)
+        what = self._what()
+        self._wait(lambda: self._added == len(self._pieces) and not self._busy(), what)
+        self.is_open = False
+        self._sequence += len(self._pieces)
+        self._micro += 1
+        self._summed |= self._present
+        if failed:
+            return
+        if self._failed:
+            who = ", ".join(self._world.name(rank) for rank in sorted(self._failed))
+            raise PeerStepError(
+                f"the backward of {who} failed in {what}. All processes have forgotten the step,"
+                " and the parameters are unchanged: continue with model.optimizer.zero_grad()"
+            )
+        self._world.say(f"after a backward of step {self._step + 1}")
+
+    def close(self) -> None:
+        """End the threads. No sum is touched afterwards."""
+        self._complete.put(None)
+        self._adder.join()
+        self._wire.close()
+
+    # --- Inside -------------------------------------------------------------------------------
+
+    def _what(self) -> str:
+        return f"backward {self._micro + 1} of step {self._step + 1}"
+
+    def _begin(self, step: int) -> None:
+        self._step = step
+        self.is_open = True
+        self._own: dict[int, _Filled] = {}
+        self._sent_below = 0  # all pieces with smaller numbers have been sent
+        self._added = 0
+        self._present: set[int] = set()
+        self._failed: set[int] = set()
+        now = time.monotonic()
+        # By peer: how many pieces were asked for, and how many and which have come, and when.
+        self._asked = dict.fromkeys(self._others, 0)
+        self._came: dict[int, dict[int, torch.Tensor]] = {rank: {} for rank in self._others}
+        self._came_count = dict.fromkeys(self._others, 0)
+        self._came_at = dict.fromkeys(self._others, now)
+        self._world.say(f"in {self._what()}")
+        for rank in self._others:
+            self._ask(rank)
+
+    def _own_of(self, number: int) -> _Filled:
+        """Return this process's piece. A new one gets a buffer, and waits for it if it may."""
+        if number in self._own:
+            return self._own[number]
+        if not self._free and self._sent_below == number:
+            self._wait(lambda: bool(self._free), self._what())
+        with self._changed:
+            buffer = self._free.pop() if self._free else None
+        if buffer is None:  # the gradients come in another order: see [Note: Room for pieces]
+            buffer = torch.empty(self._largest, dtype=torch.uint8)
+        self._own[number] = _Filled(buffer)
+        return self._own[number]
+
+    def _send(self, number: int, *, failed: bool) -> None:
+        piece, own = self._pieces[number], self._own[number]
+        bits = bytearray((len(piece.parts) + 7) // 8)
+        for index in own.there:
+            bits[index // 8] |= 1 << index % 8
+        self._stamp(number, own.buffer, failed, bytes(bits))
+        message = own.buffer[: piece.message_bytes]
+        with self._changed:  # from here on, the piece may be added
+            own.users = len(self._others) + 1
+            own.is_sent = True
+            while self._sent_below in self._own and self._own[self._sent_below].is_sent:
+                self._sent_below += 1
+        for rank in self._others:
+            self._wire.send(rank, message, self._sequence + number, lambda: self._release(own))
+        self.sent_bytes += piece.message_bytes * len(self._others)
+        self._check_complete(number)
+
+    def _stamp(self, number: int, buffer: torch.Tensor, failed: bool, bits: bytes) -> None:
+        piece = self._pieces[number]
+        memory = _memory(buffer)
+        row = (self._step, self._micro, number, int(failed))
+        check = _core.crc32c(TRAILER.pack(*row, 0) + bits, _core.crc32c(memory[: piece.nbytes]))
+        memory[piece.nbytes : piece.message_bytes] = TRAILER.pack(*row, check) + bits
+
+    def _ask(self, rank: int) -> None:
+        """Ask a process for its next pieces, as long as there are buffers."""
+        while True:
+            with self._changed:
+                number = self._asked[rank]
+                if number == len(self._pieces) or not self._free_in[rank]:
+                    return
+                self._asked[rank] += 1
+                buffer = self._free_in[rank].pop()
+            message = buffer[: self._pieces[number].message_bytes]
+
+            def done(number: int = number, buffer: torch.Tensor = buffer) -> None:
+                with self._changed:
+                    self._came[rank][number] = buffer
+                    self._came_count[rank] += 1
+                    self._came_at[rank] = time.monotonic()
+                    self._changed.notify_all()
+                self._check_complete(number)
+
+            self._wire.receive(rank, message, self._sequence + number, done)
+
+    def _check_complete(self, number: int) -> None:
+        """Queue a piece for addition if all processes' contributions are here, once."""
+        with self._changed:
+            own = self._own.get(number)
+            is_here = own is not None and own.is_sent and not own.is_queued
+            if is_here and all(number in self._came[rank] for rank in self._others):
+                assert own is not None
+                own.is_queued = True
+                self._complete.put(number)
+
+    def _release(self, own: _Filled) -> None:
+        with self._changed:
+            own.users -= 1
+            if own.users == 0:
+                if len(self._free) < self._buffer_count:
+                    self._free.append(own.buffer)
+                self._changed.notify_all()
+
+    def _busy(self) -> bool:
+        return any(own.users for own in self._own.values())
+
+    def _on_error(self, rank: int | None, error: BaseException) -> None:
+        with self._changed:
+            self._errors.append((rank, error))
+            self._changed.notify_all()
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait for threads, as long as the other processes are alive."""
+        try:
+            self._wait_for(is_done, what)
+        except LohanError:
+            self._is_broken = True
+            raise
+
+    def _wait_for(self, is_done: Callable[[], bool], what: str) -> None:
+        began = time.monotonic()
+        has_said = False
+        while True:
+            with self._changed:
+                if not is_done() and not self._errors:
+                    self._changed.wait(_POLL_S)
+                if is_done():
+                    return
+                errors = list(self._errors)
+            if errors:
+                rank, error = errors[0]
+                raise error if rank is None else self._world.lost_wire(rank, error, what)
+            now = time.monotonic()
+            late = [rank for rank in self._others if self._came_count[rank] < len(self._pieces)]
+            missing = {rank: now - self._came_at[rank] for rank in late}
+            self._world.check_peers(missing, what)
+            if now - max(began, *self._came_at.values()) > SAY_AFTER_S and not has_said:
+                has_said = self._world.say_waiting(now - began, what)
+
+    # --- The thread that adds -----------------------------------------------------------------
+
+    def _add(self) -> None:
+        while (number := self._complete.get()) is not None:
+            try:
+                self._add_piece(number)
+            except BaseException as error:
+                self._on_error(None, error)
+
+    def _add_piece(self, number: int) -> None:
+        """Add all contributions of a piece, by rank. See [Note: Sums of all processes]."""
+        piece = self._pieces[number]
+        own = self._own[number]
+        added = set(self._summed)
+        for rank in range(self._world.size):
+            buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
+            bits = self._checked(number, rank, buffer)
+            base = buffer.data_ptr()
+            for index, part in enumerate(piece.parts):
+                if not bits[index // 8] >> index % 8 & 1:
+                    continue
+                self._engine.sums_add(
+                    part.param,
+                    part.first,
+                    part.count,
+                    base + part.offset,
+                    DTYPE_CODES[part.dtype],
+                    part.param not in added,
+                )
+                added.add(part.param)
+        with self._changed:
+            self._present |= added
+            for rank in self._others:
+                self._free_in[rank].append(self._came[rank].pop(number))
+            self._added += 1
+        for rank in self._others:
+            self._ask(rank)
+        self._release(own)
+
+    def _checked(self, number: int, rank: int, buffer: torch.Tensor) -> bytes:
+        """Check a piece, and return the bits of the parts that are there.
+
+        Raises:
+            NetworkError: its checksum is wrong.
+            WorldMismatchError: it belongs to another step or backward.
+        """
+        piece = self._pieces[number]
+        memory = _memory(buffer)
+        step, micro, which, failed, check = TRAILER.unpack_from(memory, piece.nbytes)
+        bits = bytes(memory[piece.nbytes + TRAILER.size : piece.message_bytes])
+        if rank != self._world.rank:
+            row = TRAILER.pack(step, micro, which, failed, 0) + bits
+            found = _core.crc32c(row, _core.crc32c(memory[: piece.nbytes]))
+            if found != check:
+                parts = piece.parts
+                raise NetworkError(
+                    f"gradients from {self._world.name(rank)} have the checksum {found:08x} instead"
+                    f" of {check:08x} in {self._what()} ({self._names[parts[0].param]!r} from"
+                    f" element {parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
+                    " has changed them. Restart the processes with resume=True"
+                )
+            if (step, micro, which) != (self._step, self._micro, number):
+                raise WorldMismatchError(
+                    f"{self._world.name(rank)} is in backward {micro + 1} of step {step + 1}, but"
+                    f" {self._world.name(self._world.rank)} in {self._what()}: all processes must"
+                    " run the same number of backwards per step; end all of them"
+                )
+        if failed:
+            with self._changed:
+                self._failed.add(rank)
+        return bits

@@ -1,0 +1,322 @@
+"""What `lohan.wrap` does when a run has several processes: meet, agree, and find the stores."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan.common._arguments import directories_of
+from lohan.common._version import __version__
+from lohan.config import SCHEDULES_AT_STEP, Config, ReplicaConfig
+from lohan.errors import StoreError, UnsupportedError, WorldMismatchError
+from lohan.replicas import _places
+from lohan.session._optim import DEFAULTS
+from lohan.store import _store
+from lohan.world._agree import Fact, agree
+
+_SAME_VALUES = (
+    ": give all processes the same initial values, for example with torch.manual_seed(0) before the"
+    " model is built, or from the same weights"
+)
+
+if TYPE_CHECKING:
+    from lohan.layout._block import Layout
+    from lohan.store._store import Extents
+    from lohan.world._world import World
+
+
+def config_of(world: World, config: Config) -> Config:
+    """Return the settings of a process that exchanges gradients: its updates wait for step()."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
+    if config.schedule not in SCHEDULES_AT_STEP:
+        values["schedule"] = "deferred"
+    return ReplicaConfig(**values, processes=world.size)
+
+
+def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
+    """Return the settings of an AdamW run that all processes must share."""
+    return [
+        ("method=", "adamw"),
+        ("accumulate=", config.accumulate),
+        ("commit_every=", config.commit_every),
+        ("loss_scaling=", config.loss_scaling),
+        ("max_grad_norm=", max_grad_norm),
+    ]
+
+
+def facts_of_groups(groups: Sequence[dict[str, Any]]) -> list[Fact]:
+    """Return the hyper-parameters of parameter groups, which all processes must share."""
+    facts: list[Fact] = [("the number of parameter groups", len(groups))]
+    for number, group in enumerate(groups):
+        facts += [(f"{key} of parameter group {number}", group[key]) for key in DEFAULTS]
+    return facts
+
+
+def refuse_step(world: World, open_at: int | None) -> None:
+    """Reject resume="step N" where steps are in journals.
+
+    Raises:
+        UnsupportedError: open_at is set.
+    """
+    if open_at is not None:
+        raise UnsupportedError(
+            f"resume='step {open_at}' is not supported with several processes (WORLD_SIZE is"
+            f' {world.size}) and method="mezo": pass resume=True, which continues after the last'
+            " step"
+        )
+
+
+def agree_on_settings(
+    world: World, store: Any, resumed: bool, open_at: int | None, facts: Sequence[Fact]
+) -> str:
+    """Check that all processes were given the same settings; return an identifier for a new run.
+
+    Args:
+        world: the processes.
+        store: store= of wrap(); None for a temporary store.
+        resumed: whether an existing run is resumed.
+        open_at: the step to resume; None: the last.
+        facts: further settings.
+
+    Raises:
+        WorldMismatchError: names the first difference, with the values of two ranks.
+    """
+    versions = [("lohan's version", __version__), ("torch's version", torch.__version__)]
+    agree(world, "versions", versions, ": install the same versions everywhere")
+    names = None if store is None else directories_of(store)
+    settings = [
+        ("resume=", resumed),
+        ("the step in resume=", open_at),
+        ("the number of directories of store=", None if names is None else len(names)),
+        *facts,
+    ]
+    agree(world, "settings", settings, ": pass the same value in all processes")
+    return str(world.first_of(secrets.token_hex(16), "the run"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """The store that a process has.
+
+    Attributes:
+        directories: its directories.
+        run: the run that it belongs to; None if there is no store.
+        step: its newest step.
+        digest: a hash of the checksums of that step.
+    """
+
+    directories: list[str]
+    run: str | None = None
+    step: int = 0
+    digest: str = ""
+
+
+def _look(directories: Sequence[str], config: Config) -> _Found:
+    """Look for a complete store in these directories."""
+    from lohan.store import _snapshot  # few runs need it
+
+    there = all(os.path.exists(os.path.join(name, "lohan.data")) for name in directories)
+    if not there or _snapshot.is_unfinished(directories):
+        return _Found([*directories])
+    store = _store.open_existing(directories, config, read_only=True)
+    try:
+        return _Found([*directories], _places.run_of(store), int(store.describe()["step"]))
+    finally:
+        store.close()
+
+
+def _has_step(directories: Sequence[str], config: Config, step: int) -> bool:
+    """Return whether a store can be opened at a step."""
+    try:
+        store = _store.open_existing(directories, config, read_only=True, open_at=step)
+    except StoreError:
+        return False
+    store.close()
+    return True
+
+
+def provide(
+    world: World,
+    base: Sequence[str],
+    config: Config,
+    open_at: int | None,
+    *,
+    has_journal: bool,
+) -> int | None:
+    """Make sure that this process has a replica to resume, by copying one if necessary.
+
+    [Note: The step that all have] After a crash the newest steps of the stores may differ by one.
+    The processes resume the smallest, which every store can open ([Note: Commits of replicas] in
+    replicas/_replica_session.py). A store that cannot, because it is an old copy, is replaced by a
+    copy of another one.
+
+    Args:
+        world: the processes.
+        base: the directories of store=.
+        config: the settings of the session.
+        open_at: the step to resume; None: the newest that all processes have.
+        has_journal: whether the run's steps are in a journal, so that the stores may be at any.
+
+    Returns:
+        The step to open the store at; None: its newest.
+
+    Raises:
+        WorldMismatchError: the replicas belong to different runs.
+        StoreError: there is no replica that this process can see, or it cannot be copied.
+    """
+    mine = _look(_places.directories_of(world, base), config)
+    said = json.dumps(dataclasses.asdict(mine)).encode()
+    told = [_Found(**json.loads(value)) for value in world.exchange(said, "resume, replicas")]
+    runs = {each.run: rank for rank, each in reversed([*enumerate(told)]) if each.run is not None}
+    if len(runs) > 1:
+        (one, first), (other, second) = sorted(runs.items(), key=lambda item: item[1])[:2]
+        raise WorldMismatchError(
+            f"{told[first].directories[0]} ({world.name(first)}) belongs to run {one}, but"
+            f" {told[second].directories[0]} ({world.name(second)}) belongs to run {other}: pass"
+            " the directories of one run to all processes"
+        )
+    if not runs:
+        return open_at
+    step = open_at
+    if step is None:
+        step = min(each.step for each in told if each.run is not None)
+    is_there = has_journal or mine.step == step
+    has = mine.run is not None and (is_there or _has_step(mine.directories, config, step))
+    able = [value == b"+" for value in world.exchange(b"+" if has else b"-", "resume, step")]
+    sources = [each.directories for each, is_able in zip(told, able, strict=True) if is_able]
+    if not has:
+        _copy_one(world, mine, sources, step, [*runs], config)
+    world.exchange(b"", "resume, copied")
+    return step if has and not is_there else open_at
+
+
+def _copy_one(
+    world: World,
+    mine: _Found,
+    sources: Sequence[Sequence[str]],
+    step: int,
+    runs: Sequence[str | None],
+    config: Config,
+) -> None:
+    from lohan.store import _snapshot
+
+    why = ""
+    for names in sources:
+        try:
+            if _look(names, config).run not in runs:
+                continue
+            if mine.run is None:
+                _snapshot.remove_unfinished(mine.directories)
+            else:
+                _store.remove(mine.directories)
+            to = mine.directories[0]
+            print(f"lohan: {world.name(world.rank)} copies {names[0]} to {to}", file=sys.stderr)
+            _snapshot.snapshot(names, mine.directories).wait()
+            return
+        except StoreError as error:
+            why = f" ({error})"
+    raise StoreError(
+        f"{world.name(world.rank)} has no replica of the run at step {step} in"
+        f" {mine.directories[0]}, and can copy none of"
+        f" {', '.join(names[0] for names in sources)}{why}: copy one of these directories to"
+        f" {mine.directories[0]} on its machine"
+    )
+
+
+def agree_on_model(world: World, layout: Layout, model: nn.Module, facts: Sequence[Fact]) -> None:
+    """Check that all processes train the same model.
+
+    Args:
+        world: the processes.
+        layout: the model's layout.
+        model: the model.
+        facts: facts of the method, which come first.
+
+    Raises:
+        WorldMismatchError: names the first difference, with the values of two ranks.
+    """
+    said = [*facts]
+    trained = {
+        id(param.tensor)
+        for param in layout.params
+        if param.stream is not None or layout.units[param.unit].trainable
+    }
+    for index, (name, param) in enumerate(model.named_parameters()):
+        said.append((f"parameter {index}", name))
+        said.append((f"the shape of {name!r}", [*param.shape]))
+        said.append((f"the dtype of {name!r}", str(param.dtype)))
+        said.append((f"whether {name!r} is trained", id(param) in trained))
+    said += [(f"whether {each.name!r} has weight decay", each.decays) for each in layout.params]
+    agree(world, "the model", said, ": pass the same model and settings in all processes")
+
+
+def agree_on_values(
+    world: World, model: nn.Module, origin: torch.optim.Optimizer | None = None
+) -> None:
+    """Check that what is in memory has the same bits in all processes.
+
+    Args:
+        world: the processes.
+        model: the model, whose parameters and buffers are compared.
+        origin: an optimizer whose moments are compared, too.
+
+    Raises:
+        WorldMismatchError: names the first tensor that differs.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    states = origin.state if origin is not None else {}
+    facts = [_sum_of(name, tensor.detach()) for name, tensor in named if not tensor.is_meta]
+    facts += [
+        _sum_of(f"{key} of {name}", value.detach())
+        for name, param in model.named_parameters()
+        for key, value in states.get(param, {}).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    agree(world, "the values", facts, _SAME_VALUES)
+
+
+def agree_on_filled(
+    world: World | None, layout: Layout, extents: Extents, store: _core.Store, model: nn.Module
+) -> None:
+    """Check that the values that weights= or init= gave a new store are the same in all processes.
+
+    Raises:
+        WorldMismatchError: names the first parameter or buffer that differs.
+    """
+    if world is None:
+        return
+    sums = b"".join(layout.in_place.checksums.values())
+    told = world.exchange(hashlib.sha256(sums).digest(), "the files")
+    # Files with other bytes may have the same values, for example with another header.
+    is_same = all(each == told[0] for each in told)
+    facts = [
+        _sum_of(param.name, _store.read_param(layout, extents, store, param))
+        for param in layout.params
+        if not (is_same and layout.units[param.unit].runs)
+    ]
+    facts += [_sum_of(name, buffer) for name, buffer in model.named_buffers()]
+    agree(world, "the filled values", facts, _SAME_VALUES)
+
+
+def _sum_of(name: str, values: torch.Tensor) -> Fact:
+    return f"the checksum of the values of {name!r}", _checksum(values)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    values = tensor.contiguous()
+    nbytes = values.numel() * values.element_size()
+    if nbytes == 0:
+        return 0
+    view = (ctypes.c_ubyte * nbytes).from_address(values.data_ptr())
+    return _core.crc32c(memoryview(view).cast("B"))

@@ -1,0 +1,108 @@
+"""A session of several processes, each of which trains a whole replica with AdamW.
+
+[Note: Replicas with AdamW] Every process has all parameters and states, in main memory and in a
+store of its own. In each backward the processes exchange their gradients (_exchange.py), so that
+all of them have the same sums, and make the same update. Updates wait for `step()`, and begin only
+after all processes have agreed on the step and on its hyper-parameters: a step that fails in one
+process is forgotten by all.
+
+[Note: Commits of replicas] A process gives its first gradient of step t + 1 only after its commit
+of step t is durable: the engine waits for that anyway, before the first gradient of a step. So
+when a process commits t + 1, all have committed t, and a store keeps the step before its newest
+one. Whenever the processes are killed, there is a step that all stores can open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import StepError
+from lohan.replicas._exchange import Exchange
+from lohan.session._session import Session
+from lohan.world._agree import agree
+
+if TYPE_CHECKING:
+    import torch
+
+    from lohan.world._world import World
+
+
+class ReplicaSession(Session):
+    """A session that exchanges gradients with other processes."""
+
+    def __init__(self, *args: Any, world: World, **settings: Any) -> None:
+        """Make a session, and connect it to those of the other processes."""
+        self.world = world
+        super().__init__(*args, **settings)
+        trained = [p for p in self.layout.params if self.layout.units[p.unit].trainable]
+        try:
+            self._exchange = Exchange(world, self._engine, trained)
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        engine, exchange = self._engine, self._exchange
+
+        def hook(param: torch.Tensor) -> None:
+            gradient = engine.gradient_pull(index, param)
+            if gradient is not None:
+                exchange.give(engine.status()["step"], index, gradient)
+
+        return hook
+
+    def _on_backward_end(self) -> None:
+        if self._exchange.is_open:
+            self._exchange.finish()
+        super()._on_backward_end()
+
+    def close_step(self, unscale: float = 1.0) -> None:
+        """Close the open step in all processes, once they agree on it; see Session.close_step."""
+        self.check_open()
+        if self._engine.status()["has_gradients"]:
+            self._agree(unscale)
+        super().close_step(unscale)
+        self._exchange.forget()
+
+    def _agree(self, unscale: float) -> None:
+        """Check that all processes close the same step with the same hyper-parameters."""
+        if self._backward == "running":
+            raise StepError(
+                "the backward of this step raised an exception: call"
+                " model.optimizer.zero_grad() to discard the step, or begin the next forward"
+            )
+        what = f"step {self.step + 1}"
+        self.world.say(f"in step() of {what}")
+        facts = [
+            (f"{name} of parameter group {number}", value)
+            for number, hyper in enumerate(self._hypers())
+            for name, value in zip(
+                ("lr", "beta1", "beta2", "eps", "weight_decay"), hyper, strict=True
+            )
+        ]
+        facts.append(("the factor of the gradients", unscale * self._scale.factor()))
+        way_out = ": give all processes the same schedule. No process keeps the step"
+        agree(self.world, what, facts, way_out)
+        self.world.say(f"after {what}")
+
+    def _abort(self) -> None:
+        if self._exchange.is_open:
+            self._exchange.finish(failed=True)
+        super()._abort()
+        self._exchange.forget()
+
+    def commit(self) -> None:
+        """Commit in all processes: none continues before the commits of all are durable."""
+        super().commit()
+        self.world.exchange(b"", f"commit() at step {self.step}")
+
+    def close(self) -> None:
+        """Commit the closed steps, stop the engine and release the store. Idempotent."""
+        is_own = not self._engine.is_forked()
+        try:
+            if is_own and not self.closed:
+                self._exchange.close()
+                self.world.leave_after(self.step)
+        finally:
+            super().close()

@@ -1,0 +1,128 @@
+"""Messages of many bytes between the processes of a run, through gloo of torch.distributed.
+
+[Note: Tagged messages] There are no collectives: a process sends a message with a tag, and the
+receiver names the sender and the tag. Messages with different tags may be sent and received in any
+order. A send completes when the receiver has asked for the message, so nothing piles up on the way.
+
+[Note: Waits of gloo] A wait for a message cannot be abandoned, hangs if the other process dies in
+the middle of a message, and cuts all connections when its timeout is over. So a daemon thread per
+process and direction makes the waits, without a timeout, in the order of the messages, and nobody
+waits for these threads: whoever waits for a message asks World.check_peers() whether it can still
+arrive. If it cannot, the thread and the message's memory remain until the process ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lohan.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lohan.world._world import World
+
+# gloo's own timeouts never end a wait: see [Note: Waits of gloo].
+_FOREVER = datetime.timedelta(days=20)
+_TAG_END = 1 << 31
+_groups: list[Any] = []  # gloo's groups are never destroyed: a thread may still wait in one
+
+
+class Wire:
+    """Connections to the other processes."""
+
+    def __init__(self, world: World, on_error: Callable[[int, BaseException], None]) -> None:
+        """Connect to all other processes, which must do the same.
+
+        Args:
+            world: the processes.
+            on_error: called by a thread with the rank of the process whose message has failed.
+
+        Raises:
+            UnsupportedError: this build of torch has no gloo.
+            PeerLostError: a process is gone.
+        """
+        dist: Any = torch.distributed
+        if not dist.is_gloo_available():
+            raise UnsupportedError("this build of torch has no gloo, which several processes need")
+        self._on_error = on_error
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = _FOREVER
+        options._devices = [_device(dist.ProcessGroupGloo, world)]
+        store = world.substore("wire")
+        self._group = dist.ProcessGroupGloo(store, world.rank, world.size, options)
+        _groups.append(self._group)
+        others = [rank for rank in range(world.size) if rank != world.rank]
+        # By peer and direction: messages on their way, and what to call when they are there.
+        self._queues: dict[tuple[int, str], queue.SimpleQueue[Any]] = {
+            (rank, way): queue.SimpleQueue() for rank in others for way in ("out", "in")
+        }
+        for key in self._queues:
+            name = f"lohan-wire-{key[1]}-{key[0]}"
+            threading.Thread(target=self._wait, args=key, name=name, daemon=True).start()
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int, done: Callable[[], None]) -> None:
+        """Send a tensor of bytes, which must not change until a thread has called done."""
+        work = self._group.send([tensor], peer, tag % _TAG_END)
+        self._queues[peer, "out"].put((work, tensor, done))
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int, done: Callable[[], None]) -> None:
+        """Receive as many bytes as the tensor has. A thread calls done when they are there."""
+        work = self._group.recv([tensor], peer, tag % _TAG_END)
+        self._queues[peer, "in"].put((work, tensor, done))
+
+    def close(self) -> None:
+        """End the threads that have nothing to wait for."""
+        for each in self._queues.values():
+            each.put(None)
+
+    def _wait(self, peer: int, way: str) -> None:
+        waiting = self._queues[peer, way]
+        while (item := waiting.get()) is not None:
+            work, _, done = item
+            try:
+                work.wait()
+                done()
+            except BaseException as error:
+                self._on_error(peer, error)
+                return
+
+
+def _device(gloo: Any, world: World) -> Any:
+    """Return gloo's device: the network interface that leads to the other processes.
+
+    By default gloo looks up the machine's own name, which takes seconds where the name server does
+    not answer, and uses the loopback interface if that fails.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        return gloo.create_device(interface=interface)
+    address = _address_towards(os.environ.get("MASTER_ADDR", ""))
+    told = [value.decode() for value in world.exchange(address.encode(), "wire, addresses")]
+    if len({peer.node for peer in world.peers}) > 1 and _is_local(address):
+        # MASTER_ADDR is this machine. Another machine's address leads to the right interface.
+        others = (each for each in told if each and not _is_local(each))
+        address = _address_towards(next(others, ""))
+    return gloo.create_device(hostname=address) if address else gloo.create_default_device()
+
+
+def _address_towards(host: str) -> str:
+    """Return this machine's address on the way to a host; "" if there is none."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _is_local(address: str) -> bool:
+    return address in ("", "::1") or address.startswith("127.")

@@ -1,0 +1,239 @@
+"""What each process of tests/py/test_replicas_*.py does: AdamW on a small model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import lohan
+import torch
+from lohan.layout import _gradient_pieces
+from torch import nn
+from world_worker import WIDTH, Model, rank_and_count
+
+BATCHES = 12  # micro-batches of a step, of all processes together
+
+
+def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model(dtype)
+
+
+def batch(step: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    x = torch.randn(4, WIDTH, generator=generator)
+    return x.to(dtype), torch.sin(3 * x).to(dtype)
+
+
+def states_digest(model: Any) -> str:
+    """Return a hash of every parameter and optimizer state in the store."""
+    found = hashlib.sha256()
+    with model.lohan.exclusive([]) as store:
+        for extent, (nbytes, *_) in enumerate(store.extents()):
+            values = torch.empty(nbytes, dtype=torch.uint8)
+            store.read(extent, 0, values.data_ptr(), nbytes)
+            found.update(values.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def wrapped(
+    store: Any, dtype: torch.dtype = torch.float32, change: str = "", **settings: Any
+) -> Any:
+    _, count = rank_and_count()
+    settings = {"lr": 1e-3, "peer_timeout_s": 5, "accumulate": BATCHES // count, **settings}
+    if settings.get("resume"):
+        settings.pop("lr")
+    model = build(dtype)
+    if change == "frozen":
+        model.layers[1].requires_grad_(False)
+        model.begin.bias.requires_grad_(False)
+    return lohan.wrap(model, store=store, **settings)
+
+
+def loss_of(
+    model: Any, step: int, number: int, dtype: torch.dtype, change: str = ""
+) -> torch.Tensor:
+    """Return the loss of a micro-batch."""
+    x, y = batch(step, number, dtype)
+    if change == "absent" and (number + step) % 4 != 1:
+        # Most micro-batches have no gradient of these parameters; in every third step none has.
+        return nn.functional.mse_loss(model.layers[0](x), y)
+    if change == "absent" and step % 3 == 2:
+        return nn.functional.mse_loss(model.layers[1](x), y)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def one_step(model: Any, dtype: torch.dtype = torch.float32, change: str = "") -> float:
+    """Make a step with this process's micro-batches: those with its rank modulo the count."""
+    rank, count = rank_and_count()
+    step, total = model.lohan.step, 0.0
+    for number in range(rank, BATCHES, count):
+        loss = loss_of(model, step, number, dtype, change)
+        loss.backward()
+        total += float(loss.detach())
+    # The sum of all gradients, times 1/12 with the same rounding for any number of processes.
+    model.lohan.close_step(unscale=count / BATCHES)
+    return total
+
+
+def train(
+    store: str,
+    steps: int,
+    dtype_name: str = "float32",
+    change: str = "",
+    piece_bytes: int = 20_000,
+    **settings: Any,
+) -> tuple[int, str]:
+    """Train up to a step, and return the step and a hash of all states."""
+    dtype = getattr(torch, dtype_name)
+    _gradient_pieces.PIECE_BYTES = piece_bytes
+    model = wrapped(store, dtype, change, **settings)
+    while model.lohan.step < steps:
+        one_step(model, dtype, change)
+    result = model.lohan.step, states_digest(model)
+    model.lohan.close()
+    return result
+
+
+def train_all(rows: Sequence[tuple[str, int, str, dict[str, Any]]]) -> list[tuple[int, str]]:
+    """Train several models one after the other, each in a world of its own."""
+    return [train(store, steps, dtype, **settings) for store, steps, dtype, settings in rows]
+
+
+def slow_train(store: str, steps: int, marker: str, **settings: Any) -> Any:
+    """Train; each process leaves a file once its model is wrapped."""
+    _gradient_pieces.PIECE_BYTES = 20_000
+    model = wrapped(store, **settings)
+    pathlib.Path(f"{marker}.{rank_and_count()[0]}").touch()
+    while model.lohan.step < steps:
+        one_step(model)
+    return model.lohan.step, states_digest(model)
+
+
+def resume_for(store: str, more: int) -> tuple[int, str]:
+    """Resume a run, train some more steps, and return the step and a hash of all states."""
+    model = wrapped(store, resume=True)
+    steps = model.lohan.step + more
+    model.lohan.close()
+    return train(store, steps, resume=True)
+
+
+def fail_once(store: str) -> tuple[list[str], str]:
+    """Rank 1 fails once in the middle of a backward; all continue."""
+    rank, _ = rank_and_count()
+    _gradient_pieces.PIECE_BYTES = 20_000
+    model = wrapped(store)
+    errors = []
+    for attempt in range(5):
+        handle = None
+        if attempt == 2 and rank == 1:
+
+            def fail(gradient: torch.Tensor) -> None:
+                raise ValueError("this batch is bad")
+
+            handle = model.layers[1].weight.register_hook(fail)
+        try:
+            one_step(model)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            model.optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+    result = errors, states_digest(model)
+    assert model.lohan.step == 4
+    model.lohan.close()
+    return result
+
+
+def backwards_differ(store: str) -> str:
+    """Rank 1 makes its step one backward earlier than rank 0."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    try:
+        for _ in range(3):
+            for number in range(rank, BATCHES - 2 * rank, 2):
+                loss_of(model, model.lohan.step, number, torch.float32).backward()
+            model.optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def alone(store: str) -> tuple[float, str]:
+    """Rank 0 alone evaluates and computes a gradient of its input between steps."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    seen = 0.0
+    for _ in range(3):
+        one_step(model)
+        if rank == 0:
+            with torch.no_grad():
+                seen += float(model(batch(9, 9, torch.float32)[0]).sum())
+            x = batch(9, 9, torch.float32)[0].requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x)
+            seen += float(slope.sum())
+    result = seen, states_digest(model)
+    model.lohan.close()
+    return result
+
+
+def schedules_differ(store: str) -> str:
+    """Rank 1 changes its learning rate in the second step."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    one_step(model)
+    if rank == 1:
+        model.optimizer.param_groups[0]["lr"] = 5e-4
+    try:
+        one_step(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def differ(cases: Sequence[str], folder: str) -> dict[str, tuple[str, str]]:
+    """Wrap with one difference in rank 1 after the other, and return each error."""
+    return {case: _differ(case, os.path.join(folder, case)) for case in cases}
+
+
+def _differ(case: str, store: str) -> tuple[str, str]:
+    is_other = rank_and_count()[0] == 1
+    settings: dict[str, Any] = {"lr": 1e-3, "store": store, "accumulate": 2}
+    model: Any = build(seed=3 if case == "values" and is_other else 0)
+    changes: dict[str, dict[str, Any]] = {
+        "lr": {"lr": 2e-3},
+        "betas": {"betas": (0.9, 0.99)},
+        "weight_decay": {"weight_decay": 0.1},
+        "accumulate": {"accumulate": 3},
+        "max_grad_norm": {"max_grad_norm": 1.0},
+        "commit_every": {"commit_every": 4},
+        "loss_scaling": {"loss_scaling": True},
+        "groups": {"params": [{"params": [*model.begin.parameters()]}]},
+    }
+    if is_other:
+        settings.update(changes.get(case, {}))
+    if case == "groups" and is_other:
+        rest = [p for name, p in model.named_parameters() if not name.startswith("begin")]
+        settings["params"].append({"params": rest, "lr": 1.0})
+    if case == "frozen" and is_other:
+        model.layers[1].weight.requires_grad_(False)
+    if case == "method" and is_other:
+        settings |= {"method": "mezo"}
+        settings.pop("accumulate")
+    if case == "optimizer":
+        settings.pop("lr")
+        origin = torch.optim.AdamW(model.parameters())
+        for _ in range(1 + is_other):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            origin.step()
+        if is_other:
+            model.load_state_dict(build().state_dict())
+        settings["optimizer"] = origin
+    try:
+        lohan.wrap(model, peer_timeout_s=5, **settings).lohan.close()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
