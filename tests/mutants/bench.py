@@ -337,7 +337,8 @@ def run(test: Test, overlay: Overlay | None, limit_s: float) -> Answer:
     folder = FOLDER / "run" / f"{os.getpid()}-{threading.get_ident()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    environment = {**os.environ, **extra, "TMPDIR": str(folder)}
+    places = {"TMPDIR": str(folder), "PYTEST_DEBUG_TEMPROOT": str(folder)}
+    environment = {**os.environ, **extra, **places}
     started = time.monotonic()
     log = folder.with_suffix(".log")
     with log.open("wb") as output:

@@ -7,8 +7,10 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import world_adamw
 import world_worker
 from patience import HUNG_S, slowness
 from test_world_ends import wait_for
@@ -20,6 +22,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 import namespaces  # noqa: E402  (its folder has just been named)
 
 TIMEOUT_S = 10.0
+# What the processes run: zeroth-order training, and AdamW. Steps take different times.
+WORKERS = pytest.mark.parametrize(
+    ("worker", "steps"), [(world_worker, 60), (world_adamw, 200)], ids=["mezo", "adamw"]
+)
 
 
 @contextlib.contextmanager
@@ -31,12 +37,14 @@ def two_nodes(rate: str | None, *programs: str) -> Iterator[list[str]]:
         yield names
 
 
-def start(folder: pathlib.Path, names: list[str], steps: int) -> tuple[Group, list[pathlib.Path]]:
+def start(
+    folder: pathlib.Path, names: list[str], steps: int, worker: Any = world_worker
+) -> tuple[Group, list[pathlib.Path]]:
     marker = folder / "ready"
     group = Group(
         folder,
         2,
-        world_worker.slow_train_for,
+        worker.slow_train_for,
         str(folder / "run"),
         steps,
         str(marker),
@@ -48,30 +56,32 @@ def start(folder: pathlib.Path, names: list[str], steps: int) -> tuple[Group, li
     return group, [pathlib.Path(f"{marker}.{rank}") for rank in range(2)]
 
 
-def digest_of_one(folder: pathlib.Path, steps: int) -> str:
-    return str(run(folder, 1, world_worker.train, str(folder / "whole"), steps)[0][1])
+def digest_of_one(folder: pathlib.Path, steps: int, worker: Any) -> str:
+    return str(run(folder, 1, worker.train, str(folder / "whole"), steps)[0][1])
 
 
+@WORKERS
 def test_an_outage_that_is_shorter_than_the_timeout_changes_nothing(
-    tmp_path: pathlib.Path,
+    tmp_path: pathlib.Path, worker: Any, steps: int
 ) -> None:
     with two_nodes(None) as names:
-        group, ready = start(tmp_path, names, 60)
+        group, ready = start(tmp_path, names, steps, worker)
         wait_for(ready)
         time.sleep(0.2)
         namespaces.set_link(names[1], is_up=False)
         time.sleep(3.0)
         namespaces.set_link(names[1], is_up=True)
         ended = group.wait()
-    whole = digest_of_one(tmp_path, 60)
-    assert [each.value for each in ended] == [(60, whole)] * 2, ended
+    whole = digest_of_one(tmp_path, steps, worker)
+    assert [each.value for each in ended] == [(steps, whole)] * 2, ended
 
 
+@WORKERS
 def test_a_network_that_is_cut_is_named_on_both_sides_after_the_timeout(
-    tmp_path: pathlib.Path,
+    tmp_path: pathlib.Path, worker: Any, steps: int
 ) -> None:
     with two_nodes(None) as names:
-        group, ready = start(tmp_path, names, 100_000)
+        group, ready = start(tmp_path, names, 1000 * steps, worker)
         wait_for(ready)
         time.sleep(0.2)
         namespaces.set_link(names[1], is_up=False)
@@ -84,14 +94,15 @@ def test_a_network_that_is_cut_is_named_on_both_sides_after_the_timeout(
         assert each.ended_at - cut_at <= (TIMEOUT_S + 2) * slowness()
 
 
-def test_lost_packets_change_no_bit(tmp_path: pathlib.Path) -> None:
+@WORKERS
+def test_lost_packets_change_no_bit(tmp_path: pathlib.Path, worker: Any, steps: int) -> None:
     with two_nodes(None, "nft") as names:
         for name in names:
             namespaces.lose(name, 1)
-        group, _ = start(tmp_path, names, 60)
+        group, _ = start(tmp_path, names, steps, worker)
         ended = group.wait()
-    whole = digest_of_one(tmp_path, 60)
-    assert [each.value for each in ended] == [(60, whole)] * 2, ended
+    whole = digest_of_one(tmp_path, steps, worker)
+    assert [each.value for each in ended] == [(steps, whole)] * 2, ended
 
 
 def test_a_step_sends_less_than_two_kilobytes(tmp_path: pathlib.Path) -> None:

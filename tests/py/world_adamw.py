@@ -11,6 +11,7 @@ from typing import Any
 import lohan
 import torch
 from lohan.layout import _gradient_pieces
+from lohan.replicas import _exchange
 from torch import nn
 from world_worker import WIDTH, Model, rank_and_count
 
@@ -111,6 +112,11 @@ def slow_train(store: str, steps: int, marker: str, **settings: Any) -> Any:
     while model.lohan.step < steps:
         one_step(model)
     return model.lohan.step, states_digest(model)
+
+
+def slow_train_for(store: str, steps: int, marker: str, timeout_s: float) -> Any:
+    """Train with another time after which a silent process counts as lost."""
+    return slow_train(store, steps, marker, peer_timeout_s=timeout_s)
 
 
 def resume_for(store: str, more: int) -> tuple[int, str]:
@@ -229,11 +235,70 @@ def _differ(case: str, store: str) -> tuple[str, str]:
         for _ in range(1 + is_other):
             model(torch.ones(1, WIDTH)).sum().backward()
             origin.step()
-        if is_other:
-            model.load_state_dict(build().state_dict())
+        model.load_state_dict(build().state_dict())
         settings["optimizer"] = origin
     try:
         lohan.wrap(model, peer_timeout_s=5, **settings).lohan.close()
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def flip_a_bit(store: str) -> str:
+    """A bit of a gradient of rank 1 changes on its way in the second step."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    stamp = _exchange.Exchange._stamp
+
+    def stamped(self: Any, number: int, buffer: torch.Tensor, *args: Any) -> None:
+        stamp(self, number, buffer, *args)
+        if model.lohan.step == 1:
+            buffer[1000] ^= 4
+
+    if rank == 1:
+        _exchange.Exchange._stamp = stamped  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            one_step(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def other_dtype(store: str) -> str:
+    """A parameter's gradient has another dtype than the parameter."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    model = lohan.wrap(nn.Sequential(layer), store=store, lr=1e-3)
+    try:
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def clipped_by_torch(store: str) -> tuple[float, str]:
+    """Clip with torch's own function; return the last norm."""
+    model = wrapped(store, max_grad_norm=None)
+    norm = torch.tensor(0.0)
+    rank, count = rank_and_count()
+    for step in range(3):
+        for number in range(rank, BATCHES, count):
+            (loss_of(model, step, number, torch.float32) * count / BATCHES).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        model.optimizer.step()
+    result = float(norm), states_digest(model)
+    model.lohan.close()
+    return result
+
+
+def resume_step(store: str, which: str) -> tuple[int, str] | str:
+    """Resume at a given step."""
+    try:
+        model = wrapped(store, resume=which)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    result = model.lohan.step, states_digest(model)
+    model.lohan.close()
+    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -113,13 +114,11 @@ class _Found:
         directories: its directories.
         run: the run that it belongs to; None if there is no store.
         step: its newest step.
-        digest: a hash of the checksums of that step.
     """
 
     directories: list[str]
     run: str | None = None
     step: int = 0
-    digest: str = ""
 
 
 def _look(directories: Sequence[str], config: Config) -> _Found:
@@ -158,8 +157,8 @@ def provide(
 
     [Note: The step that all have] After a crash the newest steps of the stores may differ by one.
     The processes resume the smallest, which every store can open ([Note: Commits of replicas] in
-    replicas/_replica_session.py). A store that cannot, because it is an old copy, is replaced by a
-    copy of another one.
+    replicas/_replica_session.py). If one cannot, an old copy has taken the place of a store: then
+    the largest counts, and the stores without it are replaced by copies.
 
     Args:
         world: the processes.
@@ -188,13 +187,16 @@ def provide(
         )
     if not runs:
         return open_at
-    step = open_at
-    if step is None:
-        step = min(each.step for each in told if each.run is not None)
+    there = [each for each in told if each.run is not None]
+    step = min(each.step for each in there) if open_at is None else open_at
     is_there = has_journal or mine.step == step
     has = mine.run is not None and (is_there or _has_step(mine.directories, config, step))
-    able = [value == b"+" for value in world.exchange(b"+" if has else b"-", "resume, step")]
-    sources = [each.directories for each, is_able in zip(told, able, strict=True) if is_able]
+    able = world.exchange(b"+" if has else b"-", "resume, step").count(b"+")
+    if open_at is None and able < len(there):
+        step = max(each.step for each in there)
+        is_there = has = mine.run is not None and mine.step == step
+    # A copy has only the newest step of its source.
+    sources = [each.directories for each in there if has_journal or each.step == step]
     if not has:
         _copy_one(world, mine, sources, step, [*runs], config)
     world.exchange(b"", "resume, copied")
@@ -212,6 +214,12 @@ def _copy_one(
     from lohan.store import _snapshot
 
     why = ""
+    if not sources:
+        raise StoreError(
+            errno.ENOENT,
+            f"{world.name(world.rank)} has no replica of the run at step {step}, and no process has"
+            f" one whose newest step is {step}: resume it with as many processes as it had",
+        )
     for names in sources:
         try:
             if _look(names, config).run not in runs:

@@ -1,0 +1,124 @@
+"""AdamW in several processes: what they must share, and what happens if they do not."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+import world_adamw
+from world_helper import run
+
+DIFFERENCES = {
+    "lr": "lr of parameter group 0 is 0.001 in rank 0",
+    "betas": "betas of parameter group 0 is [0.9, 0.999] in rank 0",
+    "weight_decay": "weight_decay of parameter group 0 is 0.01 in rank 0",
+    "accumulate": "accumulate= is 2 in rank 0",
+    "max_grad_norm": "max_grad_norm= is None in rank 0",
+    "commit_every": "commit_every= is 'auto' in rank 0",
+    "loss_scaling": "loss_scaling= is False in rank 0",
+    "groups": "the number of parameter groups is 1 in rank 0",
+    "frozen": "whether 'layers.1.weight' is trained is True in rank 0",
+    "values": "the checksum of the values of 'begin.weight' is ",
+    "method": "method= is 'adamw' in rank 0",
+    "optimizer": "the checksum of the values of 'step of begin.weight' is ",
+}
+
+
+def test_every_difference_at_wrap_is_named_with_both_values(tmp_path: pathlib.Path) -> None:
+    found = run(tmp_path, 2, world_adamw.differ, list(DIFFERENCES), str(tmp_path))
+    for case, expected in DIFFERENCES.items():
+        for each in found:
+            name, text = each[case]
+            assert name == "WorldMismatchError", f"{case}: {name}: {text}"
+            assert expected in text, f"{case}: {text}"
+            assert "in rank 1 (host" in text, f"{case}: {text}"
+
+
+def test_schedules_that_differ_are_named_and_no_process_keeps_the_step(
+    tmp_path: pathlib.Path,
+) -> None:
+    for said in run(tmp_path, 2, world_adamw.schedules_differ, str(tmp_path / "run")):
+        assert said.startswith("WorldMismatchError: lr of parameter group 0 is 0.001 in rank 0"), (
+            said
+        )
+        assert "but 0.0005 in rank 1" in said
+
+
+def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(tmp_path: pathlib.Path) -> None:
+    (zero, first), (one, second) = run(tmp_path, 2, world_adamw.fail_once, str(tmp_path / "run"))
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
+    assert first == second == whole[1]
+    assert one == ["ValueError: this batch is bad"]
+    assert len(zero) == 1
+    assert zero[0].startswith("PeerStepError: the backward of rank 1 (host"), zero
+
+
+def test_a_process_that_makes_fewer_backwards_is_named(tmp_path: pathlib.Path) -> None:
+    said = run(tmp_path, 2, world_adamw.backwards_differ, str(tmp_path / "run"))
+    assert said[0].startswith("WorldMismatchError: rank 1 (host"), said
+    assert "the same number of backwards per step" in said[0]
+    assert said[1] != ""
+
+
+def test_one_process_may_evaluate_alone(tmp_path: pathlib.Path) -> None:
+    found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / "run"))
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
+    assert [each[1] for each in found] == [whole[1]] * 2
+    assert found[0][0] != 0.0
+
+
+def test_a_flipped_bit_is_named_with_the_parameter(tmp_path: pathlib.Path) -> None:
+    said = run(tmp_path, 2, world_adamw.flip_a_bit, str(tmp_path / "run"))
+    assert said[0].startswith("NetworkError: gradients from rank 1 (host"), said
+    assert "in backward 1 of step 2" in said[0]
+    assert "'end.bias'" in said[0]
+
+
+def test_a_gradient_of_another_dtype_is_rejected_by_name(tmp_path: pathlib.Path) -> None:
+    for said in run(tmp_path, 2, world_adamw.other_dtype, str(tmp_path / "run")):
+        assert said.startswith("GradientError: the gradient of '0.weight' has dtype torch.float32")
+
+
+def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:
+    found = {
+        count: run(tmp_path, count, world_adamw.clipped_by_torch, str(tmp_path / f"run-{count}"))
+        for count in (1, 2, 4)
+    }
+    assert found[1][0][0] > 0.01
+    assert found[2] == found[1] * 2
+    assert found[4] == found[1] * 4
+
+
+@pytest.mark.parametrize("sequence", [(2, 1, 3), (1, 4, 2), (3, 2, 4)], ids=str)
+def test_a_run_resumes_with_another_number_of_processes(
+    tmp_path: pathlib.Path, sequence: tuple[int, ...]
+) -> None:
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 9)[0]
+    store = str(tmp_path / "run")
+    for part, count in enumerate(sequence):
+        row = (store, 3 * (part + 1), "float32", {"resume": True} if part else {})
+        results = [each[0] for each in run(tmp_path, count, world_adamw.train_all, [row])]
+        assert results == [results[0]] * count
+    assert results[0] == whole
+
+
+def test_an_older_step_is_resumed_in_all_processes(tmp_path: pathlib.Path) -> None:
+    store = str(tmp_path / "run")
+    run(tmp_path, 2, world_adamw.train, store, 5)
+    four = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
+    assert run(tmp_path, 2, world_adamw.resume_step, store, "step 4") == [four, four]
+    for said in run(tmp_path, 2, world_adamw.resume_step, store, "step 1"):
+        assert isinstance(said, str) and "step 1" in said
+
+
+def test_an_old_copy_of_a_replica_is_replaced_and_no_step_is_lost(tmp_path: pathlib.Path) -> None:
+    store = tmp_path / "run"
+    run(tmp_path, 2, world_adamw.train, str(store), 2)
+    shutil.copytree(store / "rank-00001", tmp_path / "old")
+    row = (str(store), 6, "float32", {"resume": True})
+    six = run(tmp_path, 2, world_adamw.train_all, [row])
+    shutil.rmtree(store / "rank-00001")
+    shutil.move(tmp_path / "old", store / "rank-00001")
+    # Rank 0's store has the steps 6 and 5, the copy 2 and 1: none that both have.
+    assert run(tmp_path, 2, world_adamw.resume_for, str(store), 0) == [six[0][0]] * 2
