@@ -70,13 +70,29 @@ def nodes(count: int, rate: str | None) -> Iterator[list[str]]:
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", bridge, "link", "set", port, "master", "br0")
             _run("ip", "-n", bridge, "link", "set", port, "up")
-            if rate is not None:
-                shape = ("tbf", "rate", rate, "burst", "32kb", "latency", "200ms")
-                _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape)
+            limit(name, rate)
         yield names
     finally:
         for name in (*names, bridge):
             _run("ip", "netns", "del", name, check=False)
+
+
+def limit(name: str, rate: str | None) -> None:
+    """Set the rate at which a node sends.
+
+    Args:
+        name: the node's namespace.
+        rate: the rate, as tc writes it; None: no limit.
+    """
+    _run("tc", "-n", name, "qdisc", "del", "dev", "eth0", "root", check=False)
+    if rate is not None:
+        # A burst of less than 64 KiB would divide the kernel's large segments into many packets.
+        shape = ("tbf", "rate", rate, "burst", "256kb" if _is_fast(rate) else "32kb")
+        _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape, "latency", "200ms")
+
+
+def _is_fast(rate: str) -> bool:
+    return rate.endswith("gbit") or (rate.endswith("mbit") and float(rate[:-4]) >= 100)
 
 
 def command(name: str, *words: str) -> list[str]:
@@ -84,10 +100,16 @@ def command(name: str, *words: str) -> list[str]:
     return ["ip", "netns", "exec", name, *words]
 
 
+def counters(name: str) -> tuple[int, int]:
+    """Return the bytes that a node's card has sent and received, headers included."""
+    paths = (f"/sys/class/net/eth0/statistics/{way}_bytes" for way in ("tx", "rx"))
+    sent, received = _run(*command(name, "cat", *paths)).split()
+    return int(sent), int(received)
+
+
 def sent_bytes(name: str) -> int:
     """Return the bytes that a node's card has sent, headers included."""
-    path = "/sys/class/net/eth0/statistics/tx_bytes"
-    return int(_run(*command(name, "cat", path)))
+    return counters(name)[0]
 
 
 def set_link(name: str, *, is_up: bool) -> None:

@@ -1,9 +1,19 @@
-"""Zeroth-order steps of two processes on two nodes, compared with one process.
+"""Training in several processes on two nodes, which are network namespaces with limited links.
 
-Each node is a network namespace whose card sends at 1 Mb/s. Both systems take the same steps: the
-same model, the same micro-batches, one core for each process. The single process computes all
-micro-batches, the two processes half of them each. The systems run in turns, so that only one
-computes at a time. The losses must be equal, bit for bit.
+Each process has one core. Systems take turns, so that only one computes at a time; their processes
+live for all rounds.
+
+* world_zo: zeroth-order steps of two processes with links of 1 Mb/s, compared with one process that
+  computes all micro-batches. The losses must be equal, bit for bit.
+* world_{lora,full}_PEER_RATE: GPT-2 124M (world_train.py), LoRA or all parameters, everything in
+  main memory, compared with DistributedDataParallel, with FSDP2 (as it is, and with its best
+  setting) and, if --deepspeed-python names an interpreter that has it, with DeepSpeed's ZeRO-3, all
+  on gloo. The rows have the bytes that a node's card sent in a step, headers included.
+* world_wire_{in,out}: how full the link is while gradients are exchanged, at 100 Mb/s: the rate of
+  a node's card in the middle four fifths of a step's bytes.
+* world_overlap: a step with links of 1 Gb/s, compared with the same step without a limit.
+
+    python benchmarks/py/bench_world.py [--only zo lora full wire overlap] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -25,9 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
 
 import namespaces
 
-RATE = "1mbit"
+HERE = Path(__file__).resolve().parent
+ZO_RATE = "1mbit"
 PORT = 29511
 MICRO_BATCHES = 4
+PEERS = ("ddp", "fsdp2", "fsdp2_best", "deepspeed")
+RATES = {"1gbit": 125_000_000, "100mbit": 12_500_000}
+KINDS = ("zo", "lora", "full", "wire", "overlap")
+SAMPLE_S = 0.05
 
 
 def work(store: str, args: Any) -> None:
@@ -63,7 +79,7 @@ class System:
         for rank, command in enumerate(words):
             settings = {**os.environ, "OMP_NUM_THREADS": "1", **env}
             if len(words) > 1:
-                settings |= {"RANK": str(rank), "GROUP_RANK": str(rank)}
+                settings |= {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0"}
             self.workers.append(
                 subprocess.Popen(
                     command,
@@ -74,14 +90,13 @@ class System:
                 )
             )
 
-    def steps(self, count: int) -> tuple[float, list[str]]:
-        """Make steps; return the seconds of one of them, and the losses."""
+    def steps(self, count: int) -> tuple[float, list[list[Any]]]:
+        """Make steps; return the seconds of one of them, and the losses of each process."""
         for worker in self.workers:
             _pipe(worker.stdin).write(f"{count}\n")
             _pipe(worker.stdin).flush()
         told = [json.loads(_pipe(worker.stdout).readline()) for worker in self.workers]
-        assert all(each["losses"] == told[0]["losses"] for each in told)
-        return max(each["seconds"] for each in told), told[0]["losses"]
+        return max(each["seconds"] for each in told), [each["losses"] for each in told]
 
     def close(self) -> None:
         """End the processes."""
@@ -96,19 +111,27 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-def measure(args: Any, folder: Path, names: list[str], report: Report) -> None:
-    """Run both systems in turns."""
+def _address(port: int) -> dict[str, str]:
+    where = {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": str(port)}
+    return {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0", **where}
+
+
+def _pinned(node: int) -> list[str]:
     cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "-c", str(cores[node % len(cores)])]
+
+
+def measure_zo(args: Any, folder: Path, names: list[str], report: Report) -> None:
+    """Measure zeroth-order steps of two processes, and of one."""
     base = [sys.executable, "-W", "ignore", __file__, "--worker"]
     options = [f"--{name}={getattr(args, name)}" for name in ("hidden", "layers", "batch")]
-    pinned = [["taskset", "-c", str(cores[i % len(cores)])] for i in range(2)]
-    one = System([[*pinned[0], *base, str(folder / "one"), *options]], {})
+    one = System([[*_pinned(0), *base, str(folder / "one"), *options]], {})
     two = System(
         [
-            namespaces.command(name, *pinned[i], *base, str(folder / f"two-{i}"), *options)
+            namespaces.command(name, *_pinned(i), *base, str(folder / f"two-{i}"), *options)
             for i, name in enumerate(names)
         ],
-        {"WORLD_SIZE": "2", "MASTER_ADDR": namespaces.address(0), "MASTER_PORT": str(PORT)},
+        _address(PORT),
     )
     rates: dict[str, list[float]] = {"one": [], "two": []}
     sent = []
@@ -116,7 +139,9 @@ def measure(args: Any, folder: Path, names: list[str], report: Report) -> None:
         found = {}
         for name, system in (("one", one), ("two", two))[:: 1 if turn % 2 else -1]:
             before = [namespaces.sent_bytes(each) for each in names]
-            seconds, found[name] = system.steps(args.steps)
+            seconds, losses = system.steps(args.steps)
+            assert all(each == losses[0] for each in losses)
+            found[name] = losses[0]
             after = [namespaces.sent_bytes(each) for each in names]
             if turn > 0:  # the first round warms up
                 rates[name].append(1 / seconds)
@@ -134,17 +159,172 @@ def measure(args: Any, folder: Path, names: list[str], report: Report) -> None:
         peer_values=rates["one"],
         less_is_better=False,
         processes=2,
-        link=RATE,
+        link=ZO_RATE,
         sent_bytes_per_step=statistics.median(sent),
         sent_bytes_per_step_max=max(sent),
         micro_batches=MICRO_BATCHES,
     )
 
 
+class Trained:
+    """A system of world_train.py on the nodes."""
+
+    def __init__(
+        self, system: str, names: list[str], folder: Path, port: int, python: str, words: list[str]
+    ) -> None:
+        base = [python, "-W", "ignore", str(HERE / "world_train.py"), system, *words]
+        self._names = names
+        self._system = System(
+            [
+                namespaces.command(
+                    name, *_pinned(i), *base, "--store", str(folder / f"{system}-{port}-{i}")
+                )
+                for i, name in enumerate(names)
+            ],
+            _address(port),
+        )
+        self.seconds: list[float] = []
+        self.sent_bytes: list[float] = []
+        self.losses: list[float] = []
+        self.steps(2)  # warm up
+
+    def steps(self, count: int) -> float:
+        """Make steps, and return the seconds of one."""
+        before = [namespaces.sent_bytes(name) for name in self._names]
+        seconds, losses = self._system.steps(count)
+        after = [namespaces.sent_bytes(name) for name in self._names]
+        self.seconds.append(seconds)
+        self.sent_bytes.append(max(b - a for a, b in zip(before, after, strict=True)) / count)
+        self.losses += losses[0]
+        return seconds
+
+    def forget(self) -> None:
+        """Forget what was measured."""
+        self.seconds, self.sent_bytes, self.losses = [], [], []
+
+    def close(self) -> None:
+        """End the processes."""
+        self._system.close()
+
+
+def measure_peers(args: Any, folder: Path, rate: str, kind: str, report: Report) -> None:
+    """Compare lohan with each peer, in one run with all of them in turns."""
+    words = ["--lora"] if kind == "lora" else []
+    peers = [peer for peer in PEERS if peer != "deepspeed" or args.deepspeed_python]
+    with namespaces.nodes(2, rate) as names:
+        systems = {}
+        for number, name in enumerate(("lohan", *peers)):
+            python = args.deepspeed_python if name == "deepspeed" else sys.executable
+            systems[name] = Trained(name, names, folder, PORT + 1 + number, python, words)
+        for system in systems.values():
+            system.forget()
+        for turn in range(args.rounds):
+            for system in [*systems.values()][:: 1 if turn % 2 else -1]:
+                system.steps(args.train_steps)
+        for system in systems.values():
+            system.close()
+    ours = systems["lohan"]
+    for peer in peers:
+        theirs = systems[peer]
+        report.add(
+            f"world_{kind}_{peer}_{rate}",
+            [1 / each for each in ours.seconds],
+            "steps/s",
+            peer=peer,
+            peer_values=[1 / each for each in theirs.seconds],
+            less_is_better=False,
+            processes=2,
+            link=rate,
+            sent_bytes_per_step=statistics.median(ours.sent_bytes),
+            peer_sent_bytes_per_step=statistics.median(theirs.sent_bytes),
+            last_loss=ours.losses[-1],
+            peer_last_loss=theirs.losses[-1],
+        )
+
+
+def measure_overlap(args: Any, folder: Path, report: Report) -> None:
+    """Compare a step with links of 1 Gb/s and the same without a limit, in turns."""
+    with namespaces.nodes(2, "1gbit") as names:
+        system = Trained("lohan", names, folder, PORT + 8, sys.executable, [])
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(args.rounds):
+            for is_limited in (True, False)[:: 1 if turn % 2 else -1]:
+                for name in names:
+                    namespaces.limit(name, "1gbit" if is_limited else None)
+                found[is_limited].append(system.steps(args.train_steps))
+        system.close()
+    report.add(
+        "world_overlap",
+        found[True],
+        "s",
+        peer="no limit",
+        peer_values=found[False],
+        link="1gbit",
+        wire_s=statistics.median(system.sent_bytes) / RATES["1gbit"],
+    )
+
+
+class Samples(threading.Thread):
+    """Reads the counters of a node's card again and again."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(daemon=True)
+        self._name = name
+        self._is_over = threading.Event()
+        self.rows: list[tuple[float, int, int]] = []
+
+    def run(self) -> None:
+        """Read time, bytes sent, and bytes received."""
+        while not self._is_over.wait(SAMPLE_S):
+            sent, received = namespaces.counters(self._name)
+            self.rows.append((time.perf_counter(), sent, received))
+
+    def rates(self) -> tuple[float, float]:
+        """Return the rates of sending and receiving in the middle four fifths of the bytes."""
+        self._is_over.set()
+        self.join()
+        return self._rate(1), self._rate(2)
+
+    def _rate(self, column: int) -> float:
+        values = [row[column] for row in self.rows]
+        low, high = (values[0] + share * (values[-1] - values[0]) for share in (0.1, 0.9))
+        inside = [row for row in self.rows if low <= row[column] <= high]
+        bytes_moved = inside[-1][column] - inside[0][column]
+        return float(bytes_moved / (inside[-1][0] - inside[0][0]))
+
+
+def measure_wire(args: Any, folder: Path, report: Report) -> None:
+    """Measure how full the link is while it bounds a step."""
+    rate = "100mbit"
+    found: list[tuple[float, float]] = []
+    with namespaces.nodes(2, rate) as names:
+        system = Trained("lohan", names, folder, PORT + 9, sys.executable, [])
+        for _ in range(args.rounds):
+            samples = Samples(names[0])
+            samples.start()
+            system.steps(1)
+            found.append(samples.rates())
+        system.close()
+    for column, way in enumerate(("out", "in")):
+        report.add(
+            f"world_wire_{way}",
+            [each[column] for each in found],
+            "bytes/s",
+            bound="the link's rate",
+            bound_values=[float(RATES[rate])] * len(found),
+            less_is_better=False,
+            link=rate,
+        )
+
+
 def main() -> None:
     """Parse the arguments and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", default=[*KINDS], choices=KINDS)
+    parser.add_argument("--rates", nargs="*", default=[*RATES], choices=[*RATES])
+    parser.add_argument("--train-steps", type=int, default=2)
+    parser.add_argument("--deepspeed-python", default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
@@ -158,15 +338,22 @@ def main() -> None:
     if args.worker is not None:
         work(args.worker, args)
         return
-    reason = namespaces.why_not()
+    reason = namespaces.why_not("taskset")
     if reason:
-        print(json.dumps({"name": "world_zo", "skipped": reason}))
+        print(json.dumps({"name": "world", "skipped": reason}))
         return
-    with (
-        tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-world-") as name,
-        namespaces.nodes(2, RATE) as names,
-    ):
-        measure(args, Path(name), names, Report(args.history))
+    report = Report(args.history)
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-world-") as name:
+        if "zo" in args.only:
+            with namespaces.nodes(2, ZO_RATE) as names:
+                measure_zo(args, Path(name), names, report)
+        for kind in ("lora", "full"):
+            for rate in args.rates if kind in args.only else ():
+                measure_peers(args, Path(name) / f"{kind}-{rate}", rate, kind, report)
+        if "wire" in args.only:
+            measure_wire(args, Path(name), report)
+        if "overlap" in args.only:
+            measure_overlap(args, Path(name), report)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""One process of a system of bench_world.py: GPT-2 124M in bf16, trained on two nodes.
+
+It answers each line of stdin, a number of steps, with what these took and the losses of all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+SHAPE = (2, 128)  # a batch of one process
+LORA_RANK = 16
+SYSTEMS = ("lohan", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def build(is_lora: bool) -> Any:
+    torch.manual_seed(0)
+    config = GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    model: Any = GPT2LMHeadModel(config).to(torch.bfloat16)
+    if is_lora:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(
+            r=LORA_RANK, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, bias="none"
+        )
+        model = get_peft_model(model, lora).to(torch.bfloat16)
+    return model.train()
+
+
+def lohan_step(args: argparse.Namespace) -> Step:
+    """Everything is in main memory, as for the others; the store gets a commit at the end."""
+    import lohan
+
+    model = lohan.wrap(
+        build(args.lora), store=args.store, commit_every="manual", threads=1, **HYPER
+    )
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        model.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def torch_step(args: argparse.Namespace) -> Step:
+    dist.init_process_group("gloo")
+    model = build(args.lora)
+    if args.system == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        if args.system == "fsdp2_best":
+            options["reshard_after_forward"] = False
+        inner = model.base_model.model if args.lora else model
+        for block in inner.transformer.h:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    fused = {"fused": True} if args.system == "ddp" else {"foreach": True}
+    optimizer = torch.optim.AdamW(trained, **fused, **HYPER)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def deepspeed_step(args: argparse.Namespace) -> Step:
+    import deepspeed
+
+    dist.init_process_group("gloo")
+    model = build(args.lora)
+    config = {
+        "train_micro_batch_size_per_gpu": SHAPE[0],
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "overlap_comm": True,
+        },
+        "optimizer": {"type": "AdamW", "params": {**HYPER, "torch_adam": True}},
+    }
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--store", default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    # Libraries print; only answers belong in this program's output.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    make = {"lohan": lohan_step, "deepspeed": deepspeed_step}.get(args.system, torch_step)
+    step = make(args)
+    generator = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
+    for line in sys.stdin:
+        batches = [torch.randint(0, 50257, SHAPE, generator=generator) for _ in range(int(line))]
+        begin = time.perf_counter()
+        losses = [float(step(batch)) for batch in batches]
+        seconds = (time.perf_counter() - begin) / len(batches)
+        print(json.dumps({"seconds": seconds, "losses": losses}), file=answers, flush=True)
+    os._exit(0)  # gloo's groups wait for each other otherwise
+
+
+if __name__ == "__main__":
+    main()
