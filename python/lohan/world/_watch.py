@@ -122,8 +122,8 @@ class Watch:
         self._end_count = 0
         self._wanted: tuple[str, ...] = ()  # keys that an exchange waits for
         self.absent: frozenset[int] = frozenset()  # ended ranks whose key is not there
-        self._foreseen: tuple[str, ...] = ()  # keys of the next exchange, while bytes are awaited
-        self.early: frozenset[int] = frozenset()  # other ranks whose foreseen key is there
+        self._next_keys: tuple[str, ...] = ()  # keys of the next exchange, while bytes are awaited
+        self.early: frozenset[int] = frozenset()  # other ranks whose next key is there
         self._released: list[tuple[str, str]] = []  # keys to write, and their marks
         self._own_end: End | None = None  # why this process no longer takes part
         self._is_asked = False  # whether the phases of all processes are wanted
@@ -172,10 +172,10 @@ class Watch:
         if self.ends and keys:
             self.nudge()
 
-    def foresee(self, keys: Sequence[str]) -> None:
+    def look_for(self, keys: Sequence[str]) -> None:
         """Set the keys, one of each rank, that no process should have written yet."""
         self.early = self.early if keys else frozenset()
-        self._foreseen = tuple(keys)
+        self._next_keys = tuple(keys)
 
     def ask(self) -> None:
         """Request the phases of all processes."""
@@ -311,8 +311,8 @@ class Watch:
             absent = frozenset(r for r in self.ends if not self._store.check([wanted[r]]))
             if wanted is self._wanted:
                 self.absent = absent
-        if foreseen := self._foreseen:
-            found = [rank for rank, key in enumerate(foreseen) if self._store.check([key])]
+        if keys := self._next_keys:
+            found = [rank for rank, key in enumerate(keys) if self._store.check([key])]
             self.early = frozenset(found) - {self._rank}
         if self._is_asked:
             self._is_asked = False

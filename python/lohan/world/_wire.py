@@ -18,11 +18,12 @@ import os
 import queue
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.errors import UnsupportedError
+from lohan.errors import PeerLostError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # gloo's own timeouts never end a wait: see [Note: Waits of gloo].
 _FOREVER = datetime.timedelta(days=20)
 _TAG_END = 1 << 31
+_POLL_S = 0.1
+_WHAT = "the connections of lohan.wrap()"
 _groups: list[Any] = []  # gloo's groups are never destroyed: a thread may still wait in one
 
 
@@ -47,18 +50,13 @@ class Wire:
 
         Raises:
             UnsupportedError: this build of torch has no gloo.
-            PeerLostError: a process is gone.
+            PeerLostError, PeerStepError: a process is gone, or cannot be reached.
         """
         dist: Any = torch.distributed
         if not dist.is_gloo_available():
             raise UnsupportedError("this build of torch has no gloo, which several processes need")
         self._on_error = on_error
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = _FOREVER
-        options._devices = [_device(dist.ProcessGroupGloo, world)]
-        store = world.substore("wire")
-        self._group = dist.ProcessGroupGloo(store, world.rank, world.size, options)
-        _groups.append(self._group)
+        self._group = _connected(dist.ProcessGroupGloo, world)
         others = [rank for rank in range(world.size) if rank != world.rank]
         # By peer and direction: messages on their way, and what to call when they are there.
         self._queues: dict[tuple[int, str], queue.SimpleQueue[Any]] = {
@@ -93,6 +91,42 @@ class Wire:
             except BaseException as error:
                 self._on_error(peer, error)
                 return
+
+
+def _connected(gloo: Any, world: World) -> Any:
+    """Return a group that is connected to all processes.
+
+    A thread connects, because that takes as long as the slowest process, and cannot be abandoned.
+    """
+    options = gloo._Options()
+    options._timeout = _FOREVER
+    options._devices = [_device(gloo, world)]
+    store = world.substore("wire")
+    made: list[Any] = []
+    errors: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            made.append(gloo(store, world.rank, world.size, options))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect, name="lohan-connect", daemon=True)
+    began = time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_S)
+        waited = time.monotonic() - began
+        others = dict.fromkeys((r for r in range(world.size) if r != world.rank), waited)
+        world.check_peers(others, _WHAT)
+    if errors:
+        reason = str(errors[0]).partition("\n")[0]
+        raise PeerLostError(
+            f"{world.name(world.rank)} cannot connect to the other processes: {reason}. Set"
+            " GLOO_SOCKET_IFNAME to the network interface that leads to them"
+        ) from errors[0]
+    _groups.append(made[0])
+    return made[0]
 
 
 def _device(gloo: Any, world: World) -> Any:

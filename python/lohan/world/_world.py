@@ -338,7 +338,7 @@ class World:
                     f" {what!r}: all processes must run the same number of backwards per step"
                 )
         longest = max(missing.values(), default=0.0)
-        watch.foresee(self._keys(self._number) if longest > SAY_AFTER_S / 2 else ())
+        watch.look_for(self._keys(self._number) if longest > SAY_AFTER_S / 2 else ())
 
     def lost_wire(self, rank: int, error: BaseException, what: str) -> LohanError:
         """Return the error for a connection to a process that has failed."""
