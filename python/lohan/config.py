@@ -192,6 +192,11 @@ class Config:
         return self.commit_every
 
     @property
+    def sharers(self) -> int:
+        """The number of processes of the run that share this machine's memory, disks and cores."""
+        return 1
+
+    @property
     def process_count(self) -> int:
         """The number of processes that exchange gradients."""
         return 1
@@ -203,14 +208,26 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplicaConfig(Config):
-    """The settings of one of several processes that exchange gradients.
+class SharedConfig(Config):
+    """The settings of one of several processes.
 
     Attributes:
-        processes: the number of processes.
+        processes: the number of processes of the run.
+        processes_here: how many of them are on this machine.
     """
 
     processes: int = 2
+    processes_here: int = 1
+
+    @property
+    def sharers(self) -> int:
+        """The number of processes of the run that share this machine's memory, disks and cores."""
+        return self.processes_here
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaConfig(SharedConfig):
+    """The settings of one of several processes that exchange gradients."""
 
     @property
     def process_count(self) -> int:

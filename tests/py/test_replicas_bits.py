@@ -21,6 +21,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "tight": ("float32", {"host_bytes": 14_000_000}),
     "seldom": ("float32", {"commit_every": 3}),
     "recompute": ("float32", {"activations": "recompute"}),
+    "emulated device": ("bfloat16", {"device": "emu"}),
+    "offloaded": ("float32", {"swap_bytes": 8 << 20, "activations": {"*": "swap"}}),
     "frozen": ("bfloat16", {"change": "frozen"}),
     "absent": ("float32", {"change": "absent"}),
     "absent, clipped": ("bfloat16", {"change": "absent", "max_grad_norm": 0.01}),

@@ -82,7 +82,8 @@ def with_room(config: Config, param_bytes: int) -> Config:
     is_given = config.swap_bytes is not None or config.swap_ssd_bytes is not None
     if config.activations not in POLICIES or is_given:
         return config
-    memory = config.host_bytes or int(_core.build_info()["memory_available_bytes"]) // 2
+    available = int(_core.build_info()["memory_available_bytes"])
+    memory = config.host_bytes or available // (2 * config.sharers)
     room = min(memory // _POLICY_SHARE, _POLICY_PARAMS * param_bytes) // _ALIGN * _ALIGN
     if room < _POLICY_LEAST:
         return config
@@ -165,7 +166,7 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
     """
     nbytes = config.swap_ssd_bytes
     if nbytes is None:
-        nbytes = _free_bytes(directories, store_bytes) // 2
+        nbytes = _free_bytes(directories, store_bytes) // (2 * config.sharers)
         if config.activations in POLICIES:
             nbytes = min(nbytes, _POLICY_SSD * (config.swap_bytes or 0))
     if not config.swap_bytes or nbytes == 0:

@@ -47,8 +47,8 @@ class Shared:
         self._zeroth = zeroth
         self._max_grad_norm = max_grad_norm
         self.config = config
-        if world is not None and zeroth is None:
-            self.config = _join.config_of(world, config)
+        if world is not None:
+            self.config = _join.config_of(world, config, exchanges=zeroth is None)
 
     @property
     def about(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import nn
 from lohan import _core
 from lohan.common._arguments import directories_of
 from lohan.common._version import __version__
-from lohan.config import SCHEDULES_AT_STEP, Config, ReplicaConfig
+from lohan.config import SCHEDULES_AT_STEP, Config, ReplicaConfig, SharedConfig
 from lohan.errors import StoreError, UnsupportedError, WorldMismatchError
 from lohan.replicas import _places
 from lohan.session._optim import DEFAULTS
@@ -37,12 +37,21 @@ if TYPE_CHECKING:
     from lohan.world._world import World
 
 
-def config_of(world: World, config: Config) -> Config:
-    """Return the settings of a process that exchanges gradients: its updates wait for step()."""
+def config_of(world: World, config: Config, *, exchanges: bool) -> Config:
+    """Return the settings of one of several processes.
+
+    Args:
+        world: the processes.
+        config: the settings that wrap() was given.
+        exchanges: whether the processes exchange gradients. Updates then wait for `step()`.
+    """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
-    if config.schedule not in SCHEDULES_AT_STEP:
+    node = world.peers[world.rank].node
+    here = sum(peer.node == node for peer in world.peers)
+    if exchanges and config.schedule not in SCHEDULES_AT_STEP:
         values["schedule"] = "deferred"
-    return ReplicaConfig(**values, processes=world.size)
+    make = ReplicaConfig if exchanges else SharedConfig
+    return make(**values, processes=world.size, processes_here=here)
 
 
 def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:

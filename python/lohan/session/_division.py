@@ -36,7 +36,7 @@ def _host_bytes(config: Config, full: int) -> int:
     if config.host_bytes is not None:
         return config.host_bytes - _swap.host_bytes(config)
     available = int(_core.build_info()["memory_available_bytes"])
-    return min(full, available // 2 - _swap.host_bytes(config))
+    return min(full, available // (2 * config.sharers) - _swap.host_bytes(config))
 
 
 def _tied_gradient_bytes(layout: Layout) -> int:

@@ -94,7 +94,7 @@ class Session(ForwardRules, Commits):
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
         self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
-        self._threads = config.threads or len(os.sched_getaffinity(0))
+        self._threads = config.threads or -(-len(os.sched_getaffinity(0)) // config.sharers)
         self.saving = Saving(config, self.device, room)
         self._engine = _core.Engine(
             store=store,
