@@ -68,13 +68,26 @@ class Wire:
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int, done: Callable[[], None]) -> None:
         """Send a tensor of bytes, which must not change until a thread has called done."""
-        work = self._group.send([tensor], peer, tag % _TAG_END)
-        self._queues[peer, "out"].put((work, tensor, done))
+        self._begin(self._group.send, (peer, "out"), tensor, tag, done)
 
     def receive(self, peer: int, tensor: torch.Tensor, tag: int, done: Callable[[], None]) -> None:
         """Receive as many bytes as the tensor has. A thread calls done when they are there."""
-        work = self._group.recv([tensor], peer, tag % _TAG_END)
-        self._queues[peer, "in"].put((work, tensor, done))
+        self._begin(self._group.recv, (peer, "in"), tensor, tag, done)
+
+    def _begin(
+        self,
+        call: Callable[..., Any],
+        key: tuple[int, str],
+        tensor: torch.Tensor,
+        tag: int,
+        done: Callable[[], None],
+    ) -> None:
+        try:
+            work = call([tensor], key[0], tag % _TAG_END)
+        except RuntimeError as error:  # the connection is closed
+            self._on_error(key[0], error)
+            return
+        self._queues[key].put((work, tensor, done))
 
     def close(self) -> None:
         """End the threads that have nothing to wait for."""
