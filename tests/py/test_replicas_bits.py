@@ -24,6 +24,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "emulated device": ("bfloat16", {"device": "emu"}),
     "offloaded": ("float32", {"swap_bytes": 8 << 20, "activations": {"*": "swap"}}),
     "frozen": ("bfloat16", {"change": "frozen"}),
+    "other order": ("float32", {"change": "order", "piece_bytes": 3000}),
     "absent": ("float32", {"change": "absent"}),
     "absent, clipped": ("bfloat16", {"change": "absent", "max_grad_norm": 0.01}),
 }

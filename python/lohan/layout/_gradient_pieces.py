@@ -1,7 +1,8 @@
 """The pieces in which processes exchange gradients.
 
 [Note: Pieces] Gradients travel in pieces of up to PIECE_BYTES: parts of one parameter, or several
-small ones, in an order that all processes derive from the model. A piece is sent when it is
+small ones, in an order that all processes share: the reverse of the model's in the first step, then
+the order in which rank 0's gradients came in that step. A piece is sent when it is
 complete; at the end of a backward each process sends the rest, in which a trailer marks parameters
 that have no gradient. So every process sends every piece once per backward, whatever the model did,
 also if the backward failed: then the trailer says so, and all processes forget the step. The
@@ -67,9 +68,9 @@ class Piece:
 
 
 def pieces_of(params: Sequence[Param]) -> list[Piece]:
-    """Divide gradients into pieces, in the order in which a backward usually produces them."""
+    """Divide the gradients of parameters, in their order, into pieces."""
     pieces = [Piece()]
-    for param in reversed(params):
+    for param in params:
         dtype, left, first = param.tensor.dtype, param.tensor.numel(), 0
         while left > 0:
             piece = pieces[-1]
@@ -84,7 +85,18 @@ def pieces_of(params: Sequence[Param]) -> list[Piece]:
     return [piece for piece in pieces if piece.parts]
 
 
-def room_bytes(pieces: Sequence[Piece], process_count: int) -> int:
-    """Return the size of all buffers. See [Note: Room for pieces]."""
-    largest = max((piece.message_bytes for piece in pieces), default=0)
-    return largest * min(WINDOW_COUNT, len(pieces)) * process_count
+def buffer_bytes(params: Sequence[Param]) -> int:
+    """Return the size of a buffer for the largest piece, in any order of the parameters."""
+    total = sum(param.tensor.numel() * param.tensor.element_size() for param in params)
+    padding = sum(param.tensor.element_size() for param in params)
+    return min(total + padding, PIECE_BYTES) + TRAILER.size + _PART_COUNT // 8
+
+
+def buffer_count(params: Sequence[Param]) -> int:
+    """Return the number of buffers for each process: a window, or less if all gradients fit."""
+    return min(WINDOW_COUNT, len(pieces_of(params)))
+
+
+def room_bytes(params: Sequence[Param], process_count: int) -> int:
+    """Return the size of all buffers; see [Note: Room for pieces] in replicas/_exchange.py."""
+    return buffer_bytes(params) * buffer_count(params) * process_count

@@ -32,7 +32,7 @@ from lohan.errors import (
     WorldMismatchError,
 )
 from lohan.layout._block import DTYPE_CODES
-from lohan.layout._gradient_pieces import TRAILER, WINDOW_COUNT, pieces_of
+from lohan.layout._gradient_pieces import TRAILER, buffer_bytes, buffer_count, pieces_of
 from lohan.world._wire import Wire
 from lohan.world._world import SAY_AFTER_S
 
@@ -75,16 +75,11 @@ class Exchange:
         """
         self._world = world
         self._engine = engine
-        self._names = {param.index: param.name for param in params}
-        self._pieces = pieces_of(params)
-        # By parameter: its parts, each as the piece's number, the part's index there, the part.
-        self._parts: dict[int, list[tuple[int, int, Part]]] = {p.index: [] for p in params}
-        for number, piece in enumerate(self._pieces):
-            for index, part in enumerate(piece.parts):
-                self._parts[part.param].append((number, index, part))
+        self._params = {param.index: param for param in params}
+        self._lay([param.index for param in reversed(params)])
+        self._order: list[int] | None = []  # in which gradients come; None: it is known
         self._others = [rank for rank in range(world.size) if rank != world.rank]
-        largest = max((piece.message_bytes for piece in self._pieces), default=0)
-        count = min(WINDOW_COUNT, len(self._pieces))
+        largest, count = buffer_bytes(params), buffer_count(params)
         self._changed = threading.Condition()
         self._free = [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
         self._free_in = {
@@ -103,6 +98,15 @@ class Exchange:
         self._adder.start()
         self.forget()
 
+    def _lay(self, order: Sequence[int]) -> None:
+        """Divide the gradients into pieces, in the order of these parameters."""
+        self._pieces = pieces_of([self._params[index] for index in order])
+        # By parameter: its parts, each as the piece's number, the part's index there, the part.
+        self._parts: dict[int, list[tuple[int, int, Part]]] = {index: [] for index in self._params}
+        for number, piece in enumerate(self._pieces):
+            for index, part in enumerate(piece.parts):
+                self._parts[part.param].append((number, index, part))
+
     # --- A step -------------------------------------------------------------------------------
 
     def forget(self) -> None:
@@ -110,6 +114,18 @@ class Exchange:
         self.is_open = False  # a backward's exchange is in progress
         self._micro = 0
         self._summed: set[int] = set()  # parameters that have a sum of earlier backwards
+
+    def take_order(self) -> None:
+        """Use the order in which rank 0's gradients came, from the next step on.
+
+        All processes call this after the first step.
+        """
+        if self._order is None:
+            return
+        came = dict.fromkeys(self._order)
+        rest = [index for index in reversed(self._params) if index not in came]
+        self._lay(self._world.first_of([*came, *rest], "the order of gradients"))
+        self._order = None
 
     def give(self, step: int, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of a parameter. A hook of the backward calls this.
@@ -125,12 +141,15 @@ class Exchange:
         """
         if not self.is_open:
             self._begin(step)
+        if self._order is not None:
+            self._order.append(index)
         parts = self._parts[index]
         flat = gradient.detach().reshape(-1).cpu()
         if parts and flat.dtype != parts[0][2].dtype:
             raise GradientError(
-                f"the gradient of {self._names[index]!r} has dtype {flat.dtype}, but processes"
-                f" exchange {parts[0][2].dtype}, that of the parameter: leave grad_dtype as it is"
+                f"the gradient of {self._params[index].name!r} has dtype {flat.dtype}, but"
+                f" processes exchange {parts[0][2].dtype}, that of the parameter: leave grad_dtype"
+                " as it is"
             )
         for number, position, part in parts:
             own = self._own_of(number)
@@ -211,7 +230,8 @@ class Exchange:
         """Return this process's piece. A new one gets a buffer, and waits for it if it may."""
         if number in self._own:
             return self._own[number]
-        if not self._free and self._sent_below == number:
+        # All buffers are with smaller pieces, which the others take before they need this one.
+        if not self._free and self._sent_below == number == len(self._own):
             self._wait(lambda: bool(self._free), self._what())
         with self._changed:
             buffer = self._free.pop() if self._free else None
@@ -376,7 +396,7 @@ class Exchange:
                 parts = piece.parts
                 raise NetworkError(
                     f"gradients from {self._world.name(rank)} have the checksum {found:08x} instead"
-                    f" of {check:08x} in {self._what()} ({self._names[parts[0].param]!r} from"
+                    f" of {check:08x} in {self._what()} ({self._params[parts[0].param].name!r} from"
                     f" element {parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
                     " has changed them. Restart the processes with resume=True"
                 )

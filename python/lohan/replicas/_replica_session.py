@@ -60,10 +60,13 @@ class ReplicaSession(Session):
     def close_step(self, unscale: float = 1.0) -> None:
         """Close the open step in all processes, once they agree on it; see Session.close_step."""
         self.check_open()
-        if self._engine.status()["has_gradients"]:
+        has_gradients = bool(self._engine.status()["has_gradients"])
+        if has_gradients:
             self._agree(unscale)
         super().close_step(unscale)
         self._exchange.forget()
+        if has_gradients:
+            self._exchange.take_order()
 
     def _agree(self, unscale: float) -> None:
         """Check that all processes close the same step with the same hyper-parameters."""

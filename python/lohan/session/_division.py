@@ -14,7 +14,7 @@ from lohan.activations import _swap
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import BudgetError
 from lohan.layout import _block, _layout
-from lohan.layout._gradient_pieces import pieces_of, room_bytes
+from lohan.layout._gradient_pieces import room_bytes
 from lohan.store import _store
 from lohan.torch_glue import _device
 
@@ -109,7 +109,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
     if config.process_count > 1:
         trained = [p for p in layout.params if layout.units[p.unit].trainable]
-        bookkeeping += room_bytes(pieces_of(trained), config.process_count)
+        bookkeeping += room_bytes(trained, config.process_count)
     # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (

@@ -35,7 +35,7 @@ _FOREVER = datetime.timedelta(days=20)
 _TAG_END = 1 << 31
 _POLL_S = 0.1
 _WHAT = "the connections of lohan.wrap()"
-_groups: list[Any] = []  # gloo's groups are never destroyed: a thread may still wait in one
+_groups: list[Any] = []  # the groups of gloo in which a thread may still wait
 
 
 class Wire:
@@ -62,9 +62,14 @@ class Wire:
         self._queues: dict[tuple[int, str], queue.SimpleQueue[Any]] = {
             (rank, way): queue.SimpleQueue() for rank in others for way in ("out", "in")
         }
-        for key in self._queues:
-            name = f"lohan-wire-{key[1]}-{key[0]}"
-            threading.Thread(target=self._wait, args=key, name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(
+                target=self._wait, args=key, name=f"lohan-wire-{key[1]}-{key[0]}", daemon=True
+            )
+            for key in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int, done: Callable[[], None]) -> None:
         """Send a tensor of bytes, which must not change until a thread has called done."""
@@ -90,9 +95,15 @@ class Wire:
         self._queues[key].put((work, tensor, done))
 
     def close(self) -> None:
-        """End the threads that have nothing to wait for."""
+        """End the threads, and close the connections if none of them still waits."""
         for each in self._queues.values():
             each.put(None)
+        until = time.monotonic() + _POLL_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads) and self._group in _groups:
+            _groups.remove(self._group)
+        self._group = None
 
     def _wait(self, peer: int, way: str) -> None:
         waiting = self._queues[peer, way]
