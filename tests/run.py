@@ -66,27 +66,8 @@ PYTEST_PROCESS_COUNT_MAX = 8
 IMPORT_SLOW_S = 8.0
 # One in this many seeds is run by two builds, whose traces must be identical.
 SIM_TRACE_STRIDE = 10
-# Seeds of sim_power that once failed, with the ends of their lives at that time.
-SIM_POWER_SEEDS = (
-    "--without edits --without snapshots --crash 0:2:2:6:0 --crash 1:1:2:5:0 --crash 2:2:2:8:0"
-    " --crash 3:3:2:20:0 --crash 4:1:2:27:1 8240",
-    "--without edits --without snapshots --crash 0:2:1:7:1 --crash 1:1:2:16:1 --crash 2:1:2:8:0"
-    " --crash 3:1:1:180:1 --crash 4:2:1:6:1 12611",
-    "--without edits --without snapshots --crash 0:3:3:22:0 15524",
-    "--without edits --without snapshots --crash 0:1:2:722:0 --crash 1:2:1:5:0 --crash 2:1:2:234:0"
-    " --crash 3:1:2:750:1 21419",
-    "--without edits --without snapshots --crash 0:3:1:94:1 --crash 1:0:1:0:1 --crash 2:1:3:39:0"
-    " --crash 3:1:1:5:0 35272",
-    "--without edits --without snapshots --crash 0:3:3:1:0 --crash 1:2:3:3:1 --crash 2:3:1:18:0"
-    " 50771",
-    "--without edits --without snapshots --crash 0:1:2:270:1 --crash 1:1:3:11:1 --crash 2:4:2:4:1"
-    " --crash 3:3:2:101:1 --crash 4:1:3:314:1 54718",
-    "--without edits --without snapshots --crash 0:2:1:0:0 --crash 1:1:3:784:1 --crash 2:1:2:731:1"
-    " --crash 3:4:2:7:1 81776",
-    "--without edits --without snapshots --crash 0:0:1:0:0 --crash 1:0:3:0:0 --crash 2:2:1:7:1"
-    " --crash 3:2:2:5:1 --crash 4:3:3:75:0 95915",
-    "--without edits --without snapshots --crash 0:3:2:3:0 --crash 1:1:2:307:0 153668",
-)
+# Arguments of sim_power that once failed: a seed, with the ends of its lives at that time.
+SIM_POWER_SEEDS = (ROOT / "tests" / "sim" / "power_seeds.txt").read_text().splitlines()
 
 # Leaks are checked only in the C tests: an interpreter leaves too much allocated at exit.
 ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"

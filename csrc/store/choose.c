@@ -39,6 +39,10 @@
  * opens at that step, which is intact. No two commits, interrupted or not, share a sequence number
  * (lh_store_settle()); otherwise a copy made during an interrupted commit would have the witness of
  * the commit that replaced it.
+ *
+ * A witness has one copy. If it is invalid or cannot be read, nothing shows whether its directory
+ * was restored, and a note says so: one bad block must not make an intact store unusable. Bytes of
+ * a directory that was restored then fail the checksums of the manifest.
  */
 #include <endian.h>
 #include <inttypes.h>

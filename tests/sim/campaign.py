@@ -43,6 +43,7 @@ FAULTS = (
 WORLDS = ("edits", "snapshots")  # parts of a seed's world that --without can disable, too
 LIFE = re.compile(r"^life (\d+) \(crash (\d+):(\d+):(\d+):(\d+)\)", re.MULTILINE)
 CRASH_NEVER = 0
+LIFE_COUNT_MAX = 7  # that can end in a crash (tests/sim/sim_power.c)
 
 
 @dataclasses.dataclass
@@ -121,7 +122,7 @@ class Shrinker:
         """Return the shortest command found that repeats the failure."""
         if not self.fails([]):
             return f"{self.program.relative_to(ROOT)} {self.seed}  # does not fail on its own"
-        for lives in range(5):
+        for lives in range(LIFE_COUNT_MAX):
             if self.fails(["--lives", str(lives)]):
                 break
         for fault in (x for x in (*WORLDS, *FAULTS) if x not in ("kill", "power")):

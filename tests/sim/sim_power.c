@@ -42,6 +42,8 @@ struct plan {
     uint64_t life_count;
     enum lh_sim_fault damage; /* that may happen between lives; LH_SIM_FAULT_COUNT: none */
     bool tears;
+    uint64_t resume_life; /* resumes after a kill, and loses power soon; UINT64_MAX: none does */
+    struct lh_sim_random resume_random;
 };
 
 static struct lh_error err;
@@ -192,10 +194,40 @@ static void world_crash_draw(const struct sim_case *sim, uint64_t life, struct l
 }
 
 /*
+ * In a quarter of the seeds two more lives follow: a process is killed while a commit syncs a
+ * superblock, and power fails soon after the next process resumed. What that process read was
+ * written, but it is durable only if opening made it so.
+ */
+static void resume_draw(uint64_t seed, struct plan *plan)
+{
+    struct lh_sim_random *random = &plan->resume_random;
+    lh_sim_random_init(random, seed, LH_SIM_STREAM_RESUMES);
+    plan->resume_life = UINT64_MAX;
+    if (lh_sim_random_below(random, 4) != 0)
+        return;
+    plan->resume_life = plan->life_count + 1;
+    plan->life_count += 2;
+}
+
+static void resume_crash_draw(struct plan *plan, uint64_t life, struct lh_sim_crash *crash)
+{
+    struct lh_sim_random *random = &plan->resume_random;
+    uint64_t most = lh_sim_random_below(random, 2) == 0 ? 8 : 60;
+    if (life == plan->resume_life)
+        *crash = (struct lh_sim_crash){.where = LH_SIM_CRASH_EVENTS,
+                                       .after = lh_sim_random_below(random, most)};
+    else if (life + 1 == plan->resume_life)
+        *crash = (struct lh_sim_crash){.where = LH_SIM_CRASH_SYNC,
+                                       .commit = 1 + lh_sim_random_below(random, 2),
+                                       .after = 2 + lh_sim_random_below(random, 3),
+                                       .is_kill = true};
+}
+
+/*
  * Ten of seventeen lives end within a commit, six of these while it syncs; three more in open or
  * in close, two soon after open.
  */
-static struct lh_sim_crash crash_draw(struct sim_case *sim, const struct plan *plan, uint64_t life)
+static struct lh_sim_crash crash_draw(struct sim_case *sim, struct plan *plan, uint64_t life)
 {
     static const struct {
         enum lh_sim_crash_where where;
@@ -218,6 +250,7 @@ static struct lh_sim_crash crash_draw(struct sim_case *sim, const struct plan *p
         crash.commit = 1 + crash.commit / 3;
     crash.after = lh_sim_random_below(random, ends[which].most);
     world_crash_draw(sim, life, &crash);
+    resume_crash_draw(plan, life, &crash);
     crash.tears = plan->tears;
     if (command.without & LH_SIM_FAULT_BIT_OF(LH_SIM_FAULT_KILL))
         crash.is_kill = false;
@@ -329,7 +362,7 @@ static void life_end(struct sim_case *sim, struct lh_sim_lives *lives, const str
 }
 
 /* Whether training came to its end; false where the store is lost and said so. */
-static bool lives_run(struct sim_case *sim, struct lh_sim_lives *lives, const struct plan *plan,
+static bool lives_run(struct sim_case *sim, struct lh_sim_lives *lives, struct plan *plan,
                       uint64_t seed)
 {
     for (uint64_t life = 0;; life++) {
@@ -377,6 +410,7 @@ static void seed_run(uint64_t seed)
     /* Damage shows in the lives behind it. */
     if (plan.damage != LH_SIM_FAULT_COUNT)
         plan.life_count = LIFE_COUNT_MAX + 1;
+    resume_draw(seed, &plan);
     plan.life_count = lh_min_u64(plan.life_count, command.life_max);
     chances_draw(&sim);
     worlds_draw(&sim, seed);

@@ -116,7 +116,6 @@ struct lh_sim_lives {
     bool is_failed;        /* the current life ended with an error of the engine */
     bool is_asked_older;   /* the store was opened at an older step on request */
     bool is_forked;        /* a stale read at open may have hidden a step that exists */
-    bool is_first_old;     /* directory 0 was restored from a copy: the store may seem complete */
     bool is_crashed;       /* the process has ended */
     uint64_t began;        /* the event count when this life was last driven */
     uint64_t commit_count; /* the number of commits begun in this life */
@@ -125,6 +124,7 @@ struct lh_sim_lives {
     uint64_t outcomes[LH_SIM_OUTCOME_COUNT];
     uint64_t committed_step; /* as the engine knew it when the process was stopped */
     uint64_t open_count;
+    uint64_t restored_files; /* a bit for each file that was restored from an older copy */
 };
 
 /*

@@ -30,6 +30,7 @@ enum lh_sim_stream {
     LH_SIM_STREAM_EDITS,
     LH_SIM_STREAM_WORLDS,
     LH_SIM_STREAM_TARGET,
+    LH_SIM_STREAM_RESUMES,
 };
 
 /* Initialize: the same seed and stream give the same numbers. */

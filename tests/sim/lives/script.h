@@ -66,8 +66,8 @@ struct lh_sim_script {
     bool is_copying;         /* a snapshot has begun since then */
     uint64_t hold_step;
     uint64_t hold_until_ns;
-    bool was_held;      /* whether commits were held at the last check */
-    uint64_t held_step; /* the committed step at the last check */
+    bool is_granted;    /* the engine has answered that commits are held */
+    uint64_t held_step; /* the committed step when it answered */
     uint64_t abort_count;
     uint64_t edit_count; /* the number of edits begun */
     bool edit_is_due;    /* the last edit is to be committed before the next backward */

@@ -1,4 +1,9 @@
-/* Simulate a process that copies the store: commits are held for a while, and happen afterwards. */
+/*
+ * Simulate a process that copies the store: commits are held for a while, and happen afterwards.
+ *
+ * Whether commits are held is only what lh_engine_commit_hold() returned. The engine's own
+ * predicate must not be used here: a wrong one would then deceive the check as well.
+ */
 #include <inttypes.h>
 
 #include "lives/script.h"
@@ -25,9 +30,21 @@ void lh_sim_script_hold_begin(struct lh_sim_script *script)
     script->hold_step = train->step;
     script->hold_until_ns = world->now_ns + lh_sim_random_below(&script->random, HOLD_NS_MAX);
     script->is_copying = false;
+    script->is_granted = false;
     lh_sim_world_at(world, script->hold_until_ns, time_passed, NULL);
     /* The request is enough: the hold is granted after the commit in progress. */
     (void)!lh_engine_commit_hold(train->opts.engine, 0);
+}
+
+/* Ask whether commits are held, as a caller does whose wait for it has timed out. */
+static bool is_granted(struct lh_sim_script *script)
+{
+    struct lh_engine *engine = script->opts.train->opts.engine;
+    if (!script->is_granted && lh_engine_commit_hold(engine, 0) > 0) {
+        script->is_granted = true;
+        script->held_step = engine->committed_step;
+    }
+    return script->is_granted;
 }
 
 bool lh_sim_script_hold_poll(struct lh_sim_script *script)
@@ -38,9 +55,9 @@ bool lh_sim_script_hold_poll(struct lh_sim_script *script)
     if (!script->holds_commits)
         return false;
     bool is_long = train->step >= script->hold_step + HOLD_STEP_COUNT_MAX;
-    if (target && !script->is_copying && !is_long && lh_step_holds_commits(engine)) {
+    if (is_granted(script) && target && !script->is_copying && !is_long) {
         script->is_copying = true;
-        lh_sim_target_copy(target, engine->committed_step);
+        lh_sim_target_copy(target, script->held_step);
     }
     bool is_over = train->opts.world->now_ns >= script->hold_until_ns;
     if (target && script->is_copying)
@@ -58,16 +75,13 @@ void lh_sim_script_hold_check(struct lh_sim_script *script)
 {
     const struct lh_sim_train *train = script->opts.train;
     const struct lh_engine *engine = train->opts.engine;
-    bool was_held = script->was_held;
-    script->was_held = lh_step_holds_commits(engine);
-    if (!script->was_held)
+    if (!script->holds_commits || !script->is_granted)
         return;
     if (engine->step_state == LH_STEP_STATE_COMMITTING || lh_store_is_committing(engine->store))
         lh_sim_world_fail(train->opts.world, "a commit is in progress while commits are held");
-    if (was_held && engine->committed_step != script->held_step)
+    if (engine->committed_step != script->held_step)
         lh_sim_world_fail(train->opts.world,
                           "step %" PRIu64 " was committed while commits were held at step"
                           " %" PRIu64,
                           engine->committed_step, script->held_step);
-    script->held_step = engine->committed_step;
 }
