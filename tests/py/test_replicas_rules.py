@@ -45,13 +45,26 @@ def test_schedules_that_differ_are_named_and_no_process_keeps_the_step(
         assert "but 0.0005 in rank 1" in said
 
 
-def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(tmp_path: pathlib.Path) -> None:
-    (zero, first), (one, second) = run(tmp_path, 2, world_adamw.fail_once, str(tmp_path / "run"))
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
+    tmp_path: pathlib.Path, where: str
+) -> None:
+    store = str(tmp_path / "run")
+    (zero, first), (one, second) = run(tmp_path, 2, world_adamw.fail_once, store, where)
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
     assert first == second == whole[1]
     assert one == ["ValueError: this batch is bad"]
     assert len(zero) == 1
-    assert zero[0].startswith("PeerStepError: the backward of rank 1 (host"), zero
+    failed, discarded = "the backward of rank 1 (host", "rank 1 (host"
+    expected = failed if where == "backward" else discarded
+    assert zero[0].startswith(f"PeerStepError: {expected}"), zero
+    assert "step 3" in zero[0]
+
+
+def test_a_step_may_be_discarded_by_all_processes(tmp_path: pathlib.Path) -> None:
+    found = run(tmp_path, 2, world_adamw.discard, str(tmp_path / "run"))
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
+    assert found == [whole[1]] * 2
 
 
 def test_a_process_that_makes_fewer_backwards_is_named(tmp_path: pathlib.Path) -> None:

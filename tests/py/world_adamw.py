@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lohan
@@ -70,7 +70,12 @@ def loss_of(
     return nn.functional.mse_loss(model(x), y)
 
 
-def one_step(model: Any, dtype: torch.dtype = torch.float32, change: str = "") -> float:
+def one_step(
+    model: Any,
+    dtype: torch.dtype = torch.float32,
+    change: str = "",
+    before_step: Callable[[], None] | None = None,
+) -> float:
     """Make a step with this process's micro-batches: those with its rank modulo the count."""
     rank, count = rank_and_count()
     step, total = model.lohan.step, 0.0
@@ -78,6 +83,8 @@ def one_step(model: Any, dtype: torch.dtype = torch.float32, change: str = "") -
         loss = loss_of(model, step, number, dtype, change)
         loss.backward()
         total += float(loss.detach())
+    if before_step is not None:
+        before_step()
     # The sum of all gradients, times 1/12 with the same rounding for any number of processes.
     model.lohan.close_step(unscale=count / BATCHES)
     return total
@@ -130,22 +137,23 @@ def resume_for(store: str, more: int) -> tuple[int, str]:
     return train(store, steps, resume=True)
 
 
-def fail_once(store: str) -> tuple[list[str], str]:
-    """Rank 1 fails once in the middle of a backward; all continue."""
+def fail_once(store: str, where: str) -> tuple[list[str], str]:
+    """Rank 1 fails once, in the middle of a backward or before step(); all continue."""
     rank, _ = rank_and_count()
     _gradient_pieces.PIECE_BYTES = 20_000
     model = wrapped(store)
     errors = []
+
+    def fail(gradient: Any = None) -> None:
+        raise ValueError("this batch is bad")
+
     for attempt in range(5):
         handle = None
-        if attempt == 2 and rank == 1:
-
-            def fail(gradient: torch.Tensor) -> None:
-                raise ValueError("this batch is bad")
-
+        is_bad = attempt == 2 and rank == 1
+        if is_bad and where == "backward":
             handle = model.layers[1].weight.register_hook(fail)
         try:
-            one_step(model)
+            one_step(model, before_step=fail if is_bad and where == "step" else None)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
             model.optimizer.zero_grad()
@@ -153,6 +161,20 @@ def fail_once(store: str) -> tuple[list[str], str]:
             handle.remove()
     result = errors, states_digest(model)
     assert model.lohan.step == 4
+    model.lohan.close()
+    return result
+
+
+def discard(store: str) -> str:
+    """Discard the gradients of one micro-batch, and of all, before the steps."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    for count in (1, BATCHES // 2, 0):
+        for number in range(count):
+            loss_of(model, 9, 2 * number + rank, torch.float32).backward()
+        model.optimizer.zero_grad()
+        one_step(model)
+    result = states_digest(model)
     model.lohan.close()
     return result
 

@@ -29,6 +29,7 @@ from lohan.errors import (
     LohanError,
     NetworkError,
     PeerStepError,
+    StepError,
     WorldMismatchError,
 )
 from lohan.layout._block import DTYPE_CODES
@@ -115,6 +116,11 @@ class Exchange:
         self._micro = 0
         self._summed: set[int] = set()  # parameters that have a sum of earlier backwards
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients of the open step were exchanged, and none was given up."""
+        return self._micro > 0 and not self._is_broken
+
     def take_order(self) -> None:
         """Use the order in which rank 0's gradients came, from the next step on.
 
@@ -139,6 +145,7 @@ class Exchange:
             GradientError: the gradient has another dtype than the parameter.
             PeerLostError, PeerStepError: another process is gone.
         """
+        self._check_unbroken()
         if not self.is_open:
             self._begin(step)
         if self._order is not None:
@@ -156,7 +163,9 @@ class Exchange:
             values = flat[part.first : part.first + part.count].view(torch.uint8)
             own.buffer[part.offset : part.offset + values.numel()].copy_(values)
             own.there.add(position)
-            if len(own.there) == len(self._pieces[number].parts):
+            # The last piece waits for finish(), so that a backward that fails late can say so.
+            is_last = number == len(self._pieces) - 1
+            if len(own.there) == len(self._pieces[number].parts) and not is_last:
                 self._send(number, failed=False)
 
     def finish(self, *, failed: bool = False) -> None:
@@ -170,8 +179,9 @@ class Exchange:
             NetworkError: a piece's checksum is wrong.
             WorldMismatchError: another process is in another step or backward.
         """
-        if self._is_broken:
+        if self._is_broken and failed:
             return
+        self._check_unbroken()
         for number, piece in enumerate(self._pieces):
             own = self._own_of(number)
             if own.is_sent:
@@ -199,11 +209,19 @@ class Exchange:
 
     def close(self) -> None:
         """End the threads. No sum is touched afterwards."""
+        self._is_broken = True
         self._complete.put(None)
         self._adder.join()
         self._wire.close()
 
     # --- Inside -------------------------------------------------------------------------------
+
+    def _check_unbroken(self) -> None:
+        if self._is_broken:
+            raise StepError(
+                "an exchange of gradients was given up: close the session, and restart all"
+                " processes with resume=True"
+            )
 
     def _what(self) -> str:
         return f"backward {self._micro + 1} of step {self._step + 1}"

@@ -14,10 +14,12 @@ one. Whenever the processes are killed, there is a step that all stores can open
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lohan.errors import StepError
+from lohan.errors import PeerStepError, StepError
 from lohan.replicas._exchange import Exchange
 from lohan.session._session import Session
 from lohan.world._agree import agree
@@ -28,8 +30,13 @@ if TYPE_CHECKING:
     from lohan.world._world import World
 
 
+_DISCARDED = b""  # what a process tells the others that it does in place of step()
+
+
 class ReplicaSession(Session):
     """A session that exchanges gradients with other processes."""
+
+    _is_discarded = False  # whether the other processes know that the open step is forgotten
 
     def __init__(self, *args: Any, world: World, **settings: Any) -> None:
         """Make a session, and connect it to those of the other processes."""
@@ -85,15 +92,30 @@ class ReplicaSession(Session):
             )
         ]
         facts.append(("the factor of the gradients", unscale * self._scale.factor()))
-        way_out = ": give all processes the same schedule. No process keeps the step"
-        agree(self.world, what, facts, way_out)
+        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        told = self.world.exchange(digest, what)
+        if discarded := [rank for rank, value in enumerate(told) if value == _DISCARDED]:
+            self._is_discarded = True
+            raise PeerStepError(
+                f"{', '.join(map(self.world.name, discarded))} discarded {what}. All processes must"
+                " forget it, and the parameters are unchanged: continue with"
+                " model.optimizer.zero_grad()"
+            )
+        if any(value != digest for value in told):
+            way_out = ": give all processes the same schedule. No process keeps the step"
+            agree(self.world, what, facts, way_out)
         self.world.say(f"after {what}")
 
     def _abort(self) -> None:
-        if self._exchange.is_open:
-            self._exchange.finish(failed=True)
+        """Forget the open step in all processes: those that close it meanwhile raise an error."""
+        exchange = self._exchange
+        if exchange.is_open:
+            exchange.finish(failed=True)
+        if exchange.has_begun and not self._is_discarded:
+            self.world.exchange(_DISCARDED, f"step {self.step + 1}")
         super()._abort()
-        self._exchange.forget()
+        exchange.forget()
+        self._is_discarded = False
 
     def commit(self) -> None:
         """Commit in all processes: none continues before the commits of all are durable."""
