@@ -118,3 +118,31 @@ def test_a_step_sends_less_than_two_kilobytes(tmp_path: pathlib.Path) -> None:
     for last, first in zip(after, before, strict=True):
         # Signs of life are sent by time, not by step: two rounds of some 600 bytes a second.
         assert (last - first - 1500 * seconds) / 100 <= 2000
+
+
+def test_a_step_of_adamw_sends_the_planned_bytes(tmp_path: pathlib.Path) -> None:
+    steps = 8
+    with two_nodes(None) as names:
+        group = Group(
+            tmp_path,
+            2,
+            world_adamw.train_between,
+            str(tmp_path / "run"),
+            steps,
+            str(tmp_path),
+            nodes=2,
+            spaces=names,
+            address=namespaces.address(0),
+        )
+        wait_for([tmp_path / f"ready.{rank}" for rank in range(2)])
+        before = [namespaces.sent_bytes(name) for name in names]
+        (tmp_path / "go").touch()
+        wait_for([tmp_path / f"done.{rank}" for rank in range(2)])
+        after = [namespaces.sent_bytes(name) for name in names]
+        (tmp_path / "end").touch()
+        ended = group.wait()
+    for each, last, first in zip(ended, after, before, strict=True):
+        sent, planned = each.value
+        assert sent == planned
+        # Headers of TCP, acknowledgements, control messages and signs of life come on top.
+        assert planned <= last - first <= 1.005 * planned + steps * 16_384

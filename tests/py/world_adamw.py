@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -327,3 +328,26 @@ def resume_step(store: str, which: str) -> tuple[int, str] | str:
     result = model.lohan.step, states_digest(model)
     model.lohan.close()
     return result
+
+
+def train_between(store: str, steps: int, folder: str) -> tuple[int, int]:
+    """Train between two files, and return the bytes that were sent, and those of the plan."""
+    rank, count = rank_and_count()
+    model = wrapped(store)
+    one_step(model)  # from the second step on, gradients are sent in the order in which they come
+    pathlib.Path(folder, f"ready.{rank}").touch()
+    wait_for(pathlib.Path(folder, "go"))
+    before = model.lohan.sent_bytes
+    for _ in range(steps):
+        one_step(model)
+    sent = model.lohan.sent_bytes - before
+    pathlib.Path(folder, f"done.{rank}").touch()
+    wait_for(pathlib.Path(folder, "end"))
+    planned = model.lohan.backward_bytes * steps * BATCHES // count
+    model.lohan.close()
+    return sent, planned
+
+
+def wait_for(path: pathlib.Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)

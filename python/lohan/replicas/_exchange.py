@@ -64,7 +64,12 @@ class _Filled:
 
 
 class Exchange:
-    """The exchange of one session. All methods but those of threads run on the training thread."""
+    """The exchange of one session. All methods but those of threads run on the training thread.
+
+    Attributes:
+        is_open: whether the exchange of a backward is in progress.
+        sent_bytes: the bytes of all messages that were sent, to all processes together.
+    """
 
     def __init__(self, world: World, engine: _core.Engine, params: Sequence[Param]) -> None:
         """Connect to the other processes.
@@ -115,6 +120,11 @@ class Exchange:
         self.is_open = False  # a backward's exchange is in progress
         self._micro = 0
         self._summed: set[int] = set()  # parameters that have a sum of earlier backwards
+
+    @property
+    def backward_bytes(self) -> int:
+        """The bytes that a backward sends, to all processes together."""
+        return sum(piece.message_bytes for piece in self._pieces) * len(self._others)
 
     @property
     def has_begun(self) -> bool:

@@ -49,6 +49,16 @@ class ReplicaSession(Session):
             self._engine.close()
             raise
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of gradients that this process has sent, to all others together."""
+        return self._exchange.sent_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        """The bytes of gradients that a backward sends, to all others together."""
+        return self._exchange.backward_bytes
+
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         engine, exchange = self._engine, self._exchange
 
