@@ -54,6 +54,15 @@ def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(tmp_path: path
     assert zero[0].startswith("PeerStepError: the backward of rank 1 (host"), zero
 
 
+def test_a_close_that_was_interrupted_before_its_commit_can_only_be_repeated(
+    tmp_path: pathlib.Path,
+) -> None:
+    found = run(tmp_path, 2, world_adamw.interrupt_close, str(tmp_path / "run"))
+    for said, step, is_told in found:
+        assert said.startswith("SessionError: this process no longer exchanges gradients"), said
+        assert (step, is_told) == (2, True)
+
+
 def test_a_process_that_makes_fewer_backwards_is_named(tmp_path: pathlib.Path) -> None:
     said = run(tmp_path, 2, world_adamw.backwards_differ, str(tmp_path / "run"))
     assert said[0].startswith("WorldMismatchError: rank 1 (host"), said

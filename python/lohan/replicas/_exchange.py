@@ -29,6 +29,7 @@ from lohan.errors import (
     LohanError,
     NetworkError,
     PeerStepError,
+    SessionError,
     WorldMismatchError,
 )
 from lohan.layout._block import DTYPE_CODES
@@ -96,6 +97,7 @@ class Exchange:
         self._errors: list[tuple[int | None, BaseException]] = []
         self._sequence = 0  # of the first piece of the open backward, for tags
         self._is_broken = False  # an error has left pieces on their way
+        self._is_closed = False
         self.sent_bytes = 0
         self._wire = Wire(world, self._on_error)
         self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -122,6 +124,7 @@ class Exchange:
         Raises:
             GradientError: the gradient has another dtype than the parameter.
             PeerLostError, PeerStepError: another process is gone.
+            SessionError: close() was called, but interrupted.
         """
         if not self.is_open:
             self._begin(step)
@@ -179,7 +182,8 @@ class Exchange:
         self._world.say(f"after a backward of step {self._step + 1}")
 
     def close(self) -> None:
-        """End the threads. No sum is touched afterwards."""
+        """End the threads. No sum is touched afterwards. Idempotent."""
+        self._is_closed = True
         self._complete.put(None)
         self._adder.join()
         self._wire.close()
@@ -190,6 +194,11 @@ class Exchange:
         return f"backward {self._micro + 1} of step {self._step + 1}"
 
     def _begin(self, step: int) -> None:
+        if self._is_closed:  # close() of the session was interrupted before its commit
+            raise SessionError(
+                "this process no longer exchanges gradients: call model.lohan.close() again, which"
+                " commits the last step, and restart all processes with resume=True"
+            )
         self._step = step
         self.is_open = True
         self._own: dict[int, _Filled] = {}
