@@ -5,7 +5,9 @@ copies its store, closes, resumes and trains to its end. KeyboardInterrupt is ra
 line of lohan's own code, at the N-th file call of any of its threads, or after some time. After
 that, the run continues as a user of a notebook would: with the same session or, if a named error
 rejects that, with a new one that resumes. In both cases the final bits must be those of a run that
-was not interrupted. The script prints one JSON line; the exit status is 1 if they were not.
+was not interrupted, and a commit() or close() that returned must have committed its step. With
+`--every close,commit`, every line of these phases is interrupted instead of random ones. The script
+prints one JSON line; the exit status is 1 if a run did not end at its bits.
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ class Run:
         self.lines = lines
         self.model: Any = None
         self.errors = 0
+        self.committed_step = 0  # that of the last commit() or close() that returned
         self.closed = self.snapped = self.committed = False
 
     def attempt(self, phase: str, work: Callable[[], None]) -> bool:
@@ -139,6 +142,24 @@ class Run:
             shutil.rmtree(self.folder)  # the message of an interrupted creation advises this
             self.folder.mkdir()
             self.model = self.world.wrap(directories, False)
+        self.check_committed(self.model.lohan.step)
+
+    def check_committed(self, step: int) -> None:
+        """Check that a store that was opened at this step has what was committed."""
+        if step < self.committed_step:
+            raise AssertionError(f"the store is at step {step}, not {self.committed_step}")
+
+    def commit(self) -> None:
+        """Commit."""
+        step = self.model.lohan.step
+        self.model.lohan.commit()
+        self.committed_step = step
+
+    def close(self) -> None:
+        """Close the session, which commits."""
+        step = self.model.lohan.step
+        self.model.lohan.close()
+        self.committed_step = step
 
     def open(self) -> None:
         """Until there is a session."""
@@ -157,11 +178,11 @@ class Run:
             if self.model is None or step >= STEPS:
                 continue  # the edit could not be read
             if not self.committed and step == 2:
-                self.committed = self.attempt("commit", lambda: self.model.lohan.commit())
+                self.committed = self.attempt("commit", self.commit)
             elif not self.snapped and step == 2:
                 self.snapped = self.attempt("snapshot", self.snapshot)
             elif not self.closed and step >= CLOSED_AT:
-                self.closed = self.attempt("close", lambda: self.model.lohan.close())
+                self.closed = self.attempt("close", self.close)
                 if self.closed:
                     self.model = None
             elif self.needs_edit(step):
@@ -171,7 +192,7 @@ class Run:
             elif not self.attempt("step", lambda: self.world.train(self.model)):
                 self.after_step()
         while self.model is not None:
-            if self.attempt("close", lambda: self.model.lohan.close()):
+            if self.attempt("close", self.close):
                 self.model = None
 
     def is_checked(self) -> bool:
@@ -225,8 +246,10 @@ def run_once(
     if lines.phase != "none":  # otherwise its calls still have to be counted
         calls.arm(0, 0, 0, kinds=0)
     model = world.wrap(world.directories(folder), True)
-    if model.lohan.step != STEPS or crash_worker.digest(model) not in world.digests[STEPS]:
-        raise AssertionError(f"the store is at step {model.lohan.step}, with other bits")
+    run.check_committed(model.lohan.step)
+    if model.lohan.step != STEPS:
+        raise AssertionError(f"the store is at step {model.lohan.step}, not {STEPS}")
+    world.check_digest(model)
     model.lohan.close()
     return 0
 
@@ -282,10 +305,23 @@ class Interrupter:
             at = 1 + rng.randrange(self.lines[phase])
         elif kind == "call":
             at = 1 + number * self.call_count // count % self.call_count
+        self.once(number, kind, phase, at, rng.uniform(0, self.seconds))
+
+    def every(self, phases: list[str]) -> None:
+        """Interrupt at every line of some phases."""
+        number = 0
+        for phase in phases:
+            for at in range(1, 1 + self.lines.get(phase, 0)):
+                self.once(number, "line", phase, at, 0.0)
+                number += 1
+                if len(self.failed) >= FAILURES_MAX:
+                    return
+
+    def once(self, number: int, kind: str, phase: str, at: int, delay: float) -> None:
+        """Run once, and interrupt at a line of a phase, at a call, or after a delay."""
         board = Board()
         board.calls = number  # its parity decides what the user does after an interrupted step
         folder = self.folder / f"{self.world.name}-{number}"
-        delay = rng.uniform(0, self.seconds)
 
         def work() -> int:
             def arm() -> None:
@@ -332,6 +368,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="interrupts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=pathlib.Path, help="an existing folder on a disk")
+    parser.add_argument("--every", help="phases of which every line is interrupted: close,commit")
     parser.add_argument("--one", help="WORLD:NUMBER of COUNT, with its traceback")
     args = parser.parse_args()
     calls = lives.preloaded(campaign_build.recorder())
@@ -343,12 +380,18 @@ def main() -> int:
         Seeded("seeded-deferred", 2, 1, schedule="deferred"),
     ]
     total: collections.Counter[str] = collections.Counter()
+    phases = args.every.split(",") if args.every else []
+    if unknown := set(phases) - set(PHASES):
+        parser.error(f"no phase {sorted(unknown)}: the phases are {', '.join(PHASES)}")
     for index, world in enumerate(worlds):
         share = args.count // len(worlds) + (index < args.count % len(worlds))
         world.prepare(folder)
         interrupter = Interrupter(world, calls, folder, args.seed)
-        if share:
+        if share or phases:
             interrupter.measure()
+        if phases:
+            interrupter.every(phases)
+            share = 0
         wanted, _, only = (args.one or f"{world.name}:").partition(":")
         for number in range(share):
             if wanted != world.name or (only and int(only) != number):

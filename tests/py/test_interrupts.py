@@ -1,4 +1,4 @@
-"""A Ctrl-C must not keep a store or its commits blocked for the rest of the process's life."""
+"""A Ctrl-C must neither block a store for the rest of the process's life, nor lose its steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import crash_worker
 import lohan
 import pytest
 import torch
+from lohan.common import _exit
 from lohan.errors import StoreLockedError
 from lohan.layout import _in_place
 from lohan.session import _session
@@ -69,6 +70,107 @@ def test_a_second_close_releases_the_store_after_an_interrupted_one(
     again = wrapped(store_dir / "s", resume=True)
     assert again.lohan.step == 1
     again.lohan.close()
+
+
+class BeforeCommit:
+    """An engine in which commits are interrupted before they begin."""
+
+    def __init__(self, engine: Any, count: int, kind: type[BaseException]) -> None:
+        self._engine = engine
+        self._left = count
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def flush(self, commits: bool) -> None:
+        if commits and self._left > 0:
+            self._left -= 1
+            raise self._kind
+        self._engine.flush(commits)
+
+
+def interrupt_commits(
+    model: Any, count: int = 1, kind: type[BaseException] = KeyboardInterrupt
+) -> None:
+    model.lohan._engine = BeforeCommit(model.lohan._engine, count, kind)
+
+
+def step_of(directory: pathlib.Path) -> int:
+    model = wrapped(directory, resume=True)
+    step: int = model.lohan.step
+    model.lohan.close()
+    return step
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_second_close_commits_after_the_first_was_interrupted_before_its_commit(
+    store_dir: pathlib.Path, kind: type[BaseException]
+) -> None:
+    model = wrapped(store_dir / "s", commit_every=5)
+    for _ in range(3):
+        train(model)
+    interrupt_commits(model, 1, kind)
+    with pytest.raises(kind):
+        model.lohan.close()
+    model.lohan.close()
+    assert step_of(store_dir / "s") == 3
+
+
+def test_an_error_before_the_commit_of_a_close_releases_the_store(store_dir: pathlib.Path) -> None:
+    model = wrapped(store_dir / "s")
+    interrupt_commits(model, 1, OSError)
+    with pytest.raises(OSError):
+        model.lohan.close()
+    assert model.lohan.closed and step_of(store_dir / "s") == 0
+
+
+def test_a_session_trains_on_after_an_interrupted_close(store_dir: pathlib.Path) -> None:
+    settings: dict[str, Any] = {"accumulate": 2, "commit_every": 5}
+    plain = wrapped(store_dir / "plain", **settings)
+    model = wrapped(store_dir / "s", **settings)
+    tokens = torch.arange(BATCH * 9).reshape(BATCH, 9) % crash_worker.VOCABULARY
+    model(tokens[:1]).backward()  # a close discards this half of a step
+    interrupt_commits(model)
+    with pytest.raises(KeyboardInterrupt):
+        model.lohan.close()
+    assert all(param.grad is None for param in model.parameters())
+    for each in (plain, model):
+        torch.manual_seed(0)
+        each(tokens).backward()
+        each(tokens.flip(0)).backward()
+        each.optimizer.step()
+    assert model.lohan.step == 1
+    assert crash_worker.digest(model) == crash_worker.digest(plain)
+    model.lohan.close()
+    plain.lohan.close()
+
+
+def test_a_close_that_nobody_repeats_commits_before_it_raises_a_ctrl_c(
+    store_dir: pathlib.Path,
+) -> None:
+    model = wrapped(store_dir / "s")
+    train(model)
+    interrupt_commits(model)
+    with pytest.raises(KeyboardInterrupt):
+        _exit.close_quietly(model.lohan)
+    assert step_of(store_dir / "s") == 1
+
+
+def test_a_ctrl_c_at_exit_leaves_no_other_session_uncommitted(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [wrapped(store_dir / name) for name in ("first", "second")]
+    for model in models:
+        train(model)
+    interrupt_commits(models[0], 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(_exit, "sessions", [model.lohan for model in models])
+        with pytest.raises(KeyboardInterrupt):
+            _exit._close_all()
+    assert step_of(store_dir / "second") == 1
+    models[0].lohan.close()
+    assert step_of(store_dir / "first") == 1
 
 
 WRAP_PLACES = [

@@ -67,6 +67,15 @@ def test_a_step_may_be_discarded_by_all_processes(tmp_path: pathlib.Path) -> Non
     assert found == [whole[1]] * 2
 
 
+def test_a_close_that_was_interrupted_before_its_commit_can_only_be_repeated(
+    tmp_path: pathlib.Path,
+) -> None:
+    found = run(tmp_path, 2, world_adamw.interrupt_close, str(tmp_path / "run"))
+    for said, step, is_told in found:
+        assert said.startswith("SessionError: this process no longer exchanges gradients"), said
+        assert (step, is_told) == (2, True)
+
+
 def test_a_process_that_makes_fewer_backwards_is_named(tmp_path: pathlib.Path) -> None:
     said = run(tmp_path, 2, world_adamw.backwards_differ, str(tmp_path / "run"))
     assert said[0].startswith("WorldMismatchError: rank 1 (host"), said

@@ -11,6 +11,7 @@ from typing import Any
 
 import lohan
 import torch
+from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
 from lohan.replicas import _exchange
 from torch import nn
@@ -136,6 +137,38 @@ def resume_for(store: str, more: int) -> tuple[int, str]:
     steps = model.lohan.step + more
     model.lohan.close()
     return train(store, steps, resume=True)
+
+
+def interrupt_close(store: str) -> tuple[str, int, bool]:
+    """Close with a Ctrl-C at two places before the commit, try another step, and close again.
+
+    Returns:
+        The error of that step, the store's step, and whether the other processes were told.
+    """
+    model = wrapped(store, commit_every=5)
+    session, said = model.lohan, ""
+    for _ in range(2):
+        one_step(model)
+    for owner, name in ((session.world, "leave_after"), (session, "_finish")):
+        setattr(owner, name, _interrupted)
+        try:
+            session.close()
+        except KeyboardInterrupt:
+            delattr(owner, name)
+    try:
+        one_step(model)
+    except LohanError as error:
+        said = f"{type(error).__name__}: {error}"
+    session.close()
+    is_told = session.world._is_closed
+    again = wrapped(store, resume=True)
+    step = again.lohan.step
+    again.lohan.close()
+    return said, step, is_told
+
+
+def _interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def fail_once(store: str, where: str) -> tuple[list[str], str]:

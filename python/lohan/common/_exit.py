@@ -147,17 +147,31 @@ def _note_thread(failure: threading.ExceptHookArgs, /) -> None:
 
 
 def close_quietly(session: Session) -> None:
-    """Close a session, and print an exception instead of raising it."""
+    """Close a session, and print an exception instead of raising it.
+
+    A Ctrl-C or SIGTERM is raised only after a second attempt, because a session that it has left
+    open has no other caller who could close it, and would lose its uncommitted steps.
+    """
     session.is_ending = True
     try:
-        session.close()
+        try:
+            session.close()
+        except (KeyboardInterrupt, SystemExit):
+            session.close()
+            raise
     except Exception as error:
         print(f"lohan: {error}", file=sys.stderr)
 
 
 def _close_all() -> None:
+    end: BaseException | None = None
     for session in list(sessions):
-        close_quietly(session)
+        try:
+            close_quietly(session)
+        except (KeyboardInterrupt, SystemExit) as error:
+            end = error  # the other sessions have steps to commit as well
+    if end is not None:
+        raise end
 
 
 def is_terminated() -> bool:

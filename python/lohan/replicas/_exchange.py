@@ -29,6 +29,7 @@ from lohan.errors import (
     LohanError,
     NetworkError,
     PeerStepError,
+    SessionError,
     StepError,
     WorldMismatchError,
 )
@@ -97,6 +98,7 @@ class Exchange:
         self._errors: list[tuple[int | None, BaseException]] = []
         self._sequence = 0  # of the first piece of the open backward, for tags
         self._is_broken = False  # an error has left pieces on their way
+        self._is_closed = False
         self.sent_bytes = 0
         self._wire = Wire(world, self._on_error)
         self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -129,7 +131,7 @@ class Exchange:
     @property
     def has_begun(self) -> bool:
         """Whether gradients of the open step were exchanged, and none was given up."""
-        return self._micro > 0 and not self._is_broken
+        return self._micro > 0 and not (self._is_broken or self._is_closed)
 
     def take_order(self) -> None:
         """Use the order in which rank 0's gradients came, from the next step on.
@@ -154,6 +156,7 @@ class Exchange:
         Raises:
             GradientError: the gradient has another dtype than the parameter.
             PeerLostError, PeerStepError: another process is gone.
+            SessionError: close() was called, but interrupted.
         """
         self._check_unbroken()
         if not self.is_open:
@@ -189,7 +192,7 @@ class Exchange:
             NetworkError: a piece's checksum is wrong.
             WorldMismatchError: another process is in another step or backward.
         """
-        if self._is_broken and failed:
+        if failed and (self._is_broken or self._is_closed):
             return
         self._check_unbroken()
         for number, piece in enumerate(self._pieces):
@@ -218,8 +221,8 @@ class Exchange:
         self._world.say(f"after a backward of step {self._step + 1}")
 
     def close(self) -> None:
-        """End the threads. No sum is touched afterwards."""
-        self._is_broken = True
+        """End the threads. No sum is touched afterwards. Idempotent."""
+        self._is_closed = True
         self._complete.put(None)
         self._adder.join()
         self._wire.close()
@@ -237,6 +240,11 @@ class Exchange:
         return f"backward {self._micro + 1} of step {self._step + 1}"
 
     def _begin(self, step: int) -> None:
+        if self._is_closed:  # close() of the session was interrupted before its commit
+            raise SessionError(
+                "this process no longer exchanges gradients: call model.lohan.close() again, which"
+                " commits the last step, and restart all processes with resume=True"
+            )
         self._step = step
         self.is_open = True
         self._own: dict[int, _Filled] = {}

@@ -134,10 +134,11 @@ class ReplicaSession(Session):
 
     def close(self) -> None:
         """Commit the closed steps, stop the engine and release the store. Idempotent."""
-        is_own = not self._engine.is_forked()
-        try:
-            if is_own and not self.closed:
+        if not self._engine.is_forked():
+            try:
                 self._exchange.close()
                 self.world.leave_after(self.step)
-        finally:
-            super().close()
+            except Exception:  # not a Ctrl-C: after one, a further call does all of this
+                super().close()
+                raise
+        super().close()

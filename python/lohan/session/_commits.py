@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
+    from lohan.store._snapshot import Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._buffers import Buffers
 
@@ -94,7 +95,9 @@ class Commits(SessionPart):
     store: _core.Store
     directories: list[str]
     buffers: Buffers | None
-    is_ending: bool
+    snapshot_now: Snapshot | None = None
+    is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
+    _close_lock: contextlib.AbstractContextManager[bool]
     _backward: str
     _last_step: int
     has_edits: bool = False
@@ -110,18 +113,42 @@ class Commits(SessionPart):
         """Whether only commit() commits: neither steps, nor edits of parameters, nor close()."""
         return self.config.commit_every == "manual"
 
+    def close(self) -> None:
+        """Finish and commit the closed steps, stop the engine and release the store. Idempotent.
+
+        A Ctrl-C before the commit leaves the session open: a further call commits, and so does the
+        end of the process. With commit_every="manual", everything since the last commit is lost,
+        as in a crash.
+        """
+        if self._engine.is_forked():
+            return  # do not take the lock: a thread that fork() did not copy may hold it
+        with self._close_lock:
+            if not self.closed:
+                self._last_step = self.step
+                if self.snapshot_now is not None:
+                    self.snapshot_now.end()
+                self.snapshot_now = None
+                try:
+                    self._finish()
+                except Exception:  # not a Ctrl-C: nothing may be released before the commit
+                    self._release()
+                    raise
+            self._release()  # also in a second call: a Ctrl-C may have interrupted the first one
+
     def _finish(self) -> None:
         """Discard an open step, and commit the closed ones unless commits are manual."""
         with contextlib.suppress(Exception):
             if self._engine.status()["has_gradients"]:
-                self._engine.abort()
-                self._say_unfinished()
+                is_unused = self._backward == "done"
+                self._discard()
+                if is_unused:
+                    self._say_unfinished()
         if not self.commits_by_hand:
             self._engine.flush(True)
             self._end_edits()
 
     def _say_unfinished(self) -> None:
-        if self._backward == "done" and not self.is_ending and sys.exception() is None:
+        if not self.is_ending and sys.exception() is None:
             print(
                 "lohan: the session was closed after a backward and before model.optimizer.step():"
                 f" that step is discarded, and the store is at step {self._last_step}",

@@ -62,9 +62,7 @@ class Session(ForwardRules, Commits):
 
     _planner: Planner | None = None
     buffers: Buffers | None = None
-    snapshot_now: Snapshot | None = None
     closed = False
-    is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class Session(ForwardRules, Commits):
         self.store = store
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
-        self._lock = threading.RLock()
+        self._close_lock = threading.RLock()
         self._exclusive = threading.RLock()
         self._raiser = engine_raiser(
             [u.name for u in layout.units], [p.name for p in layout.params]
@@ -407,6 +405,9 @@ class Session(ForwardRules, Commits):
     def _abort(self) -> None:
         if self._backward == "running" and not in_backward():
             self._thread.refuse_backward("the model, step() or zero_grad()")
+        self._discard()
+
+    def _discard(self) -> None:
         if self._planner is not None:
             self._planner.forget()
         self._gradients.hide()
@@ -561,28 +562,9 @@ class Session(ForwardRules, Commits):
         if not self.closed:
             self._engine.scopes_drop()
 
-    def close(self) -> None:
-        """Finish and commit the closed steps, stop the engine and release the store. Idempotent.
-
-        With commit_every="manual", everything since the last commit is lost, as in a crash.
-        """
-        if self._engine.is_forked():
-            return  # do not take the lock: a thread that fork() did not copy may hold it
-        with self._lock:
-            if is_open := not self.closed:
-                self._last_step = self.step
-                if self.snapshot_now is not None:
-                    self.snapshot_now.end()
-                self.snapshot_now = None
-            try:
-                if is_open:
-                    self._finish()
-            finally:  # also in a second call, since a Ctrl-C may have interrupted the first one
-                self.closed = True
-                self._release()
-
     def _release(self) -> None:
         """Release everything that the session owns. Further calls have no effect."""
+        self.closed = True
         if self._forward_depth > 0 and not self._forward_is_alive():
             self._forward_drop()
         for handle in self._hooks:

@@ -36,3 +36,10 @@ class SessionPart:
 
     def _abort(self) -> None:
         raise NotImplementedError
+
+    def _discard(self) -> None:
+        """Discard the open step and its gradients."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        raise NotImplementedError
