@@ -6,15 +6,18 @@ line of lohan's own code, at the N-th file call of any of its threads, or after 
 that, the run continues as a user of a notebook would: with the same session or, if a named error
 rejects that, with a new one that resumes. In both cases the final bits must be those of a run that
 was not interrupted, and a commit() or close() that returned must have committed its step. With
-`--every close,commit`, every line of these phases is interrupted instead of random ones. The script
-prints one JSON line; the exit status is 1 if a run did not end at its bits.
+`--every close,commit`, each source line that these phases run is interrupted when it runs for the
+first and for the last time, instead of random lines. The script prints one JSON line; the exit
+status is 1 if a run did not end at its bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dis
 import gc
+import itertools
 import json
 import os
 import pathlib
@@ -26,7 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
@@ -48,13 +51,23 @@ NOT_SEEN, CONTINUED, RESUMED = range(3)
 
 
 class Lines:
-    """Counts the lines of lohan that are run in each phase, and interrupts at one of them."""
+    """Counts the lines of lohan that are run in each phase, and interrupts at one of them.
+
+    [Note: Lines without a Ctrl-C] Python calls a trace function at every line, but handles signals
+    only at the end of calls, at the begin of functions and in loops. Two kinds of lines have none
+    of these before them that is outside the block that they begin or end, and lines of these kinds
+    are not counted: `try:` itself, an instruction that does nothing and that the handlers around it
+    do not cover, and the end of a `with` block, before `__exit__` is called.
+    """
 
     def __init__(self, phase: str, at: int) -> None:
         self.phase = phase
         self.at = at
         self.counts: collections.Counter[str] = collections.Counter()
+        # By phase and source line: the counts when it ran for the first and for the last time.
+        self.places: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)
         self.now = ""
+        self._codes: dict[CodeType, bytes] = {}
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Trace only lohan's own frames; for sys.settrace."""
@@ -62,11 +75,29 @@ class Lines:
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Count a line."""
+        if self._is_skipped(frame):
+            return self.line
         self.counts[self.now] += 1
+        if self.phase == "none":
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno} {event}"
+            count = self.counts[self.now]
+            self.places[self.now].setdefault(place, [count, count])[1] = count
         if self.now == self.phase and self.counts[self.now] == self.at:
             sys.settrace(None)
             signal.raise_signal(signal.SIGINT)
         return self.line
+
+    def _is_skipped(self, frame: FrameType) -> bool:
+        """See [Note: Lines without a Ctrl-C]."""
+        code = frame.f_code
+        if code not in self._codes:
+            self._codes[code] = code.co_code
+        at, found = frame.f_lasti, self._codes[code]
+        if found[at] == dis.opmap["NOP"]:
+            return True
+        arguments = found[at + 1 : at + 6 : 2]  # `__exit__` is called with three times None
+        is_load = found[at : at + 5 : 2] == bytes([dis.opmap["LOAD_CONST"]] * 3)
+        return is_load and all(code.co_consts[each] is None for each in arguments)
 
 
 class Seeded(Adam):
@@ -266,6 +297,7 @@ class Interrupter:
         self.failed: list[str] = []
         self.seconds = 1.0
         self.lines: dict[str, int] = {}
+        self.places: dict[str, dict[str, list[int]]] = {}
         self.call_count = 0
 
     def measure(self) -> None:
@@ -280,7 +312,7 @@ class Interrupter:
                 self.world, folder, Board(), lines, self.calls, lambda: self.calls.arm(0, 0, 0)
             )
             with os.fdopen(write, "w") as out:
-                json.dump([lines.counts, self.calls.count()], out)
+                json.dump([lines.counts, lines.places, self.calls.count()], out)
             return status
 
         begun = time.monotonic()
@@ -290,7 +322,7 @@ class Interrupter:
             answer = said.read()
         if lives.join(pid) != 0:
             raise RuntimeError(f"{self.world.name}: a run that nobody interrupted failed")
-        self.lines, self.call_count = json.loads(answer)
+        self.lines, self.places, self.call_count = json.loads(answer)
         self.seconds = time.monotonic() - begun
         shutil.rmtree(self.folder / "measured")
 
@@ -308,10 +340,10 @@ class Interrupter:
         self.once(number, kind, phase, at, rng.uniform(0, self.seconds))
 
     def every(self, phases: list[str]) -> None:
-        """Interrupt at every line of some phases."""
+        """Interrupt at every source line of some phases, the first and the last time it runs."""
         number = 0
         for phase in phases:
-            for at in range(1, 1 + self.lines.get(phase, 0)):
+            for at in sorted(set(itertools.chain(*self.places.get(phase, {}).values()))):
                 self.once(number, "line", phase, at, 0.0)
                 number += 1
                 if len(self.failed) >= FAILURES_MAX:
@@ -368,8 +400,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="interrupts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=pathlib.Path, help="an existing folder on a disk")
-    parser.add_argument("--every", help="phases of which every line is interrupted: close,commit")
-    parser.add_argument("--one", help="WORLD:NUMBER of COUNT, with its traceback")
+    parser.add_argument("--every", help="phases, for example close,commit: interrupt at each line")
+    parser.add_argument("--one", help="WORLD, or WORLD:NUMBER of COUNT")
     args = parser.parse_args()
     calls = lives.preloaded(campaign_build.recorder())
     torch.set_num_threads(1)
@@ -385,16 +417,17 @@ def main() -> int:
         parser.error(f"no phase {sorted(unknown)}: the phases are {', '.join(PHASES)}")
     for index, world in enumerate(worlds):
         share = args.count // len(worlds) + (index < args.count % len(worlds))
+        wanted, _, only = (args.one or f"{world.name}:").partition(":")
+        if not share or wanted != world.name:
+            continue
         world.prepare(folder)
         interrupter = Interrupter(world, calls, folder, args.seed)
-        if share or phases:
-            interrupter.measure()
+        interrupter.measure()
         if phases:
             interrupter.every(phases)
             share = 0
-        wanted, _, only = (args.one or f"{world.name}:").partition(":")
         for number in range(share):
-            if wanted != world.name or (only and int(only) != number):
+            if only and int(only) != number:
                 continue
             interrupter.interrupt(number, share)
             if len(interrupter.failed) >= FAILURES_MAX:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 import threading
@@ -253,3 +254,51 @@ def test_commits_continue_after_an_interrupt_in_taking_a_hold(
     assert (step, holders) == (1, 0)
     assert model.lohan.snapshot(store_dir / "copy").wait().step == 1
     model.lohan.close()
+
+
+def interrupted_calls(work: Callable[[], None], index: int) -> bool:
+    """Run work with a Ctrl-C at the index-th point at which Python handles signals.
+
+    These are the begins of Python's functions and the ends of C's. Return whether there was one.
+    """
+    left = index
+
+    def profile(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(profile)
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("name", ["take", "give"])
+def test_another_thread_can_give_after_an_interrupt_at_any_point_of_a_hold(
+    store_dir: pathlib.Path, name: str
+) -> None:
+    model = wrapped(store_dir / "s")
+    holds = model.lohan.holds
+    index, is_over = 0, False
+    while not is_over:
+        holder = object()
+        if name == "give":
+            holds.take(holder)
+        is_over = not interrupted_calls(functools.partial(getattr(holds, name), holder), index)
+        thread = threading.Thread(target=holds.give, args=(holder,), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), f"the point {index} of {name}()"
+        assert not holds._holders
+        index += 1
+    assert index > 2
+    train(model)
+    model.lohan.close()
+    assert step_of(store_dir / "s") == 1

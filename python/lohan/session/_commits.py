@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from lohan.torch_glue._buffers import Buffers
 
 
-_SLICE_S = 0.2
+_POLL_S = 0.02
 
 
 class Holds:
@@ -37,7 +38,8 @@ class Holds:
 
     def __init__(self, engine: _core.Engine) -> None:
         self._engine = engine
-        self._lock = threading.Condition()
+        # Not a Condition, whose methods are in Python: a Ctrl-C in them leaves it locked forever.
+        self._lock = threading.Lock()
         self._holders: set[object] = set()
 
     def take(self, holder: object) -> None:
@@ -52,13 +54,11 @@ class Holds:
             if self._holders == {holder}:
                 self._engine.commit_release()
             self._holders.discard(holder)
-            self._lock.notify_all()
 
     def wait_none(self) -> None:
         """Wait until there are no holders; needed before a commit that the engine does not make."""
-        with self._lock:
-            while self._holders:
-                self._lock.wait(_SLICE_S)
+        while self._holders:
+            time.sleep(_POLL_S)
 
 
 @dataclasses.dataclass
