@@ -127,7 +127,12 @@ class ReplicaSession(Session):
         is_own = not self._engine.is_forked()
         try:
             if is_own and not self.closed:
-                self._exchange.close()
-                self.world.leave_after(self.step)
+                self._leave()
         finally:
             super().close()
+
+    def _leave(self) -> None:
+        try:  # the others learn the reason before their connections end
+            self.world.leave_after(self.step)
+        finally:
+            self._exchange.close()
