@@ -136,9 +136,14 @@ class ReplicaSession(Session):
         """Commit the closed steps, stop the engine and release the store. Idempotent."""
         if not self._engine.is_forked():
             try:
-                self._exchange.close()
-                self.world.leave_after(self.step)
+                self._leave()
             except Exception:  # not a Ctrl-C: after one, a further call does all of this
                 super().close()
                 raise
         super().close()
+
+    def _leave(self) -> None:
+        try:  # the others learn the reason before their connections end
+            self.world.leave_after(self.step)
+        finally:
+            self._exchange.close()

@@ -8,11 +8,14 @@ order. A send completes when the receiver has asked for the message, so nothing 
 the middle of a message, and cuts all connections when its timeout is over. So a daemon thread per
 process and direction makes the waits, without a timeout, in the order of the messages, and nobody
 waits for these threads: whoever waits for a message asks World.check_peers() whether it can still
-arrive. If it cannot, the thread and the message's memory remain until the process ends.
+arrive. If it cannot, close() lets another wait time out, which cuts all connections and so ends the
+threads. A thread whose wait ended while the interpreter ends would abort the process, and that is
+likely: processes that fail together end together, and each cuts its connections.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import queue
@@ -32,8 +35,10 @@ if TYPE_CHECKING:
 
 # gloo's own timeouts never end a wait: see [Note: Waits of gloo].
 _FOREVER = datetime.timedelta(days=20)
-_TAG_END = 1 << 31
+_TAG_END = (1 << 31) - 1  # no message has this tag
 _POLL_S = 0.1
+# How long threads have to end once their connections are cut.
+_CUT_S = 1.0
 _WHAT = "the connections of lohan.wrap()"
 _groups: list[Any] = []  # the groups of gloo in which a thread may still wait
 
@@ -95,15 +100,34 @@ class Wire:
         self._queues[key].put((work, tensor, done))
 
     def close(self) -> None:
-        """End the threads, and close the connections if none of them still waits."""
+        """End the threads, and close the connections. See [Note: Waits of gloo]. Idempotent."""
+        if self._group is None:
+            return
         for each in self._queues.values():
             each.put(None)
-        until = time.monotonic() + _POLL_S
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads) and self._group in _groups:
+        if not self._have_ended(_POLL_S):
+            self._cut()
+        if self._have_ended(_CUT_S) and self._group in _groups:
             _groups.remove(self._group)
         self._group = None
+
+    def _have_ended(self, seconds: float) -> bool:
+        """Wait for the threads, but not for longer, and return whether all have ended."""
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _cut(self) -> None:
+        """Cut all connections, which ends the waits: wait too short a time for what nobody sends."""
+        for peer in {peer for peer, _ in self._queues}:
+            try:
+                work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG_END)
+            except RuntimeError:  # this connection is closed already
+                continue
+            with contextlib.suppress(RuntimeError):
+                work.wait(datetime.timedelta(milliseconds=1))
+            return
 
     def _wait(self, peer: int, way: str) -> None:
         waiting = self._queues[peer, way]
