@@ -119,7 +119,7 @@ class Wire:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _cut(self) -> None:
-        """Cut all connections, which ends the waits: wait too short a time for what nobody sends."""
+        """Cut all connections, which ends the waits: wait too briefly for what nobody sends."""
         for peer in {peer for peer, _ in self._queues}:
             try:
                 work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG_END)
