@@ -105,8 +105,8 @@ static PyObject *sums_add(PyObject *object, PyObject *args)
     struct lhpy_param *param = &self->params[index];
     uint64_t length = self->engine_params[index].count;
     if (!param->sum || first > length || count > length - first) {
-        PyErr_Format(PyExc_ValueError, "param %u has no sum of elements %llu to %llu", index,
-                     (unsigned long long)first, (unsigned long long)(first + count));
+        PyErr_Format(PyExc_ValueError, "param %u has no sum of %llu elements from %llu on", index,
+                     (unsigned long long)count, (unsigned long long)first);
         return NULL;
     }
     param->sum_state = SUM_STATE_SUMMED;

@@ -45,6 +45,17 @@ def test_schedules_that_differ_are_named_and_no_process_keeps_the_step(
         assert "but 0.0005 in rank 1" in said
 
 
+def test_a_process_that_alone_changes_parameters_is_named(tmp_path: pathlib.Path) -> None:
+    for said in run(tmp_path, 2, world_adamw.one_loads, str(tmp_path / "one"), False):
+        assert said.startswith("WorldMismatchError: the number of writes to parameters outside"), (
+            said
+        )
+        assert "in rank 1 (host" in said
+    first, second = run(tmp_path, 2, world_adamw.one_loads, str(tmp_path / "all"), True)
+    assert first == second
+    assert len(first) == 16
+
+
 @pytest.mark.parametrize("where", ["backward", "step"])
 def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
     tmp_path: pathlib.Path, where: str

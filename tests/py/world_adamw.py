@@ -245,6 +245,21 @@ def alone(store: str) -> tuple[float, str]:
     return result
 
 
+def one_loads(store: str, are_all: bool) -> str:
+    """Rank 1, or every process, loads other values between two steps."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    one_step(model)
+    if rank == 1 or are_all:
+        values = {name: value + 1 for name, value in model.state_dict().items()}
+        model.load_state_dict(values)
+    try:
+        one_step(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return states_digest(model)
+
+
 def schedules_differ(store: str) -> str:
     """Rank 1 changes its learning rate in the second step."""
     rank, _ = rank_and_count()

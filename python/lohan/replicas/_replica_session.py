@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lohan import _core
     from lohan.world._world import World
 
 
@@ -62,6 +63,7 @@ class ReplicaSession(Session):
     """A session that exchanges gradients with other processes."""
 
     _is_discarded = False  # whether the other processes know that the open step is forgotten
+    _edit_count = 0  # writes to parameters outside of steps, which all processes must make
 
     def __init__(self, *args: Any, world: World, **settings: Any) -> None:
         """Make a session, and connect it to those of the other processes."""
@@ -135,6 +137,7 @@ class ReplicaSession(Session):
             )
         ]
         facts.append(("the factor of the gradients", unscale * self._scale.factor()))
+        facts.append(("the number of writes to parameters outside of steps", self._edit_count))
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         told = self.world.exchange(digest, what)
         if discarded := [rank for rank, value in enumerate(told) if value == _DISCARDED]:
@@ -145,7 +148,7 @@ class ReplicaSession(Session):
                 " model.optimizer.zero_grad()"
             )
         if any(value != digest for value in told):
-            way_out = ": give all processes the same schedule. No process keeps the step"
+            way_out = ": all processes must make the same changes. No process keeps the step"
             agree(self.world, what, facts, way_out)
         self.world.say(f"after {what}")
 
@@ -159,6 +162,11 @@ class ReplicaSession(Session):
         super()._abort()
         exchange.forget()
         self._is_discarded = False
+
+    def edited(self, store: _core.Store) -> None:
+        """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
+        super().edited(store)
+        self._edit_count += 1
 
     def commit(self) -> None:
         """Commit in all processes: none continues before the commits of all are durable."""
