@@ -426,7 +426,8 @@ static void test_flip(enum lh_engine_schedule schedule, uint64_t stride)
     printf("  %" PRIu64 " found, %" PRIu64 " of gradients, %" PRIu64 " not used\n", found_count,
            found_gradient_count, unused_count);
     LH_CHECK(found_count > (is_fast() ? 2 : 15) && unused_count < 10);
-    LH_CHECK(!is_deferred || found_gradient_count > 2);
+    /* How many gradients have to wait on SSD depends on how fast the workers are. */
+    LH_CHECK(!is_deferred || found_gradient_count > 0);
 }
 
 static void test_allocations(void)
