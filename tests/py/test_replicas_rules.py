@@ -102,6 +102,14 @@ def test_a_gradient_of_another_dtype_is_rejected_by_name(tmp_path: pathlib.Path)
         assert said.startswith("GradientError: the gradient of '0.weight' has dtype torch.float32")
 
 
+def test_ddp_around_a_wrapped_model_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    for said, loss in run(tmp_path, 2, world_adamw.in_ddp, str(tmp_path / "run")):
+        assert said.startswith("UnsupportedError: DistributedDataParallel cannot wrap a model"), (
+            said
+        )
+        assert "evaluation_mode=True" in said and loss > 0
+
+
 def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:
     found = {
         count: run(tmp_path, count, world_adamw.clipped_by_torch, str(tmp_path / f"run-{count}"))

@@ -16,6 +16,7 @@ import trainer_helper as helper
 import transformers
 from lohan.common import _exit
 from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
+from lohan.hf import _trainer_args
 from transformers import LlamaForCausalLM
 
 # AdamW with the same operations in another order: some units in the last place of fp32 per step.
@@ -410,13 +411,25 @@ def test_what_a_trainer_cannot_have_with_lohan_is_refused_by_name(
         helper.make(store_dir, {}, **REFUSED[name])
 
 
-def test_a_trainer_that_torchrun_started_is_refused_by_name(
+def test_processes_that_the_trainer_does_not_know_are_refused_by_name(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parallel = property(lambda _: transformers.training_args.ParallelMode.DISTRIBUTED)
-    monkeypatch.setattr(transformers.TrainingArguments, "parallel_mode", parallel)
-    with pytest.raises(UnsupportedError, match=r"torchrun .* start it with `python SCRIPT`"):
+    monkeypatch.setattr(_trainer_args, "process_count", lambda: 2)
+    with pytest.raises(UnsupportedError, match=r"^WORLD_SIZE is 2, but .* in 1 process.*torchrun"):
         helper.make(store_dir, {})
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_what_accelerate_was_started_with_is_refused_by_name(
+    name: str, store_dir: pathlib.Path
+) -> None:
+    class Started(transformers.Trainer):  # type: ignore[misc]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            setattr(self, f"is_{name}_enabled", True)
+
+    with pytest.raises(UnsupportedError, match=rf"^accelerate was started with {name}"):
+        helper.make(store_dir, {}, cls=Started)
 
 
 @pytest.mark.parametrize("name", ["lr", "max_grad_norm", "accumulate", "resume", "optimizer"])

@@ -384,3 +384,19 @@ def train_between(store: str, steps: int, folder: str) -> tuple[int, int]:
 def wait_for(path: pathlib.Path) -> None:
     while not path.exists():
         time.sleep(0.01)
+
+
+def in_ddp(store: str) -> tuple[str, float]:
+    """Put DistributedDataParallel around a wrapped model."""
+    model = wrapped(store)
+    torch.distributed.init_process_group("gloo")
+    said = ""
+    try:
+        nn.parallel.DistributedDataParallel(model)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    loss = one_step(model)
+    torch.distributed.destroy_process_group()
+    plain: Any = lohan.unwrap(model)
+    assert not set(plain._ddp_params_and_buffers_to_ignore), "the plain model is not accepted"
+    return said, loss

@@ -21,8 +21,15 @@ from typing import Any
 from patience import HUNG_S
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "lohan"])
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "lohan"]
+_SERVER.set_forkserver_preload(_PRELOADED)
 _numbers = itertools.count()
+
+
+def preload(*modules: str) -> None:
+    """Let the server import further modules before its first process."""
+    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
+    _SERVER.set_forkserver_preload(_PRELOADED)
 
 
 @dataclasses.dataclass

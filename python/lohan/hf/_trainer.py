@@ -2,12 +2,13 @@
 
 [Note: What a Trainer calls]
 A Trainer calls its callbacks after it has acted, but lohan has to act earlier. So at the end of a
-Trainer's constructor, the callback replaces three methods of that Trainer: `create_optimizer`, so
+Trainer's constructor, the callback replaces methods of that Trainer: `create_optimizer`, so
 that the model is wrapped with the parameter groups of the Trainer's AdamW; `_load_from_checkpoint`,
-which compares the store with the checkpoint and loads nothing; and `train`, because the Trainer
-resolves resume_from_checkpoint=True to the last folder, even if it is incomplete. Clipping, scaling
-and schedulers remain the Trainer's own: by default, updates wait for `step()`
-(docs/architecture.md, Clipping).
+which compares the store with the checkpoint and loads nothing; `train`, because the Trainer
+resolves resume_from_checkpoint=True to the last folder, even if it is incomplete; and, in several
+processes, `_save_checkpoint`, so that all of them commit (_trainer_world.py). Clipping, scaling and
+schedulers remain the Trainer's own: by default, updates wait for `step()` (docs/architecture.md,
+Clipping).
 
 [Note: A checkpoint and its store]
 A checkpoint folder contains the small states (scheduler, random generators, position in the data,
@@ -33,16 +34,16 @@ import torch
 import transformers
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.training_args import ParallelMode
 
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
-from lohan.hf import _zo_trainer
-from lohan.hf._trainer_folders import checkpoints, is_finished, reference_of, sync
+from lohan.hf import _trainer_args, _trainer_world, _zo_trainer
+from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync
 from lohan.session import _settings
-from lohan.session._optim import DEFAULTS, RULE, check_rule
+from lohan.session._optim import DEFAULTS
 from lohan.store import _store
+from lohan.store._stale import stores_of
 from lohan.torch_glue import _device
 from lohan.wrap import directories_of, wrap
 
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from lohan.hf._trainer_folders import Reference
     from lohan.session._session import Session
     from lohan.wrap import PathLike
-
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 # Arguments of lohan.wrap() that the callback rejects, and the TrainingArguments to use instead.
 _SAID_BY_ARGS = {
@@ -68,7 +67,7 @@ _SAID_BY_ARGS = {
 }
 
 # The methods of a Trainer that the callback replaces.
-_SHADOWED = ("create_optimizer", "_load_from_checkpoint", "train")
+_SHADOWED = ("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint")
 
 
 class TrainerCallback(transformers.TrainerCallback):
@@ -129,9 +128,10 @@ class TrainerCallback(transformers.TrainerCallback):
         self._trainer: Any = None
         self._model: nn.Module | None = None
         self._steps: _zo_trainer.Steps | None = None  # for zeroth-order training
+        self._group: _trainer_world.Group | None = None  # if there are several processes
         self._has_optimizer = False
         self._is_fused = False
-        self._resumes = False
+        self._resumes: bool | str = False  # resume= of wrap()
 
     # --- Events of the Trainer ----------------------------------------------------------------
 
@@ -141,10 +141,10 @@ class TrainerCallback(transformers.TrainerCallback):
         Raises:
             UnsupportedError: names the argument of the Trainer that lohan does not support.
         """
-        trainer = _calling_trainer()
+        trainer = _trainer_args.calling_trainer()
         if self._is_zeroth:
-            _zo_trainer.check(args, trainer, OPTIMIZERS)
-        _check_args(args, trainer)
+            _zo_trainer.check(args, trainer, _trainer_args.OPTIMIZERS)
+        _trainer_args.check_args(args, trainer)
         if self.session is not None:
             raise UnsupportedError(
                 "this lohan.TrainerCallback has already trained with another Trainer: create a new"
@@ -160,6 +160,10 @@ class TrainerCallback(transformers.TrainerCallback):
         trainer.create_optimizer = functools.partial(self._create_optimizer, plain)
         trainer._load_from_checkpoint = self._load_from_checkpoint
         trainer.train = functools.partial(self._train, trainer.train)
+        self._group = None
+        if args.world_size > 1:
+            self._group = _trainer_world.Group(trainer, self._directories(), self._config)
+            trainer._save_checkpoint = functools.partial(self._save, trainer._save_checkpoint)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Arrange that the store commits together with the Trainer's checkpoints.
@@ -195,7 +199,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""
         assert self.session is not None
-        if not _has_checkpoints(args) and self.session.commits_by_hand:
+        if not _trainer_args.has_checkpoints(args) and self.session.commits_by_hand:
             self.session.commit()
 
     # --- Replacements for the Trainer's methods -------------------------------------------------
@@ -214,17 +218,21 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def _last_whole(self) -> str | None:
         """Return the folder to resume from; None to let the Trainer choose the last one."""
+        if self._group is not None:
+            chosen, newer = self._group.last(self._open_session())
+            is_said = chosen is None or not newer or self._trainer.args.process_index > 0
+            return chosen if is_said else _passed_over(newer, Path(str(chosen)))
         found = checkpoints(Path(self._trainer.args.output_dir))
         if not found or (is_finished(found[-1]) and reference_of(found[-1]) is None):
             return None  # the Trainer or _load_from_checkpoint will report the problem
         committed = self._committed()
         for index, folder in reversed(list(enumerate(found))):
             reference = reference_of(folder)
-            if reference in committed and is_finished(folder):
+            if any(fits(reference, each) for each in committed) and is_finished(folder):
                 return None if folder == found[-1] else _passed_over(found[index + 1 :], folder)
             # A complete folder is not a checkpoint if the store has not committed its step.
             is_newer = reference is not None and any(
-                reference["store"] == each["store"] and reference["step"] > each["step"]
+                each["store"] in stores_of(reference) and reference["step"] > each["step"]
                 for each in committed
             )
             if is_finished(folder) and not is_newer:
@@ -249,6 +257,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 " new Trainer with a new lohan.TrainerCallback"
             )
         made = plain() if model is None else plain(model)
+        _trainer_args.prepare_alone(trainer.accelerator)
         if not is_mine:
             made = trainer.optimizer = self._wrap(module, made)
         # Before training, Accelerate and the Trainer inspect all parameters, but read no values.
@@ -258,18 +267,17 @@ class TrainerCallback(transformers.TrainerCallback):
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         """Reject a checkpoint that does not match the store; load nothing from a matching one."""
         folder = Path(resume_from_checkpoint)
+        if self._group is not None:
+            step = self._group.check(folder, self._open_session())
+            self._resumes = f"step {step}"
+            return
         asked = reference_of(folder)
         if asked is None and not is_finished(folder):
             raise StoreMismatchError(self._unfinished(folder))
         if asked is None:
-            raise StoreMismatchError(
-                f"{folder} does not say which step of which store has its tensors: it was saved"
-                " without lohan, or with save_only_model=True. To continue from its weights, build"
-                f" the model with from_pretrained({str(folder)!r}), and call train() with a new"
-                " store"
-            )
+            raise StoreMismatchError(_trainer_world.without_reference(folder))
         found, *copied = self._committed()
-        is_found = asked == found or asked in copied
+        is_found = any(fits(asked, each) for each in (found, *copied))
         if not (is_found or self._can_take_back(asked, found)):
             raise StoreMismatchError(self._mismatch(folder, asked, found))
         if not is_finished(folder):  # zeroth-order steps are durable before their folder is ready
@@ -277,6 +285,11 @@ class TrainerCallback(transformers.TrainerCallback):
         if not is_found:
             _zo_trainer.take_back(self._directories(), self._config, folder, asked["step"])
         self._resumes = True
+
+    def _save(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's _save_checkpoint() in several processes, which commit together."""
+        assert self._group is not None
+        return self._group.save(self.session, plain, *args, **kwargs)
 
     # --- Helpers --------------------------------------------------------------------------------
 
@@ -301,15 +314,22 @@ class TrainerCallback(transformers.TrainerCallback):
         default = Path(self._trainer.args.output_dir) / "lohan"
         return directories_of(default if self._store is None else self._store)
 
+    def _open_session(self) -> Session | None:
+        """Return the session if it is open, as in a second train() of one process."""
+        if self.session is None or self.session.closed:
+            return None
+        if self.session.has_edits:
+            raise StoreMismatchError(
+                "train(resume_from_checkpoint=...) was called in a process that has changed the"
+                " model's parameters since (load_best_model_at_end does): start a new process"
+            )
+        return self.session
+
     def _committed(self) -> list[Reference]:
         """Return the reference of the store, then of the stores that it was copied from."""
-        if self.session is not None and not self.session.closed:
-            if self.session.has_edits:
-                raise StoreMismatchError(
-                    "train(resume_from_checkpoint=...) was called in a process that has changed the"
-                    " model's parameters since (load_best_model_at_end does): start a new process"
-                )
-            return [{"store": self.session.uuid, "step": self.session.step}]
+        session = self._open_session()
+        if session is not None:
+            return [{"store": session.uuid, "step": session.step}]
         directories = self._directories()
         try:
             store = _store.open_existing(directories, self._config, read_only=True)
@@ -329,7 +349,7 @@ class TrainerCallback(transformers.TrainerCallback):
             store.close()
 
     def _can_take_back(self, asked: Reference, found: Reference) -> bool:
-        if not self._is_zeroth or asked["store"] != found["store"]:
+        if not self._is_zeroth or found["store"] not in stores_of(asked):
             return False
         if self.session is not None and not self.session.closed:
             return False
@@ -342,7 +362,7 @@ class TrainerCallback(transformers.TrainerCallback):
             f"{folder} belongs to step {asked['step']} of store {asked['store']}, but the store in"
             f" {place} is at step {found['step']}"
         )
-        if asked["store"] != found["store"]:
+        if found["store"] not in stores_of(asked):
             text += f" and is a different one, {found['store']}: pass the store= of that run"
             return text
         fitting = self._fitting(folder, found)
@@ -360,7 +380,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def _fitting(self, folder: Path, found: Reference) -> str | None:
         """Return a complete checkpoint next to `folder` that matches `found`, or None."""
         finished = filter(is_finished, checkpoints(folder.parent))
-        matching = [each for each in finished if reference_of(each) == found]
+        matching = [each for each in finished if fits(reference_of(each), found)]
         return str(matching[-1]) if matching else None
 
     def _unfinished(self, folder: Path) -> str:
@@ -384,12 +404,12 @@ class TrainerCallback(transformers.TrainerCallback):
         on_device = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
         if on_device:
             model.to("cpu")
-        resumes, self._resumes = self._resumes and trainer.state.global_step > 0, False
+        resumes, self._resumes = trainer.state.global_step > 0 and self._resumes, False
         config = self._config
         if self._is_zeroth:
-            asked = _zo_trainer.asked(trainer.args, made, resumes=resumes)
+            asked = _zo_trainer.asked(trainer.args, made, resumes=bool(resumes))
         else:
-            config, asked = self._asked(made, resumes)
+            config, asked = self._asked(made, bool(resumes))
         settings = {**asked, **self._settings}
         settings["device"] = _device.of_trainer(self._config.device, trainer.args.device)
         with _same_generator(), _hint_of_trainer():
@@ -410,18 +430,18 @@ class TrainerCallback(transformers.TrainerCallback):
         if self._config.commit_every == Config().commit_every:
             asked["commit_every"] = "manual"
         config = dataclasses.replace(
-            self._config, accumulate=_most_backwards(args), loss_scaling=args.fp16
+            self._config, accumulate=_trainer_args.most_backwards(args), loss_scaling=args.fp16
         )
         if self._is_without_norm(args):
             # The Trainer would otherwise compute the norm to log it, even without clipping.
             self._trainer._get_grad_norm = lambda model, grad_norm=None: grad_norm
         else:
-            asked["schedule"] = _schedule_at_step(config.schedule)
+            asked["schedule"] = _trainer_args.schedule_at_step(config.schedule)
         self._is_fused = bool(made.defaults.get("fused"))
         is_ours = type(made) is torch.optim.AdamW and not self._has_optimizer and not made.state
         if resumes and is_ours:
             # The checkpoint's hyper-parameters take precedence, as without lohan.
-            asked["params"] = [_without_numbers(group) for group in made.param_groups]
+            asked["params"] = [_trainer_args.without_numbers(group) for group in made.param_groups]
         else:
             asked["optimizer"] = made  # the user's scheduler may refer to it
         return config, asked
@@ -445,10 +465,15 @@ class TrainerCallback(transformers.TrainerCallback):
         folder = path.parent
         if only_model or path.name != TRAINER_STATE_NAME or self.session.closed:
             return
-        if reference_of(folder) != {"store": self.session.uuid, "step": self.session.step}:
+        mine = {"store": self.session.uuid, "step": self.session.step}
+        is_due = self._group is None or self._group.is_due
+        if not is_due or not fits(reference_of(folder), mine):
             return  # a trainer_state.json that is not part of this checkpoint
         sync(folder)
-        self.session.commit()
+        if self._group is None:
+            self.session.commit()
+        else:
+            self._group.commit(self.session, is_ready=True)
 
 
 class TrainerMixin:
@@ -482,96 +507,6 @@ def _passed_over(unfinished: list[Path], folder: Path) -> str:
         file=sys.stderr,
     )
     return str(folder)
-
-
-def _calling_trainer() -> Any:
-    """Find the Trainer that calls the callback; the callback's arguments do not include it.
-
-    Raises:
-        UnsupportedError: the caller is not a transformers.Trainer.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, transformers.Trainer):
-            return found
-        frame = frame.f_back
-    raise UnsupportedError(
-        "lohan.TrainerCallback works only with transformers.Trainer and its subclasses; in your own"
-        " training loop, call lohan.wrap(model, ...)"
-    )
-
-
-def _check_args(args: Any, trainer: Any) -> None:
-    """Reject arguments that lohan does not support.
-
-    Raises:
-        UnsupportedError: names the argument, the reason, and what to do instead.
-    """
-    if args.torch_compile:
-        raise UnsupportedError(
-            "torch_compile=True is not supported: lohan loads and evicts parameters during a step,"
-            " which torch.compile cannot trace. Leave torch_compile out"
-        )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise UnsupportedError(
-                f"{name}= places parameters and optimizer states itself, as lohan does: omit either"
-                f" {name}= or the callback"
-            )
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name, False):
-            raise UnsupportedError(
-                f"{name}=True changes the dtype of the parameters, which are in the store: leave it"
-                " out; evaluation already runs under the autocast of bf16= or fp16="
-            )
-    if args.parallel_mode == ParallelMode.DISTRIBUTED:
-        raise UnsupportedError(
-            "the script was started by torchrun or a similar launcher (LOCAL_RANK is set), so the"
-            " Trainer would wrap the model in DistributedDataParallel, even with one process."
-            " lohan trains in one process: start it with `python SCRIPT`"
-        )
-    if args.n_gpu > 1:
-        raise UnsupportedError(
-            f"the Trainer would run on {args.n_gpu} GPUs (DataParallel); lohan trains on one: set"
-            " CUDA_VISIBLE_DEVICES=0"
-        )
-    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    optim = getattr(args.optim, "value", args.optim)
-    if not is_given and optim not in OPTIMIZERS:
-        raise UnsupportedError(
-            f"optim={str(optim)!r} is not supported: lohan runs AdamW in fp32, on SSD. Use"
-            f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default"
-        )
-
-
-def _most_backwards(args: Any) -> int:
-    """Return the largest number of backwards in a step.
-
-    A step usually has gradient_accumulation_steps backwards. With data of unknown length, an epoch
-    may end within a step, and its unfinished step is merged into the first one of the next epoch.
-    """
-    return 2 * int(args.gradient_accumulation_steps) - 1
-
-
-def _without_numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group of AdamW without its hyper-parameters.
-
-    Raises:
-        UnsupportedError: the group uses another update rule.
-    """
-    check_rule(group)
-    return {key: value for key, value in group.items() if key not in (*DEFAULTS, *RULE)}
-
-
-def _has_checkpoints(args: Any) -> bool:
-    """Return whether the Trainer saves checkpoints that it can resume from."""
-    strategy = getattr(args.save_strategy, "value", args.save_strategy)
-    return (strategy != "no" or bool(args.enable_jit_checkpoint)) and not args.save_only_model
-
-
-def _schedule_at_step(schedule: str) -> str:
-    return schedule if schedule in SCHEDULES_AT_STEP else "deferred"
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lohan.common import _durable
+from lohan.store._stale import stores_of
 
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-\d+$")
 
@@ -42,9 +43,16 @@ def is_finished(folder: Path) -> bool:
     return (folder / TRAINER_STATE_NAME).is_file()
 
 
-def sync(folder: Path) -> None:
+def fits(asked: Reference | None, found: Reference) -> bool:
+    """Return whether a checkpoint's reference is of a store's step."""
+    if asked is None or asked.get("step") != found["step"]:
+        return False
+    return found["store"] in stores_of(asked)
+
+
+def sync(folder: Path, pattern: str = "*") -> None:
     """Make a folder's files durable, before the store commits their step."""
-    for path in [*folder.rglob("*"), folder, folder.parent]:
+    for path in [*folder.rglob(pattern), folder, folder.parent]:
         if path.is_file() or path.is_dir():
             _durable.sync(path)
     # The directory entries of the output folder and its parents have not been synced either.

@@ -130,12 +130,17 @@ class _Found:
     step: int = 0
 
 
-def _look(directories: Sequence[str], config: Config) -> _Found:
-    """Look for a complete store in these directories."""
+def is_there(directories: Sequence[str]) -> bool:
+    """Return whether there is a complete store in these directories."""
     from lohan.store import _snapshot  # few runs need it
 
     there = all(os.path.exists(os.path.join(name, "lohan.data")) for name in directories)
-    if not there or _snapshot.is_unfinished(directories):
+    return there and not _snapshot.is_unfinished(directories)
+
+
+def _look(directories: Sequence[str], config: Config) -> _Found:
+    """Look for a complete store in these directories."""
+    if not is_there(directories):
         return _Found([*directories])
     store = _store.open_existing(directories, config, read_only=True)
     try:
@@ -144,7 +149,7 @@ def _look(directories: Sequence[str], config: Config) -> _Found:
         store.close()
 
 
-def _has_step(directories: Sequence[str], config: Config, step: int) -> bool:
+def has_step(directories: Sequence[str], config: Config, step: int) -> bool:
     """Return whether a store can be opened at a step."""
     try:
         store = _store.open_existing(directories, config, read_only=True, open_at=step)
@@ -199,7 +204,7 @@ def provide(
     there = [each for each in told if each.run is not None]
     step = min(each.step for each in there) if open_at is None else open_at
     is_there = has_journal or mine.step == step
-    has = mine.run is not None and (is_there or _has_step(mine.directories, config, step))
+    has = mine.run is not None and (is_there or has_step(mine.directories, config, step))
     able = world.exchange(b"+" if has else b"-", "resume, step").count(b"+")
     if open_at is None and able < len(there):
         step = max(each.step for each in there)

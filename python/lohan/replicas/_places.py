@@ -23,9 +23,14 @@ REPLICA = re.compile(r"rank-\d{5}")
 
 def directories_of(world: World | None, directories: Sequence[str]) -> list[str]:
     """Return the directories of this process's replica. See [Note: Replicas]."""
-    if world is None or world.rank == 0:
+    return of_rank(0 if world is None else world.rank, directories)
+
+
+def of_rank(rank: int, directories: Sequence[str]) -> list[str]:
+    """Return the directories of the replica of a rank. See [Note: Replicas]."""
+    if rank == 0:
         return [*directories]
-    return [os.path.join(directory, f"rank-{world.rank:05d}") for directory in directories]
+    return [os.path.join(directory, f"rank-{rank:05d}") for directory in directories]
 
 
 def base_of(directory: str) -> str:

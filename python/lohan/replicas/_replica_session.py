@@ -16,21 +16,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lohan.errors import PeerStepError, StepError
+from lohan.errors import PeerStepError, StepError, UnsupportedError
 from lohan.replicas._exchange import Exchange
 from lohan.session._session import Session
 from lohan.world._agree import agree
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from lohan.world._world import World
 
 
 _DISCARDED = b""  # what a process tells the others that it does in place of step()
+
+
+class _RefuseDdp:
+    """What DistributedDataParallel reads of a model first: the names of parameters to ignore."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+
+    def __iter__(self) -> Iterator[str]:
+        """Return no names if the model is not wrapped any more.
+
+        Raises:
+            UnsupportedError: the model's session exchanges gradients already.
+        """
+        session = self._session()
+        if session is not None and not session.closed:
+            raise UnsupportedError(
+                "DistributedDataParallel cannot wrap a model of lohan, whose processes exchange"
+                " gradients themselves: use the model as it is. With Accelerate, call"
+                " accelerator.prepare_model(model, evaluation_mode=True); with a Trainer, pass"
+                " lohan.TrainerCallback"
+            )
+        return iter(())
 
 
 class ReplicaSession(Session):
@@ -44,10 +69,18 @@ class ReplicaSession(Session):
         super().__init__(*args, **settings)
         trained = [p for p in self.layout.params if self.layout.units[p.unit].trainable]
         try:
+            # A state that one process saves is loaded by all: it names the stores of all.
+            told = world.exchange(self.uuid.encode(), "the stores")
+            self.replicas = tuple(uuid.decode() for uuid in told)
             self._exchange = Exchange(world, self._engine, trained)
         except BaseException:
             self._engine.close()
             raise
+
+    def hook(self, model: nn.Module, planner: Callable[..., Any]) -> None:
+        """Put the hooks on the model."""
+        super().hook(model, planner)
+        model.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDdp(self)
 
     @property
     def sent_bytes(self) -> int:
@@ -131,6 +164,18 @@ class ReplicaSession(Session):
         """Commit in all processes: none continues before the commits of all are durable."""
         super().commit()
         self.world.exchange(b"", f"commit() at step {self.step}")
+
+    def commit_together(self, *, is_ready: bool) -> bool:
+        """Commit if all processes are ready, and say whether they were.
+
+        Args:
+            is_ready: whether what belongs to the commit is durable in this process.
+        """
+        told = self.world.exchange(b"+" if is_ready else b"-", f"a checkpoint of step {self.step}")
+        if all(each == b"+" for each in told):
+            self.commit()
+            return True
+        return False
 
     def close(self) -> None:
         """Commit the closed steps, stop the engine and release the store. Idempotent."""

@@ -88,6 +88,7 @@ class Commits(SessionPart):
     Attributes:
         has_edits: whether parameters or buffers have uncommitted changes that no step made.
         resumed_step: the step at which the session was resumed; None for a new store.
+        replicas: the UUIDs of the stores of all processes, by rank; empty if there is only one.
     """
 
     layout: Layout
@@ -102,6 +103,7 @@ class Commits(SessionPart):
     _last_step: int
     has_edits: bool = False
     resumed_step: int | None = None
+    replicas: tuple[str, ...] = ()
     _edit: Edit | None = None  # always None if commits are manual
 
     def lend(self, index: int) -> torch.Tensor:

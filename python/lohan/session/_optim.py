@@ -96,8 +96,10 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups, and the store and the step that the moments belong to."""
+        from lohan.store import _stale
+
         state = super().state_dict()
-        state["lohan"] = {"store": self.session.uuid, "step": self.session.step}
+        state[_stale.KEY] = _stale.stamp(self.session)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,24 +27,32 @@ _DELETE = (
 
 
 def stamp(session: Session) -> dict[str, Any]:
-    """Return the store and step to record in a state dict."""
-    return {"store": session.uuid, "step": session.step}
+    """Return the store and step to record in a state dict, and the stores of other processes."""
+    replicas = {"replicas": list(session.replicas)} if session.replicas else {}
+    return {"store": session.uuid, "step": session.step, **replicas}
+
+
+def stores_of(owner: Any) -> list[str]:
+    """Return the stores that hold the step of a stamp: one, or those of all processes."""
+    if not isinstance(owner, dict):
+        return []
+    others = owner.get("replicas")
+    found = [owner.get("store"), *(others if isinstance(others, list) else ())]
+    return [each for each in found if isinstance(each, str)]
 
 
 def is_current(session: Session, owner: Any) -> bool:
     """Return whether a stamp is of the session's step, in its store or a store it is a copy of."""
-    if owner == stamp(session):
-        return True
     if not isinstance(owner, dict) or owner.get("step") != session.step:
         return False
-    return [owner.get("store"), owner["step"]] in copied_from(session.store)
+    copied, stores = copied_from(session.store), stores_of(owner)
+    return session.uuid in stores or any([each, owner["step"]] in copied for each in stores)
 
 
 def _is_related(session: Session, owner: Any) -> bool:
     """Return whether a stamp is of the session's store, or of a store that it is a copy of."""
-    if not isinstance(owner, dict):
-        return False
-    return owner.get("store") in {session.uuid, *(uuid for uuid, _ in copied_from(session.store))}
+    known = [session.uuid, *(uuid for uuid, _ in copied_from(session.store))]
+    return any(each in known for each in stores_of(owner))
 
 
 def is_fresh(session: Session) -> bool:
