@@ -14,6 +14,7 @@ from lohan.errors import (
     GradientError,
     HyperParameterError,
     LentError,
+    ModelError,
     OffloadedGradientError,
     SecondBackwardError,
     SessionError,
@@ -181,19 +182,23 @@ def test_a_sparse_gradient_is_refused(workshop: Workshop) -> None:
         model(torch.tensor([[1, 2]])).sum().backward()
 
 
-def test_distributed_training_is_refused(
+def test_several_processes_without_a_rendezvous_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, workshop: Workshop
 ) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedError, match="WORLD_SIZE is 2"):
+    with pytest.raises(ModelError, match="but RANK, MASTER_ADDR, MASTER_PORT is not set"):
         workshop.wrap(build())
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    # torch.multiprocessing started it, which sets no variable
-    with monkeypatch.context() as spawned:
-        spawned.setattr(torch.distributed, "is_initialized", lambda: True)
-        spawned.setattr(torch.distributed, "get_world_size", lambda: 4)
-        with pytest.raises(UnsupportedError, match="WORLD_SIZE is 4"):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ModelError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set.*torchrun"):
+        workshop.wrap(build())
+    with monkeypatch.context() as build_of_torch:
+        build_of_torch.setattr(torch.distributed, "is_available", lambda: False)
+        with pytest.raises(UnsupportedError, match="WORLD_SIZE is 2.*has no torch.distributed"):
             workshop.wrap(build())
+    monkeypatch.setenv("WORLD_SIZE", "1")
     workshop.wrap(build())
 
 
