@@ -2,21 +2,21 @@
 
 `make interrupts ARGS="--count 1000"`: a run makes a store, trains, edits a parameter, commits,
 copies its store, closes, resumes and trains to its end. KeyboardInterrupt is raised at the N-th
-line of lohan's own code, at the N-th file call of any of its threads, or after some time. After
+point of lohan's own code, at the N-th file call of any of its threads, or after some time. After
 that, the run continues as a user of a notebook would: with the same session or, if a named error
 rejects that, with a new one that resumes. In both cases the final bits must be those of a run that
 was not interrupted, and a commit() or close() that returned must have committed its step. With
-`--every close,commit`, each source line that these phases run is interrupted when it runs for the
-first and for the last time, instead of random lines. The script prints one JSON line; the exit
-status is 1 if a run did not end at its bits.
+`--every close,commit`, each point in the source that these phases run is interrupted when it runs
+for the first and for the last time, instead of random points. The script prints one JSON line; the
+exit status is 1 if a run did not end at its bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import dis
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -29,7 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
@@ -50,54 +50,41 @@ PACKAGE = str(pathlib.Path(lohan.__file__).parent)
 NOT_SEEN, CONTINUED, RESUMED = range(3)
 
 
-class Lines:
-    """Counts the lines of lohan that are run in each phase, and interrupts at one of them.
+class Points:
+    """Counts the points in lohan's code at which Python handles signals; interrupts at one of them.
 
-    [Note: Lines without a Ctrl-C] Python calls a trace function at every line, but handles signals
-    only at the end of calls, at the begin of functions and in loops. Two kinds of lines have none
-    of these before them that is outside the block that they begin or end, and lines of these kinds
-    are not counted: `try:` itself, an instruction that does nothing and that the handlers around it
-    do not cover, and the end of a `with` block, before `__exit__` is called.
+    [Note: Points of a Ctrl-C] Python calls signal handlers when a function written in Python begins
+    and when a call of one written in C has returned (and in loops, of which nearly all make calls).
+    A profile function is called at exactly these points, and what it raises meets the same
+    handlers. A trace function would not do: it is called at lines, some of which a signal cannot
+    interrupt and no handler covers, such as `try:`, the first line of `finally:`, the end of a
+    `with` block before `__exit__` is called, and a `return`.
     """
 
     def __init__(self, phase: str, at: int) -> None:
         self.phase = phase
         self.at = at
         self.counts: collections.Counter[str] = collections.Counter()
-        # By phase and source line: the counts when it ran for the first and for the last time.
+        # By phase and place in the source: the counts when it ran for the first and the last time.
         self.places: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)
         self.now = ""
-        self._codes: dict[CodeType, bytes] = {}
 
-    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Trace only lohan's own frames; for sys.settrace."""
-        return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Count a line."""
-        if self._is_skipped(frame):
-            return self.line
-        self.counts[self.now] += 1
-        if self.phase == "none":
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno} {event}"
-            count = self.counts[self.now]
-            self.places[self.now].setdefault(place, [count, count])[1] = count
-        if self.now == self.phase and self.counts[self.now] == self.at:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-        return self.line
-
-    def _is_skipped(self, frame: FrameType) -> bool:
-        """See [Note: Lines without a Ctrl-C]."""
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Count a point; for sys.setprofile."""
         code = frame.f_code
-        if code not in self._codes:
-            self._codes[code] = code.co_code
-        at, found = frame.f_lasti, self._codes[code]
-        if found[at] == dis.opmap["NOP"]:
-            return True
-        arguments = found[at + 1 : at + 6 : 2]  # `__exit__` is called with three times None
-        is_load = found[at : at + 5 : 2] == bytes([dis.opmap["LOAD_CONST"]] * 3)
-        return is_load and all(code.co_consts[each] is None for each in arguments)
+        # A generator that resumes is also reported as a call, but handlers do not cover that.
+        is_begin = event == "call" and not code.co_flags & inspect.CO_GENERATOR
+        if not (is_begin or event == "c_return") or not code.co_filename.startswith(PACKAGE):
+            return
+        self.counts[self.now] += 1
+        count = self.counts[self.now]
+        if self.phase == "none":
+            name = getattr(argument, "__name__", "")
+            place = f"{code.co_filename}:{frame.f_lineno} {event} {name}"
+            self.places[self.now].setdefault(place, [count, count])[1] = count
+        if self.now == self.phase and count == self.at:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
 
 
 class Seeded(Adam):
@@ -116,11 +103,11 @@ class Seeded(Adam):
 class Run:
     """A training run that continues whatever happens to it."""
 
-    def __init__(self, world: World, folder: pathlib.Path, board: Board, lines: Lines) -> None:
+    def __init__(self, world: World, folder: pathlib.Path, board: Board, points: Points) -> None:
         self.world = world
         self.folder = folder
         self.board = board
-        self.lines = lines
+        self.points = points
         self.model: Any = None
         self.errors = 0
         self.committed_step = 0  # that of the last commit() or close() that returned
@@ -128,7 +115,7 @@ class Run:
 
     def attempt(self, phase: str, work: Callable[[], None]) -> bool:
         """Do something; whether it was done."""
-        self.lines.now = phase
+        self.points.now = phase
         try:
             work()
         except KeyboardInterrupt:
@@ -145,7 +132,7 @@ class Run:
             self.end_session()
             return False
         finally:
-            self.lines.now = ""
+            self.points.now = ""
         return True
 
     def end_session(self) -> None:
@@ -254,7 +241,7 @@ def run_once(
     world: World,
     folder: pathlib.Path,
     board: Board,
-    lines: Lines,
+    points: Points,
     calls: lives.Calls,
     arm: Callable[[], None],
 ) -> int:
@@ -262,19 +249,19 @@ def run_once(
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder.mkdir()
-    run = Run(world, folder, board, lines)
+    run = Run(world, folder, board, points)
     arm()
-    if lines.phase:
-        sys.settrace(lines.trace)
+    if points.phase:
+        sys.setprofile(points.profile)
     while True:
         try:
             run.go()
             break
         except KeyboardInterrupt:  # the interrupt came between two attempts
             board.found = max(board.found, CONTINUED)
-    sys.settrace(None)
+    sys.setprofile(None)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    if lines.phase != "none":  # otherwise its calls still have to be counted
+    if points.phase != "none":  # otherwise its calls still have to be counted
         calls.arm(0, 0, 0, kinds=0)
     model = world.wrap(world.directories(folder), True)
     run.check_committed(model.lohan.step)
@@ -296,23 +283,23 @@ class Interrupter:
         self.result: collections.Counter[str] = collections.Counter()
         self.failed: list[str] = []
         self.seconds = 1.0
-        self.lines: dict[str, int] = {}
+        self.points: dict[str, int] = {}
         self.places: dict[str, dict[str, list[int]]] = {}
         self.call_count = 0
 
     def measure(self) -> None:
-        """Count the lines and calls of a run that is not interrupted."""
+        """Count the points and calls of a run that is not interrupted."""
         read, write = os.pipe()
 
         def work() -> int:
-            lines = Lines("none", 0)
+            points = Points("none", 0)
             folder = self.folder / "measured"
             self.calls.set(folder.resolve())
             status = run_once(
-                self.world, folder, Board(), lines, self.calls, lambda: self.calls.arm(0, 0, 0)
+                self.world, folder, Board(), points, self.calls, lambda: self.calls.arm(0, 0, 0)
             )
             with os.fdopen(write, "w") as out:
-                json.dump([lines.counts, lines.places, self.calls.count()], out)
+                json.dump([points.counts, points.places, self.calls.count()], out)
             return status
 
         begun = time.monotonic()
@@ -322,35 +309,35 @@ class Interrupter:
             answer = said.read()
         if lives.join(pid) != 0:
             raise RuntimeError(f"{self.world.name}: a run that nobody interrupted failed")
-        self.lines, self.places, self.call_count = json.loads(answer)
+        self.points, self.places, self.call_count = json.loads(answer)
         self.seconds = time.monotonic() - begun
         shutil.rmtree(self.folder / "measured")
 
     def interrupt(self, number: int, count: int) -> None:
-        """Run once; interrupt at a line (6 of 10), a call (2 of 10), or after a time (2 of 10)."""
+        """Run once; interrupt at a point (6 of 10), a call (2 of 10), or after a time (2 of 10)."""
         rng = random.Random(f"{self.world.name} {self.seed} {number}")
-        kind = ("line", "line", "line", "call", "time")[number % 5]
-        phases = [each for each in PHASES if self.lines.get(each)]
-        phase = phases[number // 5 % len(phases)] if kind == "line" else ""
+        kind = ("point", "point", "point", "call", "time")[number % 5]
+        phases = [each for each in PHASES if self.points.get(each)]
+        phase = phases[number // 5 % len(phases)] if kind == "point" else ""
         at = 0
-        if kind == "line":
-            at = 1 + rng.randrange(self.lines[phase])
+        if kind == "point":
+            at = 1 + rng.randrange(self.points[phase])
         elif kind == "call":
             at = 1 + number * self.call_count // count % self.call_count
         self.once(number, kind, phase, at, rng.uniform(0, self.seconds))
 
     def every(self, phases: list[str]) -> None:
-        """Interrupt at every source line of some phases, the first and the last time it runs."""
+        """Interrupt at every point of some phases, when it runs for the first and the last time."""
         number = 0
         for phase in phases:
             for at in sorted(set(itertools.chain(*self.places.get(phase, {}).values()))):
-                self.once(number, "line", phase, at, 0.0)
+                self.once(number, "point", phase, at, 0.0)
                 number += 1
                 if len(self.failed) >= FAILURES_MAX:
                     return
 
     def once(self, number: int, kind: str, phase: str, at: int, delay: float) -> None:
-        """Run once, and interrupt at a line of a phase, at a call, or after a delay."""
+        """Run once, and interrupt at a point of a phase, at a call, or after a delay."""
         board = Board()
         board.calls = number  # its parity decides what the user does after an interrupted step
         folder = self.folder / f"{self.world.name}-{number}"
@@ -364,7 +351,7 @@ class Interrupter:
                     signal.signal(signal.SIGALRM, signal.default_int_handler)
                     signal.setitimer(signal.ITIMER_REAL, delay)
 
-            return run_once(self.world, folder, board, Lines(phase, at), self.calls, arm)
+            return run_once(self.world, folder, board, Points(phase, at), self.calls, arm)
 
         status = self._wait(lives.fork(work))
         what = f"{kind} {phase} {at}".replace("  ", " ")
@@ -400,7 +387,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="interrupts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=pathlib.Path, help="an existing folder on a disk")
-    parser.add_argument("--every", help="phases, for example close,commit: interrupt at each line")
+    parser.add_argument("--every", help="phases, for example close,commit: interrupt at each point")
     parser.add_argument("--one", help="WORLD, or WORLD:NUMBER of COUNT")
     args = parser.parse_args()
     calls = lives.preloaded(campaign_build.recorder())
