@@ -135,7 +135,7 @@ struct lhpy_engine {
     bool step_has_gradients;
     bool backward_has_gradients; /* the last backward that began has passed gradients */
     bool has_sums;
-    bool is_paused;               /* the caller may use the store until resume() */
+    bool is_paused;               /* turn_thread may use the store until resume() */
     bool forward_is_open;         /* inside a forward whose saved tensors are packed */
     unsigned long forward_thread; /* the thread that opened the forward */
     uint32_t turn_depth;          /* nested calls of turn_thread; 0: no thread has the turn */
@@ -308,6 +308,9 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 /* Unbind what Scope.read() and Scope.hold() bound. */
 void lhpy_engine_unscoped_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
+
+/* context.c */
+extern PyType_Spec lhpy_context_spec;
 
 /* gradient.c */
 /* Release gradients that the engine has read. */

@@ -30,7 +30,8 @@ static int module_exec(PyObject *module)
     if (type_add(module, &lhpy_engine_spec, "Engine") < 0 ||
         type_add(module, &lhpy_store_spec, "Store") < 0 ||
         type_add(module, &lhpy_handle_spec, "Handle") < 0 ||
-        type_add(module, &lhpy_scope_spec, "Scope") < 0)
+        type_add(module, &lhpy_scope_spec, "Scope") < 0 ||
+        type_add(module, &lhpy_context_spec, "Context") < 0)
         return -1;
     for (size_t i = 0; i < LH_COUNT_OF(constants); i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)

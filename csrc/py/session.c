@@ -56,7 +56,8 @@ static int lent_refuse(struct lhpy_engine *self)
             continue;
         lhpy_raise(self->raiser, -EBUSY,
                    "unit %u cannot be updated: %u tensors are still views of its parameters"
-                   " (kept from a forward or a backward); delete them before step()",
+                   " (kept from a forward, a backward or the traceback of an error); delete them"
+                   " before step()",
                    i, pins);
         return -1;
     }
@@ -174,11 +175,15 @@ static int changed_refuse(struct lhpy_engine *self, uint32_t unit)
         return 0;
     lhpy_raise(self->raiser, -EBUSY,
                "unit %u cannot be written: %u tensors are still views of its parameters (kept from"
-               " a loop over them or from a forward); delete them first",
+               " a loop over them, a forward or the traceback of an error); delete them first",
                unit, pins);
     return -1;
 }
 
+/*
+ * Make the engine sleep, so that the caller may use the store. The turn stays with the calling
+ * thread until resume(): other threads, whose requests the engine would not answer, wait for it.
+ */
 static PyObject *session_pause(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -191,6 +196,10 @@ static PyObject *session_pause(PyObject *object, PyObject *args)
         return NULL;
     int rc = lhpy_engine_turn_take(self);
     bool is_turn = rc == 0;
+    if (is_turn && self->is_paused) {
+        PyErr_SetString(PyExc_RuntimeError, "this thread has already paused the engine");
+        rc = -1;
+    }
     if (rc == 0)
         rc = lhpy_engine_request(self, flush_wait, commit) < 0 ? -1 : 0;
     /* Check this before the store is handed out, because writes to it cannot be undone. */
@@ -203,13 +212,14 @@ static PyObject *session_pause(PyObject *object, PyObject *args)
             lh_engine_resume(self->core->engine);
         self->is_paused = rc >= 0;
     }
+    if (rc >= 0)
+        Py_RETURN_NONE;
     if (is_turn)
         lhpy_engine_turn_give(self);
-    if (rc < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return NULL;
 }
 
+/* Does nothing unless the calling thread has paused the engine. */
 static PyObject *session_resume(PyObject *object, PyObject *units)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -217,7 +227,7 @@ static PyObject *session_resume(PyObject *object, PyObject *units)
     uint32_t count = 0;
     if (!self)
         return NULL;
-    if (!self->is_paused) /* the pause was abandoned, or never began */
+    if (!self->is_paused || self->turn_thread != PyThread_get_thread_ident())
         Py_RETURN_NONE;
     self->is_paused = false;
     int rc = lhpy_indices_read(units, "unit", self->unit_count, &changed, &count);
@@ -230,6 +240,7 @@ static PyObject *session_resume(PyObject *object, PyObject *units)
     }
     PyMem_Free(changed);
     lh_engine_resume(self->core->engine);
+    lhpy_engine_turn_give(self);
     if (rc < 0)
         return NULL;
     Py_RETURN_NONE;

@@ -1,7 +1,7 @@
 """Types of lohan._core. tests/py/test_stub.py holds every name here against the module."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ _Raiser = Callable[[int, str, bool], Exception]
 _Unit = tuple[Any, ...]
 # (unit, first, count, group)
 _Param = tuple[int, int, int, int]
+_T = TypeVar("_T")
 _Dtype = Literal["float32", "bfloat16", "float16"]
 
 class Store:
@@ -40,6 +41,11 @@ class Scope:
     def leave(self, *hook_arguments: Any) -> None: ...
     def read(self) -> bool: ...
     def hold(self) -> None: ...
+
+class Context(Generic[_T]):
+    def __init__(self, enter: Callable[[], _T], leave: Callable[[], object]) -> None: ...
+    def __enter__(self) -> _T: ...
+    def __exit__(self, *error: object) -> Literal[False]: ...
 
 class Engine:
     def __new__(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import gc
 import inspect
 import itertools
@@ -74,7 +75,8 @@ class Points:
         code = frame.f_code
         # A generator that resumes is also reported as a call, but handlers do not cover that.
         is_begin = event == "call" and not code.co_flags & inspect.CO_GENERATOR
-        if not (is_begin or event == "c_return") or not code.co_filename.startswith(PACKAGE):
+        is_counted = code.co_filename.startswith(PACKAGE) or code.co_filename == contextlib.__file__
+        if not (is_begin or event == "c_return") or not is_counted:
             return
         self.counts[self.now] += 1
         count = self.counts[self.now]
@@ -109,6 +111,7 @@ class Run:
         self.board = board
         self.points = points
         self.model: Any = None
+        self.last_error: BaseException | None = None
         self.errors = 0
         self.committed_step = 0  # that of the last commit() or close() that returned
         self.closed = self.snapped = self.committed = False
@@ -118,8 +121,10 @@ class Run:
         self.points.now = phase
         try:
             work()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             self.board.found = max(self.board.found, CONTINUED)
+            # A notebook keeps the last traceback, and so all objects in the frames below it.
+            self.last_error = error if self.board.calls % 3 else None
             if os.environ.get("LOHAN_CAMPAIGN_TRACES"):
                 traceback.print_exc()
             return False
@@ -138,6 +143,7 @@ class Run:
     def end_session(self) -> None:
         """The session is not to be used any more."""
         model, self.model = self.model, None
+        self.last_error = None
         if model is not None:
             try:
                 model.lohan.close()

@@ -192,11 +192,11 @@ def test_several_processes_without_a_rendezvous_are_refused_by_name(
         workshop.wrap(build())
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ModelError, match="WORLD_SIZE is 2, but MASTER_ADDR is not set.*torchrun"):
+    with pytest.raises(ModelError, match=r"WORLD_SIZE is 2, but MASTER_ADDR is not set.*torchrun"):
         workshop.wrap(build())
     with monkeypatch.context() as build_of_torch:
         build_of_torch.setattr(torch.distributed, "is_available", lambda: False)
-        with pytest.raises(UnsupportedError, match="WORLD_SIZE is 2.*has no torch.distributed"):
+        with pytest.raises(UnsupportedError, match=r"WORLD_SIZE is 2.*has no torch\.distributed"):
             workshop.wrap(build())
     monkeypatch.setenv("WORLD_SIZE", "1")
     workshop.wrap(build())

@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -323,11 +323,10 @@ class Block:
         """The setting that keeps the block's activations, for error messages."""
         return f"activations={{{self.name!r}: 'keep', '*': 'recompute'}}"
 
-    @contextlib.contextmanager
-    def _running(self, frame: Frame) -> Iterator[None]:
+    def _run(self, frame: Frame, args: Any, kwargs: Any) -> Any:
         outer, self.frame = self.frame, frame
         try:
-            yield
+            return frame.run(args, kwargs)
         finally:
             self.frame = outer
 
@@ -344,8 +343,8 @@ class Block:
             return now(*args, **kwargs) if is_other else self.shadow.plain(args, kwargs)
         frame = (self.make_frame or Frame)(self, module, args, kwargs)
         hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, self.unpack)
-        with hooks, self._running(frame):
-            output = frame.run(args, kwargs)
+        with hooks:
+            output = self._run(frame, args, kwargs)
         frame.end(args, kwargs)
         return output
 
@@ -361,8 +360,7 @@ class Block:
         module = self.shadow.module()
         try:
             self.scope.enter(module, args)
-            with self._running(frame):
-                frame.run(args, kwargs)
+            self._run(frame, args, kwargs)
         finally:
             self.scope.leave(module, args, None)
 

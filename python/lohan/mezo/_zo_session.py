@@ -11,12 +11,12 @@ written, and a parameter's values do not depend on the order of blocks, placemen
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
 import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -253,29 +253,31 @@ class ZerothSession(TurnRules, Session):
             self.write_back()
         return torch.tensor(sum(losses) / len(losses))
 
-    @contextlib.contextmanager
-    def _step_opened(self) -> Iterator[None]:
+    def _step_opened(self) -> AbstractContextManager[None]:
         """Return a context for a step, in evaluation mode: only parameters differ between runs."""
         around = self.around
         model = self._model()
         assert model is not None
         training = [module for module in model.modules() if module.training]
-        try:  # before any change, because a Ctrl-C can arrive at any point
+        has_gradients = torch.is_grad_enabled()
+
+        def enter() -> None:
             model.eval()
             self._is_in_step, self._step_thread = True, threading.get_ident()
             self.around = _NOTHING
-            with torch.no_grad():
-                yield
-        except BaseException:
-            clean = self.rule.clean(self.step)
-            self._lost.update(u for u, where in self._where.items() if where.left > clean)
-            raise
-        finally:
+            torch.set_grad_enabled(False)
+
+        def leave() -> None:
+            torch.set_grad_enabled(has_gradients)
             self._is_in_step = False
             self.around = around
-            self._wanted = self.rule.clean(self.step)
+            self._wanted = clean = self.rule.clean(self.step)
+            # Units that a failed step has left changed; after a whole step there are none.
+            self._lost.update(u for u, where in self._where.items() if where.left > clean)
             for module in training:
                 module.training = True
+
+        return _core.Context(enter, leave)
 
     def _sides(self, closure: Callable[[], Any], step: int, lr: float, decay: float) -> list[Sides]:
         """Compute the losses of each direction, those of all processes included."""

@@ -7,10 +7,10 @@ are checked again.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -213,26 +213,23 @@ class TurnRules(_Base):
         self._go_back([self.layout.params[index].unit])
         return super().lend(index)
 
-    @contextlib.contextmanager
-    def resident(self, index: int) -> Iterator[None]:
+    def resident(self, index: int) -> AbstractContextManager[None]:
         """See Session.resident."""
         self._go_back([self.layout.params[index].unit])
-        with super().resident(index):
-            yield
+        return super().resident(index)
 
-    @contextlib.contextmanager
-    def visit_end(self, units: list[int]) -> Iterator[None]:
-        """Return a context that keeps a block in memory until all runs have visited the block."""
+    def visit_end(self, units: list[int], leave: Callable[[], None]) -> None:
+        """Leave a block's scope, but keep the block in memory until all runs have visited it."""
         lockstep = self._lockstep
         if lockstep is None or lockstep.turn != FIRST:
-            yield
+            leave()
             return
         held: list[int] = []
         try:
             for unit in units:
                 self._engine.acquire(unit)
                 held.append(unit)
-            yield
+            leave()
             self._held.update(held)
             lockstep.visit_end()
         finally:
@@ -260,5 +257,4 @@ class _Visit:
         """Forward hook."""
         session = self._session()
         assert session is not None
-        with session.visit_end(self._units):
-            self._scope.leave(module, args, output)
+        session.visit_end(self._units, lambda: self._scope.leave(module, args, output))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +87,6 @@ class Session(ForwardRules, Commits):
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
         self._close_lock = threading.RLock()
-        self._exclusive = threading.RLock()
         self._raiser = engine_raiser(
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
@@ -368,7 +367,7 @@ class Session(ForwardRules, Commits):
         self._give()
         return self._engine.gradient_square_sum()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards do not complete the step; gradients are summed.
 
         `wrap` also makes no_sync() a method of the model, as in DistributedDataParallel of torch.
@@ -452,34 +451,28 @@ class Session(ForwardRules, Commits):
         read: Callable[[], bool] = self._engine.scope([unit]).read
         return read
 
-    @contextlib.contextmanager
-    def resident(self, index: int) -> Iterator[None]:
+    def resident(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the parameter has its real data."""
         self._check_whole()
         refuse_read()
         self._engine.flush(False)  # the caller may write, so wait until all updates are written
         scope = self._engine.scope([self.layout.params[index].unit])
-        scope.enter()
-        try:
-            yield
-        finally:
-            scope.leave()
+        return _core.Context(scope.enter, scope.leave)
 
-    @contextlib.contextmanager
-    def exclusive(self, changed: list[int]) -> Iterator[_core.Store]:
+    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Return a context that gives the store, with the engine paused and closed steps written.
 
         If `changed` names units to be changed in the store, closed steps are also committed, unless
         commits are manual, and the units' copies in memory are discarded afterwards. Other threads
         wait until the store is returned.
         """
-        self._check_whole()
-        with self._exclusive:
-            try:  # a Ctrl-C may arrive at any point and must not leave the engine paused
-                self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
-                yield self.store
-            finally:
-                self._engine.resume(changed)
+
+        def enter() -> _core.Store:
+            self._check_whole()
+            self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
+            return self.store
+
+        return _core.Context(enter, lambda: self._engine.resume(changed))
 
     def flush(self) -> None:
         """Wait until all closed steps are written."""

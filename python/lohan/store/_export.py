@@ -13,6 +13,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,18 +146,19 @@ def export(
                 )
     with _opened(source) as (contents, buffers, pieces_of):
         _check_not_read(folder, contents.layout)
-        pieces = pieces_of(_DTYPES[dtype])
-        tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
-        files = _texts(contents.meta, is_master=_DTYPES[dtype])
-        return _safetensors.write(
-            folder,
-            tensors,
-            max_shard_size=max_shard_size,
-            metadata={} if files else contents.meta.get("export", {}).get("others", {}),
-            count=sum(param.count for param in contents.layout.params),
-            beside=functools.partial(_write_texts, files),
-            progress=progress,
-        )
+        held, pieces = pieces_of(_DTYPES[dtype])
+        with held:
+            tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
+            files = _texts(contents.meta, is_master=_DTYPES[dtype])
+            return _safetensors.write(
+                folder,
+                tensors,
+                max_shard_size=max_shard_size,
+                metadata={} if files else contents.meta.get("export", {}).get("others", {}),
+                count=sum(param.count for param in contents.layout.params),
+                beside=functools.partial(_write_texts, files),
+                progress=progress,
+            )
 
 
 def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) -> None:
@@ -177,7 +179,9 @@ def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) ->
         )
 
 
-PiecesOf = Callable[[bool], Pieces]
+# A function for the values, and the context in which it may be called.
+Held = tuple[AbstractContextManager[object], Pieces]
+PiecesOf = Callable[[bool], Held]
 Opened = tuple[Contents, Mapping[str, torch.Tensor], PiecesOf]
 
 
@@ -205,14 +209,14 @@ def _opened(source: Any) -> Iterator[Opened]:
     else:
         contents = _contents.read(session.store, session.directories[0])
         buffers = dict(session.buffers.items()) if session.buffers is not None else {}
-        with contextlib.ExitStack() as stack:
-            yield contents, buffers, lambda is_master: _of_session(session, stack, is_master)
+        yield contents, buffers, functools.partial(_of_session, session)
         return
     store = open_to_read(directories, config)
     try:
         contents = _contents.read(store, directories[0])
         _, buffers = _scalars.parse(store.describe()["caller_scalars"])
-        yield contents, buffers, lambda is_master: _of_store(store, contents, is_master)
+        of_store = functools.partial(_of_store, store, contents)
+        yield contents, buffers, lambda is_master: (contextlib.nullcontext(), of_store(is_master))
     finally:
         store.close()
 
@@ -238,14 +242,14 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
     return pieces
 
 
-def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) -> Pieces:
+def _of_session(session: Session, is_master: bool) -> Held:
     """Return a function for an open session's values, as the next forward would see them."""
     layout = session.layout
     is_copied = all(_storage_formats.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
     if is_master and (layout.method is None or not is_copied):  # only the store has the masters
         session.finish_writes()
-        store = stack.enter_context(session.exclusive([]))
-        return _of_store(store, Contents(layout, session.extents, {}, session.run_now()), True)
+        contents = Contents(layout, session.extents, {}, session.run_now())
+        return session.exclusive([]), _of_store(session.store, contents, True)
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
         assert source.index is not None
@@ -254,7 +258,7 @@ def _of_session(session: Session, stack: contextlib.ExitStack, is_master: bool) 
             piece = flat[first : first + PIECE_ELEMENTS].cpu()
             yield piece.float() if is_master and piece.is_floating_point() else piece
 
-    return pieces
+    return contextlib.nullcontext(), pieces
 
 
 def _from_meta(
@@ -386,8 +390,8 @@ def save_pretrained(
     as_original = options.get("save_original_format", True)
     found = _names.sources(model, index)
     made = _names.saved(model, found, as_original=as_original)
-    with contextlib.ExitStack() as stack:
-        pieces = _of_session(session, stack, False)
+    held, pieces = _of_session(session, False)
+    with held:
         _safetensors.write(
             Path(os.fspath(out)),
             _live_tensors(made, pieces),

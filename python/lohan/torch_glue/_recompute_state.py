@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lohan import _core
 from lohan.errors import RecomputeError
 from lohan.torch_glue._tensor import nbytes_of, version_of
 
@@ -144,8 +146,7 @@ class Surroundings:
                 self.versions.append((after, version_of(after)))
         self.buffers = kept
 
-    @contextlib.contextmanager
-    def again(self, name: str, way_out: str) -> Iterator[None]:
+    def again(self, name: str, way_out: str) -> AbstractContextManager[None]:
         """Return a context in which the state of the forward is restored.
 
         Args:
@@ -169,7 +170,9 @@ class Surroundings:
         training_now = [(child, child.training) for child, _ in self.training]
         buffers_now = [(child, key, child._buffers.get(key)) for child, key, _ in self.buffers]
         params_now = [(child, key, child._parameters.get(key)) for child, key, _ in self.others]
-        try:
+        stack = contextlib.ExitStack()
+
+        def enter() -> None:
             set_random_states(self.random, self.device)
             for child, is_training in self.training:
                 child.training = is_training
@@ -177,13 +180,12 @@ class Surroundings:
                 child._buffers[key] = before
             for child, key, param in self.others:
                 child._parameters[key] = param
-            with contextlib.ExitStack() as stack:
-                for kind, is_enabled, dtype in self.autocast:
-                    made = torch.autocast(kind, dtype, is_enabled, self.has_cache)
-                    stack.enter_context(made)
-                stack.enter_context(torch.enable_grad())
-                yield
-        finally:
+            for kind, is_enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, is_enabled, self.has_cache))
+            stack.enter_context(torch.enable_grad())
+
+        def leave() -> None:
+            stack.close()
             set_random_states(random_now, self.device)
             for child, is_training in training_now:
                 child.training = is_training
@@ -191,3 +193,5 @@ class Surroundings:
                 child._buffers[key] = now
             for child, key, param_now in params_now:
                 child._parameters[key] = param_now
+
+        return _core.Context(enter, leave)

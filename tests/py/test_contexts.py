@@ -1,0 +1,196 @@
+"""A context manager that a Ctrl-C cannot leave half-way, and the sessions that rely on it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import crash_worker
+import lohan
+import pytest
+import torch
+from lohan import _core
+from lohan.errors import LentError
+
+PACKAGE = str(pathlib.Path(lohan.__file__).parent)
+LIMIT_S = 120
+
+
+class Book:
+    """Records what a context does; its leave() is interrupted a few times."""
+
+    def __init__(self, interrupt_count: int = 0, error: BaseException | None = None) -> None:
+        self.lines: list[str] = []
+        self._left = interrupt_count
+        self._error = error
+
+    def enter(self) -> str:
+        self.lines.append("enter")
+        if self._error is not None:
+            raise self._error
+        return "value"
+
+    def leave(self) -> None:
+        if self._left > 0:
+            self._left -= 1
+            raise KeyboardInterrupt
+        self.lines.append("leave")
+
+
+def test_a_context_returns_the_result_of_enter_and_calls_leave() -> None:
+    book = Book()
+    with _core.Context(book.enter, book.leave) as value:
+        assert book.lines == ["enter"]
+    assert (value, book.lines) == ("value", ["enter", "leave"])
+
+
+def test_an_error_in_the_block_passes_through_after_leave() -> None:
+    book = Book()
+    with pytest.raises(KeyError), _core.Context(book.enter, book.leave):
+        raise KeyError
+    assert book.lines == ["enter", "leave"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError()])
+def test_an_enter_that_fails_is_undone(error: BaseException) -> None:
+    book = Book(error=error)
+    with pytest.raises(type(error)), _core.Context(book.enter, book.leave):
+        pytest.fail("entered")
+    assert book.lines == ["enter", "leave"]
+
+
+def test_a_leave_that_is_interrupted_runs_again_and_the_interrupt_is_raised() -> None:
+    book = Book(3)
+    with pytest.raises(KeyboardInterrupt), _core.Context(book.enter, book.leave):
+        pass
+    assert book.lines == ["enter", "leave"]
+
+
+def test_a_leave_that_fails_raises_its_error_once() -> None:
+    calls = []
+
+    def leave() -> None:
+        calls.append(None)
+        raise ValueError(len(calls))
+
+    with pytest.raises(ValueError, match="1"), _core.Context(lambda: None, leave):
+        pass
+    assert len(calls) == 1
+
+
+def test_a_leave_that_raises_keyboard_interrupt_by_itself_ends() -> None:
+    book = Book(1 << 30)
+    with pytest.raises(KeyboardInterrupt), _core.Context(book.enter, book.leave):
+        pass
+    assert book.lines == ["enter"]
+
+
+def test_a_context_is_not_entered_twice_at_once() -> None:
+    book = Book()
+    context = _core.Context(book.enter, book.leave)
+    with context, pytest.raises(RuntimeError, match="entered again"):
+        context.__enter__()
+    assert book.lines == ["enter", "leave"]
+
+
+def test_a_context_that_is_dropped_while_entered_is_left() -> None:
+    book = Book()
+    _core.Context(book.enter, book.leave).__enter__()
+    assert book.lines == ["enter", "leave"]
+
+
+class Interrupt:
+    """Raises SIGINT at the N-th point at which Python handles signals in lohan or contextlib."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.count = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        is_begin = event == "call" and not code.co_flags & inspect.CO_GENERATOR
+        is_mine = code.co_filename.startswith(PACKAGE) or code.co_filename == contextlib.__file__
+        if not is_mine or not (is_begin or event == "c_return"):
+            return
+        self.count += 1
+        if self.count == self.at:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+
+def edit(model: Any, value: float) -> None:
+    bias = torch.full_like(model.state_dict()["head.bias"], value)
+    model.load_state_dict({"head.bias": bias}, strict=False)
+
+
+def use(model: Any, value: float) -> None:
+    edit(model, value)
+    tokens = torch.arange(18).reshape(2, 9) % crash_worker.VOCABULARY
+    model(tokens).backward()
+    model.optimizer.step()
+
+
+def interrupt_everywhere(directory: str) -> None:
+    """Use the session while the KeyboardInterrupt is handled, so that its traceback is alive."""
+    model = lohan.wrap(crash_worker.build(torch.float32), store=directory, lr=1e-2)
+    at = 0
+    is_interrupted = True
+    while is_interrupted:
+        at += 1
+        is_interrupted = False
+        interrupt = Interrupt(at)
+        try:
+            sys.setprofile(interrupt)
+            edit(model, float(at))
+            sys.setprofile(None)
+        except KeyboardInterrupt:
+            is_interrupted = True
+            model.lohan.commit()
+            with contextlib.suppress(LentError):  # the traceback may have a lent tensor
+                use(model, float(at))
+        model.optimizer.step()  # ends a step that was refused above
+        use(model, float(at))
+    model.lohan.close()
+    print(f"interrupted at {at - 1} points")
+
+
+def test_a_ctrl_c_anywhere_in_an_edit_leaves_a_session_that_answers(
+    store_dir: pathlib.Path,
+) -> None:
+    command = [sys.executable, __file__, str(store_dir / "s")]
+    done = subprocess.run(command, timeout=LIMIT_S, check=True, stdout=subprocess.PIPE, text=True)
+    assert int(done.stdout.split()[2]) > 50
+
+
+def test_the_store_is_given_to_one_thread_at_a_time(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(crash_worker.build(torch.float32), store=store_dir / "s", lr=1e-2)
+    session = model.lohan
+    order: list[str] = []
+
+    def other() -> None:
+        with session.exclusive([]):
+            order.append("other")
+        session.flush()
+
+    thread = threading.Thread(target=other)
+    with session.exclusive([]):
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(60)
+    assert not thread.is_alive()
+    assert order == ["first", "other"]
+    with pytest.raises(RuntimeError, match="already paused"), session.exclusive([]):
+        session.exclusive([]).__enter__()
+    session.close()
+
+
+if __name__ == "__main__":
+    interrupt_everywhere(sys.argv[1])
