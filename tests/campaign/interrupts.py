@@ -403,6 +403,7 @@ def main() -> int:
         Seeded("seeded", 1, 2),
         Mezo("mezo", 1, 2),
         Seeded("seeded-deferred", 2, 1, schedule="deferred"),
+        Seeded("seeded-recompute", 1, 1, activations="recompute"),
     ]
     total: collections.Counter[str] = collections.Counter()
     phases = args.every.split(",") if args.every else []

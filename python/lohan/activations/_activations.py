@@ -20,7 +20,7 @@ from torch import nn
 from lohan.activations._frame import Dropped, Frame
 from lohan.config import ACTIVATIONS, POLICIES
 from lohan.errors import ModelError
-from lohan.torch_glue._tensor import in_transform
+from lohan.torch_glue._tensor import SavedTensors, in_transform
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -342,8 +342,7 @@ class Block:
             is_other = now in _shadows and now is not self.shadow.shadow
             return now(*args, **kwargs) if is_other else self.shadow.plain(args, kwargs)
         frame = (self.make_frame or Frame)(self, module, args, kwargs)
-        hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, self.unpack)
-        with hooks:
+        with SavedTensors(frame.pack, self.unpack).entered():
             output = self._run(frame, args, kwargs)
         frame.end(args, kwargs)
         return output

@@ -40,7 +40,13 @@ from lohan.torch_glue._recompute_state import (
     set_random_states,
     tensors_in,
 )
-from lohan.torch_glue._tensor import has_storage, is_top_hook, storage_reference, version_of
+from lohan.torch_glue._tensor import (
+    SavedTensors,
+    has_storage,
+    is_top_hook,
+    storage_reference,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from lohan.activations._activations import Block, Layer
@@ -295,10 +301,9 @@ class Frame:
         self.wanted = {i: ticket for i, ticket in alive.items() if ticket is not None}
         self.count = self.call_count = 0
         args, kwargs = map_values(self.inputs, _Input, self._give)
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _refuse)
         with (
             surroundings.again(block.name, block.way_out),
-            hooks,
+            SavedTensors(self._collect, _refuse).entered(),
             contextlib.suppress(_AllThereError),
         ):
             block.compute(self, args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,8 +140,12 @@ class SavedTensors:
         """Activate the hooks."""
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context in which the hooks are active; torch's own may outlast a Ctrl-C."""
+        return _core.Context(self.enter, self.leave)
+
     def leave(self) -> None:
-        """Deactivate the hooks.
+        """Deactivate the hooks. Does nothing if they are not active.
 
         This method may be called late (if a loop over parameters was left early, for example), when
         other hooks have been entered in the meantime. Those hooks stay active.
