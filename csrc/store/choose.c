@@ -410,12 +410,15 @@ static int witness_check(struct lh_store *store, uint32_t file_index, uint64_t n
         if (rc < 0) {
             /* The next commit may have been writing its witness here, which a crash can tear. */
             bool is_crash = rc == -EILSEQ && (chosen->sequence + 1) % 2 == number;
-            if (is_expected && !is_crash)
+            if (!is_crash)
                 lh_store_note_add(store,
-                                  "%s: the witness of the last commit at offset %" PRIu64
+                                  "%s: %s at offset %" PRIu64
                                   " is invalid, so it is unknown whether this directory is as "
                                   "recent as the others: %s",
-                                  file->path, offset, reason.message);
+                                  file->path,
+                                  is_expected ? "the witness of the last commit"
+                                              : "the witness of an earlier or later commit",
+                                  offset, reason.message);
             continue;
         }
         if (is_expected)

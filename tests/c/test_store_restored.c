@@ -92,6 +92,32 @@ static void expect_doubt(struct disk *disk)
     }
 }
 
+/*
+ * File 0 is an older copy, and only a later witness at the place that the newest commit of that
+ * copy did not use shows this. (Interrupted commits leave gaps in the numbers.)
+ */
+static void expect_later_witness_doubted(const struct disk *disk, struct disk *damaged)
+{
+    const uint64_t offset = LH_STORE_WITNESS_OFFSET(0);
+    struct lh_store_witness witness = {.sequence = 8, .step = NEWEST_STEP + 1};
+    struct lh_store_header header;
+    struct lh_store *store = NULL;
+    disk_copy(disk, damaged);
+    LH_CHECK(lh_store_header_decode(disk_bytes(damaged, 0, 0), &header, &err) == 0);
+    lh_store_witness_encode(&witness, &header, disk_bytes(damaged, 1, offset));
+    damaged->bad_file = 1;
+    damaged->bad_offset = offset;
+    for (int is_writing = 0; is_writing < 2; is_writing++) {
+        LH_CHECK(open_disk(damaged, is_writing == 0, &store) == 0);
+        const char *note = lh_store_note(store);
+        LH_CHECK(strstr(note, "restored1/lohan.data: the witness of an earlier or later commit"));
+        LH_CHECK(strstr(note, "unknown whether this directory is as recent") != NULL);
+        lh_store_close(store);
+    }
+    damaged->bad_file = -1;
+    LH_CHECK(open_disk(damaged, false, &store) == -ESTALE);
+}
+
 int main(void)
 {
     struct disk *disk = disk_new();
@@ -115,6 +141,9 @@ int main(void)
                 LH_CHECK(open_disk(damaged, false, &store) == -ESTALE);
         }
     }
+
+    lh_test_name("a later witness that cannot be read: a note doubts that file 0 is the newest");
+    expect_later_witness_doubted(disk, damaged);
 
     for (uint32_t extent = 0; extent < FIXTURE_EXTENT_COUNT; extent++)
         free(expected[extent]);

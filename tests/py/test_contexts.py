@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.common import _wake
 from lohan.errors import LentError
 
 PACKAGE = str(pathlib.Path(lohan.__file__).parent)
@@ -167,6 +169,44 @@ def test_a_ctrl_c_anywhere_in_an_edit_leaves_a_session_that_answers(
     command = [sys.executable, __file__, str(store_dir / "s")]
     done = subprocess.run(command, timeout=LIMIT_S, check=True, stdout=subprocess.PIPE, text=True)
     assert int(done.stdout.split()[2]) > 50
+
+
+def test_a_wait_that_is_interrupted_anywhere_does_not_block_the_thread_that_ends_it() -> None:
+    at = 0
+    is_interrupted = True
+    while is_interrupted:
+        at += 1
+        is_interrupted = False
+        flag = _wake.Flag()
+        interrupt = Interrupt(at)
+        try:
+            sys.setprofile(interrupt)
+            flag.wait(0.0)
+            sys.setprofile(None)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        setter = threading.Thread(target=flag.set, daemon=True)
+        setter.start()
+        setter.join(60)
+        assert not setter.is_alive()
+        assert flag.wait(60)
+        assert flag.wait(60), "the flag stays set"
+        flag.clear()
+        assert not flag.wait(0.0)
+    assert at > 3
+
+
+def test_a_flag_wakes_all_threads_that_wait_for_it() -> None:
+    flag = _wake.Flag()
+    threads = [threading.Thread(target=flag.wait, args=(60,), daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    flag.set()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert time.monotonic() - began < 30
 
 
 def test_the_store_is_given_to_one_thread_at_a_time(store_dir: pathlib.Path) -> None:

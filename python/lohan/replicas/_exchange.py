@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan import _core
+from lohan.common._wake import Bell
 from lohan.errors import (
     GradientError,
     LohanError,
@@ -87,7 +88,8 @@ class Exchange:
         self._order: list[int] | None = []  # in which gradients come; None: it is known
         self._others = [rank for rank in range(world.size) if rank != world.rank]
         largest, count = buffer_bytes(params), buffer_count(params)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of all that follows, and of the pieces
+        self._news = Bell()  # something has changed for which the training thread may wait
         self._free = [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
         self._free_in = {
             rank: [torch.empty(largest, dtype=torch.uint8) for _ in range(count)]
@@ -269,7 +271,7 @@ class Exchange:
         # All buffers are with smaller pieces, which the others take before they need this one.
         if not self._free and self._sent_below == number == len(self._own):
             self._wait(lambda: bool(self._free), self._what())
-        with self._changed:
+        with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is None:  # the gradients come in another order: see [Note: Room for pieces]
             buffer = torch.empty(self._largest, dtype=torch.uint8)
@@ -283,7 +285,7 @@ class Exchange:
             bits[index // 8] |= 1 << index % 8
         self._stamp(number, own.buffer, failed, bytes(bits))
         message = own.buffer[: piece.message_bytes]
-        with self._changed:  # from here on, the piece may be added
+        with self._lock:  # from here on, the piece may be added
             own.users = len(self._others) + 1
             own.is_sent = True
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
@@ -303,7 +305,7 @@ class Exchange:
     def _ask(self, rank: int) -> None:
         """Ask a process for its next pieces, as long as there are buffers."""
         while True:
-            with self._changed:
+            with self._lock:
                 number = self._asked[rank]
                 if number == len(self._pieces) or not self._free_in[rank]:
                     return
@@ -312,18 +314,18 @@ class Exchange:
             message = buffer[: self._pieces[number].message_bytes]
 
             def done(number: int = number, buffer: torch.Tensor = buffer) -> None:
-                with self._changed:
+                with self._lock:
                     self._came[rank][number] = buffer
                     self._came_count[rank] += 1
                     self._came_at[rank] = time.monotonic()
-                    self._changed.notify_all()
+                self._news.ring()
                 self._check_complete(number)
 
             self._wire.receive(rank, message, self._sequence + number, done)
 
     def _check_complete(self, number: int) -> None:
         """Queue a piece for addition if all processes' contributions are here, once."""
-        with self._changed:
+        with self._lock:
             own = self._own.get(number)
             is_here = own is not None and own.is_sent and not own.is_queued
             if is_here and all(number in self._came[rank] for rank in self._others):
@@ -332,20 +334,20 @@ class Exchange:
                 self._complete.put(number)
 
     def _release(self, own: _Filled) -> None:
-        with self._changed:
+        with self._lock:
             own.users -= 1
             if own.users == 0:
                 if len(self._free) < self._buffer_count:
                     self._free.append(own.buffer)
-                self._changed.notify_all()
+                self._news.ring()
 
     def _busy(self) -> bool:
         return any(own.users for own in self._own.values())
 
     def _on_error(self, rank: int | None, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._errors.append((rank, error))
-            self._changed.notify_all()
+        self._news.ring()
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         """Wait for threads, as long as the other processes are alive."""
@@ -359,9 +361,7 @@ class Exchange:
         began = time.monotonic()
         has_said = False
         while True:
-            with self._changed:
-                if not is_done() and not self._errors:
-                    self._changed.wait(_POLL_S)
+            with self._lock:
                 if is_done():
                     return
                 errors = list(self._errors)
@@ -374,6 +374,7 @@ class Exchange:
             self._world.check_peers(missing, what)
             if now - max(began, *self._came_at.values()) > SAY_AFTER_S and not has_said:
                 has_said = self._world.say_waiting(now - began, what)
+            self._news.wait(_POLL_S)
 
     # --- The thread that adds -----------------------------------------------------------------
 
@@ -405,7 +406,7 @@ class Exchange:
                     part.param not in added,
                 )
                 added.add(part.param)
-        with self._changed:
+        with self._lock:
             self._present |= added
             for rank in self._others:
                 self._free_in[rank].append(self._came[rank].pop(number))
@@ -443,6 +444,6 @@ class Exchange:
                     " run the same number of backwards per step; end all of them"
                 )
         if failed:
-            with self._changed:
+            with self._lock:
                 self._failed.add(rank)
         return bits

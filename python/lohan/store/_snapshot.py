@@ -29,6 +29,7 @@ from lohan import _core
 from lohan.common import _exit, _meta
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
+from lohan.common._wake import Flag
 from lohan.config import Config
 from lohan.errors import (
     SessionError,
@@ -92,7 +93,7 @@ class Snapshot:
         self._thread = threading.Thread()
         # wait() waits for this event before it joins the thread: after a Ctrl-C in join(), Python
         # reports a running thread as ended.
-        self._over = threading.Event()
+        self._over = Flag()
         self._over.set()
         self._is_cancelled = False
         self._claim = threading.Lock()  # acquired by the thread that does the work, never released

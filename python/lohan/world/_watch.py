@@ -22,6 +22,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from lohan.common._wake import Flag
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -35,7 +37,7 @@ _LINGER_S = 2.0
 _KILLED = "has ended without closing its session: it was killed, or left through os._exit()"
 
 
-def wait_out(event: threading.Event, seconds: float) -> bool:
+def wait_out(event: Flag, seconds: float) -> bool:
     """Wait for an event, and return whether it has happened; Ctrl-C and SIGTERM do not end this.
 
     A thread that is inside a call of the store when the interpreter ends would abort the process.
@@ -128,7 +130,7 @@ class Watch:
         self._own_end: End | None = None  # why this process no longer takes part
         self._is_asked = False  # whether the phases of all processes are wanted
         self._stops = self._lingers = False
-        self._is_over = threading.Event()
+        self._is_over = Flag()
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._pidfds = self._open_pidfds()
         # The counters of the ranks before this one: what they were, and since when.

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from lohan.common import _exit
+from lohan.common._wake import Flag
 from lohan.errors import (
     LohanError,
     ModelError,
@@ -78,7 +79,7 @@ class _Job:
         self.error: BaseException | None = None
         self.is_given_up = False  # a process has given up the round
         self.is_abandoned = False  # this process no longer waits for it
-        self.done = threading.Event()
+        self.done = Flag()
 
 
 class World:
@@ -107,7 +108,7 @@ class World:
         self._is_closed = False
         self._is_failed = False  # whether the thread's connection has failed
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._is_served = threading.Event()  # the thread makes no calls any more
+        self._is_served = Flag()  # the thread makes no calls any more
         threading.Thread(target=self._serve, name="lohan-world", daemon=True).start()
         try:
             self._meet(timeout_s)
