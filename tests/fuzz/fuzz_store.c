@@ -526,27 +526,36 @@ static void describe_all(const struct lh_store *store)
         LH_ASSERT(lh_store_read_slot(store, group) < lh_store_slot_count(store, group));
 }
 
-/*
- * Open again, and find the step. A directory that was restored from an older copy may be found only
- * now, if the first opening could not read its witness; it said so.
- */
+/* What the note of an opening allows a later one to find. */
+struct doubt {
+    bool is_restored; /* a witness could not be read: the directory may be found to be older */
+    /* A copy could neither be read nor be repaired. It may be found to be valid, but different. */
+    bool is_contradicted;
+};
+
+static struct doubt doubt_of(const struct lh_store *store, unsigned flags)
+{
+    const unsigned sealed = FLAG_SEAL_HEADERS | FLAG_SEAL_REGIONS | FLAG_SEAL_SUPERBLOCKS;
+    const char *note = lh_store_note(store);
+    return (struct doubt){
+        .is_restored = strstr(note, "it is unknown whether this directory is as recent"),
+        .is_contradicted = (flags & sealed) != 0 && strstr(note, "cannot be repaired"),
+    };
+}
+
+/* Open again, and find the step; NULL if the note of the opening before it allows an error. */
 static struct lh_store *open_later(const struct image *image, unsigned flags, uint64_t step,
-                                   bool is_doubted)
+                                   struct doubt doubt)
 {
     struct lh_error err = {0};
     struct lh_store *store = NULL;
     int rc = open_again(image, flags, &store, &err);
-    if (rc == -ESTALE && is_doubted)
+    if ((rc == -ESTALE && doubt.is_restored) || (rc < 0 && doubt.is_contradicted))
         return NULL;
     if (rc < 0 || lh_store_step(store) != step)
         fprintf(stderr, "step %llu: %s\n", (unsigned long long)step, err.message);
     LH_ASSERT(rc == 0 && lh_store_step(store) == step);
     return store;
-}
-
-static bool is_doubted(const struct lh_store *store)
-{
-    return strstr(lh_store_note(store), "it is unknown whether this directory is as recent");
 }
 
 /* Write and commit as a session does; a later opening must find the commit. */
@@ -555,7 +564,7 @@ static void edit(const struct image *image, struct lh_store *store, unsigned fla
     static uint8_t block[LH_BLOCK_BYTES];
     struct lh_error err = {0};
     uint64_t step = lh_store_step(store) + 1;
-    bool has_doubt = is_doubted(store);
+    struct doubt doubt = doubt_of(store, flags);
     for (uint32_t extent = 0; extent < lh_store_extent_count(store); extent++) {
         int rc = lh_store_write_sync(store, extent, 0, block, sizeof(block), &err);
         LH_ASSERT(rc == 0 || err.message[0] != '\0');
@@ -564,7 +573,7 @@ static void edit(const struct image *image, struct lh_store *store, unsigned fla
     lh_store_close(store);
     if (rc < 0)
         return;
-    store = open_later(image, flags, step, has_doubt);
+    store = open_later(image, flags, step, doubt);
     if (!store)
         return;
     read_all(store);
@@ -575,9 +584,9 @@ static void edit(const struct image *image, struct lh_store *store, unsigned fla
 static void close_and_compare(const struct image *image, struct lh_store *store, unsigned flags)
 {
     uint64_t step = lh_store_step(store);
-    bool has_doubt = is_doubted(store);
+    struct doubt doubt = doubt_of(store, flags);
     lh_store_close(store);
-    store = open_later(image, flags, step, has_doubt);
+    store = open_later(image, flags, step, doubt);
     if (store)
         lh_store_close(store);
 }

@@ -276,6 +276,13 @@ def test_a_long_simulation_ends_at_a_signal() -> None:
 # --- machines and models ------------------------------------------------------------------------
 
 
+def test_a_machine_file_that_is_nested_too_deeply_is_named(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(f"host_bytes = {'[' * 5000}{']' * 5000}\n")
+    with pytest.raises(MachineError, match=r"deep\.toml: its values are nested too deeply"):
+        _machines.load(str(path))
+
+
 @pytest.mark.parametrize("name", _machines.names())
 def test_every_preset_is_a_machine_that_trains(name: str) -> None:
     one = dataclasses.replace(_machines.load(name), node_count=1, gpu_count=1)

@@ -129,6 +129,8 @@ def _parse(text: str, where: str) -> Machine:
         if missing:
             raise MachineError(f"{', '.join(missing)} missing")
         return Machine(**{name: _field(name, value) for name, value in table.items()})
+    except RecursionError as error:  # tomllib has no limit for nested values
+        raise MachineError(f"{where}: its values are nested too deeply") from error
     except (tomllib.TOMLDecodeError, MachineError) as error:
         raise MachineError(f"{where}: {error}") from error
 
