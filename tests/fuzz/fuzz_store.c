@@ -53,6 +53,7 @@ static struct image images[KIND_COUNT];
 static uint8_t *works[KIND_COUNT][FILE_COUNT_MAX];
 static bool is_changed[KIND_COUNT][FILE_COUNT_MAX][FILE_BYTES_MAX / LH_BLOCK_BYTES];
 static uint32_t kind_now;
+static bool has_copied; /* a block was replaced by another valid one */
 /* How the store is opened, and which calls fail then. */
 static struct faults {
     uint32_t read, write, sync; /* the number of the call that fails; 0: none */
@@ -412,6 +413,7 @@ static void change_apply(const struct image *image, struct fuzz_input *input)
         changed((int)file, base, LH_BLOCK_BYTES);
     } else if (verb == 3) {
         const uint8_t *source = files[last / 32 % image->file_count].bytes;
+        has_copied = true;
         memmove(bytes + base, source + region_offset(image, last % 32), LH_BLOCK_BYTES);
         changed((int)file, base, LH_BLOCK_BYTES);
     } else if (verb == 4) {
@@ -536,10 +538,11 @@ struct doubt {
 static struct doubt doubt_of(const struct lh_store *store, unsigned flags)
 {
     const unsigned sealed = FLAG_SEAL_HEADERS | FLAG_SEAL_REGIONS | FLAG_SEAL_SUPERBLOCKS;
+    bool has_valid = has_copied || (flags & sealed) != 0;
     const char *note = lh_store_note(store);
     return (struct doubt){
         .is_restored = strstr(note, "it is unknown whether this directory is as recent"),
-        .is_contradicted = (flags & sealed) != 0 && strstr(note, "cannot be repaired"),
+        .is_contradicted = has_valid && strstr(note, "cannot be repaired"),
     };
 }
 
@@ -605,6 +608,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     unsigned flags = fuzz_byte(&input);
     image_load(kind);
     faults = (struct faults){.bad_file = -1};
+    has_copied = false;
     for (uint32_t i = 0; i < 16 && input.size > 0; i++)
         change_apply(image, &input);
     seal(image, flags);
