@@ -90,31 +90,28 @@ int lh_store_settle(struct lh_store *store, const struct lh_store_superblocks *p
     for (uint32_t file = 0; file < store->file_count; file++)
         LH_TRY(lh_store_file_sync(store, file, err));
     uint32_t written = chosen;
-    uint32_t first_copy = 0;
     store->next = store->superblock;
     if (rejected_sequence != 0) {
         /*
          * Overwrite the rejected superblock by a newer one that names the older step's manifest and
          * witness. Nothing that the older step needs is changed before this superblock is durable.
-         * If copy 0 of the rejected one is valid, it stays while copy 1 is written.
          */
         written = 1 - chosen;
         store->next.sequence = rejected_sequence + 2;
         LH_ASSERT(store->next.sequence % 2 == written);
-        first_copy = is_current(&places[written], 0) ? 1 : 0;
     } else if (store->witness_sequence > store->superblock.sequence) {
         /*
          * An interrupted commit left its witness. The next commit must not reuse its sequence
          * number, because a directory restored from a copy made now would look as if it were of
-         * the next commit. Copy 1 is written first if copy 0 is valid: a torn copy 1 causes no
-         * note.
+         * the next commit.
          */
         store->next.sequence += 2;
-        first_copy = is_current(&places[chosen], 0) ? 1 : 0;
-    } else {
-        /* Write an invalid copy first: the valid one stays readable in the meantime. */
-        first_copy = places[chosen].errors[1].code != 0 ? 1 : 0;
     }
+    /*
+     * A copy that is damaged or outdated is written first, because power loss may destroy the block
+     * that is being written. If both are current, copy 0 stays: a torn copy 1 causes no note.
+     */
+    uint32_t first_copy = is_current(&places[written], 0) ? 1 : 0;
     LH_TRY(lh_store_superblock_write(store, first_copy, err));
     place_repair(store, 1 - written, &places[1 - written]);
     copies_repair(store);
