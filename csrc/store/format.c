@@ -91,6 +91,8 @@ static bool is_header_possible(const struct lh_store_header *header)
            header->cycle_stripes <= LH_STORE_CYCLE_STRIPES_MAX && header->stripe_bytes > 0 &&
            lh_is_aligned(header->stripe_bytes, LH_CHECKSUM_BYTES) &&
            header->stripe_bytes <= LH_STORE_STRIPE_BYTES_MAX &&
+           /* The owner's block is written before the rest of the file is checked. */
+           header->file_bytes >= LH_STORE_OWNER_OFFSET + LH_BLOCK_BYTES &&
            header->checksum_count <=
                LH_STORE_TOTAL_BYTES_MAX / LH_CHECKSUM_BYTES + LH_STORE_EXTENT_COUNT_MAX &&
            header->meta_bytes <= LH_STORE_META_BYTES_MAX &&

@@ -90,6 +90,21 @@ static void test_round_trip(const uint8_t *seed)
     LH_CHECK(scalar_bytes == 299);
 }
 
+static void test_file_bytes(void)
+{
+    lh_test_name("a header of a file that ends before the owner's block is refused");
+    const uint64_t least = LH_STORE_OWNER_OFFSET + LH_BLOCK_BYTES;
+    uint8_t block[LH_BLOCK_BYTES];
+    struct lh_store_header decoded;
+    struct lh_store_header small = header;
+    small.file_bytes = least;
+    lh_store_header_encode(&small, block);
+    LH_CHECK(lh_store_header_decode(block, &decoded, NULL) == 0);
+    small.file_bytes = least - 1;
+    lh_store_header_encode(&small, block);
+    LH_CHECK(lh_store_header_decode(block, &decoded, NULL) == -EILSEQ);
+}
+
 static void test_manifest_checksum(const uint8_t *seed, size_t size)
 {
     lh_test_name("a manifest in which any single byte was changed is refused");
@@ -189,6 +204,7 @@ int main(void)
     test_round_trip(seed);
     test_manifest_checksum(seed, size);
     LH_CHECK(LLVMFuzzerTestOneInput(seed, size) == 0);
+    test_file_bytes();
     test_sequences();
     test_mutations(seed, size);
     free(seed);
