@@ -142,9 +142,10 @@ int lh_store_header_decode(const void *block, struct lh_store_header *header_out
         return lh_error_set(err, -EILSEQ,
                             "the header holds values that no store can have (version "
                             "%" PRIu32 ", file %" PRIu32 " of %" PRIu32 ", %" PRIu32
-                            " extents, %" PRIu32 " groups)",
+                            " extents, %" PRIu32 " groups, %" PRIu64 " bytes)",
                             version, header_out->file_index, header_out->file_count,
-                            header_out->extent_count, header_out->group_count);
+                            header_out->extent_count, header_out->group_count,
+                            header_out->file_bytes);
     return 0;
 }
 

@@ -102,7 +102,9 @@ static void test_file_bytes(void)
     LH_CHECK(lh_store_header_decode(block, &decoded, NULL) == 0);
     small.file_bytes = least - 1;
     lh_store_header_encode(&small, block);
-    LH_CHECK(lh_store_header_decode(block, &decoded, NULL) == -EILSEQ);
+    struct lh_error err = {0};
+    LH_CHECK(lh_store_header_decode(block, &decoded, &err) == -EILSEQ);
+    LH_CHECK(strstr(err.message, "36863 bytes") != NULL);
 }
 
 static void test_manifest_checksum(const uint8_t *seed, size_t size)

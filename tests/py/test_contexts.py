@@ -108,17 +108,18 @@ def test_a_context_that_is_dropped_while_entered_is_left() -> None:
 
 
 class Interrupt:
-    """Raises SIGINT at the N-th point at which Python handles signals in lohan or contextlib."""
+    """Raises SIGINT at the N-th point at which Python handles signals in some modules."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, modules: tuple[str, ...] = ("lohan", "contextlib")) -> None:
         self.at = at
         self.count = 0
+        self.modules = modules
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         is_begin = event == "call" and not code.co_flags & inspect.CO_GENERATOR
         module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in ("lohan", "contextlib") or not (is_begin or event == "c_return"):
+        if module not in self.modules or not (is_begin or event == "c_return"):
             return
         self.count += 1
         if self.count == self.at:
@@ -178,7 +179,7 @@ def test_a_wait_that_is_interrupted_anywhere_does_not_block_the_thread_that_ends
         at += 1
         is_interrupted = False
         flag = _wake.Flag()
-        interrupt = Interrupt(at)
+        interrupt = Interrupt(at, ("lohan", "threading"))
         try:
             sys.setprofile(interrupt)
             flag.wait(0.0)
@@ -202,6 +203,7 @@ def test_a_flag_wakes_all_threads_that_wait_for_it() -> None:
     threads = [threading.Thread(target=flag.wait, args=(60,), daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
+    time.sleep(0.2)  # until they wait
     began = time.monotonic()
     flag.set()
     for thread in threads:

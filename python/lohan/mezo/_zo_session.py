@@ -272,7 +272,7 @@ class ZerothSession(TurnRules, Session):
             self._is_in_step = False
             self.around = around
             self._wanted = clean = self.rule.clean(self.step)
-            # Units that a failed step has left changed; after a whole step there are none.
+            # A step that failed leaves some units changed. A complete step leaves none.
             self._lost.update(u for u, where in self._where.items() if where.left > clean)
             for module in training:
                 module.training = True

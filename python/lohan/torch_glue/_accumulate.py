@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Literal
 
+from lohan import _core
 from lohan.errors import ModelError, SecondBackwardError, UnsupportedError
 
 Accumulate = int | Literal["manual"]
@@ -36,7 +36,7 @@ class Accumulation:
     def __init__(self, accumulate: Accumulate, *, is_on: bool) -> None:
         self._accumulate = accumulate
         self.is_on = is_on
-        self._no_sync_depth = 0
+        self._is_no_sync = False  # whether a no_sync() context is entered
         self.reset()
 
     def reset(self) -> None:
@@ -54,7 +54,7 @@ class Accumulation:
         """Count a backward that produced gradients."""
         self._count += 1
         if self._accumulate == "manual":
-            self._is_complete = self._no_sync_depth == 0
+            self._is_complete = not self._is_no_sync
         else:
             self._is_complete = self._count >= self._accumulate
 
@@ -86,16 +86,23 @@ class Accumulation:
                 " first, or pass a larger accumulate= to lohan.wrap()"
             )
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Implement Session.no_sync()."""
         if self._accumulate == 1:
             raise UnsupportedError(
                 "model.no_sync() needs memory for sums of gradients, which lohan.wrap() allocates:"
                 " wrap with accumulate='manual', or with the number of backwards per step"
             )
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
+        before: bool | None = None  # None: not entered
+
+        def enter() -> None:
+            nonlocal before
+            before = self._is_no_sync
+            self._is_no_sync = True
+
+        def leave() -> None:
+            nonlocal before
+            if before is not None:
+                self._is_no_sync, before = before, None
+
+        return _core.Context(enter, leave)
