@@ -279,6 +279,8 @@ static int states_make(struct lhpy_engine *self)
         PyErr_NoMemory();
         return -1;
     }
+    for (size_t i = 0; i < unit_count; i++)
+        self->bound_units[i] = LHPY_UNIT_NONE;
     for (uint32_t i = 0; i < self->param_count; i++) {
         const struct lh_engine_param *param = &self->engine_params[i];
         if (lhpy_index_check("unit", param->unit, self->unit_count) < 0)

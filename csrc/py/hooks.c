@@ -152,7 +152,9 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
     PyErr_Restore(type, value, traceback);
     for (uint32_t i = 0; i < self->bound_unit_count; i++) {
         if (self->bound_units[i] == unit) {
-            self->bound_units[i] = self->bound_units[--self->bound_unit_count];
+            uint32_t last = --self->bound_unit_count;
+            self->bound_units[i] = self->bound_units[last];
+            self->bound_units[last] = LHPY_UNIT_NONE;
             break;
         }
     }

@@ -29,6 +29,8 @@
 
 /* The most copies to and from an accelerator in flight. */
 #define LHPY_COPY_COUNT 64
+/* No unit. */
+#define LHPY_UNIT_NONE UINT32_MAX
 
 struct lhpy_core {
     _Atomic uint32_t references;
@@ -118,7 +120,7 @@ struct lhpy_engine {
     struct lhpy_param *params;
     uint32_t param_count;
     uint32_t bound_unit_count; /* units with scope_depth > 0, in bound_units */
-    uint32_t *bound_units;
+    uint32_t *bound_units;     /* followed by LHPY_UNIT_NONE, which no function accepts */
     uint32_t backward_unit_count;
     uint32_t *backward_units;
     uint32_t unscoped_unit_count; /* bound by Scope.read() or Scope.hold(): see hooks.c */

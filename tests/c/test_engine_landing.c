@@ -267,6 +267,21 @@ static void test_counts(enum lh_engine_schedule schedule)
     rig_finish(&rig);
 }
 
+static void test_forward_again(void)
+{
+    struct rig rig;
+    lh_test_name("a step with two forwards, as for two micro-batches, plans its copies once");
+    rig_make(&rig, "landing-again", opts_of(LH_ENGINE_SCHEDULE_OPTIMIZED, SPARE_BYTES));
+    for (int i = 0; i < 3; i++) {
+        LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
+        rig_handles_drop(&rig);
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        LH_CHECK(rig_over_as_planned(&rig).bytes[LH_ENGINE_LINK_COPY_OUT] > 0);
+    }
+    rig_device_check(&rig);
+    rig_finish(&rig);
+}
+
 static void test_dtype(void)
 {
     struct rig rig;
@@ -335,6 +350,7 @@ int main(void)
     test_counts(LH_ENGINE_SCHEDULE_OPTIMIZED);
     test_counts(LH_ENGINE_SCHEDULE_NAIVE);
     test_counts(LH_ENGINE_SCHEDULE_DEFERRED);
+    test_forward_again();
     test_dtype();
     test_abort(LH_ENGINE_SCHEDULE_OPTIMIZED);
     test_abort(LH_ENGINE_SCHEDULE_DEFERRED);
