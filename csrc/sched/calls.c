@@ -199,7 +199,7 @@ uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit)
     LH_ASSERT(unit < engine->opts.unit_count);
     if (engine->dev)
         return engine->opts.device_memory + engine->units[unit].copy.offset;
-    return engine->region + engine->units[unit].offset;
+    return engine->units[unit].memory;
 }
 
 void lh_engine_pin(struct lh_engine *engine, uint32_t index)

@@ -252,7 +252,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
             lh_chunk_checksums(engine, unit, array->extent, chunk->first * array->element_bytes);
     }
     slab->adam = (struct lh_adam_chunk){
-        .param = engine->region + unit->offset + param_offset,
+        .param = unit->memory + param_offset,
         .residual = arrays[0],
         .moment1 = (float *)arrays[1],
         .moment2 = (float *)arrays[2],

@@ -9,7 +9,8 @@
 static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err)
 {
     const struct lh_budget *budget = opts->budget;
-    uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes +
+    uint64_t needed = (opts->team ? 0 : budget->region_bytes) +
+                      budget->slab_count * budget->slab_bytes +
                       (opts->dev && !opts->gradients_in_memory ? budget->gradient_bytes : 0);
     if (opts->unit_count == 0 || opts->group_count == 0)
         return lh_error_set(err, -EINVAL, "an engine needs at least one unit and one group");
@@ -185,11 +186,18 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         feature_add(engine, &lh_naive_feature);
         engine->pump_updates = lh_naive_pump_updates;
     }
+    if (engine->opts.team && engine->opts.team->mate == 0) {
+        LH_TRY(lh_mates_create(engine, err));
+        feature_add(engine, &lh_mates_feature);
+    } else if (engine->opts.team) {
+        feature_add(engine, &lh_borrow_feature);
+    }
     return 0;
 }
 
 static void features_destroy(struct lh_engine *engine)
 {
+    lh_borrow_destroy(engine);
     lh_saved_destroy(engine);
     lh_norm_destroy(engine);
     lh_spill_destroy(engine);
@@ -222,7 +230,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->dev = opts->dev;
     engine->waker = opts->waker;
     engine->clock = opts->clock;
-    engine->region = opts->memory;
+    engine->region = opts->team ? opts->team->region : opts->memory;
+    engine->slab_memory = opts->memory + (opts->team ? 0 : opts->budget->region_bytes);
     engine->param_count = opts->param_count;
     engine->gradients_land = opts->dev && !opts->gradients_in_memory;
     engine->gradient_scales[0] = 1.0;
@@ -235,6 +244,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
         rc = lh_transfer_create(engine, err);
     if (rc == 0)
         rc = lh_in_place_create(engine, err);
+    if (rc == 0 && opts->team && opts->team->mate > 0)
+        rc = lh_borrow_create(engine, err);
     if (rc == 0)
         rc = lh_region_create_all(engine, err);
     if (rc == 0)

@@ -119,7 +119,7 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
     copy->unit = (uint32_t)(unit - engine->units);
     copy->dev = (struct lh_dev_copy){
         .direction = LH_DEV_DIRECTION_IN,
-        .host = engine->region + unit->offset + first,
+        .host = unit->memory + first,
         .device = engine->opts.device_memory + unit->copy.offset + first,
         .bytes = end - first,
         .pause_ns = first == 0 ? alloc_ns(engine, unit->desc.place_bytes) : 0,
@@ -243,7 +243,7 @@ static void out_start(struct lh_engine *engine, struct lh_unit *unit)
     copy->unit = (uint32_t)(unit - engine->units);
     copy->dev = (struct lh_dev_copy){
         .direction = LH_DEV_DIRECTION_OUT,
-        .host = engine->region + unit->offset,
+        .host = unit->memory,
         .device = engine->opts.device_memory + unit->copy.offset,
         .bytes = unit->desc.bytes,
     };

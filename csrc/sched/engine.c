@@ -131,12 +131,12 @@ static bool is_stuck(const struct lh_engine *engine)
     bool is_awaited = atomic_load(&engine->waiting) > 0;
     struct lh_error err = {0};
     bool is_feature_stuck = LH_FEATURE_ANY(engine, is_stuck, &err);
-    if (is_awaited && is_feature_stuck)
+    if (is_feature_stuck)
         return true;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         bool is_owed_update = unit->update.is_queued && unit->state == LH_UNIT_STATE_ABSENT;
-        if (unit->waiter_count > 0 || (is_awaited && is_owed_update))
+        if (unit->waiter_count > 0 || unit->mates.is_wanted || (is_awaited && is_owed_update))
             return true;
     }
     return false;
@@ -172,6 +172,9 @@ static bool waiters_refuse(struct lh_engine *engine, const struct lh_error *err)
 static void stuck_fail(struct lh_engine *engine)
 {
     struct lh_error err = {0};
+    bool is_busy = LH_FEATURE_ANY(engine, is_busy);
+    if (is_busy)
+        return;
     bool is_feature_stuck = LH_FEATURE_ANY(engine, is_stuck, &err);
     if (is_feature_stuck) {
         lh_core_fail(engine, &err);

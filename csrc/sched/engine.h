@@ -39,6 +39,7 @@
 #include "sched/in_place.h"
 #include "sched/saved.h"
 #include "store/store.h"
+#include "team/team.h"
 
 #define LH_ENGINE_EXTENT_NONE UINT32_MAX
 /*
@@ -120,7 +121,7 @@ struct lh_engine_opts {
      * Memory for the budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy.
      */
     uint8_t *memory;
-    uint64_t memory_bytes;  /* at least region_bytes + slab_count * slab_bytes */
+    uint64_t memory_bytes; /* at least region_bytes (without a team) + slab_count * slab_bytes */
     struct lh_store *store; /* this and the next three are borrowed until destroy */
     struct lh_io *io;
     struct lh_exec *exec; /* queue room for 4 * io_depth + 8 jobs, and one per slab and unit */
@@ -137,6 +138,12 @@ struct lh_engine_opts {
     uint32_t copy_count; /* the maximum number of copies in flight on dev */
     struct lh_saved_opts saved;
     struct lh_in_place_opts in_place;
+    /*
+     * The processes of this machine that share parameters (team/team.h); borrowed until destroy.
+     * The owner's region is the team's, and a mate has none: `memory` begins with the slabs. A
+     * mate's store, which it must not write, is only read for its description. NULL: no team.
+     */
+    struct lh_team *team;
     bool gradients_in_memory; /* with dev: gradients are nevertheless passed in main memory */
     uint32_t io_depth;        /* the maximum number of requests in flight */
     uint64_t transfer_bytes;  /* the maximum size of a request; a multiple of LH_CHECKSUM_BYTES */
@@ -380,13 +387,11 @@ enum lh_engine_link {
     LH_ENGINE_LINK_SAVED_READ,
     LH_ENGINE_LINK_SAVED_IN,  /* saved tensors, to the accelerator */
     LH_ENGINE_LINK_SAVED_OUT, /* saved tensors, from the accelerator */
+    LH_ENGINE_LINK_SHARED,    /* parameters, read where another process has them (borrow.c) */
     LH_ENGINE_LINK_COUNT,
 };
 
-/*
- * Whether a link connects SSDs and main memory; other links connect main memory and the
- * accelerator.
- */
+/* Whether a link connects SSDs and main memory. */
 static inline bool lh_engine_link_is_ssd(enum lh_engine_link link)
 {
     return link < LH_ENGINE_LINK_COPY_IN || link == LH_ENGINE_LINK_SAVED_WRITE ||

@@ -33,6 +33,7 @@
 
 #include "base/assert.h"
 #include "base/ring.h"
+#include "sched/borrow.h"
 #include "sched/chunk.h"
 #include "sched/copy.h"
 #include "sched/core.h"
@@ -44,6 +45,7 @@
 #include "sched/in_place_private.h"
 #include "sched/job.h"
 #include "sched/landing.h"
+#include "sched/mates.h"
 #include "sched/naive.h"
 #include "sched/norm.h"
 #include "sched/region.h"
@@ -107,6 +109,7 @@ struct lh_engine {
     struct lh_engine_opts opts; /* without the pointers borrowed for the call */
     struct lh_budget budget;
     uint8_t *region;
+    uint8_t *slab_memory; /* the slabs, followed by the gradients' blocks */
 
     struct lh_unit *units;
     struct lh_engine_param *params;
@@ -153,6 +156,8 @@ struct lh_engine {
     struct lh_norm norm;
     struct lh_split split;
     struct lh_saved_area saved;
+    struct lh_mates mates;
+    struct lh_borrow borrow;
 
     /* Step (step.c). */
     enum lh_step_state step_state;

@@ -15,6 +15,8 @@
  *      norm      schedule SERIAL or DEFERRED                        norm.c
  *      saved     there is memory for saved tensors                  saved.c
  *      naive     schedule NAIVE                                     naive.c
+ *      mates     other processes read this engine's units           mates.c
+ *      borrow    the engine's units are another process's           borrow.c
  *
  * Features are called in this order. A condition is true if all features return true; the first
  * false ends the evaluation. Pumps return whether something moved.
@@ -33,7 +35,7 @@ struct lh_engine_step_stats;
 struct lh_unit;
 struct lh_update_pump;
 
-#define LH_FEATURE_COUNT_MAX 8
+#define LH_FEATURE_COUNT_MAX 9
 
 /* Any of the functions may be NULL. */
 struct lh_feature {
@@ -74,6 +76,16 @@ struct lh_feature {
     void (*planned)(struct lh_engine *engine, struct lh_unit *unit, uint64_t step);
     void (*plan_corrected)(struct lh_engine *engine, struct lh_unit *unit);
 
+    /* The unit is READY in main memory. */
+    void (*unit_ready)(struct lh_engine *engine, struct lh_unit *unit);
+    /*
+     * Whether the engine may take a READY unit's bytes in main memory away from their readers; it
+     * does so now, unless the unit is ready again (unit_ready) because of another reader.
+     */
+    bool (*unit_may_claim)(struct lh_engine *engine, struct lh_unit *unit);
+    /* Whether the unit's bytes in main memory have readers that the engine does not know. */
+    bool (*unit_is_lent)(const struct lh_engine *engine, const struct lh_unit *unit);
+
     /* The open step was closed. */
     void (*step_closed)(struct lh_engine *engine);
     /* Whether the closed step can end without a commit. */
@@ -87,12 +99,15 @@ struct lh_feature {
     void (*unit_forgotten)(struct lh_engine *engine, struct lh_unit *unit);
 
     bool (*ahead_may_read)(const struct lh_engine *engine);
+    /* Whether another process will end the waits of threads. */
+    bool (*is_busy)(const struct lh_engine *engine);
     /* Called in each poll before the updates, at their start, and after them. */
     bool (*pump_before)(struct lh_engine *engine);
     bool (*pump_gradients)(struct lh_engine *engine);
     bool (*pump_after)(struct lh_engine *engine);
     /*
-     * Returns true and sets *err if a thread waits for the feature and nothing can end that wait.
+     * Returns true and sets *err if a thread, of this or another process, waits for the feature and
+     * nothing can end that wait.
      */
     bool (*is_stuck)(const struct lh_engine *engine, struct lh_error *err);
 };

@@ -185,7 +185,7 @@ static void source_move(const struct lh_engine *engine, const struct lh_transfer
                         uint64_t request, uint64_t first, uint64_t bytes)
 {
     const struct lh_unit *unit = &engine->units[transfer->unit];
-    uint8_t *memory = engine->region + unit->offset;
+    uint8_t *memory = unit->memory;
     LH_ASSERT(request <= first && first + bytes <= unit->desc.bytes);
     const struct lh_in_place_unit *made = unit->in_place.made;
     for (uint32_t i = move_at(made, first); i < made->move_count; i++) {
@@ -216,7 +216,7 @@ static void seam_close(const struct lh_unit *unit, uint64_t offset)
     uint64_t begin = lh_max_u64(move->from, offset) - (move->from - move->to);
     uint64_t end = lh_min_u64(move->to + move->bytes, offset);
     if (begin < end)
-        memcpy(unit->engine->region + unit->offset + begin, seam_of(unit, offset), end - begin);
+        memcpy(unit->memory + begin, seam_of(unit, offset), end - begin);
 }
 
 /* All requests of the unit are done: put the bytes that were set aside in their places. */

@@ -117,13 +117,14 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
     bool is_here = unit->state != LH_UNIT_STATE_ABSENT;
     uint64_t offset = unit->offset;
     plan->use_counts[index] = unit->use_count;
-    plan->open_uses[index] = unit->use_is_open ? 1 : 0;
+    bool is_lent = LH_FEATURE_ANY(engine, unit_is_lent, unit);
+    plan->open_uses[index] = unit->use_is_open || is_lent ? 1 : 0;
     if (is_device(engine, region)) {
         is_here = lh_device_unit_is_placed(&unit->copy);
         offset = unit->copy.offset;
         plan->use_counts[index] = unit->copy.use_count;
     } else if (engine->dev) {
-        plan->open_uses[index] = unit->copy.is_copying ? 1 : 0;
+        plan->open_uses[index] = unit->copy.is_copying || is_lent ? 1 : 0;
     }
     plan->is_stale[index] = is_device(engine, region) && is_here && unit->copy.is_stale;
     if (is_here)
@@ -184,7 +185,8 @@ static bool is_owed(const struct lh_engine *engine, const struct lh_region *regi
         return is_awaited && (!lh_device_unit_is_placed(&unit->copy) || unit->copy.is_stale);
     if (unit->state != LH_UNIT_STATE_ABSENT)
         return false;
-    return is_awaited || (unit->update.is_queued && !unit->update.is_done);
+    return is_awaited || unit->mates.is_wanted ||
+           (unit->update.is_queued && !unit->update.is_done);
 }
 
 static uint64_t owed_put(const struct lh_engine *engine, struct lh_region *region)
@@ -534,7 +536,8 @@ int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
             return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " events",
                                 engine->event_max);
     }
-    engine->host_region.link = LH_ENGINE_LINK_PARAM_READ;
+    bool is_borrower = engine->opts.team && engine->opts.team->mate > 0;
+    engine->host_region.link = is_borrower ? LH_ENGINE_LINK_SHARED : LH_ENGINE_LINK_PARAM_READ;
     engine->device_region.link = LH_ENGINE_LINK_COPY_IN;
     engine->uses = engine->dev ? &engine->device_region : &engine->host_region;
     LH_TRY(region_create(engine, &engine->host_region, engine->budget.region_bytes, err));

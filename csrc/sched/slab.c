@@ -130,7 +130,7 @@ int lh_slab_create(struct lh_engine *engine, struct lh_error *err)
         struct lh_slab *slab = &engine->slabs[i];
         slab->engine = engine;
         slab->chunk = LH_CHUNK_NONE;
-        slab->memory = engine->region + engine->budget.region_bytes + i * engine->budget.slab_bytes;
+        slab->memory = engine->slab_memory + i * engine->budget.slab_bytes;
         slab->segments = lh_alloc_zeroed(alloc, segment_max, sizeof(*slab->segments));
         bool failed = !slab->segments;
         for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {

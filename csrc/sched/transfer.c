@@ -116,7 +116,8 @@ static const char *link_name(enum lh_engine_link link)
         "parameters read",  "states read",           "parameters written", "states written",
         "commit",           "gradients written",     "gradients read",     "copies in",
         "copies out",       "saved tensors written", "saved tensors read", "saved tensors in",
-        "saved tensors out"};
+        "saved tensors out",
+        "parameters shared"};
     LH_ASSERT(link < LH_ENGINE_LINK_COUNT);
     return names[link];
 }

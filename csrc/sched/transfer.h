@@ -24,6 +24,8 @@ enum lh_priority {
     LH_PRIORITY_COUNT,
 };
 
+struct lh_unit;
+
 /*
  * Functions of a source: files that transfers read or write, and how extents are laid out in them.
  */
@@ -53,6 +55,12 @@ struct lh_source_ops {
                  uint64_t request, uint64_t first, uint64_t bytes);
     /* (optional) All of a transfer was read. */
     void (*loaded)(struct lh_engine *engine, const struct lh_transfer *transfer);
+    /*
+     * (optional) The source brings a LOADING unit into main memory by itself, without transfers,
+     * and calls lh_unit_arrived(); and the engine does not need the unit's bytes any more.
+     */
+    void (*load)(struct lh_engine *engine, struct lh_unit *unit, uint64_t step);
+    void (*evicted)(struct lh_engine *engine, struct lh_unit *unit);
     /* Appended to error messages about a wrong checksum. */
     const char *advice;
 };

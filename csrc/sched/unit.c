@@ -51,6 +51,22 @@ void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
     lh_unit_state_set(unit, LH_UNIT_STATE_READY);
     if (!engine->dev)
         lh_unit_grant(engine, unit);
+    LH_FEATURE_CALL(engine, unit_ready, unit);
+}
+
+void lh_unit_arrived(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING);
+    atomic_fetch_add(&unit->shared.load_count, 1); /* this must precede the grant */
+    unit->copy.host_matches_write_back = false;
+    lh_unit_make_ready(engine, unit);
+    lh_update_consider(engine, (uint32_t)(unit - engine->units));
+}
+
+void lh_unit_load_cancel(struct lh_unit *unit)
+{
+    LH_ASSERT(unit->waiter_count == 0 && unit->source->ops->load);
+    lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
 }
 
 static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
@@ -59,10 +75,7 @@ static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
     LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
     if (unit->source->ops->loaded)
         unit->source->ops->loaded(engine, transfer);
-    atomic_fetch_add(&unit->shared.load_count, 1); /* this must precede the grant */
-    unit->copy.host_matches_write_back = false;
-    lh_unit_make_ready(engine, unit);
-    lh_update_consider(engine, transfer->unit);
+    lh_unit_arrived(engine, unit);
 }
 
 /* The training thread pinned a READY unit (USE) or waits for a pin (ACQUIRE): a use begins. */
@@ -129,16 +142,38 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
 
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
-    return engine->dev ? !unit->copy.is_copying : lh_unit_claim(unit);
+    bool is_read = engine->dev ? unit->copy.is_copying : lh_unit_pins(unit) > 0;
+    bool may_claim = !is_read && LH_FEATURE_ALL(engine, unit_may_claim, unit);
+    if (!may_claim || engine->dev)
+        return may_claim;
+    if (lh_unit_claim(unit))
+        return true;
+    LH_FEATURE_CALL(engine, unit_ready, unit); /* a thread has pinned the unit meanwhile */
+    return false;
+}
+
+/* The unit's bytes are not in main memory any more. */
+static void absent_set(struct lh_engine *engine, struct lh_unit *unit)
+{
+    lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
+    if (unit->source->ops->evicted)
+        unit->source->ops->evicted(engine, unit);
+}
+
+bool lh_unit_try_forget(struct lh_engine *engine, uint32_t index)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, index);
+    LH_ASSERT(unit->state == LH_UNIT_STATE_READY);
+    if (!lh_unit_claim_host(engine, unit))
+        return false;
+    absent_set(engine, unit);
+    return true;
 }
 
 void lh_unit_forget(struct lh_engine *engine, uint32_t index)
 {
-    struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    LH_ASSERT(unit->state == LH_UNIT_STATE_READY);
-    bool is_mine = lh_unit_claim_host(engine, unit);
-    LH_ASSERT(is_mine);
-    lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
+    bool is_forgotten = lh_unit_try_forget(engine, index);
+    LH_ASSERT(is_forgotten);
 }
 
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
@@ -156,6 +191,11 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     LH_ASSERT(op->offset + unit->desc.bytes <= engine->budget.region_bytes);
     lh_unit_state_set(unit, LH_UNIT_STATE_LOADING);
     unit->offset = op->offset;
+    unit->memory = engine->region + op->offset;
+    if (unit->source->ops->load) {
+        unit->source->ops->load(engine, unit, step);
+        return;
+    }
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     unit->load = (struct lh_transfer){
         .source = unit->source,
@@ -169,7 +209,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         .extent = unit->desc.param_extent,
         .slot = slot,
         .bytes = unit->desc.bytes,
-        .buffer = engine->region + op->offset,
+        .buffer = unit->memory,
     };
     lh_transfer_submit(engine, &unit->load);
 }
@@ -189,7 +229,7 @@ bool lh_unit_pump(struct lh_engine *engine)
                 break;
             /* a unit with dirty P has a place of its own */
             LH_ASSERT(!unit->update.is_param_dirty);
-            lh_unit_state_set(unit, LH_UNIT_STATE_ABSENT);
+            absent_set(engine, unit);
         }
         region->op_first++;
         moved = true;

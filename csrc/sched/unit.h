@@ -5,6 +5,7 @@
  *
  *      ABSENT -> LOADING     load_start            op LOAD of the plan
  *      LOADING -> READY      lh_unit_make_ready    all bytes are here and checked
+ *      LOADING -> ABSENT     lh_unit_load_cancel   it is no longer awaited from another process
  *      READY -> UPDATING     lh_update_pump_take   it has no pin, and its update is queued
  *      UPDATING -> READY     lh_unit_make_ready    all chunks are computed, or none was
  *      READY -> ABSENT       lh_unit_pump          op EVICT: no pins, uses of the plan over
@@ -21,6 +22,7 @@
 #include "sched/engine.h"
 #include "sched/in_place_private.h"
 #include "sched/landing.h"
+#include "sched/mates.h"
 #include "sched/norm.h"
 #include "sched/slab.h"
 #include "sched/spill.h"
@@ -63,7 +65,8 @@ struct lh_unit {
     struct lh_unit_shared shared;
     struct lh_unit_caller caller;
     enum lh_unit_state state;
-    uint64_t offset;    /* the unit's offset in main memory's region, while not ABSENT */
+    uint64_t offset; /* the unit's offset in the plan of main memory's region, while not ABSENT */
+    uint8_t *memory; /* the unit's bytes in main memory, while not ABSENT */
     uint64_t use_count; /* the number of uses of the unit's bytes in main memory since creation */
     bool use_is_open;
     uint64_t use_started_ns;
@@ -81,6 +84,7 @@ struct lh_unit {
     struct lh_defer_unit defer;
     struct lh_spill_unit spill;
     struct lh_norm_unit norm;
+    struct lh_mates_unit mates;
 };
 
 /* Change a unit's state; only this function changes it. */
@@ -102,7 +106,13 @@ void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
  */
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit);
+/* Its source will not bring a LOADING unit, which no thread waits for. */
+void lh_unit_load_cancel(struct lh_unit *unit);
+/* All bytes of a LOADING unit are in main memory. */
+void lh_unit_arrived(struct lh_engine *engine, struct lh_unit *unit);
 void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
+/* The same for a unit that may have readers. Returns false if it has. */
+bool lh_unit_try_forget(struct lh_engine *engine, uint32_t unit);
 /* Execute the plan's ops in order, as far as possible now. Returns whether anything moved. */
 bool lh_unit_pump(struct lh_engine *engine);
 

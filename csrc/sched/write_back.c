@@ -160,7 +160,7 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
                          .extent = unit->desc.param_extent,
                          .offset = chunk->first * param_bytes,
                          .bytes = chunk->count * param_bytes,
-                         .buffer = engine->region + unit->offset + chunk->first * param_bytes,
+                         .buffer = unit->memory + chunk->first * param_bytes,
                      });
     if (slab->pending == 0)
         written(engine, chunk);
@@ -209,7 +209,7 @@ static void param_write_dirty(struct lh_engine *engine, struct lh_unit *unit, ui
         .extent = unit->desc.param_extent,
         .slot = lh_store_write_slot(engine->store, unit->desc.store_group),
         .bytes = unit->desc.bytes,
-        .buffer = engine->region + unit->offset,
+        .buffer = unit->memory,
     };
     lh_transfer_submit(engine, &unit->load);
 }

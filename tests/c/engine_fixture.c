@@ -7,6 +7,7 @@
 #include "rig_in_place.h"
 #include "rig_inline.h"
 #include "rig_saved.h"
+#include "rig_team.h"
 #include "rig_wait.h"
 #include "sched/split.h"
 #include "store_fixture.h"
@@ -264,6 +265,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .trace_count = 16,
         .norms = rig->opts.norms,
         .manual = rig->opts.manual,
+        .team = rig->team,
     };
     rig_device_opts(rig, &opts);
     rig_saved_opts(rig, &opts);
@@ -302,6 +304,7 @@ static void parts_make(struct rig *rig)
         LH_CHECK(lh_exec_threads_create(&exec_opts, &rig->alloc, &rig->exec, NULL) == 0);
     if (rig->opts.device)
         rig->device = rig_device_open(rig, rig->opts.device, rig->opts.device_bytes);
+    rig->team = rig_team_open(rig);
     struct lh_engine_opts opts = rig_engine_opts(rig);
     struct lh_error err = {0};
     int rc = lh_engine_create(&opts, &rig->engine_alloc, &rig->engine, &err);
@@ -346,6 +349,7 @@ void rig_shut(struct rig *rig)
     }
     LH_CHECK(rig->engine_alloc.live_count == 0);
     rig_device_close(rig);
+    rig_team_close(rig);
     rig->exec->ops->destroy(rig->exec);
     rig->io->ops->destroy(rig->io);
     lh_waker_deinit(&rig->waker);

@@ -43,6 +43,9 @@ struct rig_opts {
     bool manual;
     /* gradients have the parameters' dtypes, as in torch; they may wait on SSD */
     bool plain_gradients;
+    uint32_t team_mates;         /* the rig owns a team with as many mates (rig_team.h) */
+    const struct rig *team_of;   /* the rig is a mate of this one, with the number team_mate */
+    uint32_t team_mate;
     uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };
 
@@ -78,6 +81,7 @@ struct rig {
     struct rig_device *device;     /* NULL: no accelerator */
     struct rig_saved *saved;       /* NULL: no saved tensors */
     struct rig_in_place *in_place; /* NULL: the unit is in the store */
+    struct lh_team *team;          /* NULL: no other engine shares parameters */
     uint8_t *memory;
     uint64_t memory_bytes;
     void *gradients[RIG_PARAM_COUNT];

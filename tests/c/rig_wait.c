@@ -8,8 +8,8 @@
 #define MANUAL_ROUND_COUNT_MAX 8
 #define POLL_COUNT_MAX 2000000
 
-static uint64_t wait_until_ns;
-static uint32_t wait_rounds;
+static _Thread_local uint64_t wait_until_ns;
+static _Thread_local uint32_t wait_rounds;
 
 void rig_wait_begin(struct rig *rig)
 {

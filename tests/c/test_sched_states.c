@@ -18,7 +18,7 @@ struct machine {
 
 static const struct machine machines[] = {
     /* ABSENT LOADING READY UPDATING */
-    {"unit", lh_states_unit, 4, {".x..", "..x.", "x..x", "x.x."}},
+    {"unit", lh_states_unit, 4, {".x..", "x.x.", "x..x", "x.x."}},
     /* IDLE READING LOADED COMPUTING COMPUTED WRITING */
     {"chunk", lh_states_chunk, 6, {".x....", "..x...", "xx.x.x", "....x.", "x....x", "x.x..."}},
     /* OPEN CLOSED COMMITTING ABORTING */

@@ -68,7 +68,7 @@ static void row_print(const struct row *row, char *line)
                         timing->backward_ns + timing->close_wait_ns, timing->forward_wait_ns,
                         timing->backward_wait_ns, timing->gradient_wait_ns, stats->ssd_busy_ns,
                         stats->update_busy_ns);
-    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++)
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_SHARED; i++) /* one process: nothing is shared */
         used +=
             snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64, stats->bytes[i]);
     snprintf(line + used, (size_t)(LINE_BYTES_MAX - used), ",%" PRIu64 ",%" PRIu64 "\n",

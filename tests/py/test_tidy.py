@@ -33,6 +33,7 @@ RANKS = {
     "dev": 1,
     "exec": 1,
     "mem": 2,
+    "team": 2,
     "store": 3,
     "compute": 3,
     "plan": 4,

@@ -1,0 +1,164 @@
+/*
+ * The owner's side of a team (team/team.h): units that are READY in main memory are lent to mates,
+ * which pin them where they are.
+ *
+ * Mates use the units in the order of the owner, somewhat earlier or later. If a mate is late, its
+ * pins delay the owner's evictions; if it is early, it waits for the loads of the owner's plan. So
+ * usually the mates' wants need no loads of their own. A unit that a late mate wants was evicted
+ * before the mate used it: it is owed to the mate, like a unit that a thread of this process waits
+ * for. So is any unit that a mate wants while nothing else happens.
+ *
+ * Mates hold no pins while a step is updated: updates begin only after all processes have ended
+ * their backward, and mates give everything back before they say so.
+ */
+#include "sched/mates.h"
+
+#include "sched/engine_private.h"
+
+static uint32_t index_of(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return (uint32_t)(unit - engine->units);
+}
+
+/* Count the uses of a cycle. */
+static void use_begun(struct lh_engine *engine, uint32_t unit)
+{
+    (void)unit;
+    engine->mates.use_count = engine->recording.count == 0 ? 1 : engine->mates.use_count + 1;
+}
+
+/* Whether a mate that wants the unit has begun fewer uses in its cycle than this process. */
+static bool is_late(const struct lh_engine *engine, uint32_t unit)
+{
+    const struct lh_team *team = engine->opts.team;
+    uint64_t wants = lh_team_wants(team, unit);
+    for (uint32_t mate = 1; mate <= team->mate_count; mate++) {
+        if ((wants >> mate & 1) && lh_team_uses(team, mate) <= engine->mates.use_count)
+            return true;
+    }
+    return false;
+}
+
+/* Look for new wants; plan loads for mates that are late, and in room that mates have made. */
+static bool wants_pump(struct lh_engine *engine)
+{
+    const struct lh_team *team = engine->opts.team;
+    uint64_t count = lh_team_want_count(team);
+    uint64_t returned_count = lh_team_returned_count(team);
+    bool is_owed = returned_count != engine->mates.returned_count;
+    if (count == engine->mates.want_count && !is_owed)
+        return false;
+    engine->mates.want_count = count;
+    engine->mates.returned_count = returned_count;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, i);
+        if (unit->state != LH_UNIT_STATE_ABSENT || lh_team_wants(team, i) == 0)
+            continue;
+        is_owed |= is_late(engine, i);
+        unit->mates.is_wanted = true;
+    }
+    if (is_owed)
+        lh_region_plan_around(engine);
+    return true;
+}
+
+/* Whether a thread of any process waits for a unit that is not in main memory. */
+static bool is_awaited(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        bool is_waited = unit->waiter_count > 0 || unit->mates.is_wanted;
+        if (is_waited && unit->state == LH_UNIT_STATE_ABSENT)
+            return true;
+    }
+    return false;
+}
+
+/* The units that were awaited have room now. */
+static bool room_pump(struct lh_engine *engine)
+{
+    struct lh_team *team = engine->opts.team;
+    if (lh_team_needs_room(team) && !is_awaited(engine))
+        lh_team_room_ask(team, false);
+    return false;
+}
+
+static void unit_ready(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(unit->state == LH_UNIT_STATE_READY);
+    unit->mates.is_wanted = false;
+    lh_team_publish(engine->opts.team, index_of(engine, unit), unit->offset);
+}
+
+static bool unit_may_claim(struct lh_engine *engine, struct lh_unit *unit)
+{
+    return lh_team_claim(engine->opts.team, index_of(engine, unit));
+}
+
+static bool unit_is_lent(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return lh_team_is_pinned(engine->opts.team, index_of(engine, unit));
+}
+
+static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+{
+    lh_team_step_set(engine->opts.team, stats->step);
+}
+
+/* Whether a process that does not wait uses units, and so will make room. */
+static bool is_busy(const struct lh_engine *engine)
+{
+    bool is_any = lh_team_is_busy(engine->opts.team);
+    if (engine->dev || atomic_load(&engine->waiting) > 0)
+        return is_any;
+    for (uint32_t i = 0; !is_any && i < engine->opts.unit_count; i++)
+        is_any = lh_unit_pins(&engine->units[i]) > 0;
+    return is_any;
+}
+
+/*
+ * Nothing is in flight. If a unit is awaited, mates' pins may be in its way, even where the plan
+ * has chosen other places because of them: ask for what mates do not use.
+ */
+static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
+{
+    bool is_any = is_awaited(engine);
+    if (is_any)
+        lh_team_room_ask(engine->opts.team, true);
+    for (uint32_t i = 0; is_any && i < engine->opts.unit_count; i++) {
+        if (!engine->units[i].mates.is_wanted)
+            continue;
+        lh_error_set(err, -ENOSPC,
+                     "unit %u, which another process of this machine waits for, has no room beside"
+                     " the units in use: raise host_bytes",
+                     i);
+        return true;
+    }
+    return false;
+}
+
+int lh_mates_create(struct lh_engine *engine, struct lh_error *err)
+{
+    const struct lh_team *team = engine->opts.team;
+    if (team->unit_count != engine->opts.unit_count ||
+        team->region_bytes < engine->budget.region_bytes)
+        return lh_error_set(err, -EINVAL,
+                            "the team's memory is for %u units in %llu bytes, not for %u in %llu",
+                            team->unit_count, (unsigned long long)team->region_bytes,
+                            engine->opts.unit_count,
+                            (unsigned long long)engine->budget.region_bytes);
+    return 0;
+}
+
+const struct lh_feature lh_mates_feature = {
+    .name = "mates",
+    .use_begun = use_begun,
+    .unit_ready = unit_ready,
+    .unit_may_claim = unit_may_claim,
+    .unit_is_lent = unit_is_lent,
+    .step_over = step_over,
+    .pump_before = wants_pump,
+    .pump_after = room_pump,
+    .is_busy = is_busy,
+    .is_stuck = is_stuck,
+};
