@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-SHAPE = (2, 128)  # a batch of one process
+LENGTH = 128
 LORA_RANK = 16
 SYSTEMS = ("lohan", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -91,7 +91,7 @@ def deepspeed_step(args: argparse.Namespace) -> Step:
     dist.init_process_group("gloo")
     model = build(args.lora)
     config = {
-        "train_micro_batch_size_per_gpu": SHAPE[0],
+        "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--store", default=None)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of one process")
     args = parser.parse_args()
     torch.set_num_threads(1)
     # Libraries print; only answers belong in this program's output.
@@ -130,7 +131,8 @@ def main() -> None:
     step = make(args)
     generator = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
     for line in sys.stdin:
-        batches = [torch.randint(0, 50257, SHAPE, generator=generator) for _ in range(int(line))]
+        shape = (args.batch, LENGTH)
+        batches = [torch.randint(0, 50257, shape, generator=generator) for _ in range(int(line))]
         begin = time.perf_counter()
         losses = [float(step(batch)) for batch in batches]
         seconds = (time.perf_counter() - begin) / len(batches)

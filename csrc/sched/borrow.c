@@ -94,6 +94,8 @@ static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
     if (left == borrow->waiting_count)
         return;
     borrow->waiting_count = left;
+    lh_core_stats(engine, unit->load.step)->planned_bytes[LH_ENGINE_LINK_SHARED] -=
+        unit->desc.bytes;
     lh_team_unwant(engine->opts.team, index);
     lh_unit_load_cancel(unit);
 }

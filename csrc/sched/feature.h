@@ -106,8 +106,7 @@ struct lh_feature {
     bool (*pump_gradients)(struct lh_engine *engine);
     bool (*pump_after)(struct lh_engine *engine);
     /*
-     * Returns true and sets *err if a thread, of this or another process, waits for the feature and
-     * nothing can end that wait.
+     * Returns true and sets *err if a thread waits for the feature and nothing can end that wait.
      */
     bool (*is_stuck)(const struct lh_engine *engine, struct lh_error *err);
 };

@@ -552,7 +552,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 
 static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 {
-    if (atomic_load(&engine->waiting) == 0 || !is_anybody_stuck(engine))
+    if (!is_anybody_stuck(engine))
         return false;
     stuck_set(engine, err);
     return true;

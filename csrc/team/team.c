@@ -52,6 +52,13 @@ static int fd_error(struct lh_error *err, const char *what, uint64_t bytes)
                         strerror(-code));
 }
 
+static void init(struct lh_team *team, int fd, uint32_t mate)
+{
+    *team = (struct lh_team){.fd = fd, .mate = mate};
+    for (size_t i = 0; i < LH_COUNT_OF(team->bells); i++)
+        team->bells[i] = -1;
+}
+
 /* Map all of fd at an address that is aligned to huge pages, as is the region in it. */
 static int map(struct lh_team *team, uint64_t bytes, struct lh_error *err)
 {
@@ -90,8 +97,7 @@ static void fields_set(struct lh_team *team)
 
 int lh_team_create(const struct lh_team_opts *opts, struct lh_team *team, struct lh_error *err)
 {
-    memset(team, 0, sizeof(*team));
-    team->fd = -1;
+    init(team, -1, 0);
     if (opts->unit_count == 0 || opts->mate_count == 0 ||
         opts->mate_count > LH_TEAM_MATE_COUNT_MAX)
         return lh_error_set(err, -EINVAL, "a team of %u units and %u mates is out of range",
@@ -138,9 +144,7 @@ static bool is_team(const struct lh_team *team)
 int lh_team_join(int fd, uint32_t mate, struct lh_team *team, struct lh_error *err)
 {
     struct stat facts = {0};
-    memset(team, 0, sizeof(*team));
-    team->fd = fd;
-    team->mate = mate;
+    init(team, fd, mate);
     int rc = 0;
     if (fstat(fd, &facts) < 0)
         rc = fd_error(err, "look at shared memory", 0);
@@ -181,6 +185,8 @@ static void ring(const struct lh_team *team, uint32_t process)
 {
     LH_ASSERT(process <= team->mate_count);
     uint64_t one = 1;
+    if (team->bells[process] < 0)
+        return; /* the process has not joined yet */
     ssize_t put = write(team->bells[process], &one, sizeof(one));
     /* EAGAIN: the counter is at its limit, so the descriptor is readable already. */
     LH_ASSERT(put == (ssize_t)sizeof(one) || errno == EAGAIN);

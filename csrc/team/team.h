@@ -45,7 +45,8 @@ struct lh_team {
     uint32_t mate_count;
     uint32_t mate; /* this process: 0 is the owner, 1 .. mate_count a mate */
     int fd;        /* of the map */
-    int bells[LH_TEAM_MATE_COUNT_MAX + 1]; /* eventfds that wake each process; borrowed */
+    /* Eventfds that wake each process; borrowed. -1, as at first: it cannot be woken yet. */
+    int bells[LH_TEAM_MATE_COUNT_MAX + 1];
 };
 
 struct lh_team_opts {

@@ -126,6 +126,7 @@ static void test_steps(uint32_t count, bool least_memory)
         LH_CHECK(lh_engine_stats(set.mates[i].rig.engine, &stats));
         LH_CHECK(stats.bytes[LH_ENGINE_LINK_PARAM_READ] == 0);
         LH_CHECK(stats.bytes[LH_ENGINE_LINK_SHARED] >= param_bytes(&set.owner));
+        LH_CHECK(stats.bytes[LH_ENGINE_LINK_SHARED] == stats.planned_bytes[LH_ENGINE_LINK_SHARED]);
         LH_CHECK(set.mates[i].rig.step == set.owner.step);
     }
     set_unmake(&set);
