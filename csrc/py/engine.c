@@ -56,7 +56,7 @@ int lhpy_engine_wait(struct lhpy_engine *self, lhpy_wait_fn wait, uint64_t argum
         Py_END_ALLOW_THREADS
         if (rc != 0)
             break;
-        is_interrupted = PyErr_CheckSignals() < 0;
+        is_interrupted = PyErr_CheckSignals() < 0 || lhpy_team_check(self) < 0;
         /* An update may be waiting for room that units of the backward occupy. */
         if (!is_interrupted) {
             room_make(self, &is_tentative);
@@ -452,8 +452,9 @@ static const size_t engine_objects[] = {
     offsetof(struct lhpy_engine, raiser),      offsetof(struct lhpy_engine, in_place_object),
     offsetof(struct lhpy_engine, on_backward), offsetof(struct lhpy_engine, on_gradient),
     offsetof(struct lhpy_engine, on_forward),  offsetof(struct lhpy_engine, in_backward),
-    offsetof(struct lhpy_engine, on_use),      offsetof(struct lhpy_engine, handle_type),
-    offsetof(struct lhpy_engine, scope_type),  offsetof(struct lhpy_engine, zo_image),
+    offsetof(struct lhpy_engine, team_check),  offsetof(struct lhpy_engine, on_use),
+    offsetof(struct lhpy_engine, handle_type), offsetof(struct lhpy_engine, scope_type),
+    offsetof(struct lhpy_engine, zo_image),
 };
 static const size_t param_objects[] = {
     offsetof(struct lhpy_param, tensor),       offsetof(struct lhpy_param, order),
@@ -546,7 +547,7 @@ void lhpy_engine_methods_join(void)
 {
     const PyMethodDef *const tables[] = {
         own_methods,        lhpy_session_methods, lhpy_hook_methods, lhpy_handle_methods,
-        lhpy_saved_methods, lhpy_sums_methods,    lhpy_zo_methods};
+        lhpy_saved_methods, lhpy_sums_methods,    lhpy_zo_methods,   lhpy_team_methods};
     size_t count = 0;
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++) {
         for (const PyMethodDef *method = tables[i]; method->ml_name; method++) {

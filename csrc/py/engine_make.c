@@ -128,6 +128,7 @@ struct make_opts {
     int32_t nice;
     bool sums;
     struct lhpy_device_opts device;
+    struct lhpy_team_opts team;
 };
 
 /*
@@ -136,7 +137,8 @@ struct make_opts {
  */
 static uint64_t moved_bytes(const struct lhpy_engine *self)
 {
-    return self->budget.region_bytes + self->budget.slab_count * self->budget.slab_bytes;
+    uint64_t region_bytes = self->core->has_team ? 0 : self->budget.region_bytes;
+    return region_bytes + self->budget.slab_count * self->budget.slab_bytes;
 }
 
 static uint64_t saved_offset(const struct lhpy_engine *self, const struct make_opts *opts)
@@ -155,8 +157,14 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
     static struct lh_clock io_clock; /* the backends borrow it for life; it has no state */
     io_clock = clock;
     const struct lh_saved_opts *saved = &self->saved;
-    struct lh_io_buffer buffers[] = {{.base = core->arena->base, .bytes = moved_bytes(self)},
-                                     {.base = saved->memory, .bytes = saved->memory_bytes}};
+    struct lh_io_buffer buffers[3] = {{.base = core->arena->base, .bytes = moved_bytes(self)}};
+    uint32_t buffer_count = 1;
+    if (saved->memory_bytes > 0)
+        buffers[buffer_count++] =
+            (struct lh_io_buffer){.base = saved->memory, .bytes = saved->memory_bytes};
+    if (core->has_team && core->team.mate == 0)
+        buffers[buffer_count++] =
+            (struct lh_io_buffer){.base = core->team.region, .bytes = core->team.region_bytes};
     struct lh_io_file files[LH_IO_FILE_COUNT_MAX];
     uint32_t file_count = lh_store_file_count(store);
     memcpy(files, lh_store_files(store), file_count * sizeof(*files));
@@ -174,7 +182,7 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
         .files = files,
         .file_count = file_count,
         .buffers = buffers,
-        .buffer_count = saved->memory_bytes > 0 ? 2 : 1,
+        .buffer_count = buffer_count,
         .queue_depth_max = opts->engine.io_depth + 8 * LH_STORE_DIRECTORY_COUNT_MAX,
         .thread_count = 0,
         .waker = &core->waker,
@@ -223,6 +231,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
     engine_opts.device_bytes = opts->device.bytes;
     engine_opts.saved = self->saved;
     engine_opts.in_place = self->in_place.opts;
+    engine_opts.team = core->has_team ? &core->team : NULL;
     engine_opts.gradients_in_memory = opts->sums;
     engine_opts.copy_count = core->dev ? LHPY_COPY_COUNT : 0;
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
@@ -234,18 +243,18 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
 {
     struct lhpy_core *core = self->core;
     struct lh_saved_opts *saved = &self->saved;
-    struct lh_arena_opts arena_opts = {
-        .bytes = saved_offset(self, opts) + saved->memory_bytes,
-        .numa_node = -1,
-    };
+    struct lh_arena_opts arena_opts = {.numa_node = -1};
     LH_TRY(lh_waker_init(&core->waker, err));
     core->has_waker = true;
+    LH_TRY(lhpy_team_make(self, &opts->team, err));
+    arena_opts.bytes = saved_offset(self, opts) + saved->memory_bytes;
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->arena, err));
     saved->memory = core->arena->base + saved_offset(self, opts);
     saved->file_first = lh_store_file_count(store);
     if (opts->sums)
         lhpy_sums_place(self, core->arena->base + moved_bytes(self));
     LH_TRY(lhpy_device_make(core, &opts->device, core->arena->base, core->arena->bytes, err));
+    lhpy_team_register(core);
     LH_TRY(io_make(self, opts, store, err));
     int rc = exec_make(self, opts, err);
     if (rc == 0)
@@ -315,7 +324,8 @@ static int opts_read(struct lhpy_engine *self, PyObject *args, PyObject *kwargs,
                   LHPY_ARG_AS("trace_count", engine->trace_count),
                   LHPY_ARG_AS("norms", engine->norms), LHPY_ARG_AS("sums", opts->sums),
                   LHPY_ARG_STRUCT("device", opts->device, device_table),
-                  LHPY_ARG_STRUCT("saved", saved, lhpy_saved_table), LHPY_ARG(in_place)) < 0 ||
+                  LHPY_ARG_STRUCT("saved", saved, lhpy_saved_table), LHPY_ARG(in_place),
+                  LHPY_ARG_STRUCT("team", opts->team, lhpy_team_table)) < 0 ||
         lhpy_read(&lhpy_in_place_table, in_place, &self->in_place) < 0 ||
         lhpy_in_place_prepare(&self->in_place) < 0)
         return -1;

@@ -26,6 +26,7 @@
 #include "mem/arena.h"
 #include "py/dlpack_abi.h"
 #include "sched/engine.h"
+#include "team/team.h"
 
 /* The most copies to and from an accelerator in flight. */
 #define LHPY_COPY_COUNT 64
@@ -47,6 +48,16 @@ struct lhpy_core {
     uint32_t fork_count; /* of the process that created the core: see lhpy_core_is_forked() */
     struct lh_waker waker;
     bool has_waker;
+    struct lh_team team; /* of the processes that share parameters */
+    bool has_team;
+    bool is_team_registered; /* the team's region is registered with the device */
+};
+
+/* An Engine's options for a team (team.c). */
+struct lhpy_team_opts {
+    uint32_t mate;       /* this process; 0: the owner, or no team */
+    uint32_t mate_count; /* 0: no team */
+    int32_t fd;          /* a mate's: the team's memory, which stays the caller's */
 };
 
 struct lhpy_device_opts {
@@ -146,6 +157,7 @@ struct lhpy_engine {
     PyObject *raiser;      /* (code, message) -> exception */
     PyObject *on_backward; /* called once per backward */
     PyObject *on_gradient; /* called before the first gradient of a step */
+    PyObject *team_check;  /* a mate's: raises an error if the owner is gone; or NULL */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* called to ask whether the current thread runs a backward */
     PyObject *zo_image;    /* bytes: the image of zo_kernel; NULL: none is loaded */
@@ -330,6 +342,22 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t param, Py
 /* saved.c */
 extern PyMethodDef lhpy_saved_methods[];
 extern const struct lhpy_table lhpy_saved_table; /* of struct lhpy_saved_make */
+
+/* team.c: sharing parameters with other processes */
+extern PyMethodDef lhpy_team_methods[];
+extern const struct lhpy_table lhpy_team_table; /* of struct lhpy_team_opts */
+/* Make or join a team, if opts name one: before the arena, which then has no region. */
+int lhpy_team_make(struct lhpy_engine *self, const struct lhpy_team_opts *opts,
+                   struct lh_error *err);
+static inline bool lhpy_team_is_mate(const struct lhpy_engine *self)
+{
+    return self->core->has_team && self->core->team.mate > 0;
+}
+/* While a mate waits: check that the owner is there. -1 with a Python error. */
+int lhpy_team_check(struct lhpy_engine *self);
+void lhpy_team_register(struct lhpy_core *core);
+void lhpy_team_unregister(struct lhpy_core *core);
+void lhpy_team_close(struct lhpy_core *core);
 
 /* in_place.c */
 extern const struct lhpy_table lhpy_in_place_table; /* of struct lhpy_in_place */

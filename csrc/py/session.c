@@ -235,10 +235,13 @@ static PyObject *session_resume(PyObject *object, PyObject *units)
         rc = changed_refuse(self, changed[i]);
         if (rc < 0)
             break;
-        lh_engine_invalidate(self->core->engine, changed[i]);
+        if (!lhpy_team_is_mate(self))
+            lh_engine_invalidate(self->core->engine, changed[i]);
         self->unit_states[changed[i]].epoch++; /* older graphs would use the new values */
     }
     PyMem_Free(changed);
+    if (rc == 0 && count > 0 && lhpy_team_is_mate(self))
+        lh_engine_give_back(self->core->engine);
     lh_engine_resume(self->core->engine);
     lhpy_engine_turn_give(self);
     if (rc < 0)

@@ -11,11 +11,17 @@
 
 #include "sched/engine_private.h"
 
+bool lh_borrow_is_on(const struct lh_engine *engine)
+{
+    return engine->opts.team && engine->opts.team->mate > 0;
+}
+
 static bool pin(struct lh_engine *engine, struct lh_unit *unit)
 {
     uint64_t offset = 0;
     uint32_t index = (uint32_t)(unit - engine->units);
     struct lh_team *team = engine->opts.team;
+    LH_ASSERT(index < engine->opts.unit_count && unit->state == LH_UNIT_STATE_LOADING);
     if (!lh_team_pin(team, index, &offset))
         return false;
     LH_ASSERT(offset + unit->desc.bytes <= team->region_bytes);
@@ -37,6 +43,7 @@ static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 
 static void evicted(struct lh_engine *engine, struct lh_unit *unit)
 {
+    LH_ASSERT(unit->state == LH_UNIT_STATE_ABSENT && unit->memory);
     lh_team_unpin(engine->opts.team, (uint32_t)(unit - engine->units));
 }
 
@@ -61,6 +68,7 @@ static bool waiting_pump(struct lh_engine *engine)
     struct lh_borrow *borrow = &engine->borrow;
     struct lh_team *team = engine->opts.team;
     bool is_short = lh_team_needs_room(team);
+    LH_ASSERT(team->mate > 0 && borrow->waiting_count <= engine->opts.unit_count);
     bool is_awaited = false;
     uint32_t left = 0;
     uint32_t count = borrow->waiting_count;
@@ -91,6 +99,7 @@ static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
         if (borrow->waiting[i] != index)
             borrow->waiting[left++] = borrow->waiting[i];
     }
+    LH_ASSERT(left + 1 >= borrow->waiting_count); /* a unit waits once */
     if (left == borrow->waiting_count)
         return;
     borrow->waiting_count = left;
@@ -98,6 +107,19 @@ static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
         unit->desc.bytes;
     lh_team_unwant(engine->opts.team, index);
     lh_unit_load_cancel(unit);
+}
+
+void lh_borrow_give_back(struct lh_engine *engine)
+{
+    LH_ASSERT(lh_borrow_is_on(engine));
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, i);
+        LH_FEATURE_CALL(engine, unit_forgotten, unit);
+        if (unit->state == LH_UNIT_STATE_READY)
+            lh_unit_forget(engine, i);
+    }
+    LH_ASSERT(engine->borrow.waiting_count == 0);
+    lh_region_discard(engine);
 }
 
 static void use_begun(struct lh_engine *engine, uint32_t unit)
@@ -143,7 +165,7 @@ void lh_borrow_destroy(struct lh_engine *engine)
 {
     for (uint32_t i = 0; engine->borrow.waiting && i < engine->opts.unit_count; i++) {
         if (engine->units[i].state == LH_UNIT_STATE_READY)
-            evicted(engine, &engine->units[i]);
+            lh_team_unpin(engine->opts.team, i);
     }
     lh_free(engine->alloc, engine->borrow.waiting);
 }

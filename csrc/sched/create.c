@@ -189,7 +189,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     if (engine->opts.team && engine->opts.team->mate == 0) {
         LH_TRY(lh_mates_create(engine, err));
         feature_add(engine, &lh_mates_feature);
-    } else if (engine->opts.team) {
+    } else if (lh_borrow_is_on(engine)) {
         feature_add(engine, &lh_borrow_feature);
     }
     return 0;
@@ -244,7 +244,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
         rc = lh_transfer_create(engine, err);
     if (rc == 0)
         rc = lh_in_place_create(engine, err);
-    if (rc == 0 && opts->team && opts->team->mate > 0)
+    if (rc == 0 && lh_borrow_is_on(engine))
         rc = lh_borrow_create(engine, err);
     if (rc == 0)
         rc = lh_region_create_all(engine, err);

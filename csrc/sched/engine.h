@@ -121,7 +121,7 @@ struct lh_engine_opts {
      * Memory for the budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy.
      */
     uint8_t *memory;
-    uint64_t memory_bytes; /* at least region_bytes (without a team) + slab_count * slab_bytes */
+    uint64_t memory_bytes;  /* at least region_bytes (without a team) + slab_count * slab_bytes */
     struct lh_store *store; /* this and the next three are borrowed until destroy */
     struct lh_io *io;
     struct lh_exec *exec; /* queue room for 4 * io_depth + 8 jobs, and one per slab and unit */
@@ -352,6 +352,11 @@ void lh_engine_commit_release(struct lh_engine *engine);
 int lh_engine_pause(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 void lh_engine_invalidate(struct lh_engine *engine, uint32_t unit);
 void lh_engine_resume(struct lh_engine *engine);
+/*
+ * While a mate's engine is paused: give all units back to the owner. None may be pinned. What was
+ * recorded of the current cycle stays.
+ */
+void lh_engine_give_back(struct lh_engine *engine);
 
 /* Return the code of the first error, and copy it to *err; 0: no error. Thread: any. */
 int lh_engine_error(struct lh_engine *engine, struct lh_error *err);

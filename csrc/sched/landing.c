@@ -341,8 +341,7 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
     engine->landing.block_bytes = engine->budget.chunk_elements * element_bytes;
     bool has_blocks = element_bytes > 0 && engine->gradients_land;
     uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->landing.block_bytes : 0;
-    uint8_t *memory =
-        engine->slab_memory + engine->budget.slab_count * engine->budget.slab_bytes;
+    uint8_t *memory = engine->slab_memory + engine->budget.slab_count * engine->budget.slab_bytes;
     engine->landing.params =
         lh_alloc_zeroed(engine->alloc, lh_max_u64(engine->param_count, 1), sizeof(uint32_t));
     if (!engine->landing.params)

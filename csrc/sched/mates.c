@@ -17,6 +17,7 @@
 
 static uint32_t index_of(const struct lh_engine *engine, const struct lh_unit *unit)
 {
+    LH_ASSERT(unit >= engine->units && unit < engine->units + engine->opts.unit_count);
     return (uint32_t)(unit - engine->units);
 }
 
@@ -32,6 +33,7 @@ static bool is_late(const struct lh_engine *engine, uint32_t unit)
 {
     const struct lh_team *team = engine->opts.team;
     uint64_t wants = lh_team_wants(team, unit);
+    LH_ASSERT(wants >> team->mate_count <= 1);
     for (uint32_t mate = 1; mate <= team->mate_count; mate++) {
         if ((wants >> mate & 1) && lh_team_uses(team, mate) <= engine->mates.use_count)
             return true;
@@ -44,6 +46,7 @@ static bool wants_pump(struct lh_engine *engine)
 {
     const struct lh_team *team = engine->opts.team;
     uint64_t count = lh_team_want_count(team);
+    LH_ASSERT(count >= engine->mates.want_count);
     uint64_t returned_count = lh_team_returned_count(team);
     bool is_owed = returned_count != engine->mates.returned_count;
     if (count == engine->mates.want_count && !is_owed)
@@ -102,6 +105,7 @@ static bool unit_is_lent(const struct lh_engine *engine, const struct lh_unit *u
 
 static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
+    LH_ASSERT(stats->step == engine->step);
     lh_team_step_set(engine->opts.team, stats->step);
 }
 
@@ -142,11 +146,10 @@ int lh_mates_create(struct lh_engine *engine, struct lh_error *err)
     const struct lh_team *team = engine->opts.team;
     if (team->unit_count != engine->opts.unit_count ||
         team->region_bytes < engine->budget.region_bytes)
-        return lh_error_set(err, -EINVAL,
-                            "the team's memory is for %u units in %llu bytes, not for %u in %llu",
-                            team->unit_count, (unsigned long long)team->region_bytes,
-                            engine->opts.unit_count,
-                            (unsigned long long)engine->budget.region_bytes);
+        return lh_error_set(
+            err, -EINVAL, "the team's memory is for %u units in %llu bytes, not for %u in %llu",
+            team->unit_count, (unsigned long long)team->region_bytes, engine->opts.unit_count,
+            (unsigned long long)engine->budget.region_bytes);
     return 0;
 }
 

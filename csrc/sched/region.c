@@ -56,7 +56,8 @@ static void prediction_default(struct lh_engine *engine, struct lh_event_list *l
     for (uint32_t i = count; engine->mode == LH_ENGINE_MODE_TRAIN && i-- > 0;) {
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
-        if (engine->units[i].desc.elements > 0)
+        bool is_updated = engine->units[i].desc.elements > 0 && !lh_borrow_is_on(engine);
+        if (is_updated)
             list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_UPDATE};
     }
 }
@@ -185,8 +186,7 @@ static bool is_owed(const struct lh_engine *engine, const struct lh_region *regi
         return is_awaited && (!lh_device_unit_is_placed(&unit->copy) || unit->copy.is_stale);
     if (unit->state != LH_UNIT_STATE_ABSENT)
         return false;
-    return is_awaited || unit->mates.is_wanted ||
-           (unit->update.is_queued && !unit->update.is_done);
+    return is_awaited || unit->mates.is_wanted || (unit->update.is_queued && !unit->update.is_done);
 }
 
 static uint64_t owed_put(const struct lh_engine *engine, struct lh_region *region)
@@ -408,12 +408,17 @@ static void region_forget(struct lh_engine *engine, struct lh_region *region)
     region_reset(engine, region);
 }
 
-void lh_region_forget(struct lh_engine *engine)
+void lh_region_discard(struct lh_engine *engine)
 {
-    engine->recording.count = 0;
     region_forget(engine, &engine->host_region);
     if (engine->dev)
         region_forget(engine, &engine->device_region);
+}
+
+void lh_region_forget(struct lh_engine *engine)
+{
+    engine->recording.count = 0;
+    lh_region_discard(engine);
 }
 
 void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
@@ -536,8 +541,8 @@ int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
             return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " events",
                                 engine->event_max);
     }
-    bool is_borrower = engine->opts.team && engine->opts.team->mate > 0;
-    engine->host_region.link = is_borrower ? LH_ENGINE_LINK_SHARED : LH_ENGINE_LINK_PARAM_READ;
+    engine->host_region.link =
+        lh_borrow_is_on(engine) ? LH_ENGINE_LINK_SHARED : LH_ENGINE_LINK_PARAM_READ;
     engine->device_region.link = LH_ENGINE_LINK_COPY_IN;
     engine->uses = engine->dev ? &engine->device_region : &engine->host_region;
     LH_TRY(region_create(engine, &engine->host_region, engine->budget.region_bytes, err));

@@ -47,6 +47,8 @@ void lh_region_cycle_end(struct lh_engine *engine);
 void lh_region_event(struct lh_engine *engine, uint32_t unit, enum lh_residency_event_kind kind);
 /* Discard the recording, and the ops that are not yet executed. */
 void lh_region_forget(struct lh_engine *engine);
+/* Discard the plan, but not what was recorded of this cycle. */
+void lh_region_discard(struct lh_engine *engine);
 /* The last closed step is over: ops that are not yet executed count for the next step. */
 void lh_region_step_end(struct lh_engine *engine);
 /* Replan around the units that are in use. */

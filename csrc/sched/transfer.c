@@ -112,12 +112,20 @@ static const char *path_of(const struct lh_transfer_request *request)
 
 static const char *link_name(enum lh_engine_link link)
 {
-    static const char *const names[LH_ENGINE_LINK_COUNT] = {
-        "parameters read",  "states read",           "parameters written", "states written",
-        "commit",           "gradients written",     "gradients read",     "copies in",
-        "copies out",       "saved tensors written", "saved tensors read", "saved tensors in",
-        "saved tensors out",
-        "parameters shared"};
+    static const char *const names[LH_ENGINE_LINK_COUNT] = {"parameters read",
+                                                            "states read",
+                                                            "parameters written",
+                                                            "states written",
+                                                            "commit",
+                                                            "gradients written",
+                                                            "gradients read",
+                                                            "copies in",
+                                                            "copies out",
+                                                            "saved tensors written",
+                                                            "saved tensors read",
+                                                            "saved tensors in",
+                                                            "saved tensors out",
+                                                            "parameters shared"};
     LH_ASSERT(link < LH_ENGINE_LINK_COUNT);
     return names[link];
 }

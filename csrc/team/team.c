@@ -69,8 +69,7 @@ static int map(struct lh_team *team, uint64_t bytes, struct lh_error *err)
     uint8_t *base = (uint8_t *)(uintptr_t)lh_align_up((uintptr_t)room, LH_HUGE_PAGE_BYTES);
     uint64_t before = (uint64_t)(base - room);
     LH_ASSERT(before < LH_HUGE_PAGE_BYTES);
-    void *mapped =
-        mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, team->fd, 0);
+    void *mapped = mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, team->fd, 0);
     int rc = mapped == MAP_FAILED ? fd_error(err, "map shared memory", bytes) : 0;
     /* What is left of the reserved addresses; shrinking a mapping at its ends cannot fail. */
     if (before > 0)
@@ -98,12 +97,11 @@ static void fields_set(struct lh_team *team)
 int lh_team_create(const struct lh_team_opts *opts, struct lh_team *team, struct lh_error *err)
 {
     init(team, -1, 0);
-    if (opts->unit_count == 0 || opts->mate_count == 0 ||
-        opts->mate_count > LH_TEAM_MATE_COUNT_MAX)
+    if (opts->unit_count == 0 || opts->mate_count == 0 || opts->mate_count > LH_TEAM_MATE_COUNT_MAX)
         return lh_error_set(err, -EINVAL, "a team of %u units and %u mates is out of range",
                             opts->unit_count, opts->mate_count);
-    uint64_t words = sizeof(struct lh_team_map) +
-                     (uint64_t)opts->unit_count * sizeof(struct lh_team_unit);
+    uint64_t words =
+        sizeof(struct lh_team_map) + (uint64_t)opts->unit_count * sizeof(struct lh_team_unit);
     uint64_t region_offset = lh_align_up(words, LH_HUGE_PAGE_BYTES);
     uint64_t bytes = region_offset + lh_align_up(opts->region_bytes, LH_HUGE_PAGE_BYTES);
     team->fd = memfd_create("lohan-parameters", MFD_CLOEXEC | MFD_ALLOW_SEALING);

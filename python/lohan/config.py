@@ -108,6 +108,10 @@ class Config:
             "in_place": they are read from those files whenever they are needed, and are not in the
             store. "copy": they are copied into the store (if the files are on a slower disk or will
             be removed).
+        share: with several processes on a machine and AdamW. "off": each has a store, parameters
+            and states of its own. "on": the process with the lowest rank on a machine has them for
+            all processes of the machine, which read its parameters in its memory; host_bytes is
+            then the machine's (docs/several-processes.md). Updates run in `step()`.
         write_every: with method="mezo", steps between writes of the parameters to the store; the
             journal holds the steps in between. "never": parameters are not written, only the
             journal grows. "auto": never if all parameters fit in memory, otherwise an interval
@@ -149,6 +153,7 @@ class Config:
     emu_alloc_bytes_per_s: int | None = None
     heap: Literal["keep", "system"] = "keep"
     frozen: Literal["in_place", "copy"] = "in_place"
+    share: Literal["off", "on"] = "off"
     write_every: int | Literal["auto", "never"] = "auto"
     runs: Literal["auto", "together", "apart"] = "auto"
     ablate: tuple[str, ...] = ()
@@ -235,6 +240,26 @@ class ReplicaConfig(SharedConfig):
         return self.processes
 
     @property
+    def sharers(self) -> int:
+        """The number of processes of the run that share this machine's memory, disks and cores."""
+        return 1 if self.share == "on" else self.processes_here
+
+    @property
     def sums_gradients(self) -> bool:
         """Whether a step's gradients are summed in main memory before an update uses them."""
         return True
+
+
+@dataclasses.dataclass(frozen=True)
+class MateConfig(ReplicaConfig):
+    """The settings of a process that reads the parameters of another one of its machine."""
+
+    @property
+    def commit_steps(self) -> int:
+        """The engine never commits: the store belongs to the other process."""
+        return 0
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a step's gradients are summed in main memory: the other process sums them."""
+        return False

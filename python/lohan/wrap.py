@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import itertools
 import os
@@ -32,13 +31,13 @@ from lohan.layout import _in_place
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.replicas import _join, _places
-from lohan.replicas._replica_session import ReplicaSession
+from lohan.replicas._replica_session import MateSession, ReplicaSession
 from lohan.session import _adopt, _division, _notes, _settings
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
-from lohan.store import _export, _store, _temporary, _weights
+from lohan.store import _directories, _export, _store, _temporary, _weights
 from lohan.store._scalars import with_buffers
 from lohan.torch_glue import _accumulate, _buffers, _device
 from lohan.world import _world
@@ -137,6 +136,9 @@ def _lay_out(
     """Divide the model into blocks and units, and the budget among them."""
     found, rows = _find(zeroth, model, shared.config, store, is_resumed, weights, open_at)
     made, layout, budget = _division.divide(model, blocks, shared.config, found, rows)
+    if shared.is_mate:
+        made = _join.config_of_mate(made)
+        budget = _division.least(layout, made)
     return _Opening(model, layout, made, budget, found, zeroth, open_at, shared)
 
 
@@ -195,8 +197,10 @@ class _Opening:
         _activations.check_layers(self.config, self.layout)
         if resume and where is None:
             raise StoreError("resume=True needs store=: pass the directories of that store")
-        directories = directories_of(where)
+        directories = _directories.directories_of(where)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
+        if self.shared.is_mate:
+            return self._follow(extents, directories, resume, weights, init)
         try:
             # Allocate this first: a full disk should be noticed before a store has been filled.
             store_bytes = 0 if resume else extents.nbytes
@@ -206,7 +210,7 @@ class _Opening:
             else:
                 self.layout.about = _export.about(self.model, self.layout)
                 self.layout.about |= self.shared.about
-                _say_parents(directories)
+                _directories.say_parents([_places.base_of(name) for name in directories])
                 store = _store.create(
                     self.layout, extents, directories, self.config, temporary=where is None
                 )
@@ -241,11 +245,13 @@ class _Opening:
                 self._compare(extents, store)
                 if self.zeroth is not None:
                     self.zeroth.resume(directories, store)
+                self.shared.meet_at_store()
             else:
                 if self.zeroth is not None:
                     self.zeroth.begin(directories, store)
                 self._fill(extents, store, weights, init)
                 is_from_memory = weights is None and init is None and self.was_in_memory
+                self.shared.meet_at_store()
                 if not is_from_memory:
                     _join.agree_on_filled(
                         self.shared.world, self.layout, extents, store, self.model
@@ -286,6 +292,42 @@ class _Opening:
         _buffers.say_rounded(self.model)
         return session
 
+    def _follow(
+        self,
+        extents: _store.Extents,
+        directories: list[str],
+        resume: bool,
+        weights: Any,
+        init: Any,
+    ) -> Session:
+        """Start a session on the store of another process, which has filled or opened it."""
+        self.was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
+        is_from_memory = weights is None and init is None and self.was_in_memory
+        tensors = [param.tensor for param in self.layout.params]
+        self.shared.meet_at_store()
+        store = _store.open_existing(
+            directories, self.config, read_only=True, is_held=True, open_at=self.open_at
+        )
+        try:
+            self.layout.in_place.open(self.config)
+            self._compare(extents, store)
+            if not resume and not is_from_memory:
+                _join.agree_on_filled(self.shared.world, self.layout, extents, store, self.model)
+            _weights.drop(self.layout)
+            params = zip(tensors, self.layout.params, strict=True)
+            self.optimizer.rebind({id(old): param.tensor for old, param in params})
+            self.session = session = self._session(extents, store, directories)
+        except BaseException:
+            store.close()
+            self.layout.in_place.close()
+            raise
+        session.adopt(self.optimizer)
+        session.buffers = _store.buffers(self.model, self.layout, store)
+        if resume:
+            session.resumed_step = session.step
+            session.restore_scalars()
+        return session
+
     def _session(
         self, extents: _store.Extents, store: _core.Store, directories: list[str]
     ) -> Session:
@@ -293,7 +335,12 @@ class _Opening:
         if self.zeroth is not None:
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
         elif self.shared.world is not None:
-            make = functools.partial(ReplicaSession, world=self.shared.world)
+            is_mate = self.shared.is_mate
+            make = functools.partial(
+                MateSession if is_mate else ReplicaSession,
+                world=self.shared.world,
+                team=self.shared.team,
+            )
         session: Session = make(
             self.layout,
             extents,
@@ -353,14 +400,18 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise ModelError("the model is not wrapped")
     origin: torch.optim.Optimizer | None = model.__dict__["optimizer"].origin
     layout, extents = session.layout, session.extents
+    states: dict[int, Any] = {}
     if not session.closed:
         session.settle()
+    if origin is not None:
         opened = session.exclusive([])
-    else:
-        opened = _store.reopened(session.directories, session.config, layout)
-    with opened as store:
-        states = _adopt.read_state(layout, extents, store) if origin is not None else {}
+        if session.closed:
+            opened = _store.reopened(session.directories, session.config, layout)
+        with opened as store:
+            states = _adopt.read_state(layout, extents, store)
     values = session.values()
+    if not session.closed:
+        session.part()
     session.close()
     _exit.sessions.discard(session)
     session.unhook()
@@ -441,49 +492,6 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                 )
 
 
-def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
-    """Return the directories of wrap()'s store= argument; for None, a new temporary one."""
-    return [_temporary.temporary_directory()] if store is None else _arguments.directories_of(store)
-
-
-def _check_directories(directories: Sequence[str]) -> None:
-    """Reject a resume that names more directories than the store has."""
-    found = [name for name in directories if (Path(name) / "lohan.data").exists()]
-    others = [name for name in directories if name not in found]
-    if found and others:
-        raise StoreError(
-            errno.ENOENT,
-            f"{', '.join(found)} has a store or a part of one, but {', '.join(others)} has none:"
-            " store= must name exactly the directories that the store was created with. If a drive"
-            " is missing, mount it. lohan.snapshot() copies a store to another number of"
-            " directories",
-        )
-
-
-def _say_parents(directories: Sequence[str]) -> None:
-    """Print a note if a store's parent directories will be created on the root file system.
-
-    The drive that was meant to hold the store may not be mounted.
-    """
-    for name in directories:
-        parent = Path(_places.base_of(name)).parent
-        if parent.exists():
-            continue
-        given = parent
-        while not parent.exists():
-            parent = parent.parent
-        if parent.stat().st_dev != os.stat("/").st_dev:
-            continue
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-        device = next((fields[0] for fields in reversed(mounts) if fields[1] == "/"), "?")
-        print(
-            f"lohan: {given} did not exist and will be created: the store in {name} is"
-            f" on the root file system ({device}, mounted at /). If it was meant to be on another"
-            " drive, that drive is not mounted",
-            file=sys.stderr,
-        )
-
-
 def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
     """Check the config, and make updates wait for step() if they need gradient norms or sums.
 
@@ -518,8 +526,8 @@ def _find(
     """
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
-        _check_directories(directories_of(store))
-        meta = _store.read_meta(directories_of(store), config, open_at)
+        _directories.check(_directories.directories_of(store))
+        meta = _store.read_meta(_directories.directories_of(store), config, open_at)
         found = _in_place.of_store(meta, model, place)
         return _zo_setup.find(zeroth, found, meta), meta.get("units", [])
     found = None if place is None else _in_place.of_folder(place, model, config)

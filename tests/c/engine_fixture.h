@@ -43,8 +43,8 @@ struct rig_opts {
     bool manual;
     /* gradients have the parameters' dtypes, as in torch; they may wait on SSD */
     bool plain_gradients;
-    uint32_t team_mates;         /* the rig owns a team with as many mates (rig_team.h) */
-    const struct rig *team_of;   /* the rig is a mate of this one, with the number team_mate */
+    uint32_t team_mates;       /* the rig owns a team with as many mates (rig_team.h) */
+    const struct rig *team_of; /* the rig is a mate of this one, with the number team_mate */
     uint32_t team_mate;
     uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };

@@ -224,8 +224,8 @@ static void test_races(bool in_processes)
     lh_test_name("no mate reads a unit that the owner is changing, and no wake-up is lost: %s",
                  in_processes ? "processes" : "threads");
     owner_make(&owner, 2);
-    _Atomic uint32_t *running = mmap(NULL, sizeof(*running), PROT_READ | PROT_WRITE,
-                                     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    _Atomic uint32_t *running =
+        mmap(NULL, sizeof(*running), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     LH_CHECK(running != MAP_FAILED);
     atomic_store(running, 2);
     for (uint32_t i = 0; i < 2; i++) {

@@ -87,4 +87,5 @@ def test_what_several_processes_cannot_do_is_refused_by_name(tmp_path: pathlib.P
     for found in run(tmp_path, 2, world_trainer.refused, str(tmp_path)):
         assert found["jit"].startswith("UnsupportedError: enable_jit_checkpoint=True"), found
         assert found["mezo"].startswith("UnsupportedError: WORLD_SIZE is 2"), found
+        assert found["share"].startswith("UnsupportedError: share='on' is not supported"), found
         assert "WORLD_SIZE is 3, but the Trainer runs in 2 process(es)" in found["world_size"]

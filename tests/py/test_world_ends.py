@@ -33,13 +33,16 @@ def wait_for(paths: list[pathlib.Path]) -> None:
         time.sleep(0.01)
 
 
-def kill_one(folder: pathlib.Path, seed: int, worker: Any) -> None:
-    """Kill one process at a random moment; check what the others say, and resume the run."""
+def kill_one(folder: pathlib.Path, seed: int, worker: Any, **options: Any) -> None:
+    """Kill one process at a random moment; check what the others say, and resume the run.
+
+    The options are those of Group, for the first run.
+    """
     rng = random.Random(seed)
     count = rng.choice((2, 3))
     victim = rng.randrange(count)
     store, marker = str(folder / f"run-{seed}"), folder / f"ready-{seed}"
-    group = Group(folder, count, worker.slow_train, store, 10_000, str(marker))
+    group = Group(folder, count, worker.slow_train, store, 10_000, str(marker), **options)
     wait_for([pathlib.Path(f"{marker}.{rank}") for rank in range(count)])
     time.sleep(rng.random() * 0.3)
     group.kill(victim)

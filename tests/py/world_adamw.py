@@ -18,6 +18,7 @@ from torch import nn
 from world_worker import WIDTH, Model, rank_and_count
 
 BATCHES = 12  # micro-batches of a step, of all processes together
+SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
 
 
 def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
@@ -32,7 +33,19 @@ def batch(step: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def states_digest(model: Any) -> str:
-    """Return a hash of every parameter and optimizer state in the store."""
+    """Return a hash of every parameter and optimizer state in the store.
+
+    A process that reads another one's parameters returns that one's hash.
+    """
+    team = getattr(model.lohan, "team", None)
+    if team is not None:
+        mine = "" if team.is_mate else _digest(model)
+        told = model.lohan.world.exchange(mine.encode(), "a digest")
+        return told[team.owner].decode()
+    return _digest(model)
+
+
+def _digest(model: Any) -> str:
     found = hashlib.sha256()
     with model.lohan.exclusive([]) as store:
         for extent, (nbytes, *_) in enumerate(store.extents()):
@@ -42,11 +55,20 @@ def states_digest(model: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def values_digest(model: Any) -> str:
+    """Return a hash of every parameter, as this process reads it."""
+    found = hashlib.sha256()
+    for values in model.lohan.values():
+        found.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 def wrapped(
     store: Any, dtype: torch.dtype = torch.float32, change: str = "", **settings: Any
 ) -> Any:
     _, count = rank_and_count()
     settings = {"lr": 1e-3, "peer_timeout_s": 5, "accumulate": BATCHES // count, **settings}
+    settings.setdefault("share", os.environ.get(SHARE, "off"))
     if settings.get("resume"):
         settings.pop("lr")
     model = build(dtype)
@@ -114,6 +136,127 @@ def train(
 def train_all(rows: Sequence[tuple[str, int, str, dict[str, Any]]]) -> list[tuple[int, str]]:
     """Train several models one after the other, each in a world of its own."""
     return [train(store, steps, dtype, **settings) for store, steps, dtype, settings in rows]
+
+
+def train_together(rows: Sequence[tuple[str, int, str, dict[str, Any]]]) -> list[Any]:
+    """Train several models with share="on"; return steps, and hashes of parameters and states."""
+    found = []
+    for store, steps, dtype_name, settings in rows:
+        settings = dict(settings)
+        dtype, change = getattr(torch, dtype_name), settings.pop("change", "")
+        _gradient_pieces.PIECE_BYTES = settings.pop("piece_bytes", 20_000)
+        model = wrapped(store, dtype, change, share="on", **settings)
+        while model.lohan.step < steps:
+            one_step(model, dtype, change)
+        found.append((model.lohan.step, values_digest(model), states_digest(model)))
+        model.lohan.part()
+        model.lohan.close()
+    return found
+
+
+def traffic(store: str, settings: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """Return the memory for parameters, and the bytes that a step moves over each link."""
+    model = wrapped(store, torch.bfloat16, **settings)
+    for _ in range(4):
+        one_step(model, torch.bfloat16)
+    model.lohan.flush()
+    stats, region = model.lohan.stats(), model.lohan.budget["region_bytes"]
+    assert stats.step == 4 and stats.bytes == stats.planned_bytes
+    model.lohan.part()
+    model.lohan.close()
+    return region, stats.bytes
+
+
+def refused(store: str) -> dict[str, str]:
+    """Try what processes that share parameters cannot do; return what they say."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    one_step(model)
+    calls: dict[str, Callable[[], Any]] = {
+        "snapshot": lambda: model.lohan.snapshot(f"{store}-copy"),
+    }
+    changes: dict[str, Callable[[], Any]] = {
+        "loop": lambda: _change_in_loop(model),
+        "load": lambda: model.load_state_dict(
+            {name: value + 1 for name, value in build().state_dict().items()}
+        ),
+    }
+    said = {}
+    for name, call in (calls | changes).items():
+        for turn in (0, 1):
+            before = values_digest(model)
+            model.lohan.world.exchange(b"", f"{name}, before")
+            if turn == rank and (rank == 1 or name in changes):
+                try:
+                    call()
+                    said[name] = ""
+                except LohanError as error:
+                    said[name] = f"{type(error).__name__}: {error}"
+            model.lohan.world.exchange(b"", f"{name}, after")
+            assert values_digest(model) == before
+    try:
+        one_step(model)
+    except LohanError as error:
+        said["step"] = f"{type(error).__name__}: {error}"
+    assert model.state_dict()["end.bias"].shape == (WIDTH,)
+    model.lohan.part()
+    model.lohan.close()
+    return said
+
+
+def _change_in_loop(model: Any) -> None:
+    for _, param in model.named_parameters():
+        with torch.no_grad():
+            param.add_(1)
+
+
+def mate_alone(store: str) -> tuple[float, str]:
+    """Rank 1 alone evaluates between steps, and reads all parameters."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    seen = 0.0
+    for _ in range(3):
+        one_step(model)
+        if rank == 1:
+            with torch.no_grad():
+                seen += float(model(batch(9, 9, torch.float32)[0]).sum())
+            seen += sum(float(param.sum()) for _, param in model.named_parameters())
+    result = seen, states_digest(model)
+    model.lohan.close()
+    return result
+
+
+def unwrapped(store: str) -> str:
+    """Train, unwrap the model in all processes, and return a hash of its parameters."""
+    model = wrapped(store)
+    one_step(model)
+    plain = lohan.unwrap(model)
+    found = hashlib.sha256()
+    for param in plain.parameters():
+        found.update(param.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def refused_at_wrap(store: str) -> list[str]:
+    """Wrap models with what share="on" does not support."""
+    said = []
+    for settings in ({"store": None}, {"store": store, "method": "mezo", "accumulate": 1}):
+        try:
+            wrapped(**settings)
+        except LohanError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def die_with_pins(store: str) -> None:
+    """Rank 1 is killed when it has agreed on a step, before it has given back any block."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    one_step(model)
+    if rank == 1:
+        agree = model.lohan._agree
+        model.lohan._agree = lambda unscale: (agree(unscale), os._exit(9))
+    one_step(model)
 
 
 def slow_train(store: str, steps: int, marker: str, **settings: Any) -> Any:

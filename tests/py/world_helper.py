@@ -126,9 +126,14 @@ class Group:
         return Ended(self.processes[rank].exitcode or 0, value, error, text, said, at)
 
 
-def run(folder: pathlib.Path, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run a function in several processes, each of which must succeed; return what they return."""
-    ended = Group(folder, count, function, *args).wait()
+def run(
+    folder: pathlib.Path, count: int, function: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
+    """Run a function in several processes, each of which must succeed; return what they return.
+
+    The options are those of Group.
+    """
+    ended = Group(folder, count, function, *args, **options).wait()
     for rank, each in enumerate(ended):
         assert each.code == 0, f"rank {rank}: {each.error}: {each.text}\n{each.said}"
     return [each.value for each in ended]

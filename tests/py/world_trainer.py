@@ -285,6 +285,7 @@ def refused(folder: str) -> dict[str, str]:
     for name, takes, given in (
         ("jit", {}, {"enable_jit_checkpoint": True}),
         ("mezo", {"method": "mezo"}, {}),
+        ("share", {"share": "on"}, {}),
         ("world_size", {}, {}),
     ):
         if name == "world_size":

@@ -43,9 +43,10 @@ from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_
 from lohan.session import _settings
 from lohan.session._optim import DEFAULTS
 from lohan.store import _store
+from lohan.store._directories import directories_of
 from lohan.store._stale import stores_of
 from lohan.torch_glue import _device
-from lohan.wrap import directories_of, wrap
+from lohan.wrap import wrap
 
 if TYPE_CHECKING:
     from lohan.hf._trainer_folders import Reference
@@ -162,6 +163,11 @@ class TrainerCallback(transformers.TrainerCallback):
         trainer.train = functools.partial(self._train, trainer.train)
         self._group = None
         if args.world_size > 1:
+            if self._config.share == "on":
+                raise UnsupportedError(
+                    "share='on' is not supported with a Trainer, whose checkpoints belong to a"
+                    " store of each process: leave share= out, or use your own training loop"
+                )
             self._group = _trainer_world.Group(trainer, self._directories(), self._config)
             trainer._save_checkpoint = functools.partial(self._save, trainer._save_checkpoint)
 

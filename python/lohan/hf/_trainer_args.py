@@ -11,7 +11,7 @@ import transformers
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import UnsupportedError
 from lohan.session._optim import DEFAULTS, RULE, check_rule
-from lohan.world._world import process_count
+from lohan.world._rendezvous import process_count
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 

@@ -30,7 +30,7 @@ from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
 from lohan.mezo._zo_setup import METHODS, OF_METHOD
 from lohan.store import _store
-from lohan.world._world import process_count
+from lohan.world._rendezvous import process_count
 
 if TYPE_CHECKING:
     from lohan import _core

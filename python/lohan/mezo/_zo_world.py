@@ -6,7 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _arguments
+from lohan.errors import StoreError, UnsupportedError
 from lohan.replicas import _join, _places
+from lohan.replicas._team import Team
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,8 +49,16 @@ class Shared:
         self._zeroth = zeroth
         self._max_grad_norm = max_grad_norm
         self.config = config
+        self.team: Team | None = None
+        if config.share == "on" and zeroth is not None:
+            raise UnsupportedError(
+                "share='on' is not supported with method=\"mezo\": leave it out. Its processes"
+                " exchange only losses, and each reads its own copy of the parameters"
+            )
         if world is not None:
-            self.config = _join.config_of(world, config, exchanges=zeroth is None)
+            if config.share == "on":
+                self.team = Team(world)
+            self.config = _join.config_of(world, config, self.team, exchanges=zeroth is None)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -86,13 +96,29 @@ class Shared:
                 seed = world.first_of(zeroth.rule.seed, "the seed")
                 zeroth.rule = dataclasses.replace(zeroth.rule, seed=seed)
                 zeroth.run = self.run
+        if store is None and self.team is not None:
+            raise StoreError("share='on' needs store=: the directories of the machine's one store")
         if store is None:
             return None, open_at
         names = _arguments.directories_of(store)
         if resumed:
             has_journal = zeroth is not None
-            open_at = _join.provide(world, names, self.config, open_at, has_journal=has_journal)
+            open_at = _join.provide(
+                world, names, self.config, open_at, has_journal=has_journal, team=self.team
+            )
+        if self.team is not None:
+            return _places.of_rank(self.team.owner, names), open_at
         return _places.directories_of(world, names), open_at
+
+    @property
+    def is_mate(self) -> bool:
+        """Whether another process of this machine has the store and the parameters."""
+        return self.team is not None and self.team.is_mate
+
+    def meet_at_store(self) -> None:
+        """Wait until the owners of all machines have their stores, which their mates then open."""
+        if self.world is not None and self.team is not None:
+            self.world.exchange(b"", "the stores of the owners")
 
     def agree(
         self, layout: Layout, model: nn.Module, optimizer: Any, resumed: bool, *given: bool

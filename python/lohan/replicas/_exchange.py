@@ -36,8 +36,8 @@ from lohan.errors import (
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._gradient_pieces import TRAILER, buffer_bytes, buffer_count, pieces_of
+from lohan.world._rendezvous import SAY_AFTER_S
 from lohan.world._wire import Wire
-from lohan.world._world import SAY_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,20 +73,32 @@ class Exchange:
         sent_bytes: the bytes of all messages that were sent, to all processes together.
     """
 
-    def __init__(self, world: World, engine: _core.Engine, params: Sequence[Param]) -> None:
+    def __init__(
+        self,
+        world: World,
+        engine: _core.Engine,
+        params: Sequence[Param],
+        owners: Sequence[int] | None = None,
+    ) -> None:
         """Connect to the other processes.
 
         Args:
             world: the processes.
             engine: the engine that has the sums.
             params: the trainable parameters.
+            owners: the ranks that have sums; None: all of them. See [Note: Teams] in _team.py.
         """
         self._world = world
         self._engine = engine
         self._params = {param.index: param for param in params}
         self._lay([param.index for param in reversed(params)])
         self._order: list[int] | None = []  # in which gradients come; None: it is known
-        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        everybody = range(world.size)
+        adders = everybody if owners is None else owners
+        self._is_adder = world.rank in adders
+        self._to = [rank for rank in adders if rank != world.rank]
+        # Those whose gradients this process adds.
+        self._others = [rank for rank in everybody if rank != world.rank and self._is_adder]
         largest, count = buffer_bytes(params), buffer_count(params)
         self._lock = threading.Lock()  # of all that follows, and of the pieces
         self._news = Bell()  # something has changed for which the training thread may wait
@@ -128,7 +140,7 @@ class Exchange:
     @property
     def backward_bytes(self) -> int:
         """The bytes that a backward sends, to all processes together."""
-        return sum(piece.message_bytes for piece in self._pieces) * len(self._others)
+        return sum(piece.message_bytes for piece in self._pieces) * len(self._to)
 
     @property
     def has_begun(self) -> bool:
@@ -286,13 +298,13 @@ class Exchange:
         self._stamp(number, own.buffer, failed, bytes(bits))
         message = own.buffer[: piece.message_bytes]
         with self._lock:  # from here on, the piece may be added
-            own.users = len(self._others) + 1
+            own.users = len(self._to) + 1
             own.is_sent = True
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
                 self._sent_below += 1
-        for rank in self._others:
+        for rank in self._to:
             self._wire.send(rank, message, self._sequence + number, lambda: self._release(own))
-        self.sent_bytes += piece.message_bytes * len(self._others)
+        self.sent_bytes += piece.message_bytes * len(self._to)
         self._check_complete(number)
 
     def _stamp(self, number: int, buffer: torch.Tensor, failed: bool, bits: bytes) -> None:
@@ -372,7 +384,9 @@ class Exchange:
             late = [rank for rank in self._others if self._came_count[rank] < len(self._pieces)]
             missing = {rank: now - self._came_at[rank] for rank in late}
             self._world.check_peers(missing, what)
-            if now - max(began, *self._came_at.values()) > SAY_AFTER_S and not has_said:
+            if not self._is_adder:
+                self._world.check_here(self._to, what)
+            if now - max([began, *self._came_at.values()]) > SAY_AFTER_S and not has_said:
                 has_said = self._world.say_waiting(now - began, what)
             self._news.wait(_POLL_S)
 
@@ -390,7 +404,7 @@ class Exchange:
         piece = self._pieces[number]
         own = self._own[number]
         added = set(self._summed)
-        for rank in range(self._world.size):
+        for rank in range(self._world.size) if self._is_adder else ():
             buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
             bits = self._checked(number, rank, buffer)
             base = buffer.data_ptr()

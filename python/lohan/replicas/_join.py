@@ -19,7 +19,7 @@ from torch import nn
 from lohan import _core
 from lohan.common._arguments import directories_of
 from lohan.common._version import __version__
-from lohan.config import SCHEDULES_AT_STEP, Config, ReplicaConfig, SharedConfig
+from lohan.config import SCHEDULES_AT_STEP, Config, MateConfig, ReplicaConfig, SharedConfig
 from lohan.errors import StoreError, UnsupportedError, WorldMismatchError
 from lohan.replicas import _places
 from lohan.session._optim import DEFAULTS
@@ -33,16 +33,18 @@ _SAME_VALUES = (
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
+    from lohan.replicas._team import Team
     from lohan.store._store import Extents
     from lohan.world._world import World
 
 
-def config_of(world: World, config: Config, *, exchanges: bool) -> Config:
+def config_of(world: World, config: Config, team: Team | None, *, exchanges: bool) -> Config:
     """Return the settings of one of several processes.
 
     Args:
         world: the processes.
         config: the settings that wrap() was given.
+        team: the processes of this machine if they share parameters, else None.
         exchanges: whether the processes exchange gradients. Updates then wait for `step()`.
     """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
@@ -50,8 +52,16 @@ def config_of(world: World, config: Config, *, exchanges: bool) -> Config:
     here = sum(peer.node == node for peer in world.peers)
     if exchanges and config.schedule not in SCHEDULES_AT_STEP:
         values["schedule"] = "deferred"
+    if team is not None:  # mates give everything back before an update
+        values["schedule"] = "serial"
     make = ReplicaConfig if exchanges else SharedConfig
     return make(**values, processes=world.size, processes_here=here)
+
+
+def config_of_mate(config: Config) -> Config:
+    """Return the settings of a process that reads another one's parameters."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return MateConfig(**values)
 
 
 def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
@@ -61,6 +71,7 @@ def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
         ("accumulate=", config.accumulate),
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
+        ("share=", config.share),
         ("max_grad_norm=", max_grad_norm),
     ]
 
@@ -166,6 +177,7 @@ def provide(
     open_at: int | None,
     *,
     has_journal: bool,
+    team: Team | None,
 ) -> int | None:
     """Make sure that this process has a replica to resume, by copying one if necessary.
 
@@ -180,6 +192,7 @@ def provide(
         config: the settings of the session.
         open_at: the step to resume; None: the newest that all processes have.
         has_journal: whether the run's steps are in a journal, so that the stores may be at any.
+        team: the processes of this machine if they share parameters: its owner has the replica.
 
     Returns:
         The step to open the store at; None: its newest.
@@ -188,7 +201,8 @@ def provide(
         WorldMismatchError: the replicas belong to different runs.
         StoreError: there is no replica that this process can see, or it cannot be copied.
     """
-    mine = _look(_places.directories_of(world, base), config)
+    rank = world.rank if team is None else team.owner
+    mine = _look(_places.of_rank(rank, base), config)
     said = json.dumps(dataclasses.asdict(mine)).encode()
     told = [_Found(**json.loads(value)) for value in world.exchange(said, "resume, replicas")]
     runs = {each.run: rank for rank, each in reversed([*enumerate(told)]) if each.run is not None}
@@ -211,7 +225,7 @@ def provide(
         is_there = has = mine.run is not None and mine.step == step
     # A copy has only the newest step of its source.
     sources = [each.directories for each in there if has_journal or each.step == step]
-    if not has:
+    if not has and rank == world.rank:
         _copy_one(world, mine, sources, step, [*runs], config)
     world.exchange(b"", "resume, copied")
     return step if has and not is_there else open_at

@@ -10,29 +10,43 @@ process is forgotten by all.
 of step t is durable: the engine waits for that anyway, before the first gradient of a step. So
 when a process commits t + 1, all have committed t, and a store keeps the step before its newest
 one. Whenever the processes are killed, there is a step that all stores can open.
+
+[Note: A mate's step] A mate ([Note: Teams] in _team.py) sends its gradients to the owners, as they
+come. In step() it agrees with all processes on the step, gives back all units, and waits until the
+owner has updated them. It reads no parameter in between, so it never sees one of the wrong step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from lohan import _core
 from lohan.errors import PeerStepError, StepError, UnsupportedError
 from lohan.replicas._exchange import Exchange
+from lohan.replicas._team import refuse_on_mate
 from lohan.session._session import Session
+from lohan.torch_glue._tensor import in_backward
 from lohan.world._agree import agree
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
     from torch import nn
 
-    from lohan import _core
+    from lohan.replicas._team import Team
+    from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.world._world import World
 
 
+_POLL_S = 0.001
 _DISCARDED = b""  # what a process tells the others that it does in place of step()
 
 
@@ -59,25 +73,70 @@ class _RefuseDdp:
         return iter(())
 
 
+def _check_mates(reference: weakref.ref[ReplicaSession]) -> None:
+    """Raise an error if a mate is gone, which may have pinned what a thread waits for."""
+    session = reference()
+    if session is not None and session.team is not None:
+        session.world.check_here(session.team.mates, "using its parameters", may_close=True)
+
+
 class ReplicaSession(Session):
     """A session that exchanges gradients with other processes."""
 
     _is_discarded = False  # whether the other processes know that the open step is forgotten
+    _has_edited = False  # a refused change of parameters that others may have read
     _edit_count = 0  # writes to parameters outside of steps, which all processes must make
 
-    def __init__(self, *args: Any, world: World, **settings: Any) -> None:
+    def __init__(self, *args: Any, world: World, team: Team | None, **settings: Any) -> None:
         """Make a session, and connect it to those of the other processes."""
         self.world = world
+        self.team = team
         super().__init__(*args, **settings)
         trained = [p for p in self.layout.params if self.layout.units[p.unit].trainable]
         try:
+            self._team_join()
             # A state that one process saves is loaded by all: it names the stores of all.
             told = world.exchange(self.uuid.encode(), "the stores")
             self.replicas = tuple(uuid.decode() for uuid in told)
-            self._exchange = Exchange(world, self._engine, trained)
+            owners = None if team is None else team.owners
+            self._exchange = Exchange(world, self._engine, trained, owners)
         except BaseException:
             self._engine.close()
             raise
+
+    def _team_options(self) -> tuple[int, int, int]:
+        return (0, 0, -1) if self.team is None else (0, self.team.mate_count, -1)
+
+    def _team_join(self) -> None:
+        if self.team is None:
+            return
+        self.team.lead(self._engine)
+        if self.team.mate_count > 0:
+            this = weakref.ref(self)
+            self._engine.team_on_wait(lambda: _check_mates(this))
+
+    def _shared_square_sum(self, mine: float | None) -> float:
+        """Return the owner's sum of squares in every process of its team."""
+        if self.team is None:
+            assert mine is not None
+            return mine
+        said = b"" if mine is None else mine.hex().encode()
+        told = self.world.exchange(said, f"the norm of step {self.step + 1}")
+        return float.fromhex(told[self.team.owner].decode())
+
+    def _square_sum(self) -> float:
+        return self._shared_square_sum(super()._square_sum())
+
+    def _share_norm(self) -> None:
+        """Tell the mates the norm that max_grad_norm= has clipped."""
+        optimizer = self._optimizer
+        if self.team is None or optimizer is None or optimizer.max_grad_norm is None:
+            return
+        norm = optimizer.grad_norm
+        said = b"" if self.team.is_mate or norm is None else norm.hex().encode()
+        told = self.world.exchange(said, f"the norm of step {self.step}")
+        if self.team.is_mate:
+            optimizer.grad_norm = float.fromhex(told[self.team.owner].decode())
 
     def hook(self, model: nn.Module, planner: Callable[..., Any]) -> None:
         """Put the hooks on the model."""
@@ -112,10 +171,13 @@ class ReplicaSession(Session):
     def close_step(self, unscale: float = 1.0) -> None:
         """Close the open step in all processes, once they agree on it; see Session.close_step."""
         self.check_open()
+        self._refuse_edited()
         has_gradients = bool(self._engine.status()["has_gradients"])
         if has_gradients:
             self._agree(unscale)
         super().close_step(unscale)
+        if has_gradients:
+            self._share_norm()
         self._exchange.forget()
         if has_gradients:
             self._exchange.take_order()
@@ -163,6 +225,44 @@ class ReplicaSession(Session):
         exchange.forget()
         self._is_discarded = False
 
+    @property
+    def _has_mates(self) -> bool:
+        return self.team is not None and self.team.mate_count > 0
+
+    def _refuse_edited(self) -> None:
+        if self._has_edited:
+            raise StepError(
+                "parameters were changed while processes of this machine shared them. The change"
+                " was undone, but other processes may have computed with it: end all processes, and"
+                " restart them with resume=True"
+            )
+
+    def _forward_open(self, frame: FrameType | None, *, is_root: bool) -> None:
+        self._refuse_edited()
+        super()._forward_open(frame, is_root=is_root)
+
+    def check_edit(self) -> None:
+        """Reject a change of parameters that other processes read where they are."""
+        super().check_edit()
+        if self._has_mates:
+            self._has_edited = True
+            raise UnsupportedError(
+                "parameters cannot be changed outside of steps while other processes of this"
+                " machine read them (share='on'): load the values before lohan.wrap(), or wrap with"
+                " share='off'"
+            )
+
+    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+        """Return a context that gives the store; see Session.exclusive."""
+        if changed:
+            self.check_edit()
+        return super().exclusive(changed)
+
+    def part(self) -> None:
+        """Wait until no process of the machine reads another one's parameters any more."""
+        if self.team is not None:
+            self.world.exchange(b"", f"the end of sharing after step {self.step}")
+
     def edited(self, store: _core.Store) -> None:
         """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
         super().edited(store)
@@ -200,3 +300,151 @@ class ReplicaSession(Session):
             self.world.leave_after(self.step)
         finally:
             self._exchange.close()
+
+
+def _check_owner(reference: weakref.ref[MateSession]) -> None:
+    """Raise an error if the owner, whose parameters a thread waits for, is gone."""
+    session = reference()
+    if session is not None:
+        session.world.check_here([session.team.owner], "reading its parameters")
+
+
+class MateSession(ReplicaSession):
+    """A session whose parameters are those of the owner of its team."""
+
+    team: Team
+    _memory: int  # file descriptors of the shared memory, and of what wakes the owner's engine
+    _bell: int
+
+    def _team_options(self) -> tuple[int, int, int]:
+        self._memory, self._bell = self.team.follow()
+        return self.team.number, self.team.mate_count, self._memory
+
+    def _team_join(self) -> None:
+        os.close(self._memory)  # the engine has its own
+        self.team.join(self._engine, self._bell)
+        self._accumulation.is_on = True  # the owner has the sums
+        this = weakref.ref(self)
+        self._engine.team_on_wait(lambda: _check_owner(this))
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        engine, exchange = self._engine, self._exchange
+
+        def hook(param: torch.Tensor) -> None:
+            gradient = engine.gradient_pull(index, param)
+            if gradient is not None:
+                exchange.give(self.step, index, gradient)
+
+        return hook
+
+    def _forward_open(self, frame: FrameType | None, *, is_root: bool) -> None:
+        self._gradients.hide()  # this process has no sums that autograd could add to
+        super()._forward_open(frame, is_root=is_root)
+
+    def _on_backward_end(self) -> None:
+        was_open = self._exchange.is_open
+        super()._on_backward_end()
+        if was_open:
+            self._accumulation.backward_end()
+            self._gradients.show()
+
+    def close_step(self, unscale: float = 1.0) -> None:
+        """Wait until the owner has closed the open step; see ReplicaSession.close_step."""
+        self.check_open()
+        self.refuse_other_thread("step()")
+        self._refuse_edited()
+        if not (self._exchange.has_begun or self._exchange.is_open):
+            self._backward = "none"
+            return
+        self.phases.begin("step", self)
+        self._agree(unscale)
+        self._gradients.hide()
+        everything = [*range(len(self.layout.units))]
+        engine = self._engine
+        with _core.Context(
+            lambda: engine.pause(everything, False), lambda: engine.resume(everything)
+        ):
+            pass  # as the pause ends, all units are given back
+        self._await_owner(self.step + 1)
+        self._engine.close_step(b"")
+        self._backward = "none"
+        self._accumulation.reset()
+        self._scale.reset()
+        self._share_norm()
+        if self._planner is not None:
+            self._planner.step_end(self)
+        self.phases.end()
+        self._exchange.forget()
+        self._exchange.take_order()
+
+    def _await_owner(self, step: int) -> None:
+        while self._engine.team_step() < step:
+            self.world.check_here([self.team.owner], f"the update of step {step}")
+            time.sleep(_POLL_S)
+
+    def _square_sum(self) -> float:
+        self.check_open()
+        if self._backward != "done" or not self._exchange.has_begun:
+            raise StepError(
+                "there are no gradients to clip or scale: do that after the backward and before"
+                " model.optimizer.step()"
+            )
+        return self._shared_square_sum(None)
+
+    def zero_grad(self, tensors: Any) -> None:
+        """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
+        self.check_open()
+        if not in_backward() and (self._backward == "running" or self._exchange.has_begun):
+            self._abort()
+        for tensor in tensors:
+            tensor.grad = None
+
+    # --- What only the owner can do -----------------------------------------------------------
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise refuse_on_mate(self.team, what)
+
+    def check_edit(self) -> None:
+        """Refuse a change of parameters, and any further step of this process."""
+        self._has_edited = True
+        self._refuse("a change of parameters")
+
+    def resident(self, index: int) -> AbstractContextManager[None]:
+        """Return a context in which the parameter has its real data."""
+        self._kept = self.value(index)
+        return super().resident(index)
+
+    def undo_edit(self, index: int) -> None:
+        """Restore a parameter of the owner that a loop over the parameters has changed."""
+        self.lend(index).copy_(self._kept)
+
+    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+        """Refuse access to the store, which belongs to the owner."""
+        self._refuse("access to the store")
+
+    def values(self) -> list[torch.Tensor]:
+        """Return every parameter's value in main memory, in its dtype and shape."""
+        return [self.value(param.index) for param in self.layout.params]
+
+    def copy_begin(
+        self,
+        out: PathLike | Sequence[PathLike],
+        on_change: OnChange | None = None,
+        *,
+        is_behind_step: bool = False,
+    ) -> Snapshot:
+        """Refuse a snapshot."""
+        self._refuse("a snapshot")
+
+    def commit(self) -> None:
+        """Wait until the owner has committed; see ReplicaSession.commit."""
+        self.check_open()
+        self.world.exchange(b"", f"commit() at step {self.step}")
+
+    def commit_edits(self) -> None:
+        """Do nothing: this process has no edits."""
+
+    def _finish(self) -> None:
+        """Discard an open step. The owner commits the closed ones."""

@@ -253,6 +253,9 @@ class Commits(SessionPart):
     def check_edit(self) -> None:
         """Raise an error if only steps may change parameters; this base class allows any change."""
 
+    def part(self) -> None:
+        """Prepare for the end of the session, with all processes that read its parameters."""
+
     def undo_edit(self, index: int) -> None:
         """Restore a parameter in memory whose new value cannot be written to the store."""
         lend = self.lend(index)

@@ -124,6 +124,13 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
 
 
+def least(layout: Layout, config: Config) -> dict[str, int]:
+    """Return the least division of main memory for a layout."""
+    needed = _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]
+    needed += _swap.host_bytes(config)
+    return _budget(layout, dataclasses.replace(config, host_bytes=needed))
+
+
 def divide(
     model: nn.Module,
     blocks: Sequence[nn.Module] | None,

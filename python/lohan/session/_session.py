@@ -116,6 +116,7 @@ class Session(ForwardRules, Commits):
             device=self.device.options(),
             saved=self.saving.options,
             in_place=layout.in_place.engine_options(layout),
+            team=self._team_options(),
         )
         try:
             self._bind()
@@ -145,6 +146,10 @@ class Session(ForwardRules, Commits):
         )
 
     # --- Making -----------------------------------------------------------------------------
+
+    def _team_options(self) -> tuple[int, int, int]:
+        """Return the engine's part in a team of processes that share parameters: none."""
+        return 0, 0, -1
 
     def _scale_make(self) -> StepScale:
         this, units = weakref.ref(self), self.layout.units

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,19 +38,16 @@ from lohan.common import _exit
 from lohan.common._wake import Flag
 from lohan.errors import (
     LohanError,
-    ModelError,
     PeerLostError,
     PeerStepError,
     StepError,
-    UnsupportedError,
     WorldMismatchError,
 )
 from lohan.world._meeting import POLL_S, common_prefix
+from lohan.world._rendezvous import SAY_AFTER_S, find_store, process_count, say_alone
 from lohan.world._watch import BEAT_S, End, Peer, Watch, wait_out
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLICE_S = 0.1
-SAY_AFTER_S = 5.0
 # How long bytes may still arrive from a process that is known to be gone.
 _LATE_S = 0.3
 _TEXT_MAX = 400
@@ -62,9 +59,6 @@ _CAUSE_S = 2.0
 # A wait of the thread that makes the store's calls; the caller decides when to give up.
 _FOREVER = datetime.timedelta(days=20)
 
-# The store that this process has opened itself. It is kept until the process ends, because rank 0
-# may be the one that serves it.
-_own_store: tuple[Any, int, int] | None = None
 _spare: list[tuple[Any, Any]] = []  # stores and connections to them: see [Note: Connections]
 _count = 0  # the worlds that this process has joined; all processes join them in the same order
 
@@ -341,6 +335,35 @@ class World:
         longest = max(missing.values(), default=0.0)
         watch.look_for(self._keys(self._number) if longest > SAY_AFTER_S / 2 else ())
 
+    def check_here(self, ranks: Collection[int], what: str, *, may_close: bool = False) -> None:
+        """Raise an error if one of several processes no longer takes part, or any is lost.
+
+        Args:
+            ranks: the processes.
+            what: what they are needed for.
+            may_close: whether they may have closed their sessions.
+
+        Raises:
+            PeerLostError: a process died or fell silent, or the rendezvous store is gone.
+            PeerStepError: a process closed its session, or left with an error.
+        """
+        watch = self._watch
+        assert watch is not None
+        self._check_store(watch, what)
+        until = time.monotonic() + _LATE_S
+        while found := [
+            end
+            for end in watch.ends.values()
+            if end.how == "lost"
+            or end.rank == self.rank
+            or (end.rank in ranks and not (may_close and end.how == "closed"))
+        ]:
+            first = min(found, key=lambda end: end.how != "lost")
+            # A process that failed because another one is lost tells so before the watch does.
+            if first.how == "lost" or time.monotonic() > until:
+                raise self._end_error(first, what)
+            time.sleep(_SLICE_S / 10)
+
     def lost_wire(self, rank: int, error: BaseException, what: str) -> LohanError:
         """Return the error for a connection to a process that has failed."""
         watch = self._watch
@@ -396,7 +419,7 @@ class World:
         """Print which processes a message is missing from; return whether that was done."""
         watch = self._watch
         if watch is None:
-            _say_alone(self.rank, self.size)
+            say_alone(self.rank, self.size)
             return True
         if not watch.phases:
             watch.ask()
@@ -474,89 +497,6 @@ def _node() -> str:
     return f"{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
 
 
-def process_count() -> int:
-    """Return the number of processes of the run: torch.distributed's, or the environment's.
-
-    Raises:
-        ModelError: WORLD_SIZE is not a number.
-    """
-    said = os.environ.get("WORLD_SIZE", "1")
-    if not said.isdecimal():
-        raise ModelError(f"the environment variable WORLD_SIZE is {said!r}, which is not a number")
-    count = int(said)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        count = max(count, torch.distributed.get_world_size())
-    return count
-
-
-def _find_store() -> tuple[Any, int, int]:
-    """Return the rendezvous store, this process's rank and the number of processes."""
-    global _own_store
-    if not torch.distributed.is_available():
-        raise UnsupportedError(
-            f"WORLD_SIZE is {process_count()}, but this build of torch has no torch.distributed"
-        )
-    dist: Any = torch.distributed
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        return store, dist.get_rank(), dist.get_world_size()
-    if _own_store is not None:
-        return _own_store
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise ModelError(
-            f"WORLD_SIZE is {process_count()}, but {', '.join(missing)} is not set: start the"
-            " program with torchrun, or set"
-            f" {', '.join(_VARIABLES)} in each process"
-        )
-    try:
-        _own_store = _rendezvous()
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise PeerLostError(
-            f"the rendezvous store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            f" cannot be reached by rank {os.environ['RANK']}: {reason}"
-        ) from error
-    return _own_store
-
-
-def _rendezvous() -> tuple[Any, int, int]:
-    """Return the result of torch's rendezvous, in which rank 0 waits for all processes to connect.
-
-    A thread calls it, because Ctrl-C does not end it.
-    """
-    dist: Any = torch.distributed
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            found.put(next(dist.rendezvous("env://")))
-        except Exception as error:
-            found.put(error)
-
-    threading.Thread(target=call, name="lohan-rendezvous", daemon=True).start()
-    began, has_said = time.monotonic(), False
-    while True:
-        with contextlib.suppress(queue.Empty):
-            result: Any = found.get(timeout=_SLICE_S)
-            break
-        if time.monotonic() - began > SAY_AFTER_S and not has_said:
-            has_said = True
-            _say_alone(int(os.environ["RANK"]), process_count())
-    if isinstance(result, Exception):
-        raise result
-    made: tuple[Any, int, int] = result
-    return made
-
-
-def _say_alone(rank: int, size: int) -> None:
-    print(
-        f"lohan: rank {rank} has waited {SAY_AFTER_S:.0f} s for the other {size - 1} processes to"
-        " call lohan.wrap()",
-        file=sys.stderr,
-    )
-
-
 def _connect(base: Any) -> Any:
     """Return a connection to a store: one that an earlier session has left, or a new one."""
     _spare[:] = [each for each in _spare if each[0]() is base]  # all processes must use one store
@@ -577,7 +517,7 @@ def joined(timeout_s: float) -> Iterator[World | None]:
     if process_count() <= 1:
         yield None
         return
-    base, rank, size = _find_store()
+    base, rank, size = find_store()
     world = World(base, rank, size, timeout_s)
     try:
         yield world

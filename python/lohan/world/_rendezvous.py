@@ -1,0 +1,106 @@
+"""How a process finds the rendezvous store of its run, its rank, and the number of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from lohan.errors import ModelError, PeerLostError, UnsupportedError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLICE_S = 0.1
+SAY_AFTER_S = 5.0  # how long a process waits for others before it says so
+
+# The store that this process has opened itself. It is kept until the process ends, because rank 0
+# may be the one that serves it.
+_own_store: tuple[Any, int, int] | None = None
+
+
+def process_count() -> int:
+    """Return the number of processes of the run: torch.distributed's, or the environment's.
+
+    Raises:
+        ModelError: WORLD_SIZE is not a number.
+    """
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal():
+        raise ModelError(f"the environment variable WORLD_SIZE is {said!r}, which is not a number")
+    count = int(said)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count = max(count, torch.distributed.get_world_size())
+    return count
+
+
+def find_store() -> tuple[Any, int, int]:
+    """Return the rendezvous store, this process's rank and the number of processes."""
+    global _own_store
+    if not torch.distributed.is_available():
+        raise UnsupportedError(
+            f"WORLD_SIZE is {process_count()}, but this build of torch has no torch.distributed"
+        )
+    dist: Any = torch.distributed
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    if _own_store is not None:
+        return _own_store
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise ModelError(
+            f"WORLD_SIZE is {process_count()}, but {', '.join(missing)} is not set: start the"
+            " program with torchrun, or set"
+            f" {', '.join(_VARIABLES)} in each process"
+        )
+    try:
+        _own_store = _rendezvous()
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerLostError(
+            f"the rendezvous store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            f" cannot be reached by rank {os.environ['RANK']}: {reason}"
+        ) from error
+    return _own_store
+
+
+def _rendezvous() -> tuple[Any, int, int]:
+    """Return the result of torch's rendezvous, in which rank 0 waits for all processes to connect.
+
+    A thread calls it, because Ctrl-C does not end it.
+    """
+    dist: Any = torch.distributed
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            found.put(next(dist.rendezvous("env://")))
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=call, name="lohan-rendezvous", daemon=True).start()
+    began, has_said = time.monotonic(), False
+    while True:
+        with contextlib.suppress(queue.Empty):
+            result: Any = found.get(timeout=_SLICE_S)
+            break
+        if time.monotonic() - began > SAY_AFTER_S and not has_said:
+            has_said = True
+            say_alone(int(os.environ["RANK"]), process_count())
+    if isinstance(result, Exception):
+        raise result
+    made: tuple[Any, int, int] = result
+    return made
+
+
+def say_alone(rank: int, size: int) -> None:
+    print(
+        f"lohan: rank {rank} has waited {SAY_AFTER_S:.0f} s for the other {size - 1} processes to"
+        " call lohan.wrap()",
+        file=sys.stderr,
+    )

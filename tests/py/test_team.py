@@ -1,0 +1,128 @@
+"""Processes of one machine that share parameters (share="on")."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import world_adamw
+from test_replicas_bits import ROWS
+from test_world_ends import kill_one
+from world_helper import Group, run
+
+ON = {world_adamw.SHARE: "on"}
+# Rows of test_replicas_bits.py that are trained by three processes, and by four on two machines.
+SOME = ("fp32", "clipped", "tight", "emulated device", "absent, clipped")
+
+
+def rows(folder: pathlib.Path, names: Any) -> list[Any]:
+    return [(str(folder / name), 8, *ROWS[name]) for name in names]
+
+
+def test_processes_that_share_parameters_have_the_states_of_one(tmp_path: pathlib.Path) -> None:
+    expected = {}
+    for count, nodes, names in ((2, 1, ROWS), (3, 1, SOME), (4, 2, SOME)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        found = run(folder, count, world_adamw.train_together, rows(folder, names), nodes=nodes)
+        if not expected:
+            one = run(tmp_path, 1, world_adamw.train_all, rows(tmp_path, ROWS))[0]
+            expected = dict(zip(ROWS, one, strict=True))
+        for at, name in enumerate(names):
+            assert len({each[at][1] for each in found}) == 1, f"{name}, {count} processes: {found}"
+            states = [(each[at][0], each[at][2]) for each in found]
+            assert states == [expected[name]] * count, f"{name}, {count} processes"
+
+
+def test_a_machine_moves_the_bytes_of_one_process(tmp_path: pathlib.Path) -> None:
+    settings = {"host_bytes": 14_000_000, "schedule": "serial"}
+    one = run(tmp_path, 1, world_adamw.traffic, str(tmp_path / "one"), settings)[0]
+    shared = run(tmp_path, 3, world_adamw.traffic, str(tmp_path / "run"), settings, env=ON)
+    assert shared[0] == one and one[1]["state_write"] > 0
+    for _, nbytes in shared[1:]:
+        assert set(nbytes.values()) == {0}
+
+
+def test_each_process_may_evaluate_and_read_alone(tmp_path: pathlib.Path) -> None:
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
+    for function in (world_adamw.alone, world_adamw.mate_alone):
+        found = run(tmp_path, 2, function, str(tmp_path / function.__name__), env=ON)
+        assert [each[1] for each in found] == [whole[1]] * 2
+        assert sorted(each[0] != 0.0 for each in found) == [False, True]
+
+
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
+    tmp_path: pathlib.Path, where: str
+) -> None:
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
+    found = run(tmp_path, 2, world_adamw.fail_once, str(tmp_path / "run"), where, env=ON)
+    assert [each[1] for each in found] == [whole[1]] * 2
+    assert found[1][0] == ["ValueError: this batch is bad"]
+    assert len(found[0][0]) == 1 and found[0][0][0].startswith("PeerStepError: ")
+
+
+def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:
+    one = run(tmp_path, 1, world_adamw.clipped_by_torch, str(tmp_path / "one"))
+    for count in (2, 4):  # the mean over them is exact
+        store = str(tmp_path / f"run-{count}")
+        assert run(tmp_path, count, world_adamw.clipped_by_torch, store, env=ON) == one * count
+
+
+def test_a_run_changes_between_shared_parameters_and_replicas(tmp_path: pathlib.Path) -> None:
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 12)[0]
+    store = str(tmp_path / "run")
+    for part, (count, env) in enumerate([(2, ON), (3, ON), (2, {}), (3, ON)]):
+        row = (store, 3 * (part + 1), "float32", {"resume": True} if part else {})
+        results = [each[0] for each in run(tmp_path, count, world_adamw.train_all, [row], env=env)]
+        assert results == [results[0]] * count
+    assert results[0] == whole
+
+
+def test_what_processes_that_share_parameters_cannot_do_is_refused_by_name(
+    tmp_path: pathlib.Path,
+) -> None:
+    owner, mate = run(tmp_path, 2, world_adamw.refused, str(tmp_path / "run"), env=ON)
+    for each in (owner, mate):
+        assert each.pop("step").startswith("StepError: parameters were changed while processes")
+    for name, said in mate.items():
+        assert said.startswith("UnsupportedError: "), f"{name}: {said}"
+        assert "share='on'" in said and "rank 0" in said
+    assert [*owner] == ["loop", "load"] and [*mate] == ["snapshot", "loop", "load"]
+    for said in owner.values():
+        assert said.startswith("UnsupportedError: parameters cannot be changed"), said
+        assert "before lohan.wrap()" in said
+
+
+def test_what_shared_parameters_do_not_support_is_refused_at_wrap(tmp_path: pathlib.Path) -> None:
+    for said in run(tmp_path, 2, world_adamw.refused_at_wrap, str(tmp_path / "run"), env=ON):
+        assert said[0].startswith("StoreError: share='on' needs store="), said
+        assert said[1].startswith("UnsupportedError: share='on' is not supported with method"), said
+
+
+def test_all_processes_may_unwrap_their_models(tmp_path: pathlib.Path) -> None:
+    one = run(tmp_path, 1, world_adamw.unwrapped, str(tmp_path / "one"))
+    assert run(tmp_path, 2, world_adamw.unwrapped, str(tmp_path / "run"), env=ON) == one * 2
+
+
+def test_an_update_that_waits_for_a_killed_process_ends_by_name(tmp_path: pathlib.Path) -> None:
+    owner, mate = Group(
+        tmp_path, 2, world_adamw.die_with_pins, str(tmp_path / "run"), env=ON
+    ).wait()
+    assert mate.code == 9
+    assert owner.error == "PeerLostError" and "rank 1 (host" in owner.text
+    resumed = run(tmp_path, 2, world_adamw.resume_for, str(tmp_path / "run"), 2, env=ON)
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), resumed[0][0])[0]
+    assert resumed == [whole] * 2
+
+
+def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -> None:
+    for seed in range(4):
+        kill_one(tmp_path, seed, world_adamw, env=ON)
+
+
+@pytest.mark.slow
+def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
+    for seed in range(100, 200):
+        kill_one(tmp_path, seed, world_adamw, env=ON)
