@@ -161,11 +161,25 @@ int lh_borrow_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
+void lh_borrow_stop(struct lh_engine *engine)
+{
+    struct lh_team *team = engine->opts.team;
+    LH_ASSERT(lh_borrow_is_on(engine) && engine->borrow.waiting);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, i);
+        if (unit->state == LH_UNIT_STATE_READY)
+            lh_unit_try_forget(engine, i);
+        lh_team_unwant(team, i);
+    }
+    lh_team_waits_set(team, false);
+}
+
 void lh_borrow_destroy(struct lh_engine *engine)
 {
     for (uint32_t i = 0; engine->borrow.waiting && i < engine->opts.unit_count; i++) {
         if (engine->units[i].state == LH_UNIT_STATE_READY)
             lh_team_unpin(engine->opts.team, i);
+        lh_team_unwant(engine->opts.team, i);
     }
     lh_free(engine->alloc, engine->borrow.waiting);
 }

@@ -25,6 +25,8 @@ bool lh_borrow_is_on(const struct lh_engine *engine);
 void lh_borrow_give_back(struct lh_engine *engine);
 /* Make the owner of the team the source of all units. Errors: -ENOMEM, -EINVAL. */
 int lh_borrow_create(struct lh_engine *engine, struct lh_error *err);
+/* The engine's thread has ended: give back all units but those that are lent, until destroy. */
+void lh_borrow_stop(struct lh_engine *engine);
 void lh_borrow_destroy(struct lh_engine *engine);
 
 #endif

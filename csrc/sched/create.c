@@ -279,6 +279,8 @@ void lh_engine_stop(struct lh_engine *engine)
     lh_waker_wake(engine->waker);
     pthread_join(engine->thread, NULL);
     engine->has_thread = false;
+    if (lh_borrow_is_on(engine))
+        lh_borrow_stop(engine);
 }
 
 static void tables_destroy(struct lh_engine *engine)

@@ -207,6 +207,11 @@ class Config:
         return 1
 
     @property
+    def room_sharers(self) -> int:
+        """The number of processes on this machine that may offload activations to its disks."""
+        return 1
+
+    @property
     def sums_gradients(self) -> bool:
         """Whether a step's gradients are summed in main memory before an update uses them."""
         return self.accumulate != 1
@@ -227,6 +232,11 @@ class SharedConfig(Config):
     @property
     def sharers(self) -> int:
         """The number of processes of the run that share this machine's memory, disks and cores."""
+        return self.processes_here
+
+    @property
+    def room_sharers(self) -> int:
+        """The number of processes on this machine that may offload activations to its disks."""
         return self.processes_here
 
 

@@ -199,9 +199,9 @@ class _Opening:
             raise StoreError("resume=True needs store=: pass the directories of that store")
         directories = _directories.directories_of(where)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
-        if self.shared.is_mate:
-            return self._follow(extents, directories, resume, weights, init)
         try:
+            if self.shared.is_mate:
+                return self._follow(extents, directories, resume, weights, init)
             # Allocate this first: a full disk should be noticed before a store has been filled.
             store_bytes = 0 if resume else extents.nbytes
             self.room = _swap.make_room(self.config, directories, store_bytes)
@@ -305,6 +305,7 @@ class _Opening:
         is_from_memory = weights is None and init is None and self.was_in_memory
         tensors = [param.tensor for param in self.layout.params]
         self.shared.meet_at_store()
+        self.room = _swap.make_room(self.config, directories, 0)
         store = _store.open_existing(
             directories, self.config, read_only=True, is_held=True, open_at=self.open_at
         )

@@ -173,6 +173,24 @@ static void test_no_room(void)
     set_unmake(&set);
 }
 
+static void test_stop(void)
+{
+    struct set set;
+    lh_test_name("a mate that stops gives back what is not lent, and the rest when it ends");
+    set_make(&set, "team-stop", 1, (struct rig_opts){.large = true});
+    const struct lh_team *team = set.owner.team;
+    struct rig *mate = &set.mates[0].rig;
+    LH_CHECK(rig_forward(mate, LH_ENGINE_MODE_EVAL) == 0);
+    LH_CHECK(rig_acquire(mate, 3) == 0);
+    lh_engine_stop(mate->engine);
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        LH_CHECK(lh_team_is_pinned(team, i) == (i == 3));
+        LH_CHECK(lh_team_wants(team, i) == 0);
+    }
+    LH_CHECK(lh_team_is_busy(team)); /* because of unit 3 */
+    set_unmake(&set);
+}
+
 int main(void)
 {
     test_steps(1, false);
@@ -181,5 +199,6 @@ int main(void)
     test_steps(2, true);
     test_alone();
     test_no_room();
+    test_stop();
     return 0;
 }

@@ -166,7 +166,7 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
     """
     nbytes = config.swap_ssd_bytes
     if nbytes is None:
-        nbytes = _free_bytes(directories, store_bytes) // (2 * config.sharers)
+        nbytes = _free_bytes(directories, store_bytes) // (2 * config.room_sharers)
         if config.activations in POLICIES:
             nbytes = min(nbytes, _POLICY_SSD * (config.swap_bytes or 0))
     if not config.swap_bytes or nbytes == 0:

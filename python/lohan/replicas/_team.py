@@ -18,6 +18,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from typing import TYPE_CHECKING
 
 from lohan.errors import NetworkError, UnsupportedError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lohan.world._world import World
 
 _TIMEOUT_S = 30.0
+_SLICE_S = 0.2
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: struct ucred of Linux
 
 
@@ -64,38 +66,76 @@ class Team:
         return self.number > 0
 
     def lead(self, engine: _core.Engine) -> None:
-        """Give the mates the engine's memory. The owner calls this; see _follow()."""
+        """Give the mates the engine's memory, as the owner.
+
+        Raises:
+            NetworkError: a mate cannot be reached through a socket, or belongs to another user.
+            PeerLostError, PeerStepError: a mate is gone.
+        """
+        try:
+            self._lead(engine)
+        except OSError as error:
+            raise self._failed("its other processes", error) from error
+
+    def _lead(self, engine: _core.Engine) -> None:
         name = f"lohan-{os.getpid()}-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-            door.settimeout(_TIMEOUT_S)
+            door.settimeout(_SLICE_S)
             if self.mate_count > 0:
                 door.bind(f"\0{name}")
                 door.listen(self.mate_count)
             self._world.exchange(name.encode(), "the shared memory")
             for _ in range(self.mate_count):
-                link, _ = door.accept()
-                with link:
+                with self._accepted(door) as link:
                     link.settimeout(_TIMEOUT_S)
                     _check_user(link)
-                    number = link.recv(1)[0]
+                    number = link.recv(1)
                     socket.send_fds(link, [b"+"], [*engine.team_files()])
                     bell = _received(link, 1)[0]
                     try:
-                        engine.team_bell(number, bell)
+                        engine.team_bell(number[0], bell)
                     finally:
                         os.close(bell)
 
+    def _accepted(self, door: socket.socket) -> socket.socket:
+        """Return the connection of a mate, unless one is gone."""
+        until = time.monotonic() + _TIMEOUT_S
+        while True:
+            try:
+                return door.accept()[0]
+            except TimeoutError:
+                self._world.check_here(self.mates, "sharing its memory")
+                if time.monotonic() > until:
+                    raise
+
     def follow(self) -> tuple[int, int]:
-        """Wait for the owner's memory, and return the file descriptors of lead(), as a mate."""
+        """Wait for the owner's memory, as a mate.
+
+        Returns:
+            File descriptors of the shared memory, and of what wakes the owner's engine.
+
+        Raises:
+            NetworkError: the owner cannot be reached through a socket, or belongs to another user.
+        """
         told = self._world.exchange(b"", "the shared memory")
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._link = link
-        link.settimeout(_TIMEOUT_S)
-        link.connect(f"\0{told[self.owner].decode()}")
-        _check_user(link)
-        link.send(bytes([self.number]))
-        memory, bell = _received(link, 2)
+        self._link = link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link.settimeout(_TIMEOUT_S)
+            link.connect(f"\0{told[self.owner].decode()}")
+            _check_user(link)
+            link.send(bytes([self.number]))
+            memory, bell = _received(link, 2)
+        except OSError as error:
+            link.close()
+            raise self._failed(self._world.name(self.owner), error) from error
         return memory, bell
+
+    def _failed(self, who: str, error: OSError) -> NetworkError:
+        return NetworkError(
+            f"{self._world.name(self._world.rank)} cannot share memory with {who}: {error}."
+            " share='on' needs processes that see each other's sockets (one network namespace);"
+            " otherwise leave it out"
+        )
 
     def join(self, engine: _core.Engine, bell: int) -> None:
         """Complete follow(): connect the engine with the owner's."""
