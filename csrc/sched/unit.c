@@ -143,7 +143,9 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
     bool is_read = engine->dev ? unit->copy.is_copying : lh_unit_pins(unit) > 0;
-    bool may_claim = !is_read && LH_FEATURE_ALL(engine, unit_may_claim, unit);
+    if (is_read)
+        return false;
+    bool may_claim = LH_FEATURE_ALL(engine, unit_may_claim, unit);
     if (!may_claim || engine->dev)
         return may_claim;
     if (lh_unit_claim(unit))

@@ -70,15 +70,15 @@ static int map(struct lh_team *team, uint64_t bytes, struct lh_error *err)
     uint64_t before = (uint64_t)(base - room);
     LH_ASSERT(before < LH_HUGE_PAGE_BYTES);
     void *mapped = mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, team->fd, 0);
-    int rc = mapped == MAP_FAILED ? fd_error(err, "map shared memory", bytes) : 0;
+    if (mapped == MAP_FAILED) {
+        int rc = fd_error(err, "map shared memory", bytes);
+        munmap(room, wanted);
+        return rc;
+    }
     /* What is left of the reserved addresses; shrinking a mapping at its ends cannot fail. */
     if (before > 0)
         munmap(room, before);
-    if (rc < 0)
-        munmap(base, bytes);
     munmap(base + bytes, wanted - before - bytes);
-    if (rc < 0)
-        return rc;
     team->map = mapped;
     team->map_bytes = bytes;
     return 0;
