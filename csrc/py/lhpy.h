@@ -157,7 +157,7 @@ struct lhpy_engine {
     PyObject *raiser;      /* (code, message) -> exception */
     PyObject *on_backward; /* called once per backward */
     PyObject *on_gradient; /* called before the first gradient of a step */
-    PyObject *team_check;  /* a mate's: raises an error if the owner is gone; or NULL */
+    PyObject *team_check;  /* raises an error if another process of the team is gone; or NULL */
     PyObject *on_forward;  /* called when a scope begins (True) or ends (False) outside a forward */
     PyObject *in_backward; /* called to ask whether the current thread runs a backward */
     PyObject *zo_image;    /* bytes: the image of zo_kernel; NULL: none is loaded */
@@ -353,7 +353,7 @@ static inline bool lhpy_team_is_mate(const struct lhpy_engine *self)
 {
     return self->core->has_team && self->core->team.mate > 0;
 }
-/* While a mate waits: check that the owner is there. -1 with a Python error. */
+/* While a thread waits: check that the team's processes are there. -1 with a Python error. */
 int lhpy_team_check(struct lhpy_engine *self);
 void lhpy_team_register(struct lhpy_core *core);
 void lhpy_team_unregister(struct lhpy_core *core);

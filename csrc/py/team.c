@@ -112,7 +112,7 @@ PyMethodDef lhpy_team_methods[] = {
     {"team_files", team_files, METH_NOARGS, "(fd of the shared memory, fd that wakes this engine)"},
     {"team_bell", team_bell, METH_VARARGS, "team_bell(process, fd): what wakes another process."},
     {"team_on_wait", team_on_wait, METH_O,
-     "The function that raises an error if the owner is gone, while the engine waits for it."},
+     "The function that raises an error if a process is gone that the engine may wait for."},
     {"team_step", team_step, METH_NOARGS, "The number of the owner's last step that is over."},
     {NULL, NULL, 0, NULL},
 };

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import socket
 from typing import Any
 
 import pytest
 import world_adamw
+from lohan.errors import NetworkError
+from lohan.replicas._team import Team
+from lohan.world._watch import Peer
 from test_replicas_bits import ROWS
 from test_world_ends import kill_one
 from world_helper import Group, run
@@ -104,6 +109,34 @@ def test_what_shared_parameters_do_not_support_is_refused_at_wrap(tmp_path: path
 def test_all_processes_may_unwrap_their_models(tmp_path: pathlib.Path) -> None:
     one = run(tmp_path, 1, world_adamw.unwrapped, str(tmp_path / "one"))
     assert run(tmp_path, 2, world_adamw.unwrapped, str(tmp_path / "run"), env=ON) == one * 2
+
+
+class _World:
+    """What a Team asks of a World, for two processes of which this one is rank 1."""
+
+    rank = 1
+    peers = (Peer(0, "vm", 1, "node"), Peer(1, "vm", 2, "node"))
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        return [self._name.encode(), payload]
+
+    def name(self, rank: int) -> str:
+        return str(self.peers[rank])
+
+
+def test_a_handshake_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NetworkError, match=r"rank 1 .* cannot share memory with rank 0 .*refused"):
+        Team(_World("lohan-nobody")).follow()
+    name = f"lohan-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"\0{name}")
+        door.listen(1)
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        with pytest.raises(NetworkError, match=r"belongs to user .* whose user is 4711"):
+            Team(_World(name)).follow()
 
 
 def test_an_update_that_waits_for_a_killed_process_ends_by_name(tmp_path: pathlib.Path) -> None:
