@@ -192,14 +192,7 @@ static int arena_map(struct lh_arena *arena, const struct lh_arena_opts *opts, s
 {
     int rc = 0;
     if (!map_reserved(arena)) {
-        /* Linux overcommits memory and kills processes later, so check first. */
-        uint64_t available_bytes = lh_mem_available_bytes();
-        if (arena->bytes > available_bytes)
-            return lh_error_set(err, -ENOMEM,
-                                "%" PRIu64 " bytes of main memory are requested, but only %" PRIu64
-                                " are available (MemAvailable, control group limits): lower "
-                                "host_bytes",
-                                arena->bytes, available_bytes);
+        LH_TRY(lh_mem_available_check(arena->bytes, err));
         LH_TRY(map_aligned(arena, err));
     }
     if (opts->numa_node >= 0) {

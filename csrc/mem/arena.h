@@ -59,6 +59,13 @@ void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc);
  * group of this process has a limit. UINT64_MAX if unknown.
  */
 uint64_t lh_mem_available_bytes(void);
+/*
+ * Check that so many bytes are available. Linux overcommits memory and kills processes later, so
+ * whoever reserves much calls this first.
+ *
+ * Errors: -ENOMEM; the message has both numbers.
+ */
+int lh_mem_available_check(uint64_t bytes, struct lh_error *err) LH_MUST_CHECK;
 /* Parse the decimal number at the start of text, after optional spaces; false if there is none. */
 bool lh_mem_number_parse(const char *text, uint64_t *value_out);
 /* Read the number in the line of name of a /proc or cgroup file, in the file's unit; or -errno. */

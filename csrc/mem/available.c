@@ -127,3 +127,14 @@ uint64_t lh_mem_available_bytes(void)
         available_bytes = lh_min_u64(available_bytes, cgroups_available_bytes(&cgroup_versions[i]));
     return available_bytes;
 }
+
+int lh_mem_available_check(uint64_t bytes, struct lh_error *err)
+{
+    uint64_t available_bytes = lh_mem_available_bytes();
+    if (bytes <= available_bytes)
+        return 0;
+    return lh_error_set(err, -ENOMEM,
+                        "%" PRIu64 " bytes of main memory are requested, but only %" PRIu64
+                        " are available (MemAvailable, control group limits): lower host_bytes",
+                        bytes, available_bytes);
+}

@@ -22,6 +22,7 @@ int lhpy_team_make(struct lhpy_engine *self, const struct lhpy_team_opts *opts,
         .region_bytes = self->budget.region_bytes,
     };
     if (opts->mate == 0) {
+        LH_TRY(lh_mem_available_check(team_opts.region_bytes, err));
         LH_TRY(lh_team_create(&team_opts, &core->team, err));
     } else {
         int fd = fcntl(opts->fd, F_DUPFD_CLOEXEC, 0);

@@ -94,6 +94,19 @@ static void fields_set(struct lh_team *team)
     team->mate_count = shared->mate_count;
 }
 
+static int reserve(int fd, uint64_t bytes, struct lh_error *err)
+{
+    int rc = 0;
+    do {
+        rc = fallocate(fd, 0, 0, (off_t)bytes) < 0 ? -errno : 0;
+    } while (rc == -EINTR);
+    if (rc == 0)
+        return 0;
+    return lh_error_set(err, rc == -ENOSPC ? -ENOMEM : rc,
+                        "cannot allocate %" PRIu64 " bytes of shared memory: %s", bytes,
+                        strerror(-rc));
+}
+
 int lh_team_create(const struct lh_team_opts *opts, struct lh_team *team, struct lh_error *err)
 {
     init(team, -1, 0);
@@ -107,10 +120,13 @@ int lh_team_create(const struct lh_team_opts *opts, struct lh_team *team, struct
     team->fd = memfd_create("lohan-parameters", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     int rc = team->fd < 0 ? fd_error(err, "create shared memory", bytes) : 0;
     if (rc == 0 && ftruncate(team->fd, (off_t)bytes) < 0)
-        rc = fd_error(err, "reserve shared memory", bytes);
+        rc = fd_error(err, "set the size of shared memory", bytes);
     /* No process can make the others' memory shorter, which would end them with SIGBUS. */
     if (rc == 0 && fcntl(team->fd, F_ADD_SEALS, SEALS) < 0)
         rc = fd_error(err, "seal shared memory", bytes);
+    /* Allocate all pages now: if one were missing later, the process that touches it would end. */
+    if (rc == 0)
+        rc = reserve(team->fd, bytes, err);
     if (rc == 0)
         rc = map(team, bytes, err);
     if (rc < 0) {

@@ -56,11 +56,12 @@ struct lh_team_opts {
 };
 
 /*
- * Create the memory of a team, as its owner. The memory has no name, and ends with the last of its
- * processes.
+ * Create the memory of a team, as its owner, and allocate all of its pages. The memory has no name,
+ * and ends with the last of its processes. Linux kills processes if memory runs out: check first
+ * that opts->region_bytes are available.
  *
  * Owns:   team->fd and the map; release with lh_team_leave().
- * Errors: -EINVAL, -ENOMEM, -errno of memfd_create, ftruncate or mmap.
+ * Errors: -EINVAL, -ENOMEM, -errno of memfd_create, ftruncate, fallocate or mmap.
  */
 int lh_team_create(const struct lh_team_opts *opts, struct lh_team *team, struct lh_error *err)
     LH_MUST_CHECK;

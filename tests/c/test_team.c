@@ -1,10 +1,14 @@
 /* Test the memory that the processes of one node share (team/team.h). */
 #define _GNU_SOURCE /* memfd_create */
+#include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -71,6 +75,28 @@ static void test_memory(void)
     LH_CHECK(ftruncate(mate.fd, 4096) == -1); /* it would end the other processes with SIGBUS */
     lh_team_leave(&mate);
     lh_team_leave(&owner);
+}
+
+static void test_reserved(void)
+{
+    struct lh_team owner;
+    struct stat facts = {0};
+    lh_test_name("all pages of the memory are allocated when it is created");
+    owner_make(&owner, 1);
+    LH_CHECK(fstat(owner.fd, &facts) == 0);
+    LH_CHECK((uint64_t)facts.st_blocks * 512 == owner.map_bytes);
+    lh_team_leave(&owner);
+    lh_test_name("without room for all pages, creation fails and leaves nothing mapped");
+    struct rlimit all;
+    struct rlimit few = {.rlim_cur = LH_HUGE_PAGE_BYTES};
+    LH_CHECK(getrlimit(RLIMIT_FSIZE, &all) == 0);
+    few.rlim_max = all.rlim_max;
+    struct lh_team_opts opts = {
+        .unit_count = 1, .mate_count = 1, .region_bytes = LH_HUGE_PAGE_BYTES};
+    LH_CHECK(signal(SIGXFSZ, SIG_IGN) != SIG_ERR && setrlimit(RLIMIT_FSIZE, &few) == 0);
+    LH_CHECK(lh_team_create(&opts, &owner, NULL) == -EFBIG);
+    LH_CHECK(setrlimit(RLIMIT_FSIZE, &all) == 0);
+    LH_CHECK(owner.map == NULL && owner.fd == -1);
 }
 
 static void test_claim(void)
@@ -259,6 +285,7 @@ int main(void)
 {
     bells_make();
     test_memory();
+    test_reserved();
     test_claim();
     test_want();
     test_step();
