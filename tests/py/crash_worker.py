@@ -6,11 +6,9 @@ Therefore a run that was killed and resumed has to end with the bits of one that
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -18,6 +16,7 @@ from typing import Any
 
 import lohan
 import torch
+from orphans import end_with
 from torch import nn
 
 VOCABULARY = 128
@@ -25,7 +24,6 @@ HIDDEN = 32
 BLOCK_COUNT = 3
 # The number of torch's threads: idle threads of several processes would compete for processors.
 TORCH_THREAD_COUNT = 1
-PR_SET_PDEATHSIG = 1
 
 
 class Block(nn.Module):
@@ -136,9 +134,8 @@ def attempt(pipe: Connection, prepare: Callable[[], None], settings: dict[str, A
         pipe.send((type(error).__name__, str(error)))
 
 
-def _run(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
-    # so that no process remains when the tests are killed
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _run(tests: int, target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
+    end_with(tests)
     torch.set_num_threads(TORCH_THREAD_COUNT)
     target(pipe, *arguments)
 
@@ -151,7 +148,7 @@ _context.set_forkserver_preload(["torch", "torch._dynamo", "lohan"])
 def start(target: Callable[..., None], *arguments: Any) -> tuple[ForkServerProcess, Connection]:
     """Run target(pipe, *arguments) in a new process, which has torch already."""
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=_run, args=(target, theirs, *arguments))
+    process = _context.Process(target=_run, args=(os.getpid(), target, theirs, *arguments))
     process.daemon = True
     process.start()
     theirs.close()

@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 
 import lohan
 import pytest
@@ -195,6 +197,57 @@ def test_killed_c_tests_leave_no_store_and_no_process(store_dir: pathlib.Path) -
             kill_and_wait(process, mark)
     assert_nothing_new(before)
     assert list(store_dir.iterdir()) == []
+
+
+RUNS_FOREVER = {
+    "world_helper": """
+import pathlib, sys, time
+import world_helper
+
+if __name__ == "__main__":
+    group = world_helper.Group(pathlib.Path(sys.argv[1]), 2, time.sleep, 3600)
+    while not all((group._folder / f"said.{rank}").exists() for rank in range(2)):
+        time.sleep(0.02)
+    print("runs", flush=True)
+    group.wait()
+""",
+    "crash_worker": """
+import sys, time
+import crash_worker
+
+def sleep(pipe):
+    pipe.send("runs")
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    process, pipe = crash_worker.start(sleep)
+    print(pipe.recv(), flush=True)
+    process.join()
+""",
+}
+
+
+@pytest.fixture
+def short_dir() -> Iterator[str]:
+    """A folder for sockets, whose paths may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as name:
+        yield name
+
+
+@pytest.mark.parametrize("helper", RUNS_FOREVER)
+def test_killed_tests_leave_no_process_that_their_server_started(
+    helper: str, short_dir: str, store_dir: pathlib.Path
+) -> None:
+    mark = f"{helper}-{os.getpid()}"
+    script = store_dir / "tests.py"
+    script.write_text(RUNS_FOREVER[helper], encoding="utf-8")
+    paths = os.pathsep.join([str(ROOT / "python"), str(ROOT / "tests" / "py")])
+    command = [sys.executable, str(script), str(store_dir)]
+    process = start(command, store_dir, mark, PYTHONPATH=paths, TMPDIR=short_dir)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert len(marked(mark)) > 2
+    kill_and_wait(process, mark)
 
 
 def test_a_temporary_store_keeps_no_descriptor_of_its_folder() -> None:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from orphans import end_with
 from patience import HUNG_S
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -95,7 +96,8 @@ class Group:
             }
             space = None if spaces is None else spaces[rank * nodes // count]
             process = _SERVER.Process(
-                target=_body, args=(str(self._folder), rank, variables, space, function, args)
+                target=_body,
+                args=(os.getpid(), str(self._folder), rank, variables, space, function, args),
             )
             process.start()
             self.processes.append(process)
@@ -146,6 +148,7 @@ def _free_port() -> int:
 
 
 def _body(
+    tests: int,
     folder: str,
     rank: int,
     variables: dict[str, str],
@@ -156,6 +159,7 @@ def _body(
     """Run in the process: set its environment, call the function, leave its result in a file."""
     import torch
 
+    end_with(tests)
     out = os.open(os.path.join(folder, f"said.{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
