@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from patience import HUNG_S
+from script_server import Scripts
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
-@functools.cache
-def run(path: Path, folder: Path) -> str:
-    """Return the output of an example, which runs once per session."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=HUNG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not list(folder.iterdir()), "an example left files behind"
-    return done.stdout
+LIBRARIES = ["accelerate", "diffusers", "lightning", "peft", "transformers.trainer", "trl"]
+
+
+class Runs:
+    """The output of scripts, each of which runs once."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+        self._said: dict[Path, str] = {}
+
+    def output(self, path: Path, folder: Path) -> str:
+        """Return what a script prints in an empty folder, which it leaves as it was."""
+        if path not in self._said:
+            code, said = self._scripts.run(path, folder)
+            assert code == 0, said
+            assert not list(folder.iterdir()), "an example left files behind"
+            self._said[path] = said
+        return self._said[path]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with Scripts(LIBRARIES) as scripts:
+        yield Runs(scripts)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("example")
 
 
+def test_an_example_starts_by_itself(folder: Path) -> None:
+    """The others start where their libraries have been imported."""
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES[0])]
+    subprocess.run(command, cwd=folder, capture_output=True, timeout=HUNG_S, check=True)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_example_runs(path: Path, folder: Path) -> None:
-    run(path, folder)
+def test_example_runs(path: Path, runs: Runs, folder: Path) -> None:
+    runs.output(path, folder)
 
 
 def losses(printed: str) -> list[float]:
@@ -52,7 +69,7 @@ def losses(printed: str) -> list[float]:
     ("name", "rtol"), [("02_trainer", 1e-5), ("03_trl_sft", 5e-3), ("09_diffusion", 1e-2)]
 )
 def test_without_its_two_lines_of_lohan_it_is_a_usual_script_with_the_same_losses(
-    name: str, rtol: float, folder: Path, tmp_path: Path
+    name: str, rtol: float, runs: Runs, folder: Path, tmp_path: Path
 ) -> None:
     path = next(path for path in EXAMPLES if path.stem == name)
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -62,6 +79,6 @@ def test_without_its_two_lines_of_lohan_it_is_a_usual_script_with_the_same_losse
     twin.write_text("".join(usual), encoding="utf-8")
     empty = tmp_path / "empty"
     empty.mkdir()
-    expected = losses(run(twin, empty))
+    expected = losses(runs.output(twin, empty))
     assert len(expected) > 2 and expected[-1] < expected[0]
-    np.testing.assert_allclose(losses(run(path, folder)), expected, rtol=rtol)
+    np.testing.assert_allclose(losses(runs.output(path, folder)), expected, rtol=rtol)
