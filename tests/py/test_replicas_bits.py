@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import world_adamw
 from world_helper import run
 
@@ -30,21 +32,32 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def rows(folder: pathlib.Path, count: int) -> list[Any]:
-    return [
-        (str(folder / f"{name}-{count}"), 8, dtype, settings)
-        for name, (dtype, settings) in ROWS.items()
-    ]
+def rows(folder: pathlib.Path, count: int, names: Sequence[str]) -> list[Any]:
+    return [(str(folder / f"{name}-{count}"), 8, *ROWS[name]) for name in names]
+
+
+def check(folder: pathlib.Path, names_of: dict[int, list[str]]) -> None:
+    """Compare the states of some rows by the number of processes; 1 has all of them."""
+    found = {
+        count: run(folder, count, world_adamw.train_all, rows(folder, count, names))
+        for count, names in names_of.items()
+    }
+    one = dict(zip(names_of[1], found[1][0], strict=True))
+    assert {steps for steps, *_ in one.values()} == {8}
+    for count, names in names_of.items():
+        for at, name in enumerate(names):
+            told = [each[at] for each in found[count]]
+            assert told == [one[name]] * count, f"{name}, {count} processes"
 
 
 def test_any_number_of_processes_has_the_states_of_one(tmp_path: pathlib.Path) -> None:
-    found = {
-        count: run(tmp_path, count, world_adamw.train_all, rows(tmp_path, count))
-        for count in COUNTS
-    }
-    for at, name in enumerate(ROWS):
-        results = {count: [each[at] for each in found[count]] for count in COUNTS}
-        one = results[1][0]
-        assert one[0] == 8
-        for count, each in results.items():
-            assert each == [one] * count, f"{name}, {count} processes"
+    """Every row with two processes, and with one of the larger numbers."""
+    names = [*ROWS]
+    larger = {count: names[at::3] for at, count in enumerate(COUNTS[2:])}
+    assert sorted(name for each in larger.values() for name in each) == sorted(names)
+    check(tmp_path, {1: names, 2: names, **larger})
+
+
+@pytest.mark.slow
+def test_every_number_of_processes_has_the_states_of_one(tmp_path: pathlib.Path) -> None:
+    check(tmp_path, {count: [*ROWS] for count in COUNTS})
