@@ -25,21 +25,9 @@ from lohan.errors import (
     StoreUncleanError,
 )
 from lohan.layout import _safetensors
-from lohan.store import _requests, _snapshot, _store
+from lohan.store import _requests, _snapshot
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directories are made as for a measurement, which takes a second each."""
-
-    def measure(directories: list[str]) -> list[int]:
-        for directory in directories:
-            os.makedirs(directory, exist_ok=True)
-        return []
-
-    monkeypatch.setattr(_store, "measure_weights", measure)
 
 
 def store(directory: Path) -> Path:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import pathlib
+import types
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from lohan.cli import main
 from lohan.errors import StoreError
-from lohan.planning import _machines
+from lohan.planning import _machines, _measure
+from lohan.store import _store
 
 
 def test_this_machine_is_measured_and_simulated(store_dir: pathlib.Path) -> None:
@@ -64,3 +67,53 @@ def test_a_plan_is_of_a_model_or_of_the_largest_and_of_one_machine() -> None:
 def test_a_directory_that_is_not_there_is_named(store_dir: pathlib.Path) -> None:
     with pytest.raises(StoreError, match="nowhere"):
         _machines.load(f"here:{store_dir / 'nowhere'}")
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("rates", "weights"),
+    [
+        ({"a": (3000, 4000), "b": (1000, 900)}, [3000, 900]),
+        ({"a": (1000, 2000), "b": (1200, 2000)}, []),  # less than a quarter apart
+    ],
+)
+def test_stripes_of_different_file_systems_follow_their_bandwidth(
+    rates: dict[str, tuple[int, int]],
+    weights: list[int],
+    store_dir: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measure(raiser: object, directory: str, probe_bytes: int) -> tuple[int, ...]:
+        return tuple(rate * MIB for rate in rates[pathlib.Path(directory).name])
+
+    monkeypatch.setattr(_store, "_device_of", hash)
+    monkeypatch.setattr(_store._core, "store_measure", measure)
+    assert _store.measure_weights([str(store_dir / name) for name in rates]) == weights
+
+
+def test_directories_on_one_file_system_are_striped_equally_without_a_measurement(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_store._core, "store_measure", None)
+    assert _store.measure_weights([str(store_dir / "a"), str(store_dir / "b")]) == []
+    assert (store_dir / "a").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_system_is_measured_once(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measure(raiser: object, directory: str, probe_bytes: int) -> tuple[int, int]:
+        asked.append(directory)
+        return 2, 1
+
+    monkeypatch.setattr(_measure, "_measured", {})
+    monkeypatch.setattr(_measure._core, "store_measure", measure)
+    for name in ("a", "b"):
+        (store_dir / name).mkdir()
+        stats: Any = types.SimpleNamespace(step=0)
+        assert _measure.ssd_rates([str(store_dir / name)], stats) == (2, 1)
+    assert asked == [str(store_dir / "a")]

@@ -141,17 +141,25 @@ def measure(
     )
 
 
-@functools.cache
+# The (write, read) rates of file systems in bytes/s, by the number of their device.
+_measured: dict[int, tuple[int, int]] = {}
+
+
 def _ssd_rates(directory: str) -> tuple[int, int] | None:
     try:
-        write, read = _core.store_measure(store_error, directory, _PROBE_SMALL_BYTES)
+        number = os.stat(directory).st_dev
+        if number not in _measured:
+            write, read = _core.store_measure(store_error, directory, _PROBE_SMALL_BYTES)
+            _measured[number] = int(write), int(read)
     except (StoreError, OSError):
         return None
-    return int(write), int(read)
+    return _measured[number]
 
 
 def ssd_rates(directories: Sequence[str], stats: StepStats) -> tuple[int, int]:
-    """Return the (write, read) rates of the slowest directory, measured once per process.
+    """Return the (write, read) rates of the slowest directory.
+
+    Each file system is measured once per process.
 
     Args:
         directories: the directories of a store.

@@ -238,21 +238,29 @@ def naming(param: str, array: str) -> Iterator[None]:
         ) from error
 
 
+def _device_of(directory: str) -> int:
+    return os.stat(directory).st_dev
+
+
 def measure_weights(directories: Sequence[str]) -> list[int]:
     """Return stripe weights from measured bandwidth, or [] for equal weights.
 
-    Weights are also equal if the bandwidth cannot be measured.
+    Weights are also equal if all directories are on one file system, whose bandwidth they share, or
+    if the bandwidth cannot be measured.
     """
     if len(directories) < 2:
         return []
     weights = []
-    for directory in directories:
-        try:
+    try:
+        for directory in directories:
             _durable.make_directory(directory, mode=0o700)
-            write, read = _core.store_measure(store_error, directory, 64 << 20)
-        except (StoreError, OSError):
+        if len({_device_of(directory) for directory in directories}) == 1:
             return []
-        weights.append(max(min(write, read) >> 20, 1))
+        for directory in directories:
+            write, read = _core.store_measure(store_error, directory, 64 << 20)
+            weights.append(max(min(write, read) >> 20, 1))
+    except (StoreError, OSError):
+        return []
     # Nearly equal rates count as equal: the layout should not depend on measurement noise.
     return [] if max(weights) < 1.25 * min(weights) else weights
 
