@@ -234,6 +234,7 @@ def test_an_invalid_description_is_refused_by_every_reader(
         ("adamw", ("units", 0, 1), 10**6, r"units\[0\], a number of parameters"),
         ("adamw", ("firsts", 1), 10**9, "a place of"),
         ("adamw", ("export", "tensors", 0, 1), 99, "export.tensors"),
+        ("adamw", ("export", "tensors"), [], r"export.tensors is \[\]"),
         ("adamw", ("export", "files"), {"../x": "a"}, "export.files, a name"),
         ("adamw", ("export", "files"), {"config.json": "["}, "another version"),
         ("adamw", ("copied_from",), [["a"]], "copied_from"),

@@ -226,7 +226,7 @@ def _check_export(said: Any, count: int) -> None:
         _need(_is_text(said["refused"]), "export.refused", said["refused"])
         return
     tensors = said.get("tensors")
-    _need(isinstance(tensors, list), "export.tensors", tensors)
+    _need(isinstance(tensors, list) and len(tensors) > 0, "export.tensors", tensors)
     names = set()
     for row in tensors:
         is_row = _is_list(row, lambda _: True, 2) and _is_text(row[0]) and row[0] not in names
