@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import pathlib
 import platform
 import re
@@ -38,6 +39,12 @@ def needs() -> elf.Needs:
     return elf.read(pathlib.Path(_core.__file__))
 
 
+not_sanitized = pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="this extension needs the sanitizers"
+)
+
+
+@not_sanitized
 def test_the_extension_is_linked_with_the_c_library_alone(needs: elf.Needs) -> None:
     foreign = [name for name in needs.needed if not elf.is_of_the_c_library(name)]
     assert foreign == [] and "libc.so.6" in needs.needed
@@ -81,6 +88,7 @@ def packed(
     return wheel
 
 
+@not_sanitized
 def test_a_wheel_that_others_could_not_use_is_refused(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -348,8 +348,8 @@ def close_without_threads(store: str) -> int:
     return 2
 
 
-def filled(how: str, folder: str) -> tuple[str, str, list[str]]:
-    """Wrap a model that rank 1 fills differently; return the error, and the files of its store."""
+def filled(how: str, folder: str) -> tuple[str, str]:
+    """Wrap a model that rank 1 fills differently; return the error."""
     rank, _ = rank_and_count()
     store = os.path.join(folder, how)
     weights = os.path.join(folder, f"{how}-{rank}.safetensors")
@@ -369,9 +369,8 @@ def filled(how: str, folder: str) -> tuple[str, str, list[str]]:
     try:
         lohan.wrap(model, method="mezo", store=store, peer_timeout_s=5, **settings)
     except Exception as error:
-        found = [path.name for path in pathlib.Path(store).rglob("*") if path.is_file()]
-        return type(error).__name__, str(error), found
-    return "", "", []
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def killed_while_filling(store: str) -> str:
