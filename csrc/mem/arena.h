@@ -60,8 +60,8 @@ void lh_arena_destroy(struct lh_arena *arena, struct lh_alloc *alloc);
  */
 uint64_t lh_mem_available_bytes(void);
 /*
- * Check that so many bytes are available. Linux overcommits memory and kills processes later, so
- * whoever reserves much calls this first.
+ * Check that this number of bytes is available. Linux overcommits memory and kills processes later,
+ * so whoever reserves much calls this first.
  *
  * Errors: -ENOMEM; the message has both numbers.
  */

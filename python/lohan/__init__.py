@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan import errors
 from lohan.common._build import build_info
-from lohan.common._stats import StepStats
+from lohan.common._stats import ReplicaStats, StepStats, Traffic
 from lohan.common._version import __version__
 from lohan.config import Config
 from lohan.errors import LohanError
@@ -32,9 +32,11 @@ __all__ = [
     "Config",
     "LohanError",
     "Optimizer",
+    "ReplicaStats",
     "Session",
     "Snapshot",
     "StepStats",
+    "Traffic",
     "Verified",
     "__version__",
     "build_info",

@@ -163,3 +163,21 @@ def test_an_old_copy_of_a_replica_is_replaced_and_no_step_is_lost(tmp_path: path
     shutil.move(tmp_path / "old", store / "rank-00001")
     # Rank 0's store has the steps 6 and 5, the copy 2 and 1: none that both have.
     assert run(tmp_path, 2, world_adamw.resume_for, str(store), 0) == [six[0][0]] * 2
+
+
+@pytest.mark.parametrize("share", ["off", "on"])
+def test_the_stats_of_a_step_have_the_network_and_the_waits_for_others(
+    tmp_path: pathlib.Path, share: str
+) -> None:
+    env = {world_adamw.SHARE: share}
+    found = run(tmp_path, 2, world_adamw.network_stats, str(tmp_path / "run"), env=env)
+    traffic = [stats.traffic for stats, *_ in found]
+    for rank, (stats, planned, said) in enumerate(found):
+        assert stats.step == 3 and traffic[rank].sent_bytes == planned
+        assert traffic[rank].received_bytes == traffic[1 - rank].sent_bytes
+        assert 0.0 <= stats.busy["network"] < 1.0 and stats.busy["compute"] < 1.0
+        assert f"{planned / 1e6:.1f} MB sent" in said and "network" in said
+    late_ns = world_adamw.LATE_S * 1e9
+    assert 0.9 * late_ns < traffic[0].peer_wait_ns <= found[0][0].wall_ns
+    assert traffic[1].peer_wait_ns < 0.5 * late_ns
+    assert "for other processes" in found[0][2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -18,6 +19,7 @@ from torch import nn
 from world_worker import WIDTH, Model, rank_and_count
 
 BATCHES = 12  # micro-batches of a step, of all processes together
+LATE_S = 0.5
 SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
 
 
@@ -528,10 +530,10 @@ def train_between(store: str, steps: int, folder: str) -> tuple[int, int]:
     one_step(model)  # from the second step on, gradients are sent in the order in which they come
     pathlib.Path(folder, f"ready.{rank}").touch()
     wait_for(pathlib.Path(folder, "go"))
-    before = model.lohan.sent_bytes
+    before = model.lohan.traffic.sent_bytes
     for _ in range(steps):
         one_step(model)
-    sent = model.lohan.sent_bytes - before
+    sent = model.lohan.traffic.sent_bytes - before
     pathlib.Path(folder, f"done.{rank}").touch()
     wait_for(pathlib.Path(folder, "end"))
     planned = model.lohan.backward_bytes * steps * BATCHES // count
@@ -558,3 +560,17 @@ def in_ddp(store: str) -> tuple[str, float]:
     plain: Any = lohan.unwrap(model)
     assert not set(plain._ddp_params_and_buffers_to_ignore), "the plain model is not accepted"
     return said, loss
+
+
+def network_stats(store: str) -> tuple[Any, int, str]:
+    """Make three steps, before the last of which rank 1 is late; return its stats."""
+    rank, count = rank_and_count()
+    model = wrapped(store)
+    for step in range(3):
+        late_s = LATE_S if step == 2 and rank == 1 else 0.0
+        one_step(model, before_step=functools.partial(time.sleep, late_s))
+    model.lohan.flush()
+    stats = model.lohan.stats()
+    planned = model.lohan.backward_bytes * BATCHES // count
+    model.lohan.close()
+    return stats, planned, str(stats)

@@ -106,12 +106,16 @@ class StepStats:
         return sum(self.planned_bytes[k] for k in WRITES)
 
     @property
+    def waits(self) -> dict[str, int]:
+        """How long the training thread waited, in ns, by what it waited for."""
+        return {"parameters": self.param_wait_ns, "gradients": self.gradient_wait_ns}
+
+    @property
     def busy(self) -> dict[str, float]:
         """The share of the step during which each resource was busy."""
         wall = max(self.wall_ns, 1)
-        waits = self.param_wait_ns + self.gradient_wait_ns
         busy = {
-            "compute": max(0.0, 1.0 - waits / wall),
+            "compute": max(0.0, 1.0 - sum(self.waits.values()) / wall),
             # The step's writes that end during the next forward count here, in place of the
             # previous step's writes, which ended during this step.
             "ssd": min(1.0, self.ssd_busy_ns / wall),
@@ -130,8 +134,8 @@ class StepStats:
         """Return one readable line; repr() has every number."""
         if self.step == 0:
             return "no step of this session has ended yet: stats() reports the last complete step"
-        waits = {"parameters": self.param_wait_ns, "gradients": self.gradient_wait_ns}
-        waited = [f"{ns / 1e6:.0f} ms for {name}" for name, ns in waits.items() if ns >= 500_000]
+        waits = self.waits.items()
+        waited = [f"{ns / 1e6:.0f} ms for {name}" for name, ns in waits if ns >= 500_000]
         busy = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items())
         is_as_planned = self.bytes == self.planned_bytes
         return (
@@ -140,3 +144,57 @@ class StepStats:
             f" ({'as' if is_as_planned else 'not as'} planned); waited"
             f" {', '.join(waited) or 'for nothing'}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What the exchange of gradients took. Times are in ns.
+
+    Attributes:
+        sent_bytes: the bytes sent to other processes, all of them together.
+        received_bytes: the bytes received from other processes.
+        send_busy_ns: how long at least one message was being sent. A message is sent as soon as its
+            receiver has asked for it, which receivers do in advance.
+        peer_wait_ns: how long the training thread waited for other processes: for their gradients,
+            for the network, and for agreement in `optimizer.step()`.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    send_busy_ns: int = 0
+    peer_wait_ns: int = 0
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return what was added after an earlier count."""
+        rows = zip(dataclasses.astuple(self), dataclasses.astuple(earlier), strict=True)
+        return Traffic(*(now - before for now, before in rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaStats(StepStats):
+    """The figures of one step of several processes, as this process has seen it.
+
+    Attributes:
+        traffic: what the exchange of gradients took.
+        bound_by: as in StepStats, or "network".
+    """
+
+    traffic: Traffic = Traffic()
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """How long the training thread waited, in ns, by what it waited for."""
+        return {**super().waits, "other processes": self.traffic.peer_wait_ns}
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of the step during which each resource was busy."""
+        share = self.traffic.send_busy_ns / max(self.wall_ns, 1)
+        return {**super().busy, "network": min(1.0, share)}
+
+    def __str__(self) -> str:
+        """Return one readable line; repr() has every number."""
+        if self.step == 0:
+            return super().__str__()
+        sent, received = self.traffic.sent_bytes / 1e6, self.traffic.received_bytes / 1e6
+        return f"{super().__str__()}; network {sent:.1f} MB sent, {received:.1f} MB received"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan import _core
+from lohan.common._stats import Traffic
 from lohan.common._wake import Bell
 from lohan.errors import (
     GradientError,
@@ -70,7 +71,6 @@ class Exchange:
 
     Attributes:
         is_open: whether the exchange of a backward is in progress.
-        sent_bytes: the bytes of all messages that were sent, to all processes together.
     """
 
     def __init__(
@@ -113,7 +113,12 @@ class Exchange:
         self._sequence = 0  # of the first piece of the open backward, for tags
         self._is_broken = False  # an error has left pieces on their way
         self._is_closed = False
-        self.sent_bytes = 0
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        self._send_busy_ns = 0
+        self._peer_wait_ns = 0
+        self._sends = 0  # messages that are being sent
+        self._sends_since = 0  # when the first of them began
         self._wire = Wire(world, self._on_error)
         self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._adder = threading.Thread(target=self._add, name="lohan-add", daemon=True)
@@ -141,6 +146,14 @@ class Exchange:
     def backward_bytes(self) -> int:
         """The bytes that a backward sends, to all processes together."""
         return sum(piece.message_bytes for piece in self._pieces) * len(self._to)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What all exchanges so far have taken."""
+        with self._lock:
+            now = time.monotonic_ns()
+            busy_ns = self._send_busy_ns + (now - self._sends_since if self._sends else 0)
+            return Traffic(self._sent_bytes, self._received_bytes, busy_ns, self._peer_wait_ns)
 
     @property
     def has_begun(self) -> bool:
@@ -298,13 +311,16 @@ class Exchange:
         self._stamp(number, own.buffer, failed, bytes(bits))
         message = own.buffer[: piece.message_bytes]
         with self._lock:  # from here on, the piece may be added
+            if self._sends == 0:
+                self._sends_since = time.monotonic_ns()
+            self._sends += len(self._to)
             own.users = len(self._to) + 1
             own.is_sent = True
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
                 self._sent_below += 1
         for rank in self._to:
-            self._wire.send(rank, message, self._sequence + number, lambda: self._release(own))
-        self.sent_bytes += piece.message_bytes * len(self._to)
+            self._wire.send(rank, message, self._sequence + number, lambda: self._sent(own))
+        self._sent_bytes += piece.message_bytes * len(self._to)
         self._check_complete(number)
 
     def _stamp(self, number: int, buffer: torch.Tensor, failed: bool, bits: bytes) -> None:
@@ -329,6 +345,7 @@ class Exchange:
                 with self._lock:
                     self._came[rank][number] = buffer
                     self._came_count[rank] += 1
+                    self._received_bytes += self._pieces[number].message_bytes
                     self._came_at[rank] = time.monotonic()
                 self._news.ring()
                 self._check_complete(number)
@@ -344,6 +361,13 @@ class Exchange:
                 assert own is not None
                 own.is_queued = True
                 self._complete.put(number)
+
+    def _sent(self, own: _Filled) -> None:
+        with self._lock:
+            self._sends -= 1
+            if self._sends == 0:
+                self._send_busy_ns += time.monotonic_ns() - self._sends_since
+        self._release(own)
 
     def _release(self, own: _Filled) -> None:
         with self._lock:
@@ -363,11 +387,18 @@ class Exchange:
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         """Wait for threads, as long as the other processes are alive."""
+        began = time.monotonic_ns()
         try:
             self._wait_for(is_done, what)
         except LohanError:
             self._is_broken = True
             raise
+        finally:
+            self.waited(began)
+
+    def waited(self, began_ns: int) -> None:
+        """Count the time since began_ns as waiting for other processes."""
+        self._peer_wait_ns += time.monotonic_ns() - began_ns
 
     def _wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         began = time.monotonic()

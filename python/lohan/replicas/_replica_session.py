@@ -18,6 +18,7 @@ owner has updated them. It reads no parameter in between, so it never sees one o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lohan import _core
+from lohan.common._stats import ReplicaStats, Traffic
 from lohan.errors import PeerStepError, StepError, UnsupportedError
 from lohan.replicas._exchange import Exchange
 from lohan.replicas._team import refuse_on_mate
@@ -100,6 +102,8 @@ class ReplicaSession(Session):
             self.replicas = tuple(uuid.decode() for uuid in told)
             owners = None if team is None else team.owners
             self._exchange = Exchange(world, self._engine, trained, owners)
+            self._traffic_before = Traffic()  # of all steps before the open one
+            self._traffic: dict[int, Traffic] = {}  # of the last two steps
         except BaseException:
             self._engine.close()
             raise
@@ -144,9 +148,22 @@ class ReplicaSession(Session):
         model.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDdp(self)
 
     @property
-    def sent_bytes(self) -> int:
-        """The bytes of gradients that this process has sent, to all others together."""
-        return self._exchange.sent_bytes
+    def traffic(self) -> Traffic:
+        """What the exchange of gradients has taken so far."""
+        return self._exchange.traffic
+
+    def stats(self) -> ReplicaStats:
+        """Return times and bytes of this session's last finished step; zeros before the first."""
+        stats = super().stats()
+        values = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
+        return ReplicaStats(**values, traffic=self._traffic.get(stats.step, Traffic()))
+
+    def _count_traffic(self) -> None:
+        """Take down what the step that was just closed took."""
+        now = self._exchange.traffic
+        self._traffic[self.step] = now.since(self._traffic_before)
+        self._traffic.pop(self.step - 2, None)
+        self._traffic_before = now
 
     @property
     def backward_bytes(self) -> int:
@@ -178,6 +195,7 @@ class ReplicaSession(Session):
         super().close_step(unscale)
         if has_gradients:
             self._share_norm()
+            self._count_traffic()
         self._exchange.forget()
         if has_gradients:
             self._exchange.take_order()
@@ -201,7 +219,9 @@ class ReplicaSession(Session):
         facts.append(("the factor of the gradients", unscale * self._scale.factor()))
         facts.append(("the number of writes to parameters outside of steps", self._edit_count))
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        began = time.monotonic_ns()
         told = self.world.exchange(digest, what)
+        self._exchange.waited(began)
         if discarded := [rank for rank, value in enumerate(told) if value == _DISCARDED]:
             self._is_discarded = True
             raise PeerStepError(
@@ -367,12 +387,15 @@ class MateSession(ReplicaSession):
             lambda: engine.pause(everything, False), lambda: engine.resume(everything)
         ):
             pass  # as the pause ends, all units are given back
+        began = time.monotonic_ns()
         self._await_owner(self.step + 1)
+        self._exchange.waited(began)
         self._engine.close_step(b"")
         self._backward = "none"
         self._accumulation.reset()
         self._scale.reset()
         self._share_norm()
+        self._count_traffic()
         if self._planner is not None:
             self._planner.step_end(self)
         self.phases.end()
