@@ -15,8 +15,13 @@ live for all rounds.
   batch (--overlap-batch) whose computation takes several times as long as the wire: GPT-2's tied
   embedding, a third of the bytes, has its gradient only at the end of backward, so that its time on
   the wire is never hidden.
+* world_memory_{shared,replicas}: the main memory of two processes of one machine after a step, with
+  share="on" and without, compared with that of one process that accumulates as many gradients. What
+  torch takes by itself is left out: it is measured before wrap(), after a forward. Pages that
+  several processes share count once. The rows also have the bytes that a step moves to and from
+  SSDs.
 
-    python benchmarks/py/bench_world.py [--only zo lora full wire overlap] [--rounds 5]
+    python benchmarks/py/bench_world.py [--only zo lora full wire overlap memory] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ PORT = 29511
 MICRO_BATCHES = 4
 PEERS = ("ddp", "fsdp2", "fsdp2_best", "deepspeed")
 RATES = {"1gbit": 125_000_000, "100mbit": 12_500_000}
-KINDS = ("zo", "lora", "full", "wire", "overlap")
+KINDS = ("zo", "lora", "full", "wire", "overlap", "memory")
 SAMPLE_S = 0.05
 
 
@@ -80,9 +85,10 @@ class System:
     def __init__(self, words: list[list[str]], env: dict[str, str]) -> None:
         self.workers = []
         for rank, command in enumerate(words):
-            settings = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+            settings = {**os.environ, "OMP_NUM_THREADS": "1"}
             if len(words) > 1:
                 settings |= {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0"}
+            settings |= env
             self.workers.append(
                 subprocess.Popen(
                     command,
@@ -95,11 +101,15 @@ class System:
 
     def steps(self, count: int) -> tuple[float, list[list[Any]]]:
         """Make steps; return the seconds of one of them, and the losses of each process."""
+        told = self.answers(count)
+        return max(each["seconds"] for each in told), [each["losses"] for each in told]
+
+    def answers(self, count: int) -> list[dict[str, Any]]:
+        """Make steps; return what each process says of them."""
         for worker in self.workers:
             _pipe(worker.stdin).write(f"{count}\n")
             _pipe(worker.stdin).flush()
-        told = [json.loads(_pipe(worker.stdout).readline()) for worker in self.workers]
-        return max(each["seconds"] for each in told), [each["losses"] for each in told]
+        return [json.loads(_pipe(worker.stdout).readline()) for worker in self.workers]
 
     def close(self) -> None:
         """End the processes."""
@@ -269,6 +279,34 @@ def measure_overlap(args: Any, folder: Path, report: Report) -> None:
     )
 
 
+def measure_memory(args: Any, folder: Path, report: Report) -> None:
+    """Compare the memory of two processes of one machine with that of one."""
+    base = [sys.executable, "-W", "ignore", str(HERE / "world_train.py"), "lohan", "--memory"]
+    found: dict[str, tuple[list[float], float]] = {}
+    for name, count, share in (("one", 1, "off"), ("shared", 2, "on"), ("replicas", 2, "off")):
+        words = [*base, "--share", share, "--store", str(folder / name)]
+        words.append(f"--accumulate={2 // count}")
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT + 10)}
+        env = {**where, "WORLD_SIZE": "2", "GROUP_RANK": "0"} if count > 1 else {}
+        system = System([words] * count, env)
+        system.answers(1)  # warm up
+        rows = [system.answers(1) for _ in range(args.rounds)]
+        system.close()
+        memory = [float(sum(each["memory_bytes"] for each in row)) for row in rows]
+        found[name] = memory, max(sum(each["ssd_bytes"] for each in row) for row in rows)
+    for name in ("shared", "replicas"):
+        report.add(
+            f"world_memory_{name}",
+            found[name][0],
+            "bytes",
+            peer="one process, accumulate=2",
+            peer_values=found["one"][0],
+            processes=2,
+            ssd_bytes_per_step=found[name][1],
+            peer_ssd_bytes_per_step=found["one"][1],
+        )
+
+
 class Samples(threading.Thread):
     """Reads the counters of a node's card again and again."""
 
@@ -360,6 +398,8 @@ def main() -> None:
             measure_wire(args, Path(name), report)
         if "overlap" in args.only:
             measure_overlap(args, Path(name), report)
+        if "memory" in args.only:
+            measure_memory(args, Path(name), report)
 
 
 if __name__ == "__main__":

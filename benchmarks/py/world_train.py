@@ -6,6 +6,7 @@ It answers each line of stdin, a number of steps, with what these took and the l
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -22,6 +23,17 @@ LENGTH = 128
 LORA_RANK = 16
 SYSTEMS = ("lohan", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
 Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+TOLD: dict[str, int] = {}  # what else an answer has
+
+
+def own_bytes() -> int:
+    """Return the memory of this process; what several share counts as a part of each."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        lines = dict(line.split()[:2] for line in file.read().splitlines()[1:])
+    return int(lines["Pss:"]) << 10
 
 
 def build(is_lora: bool) -> Any:
@@ -42,14 +54,30 @@ def lohan_step(args: argparse.Namespace) -> Step:
     """Everything is in main memory, as for the others; the store gets a commit at the end."""
     import lohan
 
+    plain = build(args.lora)
+    if args.memory:
+        plain(input_ids=torch.zeros((1, LENGTH), dtype=torch.int64))
+    before = own_bytes() if args.memory else 0
     model = lohan.wrap(
-        build(args.lora), store=args.store, commit_every="manual", threads=1, **HYPER
+        plain,
+        store=args.store,
+        commit_every="manual",
+        threads=1,
+        share=args.share,
+        accumulate=args.accumulate,
+        **({"heap": "system", "schedule": "serial"} if args.memory else {}),
+        **HYPER,
     )
 
     def step(batch: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
+        for _ in range(args.accumulate):
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
         model.optimizer.step()
+        if args.memory:
+            stats = model.lohan.stats()
+            TOLD["ssd_bytes"] = stats.read_bytes + stats.written_bytes
+            TOLD["memory_bytes"] = own_bytes() - before
         return loss.detach()
 
     return step
@@ -122,6 +150,9 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--store", default=None)
     parser.add_argument("--batch", type=int, default=2, help="sequences of one process")
+    parser.add_argument("--share", default="off", choices=("off", "on"))
+    parser.add_argument("--accumulate", type=int, default=1, help="backwards of a step (lohan)")
+    parser.add_argument("--memory", action="store_true", help="measure lohan's memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
     # Libraries print; only answers belong in this program's output.
@@ -129,14 +160,15 @@ def main() -> None:
     os.dup2(2, 1)
     make = {"lohan": lohan_step, "deepspeed": deepspeed_step}.get(args.system, torch_step)
     step = make(args)
-    generator = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
+    generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
     for line in sys.stdin:
         shape = (args.batch, LENGTH)
         batches = [torch.randint(0, 50257, shape, generator=generator) for _ in range(int(line))]
         begin = time.perf_counter()
         losses = [float(step(batch)) for batch in batches]
         seconds = (time.perf_counter() - begin) / len(batches)
-        print(json.dumps({"seconds": seconds, "losses": losses}), file=answers, flush=True)
+        answer = {"seconds": seconds, "losses": losses, **TOLD}
+        print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # gloo's groups wait for each other otherwise
 
 
