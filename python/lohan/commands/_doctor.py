@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from lohan import _core
-from lohan.commands import _doctor_disks, _doctor_show
+from lohan.commands import _doctor_disks, _doctor_network, _doctor_show
 from lohan.commands._diagnosis import Diagnosis
 from lohan.common import _progress
 from lohan.common._build import build_info
@@ -45,6 +45,13 @@ def diagnose(
         Facts in the form that `--json` writes, and problems with the command that fixes each.
     """
     found = Diagnosis({}, [])
+    _check_machine(found, directories, measure, tell)
+    return found
+
+
+def _check_machine(
+    found: Diagnosis, directories: Sequence[str], measure: bool, tell: Callable[[str], None]
+) -> None:
     tell("checking this machine")
     _look_at_build(found)
     _look_at_container(found)
@@ -59,7 +66,6 @@ def diagnose(
         found.complain(error.strerror or "", "lohan doctor DIRECTORY_ON_A_DISK", needed=True)
     paths = dict.fromkeys(os.path.abspath(os.path.expanduser(place)) for place in places)
     _doctor_disks.look(found, list(paths), measure, tell)
-    return found
 
 
 def _usual_directory() -> str:
@@ -199,13 +205,23 @@ def _look_at_gpu(found: Diagnosis) -> None:
 
 
 def run(directories: Sequence[str], json_wanted: bool, console: Console) -> int:
-    """Diagnose this machine and print the result.
+    """Diagnose this machine and print the result; under torchrun, rank 0 prints that of all.
 
     Returns:
         The exit status: 0 if everything that lohan needs works, otherwise 1.
+
+    Raises:
+        LohanError: the processes do not meet, or one of them is gone.
     """
+    found = Diagnosis({}, [])
     with _progress.spinner() as tell:
-        found = diagnose(directories, tell=tell)
+
+        def check(found: Diagnosis) -> None:
+            _check_machine(found, directories, True, tell)
+
+        prints = _doctor_network.look(found, check, tell)
+    if not prints:
+        return 0 if found.is_well else 1
     if json_wanted:
         sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
     else:

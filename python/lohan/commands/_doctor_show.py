@@ -50,6 +50,7 @@ def show(found: Diagnosis, console: Console) -> None:
     for directory, facts in found.facts["directories"].items():
         _show_directory(directory, facts, console)
     _show_together(found.facts.get("together", {}), console)
+    _show_processes(found.facts.get("processes"), console)
     if not found.facts["directories_given"]:
         console.print(
             "\nA store can be in any directory; this is where a temporary one would be created. To"
@@ -127,3 +128,24 @@ def _show_directory(directory: str, facts: dict[str, Any], console: Console) -> 
         ]
         table.add_row(name, *cells)
     console.print(table)
+
+
+def _show_processes(facts: dict[str, Any] | None, console: Console) -> None:
+    if facts is None:
+        return
+    console.print("\n[bold]Processes[/]", highlight=False)
+    for machine in facts["machines"]:
+        ranks = ", ".join(map(str, machine["ranks"]))
+        shares = ' (share="on" gives them one store)' if len(machine["ranks"]) > 1 else ""
+        console.print(f"  {_plain(machine['host'])}: rank {ranks}{shares}", highlight=False)
+    table = Table(
+        "ranks", "each way, both at once", "latency", "1 billion bf16 gradients", box=None
+    )
+    for each in facts["connections"]:
+        table.add_row(
+            " - ".join(map(str, each["ranks"])),
+            f"{each['bytes_per_s'] / 1e6:.1f} MB/s",
+            f"{each['latency_s'] * 1e3:.2f} ms",
+            f"{2e9 / each['bytes_per_s']:.1f} s",
+        )
+    console.print(table, highlight=False)

@@ -187,7 +187,10 @@ def _device(gloo: Any, world: World) -> Any:
     if interface:
         return gloo.create_device(interface=interface)
     address = _address_towards(os.environ.get("MASTER_ADDR", ""))
-    told = [value.decode() for value in world.exchange(address.encode(), "wire, addresses")]
+    told = [
+        value.decode()
+        for value in world.exchange(address.encode(), "the exchange of network addresses")
+    ]
     if len({peer.node for peer in world.peers}) > 1 and _is_local(address):
         # MASTER_ADDR is this machine. Another machine's address leads to the right interface.
         others = (each for each in told if each and not _is_local(each))
