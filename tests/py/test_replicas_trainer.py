@@ -60,21 +60,29 @@ def test_the_bits_are_those_of_one_process_that_accumulates_the_same_batches(
         np.testing.assert_allclose(two[0][name][0], one[name][0], rtol=1e-6)
 
 
-def test_evaluation_prediction_saving_and_the_best_model_are_as_with_ddp(
-    tmp_path: pathlib.Path,
+def check_evaluation(
+    folder: pathlib.Path, best: dict[str, Any], step: int | None, **options: Any
 ) -> None:
-    for rank, found in enumerate(run(tmp_path, 2, world_trainer.evaluate, str(tmp_path))):
+    """Compare evaluations and what is saved with those of DistributedDataParallel."""
+    both = run(folder, 2, world_trainer.evaluate, str(folder), best, **options)
+    for rank, found in enumerate(both):
         ours, theirs = found["lohan"], found["ddp"]
-        assert ours["best"] == theirs["best"] == 2
+        assert ours["best"] == theirs["best"] == step
         for key in ("eval_loss", "predicted", "again"):
             np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-4, err_msg=f"{rank}: {key}")
         for key, value in theirs["values"].items():
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-4, atol=2e-5)
-    saved = world_trainer.helper.LlamaForCausalLM.from_pretrained(tmp_path / "lohan" / "saved")
+    saved = world_trainer.helper.LlamaForCausalLM.from_pretrained(folder / "lohan" / "saved")
     assert all(
         torch.equal(value, found["lohan"]["values"][key])
         for key, value in saved.state_dict().items()
     )
+
+
+def test_evaluation_prediction_saving_and_the_best_model_are_as_with_ddp(
+    tmp_path: pathlib.Path,
+) -> None:
+    check_evaluation(tmp_path, world_trainer.BEST, 2)
 
 
 def test_no_process_commits_for_a_checkpoint_that_does_not_refer_to_a_store(
@@ -87,5 +95,5 @@ def test_what_several_processes_cannot_do_is_refused_by_name(tmp_path: pathlib.P
     for found in run(tmp_path, 2, world_trainer.refused, str(tmp_path)):
         assert found["jit"].startswith("UnsupportedError: enable_jit_checkpoint=True"), found
         assert found["mezo"].startswith("UnsupportedError: WORLD_SIZE is 2"), found
-        assert found["share"].startswith("UnsupportedError: share='on' is not supported"), found
+        assert found["best"].startswith("UnsupportedError: load_best_model_at_end=True"), found
         assert "WORLD_SIZE is 3, but the Trainer runs in 2 process(es)" in found["world_size"]

@@ -17,6 +17,7 @@ import transformers
 import world_helper
 from lohan.replicas._replica_session import ReplicaSession
 from torch import nn
+from world_adamw import SHARE
 from world_worker import rank_and_count
 
 world_helper.preload("transformers.trainer", "accelerate")
@@ -37,6 +38,8 @@ def start(folder: str, takes: dict[str, Any] | None, **given: Any) -> Any:
     """Return this process's Trainer."""
     os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun does on one machine
     os.environ["OMP_NUM_THREADS"] = "1"
+    if takes is not None and SHARE in os.environ:
+        takes = {"share": os.environ[SHARE], **takes}
     return helper.make(pathlib.Path(folder), takes, use_cpu=True, **given)
 
 
@@ -94,8 +97,15 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((guessed == prediction.label_ids[:, 1:]).mean())}
 
 
-def evaluate(folder: str) -> dict[str, Any]:
-    """Evaluate, predict, save, and load the best model, with lohan and without."""
+BEST: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,  # so that the first one is the best
+}
+
+
+def evaluate(folder: str, best: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate, predict, save, and load the best model if asked, with lohan and without."""
     found = {}
     for kind, takes in (("lohan", {}), ("ddp", None)):
         trainer = start(
@@ -113,9 +123,7 @@ def evaluate(folder: str) -> dict[str, Any]:
             save_strategy="steps",
             save_steps=2,
             save_total_limit=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="eval_loss",
-            greater_is_better=True,  # so that the first one is the best
+            **best,
         )
         trainer.train()
         predicted = trainer.predict(helper.Rows(6)).metrics
@@ -285,7 +293,16 @@ def refused(folder: str) -> dict[str, str]:
     for name, takes, given in (
         ("jit", {}, {"enable_jit_checkpoint": True}),
         ("mezo", {"method": "mezo"}, {}),
-        ("share", {"share": "on"}, {}),
+        (
+            "best",
+            {"share": "on"},
+            {
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+                "save_strategy": "steps",
+                "trainer_takes": {"eval_dataset": helper.Rows(4)},
+            },
+        ),
         ("world_size", {}, {}),
     ):
         if name == "world_size":

@@ -163,10 +163,12 @@ class TrainerCallback(transformers.TrainerCallback):
         trainer.train = functools.partial(self._train, trainer.train)
         self._group = None
         if args.world_size > 1:
-            if self._config.share == "on":
+            if self._config.share == "on" and args.load_best_model_at_end:
                 raise UnsupportedError(
-                    "share='on' is not supported with a Trainer, whose checkpoints belong to a"
-                    " store of each process: leave share= out, or use your own training loop"
+                    "load_best_model_at_end=True changes parameters after the training, while other"
+                    " processes read them (share='on'): leave it out, and load the folder"
+                    " trainer.state.best_model_checkpoint with from_pretrained(), or leave share="
+                    " out"
                 )
             self._group = _trainer_world.Group(trainer, self._directories(), self._config)
             trainer._save_checkpoint = functools.partial(self._save, trainer._save_checkpoint)

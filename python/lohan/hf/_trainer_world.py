@@ -11,12 +11,14 @@ both folders are there.
 process may have no store yet. So each process tells the others which folders it sees and which of
 their steps its store has. All choose the newest folder of a step that every store has, and open the
 stores at this step. If there is none, a store is out of date: the newest folder of any store's
-newest step counts, and wrap() replaces the other stores by copies.
+newest step counts, and wrap() replaces the other stores by copies. With share="on" a process looks
+at the store of its machine, which belongs to the process with the lowest rank there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_
 from lohan.replicas import _join, _places
 from lohan.store import _store
 from lohan.store._stale import stores_of
+from lohan.world._world import node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,7 +95,7 @@ class Group:
         self._trainer = trainer
         self._rank = int(trainer.args.process_index)
         self._count = int(trainer.args.world_size)
-        self._directories = _places.of_rank(self._rank, directories)
+        self._base = [*directories]
         self._config = config
         self.is_due = False
 
@@ -173,6 +176,7 @@ class Group:
             StoreMismatchError: another process cannot tell what it sees.
         """
         failed: LohanError | None = None
+        _ = self._directories  # in all processes, also in those that fail below
         try:
             mine = self._look(folders, session)
         except LohanError as error:
@@ -185,6 +189,16 @@ class Group:
             if each.error:
                 raise StoreMismatchError(f"rank {rank} cannot resume: {each.error}")
         return told
+
+    @functools.cached_property
+    def _directories(self) -> list[str]:
+        """The directories of the store that this process trains. All processes must call this."""
+        owner = self._rank
+        if self._config.share == "on":
+            nodes: list[Any] = [None] * self._count
+            torch.distributed.all_gather_object(nodes, node())
+            owner = nodes.index(nodes[self._rank])
+        return _places.of_rank(owner, self._base)
 
     def _look(self, folders: Sequence[Path], session: Any) -> Seen:
         names = [folder.name for folder in folders]

@@ -116,7 +116,7 @@ class World:
 
     def _meet(self, timeout_s: float) -> None:
         """Wait until all processes are here, and start to watch them."""
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "node": _node()}
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "node": node()}
         told = self._wait(json.dumps(me).encode(), "lohan.wrap()")
         peers = [Peer(rank, **json.loads(value)) for rank, value in enumerate(told)]
         self.peers = peers
@@ -485,7 +485,7 @@ def _end_text(error: BaseException, where: str) -> str:
     return f"failed {where} with {_named(error)}"
 
 
-def _node() -> str:
+def node() -> str:
     """Return an identifier of this machine, or of the node that torchrun started.
 
     Processes on one node see each other's process IDs, so that a container is a node of its own.

@@ -1,0 +1,71 @@
+"""A Trainer in processes that share parameters (share="on")."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import world_adamw
+import world_trainer
+from test_replicas_trainer import CLOSE, ROWS, check_evaluation
+from world_helper import Group, run
+
+ON = {world_adamw.SHARE: "on"}
+SOME = ("default", "clipped, accumulated", "not clipped")
+
+
+def test_processes_that_share_parameters_log_what_ddp_logs(tmp_path: pathlib.Path) -> None:
+    rows = {name: ROWS[name] for name in SOME}
+    zero, one = run(tmp_path, 2, world_trainer.compare, str(tmp_path), rows, env=ON)
+    for name in rows:
+        (logs, values), (expected, theirs) = zero[name, "lohan"], zero[name, "ddp"]
+        for key, numbers in expected.items():
+            np.testing.assert_allclose(logs[key], numbers, **CLOSE, err_msg=f"{name}: {key}")
+        for key, value in theirs.items():
+            assert float((values[key] - value).norm() / value.norm()) < 1e-5, f"{name}: {key}"
+            assert torch.equal(values[key], one[name, "lohan"][1][key]), f"{name}: {key}"
+    assert not list(tmp_path.rglob("rank-00001")), "the other process has a store of its own"
+
+
+def test_evaluation_prediction_and_saving_are_as_with_ddp(tmp_path: pathlib.Path) -> None:
+    check_evaluation(tmp_path, {}, None, env=ON)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the losses and the parameters of a training without sharing or interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(folder, 2, world_trainer.train_resumable, str(folder / "run"), 7)[0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "step"), [(0, "json", 2), (0, "committed", 4), (1, "agreed", 4)], ids=str
+)
+def test_wherever_all_are_killed_the_newest_complete_folder_is_resumed(
+    rank: int, place: str, step: int, whole: Any, tmp_path: pathlib.Path
+) -> None:
+    folder = str(tmp_path / "run")
+    for each in Group(tmp_path, 2, world_trainer.killed, folder, rank, place, 4, env=ON).wait():
+        assert each.code == -signal.SIGKILL, f"{each.error}: {each.text}\n{each.said}"
+    for begun, _, losses, digest in run(tmp_path, 2, world_trainer.resume, folder, env=ON):
+        assert begun == step and digest == whole[1]
+        np.testing.assert_allclose(losses, whole[0][-len(losses) :], rtol=1e-6)
+
+
+@pytest.mark.parametrize("first", ["on", "off"])
+def test_a_training_changes_between_shared_parameters_and_replicas(
+    first: str, whole: Any, tmp_path: pathlib.Path
+) -> None:
+    folder, second = str(tmp_path / "run"), "off" if first == "on" else "on"
+    env = {world_adamw.SHARE: first}
+    Group(tmp_path, 2, world_trainer.killed, folder, 0, "saved", 4, env=env).wait()
+    replica = tmp_path / "run" / "out" / "lohan" / "rank-00001"
+    assert replica.exists() == (first == "off")
+    env = {world_adamw.SHARE: second}
+    for begun, _, _, digest in run(tmp_path, 2, world_trainer.resume, folder, env=env):
+        assert (begun, digest) == (4, whole[1])
+    assert replica.exists()
