@@ -420,13 +420,14 @@ def run_tidy(options: Options) -> bool:
 
 
 def processes(options: Options) -> list[str]:
-    """Return pytest's options for running quick tests in one process per processor, if possible.
+    """Return pytest's options for running quick tests in several processes, if possible.
 
-    Most of them wait for disks and children, or compute with one thread. A file's tests stay in one
-    process, so that shared fixtures are created once. Slow tests need memory and disks exclusively.
+    There is one more than processors, since most tests wait for disks, children and timeouts, or
+    compute with one thread. A file's tests stay in one process, so that shared fixtures are created
+    once. Slow tests need memory and disks exclusively.
     """
-    count = min(os.cpu_count() or 1, PYTEST_PROCESS_COUNT_MAX)
-    if not options.fast or count == 1 or importlib.util.find_spec("xdist") is None:
+    count = min((os.cpu_count() or 1) + 1, PYTEST_PROCESS_COUNT_MAX)
+    if not options.fast or importlib.util.find_spec("xdist") is None:
         return []
     if "LOHAN_TESTS_SPREAD" in os.environ:
         return ["-n", str(count), "--dist", "load", "--maxschedchunk=1"]
