@@ -17,9 +17,9 @@ live for all rounds.
   the wire is never hidden.
 * world_memory_{shared,replicas}: the main memory of two processes of one machine after a step, with
   share="on" and without, compared with that of one process that accumulates as many gradients. What
-  torch takes by itself is left out: it is measured before wrap(), after a forward. Pages that
-  several processes share count once. The rows also have the bytes that a step moves to and from
-  SSDs.
+  torch takes by itself is left out: it is measured before wrap(), after a forward, less the plain
+  model's parameters. Pages that several processes share count once. The rows also have the bytes
+  that a step moves to and from SSDs.
 
     python benchmarks/py/bench_world.py [--only zo lora full wire overlap memory] [--rounds 5]
 """

@@ -57,7 +57,9 @@ def lohan_step(args: argparse.Namespace) -> Step:
     plain = build(args.lora)
     if args.memory:
         plain(input_ids=torch.zeros((1, LENGTH), dtype=torch.int64))
-    before = own_bytes() if args.memory else 0
+    # Each process has a plain model until wrap() takes its memory, which is not torch's own.
+    weights = sum(param.nbytes for param in plain.parameters())
+    before = own_bytes() - weights if args.memory else 0
     model = lohan.wrap(
         plain,
         store=args.store,
