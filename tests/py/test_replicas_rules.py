@@ -179,5 +179,5 @@ def test_the_stats_of_a_step_have_the_network_and_the_waits_for_others(
         assert f"{planned / 1e6:.1f} MB sent" in said and "network" in said
     late_ns = world_adamw.LATE_S * 1e9
     assert 0.9 * late_ns < traffic[0].peer_wait_ns <= found[0][0].wall_ns
-    assert traffic[1].peer_wait_ns < 0.5 * late_ns
+    assert traffic[1].peer_wait_ns < traffic[0].peer_wait_ns
     assert "for other processes" in found[0][2]

@@ -19,7 +19,7 @@ from torch import nn
 from world_worker import WIDTH, Model, rank_and_count
 
 BATCHES = 12  # micro-batches of a step, of all processes together
-LATE_S = 0.5
+LATE_S = 1.5
 SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
 
 
@@ -565,6 +565,7 @@ def in_ddp(store: str) -> tuple[str, float]:
 def network_stats(store: str) -> tuple[Any, int, str]:
     """Make three steps, before the last of which rank 1 is late; return its stats."""
     rank, count = rank_and_count()
+    _gradient_pieces.PIECE_BYTES = 20_000  # pieces of different sizes
     model = wrapped(store)
     for step in range(3):
         late_s = LATE_S if step == 2 and rank == 1 else 0.0
