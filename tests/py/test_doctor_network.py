@@ -64,8 +64,14 @@ def test_a_problem_of_another_machine_is_reported_with_its_rank(store_dir: pathl
     assert "ranks" in said and "0 - 1" in said and "MB/s" in said
 
 
-def test_a_process_that_dies_is_named(store_dir: pathlib.Path) -> None:
-    ended = Group(store_dir, 2, world_doctor.dies, [str(store_dir)] * 2).wait()
-    assert ended[1].code == -9
+@pytest.mark.parametrize("where", ["_measure", "_pair"])
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_a_process_that_ends_early_is_named(store_dir: pathlib.Path, where: str, how: str) -> None:
+    ended = Group(store_dir, 2, world_doctor.ends, [str(store_dir)] * 2, where, how).wait()
     code, said = ended[0].value
-    assert code == 1 and "rank 1" in said and "PeerLostError" not in said
+    assert code == 1 and "rank 1" in said
+    if how == "killed":
+        assert ended[1].code == -9 and "was killed" in said
+    else:
+        assert "failed in lohan doctor with StoreError: planned" in said
+        assert ended[1].value[0] == 1

@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import lohan
 from click.testing import CliRunner
 from lohan.cli import main
 from lohan.commands import _doctor_network
@@ -20,12 +21,14 @@ def doctor(directories: list[str], *words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def dies(directories: list[str]) -> tuple[int, str]:
-    """Run the command; rank 1 is killed before it measures the network."""
+def ends(directories: list[str], where: str, how: str) -> tuple[int, str]:
+    """Run the command; rank 1 ends in a function of the network's part, killed or by an error."""
 
-    def measure(*given: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def end(*given: Any, **more: Any) -> Any:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise lohan.errors.StoreError("planned")
 
     if rank_and_count()[0] == 1:
-        _doctor_network._measure = measure
+        setattr(_doctor_network, where, end)
     return doctor(directories)

@@ -139,12 +139,11 @@ def look(
         diagnose(found)
         return True
     tell("waiting for the other processes")
-    with _world.joined(TIMEOUT_S) as world:
+    with _world.joined(TIMEOUT_S, "lohan doctor") as world:
         assert world is not None
-        try:
-            return _look_together(world, found, diagnose, tell)
-        finally:
-            world.leave("closed", "ended lohan doctor")
+        prints = _look_together(world, found, diagnose, tell)
+        world.leave("closed", "ended lohan doctor")
+        return prints
 
 
 def _look_together(

@@ -504,8 +504,12 @@ def _connect(base: Any) -> Any:
 
 
 @contextlib.contextmanager
-def joined(timeout_s: float) -> Iterator[World | None]:
+def joined(timeout_s: float, what: str = "lohan.wrap()") -> Iterator[World | None]:
     """Join the other processes for the duration of a wrap(), and longer if it succeeds.
+
+    Args:
+        timeout_s: how long a process may be silent.
+        what: what they are told that an error has ended.
 
     Yields:
         The world, or None if there is only one process.
@@ -522,5 +526,5 @@ def joined(timeout_s: float) -> Iterator[World | None]:
     try:
         yield world
     except BaseException as error:
-        world.leave("failed", f"failed in lohan.wrap() with {_named(error)}")
+        world.leave("failed", f"failed in {what} with {_named(error)}")
         raise
