@@ -85,13 +85,27 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
     return needs;
 }
 
-static uint32_t chunk_count_sum(const struct lh_budget_unit *units, uint32_t unit_count,
-                                uint64_t chunk_elements)
+static void chunks_count(const struct lh_budget_unit *units, uint32_t unit_count,
+                         struct lh_budget *budget)
 {
     uint64_t count = 0;
-    for (uint32_t i = 0; i < unit_count; i++)
-        count += lh_div_ceil(units[i].elements, chunk_elements);
+    uint64_t state_count = 0;
+    for (uint32_t i = 0; i < unit_count; i++) {
+        uint64_t chunks = lh_div_ceil(units[i].elements, budget->chunk_elements);
+        count += chunks;
+        state_count += units[i].state_bytes_per_element > 0 ? chunks : 0;
+    }
     LH_ASSERT(count < UINT32_MAX);
+    budget->chunk_count = (uint32_t)count;
+    budget->state_chunk_count = (uint32_t)state_count;
+}
+
+/* The most slabs that are of use: one for each chunk with states, and a pipeline for the others. */
+static uint32_t slab_count_max(const struct lh_budget *budget, uint32_t pipeline)
+{
+    uint64_t count = budget->state_chunk_count;
+    if (count < budget->chunk_count)
+        count = lh_min_u64(count + pipeline, budget->chunk_count);
     return (uint32_t)count;
 }
 
@@ -124,8 +138,7 @@ static void parts_start(struct lh_budget *budget, const struct needs *needs,
     budget->bookkeeping_bytes = bookkeeping_bytes;
     budget->slab_bytes =
         lh_align_up(budget->chunk_elements * needs->slab_bytes_per_element, LH_BLOCK_BYTES);
-    uint32_t slabs = budget->slab_bytes ? LH_BUDGET_SLAB_COUNT_MIN : 0;
-    budget->slab_count = budget->chunk_count < slabs ? budget->chunk_count : slabs;
+    budget->slab_count = (uint32_t)lh_min_u64(budget->chunk_count, LH_BUDGET_SLAB_COUNT_MIN);
     budget->host_bytes_min = budget->region_bytes + budget->slab_count * budget->slab_bytes +
                              budget->gradient_bytes + budget->bookkeeping_bytes;
 }
@@ -140,9 +153,10 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
         elements_max = lh_max_u64(elements_max, units[i].elements);
     budget->chunk_elements = lh_min_u64(chunk_elements_max, elements_max);
     struct needs needs = needs_sum(units, unit_count, budget->chunk_elements);
-    budget->chunk_count = chunk_count_sum(units, unit_count, budget->chunk_elements);
+    chunks_count(units, unit_count, budget);
     parts_start(budget, &needs, bookkeeping_bytes);
-    budget->host_bytes_full = needs.all_bytes + budget->chunk_count * budget->slab_bytes +
+    uint64_t slabs_full = slab_count_max(budget, LH_BUDGET_SLAB_COUNT_PIPELINE_MAX);
+    budget->host_bytes_full = needs.all_bytes + slabs_full * budget->slab_bytes +
                               needs.gradient_bytes_max + needs.waiting_bytes +
                               needs.waiting_free_bytes / FREE_DIVISOR + needs.trainable_bytes_max +
                               budget->bookkeeping_bytes;
@@ -160,8 +174,8 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->gradient_bytes += budget->gradient_ahead_bytes;
     spare -= budget->gradient_ahead_bytes;
     uint32_t pipeline = pipeline_of(budget, host_bytes);
-    spare =
-        slabs_grow(budget, spare, pipeline < budget->chunk_count ? pipeline : budget->chunk_count);
+    uint32_t slabs_most = slab_count_max(budget, pipeline);
+    spare = slabs_grow(budget, spare, pipeline < slabs_most ? pipeline : slabs_most);
     uint64_t waiting_more = lh_min_u64(spare, needs.waiting_bytes - needs.waiting_memory_bytes);
     budget->gradient_waiting_bytes += waiting_more;
     budget->gradient_bytes += waiting_more;
@@ -177,14 +191,15 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
         lh_min_u64(spare, needs.all_bytes - budget->region_bytes) / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
     budget->region_bytes += region_more;
     spare -= region_more;
-    (void)slabs_grow(budget, spare, budget->chunk_count);
+    (void)slabs_grow(budget, spare, slabs_most);
 
     /* Gradients that are spilled to SSD and read back pass through slabs that keep no chunk. */
     bool has_spills = budget->gradient_waiting_bytes < needs.waiting_bytes;
     if (budget->slab_count == budget->chunk_count && !has_spills)
-        budget->kept_chunk_count = budget->chunk_count;
+        budget->kept_chunk_count = budget->state_chunk_count;
     else if (budget->slab_count > pipeline)
-        budget->kept_chunk_count = budget->slab_count - pipeline;
+        budget->kept_chunk_count =
+            (uint32_t)lh_min_u64(budget->slab_count - pipeline, budget->state_chunk_count);
     budget->host_bytes = budget->region_bytes + budget->slab_count * budget->slab_bytes +
                          budget->gradient_bytes + budget->bookkeeping_bytes;
     LH_ASSERT(budget->host_bytes <= host_bytes);

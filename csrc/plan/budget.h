@@ -71,8 +71,9 @@ struct lh_budget {
     uint64_t chunk_elements;
     uint64_t slab_bytes;
     uint32_t slab_count;
-    uint32_t chunk_count;      /* the number of chunks of all units */
-    uint32_t kept_chunk_count; /* chunks that keep their slab and are never read again */
+    uint32_t chunk_count;       /* the number of chunks of all units */
+    uint32_t state_chunk_count; /* those whose states this process has: usually all */
+    uint32_t kept_chunk_count;  /* chunks that keep their slab and are never read again */
     uint64_t gradient_bytes;
     uint64_t gradient_ahead_bytes;   /* a part of these, for updates that overlap backward */
     uint64_t gradient_waiting_bytes; /* a part for gradients that wait for the step's end */

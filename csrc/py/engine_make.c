@@ -20,10 +20,11 @@ static const struct lhpy_table unit_table =
 static const struct lhpy_table param_table =
     LHPY_TABLE_PLAIN("a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group);
 
-static const struct lhpy_table budget_table = LHPY_TABLE_PLAIN(
-    "a budget", LHPY_FORM_DICT, struct lh_budget, host_bytes, region_bytes, chunk_elements,
-    slab_bytes, slab_count, chunk_count, kept_chunk_count, gradient_bytes, gradient_ahead_bytes,
-    gradient_waiting_bytes, bookkeeping_bytes, host_bytes_min, host_bytes_full);
+static const struct lhpy_table budget_table =
+    LHPY_TABLE_PLAIN("a budget", LHPY_FORM_DICT, struct lh_budget, host_bytes, region_bytes,
+                     chunk_elements, slab_bytes, slab_count, chunk_count, state_chunk_count,
+                     kept_chunk_count, gradient_bytes, gradient_ahead_bytes, gradient_waiting_bytes,
+                     bookkeeping_bytes, host_bytes_min, host_bytes_full);
 
 /* --- budget() ----------------------------------------------------------------------------- */
 
@@ -52,7 +53,8 @@ struct waiting {
 static struct lh_budget_unit budget_unit(const struct demand *demand, const struct waiting *waiting)
 {
     const struct lh_engine_unit *unit = &demand->unit;
-    uint32_t state_bytes = 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype);
+    bool has_states = unit->moment1_extent != LH_ENGINE_EXTENT_NONE;
+    uint32_t state_bytes = has_states ? 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype) : 0;
     return (struct lh_budget_unit){
         .bytes = unit->bytes,
         .elements = unit->elements,
@@ -60,7 +62,8 @@ static struct lh_budget_unit budget_unit(const struct demand *demand, const stru
         .state_bytes_per_element = unit->elements == 0 ? 0 : state_bytes,
         .waiting_bytes_per_element =
             waiting->is_any && unit->elements > 0
-                ? (uint32_t)lh_dtype_bytes(waiting->is_summed ? LH_DTYPE_F32 : unit->dtype)
+                ? (uint32_t)lh_dtype_bytes(waiting->is_summed && has_states ? LH_DTYPE_F32
+                                                                            : unit->dtype)
                 : 0,
         .waits_in_memory = waiting->is_in_memory || waiting->is_summed,
         .waits_at_will = waiting->is_at_will,

@@ -103,7 +103,7 @@ struct lhpy_param {
     int64_t version; /* tensor._version when the tensor was bound in a forward; -1: not read */
     bool is_changed; /* changed in place inside a forward */
     bool is_moved;   /* trained, but not by the engine's optimizer: frozen for the engine */
-    float *sum;      /* the sum of gradients, in the arena; NULL: they are not summed (sums.c) */
+    uint8_t *place;  /* of the sum of gradients, in the arena; NULL: they are not summed (sums.c) */
     uint8_t sum_state;
 };
 

@@ -108,6 +108,34 @@ static PyObject *session_gradient_square_sum(PyObject *object, PyObject *Py_UNUS
     return PyFloat_FromDouble(sum);
 }
 
+/*
+ * The sums of squares of the parameters of this process that have gradients, as bytes of doubles:
+ * for a norm over several processes, each of which has other parameters' sums.
+ */
+static PyObject *session_gradient_square_sums(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    double sum = 0;
+    if (!self || lhpy_engine_request(self, norm_wait, (uint64_t)(uintptr_t)&sum) < 0)
+        return NULL;
+    lhpy_engine_sweep(self);
+    const double *sums = lh_engine_norm_sums(self->core->engine);
+    double *mine = PyMem_Calloc((size_t)self->param_count + 1, sizeof(*mine));
+    if (!mine)
+        return PyErr_NoMemory();
+    Py_ssize_t count = 0;
+    for (uint32_t i = 0; i < self->param_count; i++) {
+        uint32_t unit = self->engine_params[i].unit;
+        if (self->unit_states[unit].has_gradients &&
+            self->units[unit].moment1_extent != LH_ENGINE_EXTENT_NONE)
+            mine[count++] = sums[i];
+    }
+    PyObject *made =
+        PyBytes_FromStringAndSize((const char *)mine, count * (Py_ssize_t)sizeof(*mine));
+    PyMem_Free(mine);
+    return made;
+}
+
 static PyObject *session_gradient_scale(PyObject *object, PyObject *number)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -350,6 +378,8 @@ PyMethodDef lhpy_session_methods[] = {
     {"hyper", session_hyper, METH_VARARGS, "hyper(group, lr, beta1, beta2, eps, weight_decay)"},
     {"gradient_square_sum", session_gradient_square_sum, METH_NOARGS,
      "The sum of squares of the open step's gradients."},
+    {"gradient_square_sums", session_gradient_square_sums, METH_NOARGS,
+     "Its parts, one for each parameter, as bytes of doubles."},
     {"gradient_scale", session_gradient_scale, METH_O, "gradient_scale(scale)"},
     {"backward_end", session_backward_end, METH_NOARGS,
      "Report that a backward ended or failed; returns whether it gave gradients."},

@@ -5,7 +5,12 @@
  * first gradient of a step is copied there, later ones are added in their hooks, so autograd's
  * tensors are freed at once. The engine does not see the gradients until the step is closed (or its
  * norm is requested): forwards and backwards in between are ordinary uses.
+ *
+ * A parameter whose states another process has (sched/given.c) has no sum here. Its place, in the
+ * parameter's dtype, is for the new values that the other process sends.
  */
+#include <string.h>
+
 #include "compute/sum.h"
 #include "py/lhpy.h"
 
@@ -15,26 +20,48 @@ enum sum_state {
     SUM_STATE_GIVEN, /* the engine reads the sum, until the step is over */
 };
 
+/* Whether another process has the sums and the states of a trained unit. */
+static bool is_given(const struct lh_engine_unit *unit)
+{
+    return unit->moment1_extent == LH_ENGINE_EXTENT_NONE;
+}
+
+static enum lh_dtype place_dtype(const struct lh_engine_unit *unit)
+{
+    return is_given(unit) ? unit->dtype : LH_DTYPE_F32;
+}
+
+/* The size of a unit's place, which is whole cache lines. */
+static uint64_t place_bytes(const struct lh_engine_unit *unit)
+{
+    return unit->elements > 0 ? unit->elements * lh_dtype_bytes(place_dtype(unit)) : 0;
+}
+
 uint64_t lhpy_sums_bytes(const struct lhpy_engine *self)
 {
-    uint64_t elements = 0;
+    uint64_t bytes = 0;
     for (uint32_t i = 0; i < self->unit_count; i++)
-        elements += self->units[i].elements;
-    return elements * sizeof(float);
+        bytes += place_bytes(&self->units[i]);
+    return bytes;
 }
 
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory)
 {
-    float *next = (float *)(void *)memory;
     for (uint32_t i = 0; i < self->unit_count; i++) {
         const struct lh_engine_unit *unit = &self->units[i];
         for (uint32_t j = 0; unit->elements > 0 && j < unit->param_count; j++) {
             uint32_t index = unit->param_first + j;
-            self->params[index].sum = next + self->engine_params[index].first;
+            uint64_t first = self->engine_params[index].first;
+            self->params[index].place = memory + first * lh_dtype_bytes(place_dtype(unit));
         }
-        next += unit->elements;
+        memory += place_bytes(unit);
     }
     self->has_sums = true;
+}
+
+static float *sum_of(const struct lhpy_param *param)
+{
+    return (float *)(void *)param->place;
 }
 
 /*
@@ -74,13 +101,28 @@ int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
     bool is_first = param->sum_state == SUM_STATE_NONE;
     Py_BEGIN_ALLOW_THREADS
     if (is_first)
-        lh_sum_start(param->sum, view.data, dtype, count);
+        lh_sum_start(sum_of(param), view.data, dtype, count);
     else
-        lh_sum_add(param->sum, view.data, dtype, count);
+        lh_sum_add(sum_of(param), view.data, dtype, count);
     Py_END_ALLOW_THREADS
     Py_DECREF(host);
     param->sum_state = SUM_STATE_SUMMED;
     return 0;
+}
+
+/* Whether a parameter has a place for a sum, or for given values, and in it a part. */
+static bool part_is_there(const struct lhpy_engine *self, uint32_t index, bool given,
+                          uint64_t first, uint64_t count)
+{
+    uint64_t length = self->engine_params[index].count;
+    const struct lh_engine_unit *unit = &self->units[self->engine_params[index].unit];
+    if (self->params[index].place && is_given(unit) == given && first <= length &&
+        count <= length - first)
+        return true;
+    PyErr_Format(PyExc_ValueError, "param %u has no %s of %llu elements from %llu on", index,
+                 given ? "given values" : "sum", (unsigned long long)count,
+                 (unsigned long long)first);
+    return false;
 }
 
 /*
@@ -103,19 +145,76 @@ static PyObject *sums_add(PyObject *object, PyObject *args)
     if (lhpy_index_check("param", index, self->param_count) < 0)
         return NULL;
     struct lhpy_param *param = &self->params[index];
-    uint64_t length = self->engine_params[index].count;
-    if (!param->sum || first > length || count > length - first) {
-        PyErr_Format(PyExc_ValueError, "param %u has no sum of %llu elements from %llu on", index,
-                     (unsigned long long)count, (unsigned long long)first);
+    if (!part_is_there(self, index, false, first, count))
         return NULL;
-    }
     param->sum_state = SUM_STATE_SUMMED;
     Py_BEGIN_ALLOW_THREADS
     if (is_first)
-        lh_sum_start(param->sum + first, address, (enum lh_dtype)dtype, count);
+        lh_sum_start(sum_of(param) + first, address, (enum lh_dtype)dtype, count);
     else
-        lh_sum_add(param->sum + first, address, (enum lh_dtype)dtype, count);
+        lh_sum_add(sum_of(param) + first, address, (enum lh_dtype)dtype, count);
     Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/*
+ * given_expect(param): the parameter has a gradient in the open step, and the process that has its
+ * states will give its new values.
+ */
+static PyObject *given_expect(PyObject *object, PyObject *number)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t index = 0;
+    if (!self || LHPY_VALUE(number, index) < 0 ||
+        lhpy_index_check("param", index, self->param_count) < 0 ||
+        !part_is_there(self, index, true, 0, 0))
+        return NULL;
+    if (self->params[index].sum_state == SUM_STATE_NONE)
+        self->params[index].sum_state = SUM_STATE_SUMMED;
+    Py_RETURN_NONE;
+}
+
+/* given_put(param, first, count, address): copy a part of a parameter's new values. */
+static PyObject *given_put(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t index = 0;
+    uint64_t first = 0, count = 0;
+    const void *address = NULL;
+    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(first),
+                           LHPY_ARG(count), LHPY_ARG(address)) < 0)
+        return NULL;
+    if (lhpy_index_check("param", index, self->param_count) < 0 ||
+        !part_is_there(self, index, true, first, count))
+        return NULL;
+    uint64_t bytes = lh_dtype_bytes(self->units[self->engine_params[index].unit].dtype);
+    uint8_t *place = self->params[index].place + first * bytes;
+    Py_BEGIN_ALLOW_THREADS
+    memcpy(place, address, count * bytes);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* given(unit): after the close of a step, all new values of the unit are there. */
+static PyObject *given_unit(PyObject *object, PyObject *number)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t index = 0;
+    if (!self || LHPY_VALUE(number, index) < 0 ||
+        lhpy_index_check("unit", index, self->unit_count) < 0)
+        return NULL;
+    if (!is_given(&self->units[index]) || self->units[index].elements == 0)
+        return PyErr_Format(PyExc_ValueError, "this process has the states of unit %u", index);
+    lh_engine_given(self->core->engine, index);
+    Py_RETURN_NONE;
+}
+
+static PyObject *given_never(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    if (!self)
+        return NULL;
+    lh_engine_given_never(self->core->engine);
     Py_RETURN_NONE;
 }
 
@@ -129,7 +228,8 @@ static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
         struct lhpy_param *param = &self->params[i];
         if (param->sum_state != SUM_STATE_SUMMED)
             continue;
-        if (lh_engine_gradient(self->core->engine, i, param->sum, LH_DTYPE_F32) < 0)
+        enum lh_dtype dtype = place_dtype(&self->units[self->engine_params[i].unit]);
+        if (lh_engine_gradient(self->core->engine, i, param->place, dtype) < 0)
             return lhpy_raise_engine(self);
         param->sum_state = SUM_STATE_GIVEN;
         self->unit_states[self->engine_params[i].unit].has_gradients = true;
@@ -147,5 +247,9 @@ PyMethodDef lhpy_sums_methods[] = {
     {"sums_add", sums_add, METH_VARARGS,
      "sums_add(param, first, count, address, dtype, is_first): add a part of a gradient to a sum."},
     {"sums_give", sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
+    {"given_expect", given_expect, METH_O, "given_expect(param): its new values will be given."},
+    {"given_put", given_put, METH_VARARGS, "given_put(param, first, count, address)"},
+    {"given", given_unit, METH_O, "given(unit): all new values of the unit are there."},
+    {"given_never", given_never, METH_NOARGS, "The new values will not come: fail."},
     {NULL, NULL, 0, NULL},
 };

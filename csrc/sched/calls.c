@@ -25,7 +25,7 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
                     uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
-    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_SAVED_DROP);
+    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_GIVEN);
     if (lh_core_is_forked(engine))
         return;
     atomic_fetch_add(&engine->post_count, 1);
@@ -400,6 +400,23 @@ int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout
 void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale)
 {
     engine->gradient_scales[(lh_engine_step(engine) + 1) % 2] = scale;
+}
+
+const double *lh_engine_norm_sums(const struct lh_engine *engine)
+{
+    LH_ASSERT(!lh_request_is_pending(&engine->requests[LH_REQUEST_NORM]));
+    return engine->norm.sums;
+}
+
+void lh_engine_given(struct lh_engine *engine, uint32_t unit)
+{
+    LH_ASSERT(unit < engine->opts.unit_count && lh_given_is(&engine->units[unit]));
+    lh_engine_post(engine, LH_MESSAGE_GIVEN, unit, 0, 0);
+}
+
+void lh_engine_given_never(struct lh_engine *engine)
+{
+    lh_engine_post(engine, LH_MESSAGE_GIVEN, LH_UNIT_NONE, 0, 0);
 }
 
 int lh_engine_abort(struct lh_engine *engine, int timeout_ms)

@@ -281,7 +281,9 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
     slab->job = (struct lh_job){
-        .exec = {.run = update_run, .context = slab, .work_bytes = chunk->count * element_bytes},
+        .exec = {.run = lh_given_is(unit) ? lh_given_run : update_run,
+                 .context = slab,
+                 .work_bytes = chunk->count * element_bytes},
         .done = computed,
     };
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTING);
@@ -291,13 +293,14 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
 }
 
 /*
- * The number of chunks before index that keep their slabs: those of the first units, which are
- * updated last while the next forward waits for them, and further chunks spread evenly over the
- * model, so that the traffic of chunks without slabs of their own is spread over backward.
+ * The number of chunks before index, among those with states, that keep their slabs: those of the
+ * first units, which are updated last while the next forward waits for them, and further chunks
+ * spread evenly over the model, so that the traffic of chunks without slabs of their own is spread
+ * over backward.
  */
 static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
 {
-    uint64_t count = engine->budget.chunk_count;
+    uint64_t count = engine->budget.state_chunk_count;
     uint64_t kept_count = engine->budget.kept_chunk_count;
     uint64_t first_count = lh_min_u64(count / FIRST_DIVISOR, kept_count);
     LH_ASSERT(index <= count && kept_count <= count);
@@ -311,6 +314,7 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t elements_max = engine->budget.chunk_elements;
     uint64_t count = 0;
+    uint32_t state_count = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         count += lh_div_ceil(engine->units[i].desc.elements, elements_max);
     LH_ASSERT(count == engine->budget.chunk_count);
@@ -323,23 +327,27 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
         bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
         unit->states[0] = (struct lh_unit_state_array){
             desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0};
-        unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, sizeof(float)};
-        unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, sizeof(float)};
-        LH_ASSERT(desc->elements == 0 || desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
+        uint64_t moment_bytes = lh_given_is(unit) ? 0 : sizeof(float);
+        unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, moment_bytes};
+        unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, moment_bytes};
+        LH_ASSERT(desc->elements == 0 || moment_bytes == 0 ||
+                  desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
         unit->chunk_first = engine->chunk_count;
         for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
-            uint32_t index = engine->chunk_count++;
-            engine->chunks[index] = (struct lh_chunk){
+            uint32_t before = state_count;
+            state_count += moment_bytes > 0;
+            engine->chunks[engine->chunk_count++] = (struct lh_chunk){
                 .unit = i,
                 .slab = LH_CHUNK_NONE,
                 .first = first,
                 .count = lh_min_u64(elements_max, unit->desc.elements - first),
-                .is_kept = kept_before(engine, index + 1) > kept_before(engine, index),
-                .kept_slab = kept_before(engine, index),
+                .is_kept = kept_before(engine, state_count) > kept_before(engine, before),
+                .kept_slab = kept_before(engine, before),
             };
             unit->chunk_count++;
         }
     }
     LH_ASSERT(engine->chunk_count == engine->budget.chunk_count);
+    LH_ASSERT(state_count == engine->budget.state_chunk_count);
     return 0;
 }

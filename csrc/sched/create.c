@@ -40,6 +40,14 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
             return lh_error_set(err, -EINVAL,
                                 "unit %u: invalid size: %" PRIu64 " bytes, %" PRIu64 " elements", i,
                                 unit->bytes, unit->elements);
+        bool is_given = unit->elements > 0 && unit->moment1_extent == LH_ENGINE_EXTENT_NONE;
+        bool is_mate = opts->team && opts->team->mate > 0;
+        if (is_given && !is_mate &&
+            (opts->schedule != LH_ENGINE_SCHEDULE_SERIAL || !opts->gradients_in_memory))
+            return lh_error_set(err, -EINVAL,
+                                "unit %u: states in another process require schedule serial and"
+                                " gradients in main memory",
+                                i);
     }
     return 0;
 }
@@ -192,6 +200,8 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     } else if (lh_borrow_is_on(engine)) {
         feature_add(engine, &lh_borrow_feature);
     }
+    if (lh_given_is_any(engine))
+        feature_add(engine, &lh_given_feature);
     return 0;
 }
 

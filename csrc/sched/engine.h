@@ -76,7 +76,7 @@ struct lh_engine_unit {
     uint32_t param_count;
     uint32_t param_extent;    /* LH_ENGINE_EXTENT_NONE: the unit is read in place */
     uint32_t residual_extent; /* LH_ENGINE_EXTENT_NONE: the unit has no residual */
-    uint32_t moment1_extent;
+    uint32_t moment1_extent;  /* LH_ENGINE_EXTENT_NONE: another process has the unit's states */
     uint32_t moment2_extent;
     uint32_t store_group;
 };
@@ -300,6 +300,19 @@ int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_ma
  * set), 0 after timeout_ms, or -errno.
  */
 int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms) LH_MUST_CHECK;
+/*
+ * The sums of squares of single parameters that lh_engine_norm() has added, valid until the close:
+ * one for each parameter of a unit that has a gradient, except those of given units.
+ */
+const double *lh_engine_norm_sums(const struct lh_engine *engine);
+/*
+ * After the close of a step: the new values of a unit whose states another process has are in
+ * memory, where lh_engine_gradient() said that they would be. Call it once for each such unit that
+ * has gradients, in the same order in every step.
+ */
+void lh_engine_given(struct lh_engine *engine, uint32_t unit);
+/* The new values of such units will not come: the engine fails, and the step is never over. */
+void lh_engine_given_never(struct lh_engine *engine);
 /*
  * Set the factor by which the open step's gradients are multiplied (in fp32), before the step's
  * close. The default is 1.

@@ -41,6 +41,7 @@
 #include "sched/device.h"
 #include "sched/engine.h"
 #include "sched/feature.h"
+#include "sched/given.h"
 #include "sched/gradient.h"
 #include "sched/in_place_private.h"
 #include "sched/job.h"
@@ -85,6 +86,7 @@ enum lh_message_kind {
     LH_MESSAGE_SAVED_PUT,   /* item, as for the next two */
     LH_MESSAGE_SAVED_FETCH, /* item, and whether a thread waits for it */
     LH_MESSAGE_SAVED_DROP,
+    LH_MESSAGE_GIVEN, /* unit: its new values are there; LH_UNIT_NONE: they will not come */
 };
 
 /* What other threads wait for or read. Protected by mutex. */

@@ -17,6 +17,7 @@
  *      naive     schedule NAIVE                                     naive.c
  *      mates     other processes read this engine's units           mates.c
  *      borrow    the engine's units are another process's           borrow.c
+ *      given     another process has the states of some units       given.c
  *
  * Features are called in this order. A condition is true if all features return true; the first
  * false ends the evaluation. Pumps return whether something moved.
@@ -35,7 +36,7 @@ struct lh_engine_step_stats;
 struct lh_unit;
 struct lh_update_pump;
 
-#define LH_FEATURE_COUNT_MAX 9
+#define LH_FEATURE_COUNT_MAX 10
 
 /* Any of the functions may be NULL. */
 struct lh_feature {

@@ -19,6 +19,11 @@ static void state_set(struct lh_unit *unit, enum lh_norm_state state)
     unit->norm.state = state;
 }
 
+static bool has_norm(const struct lh_unit *unit)
+{
+    return unit->update.gradient_count > 0 && !lh_given_is(unit);
+}
+
 /* Runs on a worker: sum each parameter from its first element on, across chunk boundaries. */
 static void norm_run(struct lh_exec_job *job)
 {
@@ -59,7 +64,7 @@ static double sums_add(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
 
-        for (uint32_t j = 0; unit->update.gradient_count > 0 && j < unit->desc.param_count; j++) {
+        for (uint32_t j = 0; has_norm(unit) && j < unit->desc.param_count; j++) {
             LH_ASSERT(count < engine->param_count);
             sums[count++] = engine->norm.sums[unit->desc.param_first + j];
         }
@@ -93,7 +98,7 @@ static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
 void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
 {
     if ((engine->norm.is_taken || unit->spill.is_chosen) &&
-        unit->norm.state == LH_NORM_STATE_NONE &&
+        unit->norm.state == LH_NORM_STATE_NONE && has_norm(unit) &&
         unit->update.gradient_count == unit->desc.param_count && unit->landing.count == 0)
         norm_start(engine, unit);
 }
@@ -109,7 +114,7 @@ static bool pump_after(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
 
-        if (unit->update.gradient_count == 0)
+        if (!has_norm(unit))
             continue;
         if (unit->norm.state == LH_NORM_STATE_NONE && unit->landing.count == 0) {
             norm_start(engine, unit);

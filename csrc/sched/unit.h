@@ -20,6 +20,7 @@
 #include "sched/defer.h"
 #include "sched/device.h"
 #include "sched/engine.h"
+#include "sched/given.h"
 #include "sched/in_place_private.h"
 #include "sched/landing.h"
 #include "sched/mates.h"
@@ -85,6 +86,7 @@ struct lh_unit {
     struct lh_spill_unit spill;
     struct lh_norm_unit norm;
     struct lh_mates_unit mates;
+    struct lh_given_unit given;
 };
 
 /* Change a unit's state; only this function changes it. */

@@ -7,46 +7,13 @@
 #include "rig_in_place.h"
 #include "rig_inline.h"
 #include "rig_saved.h"
+#include "rig_reference.h"
 #include "rig_team.h"
 #include "rig_wait.h"
 #include "sched/split.h"
 #include "store_fixture.h"
 
 #define SCALARS "of the caller"
-
-enum array { ARRAY_PARAM, ARRAY_RESIDUAL, ARRAY_MOMENT1, ARRAY_MOMENT2, ARRAY_COUNT };
-
-static uint64_t array_bytes(const struct lh_engine_unit *unit, enum array array)
-{
-    switch (array) {
-    case ARRAY_PARAM:
-        return unit->bytes;
-    case ARRAY_RESIDUAL:
-        return unit->elements * lh_adam_residual_bytes(unit->dtype);
-    default:
-        return unit->elements * sizeof(float);
-    }
-}
-
-static uint32_t array_extent(const struct lh_engine_unit *unit, enum array array)
-{
-    const uint32_t extents[ARRAY_COUNT] = {unit->param_extent, unit->residual_extent,
-                                           unit->moment1_extent, unit->moment2_extent};
-    return extents[array];
-}
-
-static uint8_t *array_at(const struct rig *rig, uint8_t *state, uint32_t unit, enum array array)
-{
-    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
-        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++) {
-            if (i == unit && j == array)
-                return state;
-            state += array_bytes(&rig->units[i], j);
-        }
-    }
-    LH_CHECK(!"an array");
-    return NULL;
-}
 
 static uint32_t extent_add(struct lh_store_extent_desc *extents, uint32_t *count, uint64_t bytes,
                            uint32_t group)
@@ -75,7 +42,11 @@ static void model_init(struct rig *rig)
     }
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
         rig->units[i] = (struct lh_engine_unit){
-            .dtype = dtypes[i], .always = i == 0, .param_first = UINT32_MAX, .store_group = i};
+            .dtype = dtypes[i],
+            .always = i == 0,
+            .param_first = UINT32_MAX,
+            .moment1_extent = rig->opts.given & (1u << i) ? LH_ENGINE_EXTENT_NONE : 0,
+            .store_group = i};
     uint64_t at = 0;
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
         struct lh_engine_unit *unit = &rig->units[unit_of[i]];
@@ -93,46 +64,6 @@ static void model_init(struct rig *rig)
     }
     rig->hypers[0] = (struct lh_adam_hyper){1e-2, 0.9, 0.999, 1e-8, 0.01};
     rig->hypers[1] = (struct lh_adam_hyper){3e-3, 0.8, 0.99, 1e-6, 0};
-}
-
-static void half_master_store(uint8_t *params, float *masters, uint64_t index, float value)
-{
-    uint32_t bits = 0;
-    memcpy(&bits, &value, sizeof(bits));
-    ((uint16_t *)(void *)params)[index] = lh_half_round(bits);
-    masters[index] = value;
-}
-
-/* Fill the masters with random values, and the moments with zeros. */
-static void state_init(struct rig *rig)
-{
-    uint64_t seed = 1;
-    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
-        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++)
-            rig->state_bytes += array_bytes(&rig->units[i], j);
-    }
-    rig->state = calloc(1, rig->state_bytes);
-    LH_CHECK(rig->state);
-    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
-        const struct lh_engine_param *param = &rig->params[i];
-        const struct lh_engine_unit *unit = &rig->units[param->unit];
-        uint8_t *target = array_at(rig, rig->state, param->unit, ARRAY_PARAM);
-        void *residual = array_at(rig, rig->state, param->unit, ARRAY_RESIDUAL);
-        for (uint64_t j = 0; j < param->count; j++) {
-            float value = (float)((double)(int32_t)lh_test_random(&seed) / 4e9);
-            if (unit->dtype == LH_DTYPE_BF16)
-                lh_adam_split(&value, (uint16_t *)(void *)target + param->first + j,
-                              (int16_t *)residual + param->first + j, 1);
-            else if (unit->dtype == LH_DTYPE_F32)
-                memcpy(target + (param->first + j) * 4, &value, 4);
-            else if (unit->dtype == LH_DTYPE_F16)
-                half_master_store(target, residual, param->first + j, value);
-            else
-                target[param->first + j] = (uint8_t)j;
-        }
-        rig->gradients[i] = calloc(param->count, sizeof(float));
-        LH_CHECK(rig->gradients[i]);
-    }
 }
 
 static void snapshot_take(struct rig *rig)
@@ -169,11 +100,11 @@ static void store_make(struct rig *rig)
     uint32_t extent_count = 0;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         struct lh_engine_unit *unit = &rig->units[i];
-        uint32_t *targets[ARRAY_COUNT] = {&unit->param_extent, &unit->residual_extent,
-                                          &unit->moment1_extent, &unit->moment2_extent};
+        uint32_t *targets[RIG_ARRAY_COUNT] = {&unit->param_extent, &unit->residual_extent,
+                                              &unit->moment1_extent, &unit->moment2_extent};
         groups[i].slot_count = unit->elements > 0 ? 2 : 1;
-        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++)
-            *targets[j] = extent_add(extents, &extent_count, array_bytes(unit, j), i);
+        for (enum rig_array j = RIG_ARRAY_PARAM; j < RIG_ARRAY_COUNT; j++)
+            *targets[j] = extent_add(extents, &extent_count, rig_array_bytes(unit, j), i);
     }
     struct lh_store_opts opts = {
         .directories = names,
@@ -193,10 +124,10 @@ static void store_make(struct rig *rig)
         fprintf(stderr, "%s\n", err.message);
     LH_CHECK(rc == 0);
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
-        for (enum array j = ARRAY_PARAM; j <= ARRAY_RESIDUAL; j++) {
-            uint64_t bytes = array_bytes(&rig->units[i], j);
-            uint32_t extent = array_extent(&rig->units[i], j);
-            const uint8_t *source = array_at(rig, rig->state, i, j);
+        for (enum rig_array j = RIG_ARRAY_PARAM; j <= RIG_ARRAY_RESIDUAL; j++) {
+            uint64_t bytes = rig_array_bytes(&rig->units[i], j);
+            uint32_t extent = rig_array_extent(&rig->units[i], j);
+            const uint8_t *source = rig_array_at(rig, rig->state, i, j);
             LH_CHECK(bytes == 0 ||
                      lh_store_write_sync(rig->store, extent, 0, source, bytes, NULL) == 0);
         }
@@ -216,8 +147,9 @@ static void budget_make(struct rig *rig)
             .bytes = rig->opts.device ? unit->bytes : unit->place_bytes,
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
-            .state_bytes_per_element =
-                unit->elements == 0 ? 0 : 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype),
+            .state_bytes_per_element = unit->elements == 0 || rig->opts.given & (1u << i)
+                                           ? 0
+                                           : 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype),
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = rig->opts.commit_every != 1,
@@ -264,6 +196,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .verify = !rig->opts.skip_verify,
         .trace_count = 16,
         .norms = rig->opts.norms,
+        .gradients_in_memory = rig->opts.given != 0,
         .manual = rig->opts.manual,
         .team = rig->team,
     };
@@ -328,8 +261,8 @@ void rig_make(struct rig *rig, const char *name, struct rig_opts opts)
         .clock = lh_clock_real(),
     };
     model_init(rig);
-    state_init(rig);
-    rig->in_place = rig_in_place_open(rig, array_at(rig, rig->state, 2, ARRAY_PARAM));
+    rig_reference_init(rig);
+    rig->in_place = rig_in_place_open(rig, rig_array_at(rig, rig->state, 2, RIG_ARRAY_PARAM));
     store_make(rig);
     snapshot_take(rig);
     budget_make(rig);
@@ -409,7 +342,7 @@ int rig_acquire(struct rig *rig, uint32_t unit)
         rc = lh_engine_acquire_wait(rig->engine, unit, rig_slice_ms(rig));
     if (rc < 0)
         return rc;
-    const uint8_t *expected = array_at(rig, rig->state, unit, ARRAY_PARAM);
+    const uint8_t *expected = rig_array_at(rig, rig->state, unit, RIG_ARRAY_PARAM);
     if (rig->device) {
         rig_device_read(rig, unit, expected);
         return 0;
@@ -503,34 +436,6 @@ int rig_forward_backward(struct rig *rig, unsigned gradients)
     return rig_backward(rig, gradients);
 }
 
-/* Run the same update in memory, by the definition. */
-static void param_update(struct rig *rig, uint32_t index)
-{
-    const struct lh_engine_param *param = &rig->params[index];
-    const struct lh_engine_unit *unit = &rig->units[param->unit];
-    const struct lh_adam_kernel *kernels = NULL;
-    int kernel_count = lh_adam_kernels(&kernels);
-    uint64_t residual_bytes = lh_adam_residual_bytes(unit->dtype);
-    uint8_t *arrays[ARRAY_COUNT];
-    for (enum array i = ARRAY_PARAM; i < ARRAY_COUNT; i++)
-        arrays[i] = array_at(rig, rig->state, param->unit, i);
-    struct lh_adam_run run = {
-        .param = arrays[ARRAY_PARAM] + param->first * lh_dtype_bytes(unit->dtype),
-        .residual =
-            residual_bytes > 0 ? arrays[ARRAY_RESIDUAL] + param->first * residual_bytes : NULL,
-        .moment1 = (float *)(void *)arrays[ARRAY_MOMENT1] + param->first,
-        .moment2 = (float *)(void *)arrays[ARRAY_MOMENT2] + param->first,
-        .gradient = rig->gradients[index],
-        .count = param->count,
-        .param_dtype = unit->dtype,
-        .gradient_dtype = rig_gradient_dtype(rig, index),
-    };
-    struct lh_adam_scalars scalars =
-        lh_adam_scalars_make(&rig->hypers[param->group], ++rig->param_steps[index], 1.0);
-    LH_CHECK(strcmp(kernels[kernel_count - 1].name, "ref") == 0);
-    kernels[kernel_count - 1].run(&run, &scalars);
-}
-
 int rig_close(struct rig *rig, unsigned gradients)
 {
     /* Before the close: it may be over, and durable, before its caller knows. */
@@ -542,7 +447,7 @@ int rig_close(struct rig *rig, unsigned gradients)
     memcpy(rig->state, before, rig->state_bytes);
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
         if (gradients & (1u << i))
-            param_update(rig, i);
+            rig_reference_update(rig, i);
     }
     rig_wait_begin(rig);
     int rc = 0;
@@ -558,7 +463,19 @@ int rig_close(struct rig *rig, unsigned gradients)
     free(before);
     rig->step++;
     snapshot_take(rig);
+    if (!rig->opts.given_late)
+        rig_give(rig, gradients);
     return 0;
+}
+
+void rig_give(struct rig *rig, unsigned gradients)
+{
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        const struct lh_engine_unit *unit = &rig->units[i];
+        unsigned mine = ((1u << unit->param_count) - 1) << unit->param_first;
+        if ((rig->opts.given & (1u << i)) && (gradients & mine))
+            lh_engine_given(rig->engine, i);
+    }
 }
 
 int rig_step(struct rig *rig, unsigned gradients)
@@ -578,16 +495,16 @@ void rig_check_store(struct rig *rig, uint64_t step)
 {
     struct lh_error err = {0};
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
-        for (enum array j = ARRAY_PARAM; j < ARRAY_COUNT; j++) {
-            uint64_t bytes = array_bytes(&rig->units[i], j);
+        for (enum rig_array j = RIG_ARRAY_PARAM; j < RIG_ARRAY_COUNT; j++) {
+            uint64_t bytes = rig_array_bytes(&rig->units[i], j);
             if (bytes == 0)
                 continue;
             void *found = NULL;
             LH_CHECK(posix_memalign(&found, LH_BLOCK_BYTES, bytes) == 0);
-            uint32_t extent = array_extent(&rig->units[i], j);
+            uint32_t extent = rig_array_extent(&rig->units[i], j);
             int rc = lh_store_read_sync(rig->store, extent, 0, found, bytes, &err);
             bool is_same =
-                rc == 0 && memcmp(found, array_at(rig, rig->snapshots[step], i, j), bytes) == 0;
+                rc == 0 && memcmp(found, rig_array_at(rig, rig->snapshots[step], i, j), bytes) == 0;
             if (!is_same)
                 fprintf(stderr, "unit %u, array %d is not step %d's: %s\n", i, (int)j, (int)step,
                         err.message);

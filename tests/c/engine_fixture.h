@@ -46,6 +46,8 @@ struct rig_opts {
     uint32_t team_mates;       /* the rig owns a team with as many mates (rig_team.h) */
     const struct rig *team_of; /* the rig is a mate of this one, with the number team_mate */
     uint32_t team_mate;
+    unsigned given;      /* bits of units whose states another process has */
+    bool given_late;     /* the test itself calls lh_engine_given() after a close */
     uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };
 
@@ -121,6 +123,8 @@ int rig_acquire(struct rig *rig, uint32_t unit);
 int rig_forward_backward(struct rig *rig, unsigned gradients);
 int rig_backward(struct rig *rig, unsigned gradients);
 int rig_close(struct rig *rig, unsigned gradients);
+/* After a close: the new values of given units, which are their gradients, are there. */
+void rig_give(struct rig *rig, unsigned gradients);
 int rig_forward(struct rig *rig, enum lh_engine_mode mode);
 int rig_flush(struct rig *rig, bool commit);
 int rig_abort(struct rig *rig);

@@ -32,6 +32,7 @@ static void cut_make(struct cut *cut, uint64_t seed)
         engine->budget.chunk_count +=
             lh_div_ceil(cut->units[i].desc.elements, engine->budget.chunk_elements);
     }
+    engine->budget.state_chunk_count = engine->budget.chunk_count;
     engine->budget.kept_chunk_count =
         (uint32_t)(lh_test_random(&seed) % (engine->budget.chunk_count + 1ULL));
     LH_CHECK(lh_chunk_create(engine, NULL) == 0);
