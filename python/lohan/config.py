@@ -112,6 +112,10 @@ class Config:
             and states of its own. "on": the process with the lowest rank on a machine has them for
             all processes of the machine, which read its parameters in its memory; host_bytes is
             then the machine's (docs/several-processes.md). Updates run in `step()`.
+        replicas: with several machines and AdamW. "all": each machine has all parameters and all
+            states of the optimizer. "parameters": each machine has all parameters, but the states
+            of its share of them only; it updates these, and sends the new values to the others
+            (docs/several-processes.md). Updates run in `step()`.
         write_every: with method="mezo", steps between writes of the parameters to the store; the
             journal holds the steps in between. "never": parameters are not written, only the
             journal grows. "auto": never if all parameters fit in memory, otherwise an interval
@@ -154,6 +158,7 @@ class Config:
     heap: Literal["keep", "system"] = "keep"
     frozen: Literal["in_place", "copy"] = "in_place"
     share: Literal["off", "on"] = "off"
+    replicas: Literal["all", "parameters"] = "all"
     write_every: int | Literal["auto", "never"] = "auto"
     runs: Literal["auto", "together", "apart"] = "auto"
     ablate: tuple[str, ...] = ()
@@ -216,6 +221,16 @@ class Config:
         """Whether a step's gradients are summed in main memory before an update uses them."""
         return self.accumulate != 1
 
+    @property
+    def part_count(self) -> int:
+        """The number of processes among which the optimizer's states are divided."""
+        return 1
+
+    @property
+    def part(self) -> int:
+        """Which part of the states this process has, from 0."""
+        return 0
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedConfig(Config):
@@ -242,7 +257,23 @@ class SharedConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaConfig(SharedConfig):
-    """The settings of one of several processes that exchange gradients."""
+    """The settings of one of several processes that exchange gradients.
+
+    Attributes:
+        rank: the rank of the process.
+    """
+
+    rank: int = 0
+
+    @property
+    def part_count(self) -> int:
+        """The number of processes among which the optimizer's states are divided."""
+        return self.processes if self.replicas == "parameters" else 1
+
+    @property
+    def part(self) -> int:
+        """Which part of the states this process has, from 0."""
+        return self.rank if self.replicas == "parameters" else 0
 
     @property
     def process_count(self) -> int:

@@ -36,28 +36,46 @@ def rows(folder: pathlib.Path, count: int, names: Sequence[str]) -> list[Any]:
     return [(str(folder / f"{name}-{count}"), 8, *ROWS[name]) for name in names]
 
 
-def check(folder: pathlib.Path, names_of: dict[int, list[str]]) -> None:
-    """Compare the states of some rows by the number of processes; 1 has all of them."""
+def check(
+    folder: pathlib.Path,
+    names_of: dict[int, Sequence[str]],
+    divided: dict[int, Sequence[str]],
+) -> None:
+    """Compare the states of some rows by the number of processes; 1 has all of them.
+
+    Args:
+        folder: where the stores are.
+        names_of: the rows of runs in which each process has all states.
+        divided: those of runs whose processes divide the states.
+    """
     found = {
-        count: run(folder, count, world_adamw.train_all, rows(folder, count, names))
-        for count, names in names_of.items()
+        (count, replicas): run(
+            folder,
+            count,
+            world_adamw.train_all,
+            rows(folder / replicas, count, names),
+            env={world_adamw.REPLICAS: replicas},
+        )
+        for replicas, each in (("all", names_of), ("parameters", divided))
+        for count, names in each.items()
     }
-    one = dict(zip(names_of[1], found[1][0], strict=True))
+    one = dict(zip(names_of[1], found[1, "all"][0], strict=True))
     assert {steps for steps, *_ in one.values()} == {8}
-    for count, names in names_of.items():
-        for at, name in enumerate(names):
-            told = [each[at] for each in found[count]]
-            assert told == [one[name]] * count, f"{name}, {count} processes"
+    for (count, replicas), values in found.items():
+        for at, name in enumerate((names_of if replicas == "all" else divided)[count]):
+            told = [each[at] for each in values]
+            assert told == [one[name]] * count, f"{name}, {count} processes, replicas={replicas}"
 
 
 def test_any_number_of_processes_has_the_states_of_one(tmp_path: pathlib.Path) -> None:
-    """Every row with two processes, and with one of the larger numbers."""
+    """Every row with two processes, with one of the larger numbers, and with divided states."""
     names = [*ROWS]
     larger = {count: names[at::3] for at, count in enumerate(COUNTS[2:])}
     assert sorted(name for each in larger.values() for name in each) == sorted(names)
-    check(tmp_path, {1: names, 2: names, **larger})
+    check(tmp_path, {1: names, 2: names, **larger}, {2: names[::2], 3: names[1::2]})
 
 
 @pytest.mark.slow
 def test_every_number_of_processes_has_the_states_of_one(tmp_path: pathlib.Path) -> None:
-    check(tmp_path, {count: [*ROWS] for count in COUNTS})
+    every = {count: [*ROWS] for count in COUNTS}
+    check(tmp_path, every, {count: [*ROWS] for count in COUNTS[1:]})

@@ -36,7 +36,7 @@ def wait_for(paths: list[pathlib.Path]) -> None:
 def kill_one(folder: pathlib.Path, seed: int, worker: Any, **options: Any) -> None:
     """Kill one process at a random moment; check what the others say, and resume the run.
 
-    The options are those of Group, for the first run.
+    The options are those of Group. With divided states the run resumes with as many processes.
     """
     rng = random.Random(seed)
     count = rng.choice((2, 3))
@@ -58,8 +58,10 @@ def kill_one(folder: pathlib.Path, seed: int, worker: Any, **options: Any) -> No
         assert each.ended_at - killed_at <= 1.0 * slowness()
     # The run continues with any number of processes, and loses no step that was reported.
     resumed = rng.choice((1, 2, 3, 4))
+    env = {k: v for k, v in options.get("env", {}).items() if k == world_adamw.REPLICAS}
+    resumed = count if env else resumed
     steps = max(each.value[0] if each.value else 0 for each in ended)
-    results = run(folder, resumed, worker.resume_for, store, 3)
+    results = run(folder, resumed, worker.resume_for, store, 3, env=env)
     assert all(each == results[0] for each in results)
     assert results[0][0] >= steps
     whole = run(folder, 1, worker.train, str(folder / f"whole-{seed}"), results[0][0])[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import time
@@ -21,6 +23,7 @@ from world_worker import WIDTH, Model, rank_and_count
 BATCHES = 12  # micro-batches of a step, of all processes together
 LATE_S = 1.5
 SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
+REPLICAS = "TEST_REPLICAS"  # ... and of replicas=
 
 
 def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
@@ -48,13 +51,27 @@ def states_digest(model: Any) -> str:
 
 
 def _digest(model: Any) -> str:
-    found = hashlib.sha256()
+    """Return a hash of all arrays, of which each process may have a part (replicas=)."""
+    arrays = _array_digests(model)
+    if model.lohan.layout.part[1] > 1:
+        told = model.lohan.world.exchange(json.dumps(arrays).encode(), "digests")
+        for each in map(json.loads, told):
+            assert all(arrays.get(name, value) == value for name, value in each.items())
+            arrays |= each
+    return hashlib.sha256(json.dumps(arrays, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _array_digests(model: Any) -> dict[str, str]:
+    found = {}
     with model.lohan.exclusive([]) as store:
-        for extent, (nbytes, *_) in enumerate(store.extents()):
-            values = torch.empty(nbytes, dtype=torch.uint8)
-            store.read(extent, 0, values.data_ptr(), nbytes)
-            found.update(values.numpy().tobytes())
-    return found.hexdigest()[:16]
+        for unit, places in enumerate(model.lohan.extents.units):
+            for array, extent in dataclasses.asdict(places).items():
+                if extent < 0:
+                    continue
+                values = torch.empty(store.extents()[extent][0], dtype=torch.uint8)
+                store.read(extent, 0, values.data_ptr(), values.numel())
+                found[f"{unit} {array}"] = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+    return found
 
 
 def values_digest(model: Any) -> str:
@@ -71,6 +88,7 @@ def wrapped(
     _, count = rank_and_count()
     settings = {"lr": 1e-3, "peer_timeout_s": 5, "accumulate": BATCHES // count, **settings}
     settings.setdefault("share", os.environ.get(SHARE, "off"))
+    settings.setdefault("replicas", os.environ.get(REPLICAS, "all"))
     if settings.get("resume"):
         settings.pop("lr")
     model = build(dtype)
@@ -536,9 +554,9 @@ def train_between(store: str, steps: int, folder: str) -> tuple[int, int]:
     sent = model.lohan.traffic.sent_bytes - before
     pathlib.Path(folder, f"done.{rank}").touch()
     wait_for(pathlib.Path(folder, "end"))
-    planned = model.lohan.backward_bytes * steps * BATCHES // count
+    planned = model.lohan.backward_bytes * BATCHES // count + model.lohan.values_bytes
     model.lohan.close()
-    return sent, planned
+    return sent, planned * steps
 
 
 def wait_for(path: pathlib.Path) -> None:
@@ -572,6 +590,6 @@ def network_stats(store: str) -> tuple[Any, int, str]:
         one_step(model, before_step=functools.partial(time.sleep, late_s))
     model.lohan.flush()
     stats = model.lohan.stats()
-    planned = model.lohan.backward_bytes * BATCHES // count
+    planned = model.lohan.backward_bytes * BATCHES // count + model.lohan.values_bytes
     model.lohan.close()
     return stats, planned, str(stats)

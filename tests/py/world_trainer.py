@@ -17,7 +17,7 @@ import transformers
 import world_helper
 from lohan.replicas._replica_session import ReplicaSession
 from torch import nn
-from world_adamw import SHARE
+from world_adamw import REPLICAS, SHARE
 from world_worker import rank_and_count
 
 world_helper.preload("transformers.trainer", "accelerate")
@@ -38,8 +38,9 @@ def start(folder: str, takes: dict[str, Any] | None, **given: Any) -> Any:
     """Return this process's Trainer."""
     os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun does on one machine
     os.environ["OMP_NUM_THREADS"] = "1"
-    if takes is not None and SHARE in os.environ:
-        takes = {"share": os.environ[SHARE], **takes}
+    for key, name in (("share", SHARE), ("replicas", REPLICAS)):
+        if takes is not None and name in os.environ:
+            takes = {key: os.environ[name], **takes}
     return helper.make(pathlib.Path(folder), takes, use_cpu=True, **given)
 
 

@@ -531,7 +531,7 @@ def _states(session: Session, model: Model) -> list[dict[str, bool]]:
     """Return which states of each block are in main memory and move no bytes between commits."""
     budget, config = session.budget, session.config
     has_p16 = budget["region_bytes"] >= sum(unit.nbytes for unit in session.layout.units)
-    kept, count = budget["kept_chunk_count"], max(budget["chunk_count"], 1)
+    kept, count = budget["kept_chunk_count"], max(budget["state_chunk_count"], 1)
     if config.commit_every in ("auto", 1):
         has_p16, kept = False, 0
 

@@ -119,6 +119,7 @@ class Unit:
     nbytes: int = 0  # size of the parameters in memory and on SSD, padded
     value_bytes: int = 0  # size of separate values for computation, if Param.kept is set
     always: bool = False
+    has_states: bool = True  # False: trained, but another process has the optimizer's states
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
@@ -136,7 +137,7 @@ class Unit:
     @property
     def residual_bytes(self) -> int:
         """The bytes per element that an exact master takes in addition to the parameter."""
-        return RESIDUAL_BYTES[self.dtype] if self.trainable else 0
+        return RESIDUAL_BYTES[self.dtype] if self.trainable and self.has_states else 0
 
 
 @dataclasses.dataclass
@@ -157,6 +158,7 @@ class Layout:
         buffer_bytes: the size of persistent buffers that every commit includes.
         about: further entries of the store's meta, for readers without the model.
         method: the method entry of the store's meta, for zeroth-order training.
+        part: which part of the optimizer's states this process has, and the number of parts.
         cut: statistics of weights that are rounded when the store is filled.
         made_contiguous: names of parameters whose strides are not preserved.
         other_strides: names of parameters whose strides in the store differ from the model's.
@@ -169,6 +171,7 @@ class Layout:
     buffer_bytes: int = 0
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     method: dict[str, Any] | None = None
+    part: tuple[int, int] = (0, 1)
     cut: _storage_formats.Cut = dataclasses.field(default_factory=_storage_formats.Cut)
     made_contiguous: list[str] = dataclasses.field(default_factory=list)
     other_strides: list[str] = dataclasses.field(default_factory=list)
@@ -349,6 +352,32 @@ def place_values(unit: Unit) -> None:
         param.value_first = at
         at = _align(at + param.count * param.tensor.element_size(), 128)
     unit.value_bytes = _align(at, _core.BLOCK_BYTES) - unit.nbytes
+
+
+def parts_of(units: Sequence[Unit], part_count: int) -> list[int]:
+    """Divide the states of trained units into parts of about equal size.
+
+    The largest unit goes first, each to the part with the fewest elements so far.
+
+    Args:
+        units: the units of a layout.
+        part_count: the number of parts.
+
+    Returns:
+        The part of each unit; 0 for frozen units, which have no states.
+    """
+    parts, sizes = [0] * len(units), [0] * part_count
+    for index in sorted(range(len(units)), key=lambda i: (-units[i].elements, i)):
+        parts[index] = sizes.index(min(sizes)) if units[index].trainable else 0
+        sizes[parts[index]] += units[index].elements
+    return parts
+
+
+def divide_states(layout: Layout, part: int, part_count: int) -> None:
+    """Mark the units whose states another process has; see parts_of()."""
+    layout.part = (part, part_count)
+    for unit, its in zip(layout.units, parts_of(layout.units, part_count), strict=True):
+        unit.has_states = its == part or not unit.trainable
 
 
 def checksum_count(unit: Unit) -> int:

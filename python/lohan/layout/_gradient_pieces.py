@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from lohan.layout._block import Param
 
@@ -56,10 +56,12 @@ class Piece:
     Attributes:
         parts: its parts.
         nbytes: the bytes of the parts.
+        part: the part of the optimizer's states that its parameters belong to.
     """
 
     parts: list[Part] = dataclasses.field(default_factory=list)
     nbytes: int = 0
+    part: int = 0
 
     @property
     def message_bytes(self) -> int:
@@ -67,13 +69,23 @@ class Piece:
         return self.nbytes + TRAILER.size + (len(self.parts) + 7) // 8
 
 
-def pieces_of(params: Sequence[Param]) -> list[Piece]:
-    """Divide the gradients of parameters, in their order, into pieces."""
+def pieces_of(params: Sequence[Param], part_of: Mapping[int, int] | None = None) -> list[Piece]:
+    """Divide the gradients of parameters, in their order, into pieces.
+
+    Args:
+        params: the parameters.
+        part_of: which part of the optimizer's states each parameter belongs to, if these are
+            divided. A piece has parameters of one part.
+    """
     pieces = [Piece()]
     for param in params:
         dtype, left, first = param.tensor.dtype, param.tensor.numel(), 0
+        part = part_of[param.index] if part_of is not None else 0
+        if pieces[-1].parts and pieces[-1].part != part:
+            pieces.append(Piece())
         while left > 0:
             piece = pieces[-1]
+            piece.part = part
             at = -piece.nbytes % dtype.itemsize + piece.nbytes
             count = min(left, (PIECE_BYTES - at) // dtype.itemsize)
             if count <= 0 or len(piece.parts) == _PART_COUNT:

@@ -55,6 +55,16 @@ class Shared:
                 "share='on' is not supported with method=\"mezo\": leave it out. Its processes"
                 " exchange only losses, and each reads its own copy of the parameters"
             )
+        if config.replicas == "parameters" and zeroth is not None:
+            raise UnsupportedError(
+                "replicas='parameters' is not supported with method=\"mezo\": leave it out. This"
+                " method has no optimizer states"
+            )
+        if config.replicas == "parameters" and config.share == "on":
+            raise UnsupportedError(
+                "replicas='parameters' is not supported together with share='on': leave one of them"
+                " out"
+            )
         if world is not None:
             if config.share == "on":
                 self.team = Team(world)
@@ -104,7 +114,13 @@ class Shared:
         if resumed:
             has_journal = zeroth is not None
             open_at = _join.provide(
-                world, names, self.config, open_at, has_journal=has_journal, team=self.team
+                world,
+                names,
+                self.config,
+                open_at,
+                has_journal=has_journal,
+                team=self.team,
+                is_divided=self.config.part_count > 1,
             )
         if self.team is not None:
             return _places.of_rank(self.team.owner, names), open_at

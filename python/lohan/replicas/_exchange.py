@@ -41,7 +41,7 @@ from lohan.world._rendezvous import SAY_AFTER_S
 from lohan.world._wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Part
@@ -71,6 +71,7 @@ class Exchange:
 
     Attributes:
         is_open: whether the exchange of a backward is in progress.
+        wire: the connections to the other processes.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Exchange:
         engine: _core.Engine,
         params: Sequence[Param],
         owners: Sequence[int] | None = None,
+        part_of: Mapping[int, int] | None = None,
     ) -> None:
         """Connect to the other processes.
 
@@ -87,16 +89,18 @@ class Exchange:
             engine: the engine that has the sums.
             params: the trainable parameters.
             owners: the ranks that have sums; None: all of them. See [Note: Teams] in _team.py.
+            part_of: by parameter, the rank that has its sum, if only one rank has. See
+                [Note: Divided states] in _values.py.
         """
         self._world = world
         self._engine = engine
         self._params = {param.index: param for param in params}
+        self._part_of = part_of
+        self._owners = range(world.size) if owners is None else owners
         self._lay([param.index for param in reversed(params)])
         self._order: list[int] | None = []  # in which gradients come; None: it is known
         everybody = range(world.size)
-        adders = everybody if owners is None else owners
-        self._is_adder = world.rank in adders
-        self._to = [rank for rank in adders if rank != world.rank]
+        self._is_adder = world.rank in self._owners
         # Those whose gradients this process adds.
         self._others = [rank for rank in everybody if rank != world.rank and self._is_adder]
         largest, count = buffer_bytes(params), buffer_count(params)
@@ -119,7 +123,7 @@ class Exchange:
         self._peer_wait_ns = 0
         self._sends = 0  # messages that are being sent
         self._sends_since = 0  # when the first of them began
-        self._wire = Wire(world, self._on_error)
+        self.wire = Wire(world, self._on_error)
         self._complete: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._adder = threading.Thread(target=self._add, name="lohan-add", daemon=True)
         self._adder.start()
@@ -127,7 +131,12 @@ class Exchange:
 
     def _lay(self, order: Sequence[int]) -> None:
         """Divide the gradients into pieces, in the order of these parameters."""
-        self._pieces = pieces_of([self._params[index] for index in order])
+        self._pieces = pieces_of([self._params[index] for index in order], self._part_of)
+        # The numbers of the pieces that this process adds, and the ranks that add each of them.
+        self._adders = [
+            self._owners if self._part_of is None else [piece.part] for piece in self._pieces
+        ]
+        self._mine = [n for n, ranks in enumerate(self._adders) if self._world.rank in ranks]
         # By parameter: its parts, each as the piece's number, the part's index there, the part.
         self._parts: dict[int, list[tuple[int, int, Part]]] = {index: [] for index in self._params}
         for number, piece in enumerate(self._pieces):
@@ -145,7 +154,12 @@ class Exchange:
     @property
     def backward_bytes(self) -> int:
         """The bytes that a backward sends, to all processes together."""
-        return sum(piece.message_bytes for piece in self._pieces) * len(self._to)
+        numbered = enumerate(self._pieces)
+        return sum(piece.message_bytes * len(self._to(number)) for number, piece in numbered)
+
+    def _to(self, number: int) -> list[int]:
+        """Return the ranks of the other processes that add a piece."""
+        return [rank for rank in self._adders[number] if rank != self._world.rank]
 
     @property
     def traffic(self) -> Traffic:
@@ -159,6 +173,38 @@ class Exchange:
     def has_begun(self) -> bool:
         """Whether gradients of the open step were exchanged, and none was given up."""
         return self._micro > 0 and not (self._is_broken or self._is_closed)
+
+    @property
+    def summed(self) -> set[int]:
+        """The parameters that have a sum of the open step in this process."""
+        return set(self._summed)
+
+    @property
+    def sent_away(self) -> set[int]:
+        """The parameters whose gradients in the last backward went to other processes only."""
+        away = set(self._own) - set(self._mine)
+        return {self._pieces[n].parts[i].param for n in away for i in self._own[n].there}
+
+    @property
+    def errors(self) -> list[tuple[int | None, BaseException]]:
+        """What has failed in a thread, with the rank of the process at the other end."""
+        with self._lock:
+            return list(self._errors)
+
+    def take_tags(self, count: int) -> int:
+        """Return the first of as many tags for other messages. All processes do the same."""
+        self._sequence += count
+        return self._sequence - count
+
+    def count(self, *, sent: int, received: int) -> None:
+        """Count the bytes of other messages."""
+        with self._lock:
+            self._sent_bytes += sent
+            self._received_bytes += received
+
+    def give_up(self) -> None:
+        """Refuse further steps: other messages are still on their way."""
+        self._is_broken = True
 
     def take_order(self) -> None:
         """Use the order in which rank 0's gradients came, from the next step on.
@@ -252,7 +298,7 @@ class Exchange:
         self._is_closed = True
         self._complete.put(None)
         self._adder.join()
-        self._wire.close()
+        self.wire.close()
 
     # --- Inside -------------------------------------------------------------------------------
 
@@ -304,7 +350,7 @@ class Exchange:
         return self._own[number]
 
     def _send(self, number: int, *, failed: bool) -> None:
-        piece, own = self._pieces[number], self._own[number]
+        piece, own, to = self._pieces[number], self._own[number], self._to(number)
         bits = bytearray((len(piece.parts) + 7) // 8)
         for index in own.there:
             bits[index // 8] |= 1 << index % 8
@@ -313,14 +359,14 @@ class Exchange:
         with self._lock:  # from here on, the piece may be added
             if self._sends == 0:
                 self._sends_since = time.monotonic_ns()
-            self._sends += len(self._to)
-            own.users = len(self._to) + 1
+            self._sends += len(to)
+            own.users = len(to) + 1
             own.is_sent = True
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
                 self._sent_below += 1
-        for rank in self._to:
-            self._wire.send(rank, message, self._sequence + number, lambda: self._sent(own))
-        self._sent_bytes += piece.message_bytes * len(self._to)
+        for rank in to:
+            self.wire.send(rank, message, self._sequence + number, lambda: self._sent(own))
+        self._sent_bytes += piece.message_bytes * len(to)
         self._check_complete(number)
 
     def _stamp(self, number: int, buffer: torch.Tensor, failed: bool, bits: bytes) -> None:
@@ -334,9 +380,9 @@ class Exchange:
         """Ask a process for its next pieces, as long as there are buffers."""
         while True:
             with self._lock:
-                number = self._asked[rank]
-                if number == len(self._pieces) or not self._free_in[rank]:
+                if self._asked[rank] == len(self._mine) or not self._free_in[rank]:
                     return
+                number = self._mine[self._asked[rank]]
                 self._asked[rank] += 1
                 buffer = self._free_in[rank].pop()
             message = buffer[: self._pieces[number].message_bytes]
@@ -350,14 +396,15 @@ class Exchange:
                 self._news.ring()
                 self._check_complete(number)
 
-            self._wire.receive(rank, message, self._sequence + number, done)
+            self.wire.receive(rank, message, self._sequence + number, done)
 
     def _check_complete(self, number: int) -> None:
         """Queue a piece for addition if all processes' contributions are here, once."""
         with self._lock:
             own = self._own.get(number)
             is_here = own is not None and own.is_sent and not own.is_queued
-            if is_here and all(number in self._came[rank] for rank in self._others):
+            others = self._others if self._world.rank in self._adders[number] else ()
+            if is_here and all(number in self._came[rank] for rank in others):
                 assert own is not None
                 own.is_queued = True
                 self._complete.put(number)
@@ -407,16 +454,16 @@ class Exchange:
             with self._lock:
                 if is_done():
                     return
-                errors = list(self._errors)
-            if errors:
+            if errors := self.errors:
                 rank, error = errors[0]
                 raise error if rank is None else self._world.lost_wire(rank, error, what)
             now = time.monotonic()
-            late = [rank for rank in self._others if self._came_count[rank] < len(self._pieces)]
+            late = [rank for rank in self._others if self._came_count[rank] < len(self._mine)]
             missing = {rank: now - self._came_at[rank] for rank in late}
             self._world.check_peers(missing, what)
-            if not self._is_adder:
-                self._world.check_here(self._to, what)
+            if len(self._mine) < len(self._pieces):
+                others = {rank for ranks in self._adders for rank in ranks} - {self._world.rank}
+                self._world.check_here(others, what)
             if now - max([began, *self._came_at.values()]) > SAY_AFTER_S and not has_said:
                 has_said = self._world.say_waiting(now - began, what)
             self._news.wait(_POLL_S)
@@ -435,7 +482,8 @@ class Exchange:
         piece = self._pieces[number]
         own = self._own[number]
         added = set(self._summed)
-        for rank in range(self._world.size) if self._is_adder else ():
+        is_mine = self._world.rank in self._adders[number]
+        for rank in range(self._world.size) if is_mine else ():
             buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
             bits = self._checked(number, rank, buffer)
             base = buffer.data_ptr()
@@ -453,10 +501,10 @@ class Exchange:
                 added.add(part.param)
         with self._lock:
             self._present |= added
-            for rank in self._others:
+            for rank in self._others if is_mine else ():
                 self._free_in[rank].append(self._came[rank].pop(number))
             self._added += 1
-        for rank in self._others:
+        for rank in self._others if is_mine else ():
             self._ask(rank)
         self._release(own)
 

@@ -54,8 +54,11 @@ def config_of(world: World, config: Config, team: Team | None, *, exchanges: boo
         values["schedule"] = "deferred"
     if team is not None:  # mates give everything back before an update
         values["schedule"] = "serial"
-    make = ReplicaConfig if exchanges else SharedConfig
-    return make(**values, processes=world.size, processes_here=here)
+    if not exchanges:
+        return SharedConfig(**values, processes=world.size, processes_here=here)
+    if config.replicas == "parameters":  # step() sends and receives the new values
+        values["schedule"] = "serial"
+    return ReplicaConfig(**values, processes=world.size, processes_here=here, rank=world.rank)
 
 
 def config_of_mate(config: Config) -> Config:
@@ -72,6 +75,7 @@ def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
         ("share=", config.share),
+        ("replicas=", config.replicas),
         ("max_grad_norm=", max_grad_norm),
     ]
 
@@ -178,6 +182,7 @@ def provide(
     *,
     has_journal: bool,
     team: Team | None,
+    is_divided: bool = False,
 ) -> int | None:
     """Make sure that this process has a replica to resume, by copying one if necessary.
 
@@ -193,6 +198,8 @@ def provide(
         open_at: the step to resume; None: the newest that all processes have.
         has_journal: whether the run's steps are in a journal, so that the stores may be at any.
         team: the processes of this machine if they share parameters: its owner has the replica.
+        is_divided: whether each store has a part of the optimizer's states, so that none can be a
+            copy of another one.
 
     Returns:
         The step to open the store at; None: its newest.
@@ -225,6 +232,13 @@ def provide(
         is_there = has = mine.run is not None and mine.step == step
     # A copy has only the newest step of its source.
     sources = [each.directories for each in there if has_journal or each.step == step]
+    if not has and is_divided:
+        raise StoreError(
+            errno.ENOENT,
+            f"{world.name(world.rank)} has no store of the run at step {step} in"
+            f" {mine.directories[0]}, and no other one has the same part of the optimizer's states:"
+            " resume with the number of processes that the run had, each with its directories",
+        )
     if not has and rank == world.rank:
         _copy_one(world, mine, sources, step, [*runs], config)
     world.exchange(b"", "resume, copied")

@@ -18,6 +18,8 @@ owner has updated them. It reads no parameter in between, so it never sees one o
 
 from __future__ import annotations
 
+import array
+import collections
 import dataclasses
 import hashlib
 import json
@@ -31,8 +33,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lohan import _core
 from lohan.common._stats import ReplicaStats, Traffic
 from lohan.errors import PeerStepError, StepError, UnsupportedError
+from lohan.layout._block import parts_of
 from lohan.replicas._exchange import Exchange
 from lohan.replicas._team import refuse_on_mate
+from lohan.replicas._values import Values
 from lohan.session._session import Session
 from lohan.torch_glue._tensor import in_backward
 from lohan.world._agree import agree
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lohan.layout._block import Param
     from lohan.replicas._team import Team
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.world._world import World
@@ -101,12 +106,16 @@ class ReplicaSession(Session):
             told = world.exchange(self.uuid.encode(), "the stores")
             self.replicas = tuple(uuid.decode() for uuid in told)
             owners = None if team is None else team.owners
-            self._exchange = Exchange(world, self._engine, trained, owners)
+            self._exchange = Exchange(world, self._engine, trained, owners, self._part_of())
             self._traffic_before = Traffic()  # of all steps before the open one
             self._traffic: dict[int, Traffic] = {}  # of the last two steps
         except BaseException:
             self._engine.close()
             raise
+
+    def _part_of(self) -> dict[int, int] | None:
+        """Return the rank that has the sum of each parameter, if only one rank has."""
+        return None
 
     def _team_options(self) -> tuple[int, int, int]:
         return (0, 0, -1) if self.team is None else (0, self.team.mate_count, -1)
@@ -169,6 +178,11 @@ class ReplicaSession(Session):
     def backward_bytes(self) -> int:
         """The bytes of gradients that a backward sends, to all others together."""
         return self._exchange.backward_bytes
+
+    @property
+    def values_bytes(self) -> int:
+        """The bytes of new parameters that a step sends, to all others together."""
+        return 0
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         engine, exchange = self._engine, self._exchange
@@ -320,6 +334,101 @@ class ReplicaSession(Session):
             self.world.leave_after(self.step)
         finally:
             self._exchange.close()
+
+
+class DividedSession(ReplicaSession):
+    """A session with the states of its own units: see [Note: Divided states] in _values.py."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Make a session, and connect it to those of the other processes."""
+        super().__init__(*args, **settings)
+        trained = [p for p in self.layout.params if self.layout.units[p.unit].trainable]
+        self._values = Values(self.world, self._exchange, trained, self._part_of())
+        self._present: set[int] | None = None  # parameters with gradients, once all have said so
+
+    def _part_of(self) -> dict[int, int]:
+        """Return the rank that has the states of each parameter."""
+        parts = parts_of(self.layout.units, self.layout.part[1])
+        return {param.index: parts[param.unit] for param in self.layout.params}
+
+    @property
+    def values_bytes(self) -> int:
+        """The bytes of new parameters that a step sends, if all parameters have gradients."""
+        mine = [piece for piece in self._values.pieces if piece.part == self.world.rank]
+        return sum(piece.message_bytes for piece in mine) * (self.world.size - 1)
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def _on_backward_end(self) -> None:
+        if self._exchange.is_open:
+            self._exchange.finish()
+            for index in self._exchange.sent_away:
+                self._engine.given_expect(index)
+        super()._on_backward_end()
+
+    def _learn(self) -> set[int]:
+        """Learn which parameters have gradients in the step: their owners say so. Once a step."""
+        if self._present is None:
+            mine = array.array("I", sorted(self._exchange.summed)).tobytes()
+            told = self.world.exchange(mine, f"the gradients of step {self.step + 1}")
+            self._present = {index for said in told for index in array.array("I", said)}
+            for index in self._present:
+                if not self.layout.units[self.layout.params[index].unit].has_states:
+                    self._engine.given_expect(index)
+        return self._present
+
+    def _agree(self, unscale: float) -> None:
+        super()._agree(unscale)
+        self._learn()
+
+    def _square_sum(self) -> float:
+        if self._exchange.has_begun:
+            self._learn()
+        return super()._square_sum()
+
+    def _whole_square_sum(self) -> float:
+        """Return the sum of squares over all processes, with the bits of one process.
+
+        The engine adds the parameters' sums in the order of their values (csrc/sched/norm.c).
+        """
+        mine = self._engine.gradient_square_sums()
+        told = self.world.exchange(mine, f"the norms of step {self.step + 1}")
+        total = 0.0
+        for value in sorted(value for said in told for value in array.array("d", said)):
+            total += value
+        return total
+
+    def _await_updates(self) -> None:
+        """Send the new values of this process's units, and put those of the others in place."""
+        assert self._present is not None
+        present, self._present = self._present, None
+        params, units = self.layout.params, self.layout.units
+        missing = [0] * len(units)  # by unit: parameters whose values have not come
+        for index in present:
+            missing[params[index].unit] += not units[params[index].unit].has_states
+        given = collections.deque(index for index, count in enumerate(missing) if count)
+
+        def read(param: Param) -> torch.Tensor:
+            return param.flat(self._engine.lend(param.index)).reshape(-1).cpu()
+
+        def done(index: int) -> None:
+            missing[params[index].unit] -= 1
+            while given and missing[given[0]] == 0:  # in the same order in every step
+                self._engine.given(given.popleft())
+
+        began = time.monotonic_ns()
+        try:
+            self._values.pass_on(self.step, present, read, self._engine.given_put, done)
+        except BaseException:
+            self._exchange.give_up()
+            self._engine.given_never()
+            raise
+        self._exchange.waited(began)
+        super()._await_updates()
+
+    def _abort(self) -> None:
+        super()._abort()
+        self._present = None
 
 
 def _check_owner(reference: weakref.ref[MateSession]) -> None:

@@ -110,11 +110,13 @@ def write_state(
         state = optimizer.state.get(param.tensor)
         if not state or not layout.units[param.unit].trainable:
             continue
+        steps[param.index] = int(state["step"])
+        if not layout.units[param.unit].has_states:
+            continue  # the process that has them writes them
         places = extents.units[param.unit]
         for key, extent in zip(MOMENTS, (places.moment1, places.moment2), strict=True):
             values = param.flat(_moment(param.name, key, param.tensor, state.get(key)))
             store.write(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
-        steps[param.index] = int(state["step"])
     return _core.scalars_make(steps, b"")
 
 
@@ -153,7 +155,15 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
 
     Returns:
         The states of the updated parameters, by the parameters' indices.
+
+    Raises:
+        UnsupportedError: another process has the states of some parameters.
     """
+    if layout.part[1] > 1:
+        raise UnsupportedError(
+            "the optimizer's states cannot be returned: with replicas='parameters' each process has"
+            " a part of them. Keep the model wrapped, or use lohan.export() for the parameters"
+        )
     steps = _scalars.steps(store.describe()["scalars"], len(layout.params))
     found: dict[int, dict[str, Any]] = {}
     for param in layout.params:

@@ -109,7 +109,8 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
     if config.process_count > 1:
         trained = [p for p in layout.params if layout.units[p.unit].trainable]
-        bookkeeping += room_bytes(trained, config.process_count)
+        windows = config.process_count + (2 if config.part_count > 1 else 0)  # see _values.py
+        bookkeeping += room_bytes(trained, windows)
     # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (
@@ -176,7 +177,9 @@ def _layout_for_budget(
     """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
-        return _layout.make_layout(model, limit, given, found)
+        layout = _layout.make_layout(model, limit, given, found)
+        _block.divide_states(layout, config.part, config.part_count)
+        return layout
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     limit = max(total, 1)

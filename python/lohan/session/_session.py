@@ -339,7 +339,7 @@ class Session(ForwardRules, Commits):
             self._give()
             scale = self._scale.factor() * unscale
             if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
-                scale = self._optimizer.clip_scale(self._engine.gradient_square_sum(), scale)
+                scale = self._optimizer.clip_scale(self._whole_square_sum(), scale)
             self._engine.gradient_scale(scale)
         self._gradients.hide()
         self._engine.close_step(
@@ -348,12 +348,20 @@ class Session(ForwardRules, Commits):
         self._backward = "none"
         self._accumulation.reset()
         self._scale.reset()
-        if self.config.schedule == "serial":
-            self._engine.flush(False)
+        self._await_updates()
         if self._planner is not None:
             self._planner.step_end(self)
         self.phases.end()
         _requests.answer_requests(self)
+
+    def _await_updates(self) -> None:
+        """Wait for the updates of the step that was just closed, if the schedule says so."""
+        if self.config.schedule == "serial":
+            self._engine.flush(False)
+
+    def _whole_square_sum(self) -> float:
+        """Return the sum of squares of the gradients that the engine has received."""
+        return float(self._engine.gradient_square_sum())
 
     def _give(self) -> None:
         """Pass the summed gradients to the engine; the open step accepts no others after that."""
@@ -370,7 +378,7 @@ class Session(ForwardRules, Commits):
                 " model.optimizer.step()"
             )
         self._give()
-        return self._engine.gradient_square_sum()
+        return self._whole_square_sum()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards do not complete the step; gradients are summed.

@@ -121,6 +121,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
     units: list[Unit] = []
     rows = iter(meta["params"])
     formats = (meta.get("method") or {}).get("kept")
+    given = set(meta.get("given", ()))
     for unit_name, count, elements, nbytes in meta["units"]:
         unit: Unit | None = None
         for _ in range(count):
@@ -141,6 +142,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
             place(unit)
         unit.elements, unit.nbytes = elements, nbytes
         place_values(unit)
+        unit.has_states = len(units) not in given
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):
         param.first = first

@@ -29,6 +29,7 @@ from lohan.errors import (
     ModelError,
     StoreExistsError,
     StoreLockedError,
+    StoreMismatchError,
     UnsupportedError,
     reader_error,
 )
@@ -146,6 +147,8 @@ def export(
                 )
     with _opened(source) as (contents, buffers, pieces_of):
         _check_not_read(folder, contents.layout)
+        if _DTYPES[dtype]:
+            _check_masters(contents)
         held, pieces = pieces_of(_DTYPES[dtype])
         with held:
             tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
@@ -219,6 +222,18 @@ def _opened(source: Any) -> Iterator[Opened]:
         yield contents, buffers, lambda is_master: (contextlib.nullcontext(), of_store(is_master))
     finally:
         store.close()
+
+
+def _check_masters(contents: Contents) -> None:
+    """Reject fp32 values of parameters whose masters are in another process's store."""
+    for unit in contents.layout.units:
+        if unit.trainable and not unit.has_states and unit.dtype != torch.float32:
+            part, count = contents.meta["part"]
+            raise StoreMismatchError(
+                f"this store has part {part + 1} of {count} of the optimizer's states, and without"
+                f" the others not all bits of {unit.params[0].name!r} in fp32: export without"
+                " dtype=, which writes all parameters in the dtype of training"
+            )
 
 
 def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces:

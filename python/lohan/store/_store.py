@@ -42,7 +42,11 @@ BUFFER_SAID_BYTES = 1 << 20  # the room for names and shapes of persistent buffe
 
 @dataclasses.dataclass
 class UnitExtents:
-    """The extent numbers of a unit's arrays; -1: no extent (for param: the unit is in place)."""
+    """The extent numbers of a unit's arrays; -1: no extent.
+
+    A unit without an extent for param is read in place. The states of a trained unit without
+    extents for the moments are in another process's store.
+    """
 
     param: int
     residual: int = -1
@@ -115,7 +119,7 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
         places = UnitExtents(-1 if unit.runs else add(unit.nbytes))
         if unit.residual_bytes:
             places.residual = add(unit.elements * unit.residual_bytes)
-        if unit.trainable:
+        if unit.trainable and unit.has_states:
             places.moment1 = add(unit.elements * 4)
             places.moment2 = add(unit.elements * 4)
         extents.units.append(places)
@@ -124,6 +128,11 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
         extents.checksums = len(extents.table)
         extents.table.append((checksum_bytes(layout.units), len(extents.groups) - 1))
     return extents
+
+
+def _given(layout: Layout) -> list[int]:
+    """Return the indices of the units whose states another process has."""
+    return [index for index, unit in enumerate(layout.units) if not unit.has_states]
 
 
 def unit_rows(layout: Layout) -> list[Any]:
@@ -144,6 +153,7 @@ def describe(layout: Layout) -> dict[str, Any]:
         ],
         "units": unit_rows(layout),
         **({"method": layout.method} if layout.method is not None else {}),
+        **({"part": [*layout.part], "given": _given(layout)} if layout.part[1] > 1 else {}),
     }
 
 
@@ -396,6 +406,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
             " the store was created with"
         )
     check_same_method(theirs.get("method"), layout.method)
+    _check_part(theirs, layout)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
         return
     is_reordered = sorted(theirs["params"]) == sorted(ours["params"])
@@ -440,6 +451,26 @@ def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
         if strides != param.strides:
             layout.other_strides.append(param.name)
             param.strides = strides
+
+
+def _check_part(theirs: dict[str, Any], layout: Layout) -> None:
+    """Reject a store with another part of the optimizer's states.
+
+    Raises:
+        StoreMismatchError: the parts differ; the message names both.
+    """
+    has, needs = tuple(theirs.get("part", (0, 1))), layout.part
+    if has == needs:
+        return
+
+    def named(part: tuple[int, ...]) -> str:
+        return "all" if part[1] == 1 else f"part {part[0] + 1} of {part[1]}"
+
+    raise StoreMismatchError(
+        f"the store has {named(has)} of the optimizer's states, but this process needs"
+        f" {named(needs)}: resume with {has[1]} processes and"
+        f" replicas={'parameters' if has[1] > 1 else 'all'!r}, each with its own directories"
+    )
 
 
 def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:

@@ -1,0 +1,282 @@
+"""The new parameters of a step, which processes that divide the optimizer's states exchange.
+
+[Note: Divided states] With replicas="parameters" every process has all parameters, but each unit's
+states (the fp32 master's residual and the moments, 10 of 12 bytes per bf16 parameter) are in one
+process only, the unit's owner. Gradients go to the owner alone, which adds those of all processes
+in the order of [Note: Sums of all processes] in _exchange.py. After the processes have agreed on
+the step, each updates its own units and sends their new values to the others (Values), whose
+engines put them where an AdamW update would (csrc/sched/given.c). So all processes have the
+parameters of one process, bit for bit, and a process reads, computes and writes 1 / N of the
+states. With two processes as many bytes pass the network as with whole replicas: half of the
+gradients and half of the values, instead of all gradients; with more processes, fewer.
+
+A step is committed by a process after it has all new values of the step, which the owners send
+after all gradients of the step. So the steps of two stores differ by at most one, as those of whole
+replicas ([Note: Commits of replicas] in _replica_session.py).
+
+The division is that of ZeRO's stage 2 (Rajbhandari et al. 2020), by units instead of elements.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from lohan import _core
+from lohan.common._wake import Bell
+from lohan.errors import NetworkError, WorldMismatchError
+from lohan.layout._gradient_pieces import TRAILER, buffer_bytes, buffer_count, pieces_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from lohan.layout._block import Param
+    from lohan.layout._gradient_pieces import Piece
+    from lohan.replicas._exchange import Exchange
+    from lohan.world._world import World
+
+_POLL_S = 0.1
+
+
+def _memory(buffer: torch.Tensor, nbytes: int) -> memoryview:
+    view = (ctypes.c_ubyte * nbytes).from_address(buffer.data_ptr())
+    return memoryview(view).cast("B")
+
+
+class Values:
+    """The new values of parameters, on their way from the owners to all others.
+
+    Attributes:
+        world: the processes.
+        exchange: the exchange of gradients.
+        params: the trained parameters, by index.
+        pieces: what is sent at once.
+        lock: a lock of what threads change.
+        news: rings when a message has come or was sent.
+        free: buffers for messages to others.
+        room: buffers for messages of others.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        exchange: Exchange,
+        params: Sequence[Param],
+        part_of: Mapping[int, int],
+    ) -> None:
+        """Divide the values into pieces.
+
+        Args:
+            world: the processes.
+            exchange: the exchange of gradients, whose connections are used.
+            params: the trained parameters, in an order that all processes share.
+            part_of: by parameter, the rank that updates it.
+        """
+        self.world = world
+        self.exchange = exchange
+        self.params = {param.index: param for param in params}
+        self.pieces = pieces_of(params, part_of)
+        self.lock = threading.Lock()  # of what the threads of the connections change
+        self.news = Bell()
+        size, count = buffer_bytes(params), buffer_count(params)
+        self.free = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+        self.room = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+
+    def pass_on(
+        self,
+        step: int,
+        present: Collection[int],
+        read: Callable[[Param], torch.Tensor],
+        put: Callable[[int, int, int, int], None],
+        done: Callable[[int], None],
+    ) -> None:
+        """Send the values of this process's units to all others, and receive those of the others.
+
+        Args:
+            step: the step's number, from 1.
+            present: the parameters that the step updates.
+            read: waits for a parameter's update, and returns its values in the unit's order.
+            put: takes a part of a parameter's values: parameter, first element, count, address.
+            done: takes the index of a parameter, all of whose values are there.
+
+        Raises:
+            PeerLostError, PeerStepError: another process is gone.
+            NetworkError: a piece's checksum is wrong.
+            WorldMismatchError: another process is in another step.
+        """
+        _Pass(self, step, present, read, put, done).run()
+
+
+class _Pass:
+    """One step's values; see Values.pass_on()."""
+
+    def __init__(
+        self,
+        values: Values,
+        step: int,
+        present: Collection[int],
+        read: Callable[[Param], torch.Tensor],
+        put: Callable[[int, int, int, int], None],
+        done: Callable[[int], None],
+    ) -> None:
+        self._all = values
+        self._step, self._tag = step, values.exchange.take_tags(len(values.pieces))
+        self._read, self._put, self._done = read, put, done
+        self._rank = values.world.rank
+        pieces = [
+            (number, piece)
+            for number, piece in enumerate(values.pieces)
+            if any(part.param in present for part in piece.parts)
+        ]
+        self._present = present
+        self._to_send = collections.deque(p for p in pieces if p[1].part == self._rank)
+        self._to_ask = collections.deque(p for p in pieces if p[1].part != self._rank)
+        self._left = len(self._to_ask)
+        self._came: collections.deque[tuple[int, Piece, torch.Tensor]] = collections.deque()
+        self._sending = 0
+        self._others = [peer.rank for peer in values.world.peers if peer.rank != self._rank]
+        self._what = f"the new parameters of step {step}"
+        self._now = time.monotonic()
+        self._heard = dict.fromkeys(self._others, self._now)
+        self._owed = collections.Counter(piece.part for _, piece in self._to_ask)
+
+    def run(self) -> None:
+        """Send and receive, until nothing is left and no buffer is in use."""
+        began = time.monotonic()
+        said = False
+        while True:
+            moved = self._ask()
+            moved |= self._take()
+            moved |= self._send()
+            with self._all.lock:
+                is_over = not (self._left or self._to_send or self._sending)
+            if is_over:
+                return
+            if moved:
+                continue
+            self._check()
+            if time.monotonic() - began > 5.0 and not said:
+                said = self._all.world.say_waiting(time.monotonic() - began, self._what)
+            self._all.news.wait(_POLL_S)
+
+    def _check(self) -> None:
+        values = self._all
+        if errors := values.exchange.errors:
+            rank, error = errors[0]
+            raise error if rank is None else values.world.lost_wire(rank, error, self._what)
+        now = time.monotonic()
+        late = {rank: now - self._heard[rank] for rank, count in self._owed.items() if count}
+        values.world.check_peers(late, self._what)
+        values.world.check_here(self._others, self._what)
+
+    def _ask(self) -> bool:
+        """Ask for the next pieces, as long as there is room for them."""
+        values = self._all
+        is_any = False
+        while self._to_ask:
+            with values.lock:
+                if not values.room:
+                    return is_any
+                buffer = values.room.pop()
+            number, piece = self._to_ask.popleft()
+            message = buffer[: piece.message_bytes]
+
+            def done(
+                number: int = number, piece: Piece = piece, buffer: torch.Tensor = buffer
+            ) -> None:
+                with values.lock:
+                    self._came.append((number, piece, buffer))
+                    self._heard[piece.part] = time.monotonic()
+                    self._owed[piece.part] -= 1
+                values.news.ring()
+
+            values.exchange.wire.receive(piece.part, message, self._tag + number, done)
+            is_any = True
+        return is_any
+
+    def _take(self) -> bool:
+        """Put the values of the pieces that have come into their places."""
+        values = self._all
+        is_any = False
+        while True:
+            with values.lock:
+                if not self._came:
+                    return is_any
+                number, piece, buffer = self._came.popleft()
+            self._check_piece(number, piece, buffer)
+            for part in piece.parts:
+                if part.param in self._present:
+                    at = buffer.data_ptr() + part.offset
+                    self._put(part.param, part.first, part.count, at)
+                    if part.first + part.count == values.params[part.param].count:
+                        self._done(part.param)
+            values.exchange.count(sent=0, received=piece.message_bytes)
+            with values.lock:
+                values.room.append(buffer)
+                self._left -= 1
+            is_any = True
+
+    def _send(self) -> bool:
+        """Send the next piece, if there is a buffer for it."""
+        values = self._all
+        if not self._to_send:
+            return False
+        with values.lock:
+            if not values.free:
+                return False
+            buffer = values.free.pop()
+        number, piece = self._to_send.popleft()
+        for part in piece.parts:
+            if part.param not in self._present:
+                buffer[part.offset : part.offset + part.count * part.dtype.itemsize].zero_()
+                continue
+            flat = self._read(values.params[part.param])
+            raw = flat[part.first : part.first + part.count].view(torch.uint8)
+            buffer[part.offset : part.offset + raw.numel()].copy_(raw)
+        bits = bytes((len(piece.parts) + 7) // 8)
+        memory = _memory(buffer, piece.message_bytes)
+        row = (self._step, 0, number, 0)
+        check = _core.crc32c(TRAILER.pack(*row, 0) + bits, _core.crc32c(memory[: piece.nbytes]))
+        memory[piece.nbytes :] = TRAILER.pack(*row, check) + bits
+        with values.lock:
+            self._sending += 1
+        left = [len(self._others)]
+
+        def sent() -> None:
+            with values.lock:
+                left[0] -= 1
+                if left[0] == 0:
+                    values.free.append(buffer)
+                    self._sending -= 1
+            values.news.ring()
+
+        for rank in self._others:
+            values.exchange.wire.send(rank, buffer[: piece.message_bytes], self._tag + number, sent)
+        values.exchange.count(sent=piece.message_bytes * len(self._others), received=0)
+        return True
+
+    def _check_piece(self, number: int, piece: Piece, buffer: torch.Tensor) -> None:
+        memory = _memory(buffer, piece.message_bytes)
+        step, _, which, _, check = TRAILER.unpack_from(memory, piece.nbytes)
+        bits = bytes(memory[piece.nbytes + TRAILER.size :])
+        row = TRAILER.pack(step, 0, which, 0, 0) + bits
+        found = _core.crc32c(row, _core.crc32c(memory[: piece.nbytes]))
+        who = self._all.world.name(piece.part)
+        if found != check:
+            first = piece.parts[0]
+            raise NetworkError(
+                f"new values from {who} have the checksum {found:08x} instead of {check:08x} in"
+                f" step {self._step} ({self._all.params[first.param].name!r} from element"
+                f" {first.first} on, {piece.nbytes} bytes): the network or a memory has changed"
+                " them. Restart the processes with resume=True"
+            )
+        if (step, which) != (self._step, number):
+            raise WorldMismatchError(
+                f"{who} sends the parameters of step {step}, but"
+                f" {self._all.world.name(self._rank)} is in step {self._step}: end all processes"
+            )

@@ -1,0 +1,157 @@
+"""replicas="parameters": the optimizer's states are divided among the processes.
+
+That the results are those of one process is in test_replicas_bits.py.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+import torch
+import world_adamw
+import world_divided
+from lohan.layout._block import Unit, parts_of
+from test_world_ends import kill_one
+from world_helper import Group, run
+
+DIVIDED = {world_adamw.REPLICAS: "parameters"}
+
+
+def test_each_process_moves_the_bytes_of_its_part_of_the_states(tmp_path: pathlib.Path) -> None:
+    settings = {"host_bytes": 14_000_000, "schedule": "serial"}
+    (_, one), *_ = run(tmp_path, 1, world_adamw.traffic, str(tmp_path / "one"), settings)
+    for count in (2, 3):
+        store = str(tmp_path / f"run-{count}")
+        found = run(tmp_path, count, world_adamw.traffic, store, settings, env=DIVIDED)
+        moved = [nbytes for _, nbytes in found]
+        assert sum(each["state_write"] for each in moved) == one["state_write"] > 0
+        # 5 equal units and 2 small ones, so the parts differ by less than a unit.
+        least, most = sorted(each["state_write"] for each in moved)[:: count - 1]
+        assert 0 < least <= most <= least + one["state_write"] / 3
+        assert all(each["param_write"] == one["param_write"] for each in moved)
+
+
+def test_parts_differ_by_at_most_the_largest_unit() -> None:
+    units = [
+        Unit(str(i), torch.bfloat16, i % 5 != 0, [], elements=i * 37 % 23 * 2048 * (i % 5 != 0))
+        for i in range(40)
+    ]
+    for count in range(1, 7):
+        parts = parts_of(units, count)
+        sizes = [
+            sum(u.elements for u, p in zip(units, parts, strict=True) if p == part)
+            for part in range(count)
+        ]
+        assert max(sizes) - min(sizes) <= max(unit.elements for unit in units)
+        assert all(part == 0 for unit, part in zip(units, parts, strict=True) if not unit.trainable)
+
+
+def test_the_bytes_on_the_wire_are_those_of_the_plan(tmp_path: pathlib.Path) -> None:
+    found = run(tmp_path, 2, world_adamw.network_stats, str(tmp_path / "run"), env=DIVIDED)
+    whole = run(tmp_path, 2, world_adamw.network_stats, str(tmp_path / "whole"))
+    traffic = [stats.traffic for stats, *_ in found]
+    for rank, (_, planned, _) in enumerate(found):
+        assert traffic[rank].sent_bytes == planned
+        assert traffic[rank].received_bytes == traffic[1 - rank].sent_bytes
+    # With several micro-batches a step, half of the gradients and half of the parameters are less
+    # than all gradients.
+    assert sum(each.sent_bytes for each in traffic) < sum(planned for _, planned, _ in whole)
+
+
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
+    tmp_path: pathlib.Path, where: str
+) -> None:
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
+    found = run(tmp_path, 2, world_adamw.fail_once, str(tmp_path / "run"), where, env=DIVIDED)
+    assert [each[1] for each in found] == [whole[1]] * 2
+    assert found[1][0] == ["ValueError: this batch is bad"]
+    assert len(found[0][0]) == 1 and found[0][0][0].startswith("PeerStepError: ")
+
+
+def test_steps_may_be_discarded_and_one_process_may_evaluate_alone(tmp_path: pathlib.Path) -> None:
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
+    assert run(tmp_path, 2, world_adamw.discard, str(tmp_path / "a"), env=DIVIDED) == [whole[1]] * 2
+    found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / "b"), env=DIVIDED)
+    assert [each[1] for each in found] == [whole[1]] * 2
+
+
+def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:
+    one = run(tmp_path, 1, world_adamw.clipped_by_torch, str(tmp_path / "one"))
+    for count in (2, 4):  # the mean over them is exact
+        store = str(tmp_path / f"run-{count}")
+        assert run(tmp_path, count, world_adamw.clipped_by_torch, store, env=DIVIDED) == one * count
+
+
+def test_parameters_that_all_processes_load_are_trained(tmp_path: pathlib.Path) -> None:
+    whole = run(tmp_path, 2, world_adamw.one_loads, str(tmp_path / "whole"), True)
+    assert (
+        run(tmp_path, 2, world_adamw.one_loads, str(tmp_path / "run"), True, env=DIVIDED) == whole
+    )
+    for said in run(tmp_path, 2, world_adamw.one_loads, str(tmp_path / "one"), False, env=DIVIDED):
+        assert said.startswith("WorldMismatchError: the number of writes to parameters outside")
+
+
+def test_a_flipped_bit_of_a_new_parameter_is_named(tmp_path: pathlib.Path) -> None:
+    said = run(tmp_path, 2, world_divided.flip_a_value, str(tmp_path / "run"), env=DIVIDED)
+    assert said[0].startswith("NetworkError: new values from rank 1 (host"), said
+    assert "in step 2 (" in said[0] and "from element 0 on" in said[0]
+    assert said[1].startswith("PeerStepError: rank 0 (host"), said
+
+
+def test_a_process_that_dies_between_its_new_parameters_costs_one_step(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = str(tmp_path / "run")
+    other, dead = Group(tmp_path, 2, world_divided.die_between_values, store, env=DIVIDED).wait()
+    assert dead.code == 9
+    assert other.error == "PeerLostError" and "rank 1 (host" in other.text
+    resumed = run(tmp_path, 2, world_adamw.resume_for, store, 2, env=DIVIDED)
+    assert resumed[0][0] == 4  # the third step was lost
+    assert resumed == run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4) * 2
+
+
+def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -> None:
+    for seed in range(4):
+        kill_one(tmp_path, seed, world_adamw, env=DIVIDED)
+
+
+@pytest.mark.slow
+def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
+    for seed in range(100, 200):
+        kill_one(tmp_path, seed, world_adamw, env=DIVIDED)
+
+
+def test_what_a_part_of_the_states_does_not_allow_is_refused_by_name(
+    tmp_path: pathlib.Path,
+) -> None:
+    for rank, said in enumerate(run(tmp_path, 2, world_divided.refused, str(tmp_path))):
+        assert said["master"].startswith(f"StoreMismatchError: this store has part {rank + 1} of 2")
+        assert said["unwrap"].startswith("UnsupportedError: the optimizer's states cannot be ret")
+        assert f"the store has part {rank + 1} of 2 of the optimizer's states, but" in said["all"]
+        assert "replicas='parameters' is not supported together with share" in said["share"]
+        assert "replicas='parameters' is not supported with method" in said["mezo"]
+
+
+def test_stores_that_do_not_fit_the_processes_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    store = tmp_path / "run"
+    run(tmp_path, 2, world_adamw.train, str(store), 2, env=DIVIDED)
+    said = run(tmp_path, 1, world_divided.resume, str(store))
+    assert (
+        "the store has part 1 of 2 of the optimizer's states, but this process needs all" in said[0]
+    )
+    said = run(tmp_path, 3, world_divided.resume, str(store))
+    assert "rank 2 (host" in said[2] and "no other one has the same part" in said[2], said
+    shutil.move(store / "rank-00001", tmp_path / "away")
+    shutil.copytree(store, tmp_path / "copy")
+    shutil.move(tmp_path / "copy", store / "rank-00001")
+    said = run(tmp_path, 2, world_divided.resume, str(store))
+    assert "the store has part 1 of 2 of the optimizer's states, but" in said[1], said
+    assert "needs part 2 of 2" in said[1]
+
+
+def test_one_process_needs_no_division(tmp_path: pathlib.Path) -> None:
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 2)
+    assert run(tmp_path, 1, world_adamw.train, str(tmp_path / "run"), 2, env=DIVIDED) == whole

@@ -1,0 +1,89 @@
+"""What each process of tests/py/test_divided.py does, besides world_adamw.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import lohan
+import torch
+from lohan.layout import _gradient_pieces
+from lohan.replicas import _values
+from world_adamw import batch, build, one_step, wrapped
+from world_worker import rank_and_count
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def flip_a_value(store: str) -> str:
+    """A bit of a new parameter of rank 1 changes on its way in the second step."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    take = _values._Pass._take
+
+    def taken(self: Any) -> bool:
+        if self._step == 2 and self._came:
+            self._came[0][2][100] ^= 4
+        return take(self)
+
+    if rank == 0:
+        _values._Pass._take = taken  # type: ignore[method-assign]
+    return _said(lambda: [one_step(model) for _ in range(3)])
+
+
+def die_between_values(store: str) -> None:
+    """Rank 1 is killed when it has sent some of its new parameters of the third step."""
+    rank, _ = rank_and_count()
+    _gradient_pieces.PIECE_BYTES = 20_000
+    model = wrapped(store)
+    send, count = _values._Pass._send, 0
+
+    def sent(self: Any) -> bool:
+        nonlocal count
+        count += self._step == 3
+        if count == 4:
+            os._exit(9)
+        return send(self)
+
+    if rank == 1:
+        _values._Pass._send = sent  # type: ignore[method-assign]
+    for _ in range(3):
+        one_step(model)
+
+
+def refused(folder: str) -> dict[str, str]:
+    """Try what processes with a part of the states cannot do; return what they say."""
+    rank, _ = rank_and_count()
+    model, store = build(torch.bfloat16), os.path.join(folder, "run")
+    origin = torch.optim.AdamW(model.parameters())
+    model = lohan.wrap(model, store=store, optimizer=origin, replicas="parameters")
+    model(batch(0, rank, torch.bfloat16)[0]).sum().backward()
+    model.optimizer.step()
+    out = os.path.join(folder, f"out-{rank}")
+    said = {
+        "master": _said(lambda: lohan.export(model, out, dtype="float32")),
+        "unwrap": _said(lambda: lohan.unwrap(model)),
+    }
+    lohan.export(model, out)
+    model.lohan.close()
+
+    def wrap(**settings: Any) -> str:
+        return _said(lambda: lohan.wrap(build(torch.bfloat16), peer_timeout_s=5, **settings))
+
+    said["all"] = wrap(store=store, resume=True)
+    fresh = {"store": os.path.join(folder, "other"), "replicas": "parameters"}
+    said["share"] = wrap(**fresh, share="on", lr=1e-3)
+    said["mezo"] = wrap(**fresh, method="mezo", lr=1e-3)
+    return said
+
+
+def resume(store: str) -> str:
+    """Resume a run whose states are divided, perhaps with another number of processes."""
+    return _said(lambda: wrapped(store, resume=True, replicas="parameters"))
