@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import crash_worker
 import lohan
+import program_server
 import pytest
 import torch
 from lohan import _core
@@ -166,8 +166,8 @@ def interrupt_everywhere(directory: str) -> None:
 def test_a_ctrl_c_anywhere_in_an_edit_leaves_a_session_that_answers(
     store_dir: pathlib.Path,
 ) -> None:
-    command = [sys.executable, __file__, str(store_dir / "s")]
-    done = subprocess.run(command, timeout=LIMIT_S, check=True, stdout=subprocess.PIPE, text=True)
+    done = program_server.run([__file__, str(store_dir / "s")], timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[2]) > 50
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 
+import program_server
 import pytest
 
 PROGRAM = """
@@ -32,9 +31,8 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can")
 @pytest.mark.parametrize("heap", ["keep", "system"])
 def test_a_tensor_made_again_finds_its_pages_where_the_heap_keeps_them(heap: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, heap], capture_output=True, text=True, check=True
-    )
+    run = program_server.run(["-c", PROGRAM, heap])
+    assert run.returncode == 0, run.stderr
     huge_pages = 40_000_000 // (2 << 20)
     if heap == "keep":
         assert int(run.stdout) < huge_pages // 2

@@ -7,8 +7,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -31,6 +29,7 @@ from mezo_helper import (
     plain_run,
     steps,
 )
+from program_server import Program, preload
 from rich.console import Console
 from test_mezo import least_of, wrapped
 from test_mezo_storage import PlainKept
@@ -48,6 +47,7 @@ for batch in batches(1000)[model.lohan.step:]:
     print(model.lohan.step, flush=True)
 """
 LEAST = -1
+preload("transformers.models.opt.modeling_opt")
 HOW: dict[str, dict[str, Any]] = {
     "never written": {},
     "written each step": {"write_every": 1},
@@ -58,8 +58,7 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("moments", [2, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", HOW)
 def test_a_killed_run_resumes_bit_for_bit(how: str, moments: int, store_dir: pathlib.Path) -> None:
-    here = pathlib.Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
+    path = f"{pathlib.Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     asked = dict(HOW[how])
     if asked.get("host_bytes") == LEAST:
         asked["host_bytes"] = least_of(opt(), storage=asked["storage"], write_every=2)
@@ -67,19 +66,13 @@ def test_a_killed_run_resumes_bit_for_bit(how: str, moments: int, store_dir: pat
         begun = {"lr": LR, "eps": EPS, "seed": SEED, **asked}
         resumed = {"resume": True, "host_bytes": asked.get("host_bytes")}
         settings = resumed if moment else begun
-        worker = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(store_dir), json.dumps(settings)],
-            stdout=subprocess.PIPE,
-            env=env,
-            text=True,
-        )
-        assert worker.stdout is not None
+        worker = Program(["-c", WORKER, str(store_dir), json.dumps(settings)], {"PYTHONPATH": path})
         for _ in range(2 + moment % 3):
             worker.stdout.readline()
         time.sleep(0.003 * (moment % 7))
         worker.send_signal(signal.SIGKILL)
         worker.wait()
-        worker.stdout.close()
+        worker.close()
     model = lohan.wrap(opt(), store=store_dir, method="mezo", resume=True)
     done = model.lohan.step
     assert done >= moments

@@ -6,16 +6,14 @@ import importlib
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lohan
+import program_server
 import pytest
 import torch
 from lohan.errors import StaleGraphError, StaleStateError, StoreError, StoreMismatchError
-from patience import HUNG_S
 from rules_helper import (
     Stack,
     Workshop,
@@ -51,14 +49,7 @@ def prepared() -> Iterator[tuple[pathlib.Path, State]]:
 
 def end(edit: str, how: str, store: pathlib.Path, *settings: str) -> tuple[int, str]:
     """Run a program that edits and ends; return its status and what it wrote to stderr."""
-    path = os.pathsep.join([str(HERE), str(pathlib.Path(lohan.__file__).parent.parent)])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "edits_worker.py"), edit, how, str(store), *settings],
-        capture_output=True,
-        text=True,
-        timeout=HUNG_S,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = program_server.run([str(HERE / "edits_worker.py"), edit, how, str(store), *settings])
     return done.returncode, done.stderr
 
 

@@ -7,12 +7,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import tempfile
 
 import lohan
 import pytest
 from patience import HUNG_S
+from program_server import Program
 from rules_helper import Workshop, assert_same_state, build, workshop
 
 __all__ = ["workshop"]
@@ -20,19 +20,12 @@ __all__ = ["workshop"]
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-def start(mode: str, store: str, temporary: pathlib.Path) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(HERE), str(pathlib.Path(lohan.__file__).parent.parent)])
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "rules_worker.py"), mode, store],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
-        start_new_session=True,
-    )
+def start(mode: str, store: str, temporary: pathlib.Path) -> Program:
+    words = [str(HERE / "rules_worker.py"), mode, store]
+    return Program(words, {"TMPDIR": str(temporary)}, own_session=True)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: Program) -> tuple[int, str, str]:
     """Return a process's exit status and output; nothing of its session may remain."""
     try:
         out, err = process.communicate(timeout=HUNG_S)

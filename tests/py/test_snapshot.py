@@ -34,6 +34,7 @@ from lohan.errors import (
 )
 from lohan.store import _requests, _snapshot
 from patience import HUNG_S
+from program_server import Program
 
 
 class Slow:
@@ -428,17 +429,14 @@ def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
     out = [str(store_dir / "a"), str(store_dir / "b")]
     call = f"train_and_copy(Said(), {{'directory': {str(store_dir / 's')!r}}}, {out!r}, 0.5, 6)"
     script = f"from test_snapshot import Said, train_and_copy; {call}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=pathlib.Path(__file__).parent,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    here, known = pathlib.Path(__file__).parent, os.environ.get("PYTHONPATH", "")
+    process = Program(["-c", script], {"PYTHONPATH": f"{here}:{known}"})
+    assert process.stdout.readline() == "begun\n"
     # if the process died now, its step could not be rolled back
     assert process.stdout.readline() == "waits\n"
-    process.terminate()
-    assert process.wait(HUNG_S) == 128 + signal.SIGTERM
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
+    process.close()
     assert not list(store_dir.glob("[ab]/*")), "a part of the copy is left"
     again = resumed(store_dir / "s")
     assert again.lohan.step == 7, "the steps behind the copy were not committed"
