@@ -42,6 +42,9 @@ LONGEST = {
     "test_world_ends",
     "test_world_links",
 }
+# Fewer new modules are not worth a collection.
+MODULE_COUNT_NOT_FROZEN = 20
+_frozen_module_count = 0
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 
@@ -98,14 +101,18 @@ def deterministic() -> None:
             torch.set_num_threads(TORCH_THREAD_COUNT)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def frozen_imports() -> None:
     """Exclude the 300,000 objects of imported modules from garbage collection.
 
-    Otherwise each collection, and each search for objects in wrap(), takes 0.1 s.
+    Otherwise each collection, and each search for objects in wrap(), takes 0.1 s. Some tests import
+    libraries, so this happens again after such a test.
     """
-    gc.collect()
-    gc.freeze()
+    global _frozen_module_count
+    if len(sys.modules) > _frozen_module_count + MODULE_COUNT_NOT_FROZEN:
+        gc.collect()
+        gc.freeze()
+        _frozen_module_count = len(sys.modules)
 
 
 @pytest.fixture

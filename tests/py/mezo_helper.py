@@ -59,6 +59,12 @@ def loss_of(model: Any, batch: torch.Tensor) -> Any:
     return model(input_ids=batch, labels=batch).loss
 
 
+@functools.cache
+def direction(number: int, step: int, sample: int, count: int) -> torch.Tensor:
+    """Return the first numbers of a parameter's direction in a step; they are not to be changed."""
+    return normal(Stream(SEED, number, step, sample), 0, count, "cpu")
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of a run of MeZO."""
@@ -96,8 +102,7 @@ class Plain:
             if self.settings.rng == "torch":
                 yield torch.normal(0.0, 1.0, param.shape, generator=generator)
             else:
-                stream = Stream(SEED, number, self.step_count, sample)
-                yield normal(stream, 0, param.numel(), "cpu").view(param.shape)
+                yield direction(number, self.step_count, sample, param.numel()).view(param.shape)
 
     def _perturb(self, sample: int, seed: int, factor: int) -> None:
         for param, z in self._each(sample, seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import pathlib
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from mezo_helper import (
     Values,
     batches,
     differing,
+    direction,
     gpt2,
     loss_of,
     opt,
@@ -61,9 +63,8 @@ class PlainKept:
         self.step_count = 0
 
     def _z(self, number: int, sample: int) -> torch.Tensor:
-        stream = Stream(SEED, number, self.step_count, sample)
         param = self.params[number]
-        return normal(stream, 0, param.numel(), "cpu").view(param.shape)
+        return direction(number, self.step_count, sample, param.numel()).view(param.shape)
 
     def _at(self, sample: int | None, moves: int) -> None:
         for number, param in enumerate(self.params):
@@ -101,6 +102,14 @@ class PlainKept:
         return losses, {name: p.data.clone() for name, p in self.model.named_parameters()}
 
 
+@functools.cache
+def kept_run(
+    make: Callable[[], nn.Module], storage: str, count: int, decay: float = 0, samples: int = 1
+) -> tuple[list[float], Values]:
+    """Return the losses of such a run over batches(count), and the parameters after it."""
+    return PlainKept(make(), storage, decay=decay, samples=samples).run(batches(count))
+
+
 def wrapped(model: nn.Module, store: pathlib.Path, **more: Any) -> Any:
     return lohan.wrap(
         model, store=store, method="mezo", **{"lr": LR, "eps": EPS, "seed": SEED, **more}
@@ -130,7 +139,7 @@ def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
     store_dir: pathlib.Path,
 ) -> None:
     data = batches(STEPS)
-    losses, values = PlainKept(make(), storage).run(data)
+    losses, values = kept_run(make, storage, len(data))
     more: dict[str, Any] = {"storage": asked} if asked else {}
     if place == "least":
         more["host_bytes"] = least_of(make(), **more)
@@ -151,7 +160,7 @@ def test_a_device_over_little_main_memory_has_the_same_bits(
     runs: str, more: int, store_dir: pathlib.Path
 ) -> None:
     data = batches(10)
-    losses, values = PlainKept(opt(), "bf16", decay=0.1, samples=2).run(data)
+    losses, values = kept_run(opt, "bf16", len(data), decay=0.1, samples=2)
     sizes = [unit.place_bytes for unit in wrapped(opt(), store_dir / "s").lohan.layout.units]
     slots = 2 * sum(sorted(sizes)[-3:]) + more
     asked = {
@@ -182,7 +191,7 @@ def test_a_run_continues_is_copied_and_is_written_with_the_same_bits(
     storage: str, tier: str, every: int | str, store_dir: pathlib.Path
 ) -> None:
     data = batches(8)
-    losses, values = PlainKept(opt(), storage).run(data)
+    losses, values = kept_run(opt, storage, len(data))
     more: dict[str, Any] = {"storage": storage, "write_every": every}
     if TIERS[tier] is not None:
         more["host_bytes"] = least_of(opt(), **more)
@@ -264,7 +273,7 @@ def test_a_16_bit_model_s_own_files_are_read_in_place(
     store_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     data = batches(4)
-    losses, values = PlainKept(bf16(), "bf16").run(data)
+    losses, values = kept_run(bf16, "bf16", len(data))
     bf16().save_pretrained(tmp_path / "base")
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
     model = wrapped(bf16(), store_dir, weights=tmp_path / "base", write_every="never")
@@ -282,7 +291,7 @@ def test_files_of_another_format_are_copied(
     store_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     data = batches(3)
-    _, values = PlainKept(opt(), "bf16").run(data)
+    _, values = kept_run(opt, "bf16", len(data))
     opt().save_pretrained(tmp_path / "base")
     model = wrapped(
         opt(), store_dir, weights=tmp_path / "base", storage="bf16", write_every="never"
@@ -334,7 +343,7 @@ def test_how_often_is_written_goes_by_what_is_kept(
 
 def test_a_step_that_dies_has_not_happened(store_dir: pathlib.Path) -> None:
     data = batches(4)
-    losses, values = PlainKept(opt(), "bf16").run(data)
+    losses, values = kept_run(opt, "bf16", len(data))
     asked: dict[str, Any] = {"storage": "bf16"}
     model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
     assert steps(model, data[:2]) == losses[:2]
@@ -382,7 +391,7 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
 ) -> None:
     data = batches(6)
     plain = plain_run(opt, 6, Settings())
-    losses, values = plain if storage == "fp32" else PlainKept(opt(), storage).run(data)
+    losses, values = plain if storage == "fp32" else kept_run(opt, storage, len(data))
     asked: dict[str, Any] = {"storage": storage, "write_every": 4}
     model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
     session = model.lohan
@@ -413,7 +422,7 @@ class Refusing:
 
 def test_a_disk_that_takes_no_write_is_named_and_costs_no_bit(store_dir: pathlib.Path) -> None:
     data = batches(5)
-    losses, values = PlainKept(opt(), "bf16").run(data)
+    losses, values = kept_run(opt, "bf16", len(data))
     asked: dict[str, Any] = {"storage": "bf16", "write_every": 4}
     model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
     session = model.lohan
