@@ -311,7 +311,7 @@ const double *lh_engine_norm_sums(const struct lh_engine *engine);
  * has gradients, in the same order in every step.
  */
 void lh_engine_given(struct lh_engine *engine, uint32_t unit);
-/* The new values of such units will not come: the engine fails, and the step is never over. */
+/* New values that have not come will not come: the engine fails, and the step is never over. */
 void lh_engine_given_never(struct lh_engine *engine);
 /*
  * Set the factor by which the open step's gradients are multiplied (in fp32), before the step's

@@ -67,11 +67,22 @@ static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
     return !lh_given_is(unit) || unit->given.is_there;
 }
 
+static bool is_busy(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        if (is_awaited(engine, &engine->units[i]))
+            return true;
+    }
+    return false;
+}
+
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     if (message->words[0] != LH_MESSAGE_GIVEN)
         return false;
     uint32_t index = (uint32_t)message->words[1];
+    if (index == LH_UNIT_NONE && !is_busy(engine))
+        return true; /* all values have come */
     if (index == LH_UNIT_NONE) {
         struct lh_error err = {0};
         lh_error_set(&err, -ECONNABORTED,
@@ -92,15 +103,6 @@ static void step_forgotten(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         engine->units[i].given.is_there = false;
-}
-
-static bool is_busy(const struct lh_engine *engine)
-{
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (is_awaited(engine, &engine->units[i]))
-            return true;
-    }
-    return false;
 }
 
 const struct lh_feature lh_given_feature = {

@@ -91,6 +91,7 @@ static void test_never(void)
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     rig_give(&rig, RIG_GRADIENTS_ALL);
     rig_over(&rig);
+    lh_engine_given_never(rig.engine); /* nothing is missing */
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     lh_engine_given(rig.engine, 1);
     rig_settle(&rig);

@@ -155,3 +155,26 @@ def test_stores_that_do_not_fit_the_processes_are_refused_by_name(tmp_path: path
 def test_one_process_needs_no_division(tmp_path: pathlib.Path) -> None:
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 2)
     assert run(tmp_path, 1, world_adamw.train, str(tmp_path / "run"), 2, env=DIVIDED) == whole
+
+
+def test_a_process_that_clips_alone_is_named_and_one_that_discards_may_continue(
+    tmp_path: pathlib.Path,
+) -> None:
+    said = run(tmp_path, 2, world_divided.clip_alone, str(tmp_path / "run"), env=DIVIDED)
+    assert said[0][0].startswith("PeerStepError: rank 1 (host"), said
+    assert "discarded step 1" in said[0][0]
+    assert said[0][1].startswith("WorldMismatchError: rank 0 (host"), said
+    assert "clips or unscales the gradients of step 2, but rank 1 (host" in said[0][1]
+    assert said[1][0] != ""
+
+
+def test_an_interrupt_before_the_new_parameters_makes_no_process_wait(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = str(tmp_path / "run")
+    zero, one = run(tmp_path, 2, world_divided.interrupted_between, store, env=DIVIDED)
+    assert one[0] == "KeyboardInterrupt: "
+    assert "step 2 cannot be finished" in one[1], one
+    assert all(each != "" for each in zero), zero
+    resumed = run(tmp_path, 2, world_adamw.resume_for, store, 2, env=DIVIDED)
+    assert resumed == run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3) * 2

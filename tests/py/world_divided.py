@@ -87,3 +87,43 @@ def refused(folder: str) -> dict[str, str]:
 def resume(store: str) -> str:
     """Resume a run whose states are divided, perhaps with another number of processes."""
     return _said(lambda: wrapped(store, resume=True, replicas="parameters"))
+
+
+def clip_alone(store: str) -> list[str]:
+    """Rank 0 alone clips, while rank 1 discards the step, and then while it does not clip."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    said = []
+    for turn in range(2):
+        model(batch(0, rank, torch.float32)[0]).sum().backward()
+        if rank == 1 and turn == 0:
+            model.optimizer.zero_grad()
+        elif rank == 0:
+            said.append(_said(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            model.optimizer.zero_grad() if turn == 0 else None
+        else:
+            said.append(_said(model.optimizer.step))
+        if turn == 0:
+            one_step(model)
+    return said
+
+
+def interrupted_between(store: str) -> list[str]:
+    """Rank 1 is interrupted when the engine has closed the second step, before any new value."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    one_step(model)
+    if rank == 1:
+        model.lohan._scale.reset = _interrupt
+    said = []
+    for call in (lambda: one_step(model), lambda: one_step(model), model.lohan.close):
+        try:
+            call()
+            said.append("")
+        except BaseException as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

@@ -202,6 +202,16 @@ class Exchange:
             self._sent_bytes += sent
             self._received_bytes += received
 
+    def count_sends(self, change: int) -> None:
+        """Count messages that begin to be sent, or as a negative number those that were sent."""
+        now = time.monotonic_ns()
+        with self._lock:
+            if self._sends == 0:
+                self._sends_since = now
+            self._sends += change
+            if self._sends == 0:
+                self._send_busy_ns += now - self._sends_since
+
     def give_up(self) -> None:
         """Refuse further steps: other messages are still on their way."""
         self._is_broken = True
@@ -356,10 +366,8 @@ class Exchange:
             bits[index // 8] |= 1 << index % 8
         self._stamp(number, own.buffer, failed, bytes(bits))
         message = own.buffer[: piece.message_bytes]
+        self.count_sends(len(to))
         with self._lock:  # from here on, the piece may be added
-            if self._sends == 0:
-                self._sends_since = time.monotonic_ns()
-            self._sends += len(to)
             own.users = len(to) + 1
             own.is_sent = True
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
@@ -410,10 +418,7 @@ class Exchange:
                 self._complete.put(number)
 
     def _sent(self, own: _Filled) -> None:
-        with self._lock:
-            self._sends -= 1
-            if self._sends == 0:
-                self._send_busy_ns += time.monotonic_ns() - self._sends_since
+        self.count_sends(-1)
         self._release(own)
 
     def _release(self, own: _Filled) -> None:

@@ -18,7 +18,6 @@ owner has updated them. It reads no parameter in between, so it never sees one o
 
 from __future__ import annotations
 
-import array
 import collections
 import dataclasses
 import hashlib
@@ -34,9 +33,9 @@ from lohan import _core
 from lohan.common._stats import ReplicaStats, Traffic
 from lohan.errors import PeerStepError, StepError, UnsupportedError
 from lohan.layout._block import parts_of
+from lohan.replicas import _values
 from lohan.replicas._exchange import Exchange
 from lohan.replicas._team import refuse_on_mate
-from lohan.replicas._values import Values
 from lohan.session._session import Session
 from lohan.torch_glue._tensor import in_backward
 from lohan.world._agree import agree
@@ -236,6 +235,14 @@ class ReplicaSession(Session):
         began = time.monotonic_ns()
         told = self.world.exchange(digest, what)
         self._exchange.waited(began)
+        self._check_discarded(told, what)
+        if any(value != digest for value in told):
+            way_out = ": all processes must make the same changes. No process keeps the step"
+            agree(self.world, what, facts, way_out)
+        self.world.say(f"after {what}")
+
+    def _check_discarded(self, told: Sequence[bytes], what: str) -> None:
+        """Raise an error if another process forgets the step, which it says in place of step()."""
         if discarded := [rank for rank, value in enumerate(told) if value == _DISCARDED]:
             self._is_discarded = True
             raise PeerStepError(
@@ -243,10 +250,6 @@ class ReplicaSession(Session):
                 " forget it, and the parameters are unchanged: continue with"
                 " model.optimizer.zero_grad()"
             )
-        if any(value != digest for value in told):
-            way_out = ": all processes must make the same changes. No process keeps the step"
-            agree(self.world, what, facts, way_out)
-        self.world.say(f"after {what}")
 
     def _abort(self) -> None:
         """Forget the open step in all processes: those that close it meanwhile raise an error."""
@@ -343,8 +346,9 @@ class DividedSession(ReplicaSession):
         """Make a session, and connect it to those of the other processes."""
         super().__init__(*args, **settings)
         trained = [p for p in self.layout.params if self.layout.units[p.unit].trainable]
-        self._values = Values(self.world, self._exchange, trained, self._part_of())
+        self._values = _values.Values(self.world, self._exchange, trained, self._part_of())
         self._present: set[int] | None = None  # parameters with gradients, once all have said so
+        self._closing = 0  # the step that all have agreed to close
 
     def _part_of(self) -> dict[int, int]:
         """Return the rank that has the states of each parameter."""
@@ -369,9 +373,10 @@ class DividedSession(ReplicaSession):
     def _learn(self) -> set[int]:
         """Learn which parameters have gradients in the step: their owners say so. Once a step."""
         if self._present is None:
-            mine = array.array("I", sorted(self._exchange.summed)).tobytes()
-            told = self.world.exchange(mine, f"the gradients of step {self.step + 1}")
-            self._present = {index for said in told for index in array.array("I", said)}
+            what = f"step {self.step + 1}"
+            told = self.world.exchange(_values.present_said(self._exchange.summed), what)
+            self._check_discarded(told, what)
+            self._present = _values.present_of(self.world, told, what)
             for index in self._present:
                 if not self.layout.units[self.layout.params[index].unit].has_states:
                     self._engine.given_expect(index)
@@ -380,6 +385,19 @@ class DividedSession(ReplicaSession):
     def _agree(self, unscale: float) -> None:
         super()._agree(unscale)
         self._learn()
+        self._closing = self.step + 1
+
+    def close_step(self, unscale: float = 1.0) -> None:
+        """Close the open step in all processes, and pass on new parameters; see ReplicaSession."""
+        self._closing = 0
+        try:
+            super().close_step(unscale)
+        except BaseException:
+            if self._closing and not self._engine.is_forked() and self.step >= self._closing:
+                # The engine has closed the step, and would wait for values that will not come.
+                self._exchange.give_up()
+                self._engine.given_never()
+            raise
 
     def _square_sum(self) -> float:
         if self._exchange.has_begun:
@@ -387,16 +405,10 @@ class DividedSession(ReplicaSession):
         return super()._square_sum()
 
     def _whole_square_sum(self) -> float:
-        """Return the sum of squares over all processes, with the bits of one process.
-
-        The engine adds the parameters' sums in the order of their values (csrc/sched/norm.c).
-        """
+        """Return the sum of squares over all processes, with the bits of one process."""
         mine = self._engine.gradient_square_sums()
         told = self.world.exchange(mine, f"the norms of step {self.step + 1}")
-        total = 0.0
-        for value in sorted(value for said in told for value in array.array("d", said)):
-            total += value
-        return total
+        return _values.added(told)
 
     def _await_updates(self) -> None:
         """Send the new values of this process's units, and put those of the others in place."""
@@ -417,12 +429,7 @@ class DividedSession(ReplicaSession):
                 self._engine.given(given.popleft())
 
         began = time.monotonic_ns()
-        try:
-            self._values.pass_on(self.step, present, read, self._engine.given_put, done)
-        except BaseException:
-            self._exchange.give_up()
-            self._engine.given_never()
-            raise
+        self._values.pass_on(self.step, present, read, self._engine.given_put, done)
         self._exchange.waited(began)
         super()._await_updates()
 

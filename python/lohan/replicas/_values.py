@@ -19,6 +19,7 @@ The division is that of ZeRO's stage 2 (Rajbhandari et al. 2020), by units inste
 
 from __future__ import annotations
 
+import array
 import collections
 import ctypes
 import threading
@@ -31,6 +32,7 @@ from lohan import _core
 from lohan.common._wake import Bell
 from lohan.errors import NetworkError, WorldMismatchError
 from lohan.layout._gradient_pieces import TRAILER, buffer_bytes, buffer_count, pieces_of
+from lohan.world._rendezvous import SAY_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,11 +43,43 @@ if TYPE_CHECKING:
     from lohan.world._world import World
 
 _POLL_S = 0.1
+_PRESENT = b"gradients"  # followed by the parameters that have a sum in this process
 
 
 def _memory(buffer: torch.Tensor, nbytes: int) -> memoryview:
     view = (ctypes.c_ubyte * nbytes).from_address(buffer.data_ptr())
     return memoryview(view).cast("B")
+
+
+def present_said(indices: Collection[int]) -> bytes:
+    """Return the message that these parameters have gradients in this process."""
+    return _PRESENT + array.array("I", sorted(indices)).tobytes()
+
+
+def present_of(world: World, told: Sequence[bytes], what: str) -> set[int]:
+    """Return the parameters that have gradients in any process.
+
+    Raises:
+        WorldMismatchError: a process has said something else, at another point of its step.
+    """
+    for rank, said in enumerate(told):
+        if not said.startswith(_PRESENT):
+            raise WorldMismatchError(
+                f"{world.name(world.rank)} clips or unscales the gradients of {what}, but"
+                f" {world.name(rank)} does not: do it in all processes"
+            )
+    return {index for said in told for index in array.array("I", said.removeprefix(_PRESENT))}
+
+
+def added(told: Sequence[bytes]) -> float:
+    """Return the sum of all processes' parts of the norm, with the bits of one process.
+
+    The engine adds the parameters' sums in the order of their values, too (csrc/sched/norm.c).
+    """
+    total = 0.0
+    for value in sorted(value for said in told for value in array.array("d", said)):
+        total += value
+    return total
 
 
 class Values:
@@ -160,8 +194,9 @@ class _Pass:
             if moved:
                 continue
             self._check()
-            if time.monotonic() - began > 5.0 and not said:
-                said = self._all.world.say_waiting(time.monotonic() - began, self._what)
+            waited = time.monotonic() - began
+            if waited > SAY_AFTER_S and not said:
+                said = self._all.world.say_waiting(waited, self._what)
             self._all.news.wait(_POLL_S)
 
     def _check(self) -> None:
@@ -172,7 +207,8 @@ class _Pass:
         now = time.monotonic()
         late = {rank: now - self._heard[rank] for rank, count in self._owed.items() if count}
         values.world.check_peers(late, self._what)
-        values.world.check_here(self._others, self._what)
+        # A process that has sent all of its values and has taken all of this one's may be gone.
+        values.world.check_here(self._others, self._what, may_close=True)
 
     def _ask(self) -> bool:
         """Ask for the next pieces, as long as there is room for them."""
@@ -243,11 +279,13 @@ class _Pass:
         row = (self._step, 0, number, 0)
         check = _core.crc32c(TRAILER.pack(*row, 0) + bits, _core.crc32c(memory[: piece.nbytes]))
         memory[piece.nbytes :] = TRAILER.pack(*row, check) + bits
+        values.exchange.count_sends(len(self._others))
         with values.lock:
             self._sending += 1
         left = [len(self._others)]
 
         def sent() -> None:
+            values.exchange.count_sends(-1)
             with values.lock:
                 left[0] -= 1
                 if left[0] == 0:
