@@ -8,6 +8,7 @@ has no threads, because a fork takes milliseconds and an import takes seconds.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import pathlib
@@ -113,10 +114,15 @@ class Calls:
 
 
 def preloaded(library: pathlib.Path) -> Calls:
-    """Return the recorder in this process, which restarts itself with it if necessary."""
+    """Return the recorder in this process, which restarts itself with it if necessary.
+
+    What has been imported is excluded from garbage collection, which would copy it in each child.
+    """
     if os.environ.get("LD_PRELOAD", "") != str(library):
         environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    gc.collect()
+    gc.freeze()
     return Calls(library)
 
 

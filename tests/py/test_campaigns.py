@@ -17,14 +17,26 @@ HERE = pathlib.Path(__file__).resolve().parent
 CAMPAIGNS = HERE.parent / "campaign"
 sys.path.insert(0, str(CAMPAIGNS))
 
-import disk_model  # noqa: E402  (its folder has just been named)
+import campaign_build  # noqa: E402  (its folder has just been named)
+import disk_model  # noqa: E402
 from disk_model import CREATE, RENAME, SYNC, WRITE, Disk, Record  # noqa: E402
 
 
 def run(folder: pathlib.Path, name: str, *words: str) -> dict[str, Any]:
     """Run a campaign, which must not fail; return the last line of its output."""
     command = [sys.executable, str(CAMPAIGNS / f"{name}.py"), "--dir", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HUNG_S)
+    # With the recorder from the start, they need not start again after they have imported torch.
+    preloaded = {"LD_PRELOAD": str(campaign_build.recorder()), "OMP_WAIT_POLICY": "passive"}
+    if "C" in words:
+        preloaded = {}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HUNG_S,
+        env={**os.environ, **preloaded},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     last: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return last

@@ -13,7 +13,12 @@ import sys
 import pytest
 from lohan.errors import BudgetError, StoreError, engine_raiser
 
-WORKER = pathlib.Path(__file__).resolve().parent / "full_disk_worker.py"
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "campaign"))
+
+import campaign_build  # noqa: E402  (its folder has just been named)
+
+WORKER = HERE / "full_disk_worker.py"
 RAISER = engine_raiser(["embed"], [])
 
 
@@ -25,7 +30,10 @@ def test_enospc_at_any_write_or_sync_of_a_step_and_its_commit_is_a_store_error(
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("the worker preloads a library of its own, which the sanitizer rejects")
     command = [sys.executable, str(WORKER), str(store_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    preloaded = {"LD_PRELOAD": str(campaign_build.recorder()), "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **preloaded}
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert {(name, code) for name, code, _ in found} == {("StoreError", errno.ENOSPC)}
