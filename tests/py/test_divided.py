@@ -5,13 +5,17 @@ That the results are those of one process is in test_replicas_bits.py.
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
+from typing import Any
 
 import pytest
 import torch
 import world_adamw
 import world_divided
+from lohan.common import _meta
+from lohan.errors import StoreMismatchError
 from lohan.layout._block import Unit, parts_of
 from test_world_ends import kill_one
 from world_helper import Group, run
@@ -178,3 +182,32 @@ def test_an_interrupt_before_the_new_parameters_makes_no_process_wait(
     assert all(each != "" for each in zero), zero
     resumed = run(tmp_path, 2, world_adamw.resume_for, store, 2, env=DIVIDED)
     assert resumed == run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3) * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("part", None),
+        ("part", [2, 2]),
+        ("part", [0, 1]),
+        ("part", 5),
+        ("given", [0, 0]),
+        ("given", [9]),
+        ("given", [1]),
+        ("given", ["0"]),
+        ("given", None),
+    ],
+    ids=str,
+)
+def test_a_damaged_description_of_the_part_is_named(key: str, value: Any) -> None:
+    meta: dict[str, Any] = {
+        "lohan": 1,
+        "params": [["a", [4], "torch.float32", True], ["b", [4], "torch.float32", False]],
+        "units": [["a", 1, 2048, 8192], ["b", 1, 0, 4096]],
+        "part": [1, 2],
+        "given": [0],
+    }
+    assert _meta.parse(json.dumps(meta), "here") == meta
+    meta[key] = value
+    with pytest.raises(StoreMismatchError, match=rf"here: this store has no valid model.*{key} is"):
+        _meta.parse(json.dumps(meta), "here")

@@ -122,6 +122,8 @@ def _check(meta: Any) -> None:
     _check_strides(meta.get("strides", {}), meta["params"])
     _check_method(meta)
     _check_units(meta)
+    if "part" in meta or "given" in meta:
+        _check_part(meta.get("part"), meta.get("given"), meta["units"])
     if "export" in meta:
         _check_export(meta["export"], len(meta["params"]))
     if "in_place" in meta:
@@ -160,6 +162,15 @@ def _check_strides(strides: Any, params: list[Any]) -> None:
         for step, count in sorted(zip(steps, shape, strict=True)):
             _need(count == 1 or step == filled, f"strides.{key}", steps)
             filled *= count
+
+
+def _check_part(part: Any, given: Any, units: list[Any]) -> None:
+    """Check which part of the optimizer's states the store has."""
+    is_part = _is_list(part, _is_count, 2) and part[0] < part[1] and part[1] > 1
+    _need(is_part, "part", part)
+    is_given = _is_list(given, lambda unit: _is_count(unit, end=len(units)))
+    is_given = is_given and len({*given}) == len(given)
+    _need(is_given and all(units[unit][2] > 0 for unit in given), "given", given)
 
 
 def _check_method(meta: dict[str, Any]) -> None:

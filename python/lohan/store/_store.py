@@ -406,8 +406,8 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
             " the store was created with"
         )
     check_same_method(theirs.get("method"), layout.method)
-    _check_part(theirs, layout)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
+        _check_part(theirs, layout)
         return
     is_reordered = sorted(theirs["params"]) == sorted(ours["params"])
     for index, (a, b) in enumerate(zip(theirs["params"], ours["params"], strict=False)):
