@@ -112,8 +112,8 @@ class Config:
             and states of its own. "on": the process with the lowest rank on a machine has them for
             all processes of the machine, which read its parameters in its memory; host_bytes is
             then the machine's (docs/several-processes.md). Updates run in `step()`.
-        replicas: with several machines and AdamW. "all": each machine has all parameters and all
-            states of the optimizer. "parameters": each machine has all parameters, but the states
+        replicas: with several processes and AdamW. "all": each process has all parameters and all
+            states of the optimizer. "parameters": each process has all parameters, but the states
             of its share of them only; it updates these, and sends the new values to the others
             (docs/several-processes.md). Updates run in `step()`.
         write_every: with method="mezo", steps between writes of the parameters to the store; the
