@@ -223,7 +223,7 @@ class Config:
 
     @property
     def part_count(self) -> int:
-        """The number of processes among which the optimizer's states are divided."""
+        """The number of parts into which the optimizer's states are divided."""
         return 1
 
     @property
@@ -260,20 +260,12 @@ class ReplicaConfig(SharedConfig):
     """The settings of one of several processes that exchange gradients.
 
     Attributes:
-        rank: the rank of the process.
+        part_count: the number of parts into which the optimizer's states are divided.
+        part: which of them this process has, from 0; with share="on", which its machine has.
     """
 
-    rank: int = 0
-
-    @property
-    def part_count(self) -> int:
-        """The number of processes among which the optimizer's states are divided."""
-        return self.processes if self.replicas == "parameters" else 1
-
-    @property
-    def part(self) -> int:
-        """Which part of the states this process has, from 0."""
-        return self.rank if self.replicas == "parameters" else 0
+    part_count: int = 1
+    part: int = 0
 
     @property
     def process_count(self) -> int:

@@ -31,7 +31,7 @@ from lohan.layout import _in_place
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.replicas import _join, _places
-from lohan.replicas._replica_session import DividedSession, MateSession, ReplicaSession
+from lohan.replicas._replica_session import MateSession, ReplicaSession
 from lohan.session import _adopt, _division, _notes, _settings
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
@@ -336,11 +336,13 @@ class _Opening:
         if self.zeroth is not None:
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
         elif self.shared.world is not None:
-            is_mate = self.shared.is_mate
-            is_divided = self.layout.part[1] > 1
-            owner = DividedSession if is_divided else ReplicaSession
+            kinds: Any = (ReplicaSession, MateSession)
+            if self.layout.part[1] > 1:
+                from lohan.replicas import _divided_session as _divided  # few runs need it
+
+                kinds = (_divided.DividedSession, _divided.DividedMateSession)
             make = functools.partial(
-                MateSession if is_mate else owner,
+                kinds[self.shared.is_mate],
                 world=self.shared.world,
                 team=self.shared.team,
             )

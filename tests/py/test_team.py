@@ -57,15 +57,16 @@ def test_each_process_may_evaluate_and_read_alone(tmp_path: pathlib.Path) -> Non
         assert sorted(each[0] != 0.0 for each in found) == [False, True]
 
 
-@pytest.mark.parametrize("where", ["backward", "step"])
+@pytest.mark.parametrize(("where", "count"), [("backward", 2), ("backward", 3), ("step", 3)])
 def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
-    tmp_path: pathlib.Path, where: str
+    tmp_path: pathlib.Path, where: str, count: int
 ) -> None:
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
-    found = run(tmp_path, 2, world_adamw.fail_once, str(tmp_path / "run"), where, env=ON)
-    assert [each[1] for each in found] == [whole[1]] * 2
+    found = run(tmp_path, count, world_adamw.fail_once, str(tmp_path / "run"), where, env=ON)
+    assert [each[1] for each in found] == [whole[1]] * count
     assert found[1][0] == ["ValueError: this batch is bad"]
-    assert len(found[0][0]) == 1 and found[0][0][0].startswith("PeerStepError: ")
+    for said, _ in (found[0], *found[2:]):  # the other mate learns it, too
+        assert len(said) == 1 and said[0].startswith("PeerStepError: ")
 
 
 def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:

@@ -16,12 +16,12 @@ import lohan
 import torch
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
-from lohan.replicas import _exchange
 from torch import nn
 from world_worker import WIDTH, Model, rank_and_count
 
 BATCHES = 12  # micro-batches of a step, of all processes together
 LATE_S = 1.5
+PEER_TIMEOUT_S = 5
 SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
 REPLICAS = "TEST_REPLICAS"  # ... and of replicas=
 
@@ -38,22 +38,10 @@ def batch(step: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def states_digest(model: Any) -> str:
-    """Return a hash of every parameter and optimizer state in the store.
-
-    A process that reads another one's parameters returns that one's hash.
-    """
+    """Return a hash of every parameter and optimizer state, in whichever stores they are."""
     team = getattr(model.lohan, "team", None)
-    if team is not None:
-        mine = "" if team.is_mate else _digest(model)
-        told = model.lohan.world.exchange(mine.encode(), "a digest")
-        return told[team.owner].decode()
-    return _digest(model)
-
-
-def _digest(model: Any) -> str:
-    """Return a hash of all arrays, of which each process may have a part (replicas=)."""
-    arrays = _array_digests(model)
-    if model.lohan.layout.part[1] > 1:
+    arrays = {} if team is not None and team.is_mate else _array_digests(model)
+    if team is not None or model.lohan.layout.part[1] > 1:
         told = model.lohan.world.exchange(json.dumps(arrays).encode(), "digests")
         for each in map(json.loads, told):
             assert all(arrays.get(name, value) == value for name, value in each.items())
@@ -86,7 +74,12 @@ def wrapped(
     store: Any, dtype: torch.dtype = torch.float32, change: str = "", **settings: Any
 ) -> Any:
     _, count = rank_and_count()
-    settings = {"lr": 1e-3, "peer_timeout_s": 5, "accumulate": BATCHES // count, **settings}
+    settings = {
+        "lr": 1e-3,
+        "peer_timeout_s": PEER_TIMEOUT_S,
+        "accumulate": BATCHES // count,
+        **settings,
+    }
     settings.setdefault("share", os.environ.get(SHARE, "off"))
     settings.setdefault("replicas", os.environ.get(REPLICAS, "all"))
     if settings.get("resume"):
@@ -485,15 +478,15 @@ def flip_a_bit(store: str) -> str:
     """A bit of a gradient of rank 1 changes on its way in the second step."""
     rank, _ = rank_and_count()
     model = wrapped(store)
-    stamp = _exchange.Exchange._stamp
+    seal = _gradient_pieces.Piece.seal
 
-    def stamped(self: Any, number: int, buffer: torch.Tensor, *args: Any) -> None:
-        stamp(self, number, buffer, *args)
+    def sealed(self: Any, message: memoryview, trailer: Any) -> None:
+        seal(self, message, trailer)
         if model.lohan.step == 1:
-            buffer[1000] ^= 4
+            message[1000] ^= 4
 
     if rank == 1:
-        _exchange.Exchange._stamp = stamped  # type: ignore[method-assign]
+        _gradient_pieces.Piece.seal = sealed  # type: ignore[method-assign]
     try:
         for _ in range(3):
             one_step(model)

@@ -10,7 +10,7 @@ import lohan
 import torch
 from lohan.layout import _gradient_pieces
 from lohan.replicas import _values
-from world_adamw import batch, build, one_step, wrapped
+from world_adamw import batch, build, one_step, states_digest, wrapped
 from world_worker import rank_and_count
 
 
@@ -26,7 +26,7 @@ def flip_a_value(store: str) -> str:
     """A bit of a new parameter of rank 1 changes on its way in the second step."""
     rank, _ = rank_and_count()
     model = wrapped(store)
-    take = _values._Pass._take
+    take = _values.Pass._take
 
     def taken(self: Any) -> bool:
         if self._step == 2 and self._came:
@@ -34,7 +34,7 @@ def flip_a_value(store: str) -> str:
         return take(self)
 
     if rank == 0:
-        _values._Pass._take = taken  # type: ignore[method-assign]
+        _values.Pass._take = taken  # type: ignore[method-assign]
     return _said(lambda: [one_step(model) for _ in range(3)])
 
 
@@ -43,7 +43,7 @@ def die_between_values(store: str) -> None:
     rank, _ = rank_and_count()
     _gradient_pieces.PIECE_BYTES = 20_000
     model = wrapped(store)
-    send, count = _values._Pass._send, 0
+    send, count = _values.Pass._send, 0
 
     def sent(self: Any) -> bool:
         nonlocal count
@@ -53,7 +53,7 @@ def die_between_values(store: str) -> None:
         return send(self)
 
     if rank == 1:
-        _values._Pass._send = sent  # type: ignore[method-assign]
+        _values.Pass._send = sent  # type: ignore[method-assign]
     for _ in range(3):
         one_step(model)
 
@@ -79,7 +79,6 @@ def refused(folder: str) -> dict[str, str]:
 
     said["all"] = wrap(store=store, resume=True)
     fresh = {"store": os.path.join(folder, "other"), "replicas": "parameters"}
-    said["share"] = wrap(**fresh, share="on", lr=1e-3)
     said["mezo"] = wrap(**fresh, method="mezo", lr=1e-3)
     return said
 
@@ -127,3 +126,16 @@ def interrupted_between(store: str) -> list[str]:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def train_striped(
+    stores: list[str], steps: int, dtype_name: str, settings: dict[str, Any]
+) -> tuple[int, str]:
+    """Train up to a step with a store of several directories."""
+    dtype = getattr(torch, dtype_name)
+    model = wrapped(stores, dtype, **settings)
+    while model.lohan.step < steps:
+        one_step(model, dtype)
+    result = model.lohan.step, states_digest(model)
+    model.lohan.close()
+    return result

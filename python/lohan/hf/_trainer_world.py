@@ -29,7 +29,7 @@ from lohan.common._meta import copied_from
 from lohan.errors import LohanError, StoreMismatchError
 from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync
 from lohan.replicas import _join, _places
-from lohan.store import _store
+from lohan.store import _snapshot, _store
 from lohan.store._stale import stores_of
 from lohan.world._world import node
 
@@ -193,12 +193,12 @@ class Group:
     @functools.cached_property
     def _directories(self) -> list[str]:
         """The directories of the store that this process trains. All processes must call this."""
-        owner = self._rank
+        number = self._rank
         if self._config.share == "on":
             nodes: list[Any] = [None] * self._count
             torch.distributed.all_gather_object(nodes, node())
-            owner = nodes.index(nodes[self._rank])
-        return _places.of_rank(owner, self._base)
+            number = [*dict.fromkeys(nodes)].index(nodes[self._rank])  # of the machine
+        return _places.of_number(number, self._base)
 
     def _look(self, folders: Sequence[Path], session: Any) -> Seen:
         names = [folder.name for folder in folders]
@@ -225,7 +225,7 @@ class Group:
         """Return the step of this process's store, its copied_from, and its UUID if it exists."""
         if session is not None:
             return session.step, copied_from(session.store), session.uuid
-        if not _join.is_there(self._directories):
+        if not _snapshot.is_complete(self._directories):
             return 0, [], None
         store = _store.open_existing(self._directories, self._config, read_only=True)
         try:

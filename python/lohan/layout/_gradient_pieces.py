@@ -11,11 +11,14 @@ trailer has a checksum, too.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from lohan import _core
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 << 20
 WINDOW_COUNT = 8
 # Step, micro-step, piece, whether the backward failed, CRC-32C; then a bit per part: it is there.
-TRAILER = struct.Struct("<QIIII")
+_TRAILER = struct.Struct("<QIIII")
 # More parameters in a piece would need more bits than its trailer has.
 _PART_COUNT = 512
 
@@ -49,6 +52,33 @@ class Part:
     offset: int
 
 
+class Trailer(NamedTuple):
+    """What a message says besides the values of its parts.
+
+    Attributes:
+        step: the step, from 0 for gradients and from 1 for new parameters.
+        micro: the backward in the step, from 0.
+        number: the piece.
+        failed: 1 if the sender's backward has failed, else 0.
+        bits: for each part, whether it is there.
+    """
+
+    step: int
+    micro: int
+    number: int
+    failed: int
+    bits: bytes
+
+    @property
+    def row(self) -> tuple[int, int, int, int]:
+        """All but the bits."""
+        return self[:4]
+
+    def has(self, index: int) -> bool:
+        """Return whether a part is there."""
+        return bool(self.bits[index // 8] >> index % 8 & 1)
+
+
 @dataclasses.dataclass
 class Piece:
     """What is sent at once.
@@ -66,7 +96,23 @@ class Piece:
     @property
     def message_bytes(self) -> int:
         """The bytes of the message, with the trailer."""
-        return self.nbytes + TRAILER.size + (len(self.parts) + 7) // 8
+        return self.nbytes + _TRAILER.size + (len(self.parts) + 7) // 8
+
+    def seal(self, message: memoryview, trailer: Trailer) -> None:
+        """Write the trailer behind the parts of a message."""
+        packed = _TRAILER.pack(*trailer.row, self.checksum(message, trailer))
+        message[self.nbytes :] = packed + trailer.bits
+
+    def trailer_of(self, message: memoryview) -> tuple[Trailer, int]:
+        """Return the trailer of a message, and the checksum that it states."""
+        step, micro, number, failed, check = _TRAILER.unpack_from(message, self.nbytes)
+        bits = bytes(message[self.nbytes + _TRAILER.size :])
+        return Trailer(step, micro, number, failed, bits), check
+
+    def checksum(self, message: memoryview, trailer: Trailer) -> int:
+        """Return the CRC-32C of a message with this trailer."""
+        packed = _TRAILER.pack(*trailer.row, 0) + trailer.bits
+        return _core.crc32c(packed, _core.crc32c(message[: self.nbytes]))
 
 
 def pieces_of(params: Sequence[Param], part_of: Mapping[int, int] | None = None) -> list[Piece]:
@@ -97,11 +143,17 @@ def pieces_of(params: Sequence[Param], part_of: Mapping[int, int] | None = None)
     return [piece for piece in pieces if piece.parts]
 
 
+def memory_of(piece: Piece, buffer: torch.Tensor) -> memoryview:
+    """Return the bytes of a piece's message in a buffer."""
+    view = (ctypes.c_ubyte * piece.message_bytes).from_address(buffer.data_ptr())
+    return memoryview(view).cast("B")
+
+
 def buffer_bytes(params: Sequence[Param]) -> int:
     """Return the size of a buffer for the largest piece, in any order of the parameters."""
     total = sum(param.tensor.numel() * param.tensor.element_size() for param in params)
     padding = sum(param.tensor.element_size() for param in params)
-    return min(total + padding, PIECE_BYTES) + TRAILER.size + _PART_COUNT // 8
+    return min(total + padding, PIECE_BYTES) + _TRAILER.size + _PART_COUNT // 8
 
 
 def buffer_count(params: Sequence[Param]) -> int:

@@ -60,11 +60,6 @@ class Shared:
                 "replicas='parameters' is not supported with method=\"mezo\": leave it out. This"
                 " method has no optimizer states"
             )
-        if config.replicas == "parameters" and config.share == "on":
-            raise UnsupportedError(
-                "replicas='parameters' is not supported together with share='on': leave one of them"
-                " out"
-            )
         if world is not None:
             if config.share == "on":
                 self.team = Team(world)
@@ -122,9 +117,7 @@ class Shared:
                 team=self.team,
                 is_divided=self.config.part_count > 1,
             )
-        if self.team is not None:
-            return _places.of_rank(self.team.owner, names), open_at
-        return _places.directories_of(world, names), open_at
+        return _places.of_number(_places.number_of(world, self.team), names), open_at
 
     @property
     def is_mate(self) -> bool:

@@ -11,11 +11,15 @@ order, and holds them until it has its own. It has as many buffers for its own p
 their way, backward waits, which limits the memory of gradients that slower processes have not taken
 yet. The others ask in the order of the pieces, so a backward whose gradients come in another order
 must not wait: it gets further buffers.
+
+[Note: A backward that fails] The last piece waits for the end of the backward, and says whether its
+sender's backward has failed. Those that add it learn so who has failed, and tell the others: mates,
+and with divided states most processes. So all processes end a backward in the same way, and none
+goes on to another one whose pieces nobody would take.
 """
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 import time
@@ -36,7 +40,13 @@ from lohan.errors import (
     WorldMismatchError,
 )
 from lohan.layout._block import DTYPE_CODES
-from lohan.layout._gradient_pieces import TRAILER, buffer_bytes, buffer_count, pieces_of
+from lohan.layout._gradient_pieces import (
+    Trailer,
+    buffer_bytes,
+    buffer_count,
+    memory_of,
+    pieces_of,
+)
 from lohan.world._rendezvous import SAY_AFTER_S
 from lohan.world._wire import Wire
 
@@ -50,9 +60,9 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 
 
-def _memory(buffer: torch.Tensor) -> memoryview:
-    view = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
-    return memoryview(view).cast("B")
+def _teller_of(rank: int, adders: Sequence[int]) -> int:
+    """Return the process that tells a rank how a backward has ended: with share="on" its owner."""
+    return max((each for each in adders if each < rank), default=min(adders))
 
 
 class _Filled:
@@ -79,8 +89,8 @@ class Exchange:
         world: World,
         engine: _core.Engine,
         params: Sequence[Param],
-        owners: Sequence[int] | None = None,
-        part_of: Mapping[int, int] | None = None,
+        owners: Sequence[int],
+        part_of: Mapping[int, int] | None,
     ) -> None:
         """Connect to the other processes.
 
@@ -88,15 +98,15 @@ class Exchange:
             world: the processes.
             engine: the engine that has the sums.
             params: the trainable parameters.
-            owners: the ranks that have sums; None: all of them. See [Note: Teams] in _team.py.
-            part_of: by parameter, the rank that has its sum, if only one rank has. See
+            owners: the ranks that have sums. See [Note: Teams] in _team.py.
+            part_of: by parameter, the rank that has its sum; None: all owners have. See
                 [Note: Divided states] in _values.py.
         """
         self._world = world
         self._engine = engine
         self._params = {param.index: param for param in params}
         self._part_of = part_of
-        self._owners = range(world.size) if owners is None else owners
+        self._owners = owners
         self._lay([param.index for param in reversed(params)])
         self._order: list[int] | None = []  # in which gradients come; None: it is known
         everybody = range(world.size)
@@ -115,6 +125,7 @@ class Exchange:
         self._largest = largest
         self._errors: list[tuple[int | None, BaseException]] = []
         self._sequence = 0  # of the first piece of the open backward, for tags
+        self._failed: set[int] = set()  # processes whose backward has failed
         self._is_broken = False  # an error has left pieces on their way
         self._is_closed = False
         self._sent_bytes = 0
@@ -137,6 +148,11 @@ class Exchange:
             self._owners if self._part_of is None else [piece.part] for piece in self._pieces
         ]
         self._mine = [n for n, ranks in enumerate(self._adders) if self._world.rank in ranks]
+        # See [Note: A backward that fails].
+        last = self._adders[-1]
+        tellers = {r: _teller_of(r, last) for r in range(self._world.size) if r not in last}
+        self._teller = tellers.get(self._world.rank)
+        self._listeners = [rank for rank, teller in tellers.items() if teller == self._world.rank]
         # By parameter: its parts, each as the piece's number, the part's index there, the part.
         self._parts: dict[int, list[tuple[int, int, Part]]] = {index: [] for index in self._params}
         for number, piece in enumerate(self._pieces):
@@ -155,7 +171,8 @@ class Exchange:
     def backward_bytes(self) -> int:
         """The bytes that a backward sends, to all processes together."""
         numbered = enumerate(self._pieces)
-        return sum(piece.message_bytes * len(self._to(number)) for number, piece in numbered)
+        sent = sum(piece.message_bytes * len(self._to(number)) for number, piece in numbered)
+        return sent + len(self._listeners) * self._world.size
 
     def _to(self, number: int) -> list[int]:
         """Return the ranks of the other processes that add a piece."""
@@ -259,8 +276,7 @@ class Exchange:
             values = flat[part.first : part.first + part.count].view(torch.uint8)
             own.buffer[part.offset : part.offset + values.numel()].copy_(values)
             own.there.add(position)
-            # The last piece waits for finish(), so that a backward that fails late can say so.
-            is_last = number == len(self._pieces) - 1
+            is_last = number == len(self._pieces) - 1  # see [Note: A backward that fails]
             if len(own.there) == len(self._pieces[number].parts) and not is_last:
                 self._send(number, failed=False)
 
@@ -289,8 +305,11 @@ class Exchange:
             self._send(number, failed=failed)
         what = self._what()
         self._wait(lambda: self._added == len(self._pieces) and not self._busy(), what)
+        if self._teller is not None:
+            self._hear(self._teller, what)
+        self._tell()
         self.is_open = False
-        self._sequence += len(self._pieces)
+        self._sequence += len(self._pieces) + 1
         self._micro += 1
         self._summed |= self._present
         if failed:
@@ -302,6 +321,30 @@ class Exchange:
                 " and the parameters are unchanged: continue with model.optimizer.zero_grad()"
             )
         self._world.say(f"after a backward of step {self._step + 1}")
+
+    def _hear(self, teller: int, what: str) -> None:
+        """Wait until the teller says which backwards have failed. All pieces have come before."""
+        heard = []
+        verdict = torch.zeros(self._world.size, dtype=torch.uint8)
+
+        def done() -> None:
+            heard.append(True)
+            self._news.ring()
+
+        self.wire.receive(teller, verdict, self._sequence + len(self._pieces), done)
+        self._wait(lambda: bool(heard), what)
+        self.count(sent=0, received=verdict.numel())
+        self._failed = {*torch.nonzero(verdict).flatten().tolist()}
+
+    def _tell(self) -> None:
+        """Tell the processes that do not add the last piece whose backwards have failed."""
+        verdict = torch.zeros(self._world.size, dtype=torch.uint8)
+        verdict[[*self._failed]] = 1
+        for rank in self._listeners:
+            self.count_sends(1)
+            tag = self._sequence + len(self._pieces)
+            self.wire.send(rank, verdict, tag, lambda: self.count_sends(-1))
+        self.count(sent=verdict.numel() * len(self._listeners), received=0)
 
     def close(self) -> None:
         """End the threads. No sum is touched afterwards. Idempotent."""
@@ -334,7 +377,7 @@ class Exchange:
         self._sent_below = 0  # all pieces with smaller numbers have been sent
         self._added = 0
         self._present: set[int] = set()
-        self._failed: set[int] = set()
+        self._failed = set()
         now = time.monotonic()
         # By peer: how many pieces were asked for, and how many and which have come, and when.
         self._asked = dict.fromkeys(self._others, 0)
@@ -364,7 +407,8 @@ class Exchange:
         bits = bytearray((len(piece.parts) + 7) // 8)
         for index in own.there:
             bits[index // 8] |= 1 << index % 8
-        self._stamp(number, own.buffer, failed, bytes(bits))
+        trailer = Trailer(self._step, self._micro, number, int(failed), bytes(bits))
+        piece.seal(memory_of(piece, own.buffer), trailer)
         message = own.buffer[: piece.message_bytes]
         self.count_sends(len(to))
         with self._lock:  # from here on, the piece may be added
@@ -376,13 +420,6 @@ class Exchange:
             self.wire.send(rank, message, self._sequence + number, lambda: self._sent(own))
         self._sent_bytes += piece.message_bytes * len(to)
         self._check_complete(number)
-
-    def _stamp(self, number: int, buffer: torch.Tensor, failed: bool, bits: bytes) -> None:
-        piece = self._pieces[number]
-        memory = _memory(buffer)
-        row = (self._step, self._micro, number, int(failed))
-        check = _core.crc32c(TRAILER.pack(*row, 0) + bits, _core.crc32c(memory[: piece.nbytes]))
-        memory[piece.nbytes : piece.message_bytes] = TRAILER.pack(*row, check) + bits
 
     def _ask(self, rank: int) -> None:
         """Ask a process for its next pieces, as long as there are buffers."""
@@ -490,10 +527,10 @@ class Exchange:
         is_mine = self._world.rank in self._adders[number]
         for rank in range(self._world.size) if is_mine else ():
             buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
-            bits = self._checked(number, rank, buffer)
+            trailer = self._checked(number, rank, buffer)
             base = buffer.data_ptr()
             for index, part in enumerate(piece.parts):
-                if not bits[index // 8] >> index % 8 & 1:
+                if not trailer.has(index):
                     continue
                 self._engine.sums_add(
                     part.param,
@@ -513,20 +550,18 @@ class Exchange:
             self._ask(rank)
         self._release(own)
 
-    def _checked(self, number: int, rank: int, buffer: torch.Tensor) -> bytes:
-        """Check a piece, and return the bits of the parts that are there.
+    def _checked(self, number: int, rank: int, buffer: torch.Tensor) -> Trailer:
+        """Check a piece, and return its trailer.
 
         Raises:
             NetworkError: its checksum is wrong.
             WorldMismatchError: it belongs to another step or backward.
         """
         piece = self._pieces[number]
-        memory = _memory(buffer)
-        step, micro, which, failed, check = TRAILER.unpack_from(memory, piece.nbytes)
-        bits = bytes(memory[piece.nbytes + TRAILER.size : piece.message_bytes])
+        message = memory_of(piece, buffer)
+        trailer, check = piece.trailer_of(message)
         if rank != self._world.rank:
-            row = TRAILER.pack(step, micro, which, failed, 0) + bits
-            found = _core.crc32c(row, _core.crc32c(memory[: piece.nbytes]))
+            found = piece.checksum(message, trailer)
             if found != check:
                 parts = piece.parts
                 raise NetworkError(
@@ -535,13 +570,14 @@ class Exchange:
                     f" element {parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
                     " has changed them. Restart the processes with resume=True"
                 )
-            if (step, micro, which) != (self._step, self._micro, number):
+            if trailer.row[:3] != (self._step, self._micro, number):
                 raise WorldMismatchError(
-                    f"{self._world.name(rank)} is in backward {micro + 1} of step {step + 1}, but"
-                    f" {self._world.name(self._world.rank)} in {self._what()}: all processes must"
-                    " run the same number of backwards per step; end all of them"
+                    f"{self._world.name(rank)} is in backward {trailer.micro + 1} of step"
+                    f" {trailer.step + 1}, but {self._world.name(self._world.rank)} in"
+                    f" {self._what()}: all processes must run the same number of backwards per"
+                    " step; end all of them"
                 )
-        if failed:
+        if trailer.failed:
             with self._lock:
                 self._failed.add(rank)
-        return bits
+        return trailer

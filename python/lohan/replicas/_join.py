@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -56,9 +55,14 @@ def config_of(world: World, config: Config, team: Team | None, *, exchanges: boo
         values["schedule"] = "serial"
     if not exchanges:
         return SharedConfig(**values, processes=world.size, processes_here=here)
-    if config.replicas == "parameters":  # step() sends and receives the new values
-        values["schedule"] = "serial"
-    return ReplicaConfig(**values, processes=world.size, processes_here=here, rank=world.rank)
+    part_count, part = 1, 0
+    if config.replicas == "parameters":
+        values["schedule"] = "serial"  # step() sends and receives the new values
+        part_count = world.size if team is None else len(team.owners)
+        part = _places.number_of(world, team)
+    return ReplicaConfig(
+        **values, processes=world.size, processes_here=here, part_count=part_count, part=part
+    )
 
 
 def config_of_mate(config: Config) -> Config:
@@ -145,17 +149,11 @@ class _Found:
     step: int = 0
 
 
-def is_there(directories: Sequence[str]) -> bool:
-    """Return whether there is a complete store in these directories."""
-    from lohan.store import _snapshot  # few runs need it
-
-    there = all(os.path.exists(os.path.join(name, "lohan.data")) for name in directories)
-    return there and not _snapshot.is_unfinished(directories)
-
-
 def _look(directories: Sequence[str], config: Config) -> _Found:
     """Look for a complete store in these directories."""
-    if not is_there(directories):
+    from lohan.store import _snapshot  # few runs need it
+
+    if not _snapshot.is_complete(directories):
         return _Found([*directories])
     store = _store.open_existing(directories, config, read_only=True)
     try:
@@ -208,8 +206,7 @@ def provide(
         WorldMismatchError: the replicas belong to different runs.
         StoreError: there is no replica that this process can see, or it cannot be copied.
     """
-    rank = world.rank if team is None else team.owner
-    mine = _look(_places.of_rank(rank, base), config)
+    mine = _look(_places.of_number(_places.number_of(world, team), base), config)
     said = json.dumps(dataclasses.asdict(mine)).encode()
     told = [_Found(**json.loads(value)) for value in world.exchange(said, "resume, replicas")]
     runs = {each.run: rank for rank, each in reversed([*enumerate(told)]) if each.run is not None}
@@ -237,9 +234,11 @@ def provide(
             errno.ENOENT,
             f"{world.name(world.rank)} has no store of the run at step {step} in"
             f" {mine.directories[0]}, and no other one has the same part of the optimizer's states:"
-            " resume with the number of processes that the run had, each with its directories",
+            " resume with the number of processes that the run had (with share='on', of machines),"
+            f" each with its directories, or first run 'lohan reshard {base[0]} OUT --parts"
+            f" {config.part_count}', and pass OUT as store=",
         )
-    if not has and rank == world.rank:
+    if not has and not (team is not None and team.is_mate):
         _copy_one(world, mine, sources, step, [*runs], config)
     world.exchange(b"", "resume, copied")
     return step if has and not is_there else open_at

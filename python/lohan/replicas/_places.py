@@ -1,8 +1,10 @@
 """The stores of a run in several processes: a replica for each process.
 
 [Note: Replicas] Rank 0 uses the directories of store= themselves, so that a run can change between
-one process and several; rank r uses the subdirectory rank-0000r of each. Each of these replicas is
-a complete store. A process that has none copies one that it can see.
+one process and several; rank r uses the subdirectory rank-0000r of each. With share="on" machines
+are numbered instead of ranks, so that the number of processes of a machine may change. Each of
+these replicas is a complete store, unless the optimizer's states are divided. A process that has
+none copies one that it can see.
 """
 
 from __future__ import annotations
@@ -16,25 +18,26 @@ from lohan.common import _meta
 
 if TYPE_CHECKING:
     from lohan import _core
+    from lohan.replicas._team import Team
     from lohan.world._world import World
 
 REPLICA = re.compile(r"rank-\d{5}")
 
 
-def directories_of(world: World | None, directories: Sequence[str]) -> list[str]:
-    """Return the directories of this process's replica. See [Note: Replicas]."""
-    return of_rank(0 if world is None else world.rank, directories)
+def number_of(world: World, team: Team | None) -> int:
+    """Return the number of the replica that this process uses. See [Note: Replicas]."""
+    return world.rank if team is None else team.machine
 
 
-def of_rank(rank: int, directories: Sequence[str]) -> list[str]:
-    """Return the directories of the replica of a rank. See [Note: Replicas]."""
-    if rank == 0:
+def of_number(number: int, directories: Sequence[str]) -> list[str]:
+    """Return the directories of a replica. See [Note: Replicas]."""
+    if number == 0:
         return [*directories]
-    return [os.path.join(directory, f"rank-{rank:05d}") for directory in directories]
+    return [os.path.join(directory, f"rank-{number:05d}") for directory in directories]
 
 
 def base_of(directory: str) -> str:
-    """Return the directory of store= to which a directory of directories_of() belongs."""
+    """Return the directory of store= to which a directory of of_number() belongs."""
     parent, name = os.path.split(directory)
     return parent if REPLICA.fullmatch(name) else directory
 

@@ -18,7 +18,6 @@ owner has updated them. It reads no parameter in between, so it never sees one o
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
@@ -33,7 +32,6 @@ from lohan import _core
 from lohan.common._stats import ReplicaStats, Traffic
 from lohan.errors import PeerStepError, StepError, UnsupportedError
 from lohan.layout._block import parts_of
-from lohan.replicas import _values
 from lohan.replicas._exchange import Exchange
 from lohan.replicas._team import refuse_on_mate
 from lohan.session._session import Session
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lohan.layout._block import Param
     from lohan.replicas._team import Team
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.world._world import World
@@ -104,17 +101,25 @@ class ReplicaSession(Session):
             # A state that one process saves is loaded by all: it names the stores of all.
             told = world.exchange(self.uuid.encode(), "the stores")
             self.replicas = tuple(uuid.decode() for uuid in told)
-            owners = None if team is None else team.owners
-            self._exchange = Exchange(world, self._engine, trained, owners, self._part_of())
+            self.exchange = Exchange(world, self._engine, trained, self.owners, self.part_of())
             self._traffic_before = Traffic()  # of all steps before the open one
             self._traffic: dict[int, Traffic] = {}  # of the last two steps
         except BaseException:
             self._engine.close()
             raise
 
-    def _part_of(self) -> dict[int, int] | None:
-        """Return the rank that has the sum of each parameter, if only one rank has."""
-        return None
+    @property
+    def owners(self) -> Sequence[int]:
+        """The ranks that have parameters."""
+        return range(self.world.size) if self.team is None else self.team.owners
+
+    def part_of(self) -> dict[int, int] | None:
+        """Return the rank that has the states of each parameter; None: each of the owners has."""
+        units, part_count = self.layout.units, self.layout.part[1]
+        if part_count == 1:
+            return None
+        parts = parts_of(units, part_count)
+        return {param.index: self.owners[parts[param.unit]] for param in self.layout.params}
 
     def _team_options(self) -> tuple[int, int, int]:
         return (0, 0, -1) if self.team is None else (0, self.team.mate_count, -1)
@@ -158,7 +163,7 @@ class ReplicaSession(Session):
     @property
     def traffic(self) -> Traffic:
         """What the exchange of gradients has taken so far."""
-        return self._exchange.traffic
+        return self.exchange.traffic
 
     def stats(self) -> ReplicaStats:
         """Return times and bytes of this session's last finished step; zeros before the first."""
@@ -168,7 +173,7 @@ class ReplicaSession(Session):
 
     def _count_traffic(self) -> None:
         """Take down what the step that was just closed took."""
-        now = self._exchange.traffic
+        now = self.exchange.traffic
         self._traffic[self.step] = now.since(self._traffic_before)
         self._traffic.pop(self.step - 2, None)
         self._traffic_before = now
@@ -176,7 +181,7 @@ class ReplicaSession(Session):
     @property
     def backward_bytes(self) -> int:
         """The bytes of gradients that a backward sends, to all others together."""
-        return self._exchange.backward_bytes
+        return self.exchange.backward_bytes
 
     @property
     def values_bytes(self) -> int:
@@ -184,7 +189,7 @@ class ReplicaSession(Session):
         return 0
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        engine, exchange = self._engine, self._exchange
+        engine, exchange = self._engine, self.exchange
 
         def hook(param: torch.Tensor) -> None:
             gradient = engine.gradient_pull(index, param)
@@ -194,8 +199,8 @@ class ReplicaSession(Session):
         return hook
 
     def _on_backward_end(self) -> None:
-        if self._exchange.is_open:
-            self._exchange.finish()
+        if self.exchange.is_open:
+            self.exchange.finish()
         super()._on_backward_end()
 
     def close_step(self, unscale: float = 1.0) -> None:
@@ -209,9 +214,9 @@ class ReplicaSession(Session):
         if has_gradients:
             self._share_norm()
             self._count_traffic()
-        self._exchange.forget()
+        self.exchange.forget()
         if has_gradients:
-            self._exchange.take_order()
+            self.exchange.take_order()
 
     def _agree(self, unscale: float) -> None:
         """Check that all processes close the same step with the same hyper-parameters."""
@@ -234,14 +239,14 @@ class ReplicaSession(Session):
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         began = time.monotonic_ns()
         told = self.world.exchange(digest, what)
-        self._exchange.waited(began)
-        self._check_discarded(told, what)
+        self.exchange.waited(began)
+        self.check_discarded(told, what)
         if any(value != digest for value in told):
             way_out = ": all processes must make the same changes. No process keeps the step"
             agree(self.world, what, facts, way_out)
         self.world.say(f"after {what}")
 
-    def _check_discarded(self, told: Sequence[bytes], what: str) -> None:
+    def check_discarded(self, told: Sequence[bytes], what: str) -> None:
         """Raise an error if another process forgets the step, which it says in place of step()."""
         if discarded := [rank for rank, value in enumerate(told) if value == _DISCARDED]:
             self._is_discarded = True
@@ -253,7 +258,7 @@ class ReplicaSession(Session):
 
     def _abort(self) -> None:
         """Forget the open step in all processes: those that close it meanwhile raise an error."""
-        exchange = self._exchange
+        exchange = self.exchange
         if exchange.is_open:
             exchange.finish(failed=True)
         if exchange.has_begun and not self._is_discarded:
@@ -336,106 +341,7 @@ class ReplicaSession(Session):
         try:  # the others learn the reason before their connections end
             self.world.leave_after(self.step)
         finally:
-            self._exchange.close()
-
-
-class DividedSession(ReplicaSession):
-    """A session with the states of its own units: see [Note: Divided states] in _values.py."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        """Make a session, and connect it to those of the other processes."""
-        super().__init__(*args, **settings)
-        trained = [p for p in self.layout.params if self.layout.units[p.unit].trainable]
-        self._values = _values.Values(self.world, self._exchange, trained, self._part_of())
-        self._present: set[int] | None = None  # parameters with gradients, once all have said so
-        self._closing = 0  # the step that all have agreed to close
-
-    def _part_of(self) -> dict[int, int]:
-        """Return the rank that has the states of each parameter."""
-        parts = parts_of(self.layout.units, self.layout.part[1])
-        return {param.index: parts[param.unit] for param in self.layout.params}
-
-    @property
-    def values_bytes(self) -> int:
-        """The bytes of new parameters that a step sends, if all parameters have gradients."""
-        mine = [piece for piece in self._values.pieces if piece.part == self.world.rank]
-        return sum(piece.message_bytes for piece in mine) * (self.world.size - 1)
-
-    # --- A step -----------------------------------------------------------------------------
-
-    def _on_backward_end(self) -> None:
-        if self._exchange.is_open:
-            self._exchange.finish()
-            for index in self._exchange.sent_away:
-                self._engine.given_expect(index)
-        super()._on_backward_end()
-
-    def _learn(self) -> set[int]:
-        """Learn which parameters have gradients in the step: their owners say so. Once a step."""
-        if self._present is None:
-            what = f"step {self.step + 1}"
-            told = self.world.exchange(_values.present_said(self._exchange.summed), what)
-            self._check_discarded(told, what)
-            self._present = _values.present_of(self.world, told, what)
-            for index in self._present:
-                if not self.layout.units[self.layout.params[index].unit].has_states:
-                    self._engine.given_expect(index)
-        return self._present
-
-    def _agree(self, unscale: float) -> None:
-        super()._agree(unscale)
-        self._learn()
-        self._closing = self.step + 1
-
-    def close_step(self, unscale: float = 1.0) -> None:
-        """Close the open step in all processes, and pass on new parameters; see ReplicaSession."""
-        self._closing = 0
-        try:
-            super().close_step(unscale)
-        except BaseException:
-            if self._closing and not self._engine.is_forked() and self.step >= self._closing:
-                # The engine has closed the step, and would wait for values that will not come.
-                self._exchange.give_up()
-                self._engine.given_never()
-            raise
-
-    def _square_sum(self) -> float:
-        if self._exchange.has_begun:
-            self._learn()
-        return super()._square_sum()
-
-    def _whole_square_sum(self) -> float:
-        """Return the sum of squares over all processes, with the bits of one process."""
-        mine = self._engine.gradient_square_sums()
-        told = self.world.exchange(mine, f"the norms of step {self.step + 1}")
-        return _values.added(told)
-
-    def _await_updates(self) -> None:
-        """Send the new values of this process's units, and put those of the others in place."""
-        assert self._present is not None
-        present, self._present = self._present, None
-        params, units = self.layout.params, self.layout.units
-        missing = [0] * len(units)  # by unit: parameters whose values have not come
-        for index in present:
-            missing[params[index].unit] += not units[params[index].unit].has_states
-        given = collections.deque(index for index, count in enumerate(missing) if count)
-
-        def read(param: Param) -> torch.Tensor:
-            return param.flat(self._engine.lend(param.index)).reshape(-1).cpu()
-
-        def done(index: int) -> None:
-            missing[params[index].unit] -= 1
-            while given and missing[given[0]] == 0:  # in the same order in every step
-                self._engine.given(given.popleft())
-
-        began = time.monotonic_ns()
-        self._values.pass_on(self.step, present, read, self._engine.given_put, done)
-        self._exchange.waited(began)
-        super()._await_updates()
-
-    def _abort(self) -> None:
-        super()._abort()
-        self._present = None
+            self.exchange.close()
 
 
 def _check_owner(reference: weakref.ref[MateSession]) -> None:
@@ -466,7 +372,7 @@ class MateSession(ReplicaSession):
     # --- A step -----------------------------------------------------------------------------
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        engine, exchange = self._engine, self._exchange
+        engine, exchange = self._engine, self.exchange
 
         def hook(param: torch.Tensor) -> None:
             gradient = engine.gradient_pull(index, param)
@@ -480,7 +386,7 @@ class MateSession(ReplicaSession):
         super()._forward_open(frame, is_root=is_root)
 
     def _on_backward_end(self) -> None:
-        was_open = self._exchange.is_open
+        was_open = self.exchange.is_open
         super()._on_backward_end()
         if was_open:
             self._accumulation.backward_end()
@@ -491,7 +397,7 @@ class MateSession(ReplicaSession):
         self.check_open()
         self.refuse_other_thread("step()")
         self._refuse_edited()
-        if not (self._exchange.has_begun or self._exchange.is_open):
+        if not (self.exchange.has_begun or self.exchange.is_open):
             self._backward = "none"
             return
         self.phases.begin("step", self)
@@ -503,9 +409,10 @@ class MateSession(ReplicaSession):
             lambda: engine.pause(everything, False), lambda: engine.resume(everything)
         ):
             pass  # as the pause ends, all units are given back
+        self._given_back()
         began = time.monotonic_ns()
         self._await_owner(self.step + 1)
-        self._exchange.waited(began)
+        self.exchange.waited(began)
         self._engine.close_step(b"")
         self._backward = "none"
         self._accumulation.reset()
@@ -515,8 +422,11 @@ class MateSession(ReplicaSession):
         if self._planner is not None:
             self._planner.step_end(self)
         self.phases.end()
-        self._exchange.forget()
-        self._exchange.take_order()
+        self.exchange.forget()
+        self.exchange.take_order()
+
+    def _given_back(self) -> None:
+        """Take part in what the owners exchange before and during an update."""
 
     def _await_owner(self, step: int) -> None:
         while self._engine.team_step() < step:
@@ -525,17 +435,21 @@ class MateSession(ReplicaSession):
 
     def _square_sum(self) -> float:
         self.check_open()
-        if self._backward != "done" or not self._exchange.has_begun:
+        if self._backward != "done" or not self.exchange.has_begun:
             raise StepError(
                 "there are no gradients to clip or scale: do that after the backward and before"
                 " model.optimizer.step()"
             )
+        self._share_square_sums()
         return self._shared_square_sum(None)
+
+    def _share_square_sums(self) -> None:
+        """Take part in what the owners exchange before one of them knows the norm."""
 
     def zero_grad(self, tensors: Any) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
         self.check_open()
-        if not in_backward() and (self._backward == "running" or self._exchange.has_begun):
+        if not in_backward() and (self._backward == "running" or self.exchange.has_begun):
             self._abort()
         for tensor in tensors:
             tensor.grad = None

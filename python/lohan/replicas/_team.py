@@ -40,6 +40,7 @@ class Team:
         owner: the rank of the owner.
         mates: the ranks of its mates.
         owners: the ranks of the owners of all machines.
+        machine: the number of this machine, in the order of the owners.
     """
 
     def __init__(self, world: World) -> None:
@@ -53,6 +54,7 @@ class Team:
         self.owner = here[0]
         self.mates = here[1:]
         self.owners = sorted(ranks[0] for ranks in nodes.values())
+        self.machine = self.owners.index(self.owner)
         self._link: socket.socket | None = None  # a mate's connection to its owner
 
     @property

@@ -8,7 +8,9 @@ the step, each updates its own units and sends their new values to the others (V
 engines put them where an AdamW update would (csrc/sched/given.c). So all processes have the
 parameters of one process, bit for bit, and a process reads, computes and writes 1 / N of the
 states. With two processes as many bytes pass the network as with whole replicas: half of the
-gradients and half of the values, instead of all gradients; with more processes, fewer.
+gradients and half of the values, instead of all gradients; with more processes, fewer. With
+share="on", the owners of the teams ([Note: Teams] in _team.py) are the owners of units, so that
+each machine has a part of the states; their mates send their gradients to all of them.
 
 A step is committed by a process after it has all new values of the step, which the owners send
 after all gradients of the step. So the steps of two stores differ by at most one, as those of whole
@@ -21,17 +23,21 @@ from __future__ import annotations
 
 import array
 import collections
-import ctypes
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
-from lohan import _core
 from lohan.common._wake import Bell
 from lohan.errors import NetworkError, WorldMismatchError
-from lohan.layout._gradient_pieces import TRAILER, buffer_bytes, buffer_count, pieces_of
+from lohan.layout._gradient_pieces import (
+    Trailer,
+    buffer_bytes,
+    buffer_count,
+    memory_of,
+    pieces_of,
+)
 from lohan.world._rendezvous import SAY_AFTER_S
 
 if TYPE_CHECKING:
@@ -44,11 +50,6 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _PRESENT = b"gradients"  # followed by the parameters that have a sum in this process
-
-
-def _memory(buffer: torch.Tensor, nbytes: int) -> memoryview:
-    view = (ctypes.c_ubyte * nbytes).from_address(buffer.data_ptr())
-    return memoryview(view).cast("B")
 
 
 def present_said(indices: Collection[int]) -> bytes:
@@ -87,6 +88,7 @@ class Values:
 
     Attributes:
         world: the processes.
+        owners: the ranks that have parameters: all, or with share="on" one of each machine.
         exchange: the exchange of gradients.
         params: the trained parameters, by index.
         pieces: what is sent at once.
@@ -102,6 +104,7 @@ class Values:
         exchange: Exchange,
         params: Sequence[Param],
         part_of: Mapping[int, int],
+        owners: Sequence[int],
     ) -> None:
         """Divide the values into pieces.
 
@@ -110,8 +113,10 @@ class Values:
             exchange: the exchange of gradients, whose connections are used.
             params: the trained parameters, in an order that all processes share.
             part_of: by parameter, the rank that updates it.
+            owners: the ranks that have parameters.
         """
         self.world = world
+        self.owners = owners
         self.exchange = exchange
         self.params = {param.index: param for param in params}
         self.pieces = pieces_of(params, part_of)
@@ -121,33 +126,9 @@ class Values:
         self.free = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
         self.room = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
 
-    def pass_on(
-        self,
-        step: int,
-        present: Collection[int],
-        read: Callable[[Param], torch.Tensor],
-        put: Callable[[int, int, int, int], None],
-        done: Callable[[int], None],
-    ) -> None:
-        """Send the values of this process's units to all others, and receive those of the others.
 
-        Args:
-            step: the step's number, from 1.
-            present: the parameters that the step updates.
-            read: waits for a parameter's update, and returns its values in the unit's order.
-            put: takes a part of a parameter's values: parameter, first element, count, address.
-            done: takes the index of a parameter, all of whose values are there.
-
-        Raises:
-            PeerLostError, PeerStepError: another process is gone.
-            NetworkError: a piece's checksum is wrong.
-            WorldMismatchError: another process is in another step.
-        """
-        _Pass(self, step, present, read, put, done).run()
-
-
-class _Pass:
-    """One step's values; see Values.pass_on()."""
+class Pass:
+    """One step's values: those of this process's units to all others, and theirs to this one."""
 
     def __init__(
         self,
@@ -158,6 +139,16 @@ class _Pass:
         put: Callable[[int, int, int, int], None],
         done: Callable[[int], None],
     ) -> None:
+        """Take the next tags of the connections. All processes do so in the same order.
+
+        Args:
+            values: the parameters, and the buffers.
+            step: the step's number, from 1.
+            present: the parameters that the step updates.
+            read: waits for a parameter's update, and returns its values in the unit's order.
+            put: takes a part of a parameter's values: parameter, first element, count, address.
+            done: takes the index of a parameter, all of whose values are there.
+        """
         self._all = values
         self._step, self._tag = step, values.exchange.take_tags(len(values.pieces))
         self._read, self._put, self._done = read, put, done
@@ -173,14 +164,20 @@ class _Pass:
         self._left = len(self._to_ask)
         self._came: collections.deque[tuple[int, Piece, torch.Tensor]] = collections.deque()
         self._sending = 0
-        self._others = [peer.rank for peer in values.world.peers if peer.rank != self._rank]
+        self._others = [rank for rank in values.owners if rank != self._rank]
         self._what = f"the new parameters of step {step}"
         self._now = time.monotonic()
         self._heard = dict.fromkeys(self._others, self._now)
         self._owed = collections.Counter(piece.part for _, piece in self._to_ask)
 
     def run(self) -> None:
-        """Send and receive, until nothing is left and no buffer is in use."""
+        """Send and receive, until nothing is left and no buffer is in use.
+
+        Raises:
+            PeerLostError, PeerStepError: another process is gone.
+            NetworkError: a piece's checksum is wrong.
+            WorldMismatchError: another process is in another step.
+        """
         began = time.monotonic()
         said = False
         while True:
@@ -275,10 +272,7 @@ class _Pass:
             raw = flat[part.first : part.first + part.count].view(torch.uint8)
             buffer[part.offset : part.offset + raw.numel()].copy_(raw)
         bits = bytes((len(piece.parts) + 7) // 8)
-        memory = _memory(buffer, piece.message_bytes)
-        row = (self._step, 0, number, 0)
-        check = _core.crc32c(TRAILER.pack(*row, 0) + bits, _core.crc32c(memory[: piece.nbytes]))
-        memory[piece.nbytes :] = TRAILER.pack(*row, check) + bits
+        piece.seal(memory_of(piece, buffer), Trailer(self._step, 0, number, 0, bits))
         values.exchange.count_sends(len(self._others))
         with values.lock:
             self._sending += 1
@@ -299,11 +293,9 @@ class _Pass:
         return True
 
     def _check_piece(self, number: int, piece: Piece, buffer: torch.Tensor) -> None:
-        memory = _memory(buffer, piece.message_bytes)
-        step, _, which, _, check = TRAILER.unpack_from(memory, piece.nbytes)
-        bits = bytes(memory[piece.nbytes + TRAILER.size :])
-        row = TRAILER.pack(step, 0, which, 0, 0) + bits
-        found = _core.crc32c(row, _core.crc32c(memory[: piece.nbytes]))
+        message = memory_of(piece, buffer)
+        trailer, check = piece.trailer_of(message)
+        found = piece.checksum(message, trailer)
         who = self._all.world.name(piece.part)
         if found != check:
             first = piece.parts[0]
@@ -313,8 +305,8 @@ class _Pass:
                 f" {first.first} on, {piece.nbytes} bytes): the network or a memory has changed"
                 " them. Restart the processes with resume=True"
             )
-        if (step, which) != (self._step, number):
+        if (trailer.step, trailer.number) != (self._step, number):
             raise WorldMismatchError(
-                f"{who} sends the parameters of step {step}, but"
+                f"{who} sends the parameters of step {trailer.step}, but"
                 f" {self._all.world.name(self._rank)} is in step {self._step}: end all processes"
             )

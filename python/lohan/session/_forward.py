@@ -14,8 +14,8 @@ from torch import nn
 
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
+from lohan.session._phases import Phases
 from lohan.session._session_base import SessionPart
-from lohan.session._trace import Phases
 from lohan.torch_glue._batch import BatchCheck
 from lohan.torch_glue._tensor import (
     has_saved_tensor_hooks,

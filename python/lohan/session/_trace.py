@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lohan.common import _timeline
 from lohan.common._timeline import LANE_OF_KIND, TRAINING, WAITS, Span
@@ -27,44 +25,12 @@ COPIES = (LANE_OF_KIND[10], LANE_OF_KIND[11])
 # The lanes of the training thread: a step begins with its first span in any of these.
 _OF_STEPS = (TRAINING, IN_USE, WAITS)
 PHASES = ("forward", "backward", "step")
-_PHASE_COUNT_MAX = 4096
 _SHOWN = ("compute", "ssd", "optimizer", "copies")
 
 # The errors that a file with infinite times, or with too deeply nested lists, causes.
 _OF_JSON = (OverflowError, RecursionError)
 
 Interval = tuple[int, int]
-
-
-class Steps(Protocol):
-    """An object that counts steps, such as a session."""
-
-    @property
-    def step(self) -> int:
-        """The number of completed steps."""
-
-
-class Phases:
-    """The times of the training thread's last forwards, backwards and steps."""
-
-    def __init__(self, trace_events: int) -> None:
-        """Record nothing if trace_events is 0."""
-        self.is_on = trace_events > 0
-        self.marks: collections.deque[tuple[str, int, int, int]] = collections.deque(
-            maxlen=_PHASE_COUNT_MAX
-        )
-        self._open: tuple[str, int, int] | None = None
-
-    def begin(self, name: str, session: Steps) -> None:
-        """Begin a phase of the step that follows the session's last completed one."""
-        if self.is_on:
-            self._open = (name, session.step + 1, time.monotonic_ns())
-
-    def end(self) -> None:
-        """End the phase that began last."""
-        if self._open is not None:
-            self.marks.append((*self._open, time.monotonic_ns()))
-            self._open = None
 
 
 def save(path: str | os.PathLike[str], session: Session) -> None:

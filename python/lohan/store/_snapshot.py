@@ -230,7 +230,7 @@ class _Copy:
             raise StoreExistsError(
                 f"{same[0]} is a directory of the store itself: choose a different one"
             )
-        self.made = _missing(out)
+        self.made = missing_folders(out)
         try:
             self.target = self._create(config)
         except BaseException:
@@ -297,47 +297,61 @@ class _Copy:
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
 
-    def _pieces(self) -> list[tuple[int, int, int]]:
-        return [
-            (extent, offset, min(PIECE_BYTES, nbytes - offset))
-            for extent, (nbytes, _, _, is_zero) in enumerate(self.extents)
-            for offset in range(0, 0 if is_zero else nbytes, PIECE_BYTES)
-        ]
-
     def _move(self) -> None:
-        """Copy all pieces: read in a new thread, write in this one."""
-        buffers = [aligned(PIECE_BYTES) for _ in range(BUFFER_COUNT)]
-        free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        full: queue.SimpleQueue[tuple[int, int, int, int] | BaseException] = queue.SimpleQueue()
-        for index in range(BUFFER_COUNT):
-            free.put(index)
-        pieces = self._pieces()
+        sizes = [0 if is_zero else nbytes for nbytes, _, _, is_zero in self.extents]
+        move(sizes, self.source.read, self.target.write, self.handle.advance)
 
-        def read() -> None:
-            try:
-                for extent, offset, nbytes in pieces:
-                    index = free.get()
-                    if index is None:
-                        return
-                    self.source.read(extent, offset, buffers[index].data_ptr(), nbytes)
-                    full.put((index, extent, offset, nbytes))
-            except BaseException as error:
-                full.put(error)
 
-        reader = threading.Thread(target=read, name="lohan-snapshot-read", daemon=True)
-        reader.start()
+def move(
+    sizes: Sequence[int],
+    read: Callable[[int, int, int, int], None],
+    write: Callable[[int, int, int, int], None],
+    advance: Callable[[int], None],
+) -> None:
+    """Copy extents piece by piece: read in a new thread, write in this one.
+
+    Args:
+        sizes: the bytes of each extent to copy; 0: nothing.
+        read: reads part of an extent: its number, the offset, the address of memory, the bytes.
+        write: writes it; takes the same.
+        advance: called with the bytes of each piece that was written.
+    """
+    pieces = [
+        (extent, offset, min(PIECE_BYTES, nbytes - offset))
+        for extent, nbytes in enumerate(sizes)
+        for offset in range(0, nbytes, PIECE_BYTES)
+    ]
+    buffers = [aligned(PIECE_BYTES) for _ in range(BUFFER_COUNT)]
+    free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    full: queue.SimpleQueue[tuple[int, int, int, int] | BaseException] = queue.SimpleQueue()
+    for index in range(BUFFER_COUNT):
+        free.put(index)
+
+    def read_all() -> None:
         try:
-            for _ in pieces:
-                item = full.get()
-                if isinstance(item, BaseException):
-                    raise item
-                index, extent, offset, nbytes = item
-                self.target.write(extent, offset, buffers[index].data_ptr(), nbytes)
-                free.put(index)
-                self.handle.advance(nbytes)
-        finally:
-            free.put(None)
-            reader.join()
+            for extent, offset, nbytes in pieces:
+                index = free.get()
+                if index is None:
+                    return
+                read(extent, offset, buffers[index].data_ptr(), nbytes)
+                full.put((index, extent, offset, nbytes))
+        except BaseException as error:
+            full.put(error)
+
+    reader = threading.Thread(target=read_all, name="lohan-snapshot-read", daemon=True)
+    reader.start()
+    try:
+        for _ in pieces:
+            item = full.get()
+            if isinstance(item, BaseException):
+                raise item
+            index, extent, offset, nbytes = item
+            write(extent, offset, buffers[index].data_ptr(), nbytes)
+            free.put(index)
+            advance(nbytes)
+    finally:
+        free.put(None)
+        reader.join()
 
 
 def aligned(nbytes: int) -> torch.Tensor:
@@ -347,7 +361,7 @@ def aligned(nbytes: int) -> torch.Tensor:
     return whole[first : first + nbytes]
 
 
-def _missing(directories: Sequence[str]) -> list[str]:
+def missing_folders(directories: Sequence[str]) -> list[str]:
     """Return those of the directories and their parents that do not exist yet, innermost first."""
     paths = [Path(directory) for directory in directories]
     whole = {path for directory in paths for path in (directory, *directory.parents)}
@@ -364,6 +378,12 @@ def remove_unfinished(directories: Sequence[str]) -> bool:
         return False
     _store.remove(directories)
     return True
+
+
+def is_complete(directories: Sequence[str]) -> bool:
+    """Return whether there is a complete store in these directories."""
+    there = all(os.path.exists(os.path.join(name, "lohan.data")) for name in directories)
+    return there and not is_unfinished(directories)
 
 
 def is_unfinished(directories: Sequence[str]) -> bool:
