@@ -12,6 +12,7 @@ from lohan.common._stats import ReplicaStats, StepStats, Traffic
 from lohan.common._version import __version__
 from lohan.config import Config
 from lohan.errors import LohanError
+from lohan.replicas._reshard import Resharded, reshard
 from lohan.session._optim import Optimizer
 from lohan.session._session import Session
 from lohan.store._export import export
@@ -33,6 +34,7 @@ __all__ = [
     "LohanError",
     "Optimizer",
     "ReplicaStats",
+    "Resharded",
     "Session",
     "Snapshot",
     "StepStats",
@@ -43,6 +45,7 @@ __all__ = [
     "empty",
     "errors",
     "export",
+    "reshard",
     "snapshot",
     "unwrap",
     "verify",

@@ -1,4 +1,7 @@
-"""The `lohan` commands for stores: export, snapshot, verify. cli.py adds them to its group."""
+"""The `lohan` commands for stores: export, reshard, snapshot, verify.
+
+cli.py adds them to its group.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +126,40 @@ def snapshot(
         made = _snapshot.snapshot(list(store), [out, *others], wait_s=wait_s, progress=progress)
     said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
     where = ", ".join(made.directories)
+    _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
+
+
+@click.command()
+@click.argument("store", metavar="STORE...", nargs=-1, required=True)
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--and",
+    "others",
+    multiple=True,
+    metavar="OUT",
+    help="Another output directory; each new store is striped over all of them.",
+)
+@click.option(
+    "--parts",
+    required=True,
+    type=click.IntRange(1),
+    help="The number of new stores; 1: one store with all states.",
+)
+@JSON
+def reshard(
+    store: tuple[str, ...], out: str, others: tuple[str, ...], parts: int, json_wanted: bool
+) -> None:
+    """Divide the optimizer's states of a run among another number of processes, in new stores.
+
+    STORE: store= of the run, which was wrapped with replicas="parameters" or has one store with all
+    states. OUT: store= for resuming it with as many processes as there are parts.
+    """
+    from lohan.replicas import _reshard
+
+    with _progress("reshard") as progress:
+        made = _reshard.reshard(list(store), [out, *others], parts=parts, progress=progress)
+    said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
+    where = ", ".join(each[0] for each in made.directories)
     _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
 
 

@@ -30,7 +30,8 @@ def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> 
         head = params[first]
         first += unit["params"]
         if head["trainable"]:
-            arrays = [unit["bytes"], *(unit["elements"] * n for n in _STATES[head["dtype"]])]
+            states = _STATES[head["dtype"]] if unit["has_states"] else ()
+            arrays = [unit["bytes"], *(unit["elements"] * n for n in states)]
             total += sum(-(-nbytes // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for nbytes in arrays)
     return total
 
@@ -91,9 +92,16 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         store.close()
     params = _params(meta)
     method = meta.get("method")
+    given = set(meta.get("given", ()))  # trained units whose states another store has
     units = [
-        {"name": name, "params": count, "elements": elements, "bytes": nbytes}
-        for name, count, elements, nbytes in meta["units"]
+        {
+            "name": name,
+            "params": count,
+            "elements": elements,
+            "bytes": nbytes,
+            "has_states": elements > 0 and index not in given,
+        }
+        for index, (name, count, elements, nbytes) in enumerate(meta["units"])
     ]
     written = raw["commit_bytes"]
     if method is None:
@@ -121,6 +129,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         "method": "adamw" if method is None else method["name"],
         "write_every": None if method is None else method["write_every"],
         "storage": None if method is None else method.get("storage"),
+        "part": meta.get("part", [0, 1]),
         "extents": raw["extent_count"],
         "groups": groups,
         "param_count": sum(param["count"] for param in params),
@@ -156,6 +165,13 @@ def show(found: dict[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     console.print(_written(found), highlight=False, soft_wrap=True)
+    part, part_count = found["part"]
+    if part_count > 1:
+        count = sum(unit["has_states"] for unit in found["units"])
+        console.print(
+            f"optimizer states: part {part + 1} of {part_count}, those of {count} blocks",
+            highlight=False,
+        )
     for group in found["groups"]:
         said = ", ".join(f"{name} {value:g}" for name, value in group.items())
         console.print(f"  {said}", highlight=False)

@@ -130,9 +130,12 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
     return extents
 
 
-def _given(layout: Layout) -> list[int]:
-    """Return the indices of the units whose states another process has."""
-    return [index for index, unit in enumerate(layout.units) if not unit.has_states]
+def part_of(layout: Layout) -> dict[str, Any]:
+    """Return the entries of a store's meta that say which part of the states it has."""
+    if layout.part[1] == 1:
+        return {}
+    given = [index for index, unit in enumerate(layout.units) if not unit.has_states]
+    return {"part": [*layout.part], "given": given}
 
 
 def unit_rows(layout: Layout) -> list[Any]:
@@ -153,7 +156,7 @@ def describe(layout: Layout) -> dict[str, Any]:
         ],
         "units": unit_rows(layout),
         **({"method": layout.method} if layout.method is not None else {}),
-        **({"part": [*layout.part], "given": _given(layout)} if layout.part[1] > 1 else {}),
+        **part_of(layout),
     }
 
 
@@ -468,8 +471,10 @@ def _check_part(theirs: dict[str, Any], layout: Layout) -> None:
 
     raise StoreMismatchError(
         f"the store has {named(has)} of the optimizer's states, but this process needs"
-        f" {named(needs)}: resume with {has[1]} processes and"
-        f" replicas={'parameters' if has[1] > 1 else 'all'!r}, each with its own directories"
+        f" {named(needs)}: resume with"
+        f" {f'{has[1]} processes' if has[1] > 1 else 'any number of processes'} and"
+        f" replicas={'parameters' if has[1] > 1 else 'all'!r}, each with its own directories, or"
+        f" first run 'lohan reshard STORE OUT --parts {needs[1]}', and pass OUT as store="
     )
 
 
