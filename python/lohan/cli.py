@@ -71,7 +71,12 @@ def main() -> None:
     """Fine-tune models larger than main memory, with parameters and optimizer states on SSD."""
 
 
-for _command in (_cli_stores.export, _cli_stores.snapshot, _cli_stores.verify):
+for _command in (
+    _cli_stores.export,
+    _cli_stores.reshard,
+    _cli_stores.snapshot,
+    _cli_stores.verify,
+):
     main.add_command(_command)
 
 
@@ -233,10 +238,59 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Path(path_type=Path),
             help="Plot the sweep; without --sweep, step time against swapped bytes and a timeline.",
         ),
+        click.option("--nodes", type=POSITIVE, help="Nodes (machines) that train together."),
+        click.option("--gpus", type=POSITIVE, help="GPUs of a node."),
+        click.option(
+            "--net", metavar="RATE", help="A node's network card, each way, for example 10Gb/s."
+        ),
+        click.option(
+            "--accumulate",
+            type=POSITIVE,
+            help="With several GPUs: micro-batches of a GPU in a step. [default: 1]",
+        ),
+        click.option(
+            "--adapter-params",
+            type=POSITIVE,
+            metavar="COUNT",
+            help="With several GPUs: trained parameters of adapters (LoRA); all others are frozen.",
+        ),
         click.option("--json", "json_wanted", is_flag=True, help="Write JSON."),
     )[::-1]:
         command = option(command)
     return command
+
+
+def _with_world(machine: Any, words: dict[str, Any]) -> Any:
+    """Return the machine with the number of nodes and GPUs, and the network, that were given."""
+    from lohan.planning import _machines
+
+    sizes = {"node_count": words.pop("nodes"), "gpu_count": words.pop("gpus")}
+    changes = [f"{name}={count}" for name, count in sizes.items() if count is not None]
+    net = words.pop("net")
+    if net is not None:
+        changes.append(f"net_bytes_per_s={_units.size('--net', net, _units.NET_RATES)}")
+    return _machines.change(machine, changes)
+
+
+def _predict(machine: Any, words: dict[str, Any], console: Console | None) -> dict[str, Any]:
+    """Predict a step, of one GPU or of several."""
+    from lohan.commands import _simulate_show, _world_show
+
+    own = {name: words.pop(name) for name in ("accumulate", "adapter_params")}
+    if machine.node_count * machine.gpu_count == 1:
+        given = [name for name, value in own.items() if value is not None]
+        if given:
+            name = given[0].replace("_", "-")
+            raise click.UsageError(f"--{name} needs several GPUs, as in --nodes 2 or --gpus 2")
+        return _simulate_show.run(_simulate_show.request(machine, **words), console)
+    others = [name for name in ("schedule", "commit_every", "sweep", "plot") if words[name]]
+    if others or words["policy"] != "auto":
+        name = (others or ["policy"])[0].replace("_", "-")
+        raise click.UsageError(f"--{name} cannot be combined with several GPUs")
+    shape = {name: words[name] for name in ("model", "batch", "seq")}
+    steps, adapters = own["accumulate"] or 1, own["adapter_params"]
+    load = _world_show.Load(**shape, micro_steps=steps, adapter_params=adapters)
+    return _world_show.run(load, machine, console)
 
 
 MODEL_HELP = "A name such as gpt-13b, a transformers config.json, or a transformers class."
@@ -294,16 +348,18 @@ def simulate(
 ) -> None:
     """Simulate a training step on any machine: how long it takes, and what limits it.
 
-    The simulation runs the real training engine in virtual time. docs/machines.md describes how to
-    specify a machine.
+    The simulation runs the real training engine in virtual time. With --nodes or --gpus, the steps
+    of several GPUs are calculated instead, for each setting of share= and replicas=.
+    docs/machines.md describes how to specify a machine.
     """
     from lohan.commands import _simulate_show
     from lohan.planning import _machines
 
-    here = _machines.change(_machines.load(machine), changes)
+    here = _with_world(_machines.change(_machines.load(machine), changes), words)
     console = None if json_wanted else Console()
     if zeroth is not None:
-        others = [name for name in ("schedule", "commit_every", "sweep", "plot") if words[name]]
+        limits = ("schedule", "commit_every", "sweep", "plot", "accumulate", "adapter_params")
+        others = [name for name in limits if words[name]]
         if others or words["policy"] != "auto":
             name = (others or ["policy"])[0].replace("_", "-")
             raise click.UsageError(f"--zeroth cannot be combined with --{name}")
@@ -312,7 +368,7 @@ def simulate(
     elif dtype or link:
         raise click.UsageError("--dtype and --link need a zeroth-order step, as in --zeroth zo2")
     else:
-        answer = _simulate_show.run(_simulate_show.request(here, **words), console)
+        answer = _predict(here, words, console)
     if json_wanted:
         _write_json(answer, None)
 
@@ -373,11 +429,14 @@ def plan(
     sizes = {"gpu_bytes": gpu, "host_bytes": ram}
     own = [f"{name}={size}" for name, size in sizes.items() if size is not None]
     here = _machines.change(here, [*own, *changes])
+    here = _with_world(here, words)
     if ssd is not None:
         each = _machines.quantity("ssd_bytes", ssd) // here.ssd_count
         here = _machines.change(here, [f"ssd_bytes={each}"])
     console = None if json_wanted else Console()
     if largest:
+        if here.node_count * here.gpu_count > 1 or words["accumulate"] or words["adapter_params"]:
+            raise click.UsageError("--largest is for one GPU: leave out --nodes and --gpus")
         answer = _largest.find(
             family, here, 1 if batch is None else batch, words["seq"], words["policy"]
         )
@@ -386,9 +445,7 @@ def plan(
     else:
         if console is not None:
             _simulate_show.show_machine(here, console)
-        request = _simulate_show.request(
-            here, model=model, batch=8 if batch is None else batch, **words
-        )
-        answer = _simulate_show.run(request, console)
+        load = {"model": model, "batch": 8 if batch is None else batch}
+        answer = _predict(here, {**load, **words}, console)
     if json_wanted:
         _write_json(answer, None)

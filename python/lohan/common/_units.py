@@ -14,6 +14,8 @@ SIZES = {
     **{f"{p}iB": 1024**i for i, p in enumerate(("K", "M", "G", "T", "P"), 1)},
 }
 RATES = {f"{unit}/s": factor for unit, factor in SIZES.items()}
+# Rates of networks, also in bits per second: "10Gb/s".
+NET_RATES = {**RATES, **{f"{p}b/s": 1000**i / 8 for i, p in enumerate(("", "k", "M", "G", "T"))}}
 # The units that are valid for a field, and their factors, by the end of the field's name.
 _UNITS: dict[str, Mapping[str, float]] = {
     "_bytes_per_s": RATES,

@@ -97,7 +97,7 @@ def gradient_bytes(sums: str, work: Work, machine: Machine) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bytes:
+class Moved:
     """The bytes and counts that the equations divide by rates; those of SSDs are a node's."""
 
     p16: int  # what each GPU loads in a pass
@@ -110,7 +110,7 @@ class _Bytes:
     updated: float  # parameters that a node updates
 
 
-def _bytes(work: Work, machine: Machine, options: Options) -> tuple[_Bytes, int]:
+def _bytes(work: Work, machine: Machine, options: Options) -> tuple[Moved, int]:
     """Count what a step moves; also return the main memory that it needs on a node."""
     nodes, gpus = machine.node_count, machine.gpu_count
     share = 1 if options.is_replicated else nodes
@@ -127,7 +127,7 @@ def _bytes(work: Work, machine: Machine, options: Options) -> tuple[_Bytes, int]
     buffers += buffers // _BUFFER_DIVISOR
     held = buffers if is_on_ssd else in_memory
     own = HALF_BYTES * trained // share + HALF_BYTES * work.frozen_count
-    found = _Bytes(
+    found = Moved(
         p16=p16,
         gathered=0 if share == 1 else _world.ring_bytes(HALF_BYTES * trained, nodes),
         reduced=g * trained * (nodes - 1) // nodes,
@@ -141,13 +141,15 @@ def _bytes(work: Work, machine: Machine, options: Options) -> tuple[_Bytes, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rates:
+class Rates:
+    """The rates of a node's SSDs, and of all links of its GPUs together."""
+
     read: float
     write: float
     total: float
 
     @classmethod
-    def of(cls, machine: Machine) -> _Rates:
+    def of(cls, machine: Machine) -> Rates:
         limit = machine.ssd_total_bytes_per_s or 1 << 62
         return cls(
             min(machine.ssd_count * machine.ssd_read_bytes_per_s, limit),
@@ -156,14 +158,14 @@ class _Rates:
         )
 
 
-def _stages(
-    work: Work, machine: Machine, moved: _Bytes, share: float
+def stages(
+    work: Work, machine: Machine, moved: Moved, share: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return how long each resource is busy in forward and in backward, with this share deferred.
 
     Source: LoHan eq. 4-5
     """
-    rates, gpus = _Rates.of(machine), machine.gpu_count
+    rates, gpus = Rates.of(machine), machine.gpu_count
     messages = work.unit_count
     update_ssd = moved.state_read / rates.read + moved.state_written / rates.write
     update_cpu = moved.updated / machine.adam_params_per_s
@@ -192,10 +194,10 @@ def _stages(
     return forward, backward
 
 
-def _turn_s(work: Work, machine: Machine, moved: _Bytes) -> float:
+def turn_s(work: Work, machine: Machine, moved: Moved) -> float:
     """Return the time of the first unit's update, chunk by chunk: that of its slowest part."""
     part = work.first_params / max(1, work.trainable_count)
-    rates = _Rates.of(machine)
+    rates = Rates.of(machine)
     return part * max(
         HALF_BYTES * work.trainable_count / machine.link_out_bytes_per_s,
         _world.seconds(max(moved.reduced, moved.gathered), machine.net_bytes_per_s),
@@ -215,7 +217,7 @@ def step(work: Work, machine: Machine, options: Options | None = None) -> Step:
     options = options or Options()
     moved, host_bytes = _bytes(work, machine, options)
     shares = range(_SHARES + 1) if options.is_deferred else (0,)
-    tried = [_stages(work, machine, moved, share / _SHARES) for share in shares]
+    tried = [stages(work, machine, moved, share / _SHARES) for share in shares]
     forward, backward = min(tried, key=lambda two: max(two[0].values()) + max(two[1].values()))
     g16 = HALF_BYTES * work.trainable_count
     return Step(
@@ -235,7 +237,7 @@ def step(work: Work, machine: Machine, options: Options | None = None) -> Step:
         host_bytes=host_bytes,
         forward_s=max(forward.values()),
         backward_s=max(backward.values()),
-        update_s=_turn_s(work, machine, moved),
+        update_s=turn_s(work, machine, moved),
         bound_by=_world.busiest(backward),
     )
 
