@@ -15,13 +15,15 @@ live for all rounds.
   batch (--overlap-batch) whose computation takes several times as long as the wire: GPT-2's tied
   embedding, a third of the bytes, has its gradient only at the end of backward, so that its time on
   the wire is never hidden.
+* world_disk: a step whose states are on SSD, of two nodes that divide them, each with a drive
+  limited to --disk-rate, compared with one node of the same kind that computes all micro-batches.
 * world_memory_{shared,replicas}: the main memory of two processes of one machine after a step, with
   share="on" and without, compared with that of one process that accumulates as many gradients. What
   torch takes by itself is left out: it is measured before wrap(), after a forward, less the plain
   model's parameters. Pages that several processes share count once. The rows also have the bytes
   that a step moves to and from SSDs.
 
-    python benchmarks/py/bench_world.py [--only zo lora full wire overlap memory] [--rounds 5]
+    python benchmarks/py/bench_world.py [--only zo lora full wire overlap disk memory] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +45,7 @@ from report import Report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
 
+import disk_limits
 import namespaces
 
 HERE = Path(__file__).resolve().parent
@@ -50,8 +54,10 @@ PORT = 29511
 MICRO_BATCHES = 4
 PEERS = ("ddp", "fsdp2", "fsdp2_best", "deepspeed")
 RATES = {"1gbit": 125_000_000, "100mbit": 12_500_000}
-KINDS = ("zo", "lora", "full", "wire", "overlap", "memory")
+KINDS = ("zo", "lora", "full", "wire", "overlap", "disk", "memory")
 SAMPLE_S = 0.05
+# Processes end with this one, also if it is killed.
+WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
 def work(store: str, args: Any) -> None:
@@ -91,7 +97,7 @@ class System:
             settings |= env
             self.workers.append(
                 subprocess.Popen(
-                    command,
+                    [*WITH_US, *command],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
@@ -279,6 +285,55 @@ def measure_overlap(args: Any, folder: Path, report: Report) -> None:
     )
 
 
+def measure_disk(args: Any, folder: Path, report: Report) -> None:
+    """Compare a step of two nodes that divide the states with that of one node."""
+    if reason := disk_limits.why_not():
+        print(json.dumps({"name": "world_disk", "skipped": reason}))
+        return
+    folder.mkdir()
+    base = [sys.executable, "-W", "ignore", str(HERE / "world_train.py"), "lohan"]
+    base.append(f"--host-bytes={args.disk_host_bytes}")
+    with (
+        namespaces.nodes(2, None) as names,
+        disk_limits.groups(3, folder, args.disk_rate) as (first, second, alone),
+    ):
+        one = System(
+            [[*alone, *_pinned(0), *base, "--accumulate=2", f"--store={folder / 'one'}"]], {}
+        )
+        two = System(
+            [
+                [
+                    *group,
+                    *namespaces.command(names[i], *_pinned(i), *base, "--replicas=parameters"),
+                    f"--store={folder / f'two-{i}'}",
+                ]
+                for i, group in enumerate((first, second))
+            ],
+            _address(PORT + 11),
+        )
+        found: dict[str, list[float]] = {"one": [], "two": []}
+        moved: dict[str, list[int]] = {"one": [], "two": []}
+        for turn in range(args.rounds + 1):
+            for name, system in (("one", one), ("two", two))[:: 1 if turn % 2 else -1]:
+                told = system.answers(1)
+                if turn > 0:  # the first round warms up
+                    found[name].append(max(each["seconds"] for each in told))
+                    moved[name].append(max(each["ssd_bytes"] for each in told))
+        one.close()
+        two.close()
+    report.add(
+        "world_disk",
+        found["two"],
+        "s",
+        peer="one node, accumulate=2",
+        peer_values=found["one"],
+        disk_bytes_per_s=args.disk_rate,
+        host_bytes=args.disk_host_bytes,
+        ssd_bytes_per_step=statistics.median(moved["two"]),
+        peer_ssd_bytes_per_step=statistics.median(moved["one"]),
+    )
+
+
 def measure_memory(args: Any, folder: Path, report: Report) -> None:
     """Compare the memory of two processes of one machine with that of one."""
     base = [sys.executable, "-W", "ignore", str(HERE / "world_train.py"), "lohan", "--memory"]
@@ -376,13 +431,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--overlap-batch", type=int, default=16)
+    parser.add_argument("--disk-rate", type=int, default=150_000_000)
+    parser.add_argument("--disk-host-bytes", type=int, default=1_500_000_000)
     parser.add_argument("--directory", default=None)
     parser.add_argument("--history", action="store_true")
     args = parser.parse_args()
     if args.worker is not None:
         work(args.worker, args)
         return
-    reason = namespaces.why_not("taskset")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed
+    reason = namespaces.why_not("taskset", "setpriv")
     if reason:
         print(json.dumps({"name": "world", "skipped": reason}))
         return
@@ -398,6 +456,8 @@ def main() -> None:
             measure_wire(args, Path(name), report)
         if "overlap" in args.only:
             measure_overlap(args, Path(name), report)
+        if "disk" in args.only:
+            measure_disk(args, Path(name) / "disk", report)
         if "memory" in args.only:
             measure_memory(args, Path(name), report)
 

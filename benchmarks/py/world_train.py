@@ -68,6 +68,7 @@ def lohan_step(args: argparse.Namespace) -> Step:
         share=args.share,
         accumulate=args.accumulate,
         **({"heap": "system", "schedule": "serial"} if args.memory else {}),
+        **({"replicas": args.replicas, "host_bytes": args.host_bytes} if args.host_bytes else {}),
         **HYPER,
     )
 
@@ -76,9 +77,10 @@ def lohan_step(args: argparse.Namespace) -> Step:
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
         model.optimizer.step()
-        if args.memory:
+        if args.memory or args.host_bytes:
             stats = model.lohan.stats()
             TOLD["ssd_bytes"] = stats.read_bytes + stats.written_bytes
+        if args.memory:
             TOLD["memory_bytes"] = own_bytes() - before
         return loss.detach()
 
@@ -154,6 +156,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences of one process")
     parser.add_argument("--share", default="off", choices=("off", "on"))
     parser.add_argument("--accumulate", type=int, default=1, help="backwards of a step (lohan)")
+    parser.add_argument("--replicas", default="all", choices=("all", "parameters"))
+    parser.add_argument("--host-bytes", type=int, default=0, help="lohan: states are on SSD")
     parser.add_argument("--memory", action="store_true", help="measure lohan's memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
