@@ -60,6 +60,8 @@ NEON_WORDS_FAST = ("bits", "cast", "crc32c", "norm", "sum", "format")
 CROSS_COMPILER = ["aarch64-linux-gnu-gcc"]
 EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
 SIM_SEED_COUNT = 20
+# Programs that take longest under sanitizers, the longest first: they start first.
+LONGEST = ("test_engine", "test_sim_saved", "test_adam", "test_engine_device", "test_engine_team")
 # Each of pytest's processes loads torch and transformers, which takes a gigabyte.
 PYTEST_PROCESS_COUNT_MAX = 8
 # How long "import torch" takes on a machine on which the Python tests take more than half an hour.
@@ -237,7 +239,9 @@ def build_programs(
     Of the core, and of the simulator's tests, a program is linked with what it uses.
     """
     directory = ROOT / folder
+    places = {name: place for place, name in enumerate(LONGEST)}
     programs = [path for path in sorted(directory.glob(pattern)) if chosen(path.stem)]
+    programs.sort(key=lambda path: places.get(path.stem, len(places)))
     helpers = [path for path in sorted(directory.glob("*.c")) if not path.match(pattern)]
     if not programs:
         return []
@@ -252,12 +256,11 @@ def build_programs(
     libraries = [builder.archive(simulator, "simulator"), core]
     shared = builder.compile(helpers, include)
     mains = builder.compile(programs, include)
-    built = []
-    for source, main in zip(programs, mains, strict=True):
-        target = cbuild.BUILD / "bin" / builder.variant / source.stem
-        builder.link([main, *shared, *libraries], target)
-        built.append((source.stem, target))
-    return built
+    targets = [cbuild.BUILD / "bin" / builder.variant / source.stem for source in programs]
+    builder.link_all(
+        ([main, *shared, *libraries], target) for main, target in zip(mains, targets, strict=True)
+    )
+    return [(target.name, target) for target in targets]
 
 
 def run_c_mode(mode: str, options: Options, words: Sequence[str] | None = None) -> bool:

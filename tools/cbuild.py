@@ -325,12 +325,25 @@ class Builder:
         self, objects: Sequence[pathlib.Path], target: pathlib.Path, extra: Sequence[str] = ()
     ) -> None:
         """Link objects into target unless it is newer than all of them."""
-        inputs = [str(item) for item in objects]
-        command = [*self.command, *extra, *inputs, "-o", str(target), *self.link_flags()]
-        with _build_lock():
-            complaint = _make(target, command) if _is_stale(target, command, objects) else ""
-        if complaint:
-            raise BuildError(complaint)
+        self.link_all([(objects, target)], extra)
+
+    def link_all(
+        self,
+        programs: Iterable[tuple[Sequence[pathlib.Path], pathlib.Path]],
+        extra: Sequence[str] = (),
+    ) -> None:
+        """Link programs, each the objects and the target of link(), in parallel."""
+
+        def link(program: tuple[Sequence[pathlib.Path], pathlib.Path]) -> str:
+            objects, target = program
+            inputs = [str(item) for item in objects]
+            command = [*self.command, *extra, *inputs, "-o", str(target), *self.link_flags()]
+            return _make(target, command) if _is_stale(target, command, objects) else ""
+
+        with _build_lock(), concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
+            complaints = [text for text in pool.map(link, programs) if text]
+        if complaints:
+            raise BuildError("\n".join(complaints))
 
 
 @contextlib.contextmanager

@@ -42,11 +42,6 @@ struct machine {
     void *scratch; /* used by cuda only */
 };
 
-__attribute__((unused)) static bool machine_is_fast(void)
-{
-    return getenv("LH_TEST_FAST") != NULL;
-}
-
 __attribute__((unused)) static void machine_enter(struct machine *machine)
 {
     LH_CHECK(machine->calls.context_push(machine->context) == 0);

@@ -12,6 +12,7 @@
 
 #include <inttypes.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,6 +39,21 @@
 #define LH_TEST_IS_EMULATED 0
 #endif
 #define LH_TEST_IS_SLOW (LH_TEST_IS_SANITIZED || LH_TEST_IS_EMULATED)
+
+/* Whether loops are to be shorter (tests/run.py --fast). */
+__attribute__((unused)) static bool lh_test_is_fast(void)
+{
+    return getenv("LH_TEST_FAST") != NULL;
+}
+
+/*
+ * Whether the longest loops are to be a sample of what the same program tests in full elsewhere in
+ * `make test`: without a sanitizer, it has all the values, and under one all the code.
+ */
+__attribute__((unused)) static bool lh_test_is_sample(void)
+{
+    return LH_TEST_IS_SANITIZED && lh_test_is_fast();
+}
 
 /*
  * The factor for limits on CPU time. On a busy shared machine most of such a time is spent on

@@ -14,7 +14,7 @@ static const struct lh_dev_opts plain = {.copy_count = 8};
 
 static uint32_t item_count(void)
 {
-    return machine_is_fast() ? 24 : ITEM_COUNT_MAX;
+    return lh_test_is_fast() ? 24 : ITEM_COUNT_MAX;
 }
 
 /* A lane copies random bytes in, and out again to another place; all lanes do so at once. */
@@ -49,7 +49,7 @@ static void test_bytes(const char *kind)
     struct machine machine;
     struct lane lanes[LANE_COUNT] = {0};
     struct lh_dev_copy *done[LANE_COUNT];
-    uint64_t copy_count = machine_is_fast() ? 200 : 1500;
+    uint64_t copy_count = lh_test_is_fast() ? 200 : 1500;
     uint64_t started = LANE_COUNT;
     uint64_t back_count = 0;
     uint64_t seed = 42;

@@ -235,7 +235,7 @@ int main(void)
         test_moved("fake", policy, true);
     }
     static const char *const kinds[] = {"emu", "fake"};
-    int step_count = getenv("LH_TEST_FAST") ? 7 : 20;
+    int step_count = lh_test_is_fast() ? 7 : 20;
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
         for (size_t j = 0; j < LH_COUNT_OF(schedules); j++) {
             struct rig_opts opts = opts_of(kinds[i], schedules[j]);

@@ -138,6 +138,6 @@ static void test_random(uint64_t round_count)
 
 int main(void)
 {
-    test_random(getenv("LH_TEST_FAST") || LH_TEST_IS_SLOW ? 8 : 25);
+    test_random(lh_test_is_fast() || LH_TEST_IS_SLOW ? 8 : 25);
     return 0;
 }

@@ -161,7 +161,7 @@ static void test_round_trips(const char *kind, uint64_t memory_bytes)
                  "trains, in any order, some dropped before; counters equal the plan; all is freed",
                  kind ? kind : "main memory", memory_bytes);
     static struct saved_test test;
-    int round_max = getenv("LH_TEST_FAST") ? 4 : 12;
+    int round_max = lh_test_is_fast() ? 4 : 12;
     test_open(&test, kind, memory_bytes, lh_min_u64(memory_bytes, 3 * LH_MIB + 40960), 64 * LH_MIB);
     for (int round = 0; round < round_max; round++) {
         LH_CHECK(rig_forward_backward(&test.rig, RIG_GRADIENTS_ALL) == 0);
@@ -202,7 +202,7 @@ static void test_dropped_unread(void)
 {
     lh_test_name("asked for and dropped before it is read, or while it waits for room");
     static struct saved_test test;
-    int round_max = getenv("LH_TEST_FAST") ? 10 : 40;
+    int round_max = lh_test_is_fast() ? 10 : 40;
     test_open(&test, NULL, 3 * LH_MIB + 40960, 3 * LH_MIB + 40960, 64 * LH_MIB);
     for (int round = 0; round < round_max; round++) {
         for (uint32_t i = 0; i < ITEM_COUNT; i++)
@@ -273,7 +273,7 @@ static void test_stop(const char *kind)
     lh_test_name("%s: stopped at any time, with saved tensors under way",
                  kind ? kind : "main memory");
     static struct saved_test test;
-    int round_max = getenv("LH_TEST_FAST") ? 4 : 20;
+    int round_max = lh_test_is_fast() ? 4 : 20;
     for (int round = 0; round < round_max; round++) {
         test_open(&test, kind, 4 * LH_MIB, 3 * LH_MIB, 64 * LH_MIB);
         test.seed += (uint64_t)round;

@@ -9,11 +9,6 @@
 #define LANE_BYTES (UINT64_C(256) << 10)
 #define DATA_BYTES (LANE_COUNT * LANE_BYTES)
 
-static bool is_fast(void)
-{
-    return getenv("LH_TEST_FAST") != NULL;
-}
-
 /* A lane is a part of the file and of the buffer with one request in flight at a time. */
 struct lane {
     struct lh_io_request request;
@@ -87,7 +82,7 @@ static void read_after_write(struct fixture *fixture, uint64_t request_count, ui
 
 static void test_read_after_write(const char *name)
 {
-    uint64_t count = is_fast() ? 300 : 2000;
+    uint64_t count = lh_test_is_fast() ? 300 : 2000;
     for (int variant = 0; variant < 4; variant++) {
         struct fixture fixture;
         bool direct = variant % 2 == 0;
@@ -235,7 +230,7 @@ static void test_queue_full(const char *name)
 static void *wakeups_run(void *context)
 {
     struct fixture *fixture = context;
-    uint64_t count = is_fast() ? 1000 : 5000;
+    uint64_t count = lh_test_is_fast() ? 1000 : 5000;
     uint64_t seed = 7;
     for (uint64_t i = 0; i < count; i++) {
         struct lh_io_request request = {
@@ -450,7 +445,7 @@ int main(void)
         test_assertions(names[i]);
         if (strncmp(names[i], "libaio", 6) != 0) /* libaio supports no character device */
             test_no_space(names[i]);
-        if (strcmp(names[i], "io_uring") == 0 && !is_fast())
+        if (strcmp(names[i], "io_uring") == 0 && !lh_test_is_fast())
             test_large_buffers(names[i]);
     }
     return 0;

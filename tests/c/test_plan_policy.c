@@ -206,7 +206,7 @@ static void auto_is_best(void)
     uint64_t seed = 5;
     int missed_count = 0;
     int count = 0;
-    bool is_fast = getenv("LH_TEST_FAST") != NULL;
+    bool is_fast = lh_test_is_fast();
     for (uint32_t blocks = 1; blocks <= BLOCK_COUNT_MAX; blocks++) {
         for (uint32_t layers = 1; layers <= BLOCK_LAYER_COUNT_MAX; layers++) {
             struct plan_fixture_shape shape = {blocks, layers};

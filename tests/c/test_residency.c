@@ -212,7 +212,7 @@ static void test_random(bool is_eager)
     uint64_t seed = 11;
     uint64_t planned_count = 0;
     uint64_t cut_again_count = 0;
-    int round_max = getenv("LH_TEST_FAST") ? 2000 : 10000;
+    int round_max = lh_test_is_fast() ? 2000 : 10000;
     for (int round = 0; round < round_max; round++) {
         struct trial trial = trial_random(&seed);
         struct lh_residency state;
@@ -420,7 +420,7 @@ static void test_least(void)
     static struct machine machine;
     uint64_t seed = 12;
     uint64_t loads = 0;
-    int round_max = getenv("LH_TEST_FAST") ? 4000 : 40000;
+    int round_max = lh_test_is_fast() ? 4000 : 40000;
     for (int round = 0; round < round_max; round++) {
         struct lh_residency_unit units[UNIT_COUNT_MAX];
         uint32_t scope_of[UNIT_COUNT_MAX];

@@ -165,7 +165,7 @@ static void test_cycles(bool is_deferred)
     lh_test_name("copies %s, ops in any order that they allow: every use finds the last update's "
                  "values, and no more is loaded than without planning ahead",
                  is_deferred ? "updated before forward" : "made again ahead of the next cycle");
-    int round_max = getenv("LH_TEST_FAST") ? 500 : 4000;
+    int round_max = lh_test_is_fast() ? 500 : 4000;
     struct copies copies = {.seed = 21};
     for (int round = 0; round < round_max; round++) {
         uint64_t all = 0;

@@ -259,7 +259,7 @@ static void test_random(void)
 {
     lh_test_name("whatever uses there are, begins keep their order, and a plan that read ahead "
                  "holds for them as they happen");
-    int round_max = getenv("LH_TEST_FAST") ? 2000 : 20000;
+    int round_max = lh_test_is_fast() ? 2000 : 20000;
     struct scan scan = {.seed = 77};
     int planned = 0;
     for (int round = 0; round < round_max; round++) {

@@ -77,13 +77,15 @@ int main(void)
     lh_test_name("what leaves for main memory or SSD while there is time is hidden, and what comes "
                  "back is not waited for");
     struct result none = step_run(0, 0, 0);
-    struct result memory = step_run(PIECE_COUNT, 0, 48 * LH_GIB);
     struct result half = step_run(PIECE_COUNT, 4, 24 * LH_GIB);
-    struct result all = step_run(PIECE_COUNT, PIECE_COUNT, 5 * LH_GIB);
-    LH_CHECK((double)memory.step_ns < 1.01 * (double)none.step_ns);
+    if (!lh_test_is_sample()) {
+        struct result memory = step_run(PIECE_COUNT, 0, 48 * LH_GIB);
+        struct result all = step_run(PIECE_COUNT, PIECE_COUNT, 5 * LH_GIB);
+        LH_CHECK((double)memory.step_ns < 1.01 * (double)none.step_ns);
+        LH_CHECK((double)all.step_ns < 1.01 * (double)none.step_ns);
+        LH_CHECK(memory.stats.bytes[LH_ENGINE_LINK_SAVED_WRITE] == 0);
+    }
     LH_CHECK((double)half.step_ns < 1.01 * (double)none.step_ns);
-    LH_CHECK((double)all.step_ns < 1.01 * (double)none.step_ns);
-    LH_CHECK(memory.stats.bytes[LH_ENGINE_LINK_SAVED_WRITE] == 0);
     LH_CHECK(half.stats.bytes[LH_ENGINE_LINK_SAVED_WRITE] == BLOCK_COUNT * 4 * moved);
 
     lh_test_name("what has no room in main memory goes to SSD, whatever was asked for");

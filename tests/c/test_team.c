@@ -192,7 +192,7 @@ static void test_refusals(void)
 
 static int rounds(void)
 {
-    return getenv("LH_TEST_FAST") ? ROUNDS / 10 : ROUNDS;
+    return lh_test_is_fast() ? ROUNDS / 10 : ROUNDS;
 }
 
 /* Pin unit 0 again and again; the bytes must not change while it is pinned. */

@@ -46,7 +46,7 @@ static void test_launch(const char *kind)
     float *expected = calloc(COUNT_MAX, sizeof(float));
     float *device = machine_allocate(&machine, COUNT_MAX * sizeof(float));
     struct lh_dev_fence *arrived = machine_fence(&machine), *computed = machine_fence(&machine);
-    for (int turn = 0; turn < (machine_is_fast() ? 20 : 60); turn++) {
+    for (int turn = 0; turn < (lh_test_is_fast() ? 20 : 60); turn++) {
         uint64_t count = lh_test_random(&seed) % (turn % 4 ? 3000 : COUNT_MAX);
         uint64_t skip = lh_test_random(&seed) % (COUNT_MAX - count);
         uint64_t first = lh_test_random(&seed) % (turn % 2 ? 300 : UINT64_C(1) << 49);
@@ -161,7 +161,7 @@ static void test_launch_lead(const char *kind)
     uint64_t seed = 6;
     lh_test_name("%s: what is kept is led by launches with the bits of lh_zo_lead", kind);
     kept_rig_open(&rig, kind, image);
-    for (int turn = 0; turn < (machine_is_fast() ? 24 : 72); turn++) {
+    for (int turn = 0; turn < (lh_test_is_fast() ? 24 : 72); turn++) {
         struct lh_zo_kept formats = {.state_format = (enum lh_zo_format)(turn % 4),
                                      .value_format = (enum lh_zo_format)(turn / 4 % 3)};
         uint64_t count = lh_test_random(&seed) % (turn % 4 ? 3000 : KEPT_COUNT_MAX);
