@@ -11,8 +11,8 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-sanitized test-slow lint lint-quick analyze fmt bench \
-	bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
+.PHONY: help demo test test-quick test-sanitized test-slow test-long lint lint-quick \
+	analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
 	interrupts troubles paper parity docs wheel matrix coverage build clean
 
@@ -20,7 +20,8 @@ help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
 	@echo 'make test      all tests, the sanitizers on the quick part of them'
 	@echo '               in two parts: test-quick (unit tests in C and Python), test-sanitized'
-	@echo 'make test-slow the Python tests that take minutes'
+	@echo 'make test-slow more Python tests: those that take more than ten seconds each;'
+	@echo '               test-long: those that take many minutes, or 40 GB of disk'
 	@echo 'make lint      formatting, linters, types, spelling (lint-quick), and clang-tidy (analyze)'
 	@echo 'make fmt       format C and Python'
 	@echo 'make sanitize  all C and Python tests under the sanitizers'
@@ -69,8 +70,8 @@ test-quick: build
 test-sanitized: $(VENV)/.ready
 	$(RUN) asan tsan sim --fast -- $(ARGS)
 
-test-slow: build
-	$(RUN) py -- -m slow $(ARGS)
+test-slow test-long: build
+	$(RUN) py --marked $(@:test-%=%) -- $(ARGS)
 
 lint: $(VENV)/.ready
 	$(RUN) lint analyze

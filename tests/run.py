@@ -62,6 +62,8 @@ EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"]
 SIM_SEED_COUNT = 20
 # Programs that take longest under sanitizers, the longest first: they start first.
 LONGEST = ("test_engine", "test_sim_saved", "test_adam", "test_engine_device", "test_engine_team")
+# Which Python tests run (pyproject.toml has the marks): the last of several -m options counts.
+MARKS = {"fast": "not slow and not long", "slow": "slow", "long": "long", "": "slow or not slow"}
 # Each of pytest's processes loads torch and transformers, which takes a gigabyte.
 PYTEST_PROCESS_COUNT_MAX = 8
 # How long "import torch" takes on a machine on which the Python tests take more than half an hour.
@@ -85,6 +87,8 @@ class Options:
     fast: bool
     seeds: int
     rest: list[str]
+    # Of the Python tests, run only those marked slow, or only those marked long.
+    marked: str = ""
     # Failed tests and their messages, printed again at the very end.
     failures: list[str] = dataclasses.field(default_factory=list)
 
@@ -391,8 +395,7 @@ def run_pytest(paths: Sequence[str], options: Options, **environment: str) -> bo
     A run that finds no tests does not count as a failure, but one in which LOHAN_TESTS_END left all
     of them out does.
     """
-    # By default pytest skips slow tests (pyproject.toml); the last of several -m options counts.
-    marks = "not slow" if options.fast else "slow or not slow"
+    marks = MARKS["fast" if options.fast else options.marked]
     words = [sys.executable, "-m", "pytest", "-q", "-m", marks, *paths, *options.rest]
     say("$ " + " ".join(words[1:]))
     with tempfile.TemporaryDirectory() as folder:
@@ -423,14 +426,15 @@ def run_tidy(options: Options) -> bool:
 
 
 def processes(options: Options) -> list[str]:
-    """Return pytest's options for running quick tests in several processes, if possible.
+    """Return pytest's options for running quick and slow tests in several processes, if possible.
 
     There is one more than processors, since most tests wait for disks, children and timeouts, or
     compute with one thread. A file's tests stay in one process, so that shared fixtures are created
-    once. Slow tests need memory and disks exclusively.
+    once. Long tests need memory and disks exclusively.
     """
     count = min((os.cpu_count() or 1) + 1, PYTEST_PROCESS_COUNT_MAX)
-    if not options.fast or importlib.util.find_spec("xdist") is None:
+    is_shared = options.fast or options.marked == "slow"
+    if not is_shared or importlib.util.find_spec("xdist") is None:
         return []
     if "LOHAN_TESTS_SPREAD" in os.environ:
         return ["-n", str(count), "--dist", "load", "--maxschedchunk=1"]
@@ -563,7 +567,10 @@ def main() -> int:
         help="run only C tests with NAME in their name (mutants, fuzz, bench: only NAME)",
     )
     parser.add_argument(
-        "--fast", action="store_true", help="set LH_TEST_FAST=1; run pytest -m 'not slow'"
+        "--fast", action="store_true", help=f"set LH_TEST_FAST=1; run pytest -m '{MARKS['fast']}'"
+    )
+    parser.add_argument(
+        "--marked", choices=["slow", "long"], default="", help="run only Python tests so marked"
     )
     parser.add_argument(
         "--seeds", type=int, default=SIM_SEED_COUNT, help="number of seeds for each simulator"
@@ -571,7 +578,9 @@ def main() -> int:
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:cut])
     rest = sys.argv[cut + 1 :]
-    options = Options(arguments.only, arguments.fast, arguments.seeds, rest)
+    options = Options(
+        arguments.only, arguments.fast, arguments.seeds, rest, marked=arguments.marked
+    )
     words = [part for word in arguments.words for part in (ALL if word == "all" else [word])]
     started = time.monotonic()
     failed = [word for word in words if not WORDS[word](options)]

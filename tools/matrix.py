@@ -213,7 +213,17 @@ def attempt(pair: Pair, rest: Sequence[str]) -> Row:
         if inside is None:
             return row(torch, UNAVAILABLE, "pip finds no such version for this Python")
         torch = run([inside, "-c", "import torch; print(torch.__version__)"]).split()[-1]
-        quick = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS, *rest]
+        quick = [
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "not slow and not long",
+            "-p",
+            "no:cacheprovider",
+            *TESTS,
+            *rest,
+        ]
         output = run([inside, *quick], PYTHONDONTWRITEBYTECODE="1")
         return row(torch, PASSED, output.splitlines()[-1])
     except MatrixError as error:

@@ -29,19 +29,22 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PYTHONPYCACHEPREFIX", str(ROOT / "build" / "pycache"))
 sys.dont_write_bytecode = False
 sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
-# Files that take more than half a minute on a quiet machine, the longest first.
+# Files whose quick tests or slow tests take more than half a minute on a quiet machine; the first
+# ones wait most.
 LONGEST = (
     "test_world_ends",
-    "test_gpu_parts",
-    "test_campaigns",
     "test_world_links",
-    "test_team",
     "test_replicas_bits",
+    "test_real_weights",
+    "test_campaigns",
+    "test_crash",
+    "test_cli",
     "test_policies",
-    "test_mezo",
-    "test_mezo_storage",
-    "test_replicas_trainer_resume",
+    "test_team",
     "test_examples",
+    "test_parity",
+    "test_gpu_parts",
+    "test_replicas_trainer_resume",
 )
 # Fewer new modules are not worth a collection.
 MODULE_COUNT_NOT_FROZEN = 20

@@ -46,15 +46,17 @@ def test_what_failed_in_c_is_named_and_a_pytest_that_died_is_too() -> None:
     ]
 
 
-def test_quick_tests_run_in_a_process_more_than_processors_and_slow_ones_in_one(
+def test_quick_and_slow_tests_run_in_a_process_more_than_processors_and_long_ones_in_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick, all_of_them = run.Options([], True, 1, []), run.Options([], False, 1, [])
+    slow, long = (run.Options([], False, 1, [], marked=mark) for mark in ("slow", "long"))
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: name)
     for count, given in ((1, "2"), (2, "3"), (96, "8"), (None, "2")):
         monkeypatch.setattr(run.os, "cpu_count", lambda count=count: count)
         assert run.processes(quick)[:2] == ["-n", given]
-        assert run.processes(all_of_them) == []
+        assert run.processes(slow) == run.processes(quick)
+        assert run.processes(all_of_them) == run.processes(long) == []
     monkeypatch.setattr(run.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
     assert run.processes(quick) == [], "pytest must run without pytest-xdist, too"

@@ -39,7 +39,7 @@ def need_disk(folder: pathlib.Path) -> None:
         pytest.skip(f"{free / 1e9:.0f} GB free in {folder}, {DISK_BYTES / 1e9:.0f} GB needed")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_model_of_1_3_billion_parameters_trains_in_2_gb(store_dir: pathlib.Path) -> None:
     need_disk(store_dir)
@@ -55,7 +55,7 @@ def test_a_model_of_1_3_billion_parameters_trains_in_2_gb(store_dir: pathlib.Pat
     assert trained["peak_bytes"] <= bound, (trained, baseline)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_its_activations_on_ssd_train_to_the_losses_of_those_in_memory(
     store_dir: pathlib.Path,

@@ -61,7 +61,7 @@ def step_s(model: nn.Module) -> float:
     return time.process_time() - begin
 
 
-@pytest.mark.slow  # the bar is meant for a quiet machine
+@pytest.mark.long  # the bar is meant for a quiet machine
 @pytest.mark.parametrize("make", [Many, layers])
 def test_wrap_of_10000_small_parameters_takes_seconds_at_most(
     make: type[Many], store_dir: pathlib.Path
@@ -111,7 +111,7 @@ def test_the_time_of_wrap_grows_as_the_number_of_parameters_does(
     assert ratio < 24, "the numbers are 1 to 8, and quadratic growth is 1 to 64"
 
 
-@pytest.mark.slow  # the bar is meant for a quiet machine
+@pytest.mark.long  # the bar is meant for a quiet machine
 def test_load_state_dict_of_10000_parameters_takes_under_two_seconds(
     store_dir: pathlib.Path,
 ) -> None:

@@ -28,7 +28,7 @@ def run(*words: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_1_3_billion_parameters_are_loaded_saved_and_exported_in_1_gb_and_unchanged(
     store_dir: pathlib.Path,

@@ -47,7 +47,7 @@ def test_the_least_budget_is_the_tied_embedding_and_two_parts_of_blocks(
     assert needed <= least <= needed + 16_000_000 < HOST_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_wrap_steps_and_resume_of_1_3_billion_parameters_stay_in_the_budget(
     store_dir: pathlib.Path,
