@@ -6,6 +6,7 @@ Therefore a run that was killed and resumed has to end with the bits of one that
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -135,6 +136,7 @@ def attempt(pipe: Connection, prepare: Callable[[], None], settings: dict[str, A
 
 
 def _run(tests: int, target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
+    gc.freeze()  # what the server has imported, as conftest.py does
     end_with(tests)
     torch.set_num_threads(TORCH_THREAD_COUNT)
     target(pipe, *arguments)

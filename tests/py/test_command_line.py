@@ -14,6 +14,7 @@ import sys
 import click
 import crash_worker
 import lohan
+import program_server
 import pytest
 from click.testing import CliRunner, Result
 from lohan import cli
@@ -146,13 +147,8 @@ def test_doctor_names_the_filter_that_blocks_io_uring_and_the_flag_that_lets_it_
     store_dir: pathlib.Path,
 ) -> None:
     here = str(pathlib.Path(__file__).parent)
-    answer = subprocess.run(
-        [sys.executable, "-c", BLOCKED, str(store_dir)],
-        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([PACKAGE_PARENT, here])},
-        capture_output=True,
-        text=True,
-        timeout=HUNG_S,
-    )
+    paths = {"PYTHONPATH": os.pathsep.join([PACKAGE_PARENT, here])}
+    answer = program_server.run(["-c", BLOCKED, str(store_dir)], paths)
     found = json.loads(answer.stdout)
     assert answer.returncode == 0 and found["ok"], answer.stderr
     assert found["io_uring_blocker"] == "seccomp"

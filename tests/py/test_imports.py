@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -77,10 +78,66 @@ assert not others, others
 """
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+# Of each program, the exit status, and what it wrote to stdout and stderr.
+Done = dict[str, tuple[int, str, str]]
+MAIN = "from lohan.__main__ import main; main()"
+WORDS: tuple[tuple[str, ...], ...] = ((), ("--help",), ("doctor",), ("inspect", "/nowhere"))
+# Programs that need no disk, each with its arguments.
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "the worker hides": (FORBIDDEN,),
+    "import": ("import lohan; print(lohan.__version__); lohan.wrap; lohan.errors; dir(lohan)",),
+    "callback": ("import lohan; lohan.TrainerCallback",),
+    "another reason": (
+        f"import sys; sys.modules['lohan.common._units'] = None; {MAIN}",
+        "--help",
+    ),
+    **{f"lohan {' '.join(words)}": (MAIN, *words) for words in WORDS},
+}
+# Imports torch, and forks for each program: what ends that ends its process.
+FORKS = """
+import json, os, sys
+import torch
+
+programs = json.loads(sys.argv[1])
+for number, (code, *arguments) in enumerate(programs):
+    child = os.fork()
+    if child == 0:
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(f"status.{number}", "w") as file:
+        file.write(str(status))
+else:
+    sys.exit()
+for descriptor, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{name}.{number}", os.O_WRONLY | os.O_CREAT), descriptor)
+sys.argv[1:] = arguments
+exec(compile(code, "script", "exec"), {"__name__": "__main__"})
+"""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Return the exit status of each program, and what it wrote to stdout and stderr."""
+    folder = tmp_path_factory.mktemp("programs")
+    answer = run(FORKS, json.dumps([*PROGRAMS.values()]), folder=folder)
+    assert answer.returncode == 0, answer.stderr
+    return {
+        name: (
+            int((folder / f"status.{number}").read_text()),
+            (folder / f"out.{number}").read_text(),
+            (folder / f"err.{number}").read_text(),
+        )
+        for number, name in enumerate(PROGRAMS)
+    }
+
+
+def run(
+    code: str, *arguments: str, folder: pathlib.Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         # torch prints a warning if numpy is missing.
         [sys.executable, "-W", "ignore", str(HERE / "import_worker.py"), "torch", code, *arguments],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=HUNG_S,
@@ -88,35 +145,39 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_worker_hides_what_is_installed() -> None:
-    done = run(FORBIDDEN)
-    assert done.returncode == 0, done.stderr
+def test_the_worker_hides_what_is_installed(done: Done) -> None:
+    status, _, err = done["the worker hides"]
+    assert status == 0, err
 
 
-def test_import_lohan_needs_torch_and_the_standard_library_alone() -> None:
-    done = run("import lohan; print(lohan.__version__); lohan.wrap; lohan.errors; dir(lohan)")
-    assert done.returncode == 0, done.stderr
+def test_import_lohan_needs_torch_and_the_standard_library_alone(
+    done: Done,
+) -> None:
+    status, _, err = done["import"]
+    assert status == 0, err
 
 
 def test_training_exports_and_resuming_need_them_alone(store_dir: pathlib.Path) -> None:
-    done = run(TRAIN, str(store_dir / "store"), str(store_dir / "out"))
-    assert done.returncode == 0, done.stderr
+    answer = run(TRAIN, str(store_dir / "store"), str(store_dir / "out"))
+    assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["doctor"], ["inspect", "/nowhere"]])
-def test_the_command_line_says_what_to_install(arguments: list[str]) -> None:
-    done = run("from lohan.__main__ import main; main()", *arguments)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_the_command_line_says_what_to_install(words: tuple[str, ...], done: Done) -> None:
+    status, out, err = done[f"lohan {' '.join(words)}"]
+    assert status == 1
+    assert out == ""
+    (line,) = err.splitlines()
     assert line.startswith("lohan: the command line needs click and rich")
     assert line.endswith("-m pip install click rich")
 
 
-def test_the_trainers_callback_says_what_to_install() -> None:
-    done = run("import lohan; lohan.TrainerCallback")
-    assert done.returncode == 1
-    assert "lohan[hf]" in done.stderr
+def test_the_trainers_callback_says_what_to_install(
+    done: Done,
+) -> None:
+    status, _, err = done["callback"]
+    assert status == 1
+    assert "lohan[hf]" in err
 
 
 def test_a_package_of_pip_brings_what_the_command_line_needs() -> None:
@@ -126,14 +187,12 @@ def test_a_package_of_pip_brings_what_the_command_line_needs() -> None:
     assert project["scripts"]["lohan"] == "lohan.__main__:main"
 
 
-def test_a_module_that_is_missing_for_another_reason_is_shown_whole() -> None:
-    code = (
-        "import sys; sys.modules['lohan.common._units'] = None;"
-        " from lohan.__main__ import main; main()"
-    )
-    done = run(code, "--help")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
+def test_a_module_that_is_missing_for_another_reason_is_shown_whole(
+    done: Done,
+) -> None:
+    status, _, err = done["another reason"]
+    assert status == 1
+    assert "Traceback" in err
 
 
 def test_every_policy_of_the_settings_can_be_simulated() -> None:

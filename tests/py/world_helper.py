@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import dataclasses
+import gc
 import itertools
 import multiprocessing
 import os
@@ -159,6 +160,7 @@ def _body(
     """Run in the process: set its environment, call the function, leave its result in a file."""
     import torch
 
+    gc.freeze()  # what the server has imported, as conftest.py does
     end_with(tests)
     out = os.open(os.path.join(folder, f"said.{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
