@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import pathlib
 from typing import Any
 
@@ -19,6 +18,7 @@ from lohan.errors import (
     SecondBackwardError,
     UnsupportedError,
 )
+from quick_helper import half_quick
 from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss, vectors
 from rules_helper import workshop as workshop
 from torch import nn
@@ -42,7 +42,7 @@ def train(folder: pathlib.Path, dtype: str, **settings: Any) -> dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "clip", "dtype"), list(itertools.product((1, COUNT), (None, 0.05), DTYPES))
+    ("accumulate", "clip", "dtype"), half_quick((1, COUNT), (None, 0.05), DTYPES)
 )
 def test_the_same_bits_for_every_budget_and_schedule(
     accumulate: int, clip: float | None, dtype: str, store_dir: pathlib.Path
@@ -144,9 +144,9 @@ class Sums(nn.Module):
         return torch.stack([layer(x).sum() for layer in self.layers]).sum()
 
 
-@pytest.mark.parametrize("device", ["cpu", "emu"])
-@pytest.mark.parametrize("host_bytes", ["minimal", None])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "host_bytes", "device"), half_quick(DTYPES, ["minimal", None], ["cpu", "emu"])
+)
 def test_several_small_batches_are_one_large_batch_wherever_their_sums_are(
     dtype: str, host_bytes: str | None, device: str, workshop: Workshop
 ) -> None:

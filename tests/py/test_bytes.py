@@ -12,6 +12,7 @@ import torch
 import train_helper as helper
 from lohan import StepStats
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
+from quick_helper import half_quick
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,25 +137,18 @@ def wrap(
     return lohan.wrap(build(name, dtype), store=folder / "run", host_bytes=host_bytes, **settings)
 
 
+# Models with a dtype; what happens between steps, and whether they are flushed.
+ROWS = ["gpt2-bf16", "llama-fp32", "skipping-bf16", "gpt2-fp16", "skipping-fp32", "skipping-fp16"]
+STEPS = [*((between, False) for between in BETWEEN), ("nothing", True), ("values", True)]
+
+
 @pytest.mark.parametrize(
-    "between, flushes",
-    [(between, False) for between in BETWEEN] + [("nothing", True), ("values", True)],
-)
-@pytest.mark.parametrize("budget", ["minimal", "middle", "full"])
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        ("gpt2", "bf16"),
-        ("gpt2", "fp16"),
-        ("llama", "fp32"),
-        ("skipping", "bf16"),
-        ("skipping", "fp32"),
-        ("skipping", "fp16"),
-    ],
+    ("row", "budget", "steps"), half_quick(ROWS, ["minimal", "middle", "full"], STEPS), ids=str
 )
 def test_bytes_are_the_plans_exactly_in_every_step_from_the_second_on(
-    name: str, dtype: str, budget: str, between: str, flushes: bool, store_dir: pathlib.Path
+    row: str, budget: str, steps: tuple[str, bool], store_dir: pathlib.Path
 ) -> None:
+    (name, dtype), (between, flushes) = row.split("-"), steps
     model = wrap(name, DTYPES[dtype], budget, store_dir)
     try:
         found = list(steps_of(model, name, flushes=flushes, between=between))
@@ -165,14 +159,13 @@ def test_bytes_are_the_plans_exactly_in_every_step_from_the_second_on(
         assert stats.bytes == stats.planned_bytes, stats.step
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("budget", ["minimal", "middle"])
 @pytest.mark.parametrize(
-    "name, dtype", [("gpt2", "bf16"), ("llama", "fp32"), ("skipping", "bf16"), ("gpt2", "fp16")]
+    ("row", "budget", "schedule"), half_quick(ROWS[:4], ["minimal", "middle"], SCHEDULES)
 )
 def test_bytes_are_the_plans_in_every_schedule_and_gradients_that_wait_pass_once_each_way(
-    name: str, dtype: str, budget: str, schedule: str, store_dir: pathlib.Path
+    row: str, budget: str, schedule: str, store_dir: pathlib.Path
 ) -> None:
+    name, dtype = row.split("-")
     model = wrap(name, DTYPES[dtype], budget, store_dir, schedule=schedule)
     waiting = model.lohan.budget["gradient_waiting_bytes"]
     try:

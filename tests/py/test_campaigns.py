@@ -58,23 +58,50 @@ def test_killed_at_any_file_call_engine_and_store_open_at_a_legal_step(
     assert said["held"] + said["refused"] == 300 and said["held"] > 200
 
 
-def test_killed_at_any_file_call_sessions_resume_bit_for_bit(store_dir: pathlib.Path) -> None:
-    said = run(store_dir, "kills", "--of", "Python", "--count", "25")
-    assert said["tried"] == 25 and said["failed"] == 0 and said["held"] > 5
+# Two in each kind of training, or five.
+@pytest.mark.parametrize("count", [10, pytest.param(25, marks=pytest.mark.slow)])
+def test_killed_at_any_file_call_sessions_resume_bit_for_bit(
+    count: int, store_dir: pathlib.Path
+) -> None:
+    said = run(store_dir, "kills", "--of", "Python", "--count", str(count))
+    assert said["tried"] == count and said["failed"] == 0 and said["held"] > count // 5
 
 
-def test_after_a_power_cut_sessions_resume_at_a_promised_step(store_dir: pathlib.Path) -> None:
-    said = run(store_dir, "powercuts", "--count", "20")
-    assert said["tried"] == 20 and said["failed"] == 0 and said["held"] > 5
+@pytest.mark.parametrize("count", [10, pytest.param(20, marks=pytest.mark.slow)])
+def test_after_a_power_cut_sessions_resume_at_a_promised_step(
+    count: int, store_dir: pathlib.Path
+) -> None:
+    said = run(store_dir, "powercuts", "--count", str(count))
+    assert said["tried"] == count and said["failed"] == 0 and said["held"] > count // 4
 
 
-def test_interrupted_anywhere_a_run_ends_at_its_bits(store_dir: pathlib.Path) -> None:
-    said = run(store_dir, "interrupts", "--count", "18")
-    assert said["tried"] == 18 and said["failed"] == 0
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (5, ("--count", "20", "--one", "seeded")),  # a quarter of them is of this training
+        pytest.param(18, ("--count", "18"), marks=pytest.mark.slow),
+    ],
+    ids=["AdamW", "all"],
+)
+def test_interrupted_anywhere_a_run_ends_at_its_bits(
+    count: int, words: tuple[str, ...], store_dir: pathlib.Path
+) -> None:
+    said = run(store_dir, "interrupts", *words)
+    assert said["tried"] == count and said["failed"] == 0
 
 
-def test_troubles_of_the_machine_cost_no_step(store_dir: pathlib.Path) -> None:
-    run(store_dir, "troubles", "--quick")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("disk filled by others", "ENOSPC", "out of memory"),
+        pytest.param((), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_troubles_of_the_machine_cost_no_step(
+    names: tuple[str, ...], store_dir: pathlib.Path
+) -> None:
+    run(store_dir, "troubles", "--quick", *(word for name in names for word in ("--only", name)))
 
 
 # --- The model of a disk ----------------------------------------------------------------------

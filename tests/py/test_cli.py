@@ -215,6 +215,7 @@ def test_the_demo_agrees_with_plain_torch_keeps_its_budget_and_moves_the_planned
     assert inspected["step"] == 8
 
 
+@pytest.mark.slow  # test_left_behind.py kills a demo
 def test_ctrl_c_in_the_demo_leaves_nothing_behind(store_dir: pathlib.Path) -> None:
     pytest.importorskip("transformers")
     tmp = store_dir / "tmp"

@@ -145,9 +145,11 @@ VARIANTS = [
     for directories in (1, 2)
     for every in (1, 3)
 ] + [pytest.param(torch.float16, 2, 1, id="fp16-2dir-every1")]
+# In the first four, every two choices meet.
+SOME = [VARIANTS[number] for number in (0, 3, 5, 6, 8)]
 
 
-@pytest.mark.parametrize(("dtype", "directory_count", "commit_every"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "directory_count", "commit_every"), SOME)
 def test_killed_at_8_moments_it_ends_at_the_same_bits(
     store_dir: pathlib.Path,
     references: dict[torch.dtype, Reference],

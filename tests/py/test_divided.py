@@ -17,7 +17,7 @@ import world_divided
 from lohan.common import _meta
 from lohan.errors import StoreMismatchError
 from lohan.layout._block import Unit, parts_of
-from test_world_ends import kill_one
+from test_world_ends import KILLS, kill_one
 from world_helper import Group, run
 
 DIVIDED = {world_adamw.REPLICAS: "parameters"}
@@ -118,12 +118,13 @@ def test_a_process_that_dies_between_its_new_parameters_costs_one_step(
     assert resumed == run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4) * 2
 
 
-def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -> None:
-    for seed in range(4):
+@KILLS
+def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, count: int) -> None:
+    for seed in range(count):
         kill_one(tmp_path, seed, world_adamw, env=DIVIDED)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
     for seed in range(100, 200):
         kill_one(tmp_path, seed, world_adamw, env=DIVIDED)

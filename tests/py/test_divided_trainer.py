@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,16 @@ from test_divided import DIVIDED
 from test_replicas_trainer import CLOSE, ROWS, check_evaluation
 from world_helper import Group, run
 
-SOME = ("default", "clipped, accumulated", "not clipped")
+SOME = ("clipped, accumulated", "default", "not clipped")
 
 
-def test_processes_that_divide_the_states_log_what_ddp_logs(tmp_path: pathlib.Path) -> None:
-    rows = {name: ROWS[name] for name in SOME}
+@pytest.mark.parametrize(
+    "names", [SOME[:1], pytest.param(SOME, marks=pytest.mark.slow)], ids=["one", "some"]
+)
+def test_processes_that_divide_the_states_log_what_ddp_logs(
+    names: Sequence[str], tmp_path: pathlib.Path
+) -> None:
+    rows = {name: ROWS[name] for name in names}
     zero, one = run(tmp_path, 2, world_trainer.compare, str(tmp_path), rows, env=DIVIDED)
     for name in rows:
         (logs, values), (expected, theirs) = zero[name, "lohan"], zero[name, "ddp"]
@@ -41,7 +47,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "step"), [(0, "json", 2), (1, "committed", 2), (1, "agreed", 4)], ids=str
+    ("rank", "place", "step"),
+    [(0, "json", 2), pytest.param(1, "committed", 2, marks=pytest.mark.slow), (1, "agreed", 4)],
+    ids=str,
 )
 def test_wherever_all_are_killed_the_newest_complete_folder_is_resumed(
     rank: int, place: str, step: int, whole: Any, tmp_path: pathlib.Path

@@ -14,6 +14,7 @@ import pytest
 import torch
 import train_helper as helper
 from lohan.config import SCHEDULES
+from quick_helper import half_quick
 from torch import nn
 
 STEPS = range(5)
@@ -170,17 +171,7 @@ STREAMED: tuple[tuple[str, ...], ...] = (
 )
 
 
-def streamed() -> list[Any]:
-    """All combinations; every three choices occur together in the half that is quick."""
-    cases = []
-    for places in itertools.product(*(range(len(choices)) for choices in STREAMED)):
-        row = [choices[place] for choices, place in zip(STREAMED, places, strict=True)]
-        marks = [pytest.mark.slow] if sum(places) % 2 else []
-        cases.append(pytest.param(*row, marks=marks))
-    return cases
-
-
-@pytest.mark.parametrize(("device", "dtype", "budget", "schedule"), streamed())
+@pytest.mark.parametrize(("device", "dtype", "budget", "schedule"), half_quick(*STREAMED))
 def test_units_of_several_chunks_streamed_through_few_slabs_give_the_same_bits(
     device: str, dtype: str, budget: str, schedule: str, store_dir: pathlib.Path
 ) -> None:
@@ -191,7 +182,7 @@ def test_every_three_choices_of_what_is_streamed_meet_in_a_quick_test() -> None:
     def triples(rows: Iterable[Any]) -> set[Any]:
         return {three for row in rows for three in itertools.combinations(enumerate(row), 3)}
 
-    quick = [case.values for case in streamed() if not case.marks]
+    quick = [case.values for case in half_quick(*STREAMED) if not case.marks]
     assert triples(quick) == triples(itertools.product(*STREAMED))
 
 

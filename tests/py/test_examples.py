@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,13 @@ def test_an_example_starts_by_itself(folder: Path) -> None:
     subprocess.run(command, cwd=folder, capture_output=True, timeout=HUNG_S, check=True)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def marked(path: Path) -> Any:
+    """Return a parameter of pytest: the diffusion model trains for 250 steps."""
+    marks = [pytest.mark.slow] if path.stem == "09_diffusion" else []
+    return pytest.param(path, marks=marks, id=path.stem)
+
+
+@pytest.mark.parametrize("path", map(marked, EXAMPLES))
 def test_example_runs(path: Path, runs: Runs, folder: Path) -> None:
     runs.output(path, folder)
 
@@ -66,7 +73,12 @@ def losses(printed: str) -> list[float]:
 # (5e-4 on one processor, 2e-3 on another), and the diffusion model has 250 steps of a high rate to
 # wander off.
 @pytest.mark.parametrize(
-    ("name", "rtol"), [("02_trainer", 1e-5), ("03_trl_sft", 5e-3), ("09_diffusion", 1e-2)]
+    ("name", "rtol"),
+    [
+        pytest.param("02_trainer", 1e-5, marks=pytest.mark.slow),
+        ("03_trl_sft", 5e-3),
+        pytest.param("09_diffusion", 1e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_without_its_two_lines_of_lohan_it_is_a_usual_script_with_the_same_losses(
     name: str, rtol: float, runs: Runs, folder: Path, tmp_path: Path

@@ -12,6 +12,7 @@ import pytest
 import torch
 import train_helper as helper
 import transformers
+from quick_helper import half_quick
 from rules_helper import assert_same_gradients, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -209,10 +210,10 @@ def check(
 
 # --- Tests ---------------------------------------------------------------------------------------
 
+BUDGETS = ["minimal", "full", "emu"]
 
-@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ZOO)
+
+@pytest.mark.parametrize(("name", "dtype", "budget"), half_quick(ZOO, DTYPES, BUDGETS))
 def test_gradients_equal_the_plain_models(
     name: str, dtype: str, budget: str, store_dir: pathlib.Path
 ) -> None:
@@ -243,9 +244,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("use_reentrant", "early_stop", "budget"), half_quick([True, False], [True, False], BUDGETS)
+)
 def test_gradients_are_equal_with_checkpointed_blocks(
     use_reentrant: bool, early_stop: bool, budget: str, store_dir: pathlib.Path
 ) -> None:
@@ -253,9 +254,9 @@ def test_gradients_are_equal_with_checkpointed_blocks(
         check(lambda: Checkpointed(use_reentrant), vector_loss, torch.float32, store_dir, budget)
 
 
-@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize(
+    ("name", "use_reentrant", "budget"), half_quick(["gpt2", "llama", "t5"], [True, False], BUDGETS)
+)
 def test_gradients_are_equal_with_the_models_own_checkpointing(
     name: str, use_reentrant: bool, budget: str, store_dir: pathlib.Path
 ) -> None:
@@ -288,9 +289,14 @@ def freeze_vectors(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("freeze", [freeze_front, freeze_matrices, freeze_vectors])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "checkpointed"])
+@pytest.mark.parametrize(
+    ("name", "freeze", "use_reentrant"),
+    half_quick(
+        ["gpt2", "llama", "checkpointed"],
+        [freeze_front, freeze_matrices, freeze_vectors],
+        [True, False],
+    ),
+)
 def test_gradients_are_equal_with_frozen_parameters_in_checkpoints(
     name: str,
     freeze: Callable[[nn.Module], nn.Module],
@@ -345,9 +351,10 @@ def autocast(loss_of: Loss, cache_enabled: bool, cast_dtype: torch.dtype = torch
     return loss
 
 
-@pytest.mark.parametrize("budget", ["minimal", "full", "emu"])
-@pytest.mark.parametrize("cast", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "sequential", "shared"])
+@pytest.mark.parametrize(
+    ("name", "cast", "budget"),
+    half_quick(["gpt2", "llama", "vit", "sequential", "shared"], ["bf16", "fp16"], BUDGETS),
+)
 def test_gradients_are_equal_under_autocast(
     name: str, cast: str, budget: str, store_dir: pathlib.Path
 ) -> None:

@@ -40,6 +40,7 @@ from mezo_helper import (
     plain_run,
     steps,
 )
+from quick_helper import half_quick
 from torch import nn
 
 STEPS = 20
@@ -134,8 +135,7 @@ def test_weights_stay_in_the_user_s_files_and_a_step_writes_64_bytes(
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("tier", ["memory", "least"])
+@pytest.mark.parametrize(("tied", "tier"), half_quick([True, False], ["memory", "least"]))
 def test_runs_in_turns_have_the_bits_of_runs_one_behind_the_other(
     tier: str, tied: bool, store_dir: pathlib.Path
 ) -> None:
@@ -187,8 +187,7 @@ def test_blocks_that_pass_through_a_device_have_the_same_bits(
     model.lohan.close()
 
 
-@pytest.mark.parametrize("runs", RUNS)
-@pytest.mark.parametrize("more", [0, 50_000], ids=["least", "some"])
+@pytest.mark.parametrize(("runs", "more"), half_quick(RUNS, [0, 50_000]))
 def test_a_device_over_little_main_memory_has_the_same_bits(
     runs: str, more: int, store_dir: pathlib.Path
 ) -> None:
@@ -209,8 +208,7 @@ def test_a_device_over_little_main_memory_has_the_same_bits(
     model.lohan.close()
 
 
-@pytest.mark.parametrize("every", [1, 3, 8])
-@pytest.mark.parametrize("tier", ["memory", "least"])
+@pytest.mark.parametrize(("tier", "every"), half_quick(["memory", "least"], [1, 3, 8]))
 def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
     tier: str, every: int, store_dir: pathlib.Path
 ) -> None:

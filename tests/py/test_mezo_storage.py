@@ -36,6 +36,7 @@ from mezo_helper import (
     plain_run,
     steps,
 )
+from quick_helper import half_quick
 from test_mezo import TIERS, least_of
 from torch import nn
 
@@ -127,17 +128,20 @@ CASES: list[tuple[Callable[[], nn.Module], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize("place", ["memory", "least", "emu", "blocks"])
+def name_of(value: Any) -> str:
+    """Return a name for a choice: that of a case is the names of its parts."""
+    if isinstance(value, tuple):
+        return "-".join(map(name_of, value))
+    return getattr(value, "__name__", str(value))
+
+
 @pytest.mark.parametrize(
-    ("make", "asked", "storage"), CASES, ids=lambda x: getattr(x, "__name__", str(x))
+    ("case", "place"), half_quick(CASES, ("memory", "least", "emu", "blocks")), ids=name_of
 )
 def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
-    make: Callable[[], nn.Module],
-    asked: str | None,
-    storage: str,
-    place: str,
-    store_dir: pathlib.Path,
+    case: tuple[Callable[[], nn.Module], str | None, str], place: str, store_dir: pathlib.Path
 ) -> None:
+    make, asked, storage = case
     data = batches(STEPS)
     losses, values = kept_run(make, storage, len(data))
     more: dict[str, Any] = {"storage": asked} if asked else {}
@@ -154,8 +158,7 @@ def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
     model.lohan.close()
 
 
-@pytest.mark.parametrize("runs", ["together", "apart"])
-@pytest.mark.parametrize("more", [0, 40_000], ids=["least", "some"])
+@pytest.mark.parametrize(("runs", "more"), half_quick(["together", "apart"], [0, 40_000]))
 def test_a_device_over_little_main_memory_has_the_same_bits(
     runs: str, more: int, store_dir: pathlib.Path
 ) -> None:
@@ -184,9 +187,10 @@ def test_a_device_over_little_main_memory_has_the_same_bits(
     model.lohan.close()
 
 
-@pytest.mark.parametrize("every", [1, 3, "never"])
-@pytest.mark.parametrize("tier", ["memory", "least"])
-@pytest.mark.parametrize("storage", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("storage", "tier", "every"),
+    half_quick(["bf16", "fp8"], ["memory", "least"], [1, 3, "never"]),
+)
 def test_a_run_continues_is_copied_and_is_written_with_the_same_bits(
     storage: str, tier: str, every: int | str, store_dir: pathlib.Path
 ) -> None:
@@ -384,10 +388,13 @@ class Interrupted:
         return made
 
 
-@pytest.mark.parametrize(("name", "calls"), [("write", 1), ("write", 4), ("commit", 1)])
-@pytest.mark.parametrize("storage", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("storage", "call"),
+    half_quick(["bf16", "fp32"], [("write", 1), ("write", 4), ("commit", 1)]),
+    ids=name_of,
+)
 def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
-    storage: str, name: str, calls: int, store_dir: pathlib.Path
+    storage: str, call: tuple[str, int], store_dir: pathlib.Path
 ) -> None:
     data = batches(6)
     plain = plain_run(opt, 6, Settings())
@@ -397,7 +404,7 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
     session = model.lohan
     assert steps(model, data[:3]) == losses[:3]
     store = session.store
-    session.store = Interrupted(store, name, calls)
+    session.store = Interrupted(store, *call)
     with pytest.raises(KeyboardInterrupt):
         session.write_back()
     session.store = store

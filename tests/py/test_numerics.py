@@ -9,6 +9,7 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
+from quick_helper import half_quick
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,8 +85,7 @@ def by_rule(recording: Recording) -> dict[str, torch.Tensor]:
     return made
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", helper.MODELS)
+@pytest.mark.parametrize(("name", "dtype"), half_quick(helper.MODELS, DTYPES))
 def test_error_against_fp64_is_at_most_twice_that_of_torch_in_fp32(name: str, dtype: str) -> None:
     recording = record(name, dtype)
     exact = by_rule(recording)
@@ -138,9 +138,9 @@ def train_plainly(model: nn.Module) -> helper.Trained:
     return helper.Trained(losses, model.state_dict())
 
 
-@pytest.mark.parametrize("host_bytes", ["minimal", "full"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", helper.MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "host_bytes"), half_quick(helper.MODELS, DTYPES, ["minimal", "full"])
+)
 def test_a_wrapped_model_is_the_kernel_applied_to_the_gradients_of_a_plain_one(
     name: str, dtype: str, host_bytes: str, store_dir: pathlib.Path
 ) -> None:

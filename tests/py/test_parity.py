@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pathlib
 import re
@@ -42,15 +43,38 @@ def test_the_cells_are_the_same_each_time_and_each_has_its_base() -> None:
     assert len(cells) < 50
 
 
-def test_a_few_steps_of_every_cell_are_within_the_bar_and_have_their_bits(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+def some_cells() -> list[Cell]:
+    """Return cells in which every choice occurs."""
+    left = {(name, choice) for name, each in parity_cells.FACTORS.items() for choice in each}
+    chosen = []
+    for cell in parity_cells.covering():
+        choices = set(dataclasses.asdict(cell).items())
+        if choices & left:
+            chosen.append(cell)
+            left -= choices
+    assert not left
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [some_cells, pytest.param(parity_cells.covering, marks=pytest.mark.slow)],
+    ids=["some", "every"],
+)
+def test_a_few_steps_of_cells_are_within_the_bar_and_have_their_bits(
+    cells: Callable[[], list[Cell]],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    chosen = cells()
+    monkeypatch.setattr(parity_cells, "covering", lambda: chosen)
     out = tmp_path / "parity.md"
     status = parity.main(["--steps", str(STEPS), "--jobs", "1", "--out", str(out)])
     text = out.read_text()
     assert status == 0, text + capfd.readouterr().err
     assert "FAIL" not in text and "OTHER" not in text
-    assert text.count("| pass |") == len(parity_cells.with_bases(parity_cells.covering()))
+    assert text.count("| pass |") == len(parity_cells.with_bases(chosen)) >= 5
 
 
 def test_the_document_has_every_cell_and_none_that_failed() -> None:

@@ -14,6 +14,7 @@ import torch
 from lohan.activations._profile import Profile
 from lohan.config import POLICIES
 from lohan.errors import BudgetError, ModelError
+from quick_helper import half_quick
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -102,23 +103,19 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("dtype", "dropout", "settings"),
-    [
-        pytest.param(torch.float32, 0.1, TIGHT, id="float32-dropout-tight"),
-        pytest.param(torch.bfloat16, 0.0, TIGHT, id="bfloat16-tight"),
-        pytest.param(torch.bfloat16, 0.1, WIDE, id="bfloat16-dropout-wide"),
-    ],
-)
+# The dtype, the dropout and the settings of wrap().
+ROWS: dict[str, tuple[torch.dtype, float, dict[str, Any]]] = {
+    "float32-dropout-tight": (torch.float32, 0.1, TIGHT),
+    "bfloat16-tight": (torch.bfloat16, 0.0, TIGHT),
+    "bfloat16-dropout-wide": (torch.bfloat16, 0.1, WIDE),
+}
+
+
+@pytest.mark.parametrize(("row", "policy"), half_quick(ROWS, POLICIES))
 def test_every_policy_has_the_bits_of_keep(
-    store_dir: pathlib.Path,
-    kept: Any,
-    policy: str,
-    dtype: torch.dtype,
-    dropout: float,
-    settings: dict[str, Any],
+    store_dir: pathlib.Path, kept: Any, row: str, policy: str
 ) -> None:
+    dtype, dropout, settings = ROWS[row]
     found = run(store_dir / "b", dtype, dropout, activations=policy, **settings)
     assert all(torch.equal(a, b) for a, b in zip(kept(dtype, dropout), found, strict=True))
 

@@ -14,6 +14,7 @@ import torch
 import train_helper as helper
 from diffusers import DiTTransformer2DModel
 from lohan.activations import _frame, _swap
+from quick_helper import half_quick
 from torch import nn
 from transformers import (
     BertConfig,
@@ -120,8 +121,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return MODELS[name][0]().to(dtype).train()
 
 
-@pytest.mark.parametrize("device", ["cpu", "emu"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "device"), half_quick(MODELS, ["cpu", "emu"]))
 def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
     name: str, device: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,14 +32,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def rows(folder: pathlib.Path, count: int, names: Sequence[str]) -> list[Any]:
-    return [(str(folder / f"{name}-{count}"), 8, *ROWS[name]) for name in names]
+def rows(folder: pathlib.Path, count: int, names: Sequence[str], steps: int) -> list[Any]:
+    return [(str(folder / f"{name}-{count}"), steps, *ROWS[name]) for name in names]
 
 
 def check(
     folder: pathlib.Path,
     names_of: dict[int, Sequence[str]],
     divided: dict[int, Sequence[str]],
+    steps: int = 8,
 ) -> None:
     """Compare the states of some rows by the number of processes; 1 has all of them.
 
@@ -47,26 +48,34 @@ def check(
         folder: where the stores are.
         names_of: the rows of runs in which each process has all states.
         divided: those of runs whose processes divide the states.
+        steps: the number of steps.
     """
     found = {
         (count, replicas): run(
             folder,
             count,
             world_adamw.train_all,
-            rows(folder / replicas, count, names),
+            rows(folder / replicas, count, names, steps),
             env={world_adamw.REPLICAS: replicas},
         )
         for replicas, each in (("all", names_of), ("parameters", divided))
         for count, names in each.items()
     }
     one = dict(zip(names_of[1], found[1, "all"][0], strict=True))
-    assert {steps for steps, *_ in one.values()} == {8}
+    assert {at for at, *_ in one.values()} == {steps}
     for (count, replicas), values in found.items():
         for at, name in enumerate((names_of if replicas == "all" else divided)[count]):
             told = [each[at] for each in values]
             assert told == [one[name]] * count, f"{name}, {count} processes, replicas={replicas}"
 
 
+def test_some_processes_have_the_states_of_one(tmp_path: pathlib.Path) -> None:
+    """Every row with two, three or four processes, and half of them with divided states."""
+    names = [*ROWS]
+    check(tmp_path, {1: names, 2: names[::2], 3: names[1::4], 4: names[3::4]}, {2: names[1::2]}, 6)
+
+
+@pytest.mark.slow
 def test_any_number_of_processes_has_the_states_of_one(tmp_path: pathlib.Path) -> None:
     """Every row with two processes, with one of the larger numbers, and with divided states."""
     names = [*ROWS]
@@ -75,7 +84,7 @@ def test_any_number_of_processes_has_the_states_of_one(tmp_path: pathlib.Path) -
     check(tmp_path, {1: names, 2: names, **larger}, {2: names[::2], 3: names[1::2]})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_number_of_processes_has_the_states_of_one(tmp_path: pathlib.Path) -> None:
     every = {count: [*ROWS] for count in COUNTS}
     check(tmp_path, every, {count: [*ROWS] for count in COUNTS[1:]})

@@ -131,7 +131,9 @@ def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None
     assert found[4] == found[1] * 4
 
 
-@pytest.mark.parametrize("sequence", [(2, 1, 3), (1, 4, 2), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "sequence", [(2, 1, 3), (1, 4, 2), pytest.param((3, 2, 4), marks=pytest.mark.slow)], ids=str
+)
 def test_a_run_resumes_with_another_number_of_processes(
     tmp_path: pathlib.Path, sequence: tuple[int, ...]
 ) -> None:

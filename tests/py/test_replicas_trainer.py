@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import world_trainer
 from world_helper import run
@@ -27,11 +29,18 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+SOME = ("a last group that is smaller", "clipped, accumulated")
+
+
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param([*ROWS], marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_several_processes_log_what_ddp_logs_and_have_its_parameters(
-    tmp_path: pathlib.Path,
+    names: Sequence[str], tmp_path: pathlib.Path
 ) -> None:
-    zero, one = run(tmp_path, 2, world_trainer.compare, str(tmp_path), ROWS)
-    for name in ROWS:
+    rows = {name: ROWS[name] for name in names}
+    zero, one = run(tmp_path, 2, world_trainer.compare, str(tmp_path), rows)
+    for name in names:
         (logs, values), (expected, theirs) = zero[name, "lohan"], zero[name, "ddp"]
         for key, numbers in expected.items():
             assert len(numbers) > 1 or key == "grad_norm"

@@ -38,9 +38,9 @@ def kill(tmp_path: pathlib.Path, rank: int, place: str, step: int = 4) -> str:
 PLACES = [
     pytest.param(0, "begin", 2, marks=pytest.mark.slow),
     (0, "json", 2),
-    (0, "ready", 2),
+    pytest.param(0, "ready", 2, marks=pytest.mark.slow),
     pytest.param(1, "ready", 2, marks=pytest.mark.slow),
-    (0, "committed", 2),
+    pytest.param(0, "committed", 2, marks=pytest.mark.slow),
     (1, "committed", 2),
     (0, "agreed", 4),
     pytest.param(1, "agreed", 4, marks=pytest.mark.slow),
@@ -62,14 +62,15 @@ def test_wherever_all_are_killed_a_complete_folder_is_of_a_step_that_all_stores_
         assert (losses, end) == whole
 
 
+@pytest.mark.parametrize(("kills", "steps"), [(1, 8), pytest.param(3, 25, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_a_training_ends_with_the_same_bits(
-    tmp_path: pathlib.Path,
+    kills: int, steps: int, tmp_path: pathlib.Path
 ) -> None:
-    steps, seed = 25, time.time_ns()
+    seed = time.time_ns()
     print("seed", seed)
     whole = run(tmp_path, 2, world_trainer.train_resumable, str(tmp_path / "whole"), steps)[0]
     folder, draw = tmp_path / "run", random.Random(seed)
-    for _ in range(3):
+    for _ in range(kills):
         group = Group(tmp_path, 2, world_trainer.endless, str(folder), steps)
         until = time.monotonic() + HUNG_S
         done = _newest(folder)

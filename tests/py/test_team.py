@@ -13,7 +13,7 @@ from lohan.errors import NetworkError
 from lohan.replicas._team import Team
 from lohan.world._watch import Peer
 from test_replicas_bits import ROWS
-from test_world_ends import kill_one
+from test_world_ends import KILLS, kill_one
 from world_helper import Group, run
 
 ON = {world_adamw.SHARE: "on"}
@@ -25,15 +25,26 @@ def rows(folder: pathlib.Path, names: Any) -> list[Any]:
     return [(str(folder / name), 8, *ROWS[name]) for name in names]
 
 
-def test_processes_that_share_parameters_have_the_states_of_one(tmp_path: pathlib.Path) -> None:
+# Runs: the number of processes, that of machines, and the rows.
+FEW = ((2, 1, [*ROWS][::2]), (4, 2, SOME[1:4]))
+MANY = ((2, 1, [*ROWS]), (3, 1, SOME), (4, 2, SOME))
+
+
+@pytest.mark.parametrize(
+    "runs", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_processes_that_share_parameters_have_the_states_of_one(
+    runs: Any, tmp_path: pathlib.Path
+) -> None:
     expected = {}
-    for count, nodes, names in ((2, 1, ROWS), (3, 1, SOME), (4, 2, SOME)):
+    wanted = list(dict.fromkeys(name for *_, names in runs for name in names))
+    for count, nodes, names in runs:
         folder = tmp_path / str(count)
         folder.mkdir()
         found = run(folder, count, world_adamw.train_together, rows(folder, names), nodes=nodes)
         if not expected:
-            one = run(tmp_path, 1, world_adamw.train_all, rows(tmp_path, ROWS))[0]
-            expected = dict(zip(ROWS, one, strict=True))
+            one = run(tmp_path, 1, world_adamw.train_all, rows(tmp_path, wanted))[0]
+            expected = dict(zip(wanted, one, strict=True))
         for at, name in enumerate(names):
             assert len({each[at][1] for each in found}) == 1, f"{name}, {count} processes: {found}"
             states = [(each[at][0], each[at][2]) for each in found]
@@ -151,12 +162,13 @@ def test_an_update_that_waits_for_a_killed_process_ends_by_name(tmp_path: pathli
     assert resumed == [whole] * 2
 
 
-def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -> None:
-    for seed in range(4):
+@KILLS
+def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, count: int) -> None:
+    for seed in range(count):
         kill_one(tmp_path, seed, world_adamw, env=ON)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
     for seed in range(100, 200):
         kill_one(tmp_path, seed, world_adamw, env=ON)

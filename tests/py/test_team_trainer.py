@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,16 @@ from test_replicas_trainer import CLOSE, ROWS, check_evaluation
 from world_helper import Group, run
 
 ON = {world_adamw.SHARE: "on"}
-SOME = ("default", "clipped, accumulated", "not clipped")
+SOME = ("clipped, accumulated", "default", "not clipped")
 
 
-def test_processes_that_share_parameters_log_what_ddp_logs(tmp_path: pathlib.Path) -> None:
-    rows = {name: ROWS[name] for name in SOME}
+@pytest.mark.parametrize(
+    "names", [SOME[:1], pytest.param(SOME, marks=pytest.mark.slow)], ids=["one", "some"]
+)
+def test_processes_that_share_parameters_log_what_ddp_logs(
+    names: Sequence[str], tmp_path: pathlib.Path
+) -> None:
+    rows = {name: ROWS[name] for name in names}
     zero, one = run(tmp_path, 2, world_trainer.compare, str(tmp_path), rows, env=ON)
     for name in rows:
         (logs, values), (expected, theirs) = zero[name, "lohan"], zero[name, "ddp"]
@@ -43,7 +49,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "step"), [(0, "json", 2), (0, "committed", 4), (1, "agreed", 4)], ids=str
+    ("rank", "place", "step"),
+    [(0, "json", 2), pytest.param(0, "committed", 4, marks=pytest.mark.slow), (1, "agreed", 4)],
+    ids=str,
 )
 def test_wherever_all_are_killed_the_newest_complete_folder_is_resumed(
     rank: int, place: str, step: int, whole: Any, tmp_path: pathlib.Path

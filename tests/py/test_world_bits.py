@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import world_worker
+from quick_helper import half_quick
 from world_helper import run
 
 COUNTS = (1, 2, 3, 4, 6)
@@ -22,28 +23,34 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def rows(folder: pathlib.Path, count: int) -> list[Any]:
-    return [
-        (str(folder / f"{name}-{count}"), 8, dtype, settings)
-        for name, (dtype, settings) in ROWS.items()
-    ]
-
-
-def test_any_number_of_processes_has_the_bits_of_one(tmp_path: pathlib.Path) -> None:
-    found = {
-        count: run(tmp_path, count, world_worker.train_all, rows(tmp_path, count))
-        for count in COUNTS
-    }
-    for at, name in enumerate(ROWS):
-        results = {count: [each[at] for each in found[count]] for count in COUNTS}
+def check(folder: pathlib.Path, names_of: dict[int, list[str]]) -> None:
+    """Train some rows in each number of processes; 1 has all of them."""
+    found: dict[str, dict[int, list[Any]]] = {name: {} for name in names_of[1]}
+    for count, names in names_of.items():
+        rows = [(str(folder / f"{name}-{count}"), 8, *ROWS[name]) for name in names]
+        values = run(folder, count, world_worker.train_all, rows)
+        for at, name in enumerate(names):
+            found[name][count] = [each[at] for each in values]
+    for name, results in found.items():
         one = results[1][0]
-        assert one[0] == 8
+        assert one[0] == 8 and len(results) > 1
         for count, each in results.items():
             assert each == [one] * count, f"{name}, {count} processes"
 
 
-@pytest.mark.parametrize("sequence", [(2, 1, 3), (1, 4, 2), (3, 2, 4)], ids=str)
-@pytest.mark.parametrize("every", ["never", 2])
+def test_two_and_four_processes_have_the_bits_of_one(tmp_path: pathlib.Path) -> None:
+    names = [*ROWS]
+    check(tmp_path, {1: names, 2: names[::2], 4: names[1::2]})
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_has_the_bits_of_one(tmp_path: pathlib.Path) -> None:
+    check(tmp_path, {count: [*ROWS] for count in COUNTS})
+
+
+@pytest.mark.parametrize(
+    ("every", "sequence"), half_quick(["never", 2], [(2, 1, 3), (1, 4, 2), (3, 2, 4)]), ids=str
+)
 def test_a_run_resumes_with_another_number_of_processes(
     tmp_path: pathlib.Path, sequence: tuple[int, ...], every: Any
 ) -> None:

@@ -20,7 +20,6 @@ from lohan.world._watch import End, Peer, Watch
 from patience import HUNG_S, slowness
 from world_helper import Group, run
 
-KILL_COUNT = 6
 # What the processes run: zeroth-order training, and AdamW.
 WORKERS = pytest.mark.parametrize("worker", [world_worker, world_adamw], ids=["mezo", "adamw"])
 STEPS = 40
@@ -72,13 +71,20 @@ def kill_one(folder: pathlib.Path, seed: int, worker: Any, **options: Any) -> No
     assert whole[1] == results[0][1]
 
 
+# The first two kill rank 1 of three processes, and rank 0 of two.
+KILLS = pytest.mark.parametrize("count", [2, pytest.param(6, marks=pytest.mark.slow)])
+
+
+@KILLS
 @WORKERS
-def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, worker: Any) -> None:
-    for seed in range(KILL_COUNT):
+def test_a_killed_process_is_named_and_the_run_resumes(
+    tmp_path: pathlib.Path, worker: Any, count: int
+) -> None:
+    for seed in range(count):
         kill_one(tmp_path, seed, worker)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @WORKERS
 def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path, worker: Any) -> None:
     for seed in range(100, 200):

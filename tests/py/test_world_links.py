@@ -64,7 +64,13 @@ def digest_of_one(folder: pathlib.Path, steps: int, worker: Any) -> str:
     return str(run(folder, 1, worker.train, str(folder / "whole"), steps)[0][1])
 
 
-@WORKERS
+@pytest.mark.parametrize(
+    "worker",
+    [
+        pytest.param(world_worker, id="mezo", marks=pytest.mark.slow),
+        pytest.param(world_adamw, id="adamw"),
+    ],
+)
 def test_an_outage_that_is_shorter_than_the_timeout_changes_nothing(
     tmp_path: pathlib.Path, worker: Any
 ) -> None:
@@ -98,7 +104,13 @@ def test_a_network_that_is_cut_is_named_on_both_sides_after_the_timeout(
         assert each.ended_at - cut_at <= (CUT_TIMEOUT_S + 2) * slowness()
 
 
-@WORKERS
+@pytest.mark.parametrize(
+    "worker",
+    [
+        pytest.param(world_worker, id="mezo"),
+        pytest.param(world_adamw, id="adamw", marks=pytest.mark.slow),
+    ],
+)
 def test_lost_packets_change_no_bit(tmp_path: pathlib.Path, worker: Any) -> None:
     with two_nodes(None, "nft") as names:
         for name in names:
