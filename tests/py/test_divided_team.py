@@ -88,7 +88,7 @@ def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -
         kill_one(tmp_path, seed, world_adamw, nodes=2, env=BOTH)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
     for seed in range(100, 200):
         kill_one(tmp_path, seed, world_adamw, nodes=2, env=BOTH)
