@@ -7,6 +7,8 @@
 #include "sched/engine_private.h"
 
 #define EVENT_MAX 8192
+/* Saved tensors that were dropped are held until their writes end, perhaps in a later step. */
+#define SAVED_STEP_COUNT 8
 #define PLAN_AROUND_AFTER_NS UINT64_C(50000000)
 
 uint32_t lh_sim_run_request_count_max(const struct lh_sim_run *run)
@@ -124,7 +126,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
                 .transit_bytes = opts->saved.transit_bytes,
                 .store = run->saved_store,
                 .file_first = opts->machine.ssd_count,
-                .item_max = (uint32_t)lh_max_u64(model->saved_count, 1),
+                .item_max = SAVED_STEP_COUNT * (uint32_t)lh_max_u64(model->saved_count, 1),
             },
         .gradients_in_memory = opts->machine.accelerator.gradients_in_memory,
         .io_depth = opts->io_depth,

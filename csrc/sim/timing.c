@@ -54,7 +54,12 @@ static int drive(struct lh_sim_run *run, const struct lh_sim_timing_opts *opts,
         case LH_SIM_END_DONE:
             return 0;
         case LH_SIM_END_FAILED:
-            return lh_engine_error(run->engine, err);
+            if (lh_engine_error(run->engine, err) < 0)
+                return lh_engine_error(run->engine, err);
+            return lh_error_set(err, run->train.rc,
+                                "step %" PRIu64 " cannot be simulated: saved tensors have no place"
+                                " (error %d)",
+                                run->train.step + 1, -run->train.rc);
         case LH_SIM_END_BROKEN:
             (void)lh_error_prefix(err, "a bug in lohan, please report it");
             return -EPROTO;
