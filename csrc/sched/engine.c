@@ -8,7 +8,7 @@
  * room for what it needs.
  */
 #define STUCK_AFTER_MS 300
-#define PLAN_AROUND_AFTER_MS 50 /* after this time, replanning is tried first */
+#define PLAN_AROUND_AFTER_MS LH_QUIET_NAP_MS /* after this time, replanning is tried first */
 #define NS_PER_MS UINT64_C(1000000)
 
 static void waited(struct lh_engine *engine, const struct lh_ring_message *message)
@@ -228,17 +228,32 @@ static int sleep_ms(const struct lh_engine *engine)
     return engine->copies.in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;
 }
 
+enum lh_quiet_next lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *quiet)
+{
+    bool stuck = !atomic_load(&engine->failed) && is_stuck(engine);
+    uint64_t now = lh_core_now(engine);
+    if (stuck && quiet->since_ns == 0)
+        quiet->since_ns = now;
+    uint64_t quiet_ns = stuck ? now - quiet->since_ns : 0;
+    if (quiet_ns > PLAN_AROUND_AFTER_MS * NS_PER_MS && !quiet->is_planned_around) {
+        quiet->is_planned_around = true;
+        lh_region_plan_around(engine);
+        return LH_QUIET_NEXT_POLL;
+    }
+    if (quiet_ns > STUCK_AFTER_MS * NS_PER_MS)
+        stuck_fail(engine);
+    return stuck ? LH_QUIET_NEXT_NAP : LH_QUIET_NEXT_SLEEP;
+}
+
 void *lh_engine_thread_run(void *context)
 {
     struct lh_engine *engine = context;
-    uint64_t quiet_since_ns = 0;
-    bool is_planned_around = false;
+    struct lh_quiet quiet = {0};
     while (!atomic_load(&engine->stopping)) {
         if (may_pause_now(engine))
             pause_here(engine);
         if (lh_engine_poll(engine)) {
-            quiet_since_ns = 0;
-            is_planned_around = false;
+            quiet = (struct lh_quiet){0};
             continue;
         }
         lh_waker_prepare(engine->waker);
@@ -246,20 +261,12 @@ void *lh_engine_thread_run(void *context)
             lh_waker_cancel(engine->waker);
             continue;
         }
-        bool stuck = !atomic_load(&engine->failed) && is_stuck(engine);
-        uint64_t now = lh_core_now(engine);
-        if (stuck && quiet_since_ns == 0)
-            quiet_since_ns = now;
-        uint64_t quiet_ns = stuck ? now - quiet_since_ns : 0;
-        if (quiet_ns > PLAN_AROUND_AFTER_MS * NS_PER_MS && !is_planned_around) {
-            is_planned_around = true;
-            lh_region_plan_around(engine);
+        enum lh_quiet_next next = lh_engine_quiet(engine, &quiet);
+        if (next == LH_QUIET_NEXT_POLL)
             lh_waker_cancel(engine->waker);
-            continue;
-        }
-        if (quiet_ns > STUCK_AFTER_MS * NS_PER_MS)
-            stuck_fail(engine);
-        lh_waker_wait(engine->waker, stuck ? PLAN_AROUND_AFTER_MS : sleep_ms(engine));
+        else
+            lh_waker_wait(engine->waker,
+                          next == LH_QUIET_NEXT_NAP ? LH_QUIET_NAP_MS : sleep_ms(engine));
     }
     /* Collect what is in flight: the buffers are about to be freed. */
     atomic_store(&engine->failed, true);

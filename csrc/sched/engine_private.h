@@ -222,6 +222,22 @@ void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence
 /* engine.c */
 void *lh_engine_thread_run(void *context);
 
+/* What the engine's thread knows about the time since something last moved. */
+struct lh_quiet {
+    uint64_t since_ns; /* since when a thread has been stuck; 0: none is */
+    bool is_planned_around;
+};
+
+enum lh_quiet_next {
+    LH_QUIET_NEXT_SLEEP = 0, /* until there is news */
+    LH_QUIET_NEXT_NAP,       /* at most LH_QUIET_NAP_MS */
+    LH_QUIET_NEXT_POLL,
+};
+#define LH_QUIET_NAP_MS 50
+
+/* What the engine's thread does when a poll has moved nothing. Returns what it does next. */
+enum lh_quiet_next lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *quiet);
+
 static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);

@@ -95,11 +95,16 @@ struct lh_sim_hooks {
     void (*use_made)(void *context);
     /* Returns the address of the gradient's bytes. */
     const void *(*gradient_made)(void *context, uint32_t param);
+    /* A gradient's computation was requested. True: the hook keeps the gradient, and passes one to
+     * the engine itself, before the close. */
+    bool (*gradient_kept)(void *context, uint32_t param);
+    /* The last block was computed in backward. True: something other than the close follows. */
+    bool (*close_replaced)(void *context);
     void (*use_begun)(void *context); /* the computation of a block begins */
     void (*use_ended)(void *context);
     /* The step is about to be closed. Called each time that a close is tried. */
     void (*closing)(void *context);
-    /* The step is closed. True: a flush follows. */
+    /* The step is closed. True: a flush follows, unless the hook has entered another state. */
     bool (*closed)(void *context);
 };
 

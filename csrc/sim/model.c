@@ -144,11 +144,19 @@ struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
     return (struct lh_adam_hyper){3 * lr, 0.8, 0.99, 1e-6, 0};
 }
 
+bool lh_sim_model_is_given(const struct lh_sim_model *model, uint32_t unit)
+{
+    LH_ASSERT(unit < model->unit_count);
+    return model->units[unit].elements > 0 &&
+           model->units[unit].moment1_extent == LH_ENGINE_EXTENT_NONE;
+}
+
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param)
 {
     LH_ASSERT(param < model->param_count);
     uint32_t unit = model->params[param].unit;
     bool is_mixed = model->has_mixed_gradients && unit % 3 == 2 && param % 2 == 1;
+    is_mixed |= model->has_sums && !lh_sim_model_is_given(model, unit);
     return is_mixed ? LH_DTYPE_F32 : model->units[unit].dtype;
 }
 
@@ -222,15 +230,17 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
     uint32_t block_bytes = opts->has_blocks ? element_bytes_max(model) : 0;
     for (uint32_t i = 0; i < model->unit_count; i++) {
         const struct lh_engine_unit *unit = &model->units[i];
+        bool has_states = unit->elements > 0 && !lh_sim_model_is_given(model, i);
+        enum lh_dtype waiting = model->has_sums && has_states ? LH_DTYPE_F32 : unit->dtype;
         units[i] = (struct lh_budget_unit){
             .bytes = unit->bytes,
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element =
-                unit->elements == 0 ? 0 : 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype),
+                has_states ? 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype) : 0,
             .waiting_bytes_per_element =
-                is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
-            .waits_in_memory = opts->commit_every != 1,
+                is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(waiting) : 0,
+            .waits_in_memory = opts->commit_every != 1 || model->has_sums,
             .waits_at_will = is_auto,
             .block_bytes_per_element = unit->elements > 0 ? block_bytes : 0,
             .always = unit->always,

@@ -79,6 +79,7 @@ struct lh_sim_model {
     uint32_t extent_count;
     struct lh_store_group_desc *groups; /* one per unit */
     bool has_mixed_gradients;           /* some gradients are fp32: lh_sim_model_gradient_dtype() */
+    bool has_sums;                      /* gradients are summed in fp32 before they are passed */
     uint64_t element_count;             /* trainable elements, without padding */
     uint64_t scalar_bytes_max; /* of the caller's part of a commit, up to LH_SIM_SCALAR_BYTES_MAX */
 };
@@ -122,7 +123,12 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
                              enum lh_sim_array array);
 /* The hyper-parameters of a group in a step; they change from step to step. */
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
-/* The parameter's dtype; with has_mixed_gradients, fp32 for some parameters of some units. */
+/* Whether another process has the unit's states. */
+bool lh_sim_model_is_given(const struct lh_sim_model *model, uint32_t unit);
+/*
+ * The parameter's dtype; with has_mixed_gradients, fp32 for some parameters of some units; with
+ * has_sums, fp32 for all parameters whose states are here.
+ */
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param);
 /* Make the caller's part of a step's commit, at most scalar_bytes_max. Returns the size. */
 uint64_t lh_sim_model_scalars(const struct lh_sim_model *model, uint64_t step, void *scalars_out);

@@ -152,6 +152,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .gradient_ahead_bytes = run->budget.gradient_ahead_bytes,
         .nowhere = run->memory,
         .waits_for_updates = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL,
+        .never_commits = opts->never_commits,
     };
     LH_TRY(lh_sim_train_init(&run->train, &train_opts, run->alloc, err));
     return lh_sim_check_init(&run->check, &run->world, model, run->engine, run->io, err);
@@ -213,7 +214,7 @@ static void settle(struct lh_sim_run *run)
     }
 }
 
-static void quiet_check(struct lh_sim_run *run)
+void lh_sim_run_quiet_check(struct lh_sim_run *run)
 {
     if (lh_engine_error(run->engine, NULL) < 0)
         return; /* the engine only waits for what is in flight */
@@ -235,7 +236,7 @@ enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err)
         settle(run);
         if (LH_SIM_HOOK_GET(world, false, has_died))
             return LH_SIM_END_STOPPED;
-        quiet_check(run);
+        lh_sim_run_quiet_check(run);
         bool is_done = run->train.state == LH_SIM_TRAIN_STATE_DONE;
         if (is_done && !lh_sim_world_has_failed(world) && LH_SIM_HOOK_GET(world, true, trained))
             lh_sim_check_totals(&run->check);

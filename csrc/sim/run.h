@@ -73,6 +73,7 @@ struct lh_sim_run_opts {
     uint32_t io_depth;
     uint64_t transfer_bytes;
     uint64_t commit_every;
+    bool never_commits; /* the store belongs to another process */
     enum lh_engine_schedule schedule;
     uint64_t step_last;
     uint64_t event_count_max;         /* the most events of one drive; 0: no limit */
@@ -115,6 +116,12 @@ int lh_sim_run_init(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
 void lh_sim_run_deinit(struct lh_sim_run *run);
 /* Run until one of the ends above. err: the engine's or checker's error, for FAILED and BROKEN. */
 enum lh_sim_end lh_sim_run_drive(struct lh_sim_run *run, struct lh_error *err);
+
+/*
+ * For a caller that drives several runs in one virtual time, in place of lh_sim_run_drive(): run
+ * the checkers. Nothing moves in any of the runs.
+ */
+void lh_sim_run_quiet_check(struct lh_sim_run *run);
 
 /* For hooks: like lh_sim_run_init(), but without a store and the parts that run on it. */
 int lh_sim_run_prepare(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,

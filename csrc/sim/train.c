@@ -21,7 +21,9 @@ int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts
     train->handles = lh_alloc_zeroed(alloc, opts->model->unit_count, sizeof(*train->handles));
     train->saved_items = lh_alloc_zeroed(alloc, lh_max_u64(opts->model->saved_count, 1),
                                          sizeof(*train->saved_items));
-    bool failed = !train->has_gradient || !train->due || !train->handles || !train->saved_items;
+    train->order = lh_alloc_zeroed(alloc, opts->model->block_count, sizeof(*train->order));
+    bool failed = !train->has_gradient || !train->due || !train->handles || !train->saved_items ||
+                  !train->order;
     if (failed) {
         lh_sim_train_deinit(train, alloc);
         return lh_error_set(err, -ENOMEM, "no memory to train %" PRIu32 " parameters", param_count);
@@ -37,6 +39,7 @@ void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc)
     lh_free(alloc, train->due);
     lh_free(alloc, train->handles);
     lh_free(alloc, train->saved_items);
+    lh_free(alloc, train->order);
     *train = (struct lh_sim_train){0};
 }
 
@@ -98,17 +101,31 @@ enum lh_sim_look lh_sim_train_block_begin(struct lh_sim_train *train, uint32_t b
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ACQUIRE);
 }
 
+void lh_sim_train_order_reset(struct lh_sim_train *train)
+{
+    train->order_count = train->opts.model->block_count;
+    for (uint32_t i = 0; i < train->order_count; i++)
+        train->order[i] = i;
+}
+
+enum lh_sim_look lh_sim_train_forward_begin(struct lh_sim_train *train)
+{
+    train->position = 0;
+    return lh_sim_train_block_begin(train, train->order[0]);
+}
+
 enum lh_sim_look lh_sim_train_begin(struct lh_sim_train *train)
 {
     int rc = lh_engine_begin(train->opts.engine, LH_ENGINE_MODE_TRAIN);
     if (rc < 0)
         return lh_sim_train_failed(train, rc);
     train->phase = LH_SIM_TRAIN_PHASE_FORWARD;
+    lh_sim_train_order_reset(train);
     LH_SIM_HOOK_CALL(train->opts.world, forward_begun, train->has_gradient);
     train->has_hypers = false;
     *lh_sim_train_times_of(train) =
         (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
-    return lh_sim_train_block_begin(train, 0);
+    return lh_sim_train_forward_begin(train);
 }
 
 bool lh_sim_train_is_worth_asking(struct lh_sim_train *train, bool is_there)
@@ -210,9 +227,11 @@ static void due_fill(struct lh_sim_train *train)
 
 static enum lh_sim_look backward_next(struct lh_sim_train *train)
 {
-    if (train->block > 0)
-        return lh_sim_train_block_begin(train, train->block - 1);
+    if (train->position > 0)
+        return lh_sim_train_block_begin(train, train->order[--train->position]);
     lh_sim_train_times_of(train)->close_ns = train->opts.world->now_ns;
+    if (LH_SIM_HOOK_GET(train->opts.world, false, close_replaced))
+        return LH_SIM_LOOK_MOVED;
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
 }
 
@@ -224,8 +243,8 @@ void lh_sim_train_backward_enter(struct lh_sim_train *train)
 
 static enum lh_sim_look forward_next(struct lh_sim_train *train)
 {
-    if (train->block + 1 < train->opts.model->block_count)
-        return lh_sim_train_block_begin(train, train->block + 1);
+    if (train->position + 1 < train->order_count)
+        return lh_sim_train_block_begin(train, train->order[++train->position]);
     if (LH_SIM_HOOK_GET(train->opts.world, false, backward_replaced))
         return LH_SIM_LOOK_MOVED;
     lh_sim_train_backward_enter(train);
@@ -315,6 +334,8 @@ static enum lh_sim_look gradient(struct lh_sim_train *train)
         lh_sim_dev_compute(train->opts.dev, 0, NULL, gradient_computed, train);
     else
         gradient_computed(train);
+    if (LH_SIM_HOOK_GET(train->opts.world, false, gradient_kept, param))
+        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
     rc = lh_engine_gradient(engine, param, bytes,
                             lh_sim_model_gradient_dtype(train->opts.model, param));
     if (rc < 0)
@@ -351,6 +372,8 @@ static enum lh_sim_look close_step(struct lh_sim_train *train)
     lh_sim_train_times_of(train)->closed_ns = train->opts.world->now_ns;
     train->step++;
     bool flushes = LH_SIM_HOOK_GET(train->opts.world, false, closed);
+    if (train->state != LH_SIM_TRAIN_STATE_CLOSE)
+        return LH_SIM_LOOK_MOVED;
     if (train->step >= train->opts.step_last || flushes)
         return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_FLUSH);
     return lh_sim_train_state_set(train, train->opts.waits_for_updates ? LH_SIM_TRAIN_STATE_OVER
@@ -371,7 +394,7 @@ static enum lh_sim_look flush(struct lh_sim_train *train)
 {
     if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(train->opts.engine)))
         return LH_SIM_LOOK_WAIT;
-    int rc = lh_engine_flush(train->opts.engine, true, 0);
+    int rc = lh_engine_flush(train->opts.engine, !train->opts.never_commits, 0);
     if (rc < 0)
         return lh_sim_train_failed(train, rc);
     if (rc == 0)

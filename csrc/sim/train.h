@@ -40,6 +40,7 @@ enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_FLUSH,
     LH_SIM_TRAIN_STATE_EDIT,  /* used by hooks: until everything is written */
     LH_SIM_TRAIN_STATE_PAUSE, /* used by hooks: until the engine is paused */
+    LH_SIM_TRAIN_STATE_PEERS, /* used by hooks: until other processes have come as far */
     LH_SIM_TRAIN_STATE_DONE,
     LH_SIM_TRAIN_STATE_FAILED, /* the engine has an error: rc */
 };
@@ -61,6 +62,7 @@ struct lh_sim_train_opts {
     uint64_t saved_ahead_bytes;
     const void *nowhere;    /* an address for gradients, which is never read */
     bool waits_for_updates; /* after each close, as the serial schedule requires of its caller */
+    bool never_commits;     /* the store belongs to another process */
 };
 
 /* The times of a step, and of its waits. */
@@ -82,6 +84,10 @@ struct lh_sim_train {
     int rc;
     uint64_t step; /* the last closed step */
     uint32_t block;
+    /* The blocks in the order of the step's forward, which a hook may change as the step begins. */
+    uint32_t *order;
+    uint32_t order_count;
+    uint32_t position; /* of the current block in it */
     uint32_t unit;  /* the next unit to acquire: an index into the block's units */
     uint32_t part;  /* the current part: an index into the model's parts */
     uint32_t param; /* the next parameter to get a gradient: an index into due */

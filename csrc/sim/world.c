@@ -93,6 +93,11 @@ bool lh_sim_world_advance(struct lh_sim_world *world)
     return true;
 }
 
+uint64_t lh_sim_world_next_ns(const struct lh_sim_world *world)
+{
+    return world->event_count > 0 ? world->events[0].at_ns : UINT64_MAX;
+}
+
 void lh_sim_world_forget(struct lh_sim_world *world)
 {
     world->event_count = 0;

@@ -69,6 +69,8 @@ void lh_sim_world_at(struct lh_sim_world *world, uint64_t at_ns, lh_sim_fire_fn 
                      void *context);
 /* Advance to the next event and fire it. Returns false if no event is left. */
 bool lh_sim_world_advance(struct lh_sim_world *world);
+/* The time of the next event; UINT64_MAX: no event is left. */
+uint64_t lh_sim_world_next_ns(const struct lh_sim_world *world);
 /* Discard all events, as when the machine loses power. */
 void lh_sim_world_forget(struct lh_sim_world *world);
 /* Report an event to the hooks. */

@@ -23,6 +23,20 @@ void sim_case_make(struct sim_case *sim, uint64_t seed, const struct lh_sim_size
 /* Nothing is live then. */
 void sim_case_unmake(struct sim_case *sim);
 
+/* A number from least to most. */
+uint64_t sim_between(struct lh_sim_random *random, uint64_t least, uint64_t most);
+/* The same, where every order of magnitude is as likely as every other. */
+uint64_t sim_scaled(struct lh_sim_random *random, uint64_t least, uint64_t most);
+/* A machine without an accelerator. */
+struct lh_sim_machine sim_machine_random(struct lh_sim_random *random);
+/* Half of the seeds have an accelerator; of these, half the least memory that works. */
+struct lh_sim_accelerator sim_accelerator_random(const struct lh_sim_model *model, uint64_t seed);
+/*
+ * The main memory of a run whose other options are set. Half of the seeds have the least that
+ * works, where everything waits for everything.
+ */
+uint64_t sim_host_bytes_random(const struct lh_sim_run_opts *run, struct lh_sim_random *random);
+
 /* If rc is an error, print what and the error, and end the test. */
 void sim_require(int rc, const struct lh_error *err, const char *what);
 

@@ -1,9 +1,9 @@
-"""Check that the simulator detects a store whose protocol is wrong.
+"""Check that the simulator detects protocols that are wrong: of a store, or between processes.
 
-Each protocol of the table below differs from the store's own in one place: a missing sync, a
-reversed order, an ignored error. It is applied to a copy of the sources in build/wrong, and
-sim_power has to fail for one of the first 200 seeds. The unchanged sources have to pass all of
-them.
+Each protocol of the table below differs from lohan's own in one place: a missing sync, a reversed
+order, an ignored error, a wake-up that is missing. It is applied to a copy of the sources in
+build/wrong, and sim_power or sim_world has to fail for one of the first 200 seeds. The unchanged
+sources have to pass all of them.
 
     wrong_protocols.py [NAME ...]    try all protocols, or these
 """
@@ -33,19 +33,32 @@ BUILD = """
 import sys
 sys.path.insert(0, "tests")
 import run
-print(run.build_programs("release", "tests/sim", "sim_*.c", "sim_power".__eq__)[0][1])
+print(run.build_programs("release", "tests/sim", "sim_*.c", sys.argv[1].__eq__)[0][1])
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """A protocol: in each file, what is replaced (it must be there exactly once) by what."""
+    """A protocol: in each file, what is replaced (it must be there exactly once) by what.
+
+    program is the simulation that has to fail.
+    """
 
     name: str
     edits: tuple[tuple[str, str, str], ...]
+    program: str = "sim_power"
+
+
+def between(name: str, file: str, old: str, new: str) -> Wrong:
+    """Return a protocol between processes."""
+    return Wrong(name, ((file, old, new),), "sim_world")
 
 
 COMMIT = "csrc/store/commit.c"
+TEAM = "csrc/team/team.c"
+MATES = "csrc/sched/mates.c"
+BORROW = "csrc/sched/borrow.c"
+GIVEN = "csrc/sched/given.c"
 SYNC_ALL = """        for (count = 0; count < store->file_count; count++)
             requests[count] = sync_request(count);
 """
@@ -210,6 +223,127 @@ PROTOCOLS = (
             ),
         ),
     ),
+    between(
+        "pinned units are taken away",
+        TEAM,
+        "        bool is_lent = (word & PINS) > 0 || ((word & READY) &&"
+        " atomic_load(&unit->wants) != 0);\n",
+        "        bool is_lent = (word & READY) && atomic_load(&unit->wants) != 0;\n",
+    ),
+    between(
+        "wanted units are taken away",
+        TEAM,
+        "        bool is_lent = (word & PINS) > 0 || ((word & READY) &&"
+        " atomic_load(&unit->wants) != 0);\n",
+        "        bool is_lent = (word & PINS) > 0;\n",
+    ),
+    between(
+        "a want wakes no owner",
+        TEAM,
+        "        atomic_fetch_add(&team->map->want_count, 1);\n        ring(team, 0);\n",
+        "        atomic_fetch_add(&team->map->want_count, 1);\n",
+    ),
+    between(
+        "a published unit wakes no mate",
+        TEAM,
+        "        if (wants >> mate & 1)\n",
+        "        if (wants >> mate & 1 && unit->offset > team->region_bytes)\n",
+    ),
+    between(
+        "the last pin wakes no owner",
+        TEAM,
+        "    if (is_asked || (is_last && (word & WANTED)))\n",
+        "    if (is_asked)\n",
+    ),
+    between(
+        "a pin at the owner's last place",
+        TEAM,
+        "    atomic_store(&unit->offset, offset);\n",
+        "    if (atomic_load(&unit->offset) == 0)\n        atomic_store(&unit->offset, offset);\n",
+    ),
+    between(
+        "a step that is announced at its close",
+        "csrc/sched/step.c",
+        "    LH_FEATURE_CALL(engine, step_closed);\n",
+        "    LH_FEATURE_CALL(engine, step_closed);\n"
+        "    if (engine->opts.team && engine->opts.team->mate == 0)\n"
+        "        lh_team_step_set(engine->opts.team, engine->step);\n",
+    ),
+    between(
+        "wants of late mates ignored",
+        MATES,
+        "        unit->mates.is_wanted = true;\n",
+        "        unit->mates.is_wanted = false;\n",
+    ),
+    between(
+        "updates in spite of pins",
+        MATES,
+        "    .unit_may_claim = unit_may_claim,\n",
+        "",
+    ),
+    between(
+        "loads over pinned units",
+        MATES,
+        "    .unit_is_lent = unit_is_lent,\n",
+        "",
+    ),
+    between(
+        "the owner never asks for room",
+        MATES,
+        "        lh_team_room_ask(engine->opts.team, true);\n",
+        "        lh_team_room_ask(engine->opts.team, false);\n",
+    ),
+    between(
+        "a mate keeps what it does not use",
+        BORROW,
+        "    if (is_short)\n        idle_give_back(engine);\n",
+        "",
+    ),
+    between(
+        "a mate gives nothing back",
+        BORROW,
+        "        if (unit->state == LH_UNIT_STATE_READY)\n"
+        "            lh_unit_forget(engine, i);\n"
+        "    }\n"
+        "    LH_ASSERT(engine->borrow.waiting_count == 0);\n",
+        "    }\n    LH_ASSERT(engine->borrow.waiting_count == 0);\n",
+    ),
+    between(
+        "a mate reads at its own plan's place",
+        BORROW,
+        "    unit->memory = team->region + offset;\n",
+        "    unit->memory = team->region + unit->offset;\n",
+    ),
+    between(
+        "an evicted unit stays pinned",
+        BORROW,
+        "    lh_team_unpin(engine->opts.team, (uint32_t)(unit - engine->units));\n",
+        "",
+    ),
+    between(
+        "updates before the values are there",
+        GIVEN,
+        "    return !lh_given_is(unit) || unit->given.is_there;\n",
+        "    return true;\n",
+    ),
+    between(
+        "values of the step before",
+        GIVEN,
+        "    .step_forgotten = step_forgotten,\n",
+        "",
+    ),
+    between(
+        "values without their last element",
+        GIVEN,
+        "               segment->count * element_bytes);\n",
+        "               (segment->count - 1) * element_bytes);\n",
+    ),
+    between(
+        "checksums of the old values",
+        GIVEN,
+        "    for (uint64_t at = 0; at < bytes; at += LH_CHECKSUM_BYTES)\n",
+        "    for (uint64_t at = bytes; at < bytes; at += LH_CHECKSUM_BYTES)\n",
+    ),
 )
 
 
@@ -234,11 +368,15 @@ def copy_tree() -> None:
         left.unlink()
 
 
-def build() -> pathlib.Path:
-    """Build sim_power from the copy; return its path."""
+def build(program: str) -> pathlib.Path:
+    """Build a simulation from the copy; return its path."""
     environment = {**os.environ, "LOHAN_BUILD": str(TREE / "build")}
     answer = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=TREE, capture_output=True, text=True, env=environment
+        [sys.executable, "-c", BUILD, program],
+        cwd=TREE,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     if answer.returncode != 0:
         raise SystemExit(answer.stdout + answer.stderr)
@@ -274,17 +412,19 @@ def main(names: list[str]) -> int:
     """Try them; return 1 if one was not detected, or if the unchanged sources fail."""
     missed = []
     copy_tree()
-    seed, said = first_failure(build())
-    print(f"{'as it is':34} {'passes' if seed is None else f'FAILS at seed {seed}: {said}'}")
-    if seed is not None:
-        missed.append("as it is")
+    for program in sorted({wrong.program for wrong in PROTOCOLS}):
+        seed, said = first_failure(build(program))
+        found = "passes" if seed is None else f"FAILS at seed {seed}: {said}"
+        print(f"{program + ' as it is':34} {found}")
+        if seed is not None:
+            missed.append(f"{program} as it is")
     for wrong in PROTOCOLS:
         if names and wrong.name not in names:
             continue
         started = time.monotonic()
         before = apply(wrong)
         try:
-            seed, said = first_failure(build())
+            seed, said = first_failure(build(wrong.program))
         finally:
             for path, text in before.items():
                 path.write_text(text)
@@ -292,7 +432,7 @@ def main(names: list[str]) -> int:
             missed.append(wrong.name)
         found = f"seed {seed}: {said[:150]}" if seed is not None else "NOT DETECTED"
         print(f"{wrong.name:34} {found} ({time.monotonic() - started:.0f} s)", flush=True)
-    print(f"{len(missed)} of {len(PROTOCOLS) + 1} are wrong: {', '.join(missed) or 'none'}")
+    print(f"{len(missed)} are wrong: {', '.join(missed) or 'none'}")
     return 1 if missed else 0
 
 

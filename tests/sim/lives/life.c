@@ -382,7 +382,11 @@ static enum lh_sim_open open_store(struct lh_sim_lives *lives, struct lh_error *
         .directory_count = lives->disk.file_count,
         .fs = &lives->fs.fs,
     };
-    lives->is_asked_older = false;
+    lives->is_asked_older = lives->opts.is_asked_older;
+    if (lives->is_asked_older) {
+        opts.open_at = &lives->opts.open_at;
+        lives->committed_step = lh_min_u64(lives->committed_step, lives->opts.open_at);
+    }
     uint64_t stale = lives->faults.counts[LH_SIM_FAULT_STALE];
     int rc = lh_store_open(&opts, lives->run.alloc, &lives->run.store, err);
     lives->is_forked |= lives->faults.counts[LH_SIM_FAULT_STALE] > stale;
@@ -404,6 +408,22 @@ static enum lh_sim_open open_store(struct lh_sim_lives *lives, struct lh_error *
     lives->fs.faults = faults;
     lives->fs.dies_after = dies_after;
     return open;
+}
+
+int lh_sim_lives_look(struct lh_sim_lives *lives, uint64_t *step_out, struct lh_error *err)
+{
+    struct lh_store_open_opts opts = {
+        .directories = lives->fs.directories,
+        .directory_count = lives->disk.file_count,
+        .read_only = true,
+        .fs = &lives->fs.fs,
+    };
+    struct lh_store *store = NULL;
+    lh_sim_fs_restart(&lives->fs, NULL);
+    LH_TRY(lh_store_open(&opts, lives->run.alloc, &store, err));
+    *step_out = lh_store_step(store);
+    lh_store_close(store);
+    return 0;
 }
 
 static enum lh_sim_open fill(struct lh_sim_lives *lives, struct lh_error *err)

@@ -99,7 +99,7 @@ static void job_done(void *context, struct lh_exec_job *job)
     job->run(job);
 }
 
-static const struct lh_sim_hooks lives_hooks = {
+const struct lh_sim_hooks lh_sim_lives_hooks = {
     LH_SIM_SCRIPT_HOOKS,
     .use_made = lh_sim_script_use_made,
     .gradient_made = lh_sim_script_gradient_made,
@@ -131,7 +131,7 @@ int lh_sim_lives_init(struct lh_sim_lives *lives, const struct lh_sim_lives_opts
     struct lh_sim_run_opts run_opts = opts->run;
     *lives = (struct lh_sim_lives){.opts = *opts};
     LH_ASSERT(opts->reference && opts->run.saved.memory_bytes == 0);
-    run_opts.hooks = &lives_hooks;
+    run_opts.hooks = opts->hooks ? opts->hooks : &lh_sim_lives_hooks;
     run_opts.hooks_context = lives;
     lh_sim_random_init(&lives->crash_random, opts->seed, LH_SIM_STREAM_CRASH);
     lh_sim_random_init(&lives->lives_random, opts->seed, LH_SIM_STREAM_LIVES);
@@ -169,7 +169,7 @@ int lh_sim_lives_parts_create(struct lh_sim_lives *lives, bool calm, struct lh_e
     return 0;
 }
 
-static void end_count(struct lh_sim_lives *lives, enum lh_sim_end end)
+void lh_sim_lives_ended(struct lh_sim_lives *lives, enum lh_sim_end end)
 {
     static const enum lh_sim_outcome outcomes[] = {
         [LH_SIM_END_DONE] = LH_SIM_OUTCOME_DONE,
@@ -190,7 +190,7 @@ enum lh_sim_end lh_sim_lives_drive(struct lh_sim_lives *lives, struct lh_error *
     if (end == LH_SIM_END_FAILED && lh_engine_error(lives->run.engine, NULL) == 0)
         *err = lives->script.err;
     if (end != LH_SIM_END_BROKEN)
-        end_count(lives, end);
+        lh_sim_lives_ended(lives, end);
     return end;
 }
 

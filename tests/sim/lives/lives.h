@@ -84,6 +84,9 @@ struct lh_sim_lives_opts {
     struct lh_sim_faults faults;
     struct lh_sim_train_chances chances;
     struct lh_sim_crash crash; /* of the current life */
+    bool is_asked_older;       /* open the store at open_at, the step before its newest one */
+    uint64_t open_at;
+    const struct lh_sim_hooks *hooks; /* NULL: lh_sim_lives_hooks */
     uint64_t trace_bytes_max;
     bool has_snapshots; /* the store is copied while commits are held (chances.hold_ppm) */
 };
@@ -163,6 +166,15 @@ void lh_sim_lives_damage(struct lh_sim_lives *lives, enum lh_sim_fault fault);
 void lh_sim_lives_copy(struct lh_sim_lives *lives);
 /* Make dead drives work again. */
 void lh_sim_lives_revive(struct lh_sim_lives *lives);
+
+/* Find the newest step of the store, as a reader does. No process has it open. */
+int lh_sim_lives_look(struct lh_sim_lives *lives, uint64_t *step_out, struct lh_error *err)
+    LH_MUST_CHECK;
+
+/* The hooks of lives, for callers that replace some of them. */
+extern const struct lh_sim_hooks lh_sim_lives_hooks;
+/* For such callers: the current life has ended in this way. */
+void lh_sim_lives_ended(struct lh_sim_lives *lives, enum lh_sim_end end);
 
 /* The name of an outcome in tables. */
 const char *lh_sim_outcome_name(enum lh_sim_outcome outcome);

@@ -31,6 +31,9 @@ enum lh_sim_stream {
     LH_SIM_STREAM_WORLDS,
     LH_SIM_STREAM_TARGET,
     LH_SIM_STREAM_RESUMES,
+    LH_SIM_STREAM_NETWORK,
+    LH_SIM_STREAM_ORDERS,
+    LH_SIM_STREAM_ENDS,
 };
 
 /* Initialize: the same seed and stream give the same numbers. */

@@ -5,6 +5,7 @@
 
 #include "base/assert.h"
 #include "compute/half.h"
+#include "lives/random.h"
 
 static struct lh_sim_snapshot *snapshot_at(struct lh_sim_reference *reference, uint64_t step)
 {
@@ -80,7 +81,8 @@ static int tables_create(struct lh_sim_reference *reference)
     for (uint32_t i = 0; i < model->param_count; i++)
         count_max = lh_max_u64(count_max, model->params[i].count);
     reference->gradient = lh_alloc_zeroed(alloc, count_max, sizeof(float));
-    if (!reference->gradient)
+    reference->contribution = lh_alloc_zeroed(alloc, count_max, sizeof(float));
+    if (!reference->gradient || !reference->contribution)
         return -ENOMEM;
     for (uint32_t i = 0; i < LH_SIM_SNAPSHOT_COUNT; i++) {
         struct lh_sim_snapshot *snapshot = &reference->snapshots[i];
@@ -110,6 +112,7 @@ void lh_sim_reference_deinit(struct lh_sim_reference *reference)
 {
     lh_free(reference->alloc, reference->offsets);
     lh_free(reference->alloc, reference->gradient);
+    lh_free(reference->alloc, reference->contribution);
     for (uint32_t i = 0; i < LH_SIM_SNAPSHOT_COUNT; i++) {
         lh_free(reference->alloc, reference->snapshots[i].state);
         lh_free(reference->alloc, reference->snapshots[i].before);
@@ -200,22 +203,120 @@ double lh_sim_reference_scale(const struct lh_sim_reference *reference, uint64_t
     return reference->has_scales ? 0.25 * (double)(1 + step % 5) : 1.0;
 }
 
-void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
-                               uint32_t param, void *gradient_out)
+static void values_make(const struct lh_sim_reference *reference, uint64_t hash, uint32_t param,
+                        enum lh_dtype dtype, void *values_out)
 {
-    enum lh_dtype dtype = lh_sim_model_gradient_dtype(reference->model, param);
-    uint64_t hash = lh_sim_mix(lh_sim_mix(reference->seed, step), param);
     for (uint64_t i = 0; i < reference->model->params[param].count; i++) {
         float value = value_of(hash = lh_sim_mix(hash, i));
         uint32_t bits = 0;
         memcpy(&bits, &value, sizeof(bits));
         if (dtype == LH_DTYPE_BF16)
-            ((uint16_t *)gradient_out)[i] = (uint16_t)(bits >> 16);
+            ((uint16_t *)values_out)[i] = (uint16_t)(bits >> 16);
         else if (dtype == LH_DTYPE_F16)
-            ((uint16_t *)gradient_out)[i] = lh_half_round(bits);
+            ((uint16_t *)values_out)[i] = lh_half_round(bits);
         else
-            ((float *)gradient_out)[i] = value;
+            ((float *)values_out)[i] = value;
     }
+}
+
+static uint64_t hash_of(const struct lh_sim_reference *reference, uint64_t step, uint32_t param)
+{
+    return lh_sim_mix(lh_sim_mix(reference->seed, step), param);
+}
+
+/* Draw with a probability of ppm in a million, independently of the order of calls. */
+static bool has_luck(uint64_t hash, uint32_t ppm)
+{
+    return hash % LH_SIM_PPM_ONE < ppm;
+}
+
+bool lh_sim_reference_uses(const struct lh_sim_reference *reference, uint64_t step, uint32_t rank,
+                           uint32_t block)
+{
+    uint64_t hash = lh_sim_mix(hash_of(reference, step, block), rank + UINT64_C(1000));
+    return !has_luck(hash, reference->block_skip_ppm) || block == 0;
+}
+
+static bool is_used(const struct lh_sim_reference *reference, uint64_t step, uint32_t rank,
+                    uint32_t unit)
+{
+    for (uint32_t i = 0; i < reference->model->block_count; i++) {
+        const struct lh_sim_block *block = &reference->model->blocks[i];
+        for (uint32_t j = 0; j < block->unit_count; j++) {
+            if (block->units[j] == unit && lh_sim_reference_uses(reference, step, rank, i))
+                return true;
+        }
+    }
+    return false;
+}
+
+bool lh_sim_reference_contributes(const struct lh_sim_reference *reference, uint64_t step,
+                                  uint32_t rank, uint32_t param)
+{
+    uint32_t unit = reference->model->params[param].unit;
+    uint64_t hash = lh_sim_mix(hash_of(reference, step, param), rank + UINT64_C(2000));
+    /* The first parameter is trained and used in every step. */
+    bool is_skipped = has_luck(hash, reference->skip_ppm) && param > 0;
+    return reference->model->units[unit].elements > 0 && !is_skipped &&
+           is_used(reference, step, rank, unit);
+}
+
+bool lh_sim_reference_has_gradient(const struct lh_sim_reference *reference, uint64_t step,
+                                   uint32_t param)
+{
+    bool has_any = false;
+    for (uint32_t rank = 0; rank < reference->process_count && !has_any; rank++)
+        has_any = lh_sim_reference_contributes(reference, step, rank, param);
+    return has_any;
+}
+
+void lh_sim_reference_contribution(const struct lh_sim_reference *reference, uint64_t step,
+                                   uint32_t rank, uint32_t param, void *gradient_out)
+{
+    uint32_t unit = reference->model->params[param].unit;
+    uint64_t hash = lh_sim_mix(hash_of(reference, step, param), rank);
+    values_make(reference, hash, param, reference->model->units[unit].dtype, gradient_out);
+}
+
+static float widened(const void *values, enum lh_dtype dtype, uint64_t index)
+{
+    uint32_t bits = 0;
+    float value = 0;
+    if (dtype == LH_DTYPE_F32)
+        return ((const float *)values)[index];
+    uint16_t half = ((const uint16_t *)values)[index];
+    bits = dtype == LH_DTYPE_BF16 ? (uint32_t)half << 16 : lh_half_widen(half);
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+static void sum_make(const struct lh_sim_reference *reference, uint64_t step, uint32_t param,
+                     float *sum_out)
+{
+    enum lh_dtype dtype = reference->model->units[reference->model->params[param].unit].dtype;
+    uint64_t count = reference->model->params[param].count;
+    bool is_first = true;
+    for (uint32_t rank = 0; rank < reference->process_count; rank++) {
+        if (!lh_sim_reference_contributes(reference, step, rank, param))
+            continue;
+        lh_sim_reference_contribution(reference, step, rank, param, reference->contribution);
+        for (uint64_t i = 0; i < count; i++) {
+            float value = widened(reference->contribution, dtype, i);
+            sum_out[i] = is_first ? value : sum_out[i] + value;
+        }
+        is_first = false;
+    }
+}
+
+void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
+                               uint32_t param, void *gradient_out)
+{
+    if (reference->process_count > 0) {
+        sum_make(reference, step, param, gradient_out);
+        return;
+    }
+    values_make(reference, hash_of(reference, step, param), param,
+                lh_sim_model_gradient_dtype(reference->model, param), gradient_out);
 }
 
 static void param_update(struct lh_sim_reference *reference, struct lh_sim_snapshot *snapshot,
@@ -242,7 +343,9 @@ static void param_update(struct lh_sim_reference *reference, struct lh_sim_snaps
         .gradient = reference->gradient,
         .count = param->count,
         .param_dtype = unit->dtype,
-        .gradient_dtype = lh_sim_model_gradient_dtype(reference->model, index),
+        .gradient_dtype = reference->process_count > 0
+                              ? LH_DTYPE_F32
+                              : lh_sim_model_gradient_dtype(reference->model, index),
     };
     struct lh_adam_hyper hyper = lh_sim_model_hyper(param->group, snapshot->step);
     struct lh_adam_scalars scalars = lh_adam_scalars_make(
@@ -290,7 +393,7 @@ int lh_sim_reference_compare_with(const struct lh_sim_reference *reference, stru
         for (uint32_t j = 0; rc == 0 && j < LH_SIM_ARRAY_COUNT; j++) {
             enum lh_sim_array array = (enum lh_sim_array)j;
             uint64_t bytes = lh_sim_model_array_bytes(model, i, array);
-            if (bytes == 0)
+            if (bytes == 0 || lh_sim_model_extent(model, i, array) == LH_ENGINE_EXTENT_NONE)
                 continue;
             rc = lh_store_read_sync(store, lh_sim_model_extent(model, i, array), 0, found, bytes,
                                     err);

@@ -36,11 +36,15 @@ struct lh_sim_reference {
     struct lh_alloc *alloc;
     uint64_t seed;
     bool has_scales;   /* gradients are scaled (clipped) by a different factor each step */
+    uint32_t process_count; /* 0: gradients are not those of several processes */
+    uint32_t skip_ppm;      /* several processes: for each, its gradient of a parameter is absent */
+    uint32_t block_skip_ppm; /* the same for each block but the first: it is not used */
     uint64_t *offsets; /* of every unit's arrays in a state: LH_SIM_ARRAY_COUNT per unit */
     uint64_t state_bytes;
     uint64_t step; /* that of the newest snapshot; step s is at s % LH_SIM_SNAPSHOT_COUNT */
     struct lh_sim_snapshot snapshots[LH_SIM_SNAPSHOT_COUNT];
     void *gradient; /* scratch space: the size of the largest parameter */
+    void *contribution; /* the same */
 };
 
 /*
@@ -72,7 +76,23 @@ void lh_sim_reference_edit(struct lh_sim_reference *reference, uint32_t unit,
 void lh_sim_reference_edit_set(struct lh_sim_reference *reference, enum lh_sim_edit edit);
 /* The factor by which the gradients of a step are multiplied. */
 double lh_sim_reference_scale(const struct lh_sim_reference *reference, uint64_t step);
-/* Make the gradient of param in step, in its dtype. */
+/*
+ * Several processes: whether a process uses a block in a step, has a gradient of param, and whether
+ * any process has. Every process has a gradient of some parameter, if one is trained.
+ */
+bool lh_sim_reference_uses(const struct lh_sim_reference *reference, uint64_t step, uint32_t rank,
+                           uint32_t block);
+bool lh_sim_reference_contributes(const struct lh_sim_reference *reference, uint64_t step,
+                                  uint32_t rank, uint32_t param);
+bool lh_sim_reference_has_gradient(const struct lh_sim_reference *reference, uint64_t step,
+                                   uint32_t param);
+/* Make a process's gradient of param, in the parameter's dtype. */
+void lh_sim_reference_contribution(const struct lh_sim_reference *reference, uint64_t step,
+                                   uint32_t rank, uint32_t param, void *gradient_out);
+/*
+ * Make the gradient of param in step, in its dtype. With several processes it is the sum of theirs,
+ * added in fp32 in the order of ranks.
+ */
 void lh_sim_reference_gradient(const struct lh_sim_reference *reference, uint64_t step,
                                uint32_t param, void *gradient_out);
 /* Advance by one step; has_gradient[i] says whether parameter i has a gradient. */

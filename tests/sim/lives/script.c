@@ -155,7 +155,8 @@ bool lh_sim_script_eval_draw(struct lh_sim_script *script)
         return true;
     }
     train->phase = LH_SIM_TRAIN_PHASE_EVAL;
-    (void)lh_sim_train_block_begin(train, 0);
+    lh_sim_train_order_reset(train);
+    (void)lh_sim_train_forward_begin(train);
     return true;
 }
 

@@ -8,7 +8,7 @@ int lh_sim_lives_store_fill(struct lh_store *store, const struct lh_sim_referenc
         for (uint32_t j = LH_SIM_ARRAY_PARAM; j <= LH_SIM_ARRAY_RESIDUAL; j++) {
             enum lh_sim_array array = (enum lh_sim_array)j;
             uint64_t bytes = lh_sim_model_array_bytes(model, i, array);
-            if (bytes > 0)
+            if (bytes > 0 && lh_sim_model_extent(model, i, array) != LH_ENGINE_EXTENT_NONE)
                 LH_TRY(lh_store_write_sync(store, lh_sim_model_extent(model, i, array), 0,
                                            lh_sim_reference_array(reference, 0, i, array), bytes,
                                            err));
