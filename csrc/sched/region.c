@@ -119,6 +119,7 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
     uint64_t offset = unit->offset;
     plan->use_counts[index] = unit->use_count;
     bool is_lent = LH_FEATURE_ANY(engine, unit_is_lent, unit);
+    is_lent &= !is_device(engine, region); /* a unit is lent where it is in main memory */
     plan->open_uses[index] = unit->use_is_open || is_lent ? 1 : 0;
     if (is_device(engine, region)) {
         is_here = lh_device_unit_is_placed(&unit->copy);

@@ -419,8 +419,8 @@ void lh_sim_peer_describe(const struct lh_sim_peer *peer, char *text, uint64_t b
         (int)train->phase, train->block, train->step, engine ? (int)engine->step_state : -1);
     for (uint32_t i = 0; engine && i < engine->opts.unit_count && used + 24 < bytes; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        used += (uint64_t)snprintf(text + used, bytes - used, " %" PRIu32 ":%d/%" PRIu32 "%s%s%s",
-                                   i, (int)unit->state, lh_unit_pins(unit),
+        used += (uint64_t)snprintf(text + used, bytes - used, " %" PRIu32 ":%d+%d/%" PRIu32 "%s%s%s",
+                                   i, (int)unit->state, (int)unit->copy.state, lh_unit_pins(unit),
                                    unit->waiter_count > 0 ? "w" : "",
                                    unit->mates.is_wanted ? "m" : "",
                                    unit->update.is_queued ? "u" : "");
