@@ -63,7 +63,9 @@ static void faults_draw(struct lh_sim_net *net, struct lh_sim_message *message)
         message->transfer.extra_ns += net->opts.spike_ns;
     if (lh_sim_random_chance(random, net->opts.reorder_ppm))
         message->transfer.extra_ns += lh_sim_random_below(random, net->opts.reorder_ns + 1);
-    if (!is_flipped || message->bytes == 0)
+    bool is_control =
+        message->kind == LH_SIM_MESSAGE_AGREED || message->kind == LH_SIM_MESSAGE_SUMMED;
+    if (!is_flipped || message->bytes == 0 || is_control)
         return;
     uint64_t bit = lh_sim_random_below(random, 8 * message->bytes);
     message->payload[bit / 8] ^= (uint8_t)(1U << bit % 8);

@@ -5,7 +5,8 @@
  *      lh_sim_net_send() -> the sender's link, and the faults drawn for the message -> delivered
  *
  * Messages may arrive in another order than they were sent in, and late. Their payload carries a
- * checksum. With a fault, one bit of a payload is wrong when it arrives.
+ * checksum. With a fault, one bit of a payload is wrong when it arrives, except in messages by
+ * which processes agree: in production these have no checksum of their own.
  *
  * Thread: one.
  */

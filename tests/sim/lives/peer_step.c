@@ -134,6 +134,8 @@ static bool are_there(struct lh_sim_peer *peer, uint32_t from)
 {
     const struct lh_sim_message *ended =
         *find(peer, LH_SIM_MESSAGE_ENDED, step_of(peer), from, NO_PARAM);
+    if (ended && !lh_sim_net_is_intact(ended))
+        return true; /* this process is about to refuse it */
     for (uint32_t i = 0; ended && i < model_of(peer)->param_count; i++) {
         if (has_bit(ended->payload, i) && adds(peer, peer->opts.rank, i) &&
             !*find(peer, LH_SIM_MESSAGE_GRADIENT, step_of(peer), from, i))
