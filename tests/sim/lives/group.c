@@ -293,6 +293,22 @@ static void crash_begin(struct lh_sim_group *group)
     group->ends_at = group->fired_count + group->crash.later;
 }
 
+/* The processes that are left learn that another one has ended. */
+static enum lh_sim_end end_all(struct lh_sim_group *group, uint32_t *rank_out,
+                               struct lh_error *err)
+{
+    for (uint32_t i = 0; i < group->crew->count; i++) {
+        struct lh_error reason = {0};
+        if (!group->peers[i].is_alive || lh_sim_peer_leave(&group->peers[i], &reason))
+            continue;
+        *rank_out = i;
+        (void)lh_error_set(err, -EPROTO, "values that do not come lead to error %d: %s",
+                           reason.code, reason.message);
+        return LH_SIM_END_BROKEN;
+    }
+    return LH_SIM_END_STOPPED;
+}
+
 enum lh_sim_end lh_sim_group_drive(struct lh_sim_group *group,
                                    const struct lh_sim_group_crash *crash, uint32_t *rank_out,
                                    struct lh_error *err)
@@ -311,11 +327,11 @@ enum lh_sim_end lh_sim_group_drive(struct lh_sim_group *group,
         if (!group->is_ending && group->fired_count - began >= crash->after)
             crash_begin(group);
         if (group->is_ending && group->fired_count >= group->ends_at)
-            return LH_SIM_END_STOPPED;
+            return end_all(group, rank_out, err);
         if (advance(group))
             continue;
-        if (group->is_ending)
-            return LH_SIM_END_STOPPED; /* all wait for the process that has ended */
+        if (group->is_ending) /* all wait for the process that has ended */
+            return end_all(group, rank_out, err);
         hang_report(group);
     }
     for (uint32_t i = 0; i < group->crew->count; i++)

@@ -314,7 +314,8 @@ void lh_sim_peer_stop(struct lh_sim_peer *peer, enum lh_sim_end end, bool power)
 {
     struct lh_sim_lives *lives = &peer->lives;
     lh_sim_lives_ended(lives, end);
-    lives->opts.crash = (struct lh_sim_crash){.is_kill = !power};
+    bool tears = lh_sim_random_below(&peer->random, 2) == 0;
+    lives->opts.crash = (struct lh_sim_crash){.is_kill = !power, .tears = tears};
     lh_sim_lives_stop(lives);
     inbox_clear(peer);
     for (uint32_t i = 0; i < lives->opts.run.model->param_count; i++)
@@ -405,6 +406,24 @@ bool lh_sim_peer_sleep(struct lh_sim_peer *peer)
         lh_sim_world_at(world, world->now_ns + NAP_NS, nap_ended, peer);
     }
     return next == LH_QUIET_NEXT_POLL;
+}
+
+bool lh_sim_peer_leave(struct lh_sim_peer *peer, struct lh_error *err)
+{
+    struct lh_engine *engine = peer->lives.run.engine;
+    bool is_late = peer->lives.run.train.state == LH_SIM_TRAIN_STATE_PEERS &&
+                   peer->stage == LH_SIM_PEER_STAGE_VALUES;
+    if (!is_late || lh_engine_error(engine, NULL) < 0)
+        return true;
+    uint32_t given = peer->values.given;
+    while (given < engine->opts.unit_count && peer->values.missing[given] == 0)
+        given++;
+    bool is_any = given < engine->opts.unit_count;
+    lh_engine_given_never(engine);
+    while (lh_engine_poll(engine) && lh_engine_error(engine, NULL) == 0)
+        continue;
+    int rc = lh_engine_error(engine, err);
+    return rc == (is_any ? -ECONNABORTED : 0);
 }
 
 void lh_sim_peer_describe(const struct lh_sim_peer *peer, char *text, uint64_t bytes)

@@ -132,6 +132,11 @@ void lh_sim_peer_deliver(struct lh_sim_peer *peer, struct lh_sim_message *messag
 bool lh_sim_peer_poll(struct lh_sim_peer *peer);
 /* Nothing moves in any process: the engine goes to sleep. Returns true if it does something. */
 bool lh_sim_peer_sleep(struct lh_sim_peer *peer);
+/*
+ * The process learns that another one is gone, and that values of its closed step will not come.
+ * Returns false if its engine does not have that error, or another one: err.
+ */
+bool lh_sim_peer_leave(struct lh_sim_peer *peer, struct lh_error *err);
 /* Write what the process waits for. */
 void lh_sim_peer_describe(const struct lh_sim_peer *peer, char *text, uint64_t bytes);
 
