@@ -33,8 +33,9 @@ static void set_make(struct set *set, const char *name, uint32_t count, struct r
     opts.schedule = LH_ENGINE_SCHEDULE_SERIAL;
     opts.commit_every = 1;
     struct rig_opts mate_opts = opts;
-    mate_opts.least_memory = true;
+    mate_opts.least_memory = !opts.device;
     mate_opts.spare_bytes = 0;
+    mate_opts.device = NULL;
     mate_opts.commit_every = LH_ENGINE_COMMIT_NEVER;
     opts.team_mates = count;
     set->count = count;
@@ -149,6 +150,27 @@ static void test_alone(void)
     set_unmake(&set);
 }
 
+static void test_device(void)
+{
+    struct set set;
+    lh_test_name("the owner's accelerator evicts what a mate holds in main memory");
+    set_make(&set, "team-device", 1,
+             (struct rig_opts){.device = "emu", .device_bytes = 48 << 10});
+    struct rig *owner = &set.owner;
+    struct rig *mate = &set.mates[0].rig;
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
+        LH_CHECK(rig_acquire(mate, i) == 0);
+    LH_CHECK(rig_forward(owner, LH_ENGINE_MODE_EVAL) == 0);
+    for (uint32_t i = 0; i < 12; i++) { /* in an order for which there is no plan */
+        uint32_t unit = i * 5 % RIG_UNIT_COUNT;
+        LH_CHECK(rig_acquire(owner, unit) == 0);
+        lh_engine_unpin(owner->engine, unit);
+    }
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
+        lh_engine_unpin(mate->engine, i);
+    set_unmake(&set);
+}
+
 static void test_no_room(void)
 {
     struct set set;
@@ -198,6 +220,7 @@ int main(void)
     test_steps(1, true);
     test_steps(2, true);
     test_alone();
+    test_device();
     test_no_room();
     test_stop();
     return 0;
