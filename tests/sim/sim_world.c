@@ -25,6 +25,7 @@
 #include "lives/group.h"
 
 #define LIFE_COUNT_MAX 4
+#define REPEAT_STRIDE 5 /* these seeds run twice; not a multiple of KIND_COUNT */
 #define UNIT_COUNT_MAX 64
 
 enum kind {
@@ -245,8 +246,7 @@ static void world_make(struct world *world, uint64_t seed)
 {
     *world = (struct world){.alloc = LH_ALLOC_INIT, .seed = seed};
     lh_sim_random_init(&world->random, seed, LH_SIM_STREAM_WORLDS);
-    uint64_t kind = lh_sim_random_below(&world->random, KIND_COUNT);
-    world->kind = (enum kind)(command.kind < KIND_COUNT ? command.kind : kind);
+    world->kind = (enum kind)(command.kind < KIND_COUNT ? command.kind : seed % KIND_COUNT);
     crew_draw(world);
     models_draw(world);
     uint64_t commit_every =
@@ -419,7 +419,7 @@ int main(int argc, char **argv)
             lh_test_name("seed %" PRIu64 ": all processes have what plain training gives", seed);
         fflush(stdout);
         uint64_t hash = seed_run(seed);
-        if (seed % 4 == 0 && seed_run(seed) != hash) {
+        if (seed % REPEAT_STRIDE == 0 && seed_run(seed) != hash) {
             printf("FAILED %" PRIu64 ": a second run has other traces\n", seed);
             return 1;
         }

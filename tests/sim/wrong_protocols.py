@@ -237,11 +237,22 @@ PROTOCOLS = (
         " atomic_load(&unit->wants) != 0);\n",
         "        bool is_lent = (word & PINS) > 0;\n",
     ),
-    between(
-        "a want wakes no owner",
-        TEAM,
-        "        atomic_fetch_add(&team->map->want_count, 1);\n        ring(team, 0);\n",
-        "        atomic_fetch_add(&team->map->want_count, 1);\n",
+    Wrong(
+        "a mate that waits wakes no owner",
+        (
+            (
+                TEAM,
+                "        atomic_fetch_add(&team->map->want_count, 1);\n        ring(team, 0);\n",
+                "        atomic_fetch_add(&team->map->want_count, 1);\n",
+            ),
+            (
+                TEAM,
+                "    if (atomic_exchange(&team->map->mates[team->mate].waits, waits) != waits)\n"
+                "        ring(team, 0);\n",
+                "    atomic_exchange(&team->map->mates[team->mate].waits, waits);\n",
+            ),
+        ),
+        "sim_world",
     ),
     between(
         "a published unit wakes no mate",
@@ -279,12 +290,6 @@ PROTOCOLS = (
         "updates in spite of pins",
         MATES,
         "    .unit_may_claim = unit_may_claim,\n",
-        "",
-    ),
-    between(
-        "loads over pinned units",
-        MATES,
-        "    .unit_is_lent = unit_is_lent,\n",
         "",
     ),
     between(

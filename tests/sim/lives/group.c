@@ -8,6 +8,8 @@
 
 /* If only naps end for this long, nothing will happen any more. */
 #define HANG_NS UINT64_C(3000000000)
+/* No step has as many events: something repeats forever. */
+#define STEP_EVENT_MAX 300000
 
 static struct lh_sim_lives *lives_of(struct lh_sim_group *group, uint32_t rank)
 {
@@ -135,6 +137,7 @@ int lh_sim_group_open(struct lh_sim_group *group, struct lh_error *err)
     const struct lh_sim_crew *crew = group->crew;
     time_set(group, group->net.world.now_ns);
     group->is_ending = false;
+    group->step_from = group->fired_count;
     group->progress_ns = group->net.world.now_ns;
     LH_TRY(step_agree(group, err));
     LH_TRY(peers_open(group, err));
@@ -186,6 +189,11 @@ static void steps_check(struct lh_sim_group *group)
         least = lh_min_u64(least, lives_of(group, i)->run.train.step);
         most = lh_max_u64(most, lives_of(group, i)->run.train.step);
     }
+    group->step_from = least == group->step ? group->step_from : group->fired_count;
+    group->step = least;
+    if (group->fired_count > group->step_from + STEP_EVENT_MAX)
+        lh_sim_world_fail(&group->net.world, "step %" PRIu64 " does not end after %d events",
+                          least + 1, STEP_EVENT_MAX);
     if (most > least + 1)
         lh_sim_world_fail(&group->net.world,
                           "one process has closed step %" PRIu64 ", another one only %" PRIu64,

@@ -17,7 +17,7 @@
  *  1. No process is more than one step ahead of another one.
  *  2. No store is more than one commit ahead of another one, none has lost a committed step, and
  *     all can be opened at the common step.
- *  3. Nothing hangs while all processes are alive.
+ *  3. Nothing hangs while all processes are alive, and nothing repeats forever.
  *
  * Thread: one.
  */
@@ -46,6 +46,8 @@ struct lh_sim_group {
     struct lh_sim_peer peers[LH_SIM_PEER_COUNT_MAX];
     uint64_t fired_count;
     uint64_t progress_ns; /* when something other than the end of a nap last happened */
+    uint64_t step;        /* the last one that all processes have closed */
+    uint64_t step_from;   /* the event count when they had */
     uint64_t resumed_step;
     uint64_t older_count; /* stores that were opened at the step before their newest one */
     struct lh_sim_group_crash crash;
