@@ -416,7 +416,8 @@ void lh_engine_given(struct lh_engine *engine, uint32_t unit)
 
 void lh_engine_given_never(struct lh_engine *engine)
 {
-    lh_engine_post(engine, LH_MESSAGE_GIVEN, LH_UNIT_NONE, 0, 0);
+    if (lh_given_is_any(engine)) /* otherwise no feature would understand the message */
+        lh_engine_post(engine, LH_MESSAGE_GIVEN, LH_UNIT_NONE, 0, 0);
 }
 
 int lh_engine_abort(struct lh_engine *engine, int timeout_ms)

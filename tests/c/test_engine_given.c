@@ -106,6 +106,19 @@ static void test_never(void)
     rig_unmake(&rig);
 }
 
+static void test_all_states(void)
+{
+    struct rig_opts opts = opts_given;
+    struct rig rig;
+    lh_test_name("a process that has all states is not affected if others send no values");
+    opts.given = 0;
+    rig_make(&rig, "given-all-states", opts);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    lh_engine_given_never(rig.engine);
+    rig_over_as_planned(&rig);
+    rig_finish(&rig);
+}
+
 static void test_norm(void)
 {
     struct rig_opts opts = opts_given;
@@ -170,6 +183,7 @@ int main(void)
     test_waits();
     test_readers_wait();
     test_never();
+    test_all_states();
     test_norm();
     test_refused();
     return 0;
