@@ -282,12 +282,17 @@ static void require(bool holds, const struct world *world, uint32_t rank, const 
 static struct lh_sim_group_crash crash_draw(struct lh_sim_random *random, const struct world *world)
 {
     static const uint64_t counts[] = {20, 200, 1000, 4000};
+    bool is_in_commit = lh_sim_random_below(random, 2) == 0;
     struct lh_sim_group_crash crash = {
-        .after = lh_sim_random_below(random,
-                                     counts[lh_sim_random_below(random, LH_COUNT_OF(counts))]),
+        .after = is_in_commit
+                     ? lh_sim_random_below(random, 40)
+                     : lh_sim_random_below(
+                           random, counts[lh_sim_random_below(random, LH_COUNT_OF(counts))]),
+        .commit = is_in_commit ? 1 + lh_sim_random_below(random, 3) : 0,
         .rank = (uint32_t)lh_sim_random_below(random, world->crew.count),
         .is_power = lh_sim_random_below(random, 2) == 0,
         .later = lh_sim_random_below(random, 2) == 0 ? 0 : lh_sim_random_below(random, 500),
+        .is_well = lh_sim_random_below(random, 2) == 0,
     };
     return crash;
 }

@@ -136,7 +136,6 @@ int lh_sim_group_open(struct lh_sim_group *group, struct lh_error *err)
 {
     const struct lh_sim_crew *crew = group->crew;
     time_set(group, group->net.world.now_ns);
-    group->is_ending = false;
     group->step_from = group->fired_count;
     group->progress_ns = group->net.world.now_ns;
     LH_TRY(step_agree(group, err));
@@ -301,28 +300,62 @@ static void crash_begin(struct lh_sim_group *group)
     group->ends_at = group->fired_count + group->crash.later;
 }
 
-/* The processes that are left learn that another one has ended. */
-static enum lh_sim_end end_all(struct lh_sim_group *group, uint32_t *rank_out,
-                               struct lh_error *err)
+/* The processes that are left learn that another one has ended. Those that may commit stay. */
+static int leave_all(struct lh_sim_group *group, uint32_t *rank_out, struct lh_error *err)
+{
+    group->is_leaving = true;
+    for (uint32_t i = 0; i < group->crew->count; i++) {
+        struct lh_sim_peer *peer = &group->peers[i];
+        struct lh_error reason = {0};
+        if (!peer->is_alive)
+            continue;
+        if (!lh_sim_peer_leave(peer, &reason)) {
+            *rank_out = i;
+            return lh_error_set(err, -EPROTO, "values that do not come lead to error %d: %s",
+                                reason.code, reason.message);
+        }
+        peer->is_alive = group->crash.is_well && lh_sim_peer_finish(peer);
+    }
+    return 0;
+}
+
+/* Whether the time of the crash has come. Called once after each event. */
+static bool crash_is_due(struct lh_sim_group *group)
+{
+    const struct lh_sim_lives *lives = lives_of(group, group->crew->owners[group->crash.rank]);
+    bool is_committing = lh_store_is_committing(lives->run.store);
+    group->commit_count += is_committing && !group->was_committing;
+    group->was_committing = is_committing;
+    if (group->crash_from == UINT64_MAX && group->commit_count == group->crash.commit)
+        group->crash_from = group->fired_count;
+    return group->crash_from != UINT64_MAX &&
+           group->fired_count - group->crash_from >= group->crash.after;
+}
+
+static bool is_any_left(const struct lh_sim_group *group)
 {
     for (uint32_t i = 0; i < group->crew->count; i++) {
-        struct lh_error reason = {0};
-        if (!group->peers[i].is_alive || lh_sim_peer_leave(&group->peers[i], &reason))
-            continue;
-        *rank_out = i;
-        (void)lh_error_set(err, -EPROTO, "values that do not come lead to error %d: %s",
-                           reason.code, reason.message);
-        return LH_SIM_END_BROKEN;
+        if (group->peers[i].is_alive && !is_done(&group->peers[i]))
+            return true;
     }
-    return LH_SIM_END_STOPPED;
+    return false;
+}
+
+static void crash_plan(struct lh_sim_group *group, const struct lh_sim_group_crash *crash)
+{
+    group->crash = *crash;
+    group->crash_from = crash->commit == 0 ? group->fired_count : UINT64_MAX;
+    group->commit_count = 0;
+    group->was_committing = false;
+    group->is_ending = false;
+    group->is_leaving = false;
 }
 
 enum lh_sim_end lh_sim_group_drive(struct lh_sim_group *group,
                                    const struct lh_sim_group_crash *crash, uint32_t *rank_out,
                                    struct lh_error *err)
 {
-    uint64_t began = group->fired_count;
-    group->crash = *crash;
+    crash_plan(group, crash);
     for (;;) {
         settle(group);
         bool is_all_done = !broken_world(group) && quiet_check(group);
@@ -332,15 +365,17 @@ enum lh_sim_end lh_sim_group_drive(struct lh_sim_group *group,
             return LH_SIM_END_DONE;
         if (has_failed(group, rank_out, err))
             return LH_SIM_END_FAILED;
-        if (!group->is_ending && group->fired_count - began >= crash->after)
+        if (!group->is_ending && crash_is_due(group))
             crash_begin(group);
-        if (group->is_ending && group->fired_count >= group->ends_at)
-            return end_all(group, rank_out, err);
-        if (advance(group))
+        if (group->is_leaving && !is_any_left(group))
+            return LH_SIM_END_STOPPED;
+        bool is_late = group->is_ending && group->fired_count >= group->ends_at;
+        if ((group->is_leaving || !is_late) && advance(group))
             continue;
-        if (group->is_ending) /* all wait for the process that has ended */
-            return end_all(group, rank_out, err);
-        hang_report(group);
+        if (!group->is_ending || group->is_leaving)
+            hang_report(group);
+        else if (leave_all(group, rank_out, err) < 0)
+            return LH_SIM_END_BROKEN;
     }
     for (uint32_t i = 0; i < group->crew->count; i++)
         *rank_out = broken_world(group) == &lives_of(group, i)->run.world ? i : *rank_out;
@@ -358,7 +393,10 @@ void lh_sim_group_stop(struct lh_sim_group *group, enum lh_sim_end end)
             bool power = is_done_well || (group->is_ending && group->crash.is_power && is_there);
             if (is_owner(group, i) != mates)
                 lh_sim_peer_stop(&group->peers[i],
-                                 is_done_well ? LH_SIM_END_DONE : LH_SIM_END_STOPPED, power);
+                                 group->peers[i].is_alive && is_done(&group->peers[i])
+                                     ? LH_SIM_END_DONE
+                                     : LH_SIM_END_STOPPED,
+                                 power);
         }
     }
     lh_sim_net_forget(&group->net);

@@ -9,8 +9,8 @@
  *
  * Each process has a world, whose events are its requests, jobs, copies and computations. All
  * worlds have the same time. If one process ends, or the power of one machine, the others continue
- * for a while, and then all end: none can finish a step without the others. Machines that did not
- * lose power keep running. The next lives agree on a step as python/lohan does ([Note: The step
+ * for a while, and then all end, at once or after a commit of what they have closed: none can
+ * finish a step without the others. Machines that did not lose power keep running. The next lives agree on a step as python/lohan does ([Note: The step
  * that all have] in replicas/_join.py): the smallest of the stores' newest steps.
  *
  * Always checked, in addition to what each process checks:
@@ -34,10 +34,12 @@ struct lh_sim_group_opts {
 
 /* Where a process ends, and what happens then. */
 struct lh_sim_group_crash {
-    uint64_t after; /* events; UINT64_MAX: no process ends */
+    uint64_t after;  /* events; UINT64_MAX: no process ends */
+    uint64_t commit; /* above 0: after the begin of this commit of the process's store */
     uint32_t rank;
     bool is_power;  /* its machine loses power */
     uint64_t later; /* the others end this many events later, at the latest */
+    bool is_well;   /* those that wait for the process then commit what they have closed */
 };
 
 struct lh_sim_group {
@@ -51,8 +53,12 @@ struct lh_sim_group {
     uint64_t resumed_step;
     uint64_t older_count; /* stores that were opened at the step before their newest one */
     struct lh_sim_group_crash crash;
+    uint64_t crash_from; /* the event count from which `after` is counted; UINT64_MAX: not yet */
+    uint64_t commit_count; /* of the store of the process that is to end */
+    bool was_committing;
     bool is_ending; /* a process has ended */
     uint64_t ends_at;
+    bool is_leaving; /* the others have learned it */
 };
 
 /*

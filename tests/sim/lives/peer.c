@@ -360,7 +360,8 @@ bool lh_sim_peer_poll(struct lh_sim_peer *peer)
         if (moved)
             peer->quiet = (struct lh_quiet){0};
     }
-    return lh_sim_train_poll(&peer->lives.run.train) || moved;
+    moved |= lh_sim_train_poll(&peer->lives.run.train);
+    return moved || atomic_load(&engine->post_count) != peer->post_count;
 }
 
 /* Whether the training thread is in a wait function of the engine. */
@@ -424,6 +425,21 @@ bool lh_sim_peer_leave(struct lh_sim_peer *peer, struct lh_error *err)
         continue;
     int rc = lh_engine_error(engine, err);
     return rc == (is_any ? -ECONNABORTED : 0);
+}
+
+bool lh_sim_peer_finish(struct lh_sim_peer *peer)
+{
+    struct lh_sim_train *train = &peer->lives.run.train;
+    bool is_waiting = train->state == LH_SIM_TRAIN_STATE_PEERS &&
+                      (peer->stage == LH_SIM_PEER_STAGE_SUMS ||
+                       peer->stage == LH_SIM_PEER_STAGE_AGREED ||
+                       peer->stage == LH_SIM_PEER_STAGE_SUMMED);
+    if (!is_waiting || lh_sim_peer_is_mate(peer) ||
+        lh_engine_error(peer->lives.run.engine, NULL) < 0)
+        return false;
+    train->opts.step_last = train->step;
+    (void)lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_FLUSH);
+    return true;
 }
 
 void lh_sim_peer_describe(const struct lh_sim_peer *peer, char *text, uint64_t bytes)

@@ -137,6 +137,11 @@ bool lh_sim_peer_sleep(struct lh_sim_peer *peer);
  * Returns false if its engine does not have that error, or another one: err.
  */
 bool lh_sim_peer_leave(struct lh_sim_peer *peer, struct lh_error *err);
+/*
+ * The process ends because another one has: if it waits for that one, it first commits what it has
+ * closed. Returns whether it does; its script is then about to be DONE.
+ */
+bool lh_sim_peer_finish(struct lh_sim_peer *peer);
 /* Write what the process waits for. */
 void lh_sim_peer_describe(const struct lh_sim_peer *peer, char *text, uint64_t bytes);
 
