@@ -181,7 +181,9 @@ void lh_unit_forget(struct lh_engine *engine, uint32_t index)
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
-    bool is_awaited = !engine->dev && unit->waiter_count > 0;
+    /* An accelerator copies what a thread waits for; until then the unit stays. */
+    bool is_copied = engine->dev && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
+    bool is_awaited = unit->waiter_count > 0 && !is_copied;
     return unit->state == LH_UNIT_STATE_READY && unit->use_count >= op->uses_before &&
            !is_awaited && (!unit->update.is_queued || unit->update.is_done);
 }
