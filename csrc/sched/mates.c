@@ -65,12 +65,18 @@ static bool wants_pump(struct lh_engine *engine)
     return true;
 }
 
+/* Whether a thread of a mate waits for the unit. Mates also want units to read ahead. */
+static bool is_awaited_by_mate(const struct lh_engine *engine, uint32_t unit)
+{
+    return engine->units[unit].mates.is_wanted && lh_team_is_awaited(engine->opts.team, unit);
+}
+
 /* Whether a thread of any process waits for a unit that is not in main memory. */
 static bool is_awaited(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_waited = unit->waiter_count > 0 || unit->mates.is_wanted;
+        bool is_waited = unit->waiter_count > 0 || is_awaited_by_mate(engine, i);
         if (is_waited && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
     }
@@ -130,7 +136,7 @@ static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
     if (is_any)
         lh_team_room_ask(engine->opts.team, true);
     for (uint32_t i = 0; is_any && i < engine->opts.unit_count; i++) {
-        if (!engine->units[i].mates.is_wanted)
+        if (!is_awaited_by_mate(engine, i))
             continue;
         lh_error_set(err, -ENOSPC,
                      "unit %u, which another process of this machine waits for, has no room beside"

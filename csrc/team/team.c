@@ -244,6 +244,16 @@ uint64_t lh_team_wants(const struct lh_team *team, uint32_t unit)
     return atomic_load(&unit_at(team, unit)->wants);
 }
 
+bool lh_team_is_awaited(const struct lh_team *team, uint32_t unit)
+{
+    uint64_t wants = lh_team_wants(team, unit);
+    for (uint32_t mate = 1; wants >> mate != 0; mate++) {
+        if ((wants >> mate & 1) && atomic_load(&team->map->mates[mate].waits) != 0)
+            return true;
+    }
+    return false;
+}
+
 void lh_team_uses_set(struct lh_team *team, uint64_t uses)
 {
     LH_ASSERT(team->mate > 0);

@@ -85,6 +85,8 @@ bool lh_team_claim(struct lh_team *team, uint32_t unit);
 bool lh_team_is_pinned(const struct lh_team *team, uint32_t unit);
 /* Owner: the mates that wait for the unit, as bits 1 << mate. */
 uint64_t lh_team_wants(const struct lh_team *team, uint32_t unit);
+/* Owner: whether a mate that wants the unit waits at present, and does not only read ahead. */
+bool lh_team_is_awaited(const struct lh_team *team, uint32_t unit);
 /* Mate, owner: how many uses the mate has begun in its current cycle. */
 void lh_team_uses_set(struct lh_team *team, uint64_t uses);
 uint64_t lh_team_uses(const struct lh_team *team, uint32_t mate);

@@ -195,6 +195,33 @@ static void test_no_room(void)
     set_unmake(&set);
 }
 
+static bool wants_any(const struct lh_team *team)
+{
+    for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        if (lh_team_wants(team, i) != 0)
+            return true;
+    }
+    return false;
+}
+
+static void test_ahead(void)
+{
+    struct set set;
+    lh_test_name("nobody is asked for room because of what a mate reads ahead");
+    set_make(&set, "team-ahead", 1, (struct rig_opts){.least_memory = true, .large = true});
+    struct rig *owner = &set.owner;
+    struct rig *mate = &set.mates[0].rig;
+    LH_CHECK(rig_forward(mate, LH_ENGINE_MODE_EVAL) == 0);
+    rig_team_give_back(mate);
+    LH_CHECK(rig_acquire(owner, 5) == 0); /* nearly all of the region */
+    LH_CHECK(lh_engine_begin(mate->engine, LH_ENGINE_MODE_EVAL) == 0);
+    usleep(300000);
+    LH_CHECK(wants_any(owner->team));
+    LH_CHECK(!lh_team_needs_room(owner->team));
+    lh_engine_unpin(owner->engine, 5);
+    set_unmake(&set);
+}
+
 static void test_stop(void)
 {
     struct set set;
@@ -222,6 +249,7 @@ int main(void)
     test_alone();
     test_device();
     test_no_room();
+    test_ahead();
     test_stop();
     return 0;
 }

@@ -299,6 +299,26 @@ PROTOCOLS = (
         "        lh_team_room_ask(engine->opts.team, false);\n",
     ),
     between(
+        "room for what mates read ahead",
+        MATES,
+        "    return engine->units[unit].mates.is_wanted &&"
+        " lh_team_is_awaited(engine->opts.team, unit);\n",
+        "    return engine->units[unit].mates.is_wanted;\n",
+    ),
+    between(
+        "pins keep copies on an accelerator",
+        "csrc/sched/region.c",
+        "    is_lent &= !is_device(engine, region);"
+        " /* a unit is lent where it is in main memory */\n",
+        "",
+    ),
+    between(
+        "an awaited unit leaves before its copy",
+        "csrc/sched/unit.c",
+        "    bool is_awaited = unit->waiter_count > 0 && !is_copied;\n",
+        "    bool is_awaited = unit->waiter_count > 0 && !is_copied && !engine->dev;\n",
+    ),
+    between(
         "a mate keeps what it does not use",
         BORROW,
         "    if (is_short)\n        idle_give_back(engine);\n",

@@ -9,7 +9,7 @@
 /* If only naps end for this long, nothing will happen any more. */
 #define HANG_NS UINT64_C(3000000000)
 /* No step has as many events: something repeats forever. */
-#define STEP_EVENT_MAX 300000
+#define STEP_EVENT_MAX 20000
 
 static struct lh_sim_lives *lives_of(struct lh_sim_group *group, uint32_t rank)
 {
