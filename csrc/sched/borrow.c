@@ -60,6 +60,20 @@ static void idle_give_back(struct lh_engine *engine)
 }
 
 /*
+ * Whether a thread waits for a unit that is not in memory. The load of that unit may have to wait
+ * for units that were to be read ahead: they arrive before their places are used again.
+ */
+static bool is_any_awaited(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->waiter_count > 0 && unit->state != LH_UNIT_STATE_READY)
+            return true;
+    }
+    return false;
+}
+
+/*
  * Take the units that the owner has by now, and say whether a thread waits for one of the others.
  * While the owner needs room, hold only units that a thread waits for or uses.
  */
@@ -69,7 +83,6 @@ static bool waiting_pump(struct lh_engine *engine)
     struct lh_team *team = engine->opts.team;
     bool is_short = lh_team_needs_room(team);
     LH_ASSERT(team->mate > 0 && borrow->waiting_count <= engine->opts.unit_count);
-    bool is_awaited = false;
     uint32_t left = 0;
     uint32_t count = borrow->waiting_count;
     if (is_short)
@@ -82,11 +95,10 @@ static bool waiting_pump(struct lh_engine *engine)
             lh_team_unwant(team, index);
         else if (pin(engine, unit) || (lh_team_want(team, index) && pin(engine, unit)))
             continue;
-        is_awaited |= unit->waiter_count > 0;
         borrow->waiting[left++] = index;
     }
     borrow->waiting_count = left;
-    lh_team_waits_set(team, is_awaited);
+    lh_team_waits_set(team, left > 0 && is_any_awaited(engine));
     return left < count;
 }
 
