@@ -228,7 +228,7 @@ static int sleep_ms(const struct lh_engine *engine)
     return engine->copies.in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;
 }
 
-enum lh_quiet_next lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *quiet)
+int lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *quiet)
 {
     bool stuck = !atomic_load(&engine->failed) && is_stuck(engine);
     uint64_t now = lh_core_now(engine);
@@ -238,11 +238,11 @@ enum lh_quiet_next lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *qu
     if (quiet_ns > PLAN_AROUND_AFTER_MS * NS_PER_MS && !quiet->is_planned_around) {
         quiet->is_planned_around = true;
         lh_region_plan_around(engine);
-        return LH_QUIET_NEXT_POLL;
+        return 0;
     }
     if (quiet_ns > STUCK_AFTER_MS * NS_PER_MS)
         stuck_fail(engine);
-    return stuck ? LH_QUIET_NEXT_NAP : LH_QUIET_NEXT_SLEEP;
+    return stuck ? LH_QUIET_NAP_MS : -1;
 }
 
 void *lh_engine_thread_run(void *context)
@@ -261,12 +261,11 @@ void *lh_engine_thread_run(void *context)
             lh_waker_cancel(engine->waker);
             continue;
         }
-        enum lh_quiet_next next = lh_engine_quiet(engine, &quiet);
-        if (next == LH_QUIET_NEXT_POLL)
+        int ms = lh_engine_quiet(engine, &quiet);
+        if (ms == 0)
             lh_waker_cancel(engine->waker);
         else
-            lh_waker_wait(engine->waker,
-                          next == LH_QUIET_NEXT_NAP ? LH_QUIET_NAP_MS : sleep_ms(engine));
+            lh_waker_wait(engine->waker, ms > 0 ? ms : sleep_ms(engine));
     }
     /* Collect what is in flight: the buffers are about to be freed. */
     atomic_store(&engine->failed, true);

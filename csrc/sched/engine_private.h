@@ -228,15 +228,12 @@ struct lh_quiet {
     bool is_planned_around;
 };
 
-enum lh_quiet_next {
-    LH_QUIET_NEXT_SLEEP = 0, /* until there is news */
-    LH_QUIET_NEXT_NAP,       /* at most LH_QUIET_NAP_MS */
-    LH_QUIET_NEXT_POLL,
-};
 #define LH_QUIET_NAP_MS 50
-
-/* What the engine's thread does when a poll has moved nothing. Returns what it does next. */
-enum lh_quiet_next lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *quiet);
+/*
+ * What the engine's thread does when a poll has moved nothing. Returns how long it may sleep:
+ * LH_QUIET_NAP_MS, -1 (until there is news) or 0 (it polls again).
+ */
+int lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *quiet);
 
 static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32_t unit)
 {

@@ -65,29 +65,35 @@ static bool wants_pump(struct lh_engine *engine)
     return true;
 }
 
-/* Whether a thread of a mate waits for the unit. Mates also want units to read ahead. */
-static bool is_awaited_by_mate(const struct lh_engine *engine, uint32_t unit)
-{
-    return engine->units[unit].mates.is_wanted && lh_team_is_awaited(engine->opts.team, unit);
-}
-
-/* Whether a thread of any process waits for a unit that is not in main memory. */
-static bool is_awaited(const struct lh_engine *engine)
+/* Whether any process wants a unit that is not in main memory, for a thread or to read ahead. */
+static bool is_any_wanted(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_waited = unit->waiter_count > 0 || is_awaited_by_mate(engine, i);
-        if (is_waited && unit->state == LH_UNIT_STATE_ABSENT)
+        bool is_wanted = unit->waiter_count > 0 || unit->mates.is_wanted;
+        if (is_wanted && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
     }
     return false;
 }
 
-/* The units that were awaited have room now. */
+/* The same, for a thread that waits. */
+static bool is_any_awaited(const struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        bool is_wanted = unit->mates.is_wanted && lh_team_is_awaited(engine->opts.team, i);
+        if ((unit->waiter_count > 0 || is_wanted) && unit->state == LH_UNIT_STATE_ABSENT)
+            return true;
+    }
+    return false;
+}
+
+/* All units that were wanted have room now. Mates withdraw some wants while they are asked. */
 static bool room_pump(struct lh_engine *engine)
 {
     struct lh_team *team = engine->opts.team;
-    if (lh_team_needs_room(team) && !is_awaited(engine))
+    if (lh_team_needs_room(team) && !is_any_wanted(engine))
         lh_team_room_ask(team, false);
     return false;
 }
@@ -132,11 +138,11 @@ static bool is_busy(const struct lh_engine *engine)
  */
 static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 {
-    bool is_any = is_awaited(engine);
-    if (is_any)
+    bool is_any = is_any_wanted(engine);
+    if (is_any_awaited(engine))
         lh_team_room_ask(engine->opts.team, true);
     for (uint32_t i = 0; is_any && i < engine->opts.unit_count; i++) {
-        if (!is_awaited_by_mate(engine, i))
+        if (!engine->units[i].mates.is_wanted)
             continue;
         lh_error_set(err, -ENOSPC,
                      "unit %u, which another process of this machine waits for, has no room beside"

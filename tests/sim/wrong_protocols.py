@@ -2,8 +2,8 @@
 
 Each protocol of the table below differs from lohan's own in one place: a missing sync, a reversed
 order, an ignored error, a wake-up that is missing. It is applied to a copy of the sources in
-build/wrong, and sim_power or sim_world has to fail for one of the first 200 seeds. The unchanged
-sources have to pass all of them.
+build/wrong, and sim_power has to fail for one of the first 200 seeds, or sim_world for one of 800.
+The unchanged sources have to pass all of them.
 
     wrong_protocols.py [NAME ...]    try all protocols, or these
 """
@@ -28,7 +28,7 @@ COPIED = (
     "tools/cbuild.py",
     "tools/core.map",
 )
-SEED_COUNT = 200
+SEED_COUNTS = {"sim_power": 200, "sim_world": 800}
 BUILD = """
 import sys
 sys.path.insert(0, "tests")
@@ -299,11 +299,16 @@ PROTOCOLS = (
         "        lh_team_room_ask(engine->opts.team, false);\n",
     ),
     between(
+        "a mate that waits says it does not",
+        BORROW,
+        "        if (unit->waiter_count > 0 && unit->state != LH_UNIT_STATE_READY)\n",
+        "        if (unit->waiter_count > 0 && unit->state == LH_UNIT_STATE_LOADING)\n",
+    ),
+    between(
         "room for what mates read ahead",
         MATES,
-        "    return engine->units[unit].mates.is_wanted &&"
-        " lh_team_is_awaited(engine->opts.team, unit);\n",
-        "    return engine->units[unit].mates.is_wanted;\n",
+        "    if (is_any_awaited(engine))\n",
+        "    if (is_any_wanted(engine))\n",
     ),
     between(
         "pins keep copies on an accelerator",
@@ -411,7 +416,10 @@ def build(program: str) -> pathlib.Path:
 def first_failure(program: pathlib.Path) -> tuple[int | None, str]:
     """Return the first seed that fails, and its message."""
     answer = subprocess.run(
-        [program, f"0:{SEED_COUNT}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [program, f"0:{SEED_COUNTS[program.name]}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if answer.returncode == 0:
         return None, ""

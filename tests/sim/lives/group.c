@@ -10,6 +10,7 @@
 #define HANG_NS UINT64_C(3000000000)
 /* No step has as many events: something repeats forever. */
 #define STEP_EVENT_MAX 20000
+#define ROUND_MAX 10000 /* of polling all processes at one time */
 
 static struct lh_sim_lives *lives_of(struct lh_sim_group *group, uint32_t rank)
 {
@@ -166,8 +167,11 @@ static struct lh_sim_world *broken_world(struct lh_sim_group *group)
 static void settle(struct lh_sim_group *group)
 {
     bool is_over = false;
-    while (!is_over && !broken_world(group)) {
+    for (uint32_t round = 0; !is_over && !broken_world(group); round++) {
         bool moved = false;
+        if (round == ROUND_MAX)
+            lh_sim_world_fail(&group->net.world, "polled %d times, and something still moves",
+                              ROUND_MAX);
         for (uint32_t i = 0; i < group->crew->count; i++)
             moved |= group->peers[i].is_alive && lh_sim_peer_poll(&group->peers[i]);
         is_over = !moved;

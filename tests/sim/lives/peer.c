@@ -399,14 +399,14 @@ bool lh_sim_peer_sleep(struct lh_sim_peer *peer)
         return false;
     bool is_waiting = waits(peer);
     atomic_fetch_add(&engine->waiting, is_waiting);
-    enum lh_quiet_next next = lh_engine_quiet(engine, &peer->quiet);
+    int ms = lh_engine_quiet(engine, &peer->quiet);
     atomic_fetch_sub(&engine->waiting, is_waiting);
-    peer->is_awake = next == LH_QUIET_NEXT_POLL;
-    if (next == LH_QUIET_NEXT_NAP && !peer->has_nap) {
+    peer->is_awake = ms == 0;
+    if (ms > 0 && !peer->has_nap) {
         peer->has_nap = true;
         lh_sim_world_at(world, world->now_ns + NAP_NS, nap_ended, peer);
     }
-    return next == LH_QUIET_NEXT_POLL;
+    return ms == 0;
 }
 
 bool lh_sim_peer_leave(struct lh_sim_peer *peer, struct lh_error *err)
