@@ -70,8 +70,11 @@ PYTEST_PROCESS_COUNT_MAX = 8
 IMPORT_SLOW_S = 8.0
 # One in this many seeds is run by two builds, whose traces must be identical.
 SIM_TRACE_STRIDE = 10
-# Arguments of sim_power that once failed: a seed, with the ends of its lives at that time.
-SIM_POWER_SEEDS = (ROOT / "tests" / "sim" / "power_seeds.txt").read_text().splitlines()
+# Arguments of simulations that once failed: a seed; for sim_power, with the ends of its lives then.
+SIM_OLD_SEEDS = {
+    f"sim_{name}": (ROOT / "tests" / "sim" / f"{name}_seeds.txt").read_text().splitlines()
+    for name in ("power", "world")
+}
 
 # Leaks are checked only in the C tests: an interpreter leaves too much allocated at exit.
 ASAN_OPTIONS = "abort_on_error=0:detect_stack_use_after_return=0:strict_string_checks=1"
@@ -365,7 +368,7 @@ def run_sim(options: Options) -> bool:
         return False
     outcomes = []
     cases = [(n, program, str(seed)) for n, program in programs for seed in range(options.seeds)]
-    cases += [(n, p, seed) for n, p in programs if n == "sim_power" for seed in SIM_POWER_SEEDS]
+    cases += [(n, p, seed) for n, p in programs for seed in SIM_OLD_SEEDS.get(n, [])]
 
     def run_case(case: tuple[str, pathlib.Path, str]) -> Outcome:
         name, program, words = case

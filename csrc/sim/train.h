@@ -88,9 +88,9 @@ struct lh_sim_train {
     uint32_t *order;
     uint32_t order_count;
     uint32_t position; /* of the current block in it */
-    uint32_t unit;  /* the next unit to acquire: an index into the block's units */
-    uint32_t part;  /* the current part: an index into the model's parts */
-    uint32_t param; /* the next parameter to get a gradient: an index into due */
+    uint32_t unit;     /* the next unit to acquire: an index into the block's units */
+    uint32_t part;     /* the current part: an index into the model's parts */
+    uint32_t param;    /* the next parameter to get a gradient: an index into due */
     bool is_asked;
     bool is_computed;
     bool has_hypers;

@@ -154,8 +154,7 @@ static void test_device(void)
 {
     struct set set;
     lh_test_name("the owner's accelerator evicts what a mate holds in main memory");
-    set_make(&set, "team-device", 1,
-             (struct rig_opts){.device = "emu", .device_bytes = 48 << 10});
+    set_make(&set, "team-device", 1, (struct rig_opts){.device = "emu", .device_bytes = 48 << 10});
     struct rig *owner = &set.owner;
     struct rig *mate = &set.mates[0].rig;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)

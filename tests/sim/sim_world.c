@@ -162,9 +162,8 @@ static void models_draw(struct world *world)
             model->parts[j].forward_ns = model->parts[j].forward_ns * speed / 3;
             model->parts[j].backward_ns = model->parts[j].backward_ns * speed / 3;
         }
-        sim_require(
-            lh_sim_reference_init(reference, model, world->seed, &world->alloc, &err), &err,
-            "reference");
+        sim_require(lh_sim_reference_init(reference, model, world->seed, &world->alloc, &err), &err,
+                    "reference");
         reference->process_count = world->crew.count;
         reference->skip_ppm = skip_ppm;
         reference->block_skip_ppm = block_skip_ppm;
@@ -380,8 +379,8 @@ static void world_run(struct world *world)
         if (!command.is_range)
             printf("life %" PRIu64 " from step %" PRIu64 " ends %d after %" PRIu64
                    " events at %" PRIu64 " ns%s%s\n",
-                   life, group.resumed_step, (int)end, group.fired_count,
-                   group.net.world.now_ns, err.message[0] ? ": " : "", err.message);
+                   life, group.resumed_step, (int)end, group.fired_count, group.net.world.now_ns,
+                   err.message[0] ? ": " : "", err.message);
         require(end != LH_SIM_END_BROKEN, world, rank, "checker");
         bool is_explained = err.code == -EBADMSG && group.net.flip_count > flips;
         require(end != LH_SIM_END_FAILED || is_explained || room_make(world, rank), world, rank,

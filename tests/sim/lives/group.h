@@ -10,8 +10,9 @@
  * Each process has a world, whose events are its requests, jobs, copies and computations. All
  * worlds have the same time. If one process ends, or the power of one machine, the others continue
  * for a while, and then all end, at once or after a commit of what they have closed: none can
- * finish a step without the others. Machines that did not lose power keep running. The next lives agree on a step as python/lohan does ([Note: The step
- * that all have] in replicas/_join.py): the smallest of the stores' newest steps.
+ * finish a step without the others. Machines that did not lose power keep running. The next lives
+ * agree on a step as python/lohan does ([Note: The step that all have] in replicas/_join.py): the
+ * smallest of the stores' newest steps.
  *
  * Always checked, in addition to what each process checks:
  *  1. No process is more than one step ahead of another one.
@@ -27,9 +28,9 @@
 #include "lives/peer.h"
 
 struct lh_sim_group_opts {
-    const struct lh_sim_crew *crew; /* borrowed until deinit */
+    const struct lh_sim_crew *crew;        /* borrowed until deinit */
     const struct lh_sim_lives_opts *lives; /* by rank; borrowed for the call */
-    struct lh_sim_net_opts net; /* without deliver */
+    struct lh_sim_net_opts net;            /* without deliver */
 };
 
 /* Where a process ends, and what happens then. */
@@ -53,7 +54,7 @@ struct lh_sim_group {
     uint64_t resumed_step;
     uint64_t older_count; /* stores that were opened at the step before their newest one */
     struct lh_sim_group_crash crash;
-    uint64_t crash_from; /* the event count from which `after` is counted; UINT64_MAX: not yet */
+    uint64_t crash_from;   /* the event count from which `after` is counted; UINT64_MAX: not yet */
     uint64_t commit_count; /* of the store of the process that is to end */
     bool was_committing;
     bool is_ending; /* a process has ended */

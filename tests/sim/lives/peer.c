@@ -430,10 +430,10 @@ bool lh_sim_peer_leave(struct lh_sim_peer *peer, struct lh_error *err)
 bool lh_sim_peer_finish(struct lh_sim_peer *peer)
 {
     struct lh_sim_train *train = &peer->lives.run.train;
-    bool is_waiting = train->state == LH_SIM_TRAIN_STATE_PEERS &&
-                      (peer->stage == LH_SIM_PEER_STAGE_SUMS ||
-                       peer->stage == LH_SIM_PEER_STAGE_AGREED ||
-                       peer->stage == LH_SIM_PEER_STAGE_SUMMED);
+    bool is_waiting =
+        train->state == LH_SIM_TRAIN_STATE_PEERS &&
+        (peer->stage == LH_SIM_PEER_STAGE_SUMS || peer->stage == LH_SIM_PEER_STAGE_AGREED ||
+         peer->stage == LH_SIM_PEER_STAGE_SUMMED);
     if (!is_waiting || lh_sim_peer_is_mate(peer) ||
         lh_engine_error(peer->lives.run.engine, NULL) < 0)
         return false;
@@ -454,10 +454,9 @@ void lh_sim_peer_describe(const struct lh_sim_peer *peer, char *text, uint64_t b
         (int)train->phase, train->block, train->step, engine ? (int)engine->step_state : -1);
     for (uint32_t i = 0; engine && i < engine->opts.unit_count && used + 24 < bytes; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        used += (uint64_t)snprintf(text + used, bytes - used, " %" PRIu32 ":%d+%d/%" PRIu32 "%s%s%s",
-                                   i, (int)unit->state, (int)unit->copy.state, lh_unit_pins(unit),
-                                   unit->waiter_count > 0 ? "w" : "",
-                                   unit->mates.is_wanted ? "m" : "",
-                                   unit->update.is_queued ? "u" : "");
+        used += (uint64_t)snprintf(
+            text + used, bytes - used, " %" PRIu32 ":%d+%d/%" PRIu32 "%s%s%s", i, (int)unit->state,
+            (int)unit->copy.state, lh_unit_pins(unit), unit->waiter_count > 0 ? "w" : "",
+            unit->mates.is_wanted ? "m" : "", unit->update.is_queued ? "u" : "");
     }
 }

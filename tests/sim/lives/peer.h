@@ -38,7 +38,7 @@ struct lh_sim_crew {
     uint32_t numbers[LH_SIM_PEER_COUNT_MAX];  /* by rank: its number in its team */
     uint32_t mate_counts[LH_SIM_PEER_COUNT_MAX]; /* by rank, of owners */
     bool is_divided;
-    uint32_t *parts; /* divided: by unit, the rank that has its states */
+    uint32_t *parts;    /* divided: by unit, the rank that has its states */
     uint32_t order_ppm; /* per step and process: the blocks are used in another order */
 };
 
@@ -96,7 +96,7 @@ struct lh_sim_peer {
     uint64_t post_count; /* the messages of this process that the engine has been polled after */
     struct lh_quiet quiet;
     enum lh_sim_peer_stage stage;
-    bool is_said; /* this process has sent what belongs to its stage */
+    bool is_said;  /* this process has sent what belongs to its stage */
     bool has_news; /* a message has come since the stage was last polled */
     struct lh_sim_message *inbox;
     struct lh_sim_peer_param *params;
@@ -156,8 +156,7 @@ void lh_sim_peer_send(struct lh_sim_peer *peer, uint32_t to, struct lh_sim_net_l
 struct lh_sim_message *lh_sim_peer_take(struct lh_sim_peer *peer, enum lh_sim_message_kind kind,
                                         uint64_t step, uint32_t from, uint32_t param);
 /* End the process's training with an error that names a message. */
-enum lh_sim_look lh_sim_peer_refuse(struct lh_sim_peer *peer,
-                                    const struct lh_sim_message *message);
+enum lh_sim_look lh_sim_peer_refuse(struct lh_sim_peer *peer, const struct lh_sim_message *message);
 
 /* peer_values.c */
 void lh_sim_peer_values_begin(struct lh_sim_peer *peer);

@@ -218,11 +218,8 @@ static enum lh_sim_look sums(struct lh_sim_peer *peer)
 static void tell(struct lh_sim_peer *peer, enum lh_sim_message_kind kind, const void *payload,
                  uint64_t bytes)
 {
-    struct lh_sim_net_letter letter = {.kind = kind,
-                                       .step = step_of(peer),
-                                       .param = NO_PARAM,
-                                       .payload = payload,
-                                       .bytes = bytes};
+    struct lh_sim_net_letter letter = {
+        .kind = kind, .step = step_of(peer), .param = NO_PARAM, .payload = payload, .bytes = bytes};
     for (uint32_t rank = 0; !peer->is_said && rank < peer->opts.crew->count; rank++) {
         if (rank != peer->opts.rank)
             lh_sim_peer_send(peer, rank, letter);

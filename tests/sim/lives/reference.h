@@ -35,15 +35,15 @@ struct lh_sim_reference {
     const struct lh_sim_model *model; /* borrowed until deinit */
     struct lh_alloc *alloc;
     uint64_t seed;
-    bool has_scales;   /* gradients are scaled (clipped) by a different factor each step */
+    bool has_scales;        /* gradients are scaled (clipped) by a different factor each step */
     uint32_t process_count; /* 0: gradients are not those of several processes */
     uint32_t skip_ppm;      /* several processes: for each, its gradient of a parameter is absent */
     uint32_t block_skip_ppm; /* the same for each block but the first: it is not used */
-    uint64_t *offsets; /* of every unit's arrays in a state: LH_SIM_ARRAY_COUNT per unit */
+    uint64_t *offsets;       /* of every unit's arrays in a state: LH_SIM_ARRAY_COUNT per unit */
     uint64_t state_bytes;
     uint64_t step; /* that of the newest snapshot; step s is at s % LH_SIM_SNAPSHOT_COUNT */
     struct lh_sim_snapshot snapshots[LH_SIM_SNAPSHOT_COUNT];
-    void *gradient; /* scratch space: the size of the largest parameter */
+    void *gradient;     /* scratch space: the size of the largest parameter */
     void *contribution; /* the same */
 };
 
