@@ -40,7 +40,8 @@ struct lh_sim_accelerator {
     uint64_t bytes;               /* the size of the device memory for parameters */
     uint32_t copy_count;          /* the most copies in flight; 0: no accelerator */
     bool is_ordered;
-    bool gradients_in_memory; /* gradients are in main memory; not with is_ordered */
+    /* Gradients are in main memory. If is_ordered, hooks pass them after the stream has made them. */
+    bool gradients_in_memory;
 };
 
 /* The machine. */

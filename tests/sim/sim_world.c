@@ -17,6 +17,8 @@
  *      sim_world FROM:TO           seeds FROM to TO - 1
  *      --without crashes|flips     disable a kind of fault (may be repeated)
  *      --kind N                    a kind of world, instead of the one that the seed says
+ *      --with holds                single processes hold back commits, as snapshots do. Their stores
+ *                                  then fall back by several steps: no step is common to all
  */
 #include <malloc.h>
 
@@ -42,6 +44,7 @@ struct command {
     bool is_range;
     bool without_crashes;
     bool without_flips;
+    bool with_holds;
     uint64_t kind; /* KIND_COUNT: what the seed says */
 };
 
@@ -71,7 +74,9 @@ static uint64_t refused_count; /* teams whose memory was too small for all of th
 
 static void usage(void)
 {
-    fprintf(stderr, "usage: sim_world [--without crashes|flips] [--kind N] SEED | FROM:TO\n");
+    fprintf(
+        stderr,
+        "usage: sim_world [--without crashes|flips] [--with holds] [--kind N] SEED | FROM:TO\n");
     exit(2);
 }
 
@@ -86,6 +91,8 @@ static void command_parse(int argc, char **argv)
             command.without_crashes = true;
         else if (strcmp(argv[i], "--without") == 0 && strcmp(argv[i + 1], "flips") == 0)
             command.without_flips = true;
+        else if (strcmp(argv[i], "--with") == 0 && strcmp(argv[i + 1], "holds") == 0)
+            command.with_holds = true;
         else
             usage();
     }
@@ -203,6 +210,8 @@ static void lives_draw(struct world *world, uint64_t commit_every, uint64_t step
         opts->run.machine.accelerator = accelerator_draw(world, i);
         opts->run.host_bytes = sim_host_bytes_random(&opts->run, random);
         opts->chances.eval_ppm = lh_sim_random_below(random, 2) == 0 ? 250000 : 0;
+        if (command.with_holds && !is_mate)
+            opts->chances.hold_ppm = 300000;
         if (commit_every == 1 && !is_mate && lh_sim_random_below(random, 3) == 0)
             opts->chances.flush_ppm = 200000;
         if (lh_sim_random_below(random, 2) == 0) {
