@@ -17,8 +17,8 @@
  *      sim_world FROM:TO           seeds FROM to TO - 1
  *      --without crashes|flips     disable a kind of fault (may be repeated)
  *      --kind N                    a kind of world, instead of the one that the seed says
- *      --with holds                single processes hold back commits, as snapshots do. Their stores
- *                                  then fall back by several steps: no step is common to all
+ *      --with holds                single processes hold back commits, as snapshots do. Their
+ *                                  stores then fall back: no step is common to all
  */
 #include <malloc.h>
 
