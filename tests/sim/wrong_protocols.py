@@ -318,12 +318,6 @@ PROTOCOLS = (
         "",
     ),
     between(
-        "an awaited unit leaves before its copy",
-        "csrc/sched/unit.c",
-        "    bool is_awaited = unit->waiter_count > 0 && !is_copied;\n",
-        "    bool is_awaited = unit->waiter_count > 0 && !is_copied && !engine->dev;\n",
-    ),
-    between(
         "a mate keeps what it does not use",
         BORROW,
         "    if (is_short)\n        idle_give_back(engine);\n",
