@@ -40,7 +40,7 @@ struct lh_sim_accelerator {
     uint64_t bytes;               /* the size of the device memory for parameters */
     uint32_t copy_count;          /* the most copies in flight; 0: no accelerator */
     bool is_ordered;
-    /* Gradients are in main memory. If is_ordered, hooks pass them after the stream has made them. */
+    /* Gradients are in main memory. If is_ordered, hooks pass them when the stream made them. */
     bool gradients_in_memory;
 };
 
