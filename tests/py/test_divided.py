@@ -10,6 +10,7 @@ import pathlib
 import shutil
 from typing import Any
 
+import lohan
 import pytest
 import torch
 import world_adamw
@@ -116,6 +117,27 @@ def test_a_process_that_dies_between_its_new_parameters_costs_one_step(
     resumed = run(tmp_path, 2, world_adamw.resume_for, store, 2, env=DIVIDED)
     assert resumed[0][0] == 4  # the third step was lost
     assert resumed == run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4) * 2
+
+
+def test_a_process_that_dies_while_its_store_is_copied_costs_one_step(
+    tmp_path: pathlib.Path,
+) -> None:
+    store, out = str(tmp_path / "run"), str(tmp_path / "copy")
+    other, dead = Group(
+        tmp_path, 2, world_divided.die_in_a_snapshot, store, out, env=DIVIDED
+    ).wait()
+    assert dead.code == 9 and other.error == "PeerLostError"
+    resumed = run(tmp_path, 2, world_adamw.resume_for, store, 2, env=DIVIDED)
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), resumed[0][0])
+    assert resumed == whole * 2
+
+
+def test_one_process_may_make_a_snapshot_while_all_train(tmp_path: pathlib.Path) -> None:
+    store, out = str(tmp_path / "run"), str(tmp_path / "copy")
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
+    zero, one = run(tmp_path, 2, world_divided.copy_alone, store, out, env=DIVIDED)
+    assert zero == (0, whole[1]) and one[1] == whole[1] and one[0] in (0, 1)
+    assert lohan.verify(out).is_whole
 
 
 @KILLS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import lohan
 import torch
 from lohan.layout import _gradient_pieces
 from lohan.replicas import _values
+from lohan.store import _snapshot
 from world_adamw import batch, build, one_step, states_digest, wrapped
 from world_worker import rank_and_count
 
@@ -56,6 +58,36 @@ def die_between_values(store: str) -> None:
         _values.Pass._send = sent  # type: ignore[method-assign]
     for _ in range(3):
         one_step(model)
+
+
+def die_in_a_snapshot(store: str, out: str) -> None:
+    """Rank 1 is killed while it trains and a snapshot of its store is in progress."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    one_step(model)
+    if rank == 1:
+        _snapshot.move = _never_end  # type: ignore[assignment]
+        model.lohan.snapshot(out)
+        threading.Timer(1.5, os._exit, [9]).start()
+    for _ in range(1000):
+        one_step(model)
+
+
+def _never_end(*args: Any) -> None:
+    threading.Event().wait()
+
+
+def copy_alone(store: str, out: str) -> tuple[int, str]:
+    """Rank 1 alone makes a snapshot, while all train; return its step, and a hash of the states."""
+    rank, _ = rank_and_count()
+    model = wrapped(store)
+    one_step(model)
+    copied = model.lohan.snapshot(out) if rank == 1 else None
+    for _ in range(3):
+        one_step(model)
+    result = copied.wait().step if copied is not None else 0, states_digest(model)
+    model.lohan.close()
+    return result
 
 
 def refused(folder: str) -> dict[str, str]:

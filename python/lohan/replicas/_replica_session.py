@@ -9,7 +9,9 @@ process is forgotten by all.
 [Note: Commits of replicas] A process gives its first gradient of step t + 1 only after its commit
 of step t is durable: the engine waits for that anyway, before the first gradient of a step. So
 when a process commits t + 1, all have committed t, and a store keeps the step before its newest
-one. Whenever the processes are killed, there is a step that all stores can open.
+one. Whenever the processes are killed, there is a step that all stores can open. A snapshot holds
+commits back: the step() whose commit it holds waits for its end, and no process commits alone
+before it begins.
 
 [Note: A mate's step] A mate ([Note: Teams] in _team.py) sends its gradients to the owners, as they
 come. In step() it agrees with all processes on the step, gives back all units, and waits until the
@@ -88,6 +90,7 @@ class ReplicaSession(Session):
 
     _is_discarded = False  # whether the other processes know that the open step is forgotten
     _has_edited = False  # a refused change of parameters that others may have read
+    _has_copied = False  # a snapshot has begun since the last commit that it may have held back
     _edit_count = 0  # writes to parameters outside of steps, which all processes must make
 
     def __init__(self, *args: Any, world: World, team: Team | None, **settings: Any) -> None:
@@ -217,6 +220,28 @@ class ReplicaSession(Session):
         self.exchange.forget()
         if has_gradients:
             self.exchange.take_order()
+        self._await_snapshot()
+
+    def _await_snapshot(self) -> None:
+        """Commit a step whose commit a snapshot holds back. See [Note: Commits of replicas]."""
+        every = self.config.commit_steps
+        if not self._has_copied or every == 0 or self.step % every:
+            return
+        self.world.say(f"waiting for a snapshot after step {self.step}")
+        self.holds.wait_none()
+        self._engine.flush(True)
+        self._has_copied = False
+
+    def copy_begin(
+        self,
+        out: PathLike | Sequence[PathLike],
+        on_change: OnChange | None = None,
+        *,
+        is_behind_step: bool = False,
+    ) -> Snapshot:
+        """Begin a copy of the last committed step: the other processes do not commit now."""
+        self._has_copied = True
+        return super().copy_begin(out, on_change, is_behind_step=True)
 
     def _agree(self, unscale: float) -> None:
         """Check that all processes close the same step with the same hyper-parameters."""
