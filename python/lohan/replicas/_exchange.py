@@ -15,7 +15,7 @@ must not wait: it gets further buffers.
 [Note: A backward that fails] The last piece waits for the end of the backward, and says whether its
 sender's backward has failed. Those that add it learn so who has failed, and tell the others: mates,
 and with divided states most processes. So all processes end a backward in the same way, and none
-goes on to another one whose pieces nobody would take.
+begins another one whose pieces nobody would take.
 """
 
 from __future__ import annotations
