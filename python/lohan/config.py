@@ -114,8 +114,9 @@ class Config:
             then the machine's (docs/several-processes.md). Updates run in `step()`.
         replicas: with several processes and AdamW. "all": each process has all parameters and all
             states of the optimizer. "parameters": each process has all parameters, but the states
-            of its share of them only; it updates these, and sends the new values to the others
-            (docs/several-processes.md). Updates run in `step()`.
+            of its share of them only; it updates these, and sends the new values to the others.
+            With share="on", each machine has a share. Updates run in `step()`
+            (docs/several-processes.md).
         write_every: with method="mezo", steps between writes of the parameters to the store; the
             journal holds the steps in between. "never": parameters are not written, only the
             journal grows. "auto": never if all parameters fit in memory, otherwise an interval

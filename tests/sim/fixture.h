@@ -33,7 +33,7 @@ struct lh_sim_machine sim_machine_random(struct lh_sim_random *random);
 struct lh_sim_accelerator sim_accelerator_random(const struct lh_sim_model *model, uint64_t seed);
 /*
  * The main memory of a run whose other options are set. Half of the seeds have the least that
- * works, where everything waits for everything.
+ * works, where each transfer waits for another one.
  */
 uint64_t sim_host_bytes_random(const struct lh_sim_run_opts *run, struct lh_sim_random *random);
 

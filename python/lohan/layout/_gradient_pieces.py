@@ -99,7 +99,7 @@ class Piece:
         return self.nbytes + _TRAILER.size + (len(self.parts) + 7) // 8
 
     def seal(self, message: memoryview, trailer: Trailer) -> None:
-        """Write the trailer behind the parts of a message."""
+        """Write the trailer after the parts of a message."""
         packed = _TRAILER.pack(*trailer.row, self.checksum(message, trailer))
         message[self.nbytes :] = packed + trailer.bits
 

@@ -263,7 +263,7 @@ static void hang_report(struct lh_sim_group *group)
                       "hang: nothing moves and no event is pending (stderr has the processes)");
 }
 
-/* Let the earliest event happen. Returns false if there is none, apart from endless naps. */
+/* Let the earliest event happen. Returns false if only naps, which never end, are left. */
 static bool advance(struct lh_sim_group *group)
 {
     struct lh_sim_world *first = &group->net.world;

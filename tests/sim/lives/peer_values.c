@@ -94,7 +94,7 @@ static int send_next(struct lh_sim_peer *peer)
     return 1;
 }
 
-/* Put a value that has come into its place. Returns false if there is none. */
+/* Put a value that has arrived into its place. Returns false if none has arrived. */
 static bool value_take(struct lh_sim_peer *peer, uint32_t param, bool *is_wrong_out)
 {
     struct lh_sim_peer_values *values = &peer->values;
