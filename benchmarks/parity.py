@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
                 problems.append(f"{pair} is not refused by name")
         outcomes = {o.cell: o for o in measure(cells, words.steps, folder, words.jobs)}
     finally:
-        shutil.rmtree(folder)
+        _temporary.remove_temporary(str(folder))
     rows = []
     for cell, outcome in outcomes.items():
         row, wrong = row_of(outcome, outcomes[cell.base], words.steps)

@@ -47,12 +47,13 @@ static void evicted(struct lh_engine *engine, struct lh_unit *unit)
     lh_team_unpin(engine->opts.team, (uint32_t)(unit - engine->units));
 }
 
-/* Give back the units that no thread uses, and plan again without them. */
+/* Give back the units that no thread uses or waits for, and plan again without them. */
 static void idle_give_back(struct lh_engine *engine)
 {
     bool is_any = false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (engine->units[i].state == LH_UNIT_STATE_READY)
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->state == LH_UNIT_STATE_READY && !lh_unit_is_awaited(engine, unit))
             is_any |= lh_unit_try_forget(engine, i);
     }
     if (is_any)

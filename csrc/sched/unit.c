@@ -140,6 +140,12 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
     lh_update_consider(engine, index);
 }
 
+bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    bool is_copied = engine->dev && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
+    return unit->waiter_count > 0 && !is_copied;
+}
+
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
     bool is_read = engine->dev ? unit->copy.is_copying : lh_unit_pins(unit) > 0;
@@ -181,11 +187,8 @@ void lh_unit_forget(struct lh_engine *engine, uint32_t index)
 static bool evict_is_possible(const struct lh_engine *engine, const struct lh_residency_op *op)
 {
     const struct lh_unit *unit = &engine->units[op->unit];
-    /* An accelerator copies what a thread waits for; until then the unit stays. */
-    bool is_copied = engine->dev && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
-    bool is_awaited = unit->waiter_count > 0 && !is_copied;
     return unit->state == LH_UNIT_STATE_READY && unit->use_count >= op->uses_before &&
-           !is_awaited && (!unit->update.is_queued || unit->update.is_done);
+           !lh_unit_is_awaited(engine, unit) && (!unit->update.is_queued || unit->update.is_done);
 }
 
 static void load_start(struct lh_engine *engine, const struct lh_residency_op *op, uint64_t step)

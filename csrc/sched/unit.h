@@ -103,6 +103,11 @@ void lh_unit_release(struct lh_engine *engine, uint32_t unit);
 /* The unit's bytes are where computation reads them: give a pin to each waiting thread. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
 /*
+ * Whether a thread waits for the unit, and the accelerator, if there is one, has not copied it yet:
+ * until then its bytes stay in main memory.
+ */
+bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit);
+/*
  * Take the unit's bytes in main memory away from their readers. Returns false if the bytes are
  * being read.
  */
