@@ -175,6 +175,15 @@ static PyObject *session_flush(PyObject *object, PyObject *flag)
     Py_RETURN_NONE;
 }
 
+static PyObject *session_await_steps(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    if (!self || lhpy_engine_request_plain(self, lh_engine_over_wait) < 0)
+        return NULL;
+    lhpy_engine_sweep(self);
+    Py_RETURN_NONE;
+}
+
 static PyObject *session_commit_hold(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -388,6 +397,8 @@ PyMethodDef lhpy_session_methods[] = {
     {"commit_hold", session_commit_hold, METH_NOARGS,
      "Wait until no commit is in progress, and prevent new ones."},
     {"commit_release", session_commit_release, METH_NOARGS, "Allow commits again. Any thread."},
+    {"await_steps", session_await_steps, METH_NOARGS,
+     "Wait until all updates of closed steps are made, and commits that are due."},
     {"flush", session_flush, METH_O, "flush(commit)"},
     {"pause", session_pause, METH_VARARGS, "pause(units, commit): hand the store to the caller."},
     {"resume", session_resume, METH_O, "resume(changed_units)"},

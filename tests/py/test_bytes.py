@@ -280,3 +280,27 @@ def test_a_step_that_does_not_commit_writes_no_commit(budget: str, store_dir: pa
     ]
     for stats in found[1:]:
         assert stats.bytes == stats.planned_bytes
+
+
+def written(model: nn.Module) -> int:
+    """Return the bytes that were written to the SSDs so far, also outside of steps."""
+    write = 2  # LH_ENGINE_TRACE_WRITE
+    return sum(event[6] for event in model.lohan.trace() if event[0] == write)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_memory_holds_is_written_when_it_is_committed_and_not_in_every_step(
+    schedule: str, store_dir: pathlib.Path
+) -> None:
+    model = lohan.wrap(
+        build("gpt2", torch.bfloat16),
+        store=store_dir / "run",
+        schedule=schedule,
+        commit_every="manual",
+        trace_events=1 << 16,
+    )
+    list(steps_of(model, "gpt2", flushes=False))
+    flushed = written(model)  # the last step of steps_of() is flushed: once for all of them
+    state_bytes = 12 * sum(param.numel() for param in model.parameters())
+    assert 0 < flushed < 1.5 * state_bytes
+    model.lohan.close()

@@ -357,7 +357,7 @@ class Session(ForwardRules, Commits):
     def _await_updates(self) -> None:
         """Wait for the updates of the step that was just closed, if the schedule says so."""
         if self.config.schedule == "serial":
-            self._engine.flush(False)
+            self._engine.await_steps()
 
     def _whole_square_sum(self) -> float:
         """Return the sum of squares of the gradients that the engine has received."""
