@@ -297,14 +297,14 @@ static PyObject *store_describe(PyObject *object, PyObject *Py_UNUSED(args))
     if (!paths)
         return NULL;
     return Py_BuildValue(
-        "{s:y#,s:y#,s:y#,s:K,s:N,s:s,s:N,s:I,s:I,s:K,s:O,s:K,s:O,s:O}", "meta", meta ? meta : "",
-        (Py_ssize_t)meta_bytes, "scalars", scalars ? scalars : "", (Py_ssize_t)scalar_bytes,
-        "caller_scalars", caller ? caller : "", (Py_ssize_t)caller_bytes, "step",
-        lh_store_step(self->store), "note", lhpy_text(lh_store_note(self->store)), "uuid",
-        lh_store_uuid(self->store), "files", paths, "extent_count",
-        lh_store_extent_count(self->store), "group_count", lh_store_group_count(self->store),
-        "commit_bytes", lh_store_commit_bytes(self->store), "is_empty",
-        is_empty(self->store) ? Py_True : Py_False, "scalar_bytes_max",
+        "{s:y#,s:y#,s:y#,s:K,s:K,s:N,s:s,s:N,s:I,s:I,s:K,s:O,s:K,s:O,s:O}", "meta",
+        meta ? meta : "", (Py_ssize_t)meta_bytes, "scalars", scalars ? scalars : "",
+        (Py_ssize_t)scalar_bytes, "caller_scalars", caller ? caller : "", (Py_ssize_t)caller_bytes,
+        "step", lh_store_step(self->store), "older_step", lh_store_older_step(self->store), "note",
+        lhpy_text(lh_store_note(self->store)), "uuid", lh_store_uuid(self->store), "files", paths,
+        "extent_count", lh_store_extent_count(self->store), "group_count",
+        lh_store_group_count(self->store), "commit_bytes", lh_store_commit_bytes(self->store),
+        "is_empty", is_empty(self->store) ? Py_True : Py_False, "scalar_bytes_max",
         lh_store_scalar_bytes_max(self->store), "is_single_slot",
         lh_store_is_single_slot(self->store) ? Py_True : Py_False, "is_fallback",
         lh_store_is_fallback(self->store) ? Py_True : Py_False);

@@ -114,6 +114,6 @@ PyMethodDef lhpy_team_methods[] = {
     {"team_bell", team_bell, METH_VARARGS, "team_bell(process, fd): what wakes another process."},
     {"team_on_wait", team_on_wait, METH_O,
      "The function that raises an error if a process is gone that the engine may wait for."},
-    {"team_step", team_step, METH_NOARGS, "The number of the owner's last step that is over."},
+    {"team_step", team_step, METH_NOARGS, "The number of the last step that the owner has closed."},
     {NULL, NULL, 0, NULL},
 };

@@ -87,7 +87,9 @@ static void step_closed(struct lh_engine *engine)
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     line_up(engine);
     lh_core_stats(engine, engine->step)->deferred_units = engine->defer.count;
-    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL)
+    /* Other processes may need the updated units earlier than this one. */
+    bool is_shared = engine->opts.team || lh_given_is_any(engine);
+    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL || is_shared)
         drain(engine);
     else
         release_near(engine, 0);

@@ -8,8 +8,11 @@
  * before the mate used it: it is owed to the mate, like a unit that a thread of this process waits
  * for. So is any unit that a mate wants while nothing else happens.
  *
- * Mates hold no pins while a step is updated: updates begin only after all processes have ended
- * their backward, and mates give everything back before they say so.
+ * [Note: A step that mates see] A mate closes a step when its backward has ended in all processes: it
+ * gives everything back, and waits until the owner announces the step (lh_team_step_set). Before
+ * that, the owner takes all units away from the mates that the step updates, and makes each of them
+ * available again once it is updated. So mates begin their next forward while updates are made,
+ * and never pin a unit with the parameters of the step before.
  */
 #include "sched/mates.h"
 
@@ -65,25 +68,32 @@ static bool wants_pump(struct lh_engine *engine)
     return true;
 }
 
+/* Whether the unit must come into main memory to be updated, for which every process waits. */
+static bool is_owed_update(const struct lh_unit *unit)
+{
+    return unit->update.is_queued && !unit->update.is_done;
+}
+
 /* Whether any process wants a unit that is not in main memory, for a thread or to read ahead. */
 static bool is_any_wanted(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_wanted = unit->waiter_count > 0 || unit->mates.is_wanted;
+        bool is_wanted = unit->waiter_count > 0 || unit->mates.is_wanted || is_owed_update(unit);
         if (is_wanted && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
     }
     return false;
 }
 
-/* The same, for a thread that waits. */
+/* The same, for a thread that waits or an update. */
 static bool is_any_awaited(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_wanted = unit->mates.is_wanted && lh_team_is_awaited(engine->opts.team, i);
-        if ((unit->waiter_count > 0 || is_wanted) && unit->state == LH_UNIT_STATE_ABSENT)
+        bool is_awaited = unit->mates.is_wanted && lh_team_is_awaited(engine->opts.team, i);
+        is_awaited |= unit->waiter_count > 0 || is_owed_update(unit);
+        if (is_awaited && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
     }
     return false;
@@ -102,6 +112,8 @@ static void unit_ready(struct lh_engine *engine, struct lh_unit *unit)
 {
     LH_ASSERT(unit->state == LH_UNIT_STATE_READY);
     unit->mates.is_wanted = false;
+    if (lh_unit_is_stale(engine, unit))
+        return; /* it is ready again after its update: see [Note: A step that mates see] */
     lh_team_publish(engine->opts.team, index_of(engine, unit), unit->offset);
 }
 
@@ -115,10 +127,33 @@ static bool unit_is_lent(const struct lh_engine *engine, const struct lh_unit *u
     return lh_team_is_pinned(engine->opts.team, index_of(engine, unit));
 }
 
-static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+static void step_closed(struct lh_engine *engine)
 {
-    LH_ASSERT(stats->step == engine->step);
-    lh_team_step_set(engine->opts.team, stats->step);
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
+    engine->mates.is_closing = true;
+}
+
+/* See [Note: A step that mates see]. Mates wake the owner when they drop their last pins. */
+static bool close_pump(struct lh_engine *engine)
+{
+    struct lh_team *team = engine->opts.team;
+    if (!engine->mates.is_closing)
+        return false;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        bool is_shown = unit->state == LH_UNIT_STATE_READY && lh_unit_is_stale(engine, unit);
+        if (is_shown && !lh_team_claim(team, i))
+            return false;
+    }
+    engine->mates.is_closing = false;
+    lh_team_step_set(team, engine->step);
+    return true;
+}
+
+static bool team_pump(struct lh_engine *engine)
+{
+    bool is_announced = close_pump(engine);
+    return wants_pump(engine) || is_announced;
 }
 
 /* Whether a process that does not wait uses units, and so will make room. */
@@ -171,8 +206,8 @@ const struct lh_feature lh_mates_feature = {
     .unit_ready = unit_ready,
     .unit_may_claim = unit_may_claim,
     .unit_is_lent = unit_is_lent,
-    .step_over = step_over,
-    .pump_before = wants_pump,
+    .step_closed = step_closed,
+    .pump_before = team_pump,
     .pump_after = room_pump,
     .is_busy = is_busy,
     .is_stuck = is_stuck,

@@ -19,6 +19,7 @@ struct lh_mates {
     uint64_t want_count;     /* the wants that the engine has seen */
     uint64_t returned_count; /* the units given back for room that the plan knows */
     uint64_t use_count;      /* uses that this process has begun in its current cycle */
+    bool is_closing;         /* a step is closed, and mates do not know it yet */
 };
 
 extern const struct lh_feature lh_mates_feature;

@@ -483,6 +483,9 @@ int lh_store_choose(struct lh_store *store, const uint64_t *open_at, struct lh_e
     LH_ASSERT(candidates[chosen].reason.code == 0);
     store->superblock = candidates[chosen].superblock;
     store->scalar_bytes = scalar_bytes[chosen];
+    store->older_step = store->superblock.step;
+    if (chosen == 0 && count > 1 && candidates[1].has_superblock && !store->header.is_single_slot)
+        store->older_step = candidates[1].superblock.step;
     state_load(store);
     places_note(store, places, candidates[0].place);
     uint64_t newest_sequence = UINT64_MAX - 1; /* unknown: no witness is too new */

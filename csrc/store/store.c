@@ -251,6 +251,11 @@ bool lh_store_is_fallback(const struct lh_store *store)
     return store->is_fallback;
 }
 
+uint64_t lh_store_older_step(const struct lh_store *store)
+{
+    return store->older_step;
+}
+
 const char *lh_store_uuid(const struct lh_store *store)
 {
     return store->uuid;

@@ -182,6 +182,11 @@ uint64_t lh_store_file_bytes(const struct lh_store *store, uint32_t file_index);
 const char *lh_store_note(const struct lh_store *store);
 /* Whether the newest step is damaged and the step before it was opened for reading instead. */
 bool lh_store_is_fallback(const struct lh_store *store);
+/*
+ * The step besides the newest one that the store had when it was opened, if its superblock was
+ * intact; otherwise lh_store_step() of that time. Only opening it tells whether it can be read.
+ */
+uint64_t lh_store_older_step(const struct lh_store *store);
 const char *lh_store_uuid(const struct lh_store *store);
 
 /*

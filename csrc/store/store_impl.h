@@ -85,8 +85,9 @@ struct lh_store {
     struct lh_store_control control;
     struct lh_store_layout layout;
     bool is_read_only;
-    bool is_held;     /* another store object of this process holds the lock */
-    bool is_fallback; /* the newest step is damaged, and this is the step before it */
+    bool is_held;        /* another store object of this process holds the lock */
+    bool is_fallback;    /* the newest step is damaged, and this is the step before it */
+    uint64_t older_step; /* at open: the other step that may be intact; none: the opened one */
     char uuid[2 * LH_STORE_UUID_BYTES + 5];
     char note[LH_STORE_NOTE_BYTES];
 

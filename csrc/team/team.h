@@ -92,7 +92,7 @@ void lh_team_uses_set(struct lh_team *team, uint64_t uses);
 uint64_t lh_team_uses(const struct lh_team *team, uint32_t mate);
 /* Owner: the number of wants so far. It changes when a mate asks for a unit. */
 uint64_t lh_team_want_count(const struct lh_team *team);
-/* Owner: announce that a step is over: all of its updates are made. */
+/* Owner: announce that a step is closed: mates can pin no unit that it will still update. */
 void lh_team_step_set(struct lh_team *team, uint64_t step);
 
 /* Owner: ask mates to give back what they do not use at present, or no longer ask. */

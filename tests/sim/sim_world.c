@@ -188,7 +188,7 @@ static struct lh_sim_accelerator accelerator_draw(const struct world *world, uin
 
 static void lives_draw(struct world *world, uint64_t commit_every, uint64_t step_last)
 {
-    bool is_serial = world->kind != KIND_REPLICAS;
+    bool is_serial = world->kind == KIND_DIVIDED;
     struct lh_sim_random *random = &world->random;
     for (uint32_t i = 0; i < world->crew.count; i++) {
         struct lh_sim_lives_opts *opts = &world->lives[i];

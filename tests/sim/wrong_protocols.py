@@ -273,12 +273,22 @@ PROTOCOLS = (
         "    if (atomic_load(&unit->offset) == 0)\n        atomic_store(&unit->offset, offset);\n",
     ),
     between(
-        "a step that is announced at its close",
-        "csrc/sched/step.c",
-        "    LH_FEATURE_CALL(engine, step_closed);\n",
-        "    LH_FEATURE_CALL(engine, step_closed);\n"
-        "    if (engine->opts.team && engine->opts.team->mate == 0)\n"
-        "        lh_team_step_set(engine->opts.team, engine->step);\n",
+        "a step that is announced before its units are taken away",
+        MATES,
+        "        if (is_shown && !lh_team_claim(team, i))\n",
+        "        if (is_shown && false)\n",
+    ),
+    between(
+        "a unit that mates may read before its update",
+        MATES,
+        "    if (lh_unit_is_stale(engine, unit))\n        return;",
+        "    if (false)\n        return;",
+    ),
+    between(
+        "no room for a unit that has to be updated",
+        MATES,
+        "        is_awaited |= unit->waiter_count > 0 || is_owed_update(unit);\n",
+        "        is_awaited |= unit->waiter_count > 0;\n",
     ),
     between(
         "wants of late mates ignored",

@@ -51,8 +51,6 @@ def config_of(world: World, config: Config, team: Team | None, *, exchanges: boo
     here = sum(peer.node == node for peer in world.peers)
     if exchanges and config.schedule not in SCHEDULES_AT_STEP:
         values["schedule"] = "deferred"
-    if team is not None:  # mates give everything back before an update
-        values["schedule"] = "serial"
     if not exchanges:
         return SharedConfig(**values, processes=world.size, processes_here=here)
     part_count, part = 1, 0
@@ -142,11 +140,13 @@ class _Found:
         directories: its directories.
         run: the run that it belongs to; None if there is no store.
         step: its newest step.
+        older_step: the step before it that it still has; if none, the newest.
     """
 
     directories: list[str]
     run: str | None = None
     step: int = 0
+    older_step: int = 0
 
 
 def _look(directories: Sequence[str], config: Config) -> _Found:
@@ -157,7 +157,10 @@ def _look(directories: Sequence[str], config: Config) -> _Found:
         return _Found([*directories])
     store = _store.open_existing(directories, config, read_only=True)
     try:
-        return _Found([*directories], _places.run_of(store), int(store.describe()["step"]))
+        said = store.describe()
+        return _Found(
+            [*directories], _places.run_of(store), int(said["step"]), int(said["older_step"])
+        )
     finally:
         store.close()
 
@@ -184,10 +187,9 @@ def provide(
 ) -> int | None:
     """Make sure that this process has a replica to resume, by copying one if necessary.
 
-    [Note: The step that all have] After a crash the newest steps of the stores may differ by one.
-    The processes resume the smallest, which every store can open ([Note: Commits of replicas] in
-    replicas/_replica_session.py). If one cannot, an old copy has taken the place of a store: then
-    the largest counts, and the stores without it are replaced by copies.
+    The processes resume the newest step that all have ([Note: The step that all have] in
+    replicas/_places.py). If there is none, an old copy has taken the place of a store: then the
+    largest counts, and the stores without it are replaced by copies.
 
     Args:
         world: the processes.
@@ -220,7 +222,11 @@ def provide(
     if not runs:
         return open_at
     there = [each for each in told if each.run is not None]
-    step = min(each.step for each in there) if open_at is None else open_at
+    step = open_at
+    if step is None and has_journal:
+        step = min(each.step for each in there)
+    elif step is None:
+        step = _places.common_step([(each.step, each.older_step) for each in there])
     is_there = has_journal or mine.step == step
     has = mine.run is not None and (is_there or has_step(mine.directories, config, step))
     able = world.exchange(b"+" if has else b"-", "resume, step").count(b"+")

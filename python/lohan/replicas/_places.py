@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lohan.common import _meta
@@ -40,6 +40,24 @@ def base_of(directory: str) -> str:
     """Return the directory of store= to which a directory of of_number() belongs."""
     parent, name = os.path.split(directory)
     return parent if REPLICA.fullmatch(name) else directory
+
+
+def common_step(found: Collection[tuple[int, int]]) -> int:
+    """Return the newest step that all stores have.
+
+    [Note: The step that all have] The processes of a run commit the same steps, but a crash may
+    come between two commits of a step, and a process that is left closes its session with the last
+    step that it has closed, also between two commits of commit_every=N. In each case all stores
+    have the commit before that, which they keep until the next one.
+
+    Args:
+        found: the two steps of each store: the newest one, and the one before it or the same.
+
+    Returns:
+        The step; if they have none in common, the smallest of the newest ones.
+    """
+    common = set.intersection(*({*steps} for steps in found))
+    return max(common, default=min(newest for newest, _ in found))
 
 
 def run_of(store: _core.Store) -> str:

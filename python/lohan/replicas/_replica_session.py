@@ -15,7 +15,9 @@ before it begins.
 
 [Note: A mate's step] A mate ([Note: Teams] in _team.py) sends its gradients to the owners, as they
 come. In step() it agrees with all processes on the step, gives back all units, and waits until the
-owner has updated them. It reads no parameter in between, so it never sees one of the wrong step.
+owner has closed the step and taken away the units that the step updates. Then it continues, and waits
+only for the units that its forward needs and that are not updated yet ([Note: A step that mates
+see] in csrc/sched/mates.c). The owner's step() waits for the same, not for updates.
 """
 
 from __future__ import annotations
@@ -143,6 +145,19 @@ class ReplicaSession(Session):
         said = b"" if mine is None else mine.hex().encode()
         told = self.world.exchange(said, f"the norm of step {self.step + 1}")
         return float.fromhex(told[self.team.owner].decode())
+
+    def _await_updates(self) -> None:
+        """Wait until the mates have given back what the step updates; see Session."""
+        if self._has_mates:
+            assert self.team is not None
+            self._await_close(self.step, self.team.mates)
+        super()._await_updates()
+
+    def _await_close(self, step: int, ranks: Sequence[int]) -> None:
+        """Wait for what these processes do in a close, until the owner's engine announces it."""
+        while self._engine.team_step() < step:
+            self.world.check_here(ranks, f"step() of step {step}")
+            time.sleep(_POLL_S)
 
     def _square_sum(self) -> float:
         return self._shared_square_sum(super()._square_sum())
@@ -436,7 +451,7 @@ class MateSession(ReplicaSession):
             pass  # as the pause ends, all units are given back
         self._given_back()
         began = time.monotonic_ns()
-        self._await_owner(self.step + 1)
+        self._await_close(self.step + 1, [self.team.owner])
         self.exchange.waited(began)
         self._engine.close_step(b"")
         self._backward = "none"
@@ -452,11 +467,6 @@ class MateSession(ReplicaSession):
 
     def _given_back(self) -> None:
         """Take part in what the owners exchange before and during an update."""
-
-    def _await_owner(self, step: int) -> None:
-        while self._engine.team_step() < step:
-            self.world.check_here([self.team.owner], f"the update of step {step}")
-            time.sleep(_POLL_S)
 
     def _square_sum(self) -> float:
         self.check_open()

@@ -141,7 +141,7 @@ def _parts(base: Sequence[str], found: list[_Source], newest: _Source) -> list[_
                 f" store of run {newest.run} with it in {where}. If it is on another machine, copy"
                 " its directory to there",
             )
-    step = min(source.step for source in parts.values())
+    step = _places.common_step([(s.step, int(s.said["older_step"])) for s in parts.values()])
     for part, source in parts.items():
         if source.step != step:
             source.store.close()

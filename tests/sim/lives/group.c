@@ -60,7 +60,27 @@ void lh_sim_group_deinit(struct lh_sim_group *group)
 
 /* --- The step that all have -------------------------------------------------------------- */
 
-static int look_at_all(struct lh_sim_group *group, uint64_t *newest, struct lh_error *err)
+/*
+ * The newest step that all stores have. A process that is left when another one has ended commits
+ * the last step that it has closed, also between two commits: not all may have that one.
+ */
+static int common_find(struct lh_sim_group *group, const uint64_t (*steps)[2], struct lh_error *err)
+{
+    bool is_found = false;
+    for (uint32_t k = 0; k < 2; k++) {
+        uint64_t step = steps[0][k]; /* process 0 is an owner */
+        bool is_common = true;
+        for (uint32_t i = 0; i < group->crew->count; i++)
+            is_common &= !is_owner(group, i) || steps[i][0] == step || steps[i][1] == step;
+        if (!is_common || (is_found && step < group->resumed_step))
+            continue;
+        group->resumed_step = step;
+        is_found = true;
+    }
+    return is_found ? 0 : lh_error_set(err, -EPROTO, "the stores have no step in common");
+}
+
+static int look_at_all(struct lh_sim_group *group, uint64_t (*steps)[2], struct lh_error *err)
 {
     uint64_t floor = UINT64_MAX;
     uint64_t least = UINT64_MAX;
@@ -69,37 +89,38 @@ static int look_at_all(struct lh_sim_group *group, uint64_t *newest, struct lh_e
         const struct lh_sim_lives *lives = lives_of(group, i);
         if (!is_owner(group, i))
             continue;
-        LH_TRY(lh_sim_lives_look(lives_of(group, i), &newest[i], err));
-        if (newest[i] < lives->committed_step || newest[i] > lives->opts.reference->step)
+        LH_TRY(lh_sim_lives_look(lives_of(group, i), &steps[i][0], &steps[i][1], err));
+        uint64_t newest = steps[i][0];
+        if (newest < lives->committed_step || newest > lives->opts.reference->step)
             return lh_error_set(err, -EPROTO,
                                 "process %" PRIu32 " has step %" PRIu64 ", but had committed step"
                                 " %" PRIu64 " and closed step %" PRIu64,
-                                i, newest[i], lives->committed_step, lives->opts.reference->step);
+                                i, newest, lives->committed_step, lives->opts.reference->step);
         floor = lh_min_u64(floor, lives->committed_step);
-        least = lh_min_u64(least, newest[i]);
-        most = lh_max_u64(most, newest[i]);
+        least = lh_min_u64(least, newest);
+        most = lh_max_u64(most, newest);
     }
+    LH_TRY(common_find(group, steps, err));
     uint64_t commit_every = lives_of(group, 0)->opts.run.commit_every;
-    if (most - least > commit_every || least < floor)
+    if (most - least > commit_every || group->resumed_step < floor - floor % commit_every)
         return lh_error_set(err, -EPROTO,
                             "the newest steps of the stores are %" PRIu64 " to %" PRIu64
                             ", with a commit every %" PRIu64 " steps; all had committed %" PRIu64,
                             least, most, commit_every, floor);
-    group->resumed_step = least;
     return 0;
 }
 
 static int step_agree(struct lh_sim_group *group, struct lh_error *err)
 {
-    uint64_t newest[LH_SIM_PEER_COUNT_MAX];
+    uint64_t steps[LH_SIM_PEER_COUNT_MAX][2] = {0};
     if (lives_of(group, 0)->made != LH_SIM_MADE_FILLED)
         return 0; /* the first lives */
-    LH_TRY(look_at_all(group, newest, err));
+    LH_TRY(look_at_all(group, steps, err));
     for (uint32_t i = 0; i < group->crew->count; i++) {
         struct lh_sim_lives_opts *opts = &lives_of(group, i)->opts;
         if (!is_owner(group, i))
             continue;
-        opts->is_asked_older = newest[i] != group->resumed_step;
+        opts->is_asked_older = steps[i][0] != group->resumed_step;
         opts->open_at = group->resumed_step;
         group->older_count += opts->is_asked_older;
     }

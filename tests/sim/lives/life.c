@@ -410,7 +410,8 @@ static enum lh_sim_open open_store(struct lh_sim_lives *lives, struct lh_error *
     return open;
 }
 
-int lh_sim_lives_look(struct lh_sim_lives *lives, uint64_t *step_out, struct lh_error *err)
+int lh_sim_lives_look(struct lh_sim_lives *lives, uint64_t *step_out, uint64_t *older_out,
+                      struct lh_error *err)
 {
     struct lh_store_open_opts opts = {
         .directories = lives->fs.directories,
@@ -422,6 +423,7 @@ int lh_sim_lives_look(struct lh_sim_lives *lives, uint64_t *step_out, struct lh_
     lh_sim_fs_restart(&lives->fs, NULL);
     LH_TRY(lh_store_open(&opts, lives->run.alloc, &store, err));
     *step_out = lh_store_step(store);
+    *older_out = lh_store_older_step(store);
     lh_store_close(store);
     return 0;
 }

@@ -167,9 +167,12 @@ void lh_sim_lives_copy(struct lh_sim_lives *lives);
 /* Make dead drives work again. */
 void lh_sim_lives_revive(struct lh_sim_lives *lives);
 
-/* Find the newest step of the store, as a reader does. No process has it open. */
-int lh_sim_lives_look(struct lh_sim_lives *lives, uint64_t *step_out, struct lh_error *err)
-    LH_MUST_CHECK;
+/*
+ * Find the newest step of the store, as a reader does, and the one before it that it may still
+ * have. No process has it open.
+ */
+int lh_sim_lives_look(struct lh_sim_lives *lives, uint64_t *step_out, uint64_t *older_out,
+                      struct lh_error *err) LH_MUST_CHECK;
 
 /* The hooks of lives, for callers that replace some of them. */
 extern const struct lh_sim_hooks lh_sim_lives_hooks;

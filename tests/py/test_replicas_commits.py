@@ -1,0 +1,48 @@
+"""Replicas that ended after different commits resume at a step that all of them have."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+
+import world_adamw
+import world_commits
+from lohan.replicas import _places
+from world_helper import run
+
+
+def test_the_step_to_resume_is_the_newest_that_all_have() -> None:
+    assert _places.common_step([(7, 6)]) == 7
+    assert _places.common_step([(7, 6), (6, 5)]) == 6
+    assert _places.common_step([(6, 3), (5, 3)]) == 3
+    assert _places.common_step([(6, 3), (5, 3), (3, 0)]) == 3
+    assert _places.common_step([(0, 0), (1, 0)]) == 0
+    assert _places.common_step([(9, 8), (3, 2)]) == 3  # an old copy: no step in common
+
+
+def test_what_processes_commit_before_a_crash_always_has_a_step_in_common() -> None:
+    rng = random.Random(1)
+    for _ in range(1000):
+        every, resumed = rng.randint(1, 4), rng.randint(0, 9)
+        last = resumed + rng.randint(0, 9)  # some processes have closed this step, some have not
+        found = []
+        for _ in range(rng.randint(2, 5)):
+            steps = [resumed]
+            closed = max(resumed, last - rng.randint(0, 1))
+            steps += [s for s in range(resumed + 1, closed + 1) if s % every == 0]
+            if steps[-1] != closed and rng.random() < 0.5:  # it closes its session
+                steps.append(closed)
+            newest, older = ([steps[0], *steps])[-1:-3:-1]
+            found.append((newest, older))
+        common = _places.common_step(found)
+        assert all(common in steps for steps in found), found
+        assert common > last - 1 - every or common == resumed
+
+
+def test_a_run_resumes_if_one_process_stopped_between_two_commits(tmp_path: pathlib.Path) -> None:
+    store = str(tmp_path / "run")
+    assert run(tmp_path, 2, world_commits.stop_between_commits, store) == [3, 2]
+    resumed = run(tmp_path, 2, world_adamw.resume_for, store, 4)
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), resumed[0][0])[0]
+    assert resumed == [whole] * 2
+    assert resumed[0][0] == 4  # from step 0: rank 0 has steps 3 and 0, rank 1 steps 2 and 0
