@@ -15,9 +15,9 @@ before it begins.
 
 [Note: A mate's step] A mate ([Note: Teams] in _team.py) sends its gradients to the owners, as they
 come. In step() it agrees with all processes on the step, gives back all units, and waits until the
-owner has closed the step and taken away the units that the step updates. Then it continues, and waits
-only for the units that its forward needs and that are not updated yet ([Note: A step that mates
-see] in csrc/sched/mates.c). The owner's step() waits for the same, not for updates.
+owner has closed the step and taken away the units that the step updates. Then it continues, and
+waits only for the units that its forward needs and that are not updated yet ([Note: A step that
+mates see] in csrc/sched/mates.c). The owner's step() waits for the same, not for updates.
 """
 
 from __future__ import annotations
