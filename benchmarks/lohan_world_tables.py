@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import fcdp_tables
 import world_cells
 from lohan.errors import BudgetError
-from lohan.planning import _machines, _plan, _world, _world_lohan, _world_policies
+from lohan.planning import _machines, _plan, _world, _world_lohan, _world_policies, _world_wrap
 from lohan.planning._world import Step
 from world_cells import Cell
 
@@ -28,6 +28,12 @@ NETWORKS = ("rdma", "ipoib", "10gbe", "1gbe")
 TIE = 1e-4
 # How much faster than fcdp lohan has to be in full fine-tuning over 10 Gb/s Ethernet.
 LEAST_GAINS = {2: 1.6, 4: 1.2}
+# Weak scaling: 100 Gb/s between nodes of 8 GPUs, 65,536 tokens for each GPU in a step.
+SCALED_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+SCALED_NET_BYTES_PER_S = 12_500_000_000
+SCALED_MODEL, SCALED_BATCH = "10B", 64
+SCALED_LEAST = 0.9
+DIVIDED, REPLICATED = (_world_wrap.Setting("on", name) for name in ("parameters", "all"))
 
 
 def several_gpus(options: _world_lohan.Options) -> tuple[Step, float]:
@@ -102,6 +108,39 @@ def gains_table(is_lora: bool, sums: str, policies: tuple[str, ...]) -> str:
     return world_cells.markdown("|".join(("nodes", "network", *policies)), rows())
 
 
+def scaled_step(policy: str | _world_wrap.Setting, nodes: int) -> Step:
+    """Return the step of a policy, or of a setting of wrap(), on nodes with a fast network."""
+    work = fcdp_tables.work_of(SCALED_MODEL, SCALED_BATCH, False)
+    here = dataclasses.replace(
+        fcdp_tables.machine_of(nodes, "rdma"), net_bytes_per_s=SCALED_NET_BYTES_PER_S
+    )
+    if isinstance(policy, _world_wrap.Setting):
+        return _world_wrap.step(work, here, policy)
+    sums = "exact" if policy == "lohan" else "auto"
+    return _world_policies.step(policy, work, here, sums=sums)
+
+
+def efficiency(policy: str | _world_wrap.Setting, nodes: int) -> float:
+    """Return the time of a step on one node over that on several, each GPU with as much work."""
+    return scaled_step(policy, 1).step_s / scaled_step(policy, nodes).step_s
+
+
+SCALED = ("zero3", "fcdp", "lohan", DIVIDED, REPLICATED)
+
+
+def scaling_table() -> str:
+    """Format the efficiencies by number of GPUs."""
+    gpus = fcdp_tables.machine_of(1, "rdma").gpu_count
+
+    def rows() -> Iterator[list[str]]:
+        for nodes in SCALED_NODES:
+            found = [f"{efficiency(policy, nodes):.2f}" for policy in SCALED]
+            yield [f"{nodes * gpus:,}", *found]
+
+    names = [f"`{policy}`" for policy in SCALED]
+    return world_cells.markdown("|".join(("GPUs", *names)), rows())
+
+
 TEXT = """\
 The server is `paper-4090` with four GPUs, and nothing is fitted. Each of LoHan's processes reads
 the parameters that it computes with from the SSDs: 2P G in each pass, besides the states.
@@ -115,6 +154,14 @@ VERSUS_TEXT = """\
 How much faster lohan's plan is than each policy, from the least to the largest over GPT-10B to
 GPT-30B, 8 GPUs a node and micro-batches of 8, as in FCDP V-B. `node16` sums in 16 bits between
 nodes, as the rings do. Steps do not have to fit the GPU here, so that all policies can be compared.
+"""
+SCALING_TEXT = """\
+The time of a step on one node over that on several, with as much work for each GPU: GPT-10B, full
+fine-tuning, 64 samples of 1,024 tokens for each GPU, and 100 Gb/s between nodes of 8 GPUs.
+Calculated as above, not simulated. `lohan` is its plan with exact sums; the last two columns are
+what `lohan.wrap` does with these settings. Where states are divided, each node updates fewer of
+them the more nodes there are, so that a step may be shorter than on one node. With whole replicas
+each node sends its gradients to every other one: use them on two nodes, or with adapters.
 """
 LORA_TEXT = """\
 LoRA of rank 8, with `sums="auto"`, which means `node` for 8 GPUs a node. FCDP sends 3.75 bytes of
@@ -136,6 +183,9 @@ def parts() -> Iterator[str]:
     yield VERSUS_TEXT
     yield "Full fine-tuning, `node16`:\n"
     yield gains_table(False, "node16", ("zero3", "zeropp", "fcdp", "elixir"))
+    yield "Weak scaling to 1,024 GPUs:\n"
+    yield SCALING_TEXT
+    yield scaling_table()
     yield LORA_TEXT
     yield world_cells.markdown(
         "sums|the least gain against fcdp, over models, nodes and networks",
@@ -169,4 +219,10 @@ def checks() -> Iterator[tuple[str, bool]]:
         yield (
             f"lohan against fcdp, full, 10gbe, {nodes} nodes: {least:.2f}x (at least {bar}x)",
             least >= bar,
+        )
+    for policy in ("lohan", DIVIDED):
+        least = min(efficiency(policy, nodes) for nodes in SCALED_NODES)
+        yield (
+            f"weak scaling to 1,024 GPUs, {policy}: at least {least:.2f} (at least {SCALED_LEAST})",
+            least >= SCALED_LEAST,
         )

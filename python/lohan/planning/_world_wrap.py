@@ -16,8 +16,8 @@ of micro-batches of a process.
 | sums of gradients in main memory | 4 T S | 4 T / N |
 | places for new parameters there | 0 | 2 T S |
 
-Updates run after backward, except with replicas="all" without share="on", where they may be in the
-next forward, too. Times are those of LoHan's eq. 4 and 5 (_world_lohan).
+With replicas="all" updates may be in the next forward; with replicas="parameters" they run between
+backward and forward. Times are those of LoHan's eq. 4 and 5 (_world_lohan).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _times(
     work: Work, machine: Machine, setting: Setting, moved: _world_lohan.Moved
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Return how long each resource is busy in forward, in backward and after it."""
-    if setting == Setting("off", "all"):  # updates may be deferred to the next forward
+    if setting.replicas == "all":  # updates may be deferred to the next forward
         tried = [
             _world_lohan.stages(work, machine, moved, share / _SHARES)
             for share in range(_SHARES + 1)
