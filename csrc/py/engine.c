@@ -7,6 +7,8 @@
 
 /* How long a wait lasts before it checks for signals (Ctrl-C). */
 #define WAIT_SLICE_MS 100
+/* An owner's own reads may take some time, and end even if a mate is gone. */
+#define OWNER_SLICES 10
 /* How often a thread checks whether it is its turn. */
 #define TURN_SLICE_NS 200000
 
@@ -127,6 +129,27 @@ static void use_raise(struct lhpy_engine *self, int rc)
     lhpy_raise_error(self->raiser, &err);
 }
 
+/*
+ * Whether another process of the team is gone, without which the wait for a unit may not end. Then
+ * a Python error is set, that of an earlier interrupt or one that names the process, and the engine
+ * has failed, which ends the wait.
+ */
+static bool peer_is_lost(struct lhpy_engine *self, uint32_t slices)
+{
+    PyObject *type = NULL;
+    PyObject *value = NULL;
+    PyObject *trace = NULL;
+    if (!self->team_check || (!lhpy_team_is_mate(self) && slices < OWNER_SLICES))
+        return false;
+    PyErr_Fetch(&type, &value, &trace);
+    bool is_lost = lhpy_team_check(self) < 0;
+    if (is_lost)
+        lh_engine_peer_lost(self->core->engine);
+    if (type)
+        PyErr_Restore(type, value, trace);
+    return is_lost;
+}
+
 int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
 {
     lhpy_device_stream_note(self);
@@ -134,6 +157,7 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
     int rc = lh_engine_acquire(engine, unit);
     bool is_tentative = rc == 0;
     bool is_interrupted = false;
+    uint32_t slices = 0;
     if (is_tentative)
         lh_engine_tentative_begin(engine);
     while (rc == 0) {
@@ -143,8 +167,9 @@ int lhpy_engine_use(struct lhpy_engine *self, uint32_t unit)
         if (rc != 0)
             break;
         room_make(self, &is_tentative);
-        if (!is_interrupted && PyErr_CheckSignals() < 0)
-            is_interrupted = true; /* the pin will be granted anyway: take it, then raise */
+        /* The pin will be granted anyway, unless a process is gone: take it, then raise. */
+        is_interrupted = is_interrupted || PyErr_CheckSignals() < 0;
+        is_interrupted |= peer_is_lost(self, ++slices);
     }
     if (is_tentative)
         lh_engine_tentative_end(engine);

@@ -420,6 +420,16 @@ void lh_engine_given_never(struct lh_engine *engine)
         lh_engine_post(engine, LH_MESSAGE_GIVEN, LH_UNIT_NONE, 0, 0);
 }
 
+void lh_engine_peer_lost(struct lh_engine *engine)
+{
+    struct lh_error err = {0};
+    lh_error_set(&err, -ECONNABORTED,
+                 "another process of this machine, whose parameters or memory the engine waited"
+                 " for, is gone");
+    lh_core_fail(engine, &err);
+    lh_waker_wake(engine->waker);
+}
+
 int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
 {
     if (!lh_request_is_current(engine, LH_REQUEST_ABORT)) {

@@ -12,7 +12,8 @@
  * The distance is measured in bytes of parameters, so that what an update has loaded into the
  * region is still there when forward reads it. When an update is queued depends only on the order
  * of uses, never on time, so the residency plan can account for it. A wait for the step's end
- * (before the next gradient, close, abort or flush) queues all remaining updates.
+ * (before the next gradient, close, abort or flush) queues all remaining updates. In a team, all
+ * are queued at the close.
  *
  * Source: LoHan IV-C (active gradient offloading) updates eagerly; deferral, which is our addition,
  *         uses that an update need only be over before the next forward reads its unit.
@@ -87,9 +88,8 @@ static void step_closed(struct lh_engine *engine)
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     line_up(engine);
     lh_core_stats(engine, engine->step)->deferred_units = engine->defer.count;
-    /* Other processes may need the updated units earlier than this one. */
-    bool is_shared = engine->opts.team || lh_given_is_any(engine);
-    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL || is_shared)
+    /* Other processes of a team may need the updated units earlier than this one. */
+    if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL || engine->opts.team)
         drain(engine);
     else
         release_near(engine, 0);

@@ -313,6 +313,8 @@ const double *lh_engine_norm_sums(const struct lh_engine *engine);
 void lh_engine_given(struct lh_engine *engine, uint32_t unit);
 /* New values that have not come will not come: the engine fails, and the step is never over. */
 void lh_engine_given_never(struct lh_engine *engine);
+/* A process of the team is gone, for which a thread of this one waits: the engine fails. */
+void lh_engine_peer_lost(struct lh_engine *engine);
 /*
  * Set the factor by which the open step's gradients are multiplied (in fp32), before the step's
  * close. The default is 1.

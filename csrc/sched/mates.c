@@ -58,7 +58,9 @@ static bool wants_pump(struct lh_engine *engine)
     engine->mates.returned_count = returned_count;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, i);
-        if (unit->state != LH_UNIT_STATE_ABSENT || lh_team_wants(team, i) == 0)
+        /* A stale unit comes for its update, after which the mate gets it. */
+        if (unit->state != LH_UNIT_STATE_ABSENT || lh_unit_is_stale(engine, unit) ||
+            lh_team_wants(team, i) == 0)
             continue;
         is_owed |= is_late(engine, i);
         unit->mates.is_wanted = true;
@@ -191,6 +193,9 @@ static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 int lh_mates_create(struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_team *team = engine->opts.team;
+    if (engine->opts.schedule != LH_ENGINE_SCHEDULE_SERIAL &&
+        engine->opts.schedule != LH_ENGINE_SCHEDULE_DEFERRED)
+        return lh_error_set(err, -EINVAL, "a team's updates have to wait for the close of a step");
     if (team->unit_count != engine->opts.unit_count ||
         team->region_bytes < engine->budget.region_bytes)
         return lh_error_set(

@@ -5,7 +5,7 @@
  * The owner is the process whose engine reads, updates and evicts units. The others, its mates,
  * only read units where they are. A unit's word:
  *
- *      0              absent, or the owner is changing the unit
+ *      0              absent, or the owner is changing the unit or is about to
  *      READY | pins   readable; pins is the number of times that mates have pinned it
  *
  *      0            -> READY        lh_team_publish   owner: the bytes are there

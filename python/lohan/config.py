@@ -111,7 +111,7 @@ class Config:
         share: with several processes on a machine and AdamW. "off": each has a store, parameters
             and states of its own. "on": the process with the lowest rank on a machine has them for
             all processes of the machine, which read its parameters in its memory; host_bytes is
-            then the machine's (docs/several-processes.md). Updates run in `step()`.
+            then the machine's (docs/several-processes.md).
         replicas: with several processes and AdamW. "all": each process has all parameters and all
             states of the optimizer. "parameters": each process has all parameters, but the states
             of its share of them only; it updates these, and sends the new values to the others.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import world_adamw
+import world_commits
 from lohan.errors import NetworkError
 from lohan.replicas._team import Team
 from lohan.world._watch import Peer
@@ -160,6 +161,25 @@ def test_an_update_that_waits_for_a_killed_process_ends_by_name(tmp_path: pathli
     resumed = run(tmp_path, 2, world_adamw.resume_for, str(tmp_path / "run"), 2, env=ON)
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), resumed[0][0])[0]
     assert resumed == [whole] * 2
+
+
+def test_an_owner_that_fails_while_a_mate_is_late_ends_both(tmp_path: pathlib.Path) -> None:
+    store = str(tmp_path / "run")
+    found = run(tmp_path, 2, world_commits.lose_states_in_a_close, store, env=ON)
+    assert found == ["ChecksumError", "PeerStepError"]
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_wait_for_a_block_of_a_killed_owner_ends(
+    tmp_path: pathlib.Path, interrupts: bool
+) -> None:
+    store = str(tmp_path / "run")
+    owner, mate = Group(
+        tmp_path, 2, world_commits.wait_for_an_owner, store, interrupts, env=ON
+    ).wait()
+    assert (owner.code, mate.code) == (9, 0)
+    expected = "KeyboardInterrupt: " if interrupts else "PeerLostError: rank 0 (host"
+    assert mate.value.startswith(expected), mate.value
 
 
 @KILLS

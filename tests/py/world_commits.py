@@ -1,11 +1,17 @@
-"""What processes of test_replicas_commits.py do."""
+"""What processes do at the close of a step, and what happens to them there."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import pathlib
+import re
+import signal
+import threading
+import time
 from typing import Any
 
-from lohan.errors import LohanError
+from lohan.errors import BudgetError, LohanError
 from world_adamw import one_step, wrapped
 from world_worker import rank_and_count
 
@@ -34,3 +40,71 @@ def stop_between_commits(store: str) -> int:
     with contextlib.suppress(LohanError):
         model.lohan.close()
     return step
+
+
+def least_bytes(store: str) -> int:
+    """Return the least host_bytes= for the model, which the error for less names."""
+    try:
+        wrapped(store, host_bytes=1)
+    except BudgetError as error:
+        return int(re.findall(r"at least (\d+)", str(error))[0])
+    raise AssertionError("a byte was enough")
+
+
+def lose_states_in_a_close(store: str) -> str:
+    """The file of the owner is overwritten while it waits for its mate, which is late.
+
+    Returns:
+        The name of the error of the step.
+    """
+    rank, _ = rank_and_count()
+    model = wrapped(store, host_bytes=least_bytes(store))
+    one_step(model)
+    agree = model.lohan._agree
+
+    def late(unscale: float) -> None:
+        agree(unscale)
+        if rank == 1:
+            time.sleep(3)
+            return
+        path = pathlib.Path(store) / "lohan.data"
+        with path.open("r+b") as file:
+            file.seek(1 << 20)
+            file.write(bytes(path.stat().st_size - (1 << 20)))
+            os.fsync(file.fileno())
+
+    model.lohan._agree = late
+    try:
+        one_step(model)
+        one_step(model)
+    except LohanError as error:
+        return type(error).__name__
+    finally:
+        with contextlib.suppress(LohanError):
+            model.lohan.close()
+    return ""
+
+
+def wait_for_an_owner(store: str, interrupts: bool) -> str:
+    """The owner is killed while its mate waits for a block, perhaps after a Ctrl-C of the mate.
+
+    Returns:
+        The error of the mate.
+    """
+    rank, _ = rank_and_count()
+    model = wrapped(store, host_bytes=least_bytes(store))
+    one_step(model)
+    if rank == 0:
+        with model.lohan.exclusive([]):  # the engine sleeps, and reads nothing for others
+            time.sleep(3)
+            os._exit(9)
+    if interrupts:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        one_step(model)
+    except (KeyboardInterrupt, LohanError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(LohanError):
+            model.lohan.close()
+    return ""

@@ -100,7 +100,7 @@ class DividedSession(ReplicaSession):
         told = self.world.exchange(mine, f"the norms of step {self.step + 1}")
         return _values.added(told)
 
-    def _await_updates(self) -> None:
+    def _pass_values(self) -> None:
         """Send the new values of this process's units, and put those of the others in place."""
         assert self._present is not None
         present, self._present = self._present, None
@@ -122,7 +122,6 @@ class DividedSession(ReplicaSession):
         put = self._engine.given_put
         _values.Pass(self._values, self.step, present, read, put, done).run()
         self.exchange.waited(began)
-        super()._await_updates()
 
     def _abort(self) -> None:
         super()._abort()

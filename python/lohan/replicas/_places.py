@@ -48,7 +48,8 @@ def common_step(found: Collection[tuple[int, int]]) -> int:
     [Note: The step that all have] The processes of a run commit the same steps, but a crash may
     come between two commits of a step, and a process that is left closes its session with the last
     step that it has closed, also between two commits of commit_every=N. In each case all stores
-    have the commit before that, which they keep until the next one.
+    have the commit before that, which they keep until the next one. An edit of parameters is a
+    commit of its own: after a crash in the middle of one they may have no step in common.
 
     Args:
         found: the two steps of each store: the newest one, and the one before it or the same.

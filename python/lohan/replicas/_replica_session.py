@@ -17,7 +17,8 @@ before it begins.
 come. In step() it agrees with all processes on the step, gives back all units, and waits until the
 owner has closed the step and taken away the units that the step updates. Then it continues, and
 waits only for the units that its forward needs and that are not updated yet ([Note: A step that
-mates see] in csrc/sched/mates.c). The owner's step() waits for the same, not for updates.
+mates see] in csrc/sched/mates.c). The owner's step() waits for the close, too; for updates it waits
+only with schedule="serial", and with divided states for the new values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lohan import _core
 from lohan.common._stats import ReplicaStats, Traffic
-from lohan.errors import PeerStepError, StepError, UnsupportedError
+from lohan.errors import LohanError, PeerStepError, StepError, UnsupportedError
 from lohan.layout._block import parts_of
 from lohan.replicas._exchange import Exchange
 from lohan.replicas._team import refuse_on_mate
@@ -148,15 +149,25 @@ class ReplicaSession(Session):
 
     def _await_updates(self) -> None:
         """Wait until the mates have given back what the step updates; see Session."""
+        self._share_norm()
+        self._pass_values()
         if self._has_mates:
             assert self.team is not None
             self._await_close(self.step, self.team.mates)
         super()._await_updates()
 
+    def _pass_values(self) -> None:
+        """Exchange what the owners of divided states update in the closed step."""
+
     def _await_close(self, step: int, ranks: Sequence[int]) -> None:
         """Wait for what these processes do in a close, until the owner's engine announces it."""
         while self._engine.team_step() < step:
-            self.world.check_here(ranks, f"step() of step {step}")
+            self.check_open()
+            try:
+                self.world.check_here(ranks, f"step() of step {step}")
+            except LohanError:  # a process may have closed its session after the close
+                if self._engine.team_step() < step:
+                    raise
             time.sleep(_POLL_S)
 
     def _square_sum(self) -> float:
@@ -230,7 +241,6 @@ class ReplicaSession(Session):
             self._agree(unscale)
         super().close_step(unscale)
         if has_gradients:
-            self._share_norm()
             self._count_traffic()
         self.exchange.forget()
         if has_gradients:

@@ -10,8 +10,8 @@
  *      VALUES    divided states, after the close: until this process's units are updated and sent,
  *                and the other units' new values have come
  *
- * A mate has no sums. After AGREED it gives all units back (GIVE_BACK), waits until its owner's
- * step is over (OWNER), and closes a step without gradients.
+ * A mate has no sums. After AGREED it gives all units back (GIVE_BACK), waits until its owner
+ * has closed the step (OWNER), and closes a step without gradients.
  *
  * [Note: An engine that sleeps] The thread of an engine sleeps until it has news: a message of its
  * process, a completed request, job or copy, or a bell of its team. So here an engine is polled

@@ -328,7 +328,7 @@ static enum lh_sim_look pause_here(struct lh_sim_peer *peer)
     return stage_next(peer, LH_SIM_PEER_STAGE_OWNER);
 }
 
-/* Wait until the owner has updated the parameters. */
+/* Wait until the owner has closed the step. */
 static enum lh_sim_look owner(struct lh_sim_peer *peer)
 {
     if (lh_team_step(&peer->team) < step_of(peer))
