@@ -8,11 +8,11 @@
  * before the mate used it: it is owed to the mate, like a unit that a thread of this process waits
  * for. So is any unit that a mate wants while nothing else happens.
  *
- * [Note: A step that mates see] A mate closes a step when its backward has ended in all processes: it
- * gives everything back, and waits until the owner announces the step (lh_team_step_set). Before
+ * [Note: A step that mates see] A mate closes a step when its backward has ended in all processes:
+ * it gives everything back, and waits until the owner announces the step (lh_team_step_set). Before
  * that, the owner takes all units away from the mates that the step updates, and makes each of them
- * available again once it is updated. So mates begin their next forward while updates are made,
- * and never pin a unit with the parameters of the step before.
+ * available again once it is updated. So mates begin their next forward while updates are made, and
+ * never pin a unit with the parameters of the step before.
  */
 #include "sched/mates.h"
 

@@ -165,6 +165,12 @@ def _look(directories: Sequence[str], config: Config) -> _Found:
         store.close()
 
 
+def _common_step(there: Sequence[_Found], *, has_journal: bool) -> int:
+    if has_journal:
+        return min(each.step for each in there)
+    return _places.common_step([(each.step, each.older_step) for each in there])
+
+
 def has_step(directories: Sequence[str], config: Config, step: int) -> bool:
     """Return whether a store can be opened at a step."""
     try:
@@ -222,11 +228,7 @@ def provide(
     if not runs:
         return open_at
     there = [each for each in told if each.run is not None]
-    step = open_at
-    if step is None and has_journal:
-        step = min(each.step for each in there)
-    elif step is None:
-        step = _places.common_step([(each.step, each.older_step) for each in there])
+    step = _common_step(there, has_journal=has_journal) if open_at is None else open_at
     is_there = has_journal or mine.step == step
     has = mine.run is not None and (is_there or has_step(mine.directories, config, step))
     able = world.exchange(b"+" if has else b"-", "resume, step").count(b"+")
