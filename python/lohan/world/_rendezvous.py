@@ -38,6 +38,11 @@ def process_count() -> int:
     return count
 
 
+def is_agents_store() -> bool:
+    """Return whether torchrun's agent serves the rendezvous store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def find_store() -> tuple[Any, int, int]:
     """Return the rendezvous store, this process's rank and the number of processes."""
     global _own_store

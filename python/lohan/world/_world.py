@@ -44,7 +44,13 @@ from lohan.errors import (
     WorldMismatchError,
 )
 from lohan.world._meeting import POLL_S, common_prefix
-from lohan.world._rendezvous import SAY_AFTER_S, find_store, process_count, say_alone
+from lohan.world._rendezvous import (
+    SAY_AFTER_S,
+    find_store,
+    is_agents_store,
+    process_count,
+    say_alone,
+)
 from lohan.world._watch import BEAT_S, End, Peer, Watch, wait_out
 
 _SLICE_S = 0.1
@@ -400,10 +406,11 @@ class World:
         self._broken = "the rendezvous store is gone"
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         reason = str(error).partition("\n")[0] or type(error).__name__
+        server = "torchrun's agent" if is_agents_store() else self.name(0)
         return PeerLostError(
             f"the rendezvous store ({where}) does not answer {self.name(self.rank)} in {what}:"
-            f" {reason}. The process that serves it (torchrun's agent, or rank 0) has ended, or the"
-            " network to it is down. Restart the processes with resume=True"
+            f" {reason}. {server}, which serves it, has ended, or the network to it is down."
+            " Restart the processes with resume=True"
         )
 
     def _let_watch_see(self) -> None:
