@@ -20,6 +20,8 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
                            opts->schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     if (opts->norms && !is_all_deferred)
         return lh_error_set(err, -EINVAL, "gradient norms require every update to be deferred");
+    if (opts->team && opts->team->mate == 0 && !is_all_deferred)
+        return lh_error_set(err, -EINVAL, "a team requires every update to be deferred");
     if (opts->memory_bytes < needed)
         return lh_error_set(err, -EINVAL,
                             "memory_bytes %" PRIu64 " is less than the budget's %" PRIu64,

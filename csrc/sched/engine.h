@@ -100,7 +100,7 @@ enum lh_engine_schedule {
      * next unit is read.
      */
     LH_ENGINE_SCHEDULE_NAIVE,
-    /* Each update runs shortly before the next forward reads its unit. */
+    /* Each update runs shortly before the next forward reads its unit; in a team, at the close. */
     LH_ENGINE_SCHEDULE_DEFERRED,
     /*
      * Some updates run as gradients arrive, and the other ones are deferred; measurements of

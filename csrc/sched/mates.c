@@ -193,9 +193,6 @@ static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 int lh_mates_create(struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_team *team = engine->opts.team;
-    if (engine->opts.schedule != LH_ENGINE_SCHEDULE_SERIAL &&
-        engine->opts.schedule != LH_ENGINE_SCHEDULE_DEFERRED)
-        return lh_error_set(err, -EINVAL, "a team's updates have to wait for the close of a step");
     if (team->unit_count != engine->opts.unit_count ||
         team->region_bytes < engine->budget.region_bytes)
         return lh_error_set(

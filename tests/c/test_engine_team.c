@@ -239,6 +239,27 @@ static void test_stop(void)
     set_unmake(&set);
 }
 
+static void test_refused(void)
+{
+    struct set set;
+    struct lh_engine *engine = NULL;
+    lh_test_name("an owner is refused with a schedule that updates before the close");
+    set_make(&set, "team-refused", 1, (struct rig_opts){0});
+    for (int i = 0; i < LH_ENGINE_SCHEDULE_COUNT; i++) {
+        struct lh_engine_opts opts = rig_engine_opts(&set.owner);
+        struct lh_alloc alloc = LH_ALLOC_INIT;
+        struct lh_error err = {0};
+        if (i == LH_ENGINE_SCHEDULE_SERIAL || i == LH_ENGINE_SCHEDULE_DEFERRED)
+            continue;
+        opts.schedule = (enum lh_engine_schedule)i;
+        opts.norms = false;
+        LH_CHECK(lh_engine_create(&opts, &alloc, &engine, &err) == -EINVAL && !engine);
+        LH_CHECK(strcmp(err.message, "a team requires every update to be deferred") == 0);
+        LH_CHECK(alloc.live_count == 0);
+    }
+    set_unmake(&set);
+}
+
 int main(void)
 {
     test_steps(1, false);
@@ -250,5 +271,6 @@ int main(void)
     test_no_room();
     test_ahead();
     test_stop();
+    test_refused();
     return 0;
 }

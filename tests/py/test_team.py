@@ -182,6 +182,14 @@ def test_a_wait_for_a_block_of_a_killed_owner_ends(
     assert mate.value.startswith(expected), mate.value
 
 
+def test_a_wait_for_memory_that_a_killed_process_has_pinned_ends(tmp_path: pathlib.Path) -> None:
+    owner, mate = Group(
+        tmp_path, 2, world_commits.wait_for_room, str(tmp_path / "run"), env=ON
+    ).wait()
+    assert (owner.code, mate.code) == (0, 9)
+    assert owner.value.startswith("PeerLostError: rank 1 (host"), owner.value
+
+
 @KILLS
 def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, count: int) -> None:
     for seed in range(count):

@@ -85,6 +85,33 @@ def lose_states_in_a_close(store: str) -> str:
     return ""
 
 
+def wait_for_room(store: str) -> str:
+    """Rank 1 is killed while it has pinned blocks whose memory the owner needs for its forward.
+
+    Returns:
+        The error of the owner.
+    """
+    rank, _ = rank_and_count()
+    model = wrapped(store, host_bytes=least_bytes(store))
+    one_step(model)
+    if rank == 1:
+        threading.Timer(4, os._exit, (9,)).start()
+        held = []
+        with contextlib.suppress(BudgetError):
+            for param in model.lohan.layout.params:  # until the memory is full
+                held.append(model.lohan.lend(param.index))
+        time.sleep(60)
+    time.sleep(2)
+    try:
+        one_step(model)
+    except LohanError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(LohanError):
+            model.lohan.close()
+    return ""
+
+
 def wait_for_an_owner(store: str, interrupts: bool) -> str:
     """The owner is killed while its mate waits for a block, perhaps after a Ctrl-C of the mate.
 

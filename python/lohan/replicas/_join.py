@@ -194,8 +194,8 @@ def provide(
     """Make sure that this process has a replica to resume, by copying one if necessary.
 
     The processes resume the newest step that all have ([Note: The step that all have] in
-    replicas/_places.py). If there is none, an old copy has taken the place of a store: then the
-    largest counts, and the stores without it are replaced by copies.
+    replicas/_places.py). If there is none, a store was restored from an old copy: the processes
+    then resume the largest step, and stores without it are replaced by copies.
 
     Args:
         world: the processes.
