@@ -14,7 +14,6 @@
 #include <string.h>
 
 #include "base/assert.h"
-#include "compute/cast.h"
 #include "py/lhpy.h"
 
 struct handle {
@@ -24,7 +23,7 @@ struct handle {
     uint32_t param;
     uint32_t epoch;
     int32_t ndim;
-    uint64_t byte_offset;           /* the view's offset in the parameter */
+    uint64_t byte_offset;           /* the view's offset in the parameter, or in its cast */
     struct lhpy_dl_type cast_dtype; /* bits 0: no cast */
     int64_t *shape_strides;         /* points to `numbers` if they fit, else allocated */
     int64_t numbers[8];
@@ -120,34 +119,6 @@ static int hollow_refuse(struct lhpy_engine *self, const struct lhpy_dl_tensor *
 }
 
 /*
- * Find the parameter of a bound unit whose autocast cast equals tensor bit for bit; param_count if
- * there is none. The values are compared because pack receives the cast without its history, and a
- * wrong guess would make a wrong gradient.
- */
-static uint32_t cast_find(const struct lhpy_engine *self, const struct lhpy_dl_tensor *tensor)
-{
-    int64_t count = lhpy_tensor_count(tensor);
-    enum lh_dtype dtype = lhpy_dtype(tensor->dtype);
-    if ((dtype != LH_DTYPE_BF16 && dtype != LH_DTYPE_F16) || !lhpy_tensor_is_dense(tensor))
-        return self->param_count;
-    for (uint32_t i = 0; i < self->bound_unit_count; i++) {
-        const struct lh_engine_unit *unit = &self->units[self->bound_units[i]];
-        if (unit->dtype != LH_DTYPE_F32)
-            continue;
-        const uint8_t *base = lh_engine_address(self->core->engine, self->bound_units[i]);
-        for (uint32_t j = 0; j < unit->param_count; j++) {
-            uint32_t param = unit->param_first + j;
-            if (self->engine_params[param].count != (uint64_t)count)
-                continue;
-            const float *values = (const float *)(base + self->params[param].byte_offset);
-            if (lh_cast_is_of(tensor->data, dtype, values, (uint64_t)count))
-                return param;
-        }
-    }
-    return self->param_count;
-}
-
-/*
  * Keep an activation without its history. Otherwise, an operation that saves its own output would
  * own the output, which owns the operation: a cycle that nothing frees if the graph is never run
  * backward. autograd restores the history when it unpacks.
@@ -224,13 +195,10 @@ static PyObject *handle_pack(PyObject *object, PyObject *tensor)
     }
     if (hollow_refuse(self, &view) < 0)
         return NULL;
-    struct lhpy_dl_type cast = self->autocast_dtype;
-    if (cast.bits > 0 && memcmp(&view.dtype, &cast, sizeof(cast)) == 0 &&
-        lhpy_tensor_count(&view) > 0) {
-        uint32_t param = cast_find(self, &view);
-        if (param < self->param_count)
-            return handle_new(self, param, 0, &view, cast);
-    }
+    uint64_t offset;
+    uint32_t param = lhpy_cast_find(self, tensor, &view, &offset);
+    if (param < self->param_count)
+        return handle_new(self, param, offset, &view, self->autocast_dtype);
     return activation_keep(tensor);
 }
 
@@ -250,7 +218,9 @@ static PyObject *cast_unpack(struct lhpy_engine *self, const struct handle *hand
     uint32_t ndim = (uint32_t)handle->ndim;
     PyObject *size = lhpy_list(&number_table, handle->shape_strides, ndim);
     PyObject *stride = size ? lhpy_list(&number_table, handle->shape_strides + ndim, ndim) : NULL;
-    PyObject *view = stride ? PyObject_CallMethod(cast, "as_strided", "OO", size, stride) : NULL;
+    long long offset = (long long)(handle->byte_offset / (handle->cast_dtype.bits / 8));
+    PyObject *view =
+        stride ? PyObject_CallMethod(cast, "as_strided", "OOL", size, stride, offset) : NULL;
     Py_XDECREF(size);
     Py_XDECREF(stride);
     Py_DECREF(cast);

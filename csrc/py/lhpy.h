@@ -323,6 +323,14 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit);
 void lhpy_engine_unscoped_release(struct lhpy_engine *self);
 void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
 
+/* cast.c */
+/*
+ * The parameter whose autocast cast tensor is, or is a view of, and the view's offset in the cast;
+ * param_count if there is none. view: what tensor describes.
+ */
+uint32_t lhpy_cast_find(const struct lhpy_engine *self, PyObject *tensor,
+                        const struct lhpy_dl_tensor *view, uint64_t *byte_offset_out);
+
 /* context.c */
 extern PyType_Spec lhpy_context_spec;
 

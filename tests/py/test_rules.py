@@ -146,67 +146,6 @@ def test_writing_to_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop
     train_step(model, 0)
 
 
-class Gaps(nn.Module):
-    """Saves every other element of a tensor that begins with the bytes of a weight's cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cast = self.weight.detach().bfloat16()
-        gaps = torch.cat([cast, torch.arange(8).bfloat16()])[::2]
-        return (gaps * x).sum() + self.weight.sum()
-
-
-def test_a_saved_tensor_with_gaps_is_no_cast_of_a_weight(workshop: Workshop) -> None:
-    grads = []
-    for model in (Gaps(), workshop.wrap(Gaps())):
-        x = torch.ones(8, requires_grad=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(x)
-        loss.backward()
-        grads.append(x.grad)
-    assert torch.equal(grads[0], grads[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_graph_keeps_activations_and_no_weights(
-    dtype: torch.dtype, workshop: Workshop
-) -> None:
-    plain = build()
-    shapes = {tuple(p.shape) for p in plain.parameters() if p.dim() == 2}
-    shapes |= {(b, a) for a, b in shapes}
-    kept: dict[int, torch.Tensor] = {}
-    activations: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tuple(tensor.shape) not in shapes and not isinstance(tensor, nn.Parameter):
-            activations[tensor.data_ptr()] = tensor
-        return tensor
-
-    with torch.autocast("cpu", dtype=dtype):
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            plain_loss = square_loss(plain, 0)
-        model = workshop.wrap(build())
-        pack = model.lohan.saving.saved.pack
-
-        def count(tensor: torch.Tensor) -> Any:
-            packed = pack(tensor)
-            if isinstance(packed, torch.Tensor):
-                kept[packed.data_ptr()] = packed
-            return packed
-
-        model.lohan.saving.saved.pack = count
-        loss = square_loss(model, 0)
-    assert torch.equal(loss, plain_loss)
-    assert {tuple(t.shape) for t in kept.values()}.isdisjoint(shapes)
-    assert sum(t.nbytes for t in kept.values()) <= sum(t.nbytes for t in activations.values())
-    assert model.lohan.status()["handles"] >= 9  # two matrices per block, and the head
-    loss.backward()
-    assert model.lohan.status()["handles"] == 0
-
-
 # --- Frozen parameters ---------------------------------------------------------------------------
 
 

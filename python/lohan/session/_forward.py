@@ -168,7 +168,7 @@ class ForwardRules(SessionPart):
         # The cache would keep every weight's cast, and thus a copy of the whole model.
         torch.set_autocast_cache_enabled(False)
         dtype = torch.get_autocast_dtype(kind)
-        self._engine.autocast(DTYPE_CODES.get(dtype, -1) if kind == "cpu" else -1)
+        self._engine.autocast(DTYPE_CODES.get(dtype, -1))
         self._autocast_is_seen = True
 
     def _part_enter(self, module: nn.Module, args: Any) -> None:
