@@ -171,9 +171,9 @@ def test_a_parameter_in_memory_is_a_plain_one(workshop: Workshop) -> None:
     types: list[type] = []
     model.blocks[0].register_forward_pre_hook(lambda m, args: types.append(type(m.gain)))
     train_step(model, 0)
-    types += [type(p) for p in model.parameters()]
     for p in model.parameters():
         assert torch.equal(copy.deepcopy(p), p)
+        types.append(type(p))
     assert set(types) == {nn.Parameter}
     assert type(model.head.weight) is not nn.Parameter
     plain = lohan.unwrap(model)

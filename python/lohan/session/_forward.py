@@ -14,6 +14,7 @@ from torch import nn
 
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
+from lohan.session._loop import Loop
 from lohan.session._phases import Phases
 from lohan.session._session_base import SessionPart
 from lohan.torch_glue._batch import BatchCheck
@@ -59,6 +60,7 @@ class ForwardRules(SessionPart):
         self._autocast_cache = False
         self._autocast_is_seen = False
         self._entered = self.around  # saved-tensor hooks of the running forward
+        self.loops: list[Loop] = []  # over parameters, the innermost last
         self._changed: set[int] = set()  # parameters that a forward changed in place
 
     def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -256,6 +258,18 @@ class ForwardRules(SessionPart):
         """Close a forward that ended without a call of its closing hooks."""
         self._engine.scopes_drop()
         self._forward_end()
+
+    def load_in_loop(self, tensor: nn.Parameter) -> bool:
+        """Load a hollow parameter that a loop has just yielded ([Note: A loop's turn]).
+
+        Returns:
+            Whether it was loaded; False if no loop is at this parameter, or a step is in progress.
+        """
+        for loop in reversed(self.loops):
+            if loop.is_at(tensor) and not self.closed and not self.is_underway:
+                loop.load()
+                return True
+        return False
 
     def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
         """Load hollow parameters that are arguments of an operation, if a forward runs.

@@ -17,12 +17,13 @@ from torch import nn
 
 from lohan.errors import FrozenParameterError, LentError, StaleStateError, UnsupportedError
 from lohan.layout import _names
+from lohan.session._loop import Loop
 from lohan.store import _stale, _store
 from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
 from lohan.torch_glue._compile import Traced, Uncompiled, skip_lohan
 from lohan.torch_glue._hollow import HollowClasses, show
-from lohan.torch_glue._tensor import ReadParameters, bits_checksum, is_same, without_classes
+from lohan.torch_glue._tensor import ReadParameters, is_same, without_classes
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
@@ -87,6 +88,9 @@ class Guard:
         self.filled: tuple[int, dict[int, str]] = (0, {})  # id of a state dict, names in it
         self.leaves_out: frozenset[int] = frozenset()  # parameters that a state dict leaves hollow
         self.closer: weakref.finalize[Any, nn.Module] | None = None  # closes the session
+        # The hollow class of torch's own parameters. A user's class may read values in ways that
+        # HollowParameter does not notice, so that a loop loads them at once.
+        self.plain_hollow: type | None = None
         self.only_names = False  # whether loops load no values, until zero_grad()
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -121,7 +125,8 @@ class Guard:
                 self.shadow(module, name, function)
             for name, method in methods.items():
                 self.shadow(module, name, _bound(method, module))
-            traced = Traced(_bound(named_parameters, module), on_trace)
+            traced = Traced(named_parameters, weakref.ref(module))
+            traced.on_trace = on_trace
             self.shadow(module, "named_parameters", traced)
             if _names.is_hugging_face(module):
                 self.shadow(module, "save_pretrained", self._save_pretrained(module))
@@ -160,6 +165,8 @@ class Guard:
         classes = HollowClasses(self.session)
         for param in self.session.layout.params:
             pair = classes.hide(param.tensor)
+            if pair is not None and pair[0] is nn.Parameter:
+                self.plain_hollow = pair[1]
             if pair is not None:
                 self.session.classes(param.index, *pair)
 
@@ -206,15 +213,22 @@ class Guard:
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters with their real data, or hollow ones while a step is in progress."""
+        """Yield parameters. Between steps, their values come when they are used."""
         owner = _owner(reference)
-        plain = type(owner).named_parameters
-        for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
-            is_other = id(tensor) not in self.index or self.session.closed
-            if is_other or self.only_names or self.session.is_underway:
+        session = self.session
+        with Loop(session, self._write_changed) as loop:
+            plain = type(owner).named_parameters
+            for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
+                index = self.index.get(id(tensor))
+                is_other = index is None or session.closed or self.only_names
+                if is_other or (not loop.is_begun and session.is_underway):
+                    loop.end()
+                else:
+                    assert index is not None
+                    loop.begin(index, name, tensor)
+                    if type(tensor) is not self.plain_hollow and not session.is_underway:
+                        loop.load()
                 yield name, tensor
-                continue
-            yield from self._show(name, tensor)
 
     def _zero_grad(self, reference: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
         """Clear gradients without loading any values."""
@@ -222,35 +236,13 @@ class Guard:
         self.only_names = False
         self.session.zero_grad(tensor for _, tensor in type(owner).named_parameters(owner))
 
-    def _show(self, name: str, tensor: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameter with its real data, then write any change of it to the store."""
-        index = self.index[id(tensor)]
-        after: torch.Tensor | None = None
+    def _write_changed(self, index: int, name: str, value: torch.Tensor) -> None:
+        """Write what a loop over parameters has changed."""
         try:
-            with self.session.resident(index):
-                before = bits_checksum(tensor)
-                shape, dtype = tensor.shape, tensor.dtype
-                # Operations in the loop must save a handle: the parameter becomes hollow again.
-                self.session.saving.saved.enter()
-                try:
-                    yield name, tensor
-                finally:
-                    self.session.saving.saved.leave()
-                    if bits_checksum(tensor) != before or tensor.shape != shape:
-                        after = tensor.detach().clone()
-        finally:
-            if after is not None:
-                if after.shape != shape or after.dtype != dtype:
-                    raise UnsupportedError(
-                        f"parameter {name!r} of a wrapped model cannot become"
-                        f" {tuple(after.shape)} {after.dtype}: its place in the store is for"
-                        f" {tuple(shape)} {dtype}"
-                    )
-                try:
-                    self._write({name: after}, {name: index})
-                except (LentError, UnsupportedError):
-                    self.session.undo_edit(index)
-                    raise
+            self._write({name: value}, {name: index})
+        except (LentError, UnsupportedError):
+            self.session.undo_edit(index)
+            raise
 
     def _save_to_state_dict(
         self, reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any

@@ -22,6 +22,11 @@ class SessionPart:
         """The number of closed steps."""
         raise NotImplementedError
 
+    @property
+    def is_underway(self) -> bool:
+        """Whether a step is in progress."""
+        raise NotImplementedError
+
     def check_open(self) -> None:
         """Raise an error if the session is closed or has failed."""
         raise NotImplementedError

@@ -7,6 +7,7 @@ module's call, with everything inside it, runs untraced.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -66,21 +67,15 @@ def skip_lohan() -> None:
         sys.meta_path.insert(0, _RulesFinder())
 
 
-class Traced:
+class Traced(functools.partial[Any]):
     """A replacement for a module's method that detects Dynamo, which reads `__func__`."""
 
-    def __init__(self, method: Callable[..., Any], on_trace: Callable[[], NoReturn]) -> None:
-        self._method = method
-        self._on_trace = on_trace
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
-        return self._method(*args, **kwargs)
+    on_trace: Callable[[], NoReturn]
 
     @property
     def __func__(self) -> NoReturn:
         """Handle Dynamo: nothing else reads this attribute."""
-        self._on_trace()
+        self.on_trace()
 
 
 class Uncompiled:

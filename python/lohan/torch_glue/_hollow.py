@@ -10,6 +10,9 @@ Code below Python (C++ that was passed the tensor) bypasses these checks and rea
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +37,9 @@ class Owner(Protocol):
     def param_names(self) -> dict[int, str]:
         """Return the name of each parameter, by the id of its tensor."""
 
+    def load_in_loop(self, tensor: nn.Parameter) -> bool:
+        """Load the parameter if a loop over parameters is at it; otherwise return False."""
+
     def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
         """Load the parameters if a forward runs; otherwise return False."""
 
@@ -48,12 +54,14 @@ _SET_PROPERTIES = """
     grad requires_grad grad_dtype _grad _backward_hooks _post_accumulate_grad_hooks
 """.split()
 _METHODS = """
-    size dim ndimension numel nelement stride storage_offset element_size data_ptr get_device
-    is_floating_point is_complex is_signed is_contiguous is_inference is_conj is_neg is_pinned
+    size dim ndimension numel nelement element_size get_device
+    is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned
     is_shared is_same_size has_names requires_grad_ retain_grad register_hook _is_view
     register_post_accumulate_grad_hook new_empty new_empty_strided new_full new_ones new_tensor
     new_zeros __len__ __dlpack_device__
 """.split()
+# These are about the place of the values, which a hollow parameter has only nominally.
+_PLACE_METHODS = "stride storage_offset data_ptr is_contiguous".split()
 _FUNCTIONS = """
     numel is_floating_point is_complex is_signed is_same_size is_conj is_neg is_inference
     result_type get_device empty_like full_like ones_like rand_like randint_like randn_like
@@ -67,9 +75,11 @@ def _answered() -> set[Any]:
     found |= {getattr(torch.Tensor, n).__get__ for n in _PROPERTIES if hasattr(torch.Tensor, n)}
     found |= {getattr(torch.Tensor, n).__set__ for n in _SET_PROPERTIES if hasattr(torch.Tensor, n)}
     found |= {getattr(torch.Tensor, n) for n in _METHODS if hasattr(torch.Tensor, n)}
+    found |= _PLACES
     return found | {getattr(torch, n) for n in _FUNCTIONS if hasattr(torch, n)}
 
 
+_PLACES: set[Any] = {getattr(torch.Tensor, name) for name in _PLACE_METHODS}
 _ANSWERED = _answered()
 # Functions in which another tensor takes the parameter's shape or dtype.
 _FORM_OF = {getattr(torch.Tensor, n) for n in ("to", "type_as", "expand_as", "view_as")}
@@ -114,9 +124,11 @@ class HollowParameter(nn.Parameter):
         """Call functions that need no values; in a forward, load the values for other functions.
 
         Raises:
-            HollowParameterError: func would read or write values outside a forward.
+            HollowParameterError: func would read or write values outside a forward and a loop.
         """
         kwargs = kwargs or {}
+        if func in _PLACES:
+            args[0]._load_in_loop()
         is_form = func in _FORM_OF and not isinstance(args[0], HollowParameter)
         if is_form or func in _ANSWERED:
             with without_classes():
@@ -126,11 +138,19 @@ class HollowParameter(nn.Parameter):
         found = [tensor for tensor in given if isinstance(tensor, HollowParameter)]
         if not found:
             raise HollowParameterError(f"{_what(func)[0]} was given a parameter not in memory")
-        session: Owner | None = type(found[0]).owner()
+        missing = [tensor for tensor in found if not tensor._load_in_loop()]
+        if not missing:
+            return func(*args, **kwargs)
+        session: Owner | None = type(missing[0]).owner()
         # Pass all parameters: those loaded for the previous operation would otherwise be evicted.
         if session is None or func == _SET_DATA or not session.make_resident(given):
-            found[0].refuse(*_what(func))
+            missing[0].refuse(*_what(func))
         return func(*args, **kwargs)
+
+    def _load_in_loop(self) -> bool:
+        """Return whether a loop is at this parameter; it is then loaded, and a plain one."""
+        session: Owner | None = type(self).owner()
+        return session is not None and session.load_in_loop(self)
 
     def refuse(self, what: str, writes: bool = False) -> NoReturn:
         """Raise the error for an operation on this parameter.
@@ -167,23 +187,75 @@ class HollowParameter(nn.Parameter):
             )
         raise HollowParameterError(text)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Raise an error: there are no values to copy."""
-        self.refuse("deepcopy")
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy a parameter that a loop is at; otherwise, raise an error: there are no values."""
+        if not self._load_in_loop():
+            self.refuse("deepcopy")
+        return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise an error when pickled, saved or copied: there are no values to write."""
-        self.refuse("pickle")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle, save or copy a parameter that a loop is at; otherwise, raise an error."""
+        if not self._load_in_loop():
+            self.refuse("pickle")
+        return self.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return a readable summary."""
+        """Return a readable summary; with the values if a loop is at the parameter."""
+        if self._load_in_loop():
+            return repr(self)
         session = type(self).owner()
         name = session.param_names().get(id(self), "") if session is not None else ""
         return f"HollowParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, form: str) -> str:
         """Return the formatted repr()."""
+        if self._load_in_loop():
+            return format(self, form)
         return format(repr(self), form)
+
+
+_Plain = torch._C.DisableTorchFunctionSubclass  # without_classes(), and one call less
+
+
+def _attribute(plain: Any, can_set: bool) -> property:
+    def read(self: HollowParameter) -> Any:
+        with _Plain():
+            return plain.__get__(self)
+
+    def write(self: HollowParameter, value: Any) -> None:
+        with _Plain():
+            plain.__set__(self, value)
+
+    return property(read, write if can_set else None)
+
+
+def _method(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(self: HollowParameter, *args: Any, **kwargs: Any) -> Any:
+        with _Plain():
+            return plain(self, *args, **kwargs)
+
+    return call
+
+
+def _direct() -> dict[str, Any]:
+    """Return attributes of torch.Tensor that need no values, for the class of torch's parameters.
+
+    Without them, torch would call `__torch_function__` first, and a loop over all parameters that
+    reads one attribute of each would take several times as long as that of a plain model.
+    """
+    found: dict[str, Any] = {}
+    for name in _PROPERTIES:
+        plain = inspect.getattr_static(torch.Tensor, name, None)
+        if plain is not None:
+            found[name] = _attribute(plain, name in _SET_PROPERTIES)
+    for name in _METHODS:
+        if hasattr(torch.Tensor, name):
+            found[name] = _method(getattr(torch.Tensor, name))
+    return found
+
+
+_DIRECT = _direct()
 
 
 class HollowClasses:
@@ -202,9 +274,11 @@ class HollowClasses:
         """
         plain = type(tensor)
         if plain not in self._made:
-            bases = (HollowParameter,) if plain is nn.Parameter else (HollowParameter, plain)
+            is_torchs = plain is nn.Parameter
+            bases = (HollowParameter,) if is_torchs else (HollowParameter, plain)
+            direct = _DIRECT if is_torchs else {}
             try:
-                made = types.new_class("HollowParameter", bases)
+                made = types.new_class("HollowParameter", bases, None, lambda d: d.update(direct))
             except TypeError:
                 return None
             made.owner = self._owner  # type: ignore[attr-defined]
