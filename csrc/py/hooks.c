@@ -261,6 +261,9 @@ static PyObject *scope_enter(PyObject *object, PyObject *const *Py_UNUSED(args),
         without_units = scope;
         return NULL; /* torch calls the forward hook, which closes what was opened */
     }
+    /* Otherwise gradients that waited for this forward would stay until the next backward. */
+    if (scope->engine->held_count > 0)
+        lhpy_engine_sweep(scope->engine);
     Py_RETURN_NONE;
 }
 

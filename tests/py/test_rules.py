@@ -31,6 +31,7 @@ from rules_helper import (
     workshop,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["workshop"]
@@ -144,6 +145,27 @@ def test_writing_to_a_hollow_parameter_is_refused_by_its_name(workshop: Workshop
         square_loss(model, 0)
     assert torch.equal(model.state_dict()["blocks.1.gain"], build().blocks[1].gain)
     train_step(model, 0)
+
+
+def test_a_block_that_runs_no_longer_holds_the_gradients_of_its_last_update(
+    workshop: Workshop,
+) -> None:
+    model = workshop.wrap(build(), schedule="deferred")
+    storages: dict[int, list[StorageWeakRef]] = {i: [] for i in range(len(model.blocks))}
+    held: list[tuple[int, bool]] = []
+
+    def look(i: int) -> None:
+        held.extend((i, not each.expired()) for each in storages[i])
+        storages[i].clear()
+
+    for i, block in enumerate(model.blocks):
+        for p in block.parameters():
+            p.register_hook(lambda g, i=i: storages[i].append(StorageWeakRef(g.untyped_storage())))
+        block.register_forward_pre_hook(lambda module, args, i=i: look(i))
+    for step in range(3):
+        train_step(model, step)
+    assert len(held) == 2 * sum(len(list(block.parameters())) for block in model.blocks)
+    assert not any(is_held for _, is_held in held)
 
 
 # --- Frozen parameters ---------------------------------------------------------------------------
