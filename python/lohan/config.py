@@ -223,6 +223,11 @@ class Config:
         return self.accumulate != 1
 
     @property
+    def holds_backward(self) -> bool:
+        """Whether all gradients of a backward may have to wait for other processes in memory."""
+        return False
+
+    @property
     def part_count(self) -> int:
         """The number of parts into which the optimizer's states are divided."""
         return 1
@@ -281,6 +286,16 @@ class ReplicaConfig(SharedConfig):
     @property
     def sums_gradients(self) -> bool:
         """Whether a step's gradients are summed in main memory before an update uses them."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupConfig(ReplicaConfig):
+    """The settings of one of several processes, some of which have modules that others lack."""
+
+    @property
+    def holds_backward(self) -> bool:
+        """Whether all gradients of a backward may have to wait for other processes in memory."""
         return True
 
 

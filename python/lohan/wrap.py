@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from lohan.layout import _in_place
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.replicas import _join, _places
-from lohan.replicas._replica_session import MateSession, ReplicaSession
 from lohan.session import _adopt, _division, _notes, _settings
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
@@ -67,12 +66,11 @@ def wrap(
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
     method: str = "adamw",
+    groups: Mapping[str, Any] | None = None,
     config: Config | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """Prepare a model for training with its parameters, master copies and Adam moments on SSD.
-
-    They are loaded when a block needs them, within host_bytes. Results equal those of fp32 AdamW.
+    """Prepare a model for training as by fp32 AdamW, with its parameters and states on SSD.
 
     Args:
         model: any module with floating-point parameters on the CPU (trainable ones in fp32, bf16 or
@@ -92,6 +90,7 @@ def wrap(
         weights: safetensors file or folder with the values; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
         method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
+        groups: process groups of modules that some processes lack (docs/several-processes.md).
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
 
@@ -116,7 +115,7 @@ def wrap(
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
         _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
         with _zo_setup.frozen(zeroth):
-            shared = _zo_world.Shared(world, zeroth, made, max_grad_norm)
+            shared = _zo_world.Shared(world, zeroth, made, max_grad_norm, model, groups)
             store, open_at = shared.enter(store, is_resumed, open_at)
             opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)
             opening.set_optimizer(params, hyper, optimizer, max_grad_norm)
@@ -135,7 +134,10 @@ def _lay_out(
 ) -> _Opening:
     """Divide the model into blocks and units, and the budget among them."""
     found, rows = _find(zeroth, model, shared.config, store, is_resumed, weights, open_at)
-    made, layout, budget = _division.divide(model, blocks, shared.config, found, rows)
+    made, layout, budget = _division.divide(
+        model, blocks, shared.config, found, rows, shared.ranks_of
+    )
+    layout.groups = shared.described
     if shared.is_mate:
         made = _join.config_of_mate(made)
         budget = _division.least(layout, made)
@@ -253,9 +255,7 @@ class _Opening:
                 is_from_memory = weights is None and init is None and self.was_in_memory
                 self.shared.meet_at_store()
                 if not is_from_memory:
-                    _join.agree_on_filled(
-                        self.shared.world, self.layout, extents, store, self.model
-                    )
+                    self.shared.agree_on_filled(self.layout, extents, store, self.model)
                 is_filled = True
                 _weights.drop(self.layout)  # only now: before _fill(), memory had the only copy
             params = zip(tensors, self.layout.params, strict=True)
@@ -313,7 +313,7 @@ class _Opening:
             self.layout.in_place.open(self.config)
             self._compare(extents, store)
             if not resume and not is_from_memory:
-                _join.agree_on_filled(self.shared.world, self.layout, extents, store, self.model)
+                self.shared.agree_on_filled(self.layout, extents, store, self.model)
             _weights.drop(self.layout)
             params = zip(tensors, self.layout.params, strict=True)
             self.optimizer.rebind({id(old): param.tensor for old, param in params})
@@ -336,16 +336,7 @@ class _Opening:
         if self.zeroth is not None:
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
         elif self.shared.world is not None:
-            kinds: Any = (ReplicaSession, MateSession)
-            if self.layout.part[1] > 1:
-                from lohan.replicas import _divided_session as _divided  # few runs need it
-
-                kinds = (_divided.DividedSession, _divided.DividedMateSession)
-            make = functools.partial(
-                kinds[self.shared.is_mate],
-                world=self.shared.world,
-                team=self.shared.team,
-            )
+            make = self.shared.session_kind(self.layout)
         session: Session = make(
             self.layout,
             extents,

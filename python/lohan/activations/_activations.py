@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from lohan.activations._frame import Dropped, Frame
+from lohan.common._patterns import first_match
 from lohan.config import ACTIVATIONS, POLICIES
 from lohan.errors import ModelError
 from lohan.torch_glue._tensor import SavedTensors, in_transform
@@ -57,18 +57,16 @@ class _Modes:
 
     def __init__(self, activations: str | Mapping[str, str]) -> None:
         said = {"*": activations} if isinstance(activations, str) else activations
-        self.said = list(said.items())
+        self.said = dict(said)
         self.unused = set(said)
 
     def of(self, name: str) -> str:
         """Return the mode of a layer."""
-        parts = name.split(".")
-        around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        for pattern, mode in self.said:
-            if any(fnmatch.fnmatchcase(one, pattern) for one in around):
-                self.unused.discard(pattern)
-                return mode
-        return "keep"
+        pattern = first_match(name, self.said)
+        if pattern is None:
+            return "keep"
+        self.unused.discard(pattern)
+        return self.said[pattern]
 
     def within(self, name: str, module: nn.Module) -> dict[int, tuple[str, str]]:
         """See Modes."""

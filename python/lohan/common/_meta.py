@@ -124,6 +124,8 @@ def _check(meta: Any) -> None:
     _check_units(meta)
     if "part" in meta or "given" in meta:
         _check_part(meta.get("part"), meta.get("given"), meta["units"])
+    if "groups" in meta:
+        _check_groups(meta["groups"])
     if "export" in meta:
         _check_export(meta["export"], len(meta["params"]))
     if "in_place" in meta:
@@ -171,6 +173,15 @@ def _check_part(part: Any, given: Any, units: list[Any]) -> None:
     is_given = _is_list(given, lambda unit: _is_count(unit, end=len(units)))
     is_given = is_given and len({*given}) == len(given)
     _need(is_given and all(units[unit][2] > 0 for unit in given), "given", given)
+
+
+def _check_groups(groups: Any) -> None:
+    """Check to which groups of processes the modules of the store belong."""
+    is_said = isinstance(groups, dict) and _is_count(groups.get("processes"), 2)
+    _need(is_said, "groups", groups)
+    count = groups["processes"]
+    is_group = lambda ranks: _is_list(ranks, lambda rank: _is_count(rank, end=count))  # noqa: E731
+    _need(_is_list(groups.get("ranks"), is_group), "groups.ranks", groups.get("ranks"))
 
 
 def _check_method(meta: dict[str, Any]) -> None:

@@ -113,6 +113,11 @@ class TrainerCallback(transformers.TrainerCallback):
         Raises:
             ModelError: a setting is unknown, or belongs in TrainingArguments.
         """
+        if "groups" in settings:
+            raise UnsupportedError(
+                "groups= is not supported by a Trainer, whose checkpoints need all modules in every"
+                " process: use lohan.wrap() with a training loop of your own"
+            )
         self._is_zeroth = _zo_trainer.is_asked(settings)
         own = {"eps"} if self._is_zeroth else set()
         for name in sorted(set(settings) & set(_SAID_BY_ARGS) - own):

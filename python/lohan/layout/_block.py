@@ -6,7 +6,8 @@ block is a scope: its units are resident from its forward pre-hook to its forwar
 that owns parameters directly and has blocks below it is also a scope; its units are resident while
 its forward runs, during which its blocks are loaded and evicted. A unit is one array of those
 parameters of one block that have the same dtype and requires_grad, one after the other. Parameters
-that are read in place, and those that zeroth-order training updates, are in separate units.
+that are read in place, those that zeroth-order training updates, and those of each group of
+processes ([Note: Groups] in replicas/_groups.py) are in separate units.
 
 [Note: Strides] Torch chooses some kernels by a parameter's strides (channels_last convolutions),
 and different kernels round differently. A unit therefore stores the elements of a dense parameter
@@ -162,6 +163,8 @@ class Layout:
         cut: statistics of weights that are rounded when the store is filled.
         made_contiguous: names of parameters whose strides are not preserved.
         other_strides: names of parameters whose strides in the store differ from the model's.
+        groups: what the store's meta says of the process's groups; None without groups=.
+        ranks_of: by the index of a parameter of a group, the ranks that have it.
         in_place: the files that frozen parameters are read from; make_layout() sets it.
     """
 
@@ -172,6 +175,8 @@ class Layout:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     method: dict[str, Any] | None = None
     part: tuple[int, int] = (0, 1)
+    groups: dict[str, Any] | None = None
+    ranks_of: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     cut: _storage_formats.Cut = dataclasses.field(default_factory=_storage_formats.Cut)
     made_contiguous: list[str] = dataclasses.field(default_factory=list)
     other_strides: list[str] = dataclasses.field(default_factory=list)

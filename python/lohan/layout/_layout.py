@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
 from lohan.common import _storage_formats
@@ -30,6 +30,7 @@ def make_layout(
     block_bytes_max: int,
     given: Sequence[nn.Module] | None = None,
     found: Found | None = None,
+    ranks_of: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Layout:
     """Lay a model out in scopes, units and parameters.
 
@@ -38,17 +39,18 @@ def make_layout(
         block_bytes_max: a block with more bytes of parameters is split at its children.
         given: modules that are blocks regardless of their structure.
         found: the parameters that files provide, and which of them to read in place.
+        ranks_of: the processes that have a parameter, by its id, if not all have it.
 
     Returns:
         The layout; parameters are sorted by unit.
     """
-    found = found or Found([], {}, set())
+    found, ranks_of = found or Found([], {}, set()), ranks_of or {}
     blocks = find_blocks(model, block_bytes_max, given)
     scope_of = scope_of_modules(model, blocks)
     scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
     units: list[Unit] = []
     formats: list[str | None] = []  # the storage format of each unit
-    unit_by_key: dict[tuple[int, torch.dtype, bool, bool, bool], int] = {}
+    unit_by_key: dict[tuple[Any, ...], int] = {}
     unit_by_param: dict[int, int] = {}
     for module_name, module in model.named_modules(remove_duplicate=True):
         for param_name, tensor in module._parameters.items():
@@ -58,14 +60,12 @@ def make_layout(
             scope = scopes[id(scope_module)]
             if id(tensor) not in unit_by_param:
                 is_apart, is_moved = id(tensor) in found.in_place, id(tensor) in found.moved
-                key = (id(scope_module), tensor.dtype, tensor.requires_grad, is_apart, is_moved)
+                kind = (tensor.dtype, tensor.requires_grad, is_apart, is_moved)
+                key = (id(scope_module), *kind, ranks_of.get(id(tensor)))
                 if key not in unit_by_key:
                     unit_by_key[key] = len(units)
-                    kept = (
-                        _storage_formats.format_of(tensor.dtype, found.storage)
-                        if is_moved
-                        else None
-                    )
+                    made = _storage_formats.format_of(tensor.dtype, found.storage)
+                    kept = made if is_moved else None
                     dtype = tensor.dtype if kept is None else _storage_formats.TYPES[kept]
                     units.append(Unit(scope_name or "(root)", dtype, key[2], []))
                     formats.append(kept)

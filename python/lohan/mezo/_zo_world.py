@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _arguments
 from lohan.errors import StoreError, UnsupportedError
 from lohan.replicas import _join, _places
+from lohan.replicas._groups import Groups, refuse
 from lohan.replicas._team import Team
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
+    from lohan import _core
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.mezo._zo_setup import Zeroth
+    from lohan.store._store import Extents
     from lohan.world._agree import Fact
     from lohan.world._world import World
 
@@ -27,6 +33,8 @@ class Shared:
         world: the processes; None if there is only one.
         config: the settings of the session.
         run: the identifier of a new run of several processes.
+        team: the processes of this machine, if they share parameters.
+        groups: the groups of this process's modules; None without groups=, or in one process.
     """
 
     def __init__(
@@ -35,6 +43,8 @@ class Shared:
         zeroth: Zeroth | None,
         config: Config,
         max_grad_norm: float | None,
+        model: nn.Module,
+        groups: Any,
     ) -> None:
         """Choose the settings of the session.
 
@@ -43,6 +53,8 @@ class Shared:
             zeroth: the zeroth-order run; None for AdamW.
             config: the settings that wrap() was given.
             max_grad_norm: max_grad_norm= of wrap().
+            model: the model to be wrapped.
+            groups: groups= of wrap().
         """
         self.world = world
         self.run = ""
@@ -50,6 +62,9 @@ class Shared:
         self._max_grad_norm = max_grad_norm
         self.config = config
         self.team: Team | None = None
+        self.groups: Groups | None = None
+        if groups is not None:
+            refuse(config, is_zeroth=zeroth is not None)
         if config.share == "on" and zeroth is not None:
             raise UnsupportedError(
                 "share='on' is not supported with method=\"mezo\": leave it out. Its processes"
@@ -64,6 +79,9 @@ class Shared:
             if config.share == "on":
                 self.team = Team(world)
             self.config = _join.config_of(world, config, self.team, exchanges=zeroth is None)
+            if groups is not None:
+                self.groups = Groups(model, groups)
+                self.config = _join.config_of_groups(self.config)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -94,7 +112,10 @@ class Shared:
             facts: list[Fact] = [("method=", "mezo"), ("seed=", zeroth.asked["seed"])]
         else:
             facts = _join.facts_of(self.config, self._max_grad_norm)
+            facts += [("groups=", True)] if self.groups is not None else []
         self.run = _join.agree_on_settings(world, store, resumed, open_at, facts)
+        if self.groups is not None:
+            self.groups.meet(world)
         if zeroth is not None:
             zeroth.world = world
             if not resumed:  # without seed=, all processes use rank 0's seed of torch
@@ -116,8 +137,21 @@ class Shared:
                 has_journal=has_journal,
                 team=self.team,
                 is_divided=self.config.part_count > 1,
+                groups=self.groups,
             )
         return _places.of_number(_places.number_of(world, self.team), names), open_at
+
+    @property
+    def ranks_of(self) -> Mapping[int, tuple[int, ...]]:
+        """The processes that have a parameter, by its id, if not all have it."""
+        return {} if self.groups is None else self.groups.ranks_of
+
+    @property
+    def described(self) -> dict[str, Any] | None:
+        """What the description of a store says of the groups of its process."""
+        if self.groups is None or self.world is None:
+            return None
+        return self.groups.described(self.world)
 
     @property
     def is_mate(self) -> bool:
@@ -152,9 +186,34 @@ class Shared:
         if not resumed:
             names = ("whether weights= is set", "whether init= is set")
             facts = [*self._rule(layout, optimizer), *zip(names, given, strict=True)]
-        _join.agree_on_model(self.world, layout, model, facts)
+        _join.agree_on_model(self.world, layout, model, facts, self.groups)
         if not resumed:
-            _join.agree_on_values(self.world, model, getattr(optimizer, "origin", None))
+            origin = getattr(optimizer, "origin", None)
+            _join.agree_on_values(self.world, model, origin, self.groups)
+
+    def agree_on_filled(
+        self, layout: Layout, extents: Extents, store: _core.Store, model: nn.Module
+    ) -> None:
+        """Check that all processes have filled their stores with the same values."""
+        if self.world is not None:
+            _join.agree_on_filled(self.world, layout, extents, store, model, self.groups)
+
+    def session_kind(self, layout: Layout) -> Any:
+        """Return what makes a session of several processes with AdamW."""
+        kinds: Any
+        if self.groups is not None:
+            from lohan.replicas._group_session import GroupSession
+
+            kinds = (functools.partial(GroupSession, groups=self.groups),)
+        elif layout.part[1] > 1:
+            from lohan.replicas import _divided_session as _divided
+
+            kinds = (_divided.DividedSession, _divided.DividedMateSession)
+        else:
+            from lohan.replicas._replica_session import MateSession, ReplicaSession
+
+            kinds = (ReplicaSession, MateSession)
+        return functools.partial(kinds[self.is_mate], world=self.world, team=self.team)
 
     def _rule(self, layout: Layout, optimizer: Any) -> list[Fact]:
         if self._zeroth is None:

@@ -45,8 +45,8 @@ from lohan.layout._gradient_pieces import (
     buffer_bytes,
     buffer_count,
     memory_of,
-    pieces_of,
 )
+from lohan.replicas._routes import Routes, routes_to_adders
 from lohan.world._rendezvous import SAY_AFTER_S
 from lohan.world._wire import Wire
 
@@ -54,18 +54,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lohan.layout._block import Param
-    from lohan.layout._gradient_pieces import Part
     from lohan.world._world import World
 
 _POLL_S = 0.1
 
 
-def _teller_of(rank: int, adders: Sequence[int]) -> int:
-    """Return the process that tells a rank how a backward has ended: with share="on" its owner."""
-    return max((each for each in adders if each < rank), default=min(adders))
-
-
-class _Filled:
+class Filled:
     """A piece of this process, from its first gradient until all have it."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -142,22 +136,13 @@ class Exchange:
 
     def _lay(self, order: Sequence[int]) -> None:
         """Divide the gradients into pieces, in the order of these parameters."""
-        self._pieces = pieces_of([self._params[index] for index in order], self._part_of)
-        # The numbers of the pieces that this process adds, and the ranks that add each of them.
-        self._adders = [
-            self._owners if self._part_of is None else [piece.part] for piece in self._pieces
-        ]
-        self._mine = [n for n, ranks in enumerate(self._adders) if self._world.rank in ranks]
-        # See [Note: A backward that fails].
-        last = self._adders[-1]
-        tellers = {r: _teller_of(r, last) for r in range(self._world.size) if r not in last}
-        self._teller = tellers.get(self._world.rank)
-        self._listeners = [rank for rank, teller in tellers.items() if teller == self._world.rank]
-        # By parameter: its parts, each as the piece's number, the part's index there, the part.
-        self._parts: dict[int, list[tuple[int, int, Part]]] = {index: [] for index in self._params}
-        for number, piece in enumerate(self._pieces):
-            for index, part in enumerate(piece.parts):
-                self._parts[part.param].append((number, index, part))
+        self._routes = self._routes_of(order)
+        self._pieces = self._routes.pieces
+
+    def _routes_of(self, order: Sequence[int]) -> Routes:
+        params = [self._params[index] for index in order]
+        rank, size = self._world.rank, self._world.size
+        return routes_to_adders(rank, size, params, self._owners, self._part_of)
 
     # --- A step -------------------------------------------------------------------------------
 
@@ -170,13 +155,10 @@ class Exchange:
     @property
     def backward_bytes(self) -> int:
         """The bytes that a backward sends, to all processes together."""
-        numbered = enumerate(self._pieces)
-        sent = sum(piece.message_bytes * len(self._to(number)) for number, piece in numbered)
-        return sent + len(self._listeners) * self._world.size
-
-    def _to(self, number: int) -> list[int]:
-        """Return the ranks of the other processes that add a piece."""
-        return [rank for rank in self._adders[number] if rank != self._world.rank]
+        routes = self._routes
+        to_each = zip(self._pieces, routes.to, strict=True)
+        sent = sum(piece.message_bytes * len(to) for piece, to in to_each)
+        return sent + len(routes.listeners) * self._world.size
 
     @property
     def traffic(self) -> Traffic:
@@ -199,7 +181,7 @@ class Exchange:
     @property
     def sent_away(self) -> set[int]:
         """The parameters whose gradients in the last backward went to other processes only."""
-        away = set(self._own) - set(self._mine)
+        away = set(self._own) - set(self._routes.mine)
         return {self._pieces[n].parts[i].param for n in away for i in self._own[n].there}
 
     @property
@@ -258,27 +240,34 @@ class Exchange:
             PeerLostError, PeerStepError: another process is gone.
             SessionError: close() was called, but interrupted.
         """
-        self._check_unbroken()
-        if not self.is_open:
-            self._begin(step)
+        self._enter(step)
         if self._order is not None:
             self._order.append(index)
-        parts = self._parts[index]
+        parts = self._routes.parts.get(index, ())
         flat = gradient.detach().reshape(-1).cpu()
-        if parts and flat.dtype != parts[0][2].dtype:
-            raise GradientError(
-                f"the gradient of {self._params[index].name!r} has dtype {flat.dtype}, but"
-                f" processes exchange {parts[0][2].dtype}, that of the parameter: leave grad_dtype"
-                " as it is"
-            )
+        if parts:
+            self._check_dtype(index, flat, parts[0][2].dtype)
         for number, position, part in parts:
             own = self._own_of(number)
             values = flat[part.first : part.first + part.count].view(torch.uint8)
             own.buffer[part.offset : part.offset + values.numel()].copy_(values)
             own.there.add(position)
-            is_last = number == len(self._pieces) - 1  # see [Note: A backward that fails]
+            is_last = number == self._routes.last  # see [Note: A backward that fails]
             if len(own.there) == len(self._pieces[number].parts) and not is_last:
                 self._send(number, failed=False)
+
+    def _enter(self, step: int) -> None:
+        """Begin the exchange of a backward with its first gradient."""
+        self._check_unbroken()
+        if not self.is_open:
+            self._begin(step)
+
+    def _check_dtype(self, index: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
+        if gradient.dtype != dtype:
+            raise GradientError(
+                f"the gradient of {self._params[index].name!r} has dtype {gradient.dtype}, but"
+                f" processes exchange {dtype}, that of the parameter: leave grad_dtype as it is"
+            )
 
     def finish(self, *, failed: bool = False) -> None:
         """Send what is left of the backward, and wait until the gradients of all are added.
@@ -305,11 +294,11 @@ class Exchange:
             self._send(number, failed=failed)
         what = self._what()
         self._wait(lambda: self._added == len(self._pieces) and not self._busy(), what)
-        if self._teller is not None:
-            self._hear(self._teller, what)
+        if self._routes.teller is not None:
+            self._hear(self._routes.teller, what)
         self._tell()
         self.is_open = False
-        self._sequence += len(self._pieces) + 1
+        self._sequence += self._routes.tag_count + 1
         self._micro += 1
         self._summed |= self._present
         if failed:
@@ -331,7 +320,7 @@ class Exchange:
             heard.append(True)
             self._news.ring()
 
-        self.wire.receive(teller, verdict, self._sequence + len(self._pieces), done)
+        self.wire.receive(teller, verdict, self._sequence + self._routes.tag_count, done)
         self._wait(lambda: bool(heard), what)
         self.count(sent=0, received=verdict.numel())
         self._failed = {*torch.nonzero(verdict).flatten().tolist()}
@@ -340,11 +329,11 @@ class Exchange:
         """Tell the processes that do not add the last piece whose backwards have failed."""
         verdict = torch.zeros(self._world.size, dtype=torch.uint8)
         verdict[[*self._failed]] = 1
-        for rank in self._listeners:
+        for rank in self._routes.listeners:
             self.count_sends(1)
-            tag = self._sequence + len(self._pieces)
+            tag = self._sequence + self._routes.tag_count
             self.wire.send(rank, verdict, tag, lambda: self.count_sends(-1))
-        self.count(sent=verdict.numel() * len(self._listeners), received=0)
+        self.count(sent=verdict.numel() * len(self._routes.listeners), received=0)
 
     def close(self) -> None:
         """End the threads. No sum is touched afterwards. Idempotent."""
@@ -373,7 +362,7 @@ class Exchange:
             )
         self._step = step
         self.is_open = True
-        self._own: dict[int, _Filled] = {}
+        self._own: dict[int, Filled] = {}
         self._sent_below = 0  # all pieces with smaller numbers have been sent
         self._added = 0
         self._present: set[int] = set()
@@ -388,7 +377,7 @@ class Exchange:
         for rank in self._others:
             self._ask(rank)
 
-    def _own_of(self, number: int) -> _Filled:
+    def _own_of(self, number: int) -> Filled:
         """Return this process's piece. A new one gets a buffer, and waits for it if it may."""
         if number in self._own:
             return self._own[number]
@@ -399,15 +388,16 @@ class Exchange:
             buffer = self._free.pop() if self._free else None
         if buffer is None:  # the gradients come in another order: see [Note: Room for pieces]
             buffer = torch.empty(self._largest, dtype=torch.uint8)
-        self._own[number] = _Filled(buffer)
+        self._own[number] = Filled(buffer)
         return self._own[number]
 
     def _send(self, number: int, *, failed: bool) -> None:
-        piece, own, to = self._pieces[number], self._own[number], self._to(number)
+        piece, own, to = self._pieces[number], self._own[number], self._routes.to[number]
+        tag = self._routes.tags[number]
         bits = bytearray((len(piece.parts) + 7) // 8)
         for index in own.there:
             bits[index // 8] |= 1 << index % 8
-        trailer = Trailer(self._step, self._micro, number, int(failed), bytes(bits))
+        trailer = Trailer(self._step, self._micro, tag, int(failed), bytes(bits))
         piece.seal(memory_of(piece, own.buffer), trailer)
         message = own.buffer[: piece.message_bytes]
         self.count_sends(len(to))
@@ -417,17 +407,18 @@ class Exchange:
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
                 self._sent_below += 1
         for rank in to:
-            self.wire.send(rank, message, self._sequence + number, lambda: self._sent(own))
+            self.wire.send(rank, message, self._sequence + tag, lambda: self._sent(own))
         self._sent_bytes += piece.message_bytes * len(to)
         self._check_complete(number)
 
     def _ask(self, rank: int) -> None:
         """Ask a process for its next pieces, as long as there are buffers."""
+        numbers = self._routes.of[rank]
         while True:
             with self._lock:
-                if self._asked[rank] == len(self._mine) or not self._free_in[rank]:
+                if self._asked[rank] == len(numbers) or not self._free_in[rank]:
                     return
-                number = self._mine[self._asked[rank]]
+                number = numbers[self._asked[rank]]
                 self._asked[rank] += 1
                 buffer = self._free_in[rank].pop()
             message = buffer[: self._pieces[number].message_bytes]
@@ -441,24 +432,24 @@ class Exchange:
                 self._news.ring()
                 self._check_complete(number)
 
-            self.wire.receive(rank, message, self._sequence + number, done)
+            self.wire.receive(rank, message, self._sequence + self._routes.tags[number], done)
 
     def _check_complete(self, number: int) -> None:
         """Queue a piece for addition if all processes' contributions are here, once."""
         with self._lock:
             own = self._own.get(number)
             is_here = own is not None and own.is_sent and not own.is_queued
-            others = self._others if self._world.rank in self._adders[number] else ()
+            others = [rank for rank in self._routes.added[number] if rank != self._world.rank]
             if is_here and all(number in self._came[rank] for rank in others):
                 assert own is not None
                 own.is_queued = True
                 self._complete.put(number)
 
-    def _sent(self, own: _Filled) -> None:
+    def _sent(self, own: Filled) -> None:
         self.count_sends(-1)
         self._release(own)
 
-    def _release(self, own: _Filled) -> None:
+    def _release(self, own: Filled) -> None:
         with self._lock:
             own.users -= 1
             if own.users == 0:
@@ -500,11 +491,12 @@ class Exchange:
                 rank, error = errors[0]
                 raise error if rank is None else self._world.lost_wire(rank, error, what)
             now = time.monotonic()
-            late = [rank for rank in self._others if self._came_count[rank] < len(self._mine)]
+            of = self._routes.of
+            late = [rank for rank in self._others if self._came_count[rank] < len(of[rank])]
             missing = {rank: now - self._came_at[rank] for rank in late}
             self._world.check_peers(missing, what)
-            if len(self._mine) < len(self._pieces):
-                others = {rank for ranks in self._adders for rank in ranks} - {self._world.rank}
+            if len(self._routes.mine) < len(self._pieces):
+                others = {rank for ranks in self._routes.to for rank in ranks}
                 self._world.check_here(others, what)
             if now - max([began, *self._came_at.values()]) > SAY_AFTER_S and not has_said:
                 has_said = self._world.say_waiting(now - began, what)
@@ -524,8 +516,9 @@ class Exchange:
         piece = self._pieces[number]
         own = self._own[number]
         added = set(self._summed)
-        is_mine = self._world.rank in self._adders[number]
-        for rank in range(self._world.size) if is_mine else ():
+        ranks = self._routes.added[number]
+        others = [rank for rank in ranks if rank != self._world.rank]
+        for rank in ranks:
             buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
             trailer = self._checked(number, rank, buffer)
             base = buffer.data_ptr()
@@ -543,10 +536,10 @@ class Exchange:
                 added.add(part.param)
         with self._lock:
             self._present |= added
-            for rank in self._others if is_mine else ():
+            for rank in others:
                 self._free_in[rank].append(self._came[rank].pop(number))
             self._added += 1
-        for rank in self._others if is_mine else ():
+        for rank in others:
             self._ask(rank)
         self._release(own)
 
@@ -570,7 +563,7 @@ class Exchange:
                     f" element {parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
                     " has changed them. Restart the processes with resume=True"
                 )
-            if trailer.row[:3] != (self._step, self._micro, number):
+            if trailer.row[:3] != (self._step, self._micro, self._routes.tags[number]):
                 raise WorldMismatchError(
                     f"{self._world.name(rank)} is in backward {trailer.micro + 1} of step"
                     f" {trailer.step + 1}, but {self._world.name(self._world.rank)} in"

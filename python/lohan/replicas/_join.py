@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
 import errno
@@ -16,13 +17,22 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.common import _meta
 from lohan.common._arguments import directories_of
 from lohan.common._version import __version__
-from lohan.config import SCHEDULES_AT_STEP, Config, MateConfig, ReplicaConfig, SharedConfig
+from lohan.config import (
+    SCHEDULES_AT_STEP,
+    Config,
+    GroupConfig,
+    MateConfig,
+    ReplicaConfig,
+    SharedConfig,
+)
 from lohan.errors import StoreError, UnsupportedError, WorldMismatchError
 from lohan.replicas import _places
+from lohan.replicas._groups import agree_on
 from lohan.session._optim import DEFAULTS
-from lohan.store import _store
+from lohan.store import _process, _store
 from lohan.world._agree import Fact, agree
 
 _SAME_VALUES = (
@@ -32,6 +42,7 @@ _SAME_VALUES = (
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
+    from lohan.replicas._groups import Groups
     from lohan.replicas._team import Team
     from lohan.store._store import Extents
     from lohan.world._world import World
@@ -67,6 +78,12 @@ def config_of_mate(config: Config) -> Config:
     """Return the settings of a process that reads another one's parameters."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return MateConfig(**values)
+
+
+def config_of_groups(config: Config) -> Config:
+    """Return the settings of a process of a run with groups=, from those that config_of() made."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return GroupConfig(**values)
 
 
 def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
@@ -149,8 +166,10 @@ class _Found:
     older_step: int = 0
 
 
-def _look(directories: Sequence[str], config: Config) -> _Found:
-    """Look for a complete store in these directories."""
+def _look(
+    directories: Sequence[str], config: Config, groups: dict[str, Any] | None = None
+) -> _Found:
+    """Look for a complete store in these directories, of a process of these groups."""
     from lohan.store import _snapshot  # few runs need it
 
     if not _snapshot.is_complete(directories):
@@ -158,6 +177,7 @@ def _look(directories: Sequence[str], config: Config) -> _Found:
     store = _store.open_existing(directories, config, read_only=True)
     try:
         said = store.describe()
+        _process.check_groups(_meta.of(store), groups, directories[0])
         return _Found(
             [*directories], _places.run_of(store), int(said["step"]), int(said["older_step"])
         )
@@ -190,6 +210,7 @@ def provide(
     has_journal: bool,
     team: Team | None,
     is_divided: bool = False,
+    groups: Groups | None = None,
 ) -> int | None:
     """Make sure that this process has a replica to resume, by copying one if necessary.
 
@@ -206,6 +227,7 @@ def provide(
         team: the processes of this machine if they share parameters: its owner has the replica.
         is_divided: whether each store has a part of the optimizer's states, so that none can be a
             copy of another one.
+        groups: the groups of this process's modules: only a store of the same groups can be copied.
 
     Returns:
         The step to open the store at; None: its newest.
@@ -214,20 +236,14 @@ def provide(
         WorldMismatchError: the replicas belong to different runs.
         StoreError: there is no replica that this process can see, or it cannot be copied.
     """
-    mine = _look(_places.of_number(_places.number_of(world, team), base), config)
+    described = None if groups is None else groups.described(world)
+    mine = _look(_places.of_number(_places.number_of(world, team), base), config, described)
     said = json.dumps(dataclasses.asdict(mine)).encode()
     told = [_Found(**json.loads(value)) for value in world.exchange(said, "resume, replicas")]
-    runs = {each.run: rank for rank, each in reversed([*enumerate(told)]) if each.run is not None}
-    if len(runs) > 1:
-        (one, first), (other, second) = sorted(runs.items(), key=lambda item: item[1])[:2]
-        raise WorldMismatchError(
-            f"{told[first].directories[0]} ({world.name(first)}) belongs to run {one}, but"
-            f" {told[second].directories[0]} ({world.name(second)}) belongs to run {other}: pass"
-            " the directories of one run to all processes"
-        )
-    if not runs:
-        return open_at
     there = [each for each in told if each.run is not None]
+    _check_one_run(world, told)
+    if not there:
+        return open_at
     step = _common_step(there, has_journal=has_journal) if open_at is None else open_at
     is_there = has_journal or mine.step == step
     has = mine.run is not None and (is_there or has_step(mine.directories, config, step))
@@ -236,7 +252,8 @@ def provide(
         step = max(each.step for each in there)
         is_there = has = mine.run is not None and mine.step == step
     # A copy has only the newest step of its source.
-    sources = [each.directories for each in there if has_journal or each.step == step]
+    alike = there if groups is None else [told[rank] for rank in groups.alike if told[rank].run]
+    sources = [each.directories for each in alike if has_journal or each.step == step]
     if not has and is_divided:
         raise StoreError(
             errno.ENOENT,
@@ -246,10 +263,29 @@ def provide(
             f" each with its directories, or first run 'lohan reshard {base[0]} OUT --parts"
             f" {config.part_count}', and pass OUT as store=",
         )
+    if not has and groups is not None and not sources:
+        where = [each.directories[0] for each in alike if each is not told[world.rank]]
+        raise StoreError(errno.ENOENT, groups.no_copy(world, mine.directories[0], step, where))
     if not has and not (team is not None and team.is_mate):
-        _copy_one(world, mine, sources, step, [*runs], config)
+        _copy_one(world, mine, sources, step, there[0].run, config, described)
     world.exchange(b"", "resume, copied")
     return step if has and not is_there else open_at
+
+
+def _check_one_run(world: World, told: Sequence[_Found]) -> None:
+    """Reject stores of different runs.
+
+    Raises:
+        WorldMismatchError: there are some; the message names two.
+    """
+    runs = {each.run: rank for rank, each in reversed([*enumerate(told)]) if each.run is not None}
+    if len(runs) > 1:
+        (one, first), (other, second) = sorted(runs.items(), key=lambda item: item[1])[:2]
+        raise WorldMismatchError(
+            f"{told[first].directories[0]} ({world.name(first)}) belongs to run {one}, but"
+            f" {told[second].directories[0]} ({world.name(second)}) belongs to run {other}: pass"
+            " the directories of one run to all processes"
+        )
 
 
 def _copy_one(
@@ -257,8 +293,9 @@ def _copy_one(
     mine: _Found,
     sources: Sequence[Sequence[str]],
     step: int,
-    runs: Sequence[str | None],
+    run: str | None,
     config: Config,
+    groups: dict[str, Any] | None,
 ) -> None:
     from lohan.store import _snapshot
 
@@ -271,7 +308,7 @@ def _copy_one(
         )
     for names in sources:
         try:
-            if _look(names, config).run not in runs:
+            if _look(names, config, groups).run != run:
                 continue
             if mine.run is None:
                 _snapshot.remove_unfinished(mine.directories)
@@ -291,7 +328,13 @@ def _copy_one(
     )
 
 
-def agree_on_model(world: World, layout: Layout, model: nn.Module, facts: Sequence[Fact]) -> None:
+def agree_on_model(
+    world: World,
+    layout: Layout,
+    model: nn.Module,
+    facts: Sequence[Fact],
+    groups: Groups | None,
+) -> None:
     """Check that all processes train the same model.
 
     Args:
@@ -299,27 +342,43 @@ def agree_on_model(world: World, layout: Layout, model: nn.Module, facts: Sequen
         layout: the model's layout.
         model: the model.
         facts: facts of the method, which come first.
+        groups: the groups of this process's modules.
 
     Raises:
         WorldMismatchError: names the first difference, with the values of two ranks.
     """
-    said = [*facts]
+    said = [("", fact) for fact in facts]
     trained = {
         id(param.tensor)
         for param in layout.params
         if param.stream is not None or layout.units[param.unit].trainable
     }
-    for index, (name, param) in enumerate(model.named_parameters()):
-        said.append((f"parameter {index}", name))
-        said.append((f"the shape of {name!r}", [*param.shape]))
-        said.append((f"the dtype of {name!r}", str(param.dtype)))
-        said.append((f"whether {name!r} is trained", id(param) in trained))
-    said += [(f"whether {each.name!r} has weight decay", each.decays) for each in layout.params]
-    agree(world, "the model", said, ": pass the same model and settings in all processes")
+    numbers: collections.Counter[Any] = collections.Counter()  # by group, of parameters
+    for name, param in model.named_parameters():
+        among = None if groups is None else groups.ranks_of.get(id(param))
+        said += [
+            (name, fact)
+            for fact in (
+                (f"parameter {numbers[among]}", name),
+                (f"the shape of {name!r}", [*param.shape]),
+                (f"the dtype of {name!r}", str(param.dtype)),
+                (f"whether {name!r} is trained", id(param) in trained),
+            )
+        ]
+        numbers[among] += 1
+    said += [
+        (each.name, (f"whether {each.name!r} has weight decay", each.decays))
+        for each in layout.params
+    ]
+    way_out = ": pass the same model and settings in all processes"
+    agree_on(world, groups, "the model", said, way_out)
 
 
 def agree_on_values(
-    world: World, model: nn.Module, origin: torch.optim.Optimizer | None = None
+    world: World,
+    model: nn.Module,
+    origin: torch.optim.Optimizer | None,
+    groups: Groups | None,
 ) -> None:
     """Check that what is in memory has the same bits in all processes.
 
@@ -327,43 +386,47 @@ def agree_on_values(
         world: the processes.
         model: the model, whose parameters and buffers are compared.
         origin: an optimizer whose moments are compared, too.
+        groups: the groups of this process's modules.
 
     Raises:
         WorldMismatchError: names the first tensor that differs.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     states = origin.state if origin is not None else {}
-    facts = [_sum_of(name, tensor.detach()) for name, tensor in named if not tensor.is_meta]
+    facts = [(name, _sum_of(name, tensor.detach())) for name, tensor in named if not tensor.is_meta]
     facts += [
-        _sum_of(f"{key} of {name}", value.detach())
+        (name, _sum_of(f"{key} of {name}", value.detach()))
         for name, param in model.named_parameters()
         for key, value in states.get(param, {}).items()
         if isinstance(value, torch.Tensor)
     ]
-    agree(world, "the values", facts, _SAME_VALUES)
+    agree_on(world, groups, "the values", facts, _SAME_VALUES)
 
 
 def agree_on_filled(
-    world: World | None, layout: Layout, extents: Extents, store: _core.Store, model: nn.Module
+    world: World,
+    layout: Layout,
+    extents: Extents,
+    store: _core.Store,
+    model: nn.Module,
+    groups: Groups | None,
 ) -> None:
     """Check that the values that weights= or init= gave a new store are the same in all processes.
 
     Raises:
         WorldMismatchError: names the first parameter or buffer that differs.
     """
-    if world is None:
-        return
     sums = b"".join(layout.in_place.checksums.values())
     told = world.exchange(hashlib.sha256(sums).digest(), "the files")
     # Files with other bytes may have the same values, for example with another header.
     is_same = all(each == told[0] for each in told)
     facts = [
-        _sum_of(param.name, _store.read_param(layout, extents, store, param))
+        (param.name, _sum_of(param.name, _store.read_param(layout, extents, store, param)))
         for param in layout.params
         if not (is_same and layout.units[param.unit].runs)
     ]
-    facts += [_sum_of(name, buffer) for name, buffer in model.named_buffers()]
-    agree(world, "the filled values", facts, _SAME_VALUES)
+    facts += [(name, _sum_of(name, buffer)) for name, buffer in model.named_buffers()]
+    agree_on(world, groups, "the filled values", facts, _SAME_VALUES)
 
 
 def _sum_of(name: str, values: torch.Tensor) -> Fact:

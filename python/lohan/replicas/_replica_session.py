@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lohan.layout._block import Param
     from lohan.replicas._team import Team
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.world._world import World
@@ -107,12 +108,15 @@ class ReplicaSession(Session):
             # A state that one process saves is loaded by all: it names the stores of all.
             told = world.exchange(self.uuid.encode(), "the stores")
             self.replicas = tuple(uuid.decode() for uuid in told)
-            self.exchange = Exchange(world, self._engine, trained, self.owners, self.part_of())
+            self.exchange = self._exchange_make(trained)
             self._traffic_before = Traffic()  # of all steps before the open one
             self._traffic: dict[int, Traffic] = {}  # of the last two steps
         except BaseException:
             self._engine.close()
             raise
+
+    def _exchange_make(self, trained: Sequence[Param]) -> Exchange:
+        return Exchange(self.world, self._engine, trained, self.owners, self.part_of())
 
     @property
     def owners(self) -> Sequence[int]:

@@ -33,7 +33,7 @@ from lohan.errors import (
 )
 from lohan.layout._block import divide_states
 from lohan.replicas import _places
-from lohan.store import _contents, _scalars, _snapshot, _store
+from lohan.store import _contents, _process, _scalars, _snapshot, _store
 
 if TYPE_CHECKING:
     from lohan.layout._safetensors import Progress
@@ -81,6 +81,12 @@ class _Source:
             self.said = self.store.describe()
             self.contents = _contents.read(self.store, directories[0])
             self.run = _places.run_of(self.store)
+            if "groups" in self.contents.meta:
+                raise UnsupportedError(
+                    f"{directories[0]} is from a run with groups=, each of whose stores has other"
+                    " experts: their states cannot be divided again. Resume with the number of"
+                    " processes that the run had"
+                )
         except BaseException:
             self.store.close()
             raise
@@ -174,7 +180,7 @@ class _Target:
         self._meta = dict(first.contents.meta)
         self._meta.pop("part", None)
         self._meta.pop("given", None)
-        self._meta |= _store.part_of(layout)
+        self._meta |= _process.part_of(layout)
         if extents.checksums >= 0:
             place = {"checksum_extent": extents.checksums}
             self._meta["in_place"] = {**self._meta["in_place"], **place}

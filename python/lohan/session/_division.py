@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -111,6 +111,9 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         trained = [p for p in layout.params if layout.units[p.unit].trainable]
         windows = config.process_count + (2 if config.part_count > 1 else 0)  # see _values.py
         bookkeeping += room_bytes(trained, windows)
+        if config.holds_backward:  # except of parameters that no other process has
+            sent = [p for p in trained if len(layout.ranks_of.get(p.index, ())) != 1]
+            bookkeeping += sum(p.count * p.tensor.element_size() for p in sent)
     # Gradients that wait for the step's close are on SSD, in a slot that no commit needs, where the
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (
@@ -138,6 +141,7 @@ def divide(
     config: Config,
     found: Found | None,
     rows: Sequence[Any],
+    ranks_of: Mapping[int, tuple[int, ...]],
 ) -> tuple[Config, Layout, dict[str, int]]:
     """Lay the model out, and divide main memory.
 
@@ -149,6 +153,7 @@ def divide(
         config: the session's config.
         found: the parameters that files provide.
         rows: the units of the store to resume; empty for a new store.
+        ranks_of: the processes that have a parameter, by its id, if not all have it.
 
     Returns:
         The config, with that reserve if it was made; the layout; and the division of main memory.
@@ -158,12 +163,12 @@ def divide(
     """
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
-        layout = _layout_for_budget(model, blocks, roomy, found, rows)
+        layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of)
         return roomy, layout, _budget(layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
-    layout = _layout_for_budget(model, blocks, config, found, rows)
+    layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of)
     return config, layout, _budget(layout, config)
 
 
@@ -173,11 +178,14 @@ def _layout_for_budget(
     config: Config,
     found: Found | None,
     rows: Sequence[Any],
+    ranks_of: Mapping[int, tuple[int, ...]],
 ) -> Layout:
     """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
-        layout = _layout.make_layout(model, limit, given, found)
+        layout = _layout.make_layout(model, limit, given, found, ranks_of)
+        ranks = ((param.index, ranks_of.get(id(param.tensor))) for param in layout.params)
+        layout.ranks_of = {index: each for index, each in ranks if each is not None}
         _block.divide_states(layout, config.part, config.part_count)
         return layout
 

@@ -36,7 +36,7 @@ from lohan.errors import (
 from lohan.layout import _names, _safetensors
 from lohan.layout._names import Origin
 from lohan.layout._safetensors import Tensor
-from lohan.store import _contents, _scalars, _store
+from lohan.store import _contents, _process, _scalars, _store
 from lohan.store._contents import PIECE_ELEMENTS, Contents
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def export(
                     " (--overwrite) to replace that model"
                 )
     with _opened(source) as (contents, buffers, pieces_of):
+        _process.check_has_all(contents.meta.get("groups"), "lohan.export")
         _check_not_read(folder, contents.layout)
         if _DTYPES[dtype]:
             _check_masters(contents)
@@ -393,6 +394,7 @@ def save_pretrained(
     """
     plain = type(model).save_pretrained
     session.check_open()
+    _process.check_has_all(session.layout.groups, "save_pretrained")
     _check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"))
     needs_all = any(options.get(name) for name in ("push_to_hub", "distributed_checkpoint"))
     needs_all |= getattr(model, "hf_quantizer", None) is not None

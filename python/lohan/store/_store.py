@@ -25,6 +25,7 @@ from lohan.errors import (
     store_error,
 )
 from lohan.layout._block import BYTES_CODE, DTYPE_CODES, checksum_bytes, checksum_count
+from lohan.store import _process
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
@@ -130,14 +131,6 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
     return extents
 
 
-def part_of(layout: Layout) -> dict[str, Any]:
-    """Return the entries of a store's meta that say which part of the states it has."""
-    if layout.part[1] == 1:
-        return {}
-    given = [index for index, unit in enumerate(layout.units) if not unit.has_states]
-    return {"part": [*layout.part], "given": given}
-
-
 def unit_rows(layout: Layout) -> list[Any]:
     """Return the units as a store's meta lists them."""
     return [[u.name, len(u.params), u.elements, u.nbytes] for u in layout.units]
@@ -156,7 +149,7 @@ def describe(layout: Layout) -> dict[str, Any]:
         ],
         "units": unit_rows(layout),
         **({"method": layout.method} if layout.method is not None else {}),
-        **part_of(layout),
+        **_process.describe(layout),
     }
 
 
@@ -400,6 +393,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
             f"{path} was created, but its weights were never written: delete it, and start again"
         )
     theirs = _meta.of(store)
+    _process.check_groups(theirs, layout.groups, store.describe()["files"][0][0])
     _take_strides(layout, theirs)
     ours = describe(layout)
     check_same_name(theirs.get("method"), layout.method)
@@ -410,7 +404,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         )
     check_same_method(theirs.get("method"), layout.method)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
-        _check_part(theirs, layout)
+        _process.check_part(theirs, layout)
         return
     is_reordered = sorted(theirs["params"]) == sorted(ours["params"])
     for index, (a, b) in enumerate(zip(theirs["params"], ours["params"], strict=False)):
@@ -454,28 +448,6 @@ def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
         if strides != param.strides:
             layout.other_strides.append(param.name)
             param.strides = strides
-
-
-def _check_part(theirs: dict[str, Any], layout: Layout) -> None:
-    """Reject a store with another part of the optimizer's states.
-
-    Raises:
-        StoreMismatchError: the parts differ; the message names both.
-    """
-    has, needs = tuple(theirs.get("part", (0, 1))), layout.part
-    if has == needs:
-        return
-
-    def named(part: tuple[int, ...]) -> str:
-        return "all" if part[1] == 1 else f"part {part[0] + 1} of {part[1]}"
-
-    raise StoreMismatchError(
-        f"the store has {named(has)} of the optimizer's states, but this process needs"
-        f" {named(needs)}: resume with"
-        f" {f'{has[1]} processes' if has[1] > 1 else 'any number of processes'} and"
-        f" replicas={'parameters' if has[1] > 1 else 'all'!r}, each with its own directories, or"
-        f" first run 'lohan reshard STORE OUT --parts {needs[1]}', and pass OUT as store="
-    )
 
 
 def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:

@@ -36,13 +36,16 @@ def agree(world: World, what: str, facts: Sequence[Fact], way_out: str = "") -> 
     told = [json.loads(value) for value in world.exchange(text, f"{what}, in full")]
     for rank, others in enumerate(told):
         if others != told[0]:
-            raise WorldMismatchError(_difference(world, rank, told[0], others) + way_out)
+            raise WorldMismatchError(difference(world, (0, told[0]), (rank, others)) + way_out)
 
 
-def _difference(world: World, rank: int, first: list[Fact], other: list[Fact]) -> str:
+def difference(
+    world: World, one: tuple[int, Sequence[Fact]], two: tuple[int, Sequence[Fact]]
+) -> str:
+    """Return the first difference between the facts of two ranks, as text."""
+    (zero, first), (this, other) = ((world.name(rank), facts) for rank, facts in (one, two))
     pairs = zip(first, other, strict=False)
     at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
-    zero, this = world.name(0), world.name(rank)
     if at is None:
         longer, more = (zero, first) if len(first) > len(other) else (this, other)
         name = more[min(len(first), len(other))][0]

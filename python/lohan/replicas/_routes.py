@@ -1,0 +1,105 @@
+"""Which process sends which piece of the gradients to which others, and who adds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lohan.layout._gradient_pieces import pieces_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lohan.layout._block import Param
+    from lohan.layout._gradient_pieces import Part, Piece
+
+
+def _teller_of(rank: int, adders: Sequence[int]) -> int:
+    """Return the process that tells a rank how a backward has ended: with share="on" its owner."""
+    return max((each for each in adders if each < rank), default=min(adders))
+
+
+class Routes:
+    """The pieces of a backward of this process, and their ways.
+
+    Attributes:
+        pieces: the pieces, by number.
+        adders: by piece, the ranks that add it.
+        added: by piece, the ranks whose contributions this process adds, in the order of addition.
+        to: by piece, the other ranks that add it.
+        of: by rank, the numbers of the pieces that this process gets from it.
+        mine: the numbers of the pieces that this process adds.
+        parts: by parameter, its parts: the piece's number, the part's index there, the part.
+        tags: by piece, its number in messages, which is the same in all processes.
+        tag_count: the number of different tags.
+        last: the number of the piece that waits for the end of the backward.
+        teller: the rank that tells this process whose backwards have failed; None: it adds the last
+            piece. See [Note: A backward that fails] in _exchange.py.
+        listeners: the ranks that this process tells.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        pieces: Sequence[Piece],
+        adders: Sequence[Sequence[int]],
+        senders: Sequence[Sequence[int]],
+        tags: Sequence[int],
+        tag_count: int,
+    ) -> None:
+        """Make the tables.
+
+        Args:
+            rank: this process's rank.
+            size: the number of processes.
+            pieces: the pieces, of which the last one waits for the end of the backward.
+            adders: by piece, the ranks that add it.
+            senders: by piece, the ranks that have it, in the order of addition.
+            tags: by piece, its number in messages.
+            tag_count: the number of different tags.
+        """
+        self.pieces = pieces
+        self.adders = adders
+        self.mine = [number for number, ranks in enumerate(adders) if rank in ranks]
+        self.added = [
+            each if rank in ranks else () for each, ranks in zip(senders, adders, strict=True)
+        ]
+        self.to = [[each for each in ranks if each != rank] for ranks in adders]
+        self.of: dict[int, list[int]] = {each: [] for each in range(size) if each != rank}
+        for number, ranks in enumerate(self.added):
+            for each in ranks:
+                if each != rank:
+                    self.of[each].append(number)
+        self.tags = tags
+        self.tag_count = tag_count
+        self.last = len(pieces) - 1
+        last = adders[-1]
+        tellers = {each: _teller_of(each, last) for each in range(size) if each not in last}
+        self.teller = tellers.get(rank)
+        self.listeners = [each for each, teller in tellers.items() if teller == rank]
+        self.parts: dict[int, list[tuple[int, int, Part]]] = {}
+        for number, piece in enumerate(pieces):
+            for index, part in enumerate(piece.parts):
+                self.parts.setdefault(part.param, []).append((number, index, part))
+
+
+def routes_to_adders(
+    rank: int,
+    size: int,
+    params: Sequence[Param],
+    owners: Sequence[int],
+    part_of: Mapping[int, int] | None,
+) -> Routes:
+    """Return the routes of gradients that all processes send.
+
+    Args:
+        rank: this process's rank.
+        size: the number of processes.
+        params: the parameters, in the order in which all processes send their gradients.
+        owners: the ranks that have sums.
+        part_of: by parameter, the rank that has its sum; None: all owners have.
+    """
+    pieces = pieces_of(params, part_of)
+    adders = [owners if part_of is None else [piece.part] for piece in pieces]
+    numbers = range(len(pieces))
+    return Routes(rank, size, pieces, adders, [range(size)] * len(pieces), numbers, len(pieces))
