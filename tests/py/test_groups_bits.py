@@ -10,24 +10,41 @@ import world_moe
 from world_helper import run
 
 STEPS = 6
-ROWS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"max_grad_norm": 0.05},
-    "tiny pieces": {"piece_bytes": 3000, "commit_every": 4},
-    "names of the process": {"is_local": True, "max_grad_norm": 0.05},
+# Each row is one model: how many batches a process has in a step, and settings of world_moe.train()
+# and wrap().
+ROWS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "clipped": (1, {"max_grad_norm": 0.05}),
+    "names of the process": (1, {"is_local": True, "max_grad_norm": 0.05}),
+    "a process lacks gradients": (1, {"skips": True, "piece_bytes": 1000, "commit_every": 4}),
+    "recompute": (1, {"activations": "recompute"}),
+}
+# In these an expert of a process has the tokens of one process in each step.
+SINGLE: dict[str, tuple[int, dict[str, Any]]] = {
+    **ROWS,
+    "accumulated": (2, {"max_grad_norm": 0.05}),
+    "bf16": (1, {"dtype": "bfloat16", "max_grad_norm": 0.05}),
+    "experts as blocks": (2, {"is_apart": True}),
+    "files": (1, {"has_files": True}),
 }
 
 
-def check(folder: pathlib.Path, count: int, *, is_single: bool) -> None:
+def check(
+    folder: pathlib.Path,
+    count: int,
+    rows: dict[str, tuple[int, dict[str, Any]]],
+    *,
+    is_single: bool,
+) -> None:
     """Compare runs of some processes with those of one process, which runs the same batches.
 
-    Each process runs one batch in each step, and one process runs the batches of all. It adds
-    their gradients in the order of the processes, which the processes also do for what all of them
+    Each process runs some batches in each step, and one process runs the batches of all. It adds
+    their gradients in the order of their numbers, which the processes also do for what all of them
     have. The gradient of an expert in a process is the sum over the processes that sent it tokens,
-    and then the sum over the processes that have a copy of it. With two processes this sum has at
-    most two terms, which have one order. With four it could be (a + b) + (c + d), where one process
-    adds ((a + b) + c) + d. With is_single, a copy of an expert therefore has the tokens of one
-    process in each step, a different one from step to step.
+    and then the sum over the processes that have a copy of it. With two processes and one batch
+    each, this sum has at most two terms, which have one order. Otherwise it could be
+    (a + b) + (c + d), where one process adds ((a + b) + c) + d. With is_single, a copy of an expert
+    therefore has the tokens of one process in each step, a different one from step to step.
     """
     of = {
         each: run(
@@ -35,13 +52,13 @@ def check(folder: pathlib.Path, count: int, *, is_single: bool) -> None:
             each,
             world_moe.train_all,
             [
-                (str(folder / f"{name}-{each}"), (STEPS, count, 2, is_single), settings)
-                for name, settings in ROWS.items()
+                (str(folder / f"{at}-{each}"), (STEPS, count * factor, 2, is_single), settings)
+                for at, (factor, settings) in enumerate(rows.values())
             ],
         )
         for each in (1, count)
     }
-    for at, name in enumerate(ROWS):
+    for at, name in enumerate(rows):
         step, norm, states = of[1][0][at]
         found = [each[at] for each in of[count]]
         assert [each[:2] for each in found] == [(step, norm)] * count, name
@@ -56,13 +73,23 @@ def check(folder: pathlib.Path, count: int, *, is_single: bool) -> None:
 def test_two_processes_with_half_of_the_experts_each_have_the_states_of_one(
     tmp_path: pathlib.Path,
 ) -> None:
-    check(tmp_path, 2, is_single=False)
+    check(tmp_path, 2, ROWS, is_single=False)
 
 
 def test_four_processes_with_two_copies_of_the_experts_have_the_states_of_one(
     tmp_path: pathlib.Path,
 ) -> None:
-    check(tmp_path, 4, is_single=True)
+    check(tmp_path, 4, SINGLE, is_single=True)
+
+
+def test_modules_may_be_in_different_groups_that_overlap(tmp_path: pathlib.Path) -> None:
+    (norm, states), *_ = run(tmp_path, 1, world_moe.crossed, str(tmp_path / "one"))
+    found = run(tmp_path, 4, world_moe.crossed, str(tmp_path / "four"))
+    assert [each[0] for each in found] == [norm] * 4
+    for _, theirs in found:
+        assert len(theirs) < len(states)
+        assert theirs.items() <= states.items()
+    assert {name for _, theirs in found for name in theirs} == states.keys()
 
 
 def test_torch_clips_by_the_norm_that_counts_each_expert_once(tmp_path: pathlib.Path) -> None:

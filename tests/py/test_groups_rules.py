@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import signal
+from typing import Any
 
 import pytest
 import world_moe
+from lohan.common import _meta
+from lohan.errors import StoreMismatchError
 from world_helper import Group, run
 
 
@@ -144,3 +148,37 @@ def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(tmp_path: path
     assert one == ["ValueError: this batch is bad"]
     assert [each.startswith("PeerStepError: the backward of rank 1") for each in zero] == [True]
     assert first | second == whole[2]
+
+
+def test_processes_may_change_different_numbers_of_parameters(tmp_path: pathlib.Path) -> None:
+    first, second = run(tmp_path, 2, world_moe.edit, str(tmp_path / "run"))
+    both = first.keys() & second.keys()
+    assert len(first) > len(second) == len(both)
+    for name in both:  # a.1 of either process is in a group of its own
+        assert (first[name] == second[name]) != name.startswith("a."), name
+
+
+def test_the_gradients_of_a_backward_are_a_part_of_the_least_memory(
+    tmp_path: pathlib.Path,
+) -> None:
+    for needed, without, sent in run(tmp_path, 2, world_moe.least_bytes, str(tmp_path / "run")):
+        # Without groups= each layer is one unit, so the other parts of the memory may be larger.
+        assert needed - without == sent > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("processes", 1), ("processes", "2"), ("ranks", None), ("ranks", [[2]]), ("ranks", [0])],
+    ids=str,
+)
+def test_a_damaged_description_of_the_groups_is_named(key: str, value: Any) -> None:
+    meta: dict[str, Any] = {
+        "lohan": 1,
+        "params": [["a", [4], "torch.float32", True]],
+        "units": [["a", 1, 2048, 8192]],
+        "groups": {"processes": 2, "ranks": [[0], [0, 1]]},
+    }
+    assert _meta.parse(json.dumps(meta), "here") == meta
+    meta["groups"][key] = value
+    with pytest.raises(StoreMismatchError, match=r"here: this store has no valid model.*groups"):
+        _meta.parse(json.dumps(meta), "here")

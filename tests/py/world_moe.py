@@ -8,11 +8,13 @@ import functools
 import hashlib
 import io
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lohan
+import safetensors.torch
 import torch
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
@@ -96,18 +98,25 @@ class Layer(nn.Module):
 class Mixture(nn.Module):
     """A model of layers with experts."""
 
-    def __init__(self, mine: Sequence[int], group: Any = None, is_local: bool = False) -> None:
+    def __init__(
+        self,
+        mine: Sequence[int],
+        group: Any = None,
+        is_local: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.begin = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer(mine, group, is_local) for _ in range(LAYERS))
         self.end = nn.Linear(WIDTH, WIDTH)
+        self.to(dtype)
 
-    def forward(self, x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, allowed: torch.Tensor, has_end: bool) -> torch.Tensor:
         x = self.begin(x)
         for layer in self.layers:
             x = layer(x, allowed)
-        return self.end(x)
+        return self.end(x) if has_end else x
 
 
 @dataclasses.dataclass
@@ -127,16 +136,17 @@ class Part:
     is_local: bool
 
 
-def part(parts: int, is_local: bool = False) -> Part:
+def part(parts: int, is_local: bool = False, dtype: torch.dtype = torch.float32) -> Part:
     """Divide the experts into as many parts, and the processes into as many copies as are left."""
     _, count = rank_and_count()
     if count == 1:
-        return Part(None, [*range(EXPERTS)], Mixture(range(EXPERTS)), is_local=False)
+        every = range(EXPERTS)
+        return Part(None, [*every], Mixture(every, dtype=dtype), is_local=False)
     mesh = init_device_mesh("cpu", (count // parts, parts), mesh_dim_names=("dp", "ep"))
     size = EXPERTS // parts
     first = size * mesh["ep"].get_local_rank()
     mine = [*range(first, first + size)]
-    return Part(mesh, mine, Mixture(mine, mesh["ep"].get_group(), is_local), is_local)
+    return Part(mesh, mine, Mixture(mine, mesh["ep"].get_group(), is_local, dtype), is_local)
 
 
 def groups_of(mine: Part) -> Any:
@@ -173,19 +183,24 @@ def allowed_of(step: int, number: int, parts: int, *, is_single: bool) -> torch.
     return allowed
 
 
-def loss_of(model: Any, step: int, number: int, parts: int, *, is_single: bool) -> torch.Tensor:
+def loss_of(
+    model: Any, step: int, number: int, parts: int, *, is_single: bool, skips: bool = False
+) -> torch.Tensor:
+    """Return the loss of a batch; with skips, half of the batches do not use the last layer."""
+    dtype = model.begin.weight.dtype
     generator = torch.Generator().manual_seed(1000 * step + number)
     x = torch.randn(TOKENS, WIDTH, generator=generator)
     allowed = allowed_of(step, number, parts, is_single=is_single)
-    return nn.functional.mse_loss(model(x, allowed), torch.sin(3 * x))
+    y = model(x.to(dtype), allowed, has_end=not skips or number % 2 == 1)
+    return nn.functional.mse_loss(y, torch.sin(3 * x).to(dtype))
 
 
-def one_step(model: Any, batches: int, parts: int, *, is_single: bool) -> None:
+def one_step(model: Any, batches: int, parts: int, *, is_single: bool, skips: bool = False) -> None:
     """Make a step with this process's batches, and the mean over all of them."""
     rank, count = rank_and_count()
     step = model.lohan.step
     for number in range(rank, batches, count):
-        loss = loss_of(model, step, number, parts, is_single=is_single)
+        loss = loss_of(model, step, number, parts, is_single=is_single, skips=skips)
         (loss * count / batches).backward()
     model.optimizer.step()
 
@@ -201,7 +216,8 @@ def states(mine: Part, model: Any) -> dict[str, str]:
                     continue
                 values = torch.empty(store.extents()[extent][0], dtype=torch.uint8)
                 store.read(extent, 0, values.data_ptr(), values.numel())
-                width = 4  # of fp32 parameters and their moments
+                widths = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes}
+                width = widths.get(array, 4)
                 for param in unit.params:
                     raw = values[param.first * width : (param.first + param.count) * width]
                     digest = hashlib.sha256(raw.numpy().tobytes()).hexdigest()[:16]
@@ -224,15 +240,40 @@ def train(
     parts: int,
     is_single: bool,
     is_local: bool = False,
+    dtype: str = "float32",
     piece_bytes: int = 20_000,
+    skips: bool = False,
+    has_files: bool = False,
+    is_apart: bool = False,
     **settings: Any,
 ) -> tuple[int, float | None, dict[str, str]]:
-    """Train up to a step, and return the step, the last norm, and hashes of the states."""
+    """Train up to a step, and return the step, the last norm, and hashes of the states.
+
+    Args:
+        store: the store.
+        steps: the number of steps.
+        batches: the batches of a step, of all processes together.
+        parts: the number of parts of the experts.
+        is_single: see allowed_of().
+        is_local: whether experts are numbered within the process.
+        dtype: the dtype of the model.
+        piece_bytes: the size of pieces.
+        skips: see loss_of().
+        has_files: whether the values come from files.
+        is_apart: whether each expert is a block of its own.
+        settings: settings of wrap().
+    """
     _gradient_pieces.PIECE_BYTES = piece_bytes
-    mine = part(parts, is_local)
+    mine = part(parts, is_local, getattr(torch, dtype))
+    if has_files:
+        settings["weights"] = f"{store}-{rank_and_count()[0]}.safetensors"
+        safetensors.torch.save_file(mine.model.state_dict(), settings["weights"])
+    if is_apart:
+        layers = mine.model.layers
+        settings["blocks"] = [each for layer in layers for each in layer.experts.values()]
     model = wrapped(mine, store, batches, **settings)
     while model.lohan.step < steps:
-        one_step(model, batches, parts, is_single=is_single)
+        one_step(model, batches, parts, is_single=is_single, skips=skips)
     result = model.lohan.step, model.optimizer.grad_norm, states(mine, model)
     model.lohan.close()
     return result
@@ -436,3 +477,73 @@ def script(text: str) -> str:
     with contextlib.redirect_stdout(out):
         exec(compile(text, "script", "exec"), {})
     return out.getvalue()
+
+
+class Crossed(nn.Module):
+    """Two kinds of modules, each of which two of four processes have, but not the same two."""
+
+    def __init__(self, rows: Sequence[int], columns: Sequence[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        every = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
+        self.a = nn.ModuleDict({str(row): every[row] for row in rows})
+        self.b = nn.ModuleDict({str(column): every[2 + column] for column in columns})
+        self.end = every[4]
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        y = torch.tanh(self.a[str(number // 2)](x))
+        return self.end(y + torch.tanh(self.b[str(number % 2)](y)))
+
+
+def crossed(store: str) -> tuple[float, dict[str, str]]:
+    """Train with four batches, of which each has other modules; return the norm and the states."""
+    rank, count = rank_and_count()
+    _gradient_pieces.PIECE_BYTES = 3000
+    settings: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.05, "accumulate": 4 // count}
+    model: Any = Crossed(range(2), range(2))
+    if count > 1:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+        # A row of the mesh has the processes of all columns, which have the same modules of a.
+        settings["groups"] = {"a.*": mesh["column"], "b.*": mesh["row"].get_group()}
+        model = Crossed([rank // 2], [rank % 2])
+    model = lohan.wrap(model, store=store, peer_timeout_s=PEER_TIMEOUT_S, **settings)
+    for step in range(3):
+        for number in range(rank, 4, count):
+            generator = torch.Generator().manual_seed(1000 * step + number)
+            x = torch.randn(TOKENS, WIDTH, generator=generator)
+            loss = nn.functional.mse_loss(model(x, number), torch.sin(3 * x))
+            (loss * count / 4).backward()
+        model.optimizer.step()
+    result = model.optimizer.grad_norm, states(Part(None, [], model, is_local=False), model)
+    model.lohan.close()
+    return result
+
+
+def edit(store: str) -> dict[str, str]:
+    """Change all parameters in a loop, of which the processes have different numbers."""
+    rank, _ = rank_and_count()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "own"))
+    model: Any = Crossed([[0, 1], [1]][rank], [0])
+    groups = {"a.*": mesh["own"]}
+    model = lohan.wrap(model, store=store, lr=1e-2, peer_timeout_s=PEER_TIMEOUT_S, groups=groups)
+    for _ in range(2):
+        for param in model.parameters():
+            with torch.no_grad():
+                param.add_(0.01)
+        model(torch.ones(2, WIDTH), 2 * rank).sum().backward()
+        model.optimizer.step()
+    found = states(Part(None, [], model, is_local=False), model)
+    model.lohan.close()
+    return found
+
+
+def least_bytes(store: str) -> tuple[int, int, int]:
+    """Return the least memory with groups and without, and the bytes that groups add."""
+    mine = part(2)
+    errors = (
+        said(lambda: wrapped(mine, store, 2, host_bytes=1)),
+        said(lambda: wrapped(mine, store, 2, host_bytes=1, groups=None)),
+    )
+    needed = [int(re.findall(r"at least (\d+)", error)[0]) for error in errors]
+    sent = sum(p.nbytes for name, p in mine.model.named_parameters() if "experts" not in name)
+    return needed[0], needed[1], sent

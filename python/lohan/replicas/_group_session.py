@@ -18,6 +18,7 @@ from lohan.replicas._replica_session import ReplicaSession
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lohan import _core
     from lohan.layout._block import Param
     from lohan.replicas._exchange import Exchange
     from lohan.replicas._groups import Groups
@@ -28,6 +29,8 @@ _NORMS = b"norms"  # followed by the sums of squares that this process tells
 class GroupSession(ReplicaSession):
     """A session with modules that only the processes of a group have."""
 
+    _edited_step = -1  # the step after which parameters were last written outside of steps
+
     def __init__(self, *args: Any, groups: Groups, **settings: Any) -> None:
         """Make a session, and connect it to those of the other processes."""
         self._groups = groups
@@ -36,6 +39,13 @@ class GroupSession(ReplicaSession):
     def _exchange_make(self, trained: Sequence[Param]) -> Exchange:
         ranks_of, every = self.layout.ranks_of, self._groups.every
         return GroupExchange(self.world, self._engine, trained, ranks_of, every)
+
+    def edited(self, store: _core.Store) -> None:
+        """Record a change of parameters: once a step, since processes have different numbers."""
+        count = self._edit_count
+        super().edited(store)
+        self._edit_count = count + (self._edited_step != self.step)
+        self._edited_step = self.step
 
     def _whole_square_sum(self) -> float:
         """Return the sum of squares over all processes. See [Note: The norm of groups]."""
