@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import docs_helper
+import pytest
 import world_moe
 from world_helper import run
 
@@ -18,13 +19,14 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     "names of the process": (1, {"is_local": True, "max_grad_norm": 0.05}),
     "a process lacks gradients": (1, {"skips": True, "piece_bytes": 1000, "commit_every": 4}),
     "recompute": (1, {"activations": "recompute"}),
+    "layers as blocks": (1, {"blocks": "layers", "max_grad_norm": 0.05}),
 }
 # In these an expert of a process has the tokens of one process in each step.
 SINGLE: dict[str, tuple[int, dict[str, Any]]] = {
     **ROWS,
     "accumulated": (2, {"max_grad_norm": 0.05}),
     "bf16": (1, {"dtype": "bfloat16", "max_grad_norm": 0.05}),
-    "experts as blocks": (2, {"is_apart": True}),
+    "experts as blocks": (2, {"blocks": "experts"}),
     "files": (1, {"has_files": True}),
 }
 
@@ -82,14 +84,20 @@ def test_four_processes_with_two_copies_of_the_experts_have_the_states_of_one(
     check(tmp_path, 4, SINGLE, is_single=True)
 
 
-def test_modules_may_be_in_different_groups_that_overlap(tmp_path: pathlib.Path) -> None:
-    (norm, states), *_ = run(tmp_path, 1, world_moe.crossed, str(tmp_path / "one"))
-    found = run(tmp_path, 4, world_moe.crossed, str(tmp_path / "four"))
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_may_be_in_different_groups_that_overlap(
+    tmp_path: pathlib.Path, fails: bool
+) -> None:
+    (norm, states, _), *_ = run(tmp_path, 1, world_moe.crossed, str(tmp_path / "one"), False)
+    found = run(tmp_path, 4, world_moe.crossed, str(tmp_path / "four"), fails)
     assert [each[0] for each in found] == [norm] * 4
-    for _, theirs in found:
+    for rank, (_, theirs, errors) in enumerate(found):
         assert len(theirs) < len(states)
         assert theirs.items() <= states.items()
-    assert {name for _, theirs in found for name in theirs} == states.keys()
+        assert len(errors) == fails
+        said = "ValueError" if rank == 1 else "PeerStepError: the backward of rank 1 (host"
+        assert all(each.startswith(said) for each in errors), errors
+    assert {name for _, theirs, _ in found for name in theirs} == states.keys()
 
 
 def test_torch_clips_by_the_norm_that_counts_each_expert_once(tmp_path: pathlib.Path) -> None:

@@ -8,10 +8,11 @@ import shutil
 import signal
 from typing import Any
 
+import lohan
 import pytest
 import world_moe
 from lohan.common import _meta
-from lohan.errors import StoreMismatchError
+from lohan.errors import StoreMismatchError, UnsupportedError
 from world_helper import Group, run
 
 
@@ -133,21 +134,26 @@ def test_another_number_of_processes_or_other_groups_are_refused(tmp_path: pathl
 
 def test_a_part_of_the_experts_is_not_exported(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path, 2, world_moe.exported, str(tmp_path / "run"))
-    for model, store, reshard, _ in found:
+    for model, saved, store, reshard, _ in found:
         for said in (model, store):
             assert said.startswith("UnsupportedError: lohan.export is not supported"), said
+        assert saved.startswith("UnsupportedError: save_pretrained is not supported"), saved
         assert reshard.startswith("UnsupportedError: "), reshard
         assert "is from a run with groups=" in reshard
     assert [each[-1] for each in found] == ["0,1", "2,3"]
 
 
-def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(tmp_path: pathlib.Path) -> None:
-    (zero, first), (one, second) = run(tmp_path, 2, world_moe.fail_once, str(tmp_path / "run"))
-    row = (str(tmp_path / "one"), (world_moe.STEPS_OF_FAIL, 2, 2, False), {})
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(
+    tmp_path: pathlib.Path, count: int
+) -> None:
+    found = run(tmp_path, count, world_moe.fail_once, str(tmp_path / "run"))
+    row = (str(tmp_path / "one"), (world_moe.STEPS_OF_FAIL, count, 2, count > 2), {})
     whole = run(tmp_path, 1, world_moe.train_all, [row])[0][0]
-    assert one == ["ValueError: this batch is bad"]
-    assert [each.startswith("PeerStepError: the backward of rank 1") for each in zero] == [True]
-    assert first | second == whole[2]
+    for rank, (errors, states) in enumerate(found):
+        said = "ValueError" if rank == 1 else "PeerStepError: the backward of rank 1 (host"
+        assert len(errors) == 1 and errors[0].startswith(said), errors
+        assert states.items() <= whole[2].items()
 
 
 def test_processes_may_change_different_numbers_of_parameters(tmp_path: pathlib.Path) -> None:
@@ -164,6 +170,11 @@ def test_the_gradients_of_a_backward_are_a_part_of_the_least_memory(
     for needed, without, sent in run(tmp_path, 2, world_moe.least_bytes, str(tmp_path / "run")):
         # Without groups= each layer is one unit, so the other parts of the memory may be larger.
         assert needed - without == sent > 0
+
+
+def test_a_trainer_refuses_groups_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"groups= is not supported by a Trainer"):
+        lohan.TrainerCallback(groups={})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import hashlib
 import io
@@ -18,6 +19,8 @@ import safetensors.torch
 import torch
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
+from lohan.store import _export
+from patience import HUNG_S
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from world_worker import rank_and_count
@@ -142,6 +145,9 @@ def part(parts: int, is_local: bool = False, dtype: torch.dtype = torch.float32)
     if count == 1:
         every = range(EXPERTS)
         return Part(None, [*every], Mixture(every, dtype=dtype), is_local=False)
+    if not torch.distributed.is_initialized():
+        limit = datetime.timedelta(seconds=HUNG_S / 2)  # of an all-to-all without a killed process
+        torch.distributed.init_process_group("gloo", timeout=limit)
     mesh = init_device_mesh("cpu", (count // parts, parts), mesh_dim_names=("dp", "ep"))
     size = EXPERTS // parts
     first = size * mesh["ep"].get_local_rank()
@@ -244,7 +250,7 @@ def train(
     piece_bytes: int = 20_000,
     skips: bool = False,
     has_files: bool = False,
-    is_apart: bool = False,
+    blocks: str = "",
     **settings: Any,
 ) -> tuple[int, float | None, dict[str, str]]:
     """Train up to a step, and return the step, the last norm, and hashes of the states.
@@ -260,7 +266,7 @@ def train(
         piece_bytes: the size of pieces.
         skips: see loss_of().
         has_files: whether the values come from files.
-        is_apart: whether each expert is a block of its own.
+        blocks: "experts" or "layers", each of which is a block, or "" for the usual ones.
         settings: settings of wrap().
     """
     _gradient_pieces.PIECE_BYTES = piece_bytes
@@ -268,9 +274,11 @@ def train(
     if has_files:
         settings["weights"] = f"{store}-{rank_and_count()[0]}.safetensors"
         safetensors.torch.save_file(mine.model.state_dict(), settings["weights"])
-    if is_apart:
-        layers = mine.model.layers
+    layers = mine.model.layers
+    if blocks == "experts":
         settings["blocks"] = [each for layer in layers for each in layer.experts.values()]
+    if blocks == "layers":
+        settings["blocks"] = [*layers]
     model = wrapped(mine, store, batches, **settings)
     while model.lohan.step < steps:
         one_step(model, batches, parts, is_single=is_single, skips=skips)
@@ -329,18 +337,21 @@ def traffic(store: str) -> tuple[int, int, dict[str, int], dict[str, int]]:
     """Return the bytes that a step sent, those of the plan, and the bytes of parameters by kind."""
     _gradient_pieces.PIECE_BYTES = 20_000
     mine, batches = part(2), rank_and_count()[1]
-    model = wrapped(mine, store, batches)
+    model = wrapped(mine, store, batches, blocks=[*mine.model.layers])
     for _ in range(2):  # in the first one the final order of the gradients is not known
         one_step(model, batches, 2, is_single=False)
     model.lohan.flush()
     sent, planned = model.lohan.stats().traffic.sent_bytes, model.lohan.backward_bytes
+    layout = model.lohan.layout
+    for unit in layout.units:  # no unit has parameters that other processes have, too, and others
+        assert len({layout.ranks_of.get(param.index) for param in unit.params}) == 1
     sizes = {"experts": 0, "others": 0}
-    for param in model.lohan.layout.params:
+    for param in layout.params:
         sizes["experts" if "experts" in param.name else "others"] += 4 * param.count
     by_kind = {"experts": 0, "others": 0}
     routes = model.lohan.exchange._routes
     for piece, to in zip(routes.pieces, routes.to, strict=True):
-        names = {model.lohan.layout.params[each.param].name for each in piece.parts}
+        names = {layout.params[each.param].name for each in piece.parts}
         (kind,) = {"experts" if "experts" in name else "others" for name in names}
         by_kind[kind] += piece.nbytes * len(to)
     model.lohan.close()
@@ -420,7 +431,10 @@ def exported(store: str) -> list[str]:
     mine = part(2)
     model = wrapped(mine, store, 2)
     one_step(model, 2, 2, is_single=False)
-    found = [said(lambda: lohan.export(model, f"{store}-out"))]
+    found = [
+        said(lambda: lohan.export(model, f"{store}-out")),
+        said(lambda: _export.save_pretrained(model, model.lohan, {}, f"{store}-out")),
+    ]
     names = sorted({name.split(".")[3] for name in model.state_dict() if "experts" in name})
     model.lohan.close()
     torch.distributed.barrier()
@@ -431,20 +445,16 @@ def exported(store: str) -> list[str]:
 
 def fail_once(store: str) -> tuple[list[str], dict[str, str]]:
     """Rank 1 fails at the end of a backward, after its last all-to-all; all continue."""
-    rank, _ = rank_and_count()
+    rank, batches = rank_and_count()
     mine = part(2)
-    model = wrapped(mine, store, 2)
+    model = wrapped(mine, store, batches)
     errors = []
-
-    def fail(gradient: Any) -> None:
-        raise ValueError("this batch is bad")
-
     for attempt in range(STEPS_OF_FAIL + 1):
         handle = None
         if attempt == 2 and rank == 1:
-            handle = model.begin.weight.register_hook(fail)
+            handle = model.begin.weight.register_hook(_fail)
         try:
-            one_step(model, 2, 2, is_single=False)
+            one_step(model, batches, 2, is_single=batches > 2)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
             model.optimizer.zero_grad()
@@ -495,8 +505,20 @@ class Crossed(nn.Module):
         return self.end(y + torch.tanh(self.b[str(number % 2)](y)))
 
 
-def crossed(store: str) -> tuple[float, dict[str, str]]:
-    """Train with four batches, of which each has other modules; return the norm and the states."""
+def _fail(gradient: Any) -> None:
+    raise ValueError("this batch is bad")
+
+
+def crossed(store: str, fails: bool) -> tuple[float, dict[str, str], list[str]]:
+    """Train with four batches, each of which has other modules.
+
+    Args:
+        store: the store.
+        fails: whether the second step fails once in rank 1, in a module that few processes have.
+
+    Returns:
+        The norm, the states, and the errors.
+    """
     rank, count = rank_and_count()
     _gradient_pieces.PIECE_BYTES = 3000
     settings: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.05, "accumulate": 4 // count}
@@ -507,14 +529,25 @@ def crossed(store: str) -> tuple[float, dict[str, str]]:
         settings["groups"] = {"a.*": mesh["column"], "b.*": mesh["row"].get_group()}
         model = Crossed([rank // 2], [rank % 2])
     model = lohan.wrap(model, store=store, peer_timeout_s=PEER_TIMEOUT_S, **settings)
-    for step in range(3):
-        for number in range(rank, 4, count):
-            generator = torch.Generator().manual_seed(1000 * step + number)
-            x = torch.randn(TOKENS, WIDTH, generator=generator)
-            loss = nn.functional.mse_loss(model(x, number), torch.sin(3 * x))
-            (loss * count / 4).backward()
-        model.optimizer.step()
-    result = model.optimizer.grad_norm, states(Part(None, [], model, is_local=False), model)
+    errors: list[str] = []
+    while (step := model.lohan.step) < 3:
+        handle = None
+        if fails and step == 1 and rank == 1 and not errors:
+            handle = next(iter(model.a.values())).weight.register_hook(_fail)
+        try:
+            for number in range(rank, 4, count):
+                generator = torch.Generator().manual_seed(1000 * step + number)
+                x = torch.randn(TOKENS, WIDTH, generator=generator)
+                loss = nn.functional.mse_loss(model(x, number), torch.sin(3 * x))
+                (loss * count / 4).backward()
+            model.optimizer.step()
+        except (ValueError, LohanError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            model.optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+    found = states(Part(None, [], model, is_local=False), model)
+    result = model.optimizer.grad_norm, found, errors
     model.lohan.close()
     return result
 

@@ -392,9 +392,9 @@ def save_pretrained(
         out: the folder.
         **options: the options of transformers' save_pretrained.
     """
-    plain = type(model).save_pretrained
     session.check_open()
     _process.check_has_all(session.layout.groups, "save_pretrained")
+    plain = type(model).save_pretrained
     _check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"))
     needs_all = any(options.get(name) for name in ("push_to_hub", "distributed_checkpoint"))
     needs_all |= getattr(model, "hf_quantizer", None) is not None
