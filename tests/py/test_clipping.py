@@ -288,6 +288,38 @@ def test_clipping_twice_multiplies_twice(store_dir: pathlib.Path) -> None:
     model.lohan.close()
 
 
+class Counted(torch.Tensor):
+    """A number that counts how often its value is read, which would wait for an accelerator."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.reads += func in (torch.Tensor.__float__, torch.Tensor.item)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_factor_of_all_gradients_is_read_once_and_again_if_it_changes(
+    store_dir: pathlib.Path,
+) -> None:
+    plain = helper.build("gpt2", torch.float32)
+    model = lohan.wrap(plain, store=store_dir / "s", schedule="deferred")
+    factor = torch.full((), 0.5).as_subclass(Counted)
+    helper.language_loss(model, 0).backward()
+    gradients = [p.grad for p in model.parameters()]
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    for count in (1, 2):
+        for gradient in gradients:
+            gradient.mul_(factor)
+        assert Counted.reads == count
+        factor.mul_(0.5)
+    assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == pytest.approx(
+        norm * 0.125, rel=1e-6
+    )
+    model.optimizer.step()
+    model.lohan.close()
+
+
 def test_what_is_not_the_norm_of_all_gradients_is_refused(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(Scaled(), store=store_dir / "s", schedule="deferred", lr=1e-2)
     model(torch.ones(2, 16)).backward()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from lohan.errors import OffloadedGradientError, StepError, UnsupportedError
-from lohan.torch_glue._tensor import in_backward
+from lohan.torch_glue._tensor import in_backward, version_of
 
 if TYPE_CHECKING:
     from lohan.torch_glue._accumulate import Accumulation
@@ -59,6 +59,30 @@ class StepScale:
         """Reset the factors and the norm for the next step."""
         self._factors: dict[int, float] = {}
         self._norm = 0.0
+        self._number: tuple[torch.Tensor, int, float] | None = None
+
+    def number(self, name: str, value: Any) -> float:
+        """Return the number that a script passed to a gradient's method.
+
+        clip_grad_norm_ passes one tensor to the method of each gradient. Its value is read once,
+        because reading it waits for an accelerator.
+
+        Args:
+            name: the method, for the error.
+            value: a number, or a tensor with one element.
+
+        Raises:
+            UnsupportedError: it is another value.
+        """
+        if not isinstance(value, torch.Tensor) or value.is_inference():
+            return _number(name, value)
+        if self._number is not None and self._number[0] is value:
+            _, version, number = self._number
+            if version_of(value) == version:
+                return number
+        number = _number(name, value)
+        self._number = (value, version_of(value), number)
+        return number
 
     def multiply(self, indices: Iterable[int], factor: float) -> None:
         """Multiply the gradients of the given parameters by a factor."""
@@ -314,7 +338,7 @@ def _foreach_norm(scale: StepScale, mine: Any, args: Any, kwargs: Any) -> list[G
 
 
 def _multiply(scale: StepScale, mine: Any, args: Any, kwargs: Any) -> Any:
-    scale.multiply(_indices(mine), _number("mul_", args[1]))
+    scale.multiply(_indices(mine), scale.number("mul_", args[1]))
     return args[0]
 
 
@@ -322,7 +346,7 @@ def _unscale(scale: StepScale, mine: Any, args: Any, kwargs: Any) -> None:
     found_inf, inverse = args[1:]
     if not math.isfinite(scale.measure()):
         found_inf.fill_(1.0)
-    scale.multiply(_indices(mine), float(inverse))
+    scale.multiply(_indices(mine), scale.number("unscale_", inverse))
 
 
 _ANSWERS: dict[Callable[..., Any], Callable[[StepScale, Any, Any, Any], Any]] = {
