@@ -66,7 +66,7 @@ def build_fatbin():
             raise CompileError(f"LOHAN_FATBIN={ready}: there is no such file")
         FATBIN.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ready, FATBIN)
-        return f"not used (LOHAN_FATBIN={ready})"
+        return f"LOHAN_FATBIN={ready} ({len(kernels)} files)"
     nvcc = os.environ.get("LOHAN_NVCC", shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     if not nvcc or not shutil.which(nvcc):
         FATBIN.unlink(missing_ok=True)
