@@ -17,6 +17,8 @@ from rules_helper import Stack, build, train_step, vectors
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+KEPT: list[nn.Module] = []
+
 
 class Vectors(Dataset[torch.Tensor]):
     """A data set of forty vectors, one per batch."""
@@ -89,6 +91,23 @@ def fail(store: str) -> None:
     """End with an exception."""
     leave_open(store)
     raise ValueError("planned")
+
+
+def interrupt_exits(store: str) -> None:
+    """End with two open models, while a Ctrl-C arrives in the close of each of them."""
+    for name in ("a", "b"):
+        model = wrap(os.path.join(store, name), commit_every=10)
+        for step in range(3):
+            train_step(model, step)
+        close = model.lohan.close
+        calls = iter([_interrupted, close])
+        model.lohan.close = lambda calls=calls, close=close: next(calls, close)()
+        KEPT.append(model)  # so that only the end of the process closes it
+    report(model, 3)
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
 
 
 def load_data(store: str) -> None:
@@ -238,7 +257,9 @@ def fork_calls(store: str, pid: int | None = None) -> None:
         signal.alarm(30)
         if pid is not None:
             os.getpid = lambda: pid
-        refused = [is_refused(call, SessionError) for call in refused_calls(model, loss, store)]
+        # The fork itself has made the parameters hollow whose memory the child does not have.
+        refused = [is_refused(param.sum, HollowParameterError) for param in (params[0], lent)]
+        refused += [is_refused(call, SessionError) for call in refused_calls(model, loss, store)]
         for call in quiet_calls(model):
             call()
         refused += [is_refused(param.sum, HollowParameterError) for param in (params[0], lent)]
@@ -266,6 +287,7 @@ MODES = {
         leave_open,
         leave_in_a_step,
         fail,
+        interrupt_exits,
         load_data,
         fork,
         fork_frozen,

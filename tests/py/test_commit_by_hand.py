@@ -109,6 +109,11 @@ def test_unwrap_gives_the_values_of_now_and_commits_steps_only(store_dir: pathli
     assert same(plain.state_dict(), halved)
     again = wrap(store_dir / "a", resume=True)
     assert same(state_of(again), committed)
+    steps(again, 1)
+    plain = lohan.unwrap(again)
+    again = wrap(store_dir / "a", resume=True)
+    assert again.lohan.step == 3
+    assert same(state_of(again), plain.state_dict())
     again.lohan.close()
 
 

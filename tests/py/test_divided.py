@@ -65,6 +65,13 @@ def test_the_bytes_on_the_wire_are_those_of_the_plan(tmp_path: pathlib.Path) -> 
     assert sum(each.sent_bytes for each in traffic) < sum(planned for _, planned, _ in whole)
 
 
+def test_parameters_without_a_gradient_are_not_sent(tmp_path: pathlib.Path) -> None:
+    found = run(tmp_path, 2, world_divided.bytes_of_absent, str(tmp_path / "run"), env=DIVIDED)
+    for saved, unsent in found:
+        assert saved == unsent
+    assert sum(unsent for _, unsent in found) > 0
+
+
 @pytest.mark.parametrize(("where", "count"), [("backward", 2), ("backward", 3), ("step", 2)])
 def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
     tmp_path: pathlib.Path, where: str, count: int

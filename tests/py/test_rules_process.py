@@ -102,6 +102,15 @@ def test_an_exit_without_close_commits_what_was_closed(mode: str, workshop: Work
     assert steps_of(store, workshop) == 3
 
 
+def test_an_interrupt_in_one_close_at_exit_does_not_prevent_the_others(
+    workshop: Workshop,
+) -> None:
+    store = workshop.folder / "run"
+    _, out, err = finish(start("interrupt_exits", str(store), workshop.folder))
+    assert out == "step 3\n" and "KeyboardInterrupt" in err
+    assert [steps_of(store / name, workshop) for name in ("a", "b")] == [3, 3]
+
+
 def test_a_temporary_store_is_gone_at_exit(workshop: Workshop) -> None:
     before = sorted(workshop.folder.iterdir())
     process = start("run_forever", "", workshop.folder)

@@ -40,6 +40,30 @@ def flip_a_value(store: str) -> str:
     return _said(lambda: [one_step(model) for _ in range(3)])
 
 
+def bytes_of_absent(store: str) -> tuple[int, int]:
+    """Train three steps; most parameters have no gradient in the last one.
+
+    Returns:
+        How many bytes fewer this process has sent in the last step than in the one before, and the
+        bytes of its messages with new values of only those parameters.
+    """
+    _gradient_pieces.PIECE_BYTES = 20_000
+    model = wrapped(store)
+    session, sent = model.lohan, []
+    for _ in range(3):
+        one_step(model, change="absent")
+        sent.append(session.stats().traffic.sent_bytes)
+    names = [param.name for param in session.layout.params]
+    unsent = sum(
+        piece.message_bytes
+        for piece in session._values.pieces
+        if piece.part == session.world.rank
+        and not any(names[part.param].startswith(("layers.0", "layers.1")) for part in piece.parts)
+    )
+    session.close()
+    return sent[1] - sent[2], unsent
+
+
 def die_between_values(store: str) -> None:
     """Rank 1 is killed when it has sent some of its new parameters of the third step."""
     rank, _ = rank_and_count()
