@@ -131,6 +131,7 @@ class Config:
             block is loaded once more for its update).
         peer_timeout_s: with several processes, how long another process may be silent before it
             counts as lost, in seconds. On the same machine a process that ends is noticed at once.
+            wrap() waits ten times as long for the others to come, and at least 600 seconds.
         verify: verify the checksums of everything that is read.
         trace_events: the number of timeline events to keep; 0: none.
         allow_buffered: continue without O_DIRECT if the file system does not support it.

@@ -18,7 +18,7 @@ import world_divided
 from lohan.common import _meta
 from lohan.errors import StoreMismatchError
 from lohan.layout._block import Unit, parts_of
-from test_world_ends import KILLS, kill_one
+from test_world_ends import KILLS, kill_each
 from world_helper import Group, run
 
 DIVIDED = {world_adamw.REPLICAS: "parameters"}
@@ -149,14 +149,13 @@ def test_one_process_may_make_a_snapshot_while_all_train(tmp_path: pathlib.Path)
 
 @KILLS
 def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, count: int) -> None:
-    for seed in range(count):
-        kill_one(tmp_path, seed, world_adamw, env=DIVIDED)
+    kill_each(tmp_path, range(count), world_adamw, env=DIVIDED)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.long
 def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
-    for seed in range(100, 200):
-        kill_one(tmp_path, seed, world_adamw, env=DIVIDED)
+    kill_each(tmp_path, range(100, 200), world_adamw, env=DIVIDED)
 
 
 def test_what_a_part_of_the_states_does_not_allow_is_refused_by_name(

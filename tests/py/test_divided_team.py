@@ -12,7 +12,7 @@ import pytest
 import world_adamw
 from test_replicas_bits import ROWS
 from test_team import ON, SOME, rows
-from test_world_ends import kill_one
+from test_world_ends import kill_each
 from world_helper import run
 
 BOTH = {**ON, world_adamw.REPLICAS: "parameters"}
@@ -84,11 +84,10 @@ def test_the_number_of_processes_of_a_machine_may_change(tmp_path: pathlib.Path)
 
 
 def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path) -> None:
-    for seed in range(3):
-        kill_one(tmp_path, seed, world_adamw, nodes=2, env=BOTH)
+    kill_each(tmp_path, range(3), world_adamw, nodes=2, env=BOTH)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.long
 def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
-    for seed in range(100, 200):
-        kill_one(tmp_path, seed, world_adamw, nodes=2, env=BOTH)
+    kill_each(tmp_path, range(100, 200), world_adamw, nodes=2, env=BOTH)

@@ -14,7 +14,7 @@ from lohan.errors import NetworkError
 from lohan.replicas._team import Team
 from lohan.world._watch import Peer
 from test_replicas_bits import ROWS
-from test_world_ends import KILLS, kill_one
+from test_world_ends import KILLS, kill_each
 from world_helper import Group, run
 
 ON = {world_adamw.SHARE: "on"}
@@ -139,6 +139,9 @@ class _World:
     def name(self, rank: int) -> str:
         return str(self.peers[rank])
 
+    def known_end(self, rank: int | None, what: str) -> None:
+        return None
+
 
 def test_a_handshake_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NetworkError, match=r"rank 1 .* cannot share memory with rank 0 .*refused"):
@@ -192,11 +195,10 @@ def test_a_wait_for_memory_that_a_killed_process_has_pinned_ends(tmp_path: pathl
 
 @KILLS
 def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, count: int) -> None:
-    for seed in range(count):
-        kill_one(tmp_path, seed, world_adamw, env=ON)
+    kill_each(tmp_path, range(count), world_adamw, env=ON)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.long
 def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
-    for seed in range(100, 200):
-        kill_one(tmp_path, seed, world_adamw, env=ON)
+    kill_each(tmp_path, range(100, 200), world_adamw, env=ON)

@@ -21,7 +21,7 @@ import struct
 import time
 from typing import TYPE_CHECKING
 
-from lohan.errors import NetworkError, UnsupportedError
+from lohan.errors import LohanError, NetworkError, UnsupportedError
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -77,7 +77,7 @@ class Team:
         try:
             self._lead(engine)
         except OSError as error:
-            raise self._failed("its other processes", error) from error
+            raise self._failed(None, error) from error
 
     def _lead(self, engine: _core.Engine) -> None:
         name = f"lohan-{os.getpid()}-{secrets.token_hex(8)}"
@@ -129,10 +129,14 @@ class Team:
             memory, bell = _received(link, 2)
         except OSError as error:
             link.close()
-            raise self._failed(self._world.name(self.owner), error) from error
+            raise self._failed(self.owner, error) from error
         return memory, bell
 
-    def _failed(self, who: str, error: OSError) -> NetworkError:
+    def _failed(self, rank: int | None, error: OSError) -> LohanError:
+        """Return the error for a socket to a process of this machine, or to any of them."""
+        if known := self._world.known_end(rank, "sharing memory"):
+            return known
+        who = "its other processes" if rank is None else self._world.name(rank)
         return NetworkError(
             f"{self._world.name(self._world.rank)} cannot share memory with {who}: {error}."
             " share='on' needs processes that see each other's sockets (one network namespace);"
@@ -162,9 +166,9 @@ def _check_user(link: socket.socket) -> None:
 def _received(link: socket.socket, count: int) -> list[int]:
     data, fds, _, _ = socket.recv_fds(link, 1, count)
     if not data or len(fds) != count:
-        raise NetworkError(
-            f"another process of this machine sent {len(fds)} file descriptors instead of {count}"
-            " for the shared memory: it has ended, or it has too many open files (see ulimit -n)"
+        raise ConnectionError(
+            f"{len(fds)} file descriptors came instead of {count}: the process has ended, or it has"
+            " too many open files (see ulimit -n)"
         )
     return fds
 

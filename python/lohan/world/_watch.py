@@ -7,6 +7,11 @@ it is down. On the same machine a pidfd reports the end of a process within mill
 notices a loss records it in the store, where every process looks in each round; so does a process
 that leaves on its own, with the reason.
 
+[Note: Followers] The loss of one process ends all others, and each of them cuts its connections. So
+a process often hears first of one that has only followed. But the store has had the loss since
+before the follower's end. So ends are read until no new one is found, and errors name a lost
+process if there is one.
+
 The beats come from a Python thread. Code that holds the GIL for longer than peer_timeout_s looks
 like a lost process, which is why the default is long.
 """
@@ -23,6 +28,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lohan.common._wake import Flag
+from lohan.world._rendezvous import is_agents_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
 BEAT_S = 0.5
 # A round that took this much longer than planned means that this process was stopped itself, so
 # that others had no chance to be heard.
-_STALL_S = 2.0
+STALL_S = 2.0
 _LAST_LOOK_MS = 300
 # How long a process that serves the store stays for the others.
 _LINGER_S = 2.0
@@ -95,7 +101,8 @@ class Watch:
     """The thread, and what it knows about the other processes.
 
     Attributes:
-        ends: the processes that no longer take part, by rank.
+        ends: the processes that no longer take part, by rank. The thread replaces the dictionary,
+            because other threads iterate over it.
         phases: what each process last reported to be doing, by rank; read on request.
         phase: what this process reports.
         contact: the last time (time.monotonic()) at which the store answered.
@@ -127,6 +134,7 @@ class Watch:
         self._next_keys: tuple[str, ...] = ()  # keys of the next exchange, while bytes are awaited
         self.early: frozenset[int] = frozenset()  # other ranks whose next key is there
         self._released: list[tuple[str, str]] = []  # keys to write, and their marks
+        self._found: list[End] = []  # ends of others to record
         self._own_end: End | None = None  # why this process no longer takes part
         self._is_asked = False  # whether the phases of all processes are wanted
         self._stops = self._lingers = False
@@ -196,6 +204,15 @@ class Watch:
         self._released += [(key, mark) for key in keys]
         self.nudge()
 
+    def found(self, end: End) -> None:
+        """Let the thread record an end that another thread has found out, before that of its own.
+
+        Args:
+            end: the end of another process.
+        """
+        self._found.append(end)
+        self.nudge()
+
     def record(self, end: End) -> None:
         """Record in the store, once, that a process no longer takes part."""
         value = json.dumps(dataclasses.asdict(end))
@@ -238,7 +255,7 @@ class Watch:
                 before = time.monotonic()
                 ready = [fd for fd, _ in poll.poll(BEAT_S * 1000)]
                 now = time.monotonic()
-                if now - before > BEAT_S + _STALL_S:
+                if now - before > BEAT_S + STALL_S:
                     self._forgive(now)
                 for fd in ready:
                     if fd in self._pidfds:
@@ -253,13 +270,15 @@ class Watch:
             self._linger()
             self._on_end()
         except Exception as error:  # the store's; World.exchange() raises it
-            self._note_ended(poll)
+            self._note_ended()
             self.error = error
         finally:
             self._is_over.set()
 
     def _write_marks(self) -> None:
         """Record the end of this process, if it has ended, and only then end the others' waits."""
+        while self._found:
+            self.record(self._found.pop())
         if self._own_end is not None:
             self.record(self._own_end)
         while self._released:
@@ -272,23 +291,25 @@ class Watch:
         while self._lingers and time.monotonic() < until and not self._store.check(ends):
             time.sleep(BEAT_S / 10)
 
-    def _note_ended(self, poll: select.poll) -> None:
-        """Note which processes of this machine have ended; one may have served the store."""
-        poll.unregister(self._reader)
-        for fd, _ in poll.poll(_LAST_LOOK_MS):
-            rank = self._pidfds[fd]
-            self.ends.setdefault(rank, End(rank, "lost", _KILLED))
+    def _note_ended(self) -> None:
+        """Note whether rank 0 has ended, if it served the store from this machine.
+
+        Without the store, no other process can say why it ends, so their ends do not count.
+        """
+        servers = [fd for fd, rank in self._pidfds.items() if rank == 0]
+        if is_agents_store() or not servers:
+            return
+        poll = select.poll()
+        poll.register(servers[0], select.POLLIN)
+        if poll.poll(_LAST_LOOK_MS):
+            self.ends = {0: End(0, "lost", _KILLED), **self.ends}
 
     def _forgive(self, now: float) -> None:
         self._seen = {rank: (value, now) for rank, (value, _) in self._seen.items()}
 
     def _ended(self, rank: int) -> None:
         """Record that a process on this machine has ended, unless it said why before."""
-        try:
-            self.record(End(rank, "lost", _KILLED))
-        except Exception:  # the process may have been the one that serves the store
-            self.ends.setdefault(rank, End(rank, "lost", _KILLED))
-            raise
+        self.record(End(rank, "lost", _KILLED))
 
     def _round(self) -> None:
         self.beat()
@@ -306,7 +327,7 @@ class Watch:
         if count != self._end_count:
             self._end_count = count
             self._read_ends()
-        if self._released:
+        if self._released or self._found:
             self._write_marks()
         wanted = self._wanted
         if wanted and self.ends:
@@ -325,7 +346,12 @@ class Watch:
         self.contact = time.monotonic()
 
     def _read_ends(self) -> None:
-        for peer in self._peers:
-            if peer.rank not in self.ends and self._store.check([f"end/{peer.rank}"]):
-                said = json.loads(self._store.get(f"end/{peer.rank}"))
-                self.ends[peer.rank] = End(**said)
+        """Read the ends of processes, and the losses that have led to them: [Note: Followers]."""
+        ends = dict(self.ends)
+        count = -1
+        while count < len(ends):
+            count = len(ends)
+            for peer in self._peers:
+                if peer.rank not in ends and self._store.check([f"end/{peer.rank}"]):
+                    ends[peer.rank] = End(**json.loads(self._store.get(f"end/{peer.rank}")))
+        self.ends = ends

@@ -168,12 +168,15 @@ def _connected(gloo: Any, world: World) -> Any:
         others = dict.fromkeys((r for r in range(world.size) if r != world.rank), waited)
         world.check_peers(others, _WHAT)
     if errors:
+        if known := world.known_end(None, _WHAT):
+            raise known from errors[0]
         reason = str(errors[0]).partition("\n")[0]
         raise PeerLostError(
             f"{world.name(world.rank)} cannot connect to the other processes: {reason}. Set"
             " GLOO_SOCKET_IFNAME to the network interface that leads to them"
         ) from errors[0]
     _groups.append(made[0])
+    world.exchange(b"", _WHAT)  # a process that closes its session cuts those that still connect
     return made[0]
 
 

@@ -43,11 +43,12 @@ from lohan.errors import (
     StepError,
     WorldMismatchError,
 )
-from lohan.world._meeting import POLL_S, common_prefix
+from lohan.world._meeting import POLL_S, Meeting
 from lohan.world._rendezvous import (
     SAY_AFTER_S,
     find_store,
     is_agents_store,
+    join_timeout_s,
     process_count,
     say_alone,
 )
@@ -58,10 +59,10 @@ _SLICE_S = 0.1
 _LATE_S = 0.3
 _TEXT_MAX = 400
 _MESSAGE, _GIVEN_UP = b"+", "-"  # what a key begins with: see [Note: Rounds]
-# The longest wait for all processes to call wrap(), as torch.distributed's own default timeout.
-JOIN_TIMEOUT_S = 1800.0
 # How long an error of the store waits for the watch to find its cause.
 _CAUSE_S = 2.0
+# How long rank 0 stays after it has given up the meeting: two beats of each process, and a margin.
+_ROLL_S = 5 * BEAT_S
 # A wait of the thread that makes the store's calls; the caller decides when to give up.
 _FOREVER = datetime.timedelta(days=20)
 
@@ -102,6 +103,7 @@ class World:
         self._base = base
         self._connection = _connect(base)
         self._store: Any = None  # until all processes have met
+        self._meeting: Meeting | None = None  # until then; made by the thread
         self._watch: Watch | None = None
         self._number = 0  # of exchanges
         self._broken = ""  # why no exchange is possible any more
@@ -122,11 +124,11 @@ class World:
 
     def _meet(self, timeout_s: float) -> None:
         """Wait until all processes are here, and start to watch them."""
+        connection = _connect(self._base)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "node": node()}
         told = self._wait(json.dumps(me).encode(), "lohan.wrap()")
         peers = [Peer(rank, **json.loads(value)) for rank, value in enumerate(told)]
         self.peers = peers
-        connection = _connect(self._base)
         watch = Watch(
             self._within(connection),
             peers,
@@ -253,8 +255,8 @@ class World:
     def _have_met(self, job: _Job) -> bool:
         """Wait for all processes; return whether they are there."""
         store = self._within(self._connection)
-        needed = lambda: not job.is_abandoned  # noqa: E731
-        prefix = common_prefix(store, self.rank, self.size, needed)
+        self._meeting = Meeting(store, self.rank, self.size, self._timeout_s)
+        prefix = self._meeting.prefix(lambda: not job.is_abandoned)
         if prefix is None:
             return False
         self._prefix += f"/{prefix}"
@@ -271,6 +273,8 @@ class World:
         while not job.is_abandoned:
             if self._store.check(keys):
                 return True
+            if self._meeting is not None:
+                self._meeting.look()
             time.sleep(POLL_S)
         return False
 
@@ -281,16 +285,10 @@ class World:
         """Raise an error if the messages that are waited for will not come."""
         watch = self._watch
         if watch is None:
-            if waited > JOIN_TIMEOUT_S:
-                raise PeerLostError(
-                    f"not all {self.size} processes have called lohan.wrap() after"
-                    f" {JOIN_TIMEOUT_S:.0f} s: start as many as WORLD_SIZE says, and call"
-                    " lohan.wrap() in each of them"
-                )
+            self._check_meeting(waited)
             return
         self._check_store(watch, what)
-        ends = sorted(watch.ends.values(), key=lambda end: end.how != "lost")
-        for end in ends:
+        for end in watch.ends.values():
             is_missed = end.rank == self.rank or end.rank in watch.absent
             if job.is_given_up or (is_missed and not job.done.is_set()):
                 raise self._end_error(end, what)
@@ -299,6 +297,29 @@ class World:
             raise PeerStepError(
                 f"another process was interrupted in {what} and does not continue: end all"
                 " processes, and restart them with resume=True"
+            )
+
+    def _check_meeting(self, waited: float) -> None:
+        """Raise an error if not all processes will meet."""
+        meeting, limit_s = self._meeting, join_timeout_s(self._timeout_s)
+        is_late = waited > limit_s or (meeting is not None and meeting.is_over)
+        if meeting is not None and self.rank == 0 and (is_late or meeting.lost is not None):
+            meeting.is_over = True
+            time.sleep(_ROLL_S)  # the thread writes the roll, and the others read it
+        if meeting is not None and meeting.lost is not None:
+            raise PeerLostError(
+                f"{self.name(meeting.lost)} called lohan.wrap(), and has been silent for"
+                f" {self._timeout_s:.0f} s since: it has ended or was stopped, or its machine or"
+                " the network to it is down. Start all processes again"
+            )
+        if is_late:
+            absent = meeting.absent if meeting is not None else ()
+            who = ", ".join(map(self.name, absent)) or "another process"
+            raise PeerLostError(
+                f"{who} did not call lohan.wrap() within {limit_s:.0f} s after"
+                f" {self.name(self.rank)}: start {self.size} processes, as WORLD_SIZE says, and"
+                " call lohan.wrap() in each of them. If they take longer, raise peer_timeout_s: the"
+                " wait is ten times as long"
             )
 
     def _check_store(self, watch: Watch, what: str) -> None:
@@ -372,20 +393,43 @@ class World:
 
     def lost_wire(self, rank: int, error: BaseException, what: str) -> LohanError:
         """Return the error for a connection to a process that has failed."""
+        if known := self.known_end(rank, what):
+            return known
+        self._broken = "a connection has failed"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        failed = f"the connection of {self.name(self.rank)} to {self.name(rank)} failed in {what}"
+        if self._watch is not None:  # see [Note: Followers]
+            text = f"does not answer: {failed}: {reason}"
+            self._watch.found(End(rank, "lost", text))
+        return PeerLostError(f"{failed}: {reason}. Restart the processes with resume=True")
+
+    def known_end(self, rank: int | None, what: str) -> LohanError | None:
+        """Wait a moment for the reason why something of another process has failed.
+
+        Args:
+            rank: the process; None: any.
+            what: what has failed.
+
+        Returns:
+            The error that names the process that has ended first, or None if none is known to have.
+        """
         watch = self._watch
         until = time.monotonic() + _CAUSE_S
         while watch is not None and time.monotonic() < until:
-            if rank in watch.ends:
-                return self._end_error(watch.ends[rank], what)
-            time.sleep(_SLICE_S / 10)
-        self._broken = "a connection has failed"
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        return PeerLostError(
-            f"the connection of {self.name(self.rank)} to {self.name(rank)} failed in {what}:"
-            f" {reason}. Restart the processes with resume=True"
-        )
+            for end in watch.ends.values():
+                if end.how == "lost" or rank in (None, end.rank):
+                    return self._end_error(end, what)
+            if watch.error is not None:
+                return self._lost_store(watch.error, what)
+            watch.nudge()
+            time.sleep(_SLICE_S / 2)
+        return None
 
     def _end_error(self, end: End, what: str) -> LohanError:
+        """Return the error for an end, or for a loss that may have led to it: [Note: Followers]."""
+        assert self._watch is not None
+        if end.rank != self.rank:
+            end = next((each for each in self._watch.ends.values() if each.how == "lost"), end)
         self._broken = f"{self.name(end.rank)} is gone"
         if end.rank == self.rank:
             return PeerLostError(
@@ -528,7 +572,7 @@ def joined(timeout_s: float, what: str = "lohan.wrap()") -> Iterator[World | Non
     if process_count() <= 1:
         yield None
         return
-    base, rank, size = find_store()
+    base, rank, size = find_store(timeout_s)
     world = World(base, rank, size, timeout_s)
     try:
         yield world
