@@ -14,10 +14,12 @@
 #include "dev/cuda_abi.h"
 #include "lh_test.h"
 
+#ifndef STREAM_COUNT_MAX /* tests/lag includes this file with larger tables */
 #define STREAM_COUNT_MAX 16
 #define EVENT_COUNT_MAX 256
 #define REGION_COUNT_MAX 16
 #define OP_COUNT_MAX 4096
+#endif
 
 #define INVALID_VALUE 1
 #define INVALID_CONTEXT 201
@@ -40,6 +42,7 @@ struct op {
 struct CUstream_st {
     bool is_used;
     bool is_stopping;
+    bool computes; /* its work is computation, not copies and what follows them */
     pthread_t thread;
     uint64_t random;
     struct op ops[OP_COUNT_MAX];
@@ -85,6 +88,11 @@ static int64_t launch_count; /* the number of launches in progress */
 static int64_t call_count;
 static bool is_broken;
 static bool is_paused;
+static int64_t allowance = -1; /* of host calls in streams that compute; -1: no limit */
+/* Addresses in device memory, and where this process sees it; NULL: at the same addresses. */
+static const uint8_t *device_base;
+static size_t device_bytes;
+static uint8_t *device_view;
 static _Thread_local int pushed_count;
 static _Thread_local bool is_in_host_call;
 
@@ -117,16 +125,18 @@ static unsigned begin(bool needs_context)
     return 0;
 }
 
+#include "fake_cuda_turn.h"
+
 static void *stream_main(void *argument)
 {
     struct CUstream_st *stream = argument;
     lock();
     for (;;) {
-        while (stream->executed_count == stream->issued_count && !stream->is_stopping)
+        while (!next_of(stream) && !stream->is_stopping)
             pthread_cond_wait(&has_news, &mutex);
-        if (stream->executed_count == stream->issued_count)
+        if (!next_of(stream))
             break;
-        struct op op = stream->ops[stream->executed_count % OP_COUNT_MAX];
+        struct op op = *next_of(stream);
         uint64_t delay_ns = opts.delay_ns_max;
         unlock(0);
         if (delay_ns > 0) {
@@ -134,15 +144,12 @@ static void *stream_main(void *argument)
             nanosleep(&delay, NULL);
         }
         lock();
-        while (is_paused && !is_broken)
-            pthread_cond_wait(&has_news, &mutex);
-        while (op.kind == OP_WAIT && op.stream->executed_count < op.number && !is_broken)
-            pthread_cond_wait(&has_news, &mutex);
+        turn_wait(stream, &op);
         bool is_skipped = is_broken;
         unlock(0);
         is_in_host_call = true;
         if (op.kind == OP_COPY && !is_skipped)
-            memcpy(op.to, op.from, op.bytes);
+            copy_run(stream, &op);
         if (op.kind == OP_CALL && !is_skipped)
             op.function(op.context);
         for (uint64_t i = 0; op.kind == OP_LAUNCH && !is_skipped && i < op.thread_count; i++)
@@ -163,6 +170,7 @@ static struct CUstream_st *stream_start(struct CUstream_st *stream)
 {
     stream->is_used = true;
     stream->is_stopping = false;
+    stream->computes = stream == &streams[0];
     stream->random = opts.seed + (uint64_t)(stream - streams);
     LH_CHECK(pthread_create(&stream->thread, NULL, stream_main, stream) == 0);
     return stream;

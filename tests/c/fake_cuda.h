@@ -10,6 +10,7 @@
 #define FAKE_CUDA_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #define FAKE_CUDA_DEVICE_COUNT 2
@@ -18,11 +19,24 @@ extern const char fake_cuda_image[];
 
 #define FAKE_CUDA_ERROR 999 /* the result of a call that is made to fail: CUDA_ERROR_UNKNOWN */
 
+/*
+ * Which streams go first where several could. The default stream computes. Either order is one that
+ * a GPU may have, and shows work that lacks a fence: a copy that is executed too late reads or
+ * writes what is no longer its own, and one that is executed too early what is not yet its own.
+ */
+enum fake_cuda_order {
+    FAKE_CUDA_ANY,
+    FAKE_CUDA_COPIES_LAST,
+    FAKE_CUDA_COPIES_FIRST,
+};
+
 struct fake_cuda_opts {
     int64_t fail_after;    /* -1: never; else one fallible call fails after this many successes */
     const char *missing;   /* (optional) a symbol that this driver does not export */
     uint64_t delay_ns_max; /* before each item that a stream executes */
     uint64_t seed;
+    enum fake_cuda_order order;
+    size_t piece_bytes;   /* a copy is executed in pieces of this size; 0: in one */
     unsigned init_result; /* the result of cuInit */
 };
 

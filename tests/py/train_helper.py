@@ -169,7 +169,7 @@ class State:
             eps=hyper["eps"],
             weight_decay=hyper["weight_decay"],
             step=self.step,
-            gradient_scale=1.0,
+            gradient_scale=hyper.get("gradient_scale", 1.0),
         )
 
     def master(self) -> torch.Tensor:

@@ -1,0 +1,41 @@
+/*
+ * What driver.c exports besides the functions of libcuda.so.1. It is tests/py/fake_driver.c with
+ * large tables, and with settings that a test can change while it is in use.
+ */
+#ifndef LAG_DRIVER_H
+#define LAG_DRIVER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#include "dev/cuda_abi.h"
+
+/* The addresses from base on are the device's memory, which this process sees at view. */
+void driver_memory(const void *base, size_t bytes, void *view);
+
+/* A stream whose work is computation, as the default stream's is. */
+void driver_computes(struct CUstream_st *stream);
+
+/*
+ * The order in which streams may proceed (enum fake_cuda_order), the bytes of a copy's pieces, the
+ * longest delay before an item of work, and the seed of these delays.
+ */
+void driver_tune(int order, size_t piece_bytes, uint64_t delay_ns_max, uint64_t seed);
+
+/* Streams that compute may execute this many further host calls; -1: any number. */
+void driver_allow(int64_t count);
+
+bool driver_has_passed(struct CUevent_st *event);
+void driver_drain(void);
+uint64_t driver_live_count(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
