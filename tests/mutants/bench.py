@@ -9,6 +9,7 @@ restored, and a mutant costs one compilation, and one link for each test program
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -35,6 +36,8 @@ EXIT_SKIPPED = 77
 HANG_S = 30.0
 HANG_FACTOR = 8.0
 MODES = ("release", "asan", "tsan")
+# Tests that pytest runs, in the folder of tests/ with this name.
+PYTEST_KINDS = ("py", "lag")
 OPTIONS = {
     "ASAN_OPTIONS": "abort_on_error=0:detect_stack_use_after_return=0:detect_leaks=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
@@ -50,7 +53,7 @@ class NotCompiled(Exception):
 class Test:
     """A test that runs against a mutant: a C program, a simulator's seed, or a pytest selection."""
 
-    kind: str  # c, sim, py
+    kind: str  # c, sim, py, lag
     mode: str
     name: str
     arguments: tuple[str, ...] = ()
@@ -63,11 +66,13 @@ class Test:
 def parse(text: str) -> list[Test]:
     """Return the tests that a word of the table stands for.
 
-    The words are `test_store`, `tsan:test_ring`, `sim_power:0-19` (seeds) and
-    `py:test_mezo.py::test_x` (an argument of pytest, below tests/py).
+    The words are `test_store`, `tsan:test_ring`, `sim_power:0-19` (seeds),
+    `py:test_mezo.py::test_x` (an argument of pytest, below tests/py), and the same with `lag:`, for
+    a test below tests/lag, which runs on the late device.
     """
-    if text.startswith("py:"):
-        return [Test("py", "release", text[3:])]
+    kind, _, name = text.partition(":")
+    if kind in PYTEST_KINDS:
+        return [Test(kind, "release", name)]
     mode = "release"
     if text.split(":")[0] in MODES:
         mode, text = text.split(":", 1)
@@ -77,6 +82,26 @@ def parse(text: str) -> list[Test]:
     first, _, last = (span or "0-9").partition("-")
     seeds = range(int(first), int(last or first) + 1)
     return [Test("sim", mode, name, (str(seed),)) for seed in seeds]
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """The unchanged core in one mode."""
+
+    builder: cbuild.Builder
+    objects: dict[str, pathlib.Path]  # by source path from ROOT
+    core: pathlib.Path
+
+
+@functools.cache
+def core(mode: str) -> Core:
+    """The core of one mode, compiled."""
+    builder = cbuild.Builder(mode)
+    sources = cbuild.core_sources(with_binding=False)
+    objects = builder.compile(sources)
+    wanted = [s for s in sources if cbuild.isa_flags(s, builder.machine) is not None]
+    by_path = {str(s.relative_to(ROOT)): o for s, o in zip(wanted, objects, strict=True)}
+    return Core(builder, by_path, builder.archive(objects, "core"))
 
 
 @dataclasses.dataclass
@@ -120,10 +145,8 @@ def programs(mode: str) -> Programs:
     """Everything of one mode, compiled."""
     with _lock:
         if mode not in _programs:
-            builder = cbuild.Builder(mode)
-            sources = cbuild.core_sources(with_binding=False)
-            objects = builder.compile(sources)
-            wanted = [s for s in sources if cbuild.isa_flags(s, builder.machine) is not None]
+            base = core(mode)
+            builder = base.builder
             mains: dict[str, tuple[pathlib.Path, list[pathlib.Path]]] = {}
             tests = [f"-I{ROOT / 'tests' / 'sim'}"]
             simulator = builder.compile(cbuild.simulator_sources(), tests)
@@ -136,25 +159,20 @@ def programs(mode: str) -> Programs:
                 shared = [*builder.compile(helpers, include), library]
                 for top, main in zip(tops, builder.compile(tops, include), strict=True):
                     mains[top.stem] = (main, shared)
-            _programs[mode] = Programs(
-                builder,
-                {str(s.relative_to(ROOT)): o for s, o in zip(wanted, objects, strict=True)},
-                builder.archive(objects, "core"),
-                mains,
-            )
+            _programs[mode] = Programs(builder, base.objects, base.core, mains)
         return _programs[mode]
 
 
 def missing(test: Test) -> list[str]:
     """List the programs, files and functions that a test names and the tree lacks."""
-    if test.kind != "py":
+    if test.kind not in PYTEST_KINDS:
         folder = "sim" if test.kind == "sim" else "c"
         path = ROOT / "tests" / folder / f"{test.name}.c"
         return [] if path.exists() else [str(path.relative_to(ROOT))]
     wrong = []
     for part in test.name.split():
         name, *inner = re.sub(r"\[.*", "", part).split("::")
-        path = ROOT / "tests" / "py" / name
+        path = ROOT / "tests" / test.kind / name
         text = path.read_text() if path.exists() else ""
         lost = [word for word in inner if not re.search(rf"(def|class) {word}\b", text)]
         if not path.exists() or lost:
@@ -205,7 +223,7 @@ class Overlay:
             NotCompiled: the compiler refuses it.
         """
         if mode not in self._objects:
-            base = programs(mode)
+            base = core(mode)
             sources = [self.path]
             if self.path.endswith(".h"):
                 sources = [s for s, o in base.objects.items() if depends(o, self.path)]
@@ -219,7 +237,7 @@ class Overlay:
         """Return whether the compiler makes exactly the same object from the unchanged file."""
         if not self.path.startswith("csrc/") or self.path.startswith("csrc/py/"):
             return False
-        base = programs("release")
+        base = core("release")
         if self.path.endswith(".h"):
             return False
         return all(
@@ -254,7 +272,7 @@ class Overlay:
         return self._package
 
     def _link_extension(self, package: pathlib.Path) -> None:
-        base = programs("release")
+        base = core("release")
         built = next((ROOT / "python" / "lohan").glob("_core*.so"))
         include = sysconfig.get_path("include")
         flags = ["-DPy_LIMITED_API=0x030b0000", '-DLH_BUILD_INFO="mutant"', f"-isystem{include}"]
@@ -312,11 +330,12 @@ class Answer:
 
 def command_of(test: Test, overlay: Overlay | None) -> tuple[list[str], dict[str, str]]:
     """Return a test's command, and the variables that it adds to the environment."""
-    if test.kind == "py":
+    if test.kind in PYTEST_KINDS:
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
         words += ["-m", "slow or not slow"] if "::" in test.name else []
-        paths = [f"tests/py/{part}" for part in test.name.split()]
+        paths = [f"tests/{test.kind}/{part}" for part in test.name.split()]
         extra = {"PYTHONPATH": str(overlay.package())} if overlay else {}
+        extra.update({"LOHAN_TEST_LAG": "1"} if test.kind == "lag" else {})
         return [*words, *paths], {**extra, "PYTHONDONTWRITEBYTECODE": "1"}
     if overlay:
         program = overlay.link(test.mode, test.name)
@@ -344,7 +363,7 @@ def run(test: Test, overlay: Overlay | None, limit_s: float) -> Answer:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT if test.kind == "py" else folder,
+            cwd=ROOT if test.kind in PYTEST_KINDS else folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -99,7 +99,9 @@ class Memory:
         root = bench.ROOT / "tests"
         names = re.findall(r"test_\w+\.py", test.name) or [test.name]
         for name in names:
-            for path in (root / "py" / name, root / "c" / f"{name}.c", root / "sim" / f"{name}.c"):
+            paths = [root / kind / name for kind in bench.PYTEST_KINDS]
+            paths += [root / kind / f"{name}.c" for kind in ("c", "sim")]
+            for path in paths:
                 if path.exists():
                     parts.append(path.read_text())
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()

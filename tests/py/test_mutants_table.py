@@ -46,6 +46,7 @@ def test_every_mutant_applies_and_its_tests_exist(sources: types.ModuleType) -> 
         ("{once}", "tsan:test_no_such", "there is no tests/c/test_no_such.c"),
         ("{once}", "sim_no_such:0-3", "there is no tests/sim/sim_no_such.c"),
         ("{once}", "py:test_tidy.py test_no_such.py", "there is no tests/py/test_no_such.py"),
+        ("{once}", "lag:test_no_such.py", "there is no tests/lag/test_no_such.py"),
         ("{once}", "py:test_tidy.py::test_no", "there is no tests/py/test_tidy.py::test_no"),
     ],
 )
