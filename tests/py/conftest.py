@@ -9,9 +9,10 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 
+import backward_thread
+import patience
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -88,9 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Skip a test that has not begun when the time for the run is over (see tests/run.py)."""
-    if time.time() > float(os.environ.get("LOHAN_TESTS_END", "inf")):
-        pytest.skip("left out: the time for this run (LOHAN_TESTS_END) is over")
+    patience.skip_if_late()
+
+
+def pytest_configure() -> None:
+    """Run every backward on a thread of its own, if LOHAN_TEST_BACKWARD is "thread"."""
+    if os.environ.get("LOHAN_TEST_BACKWARD") == "thread":
+        backward_thread.install()
 
 
 @pytest.fixture(autouse=True)

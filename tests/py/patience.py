@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
+
 # A process or thread that takes longer than this hangs. Importing torch alone has taken 45 seconds.
 # pytest's own timeout (pyproject.toml) is longer, so that a test can still report what hung.
 HUNG_S = 600
@@ -21,3 +23,9 @@ def slowness() -> float:
     bytearray(b"x") * (32 << 20)  # the first use of memory may cost the most
     least = _CI_FACTOR if "LOHAN_TESTS_END" in os.environ else 1.0
     return max(least, (time.monotonic() - begin) / _QUIET_S)
+
+
+def skip_if_late() -> None:
+    """Skip a test that has not begun when the time for the run is over (see tests/run.py)."""
+    if time.time() > float(os.environ.get("LOHAN_TESTS_END", "inf")):
+        pytest.skip("left out: the time for this run (LOHAN_TESTS_END) is over")
