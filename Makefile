@@ -11,7 +11,7 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-sanitized test-slow test-long lint lint-quick \
+.PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread lag lint lint-quick \
 	analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
 	interrupts troubles paper parity docs wheel matrix coverage build clean
@@ -22,6 +22,8 @@ help:
 	@echo '               in two parts: test-quick (unit tests in C and Python), test-sanitized'
 	@echo 'make test-slow more Python tests: those that take more than ten seconds each;'
 	@echo '               test-long: those that take many minutes, or 40 GB of disk'
+	@echo 'make lag       training on a fake GPU that computes late, bit for bit; in quick form in test-slow'
+	@echo 'make test-thread  the quick Python tests with every backward on a thread of its own'
 	@echo 'make lint      formatting, linters, types, spelling (lint-quick), and clang-tidy (analyze)'
 	@echo 'make fmt       format C and Python'
 	@echo 'make sanitize  all C and Python tests under the sanitizers'
@@ -72,6 +74,13 @@ test-sanitized: $(VENV)/.ready
 
 test-slow test-long: build
 	$(RUN) py --marked $(@:test-%=%) -- $(ARGS)
+	$(if $(findstring slow,$@),$(RUN) lag --fast)
+
+test-thread: build
+	LOHAN_TEST_BACKWARD=thread $(RUN) py --fast -- $(ARGS)
+
+lag: build
+	$(RUN) lag -- $(ARGS)
 
 lint: $(VENV)/.ready
 	$(RUN) lint analyze

@@ -11,6 +11,7 @@
     neon     all of them, or some with --fast, compiled for aarch64 and run by qemu-user
     sim      tests/sim/sim_*.c, random runs in virtual time, one seed each
     py       tests/py with pytest
+    lag      tests/lag on the late device, a fake GPU for torch; skipped if it cannot be built
     asan-py  tests/py with an extension built under the sanitizers, separate from the normal one
     mutants  tests/mutants: one-line changes, each of which a test must detect
     fuzz     tests/fuzz: every parser on its corpus, and on mutations of it for ten seconds
@@ -464,20 +465,19 @@ def run_py(options: Options) -> bool:
     return run_pytest(["tests/py", "--ignore=tests/py/test_tidy.py", *processes(options)], options)
 
 
+def run_lag(options: Options) -> bool:
+    """Run the tests of the late device, in two processes at most."""
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    shared = ["-n", "2", "--dist", "load"] if has_xdist and not options.fast else []
+    return run_pytest(["tests/lag", *shared], options, LOHAN_TEST_LAG="1")
+
+
 def run_asan_py(options: Options) -> bool:
     """Run the Python tests with an extension built under the sanitizers, in a separate folder."""
     base, library = cbuild.BUILD / "asan", cbuild.BUILD / "asan" / "lib"
     shutil.rmtree(library, ignore_errors=True)
-    build = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build",
-        "-b",
-        str(base),
-        "--build-lib",
-        str(library),
-    ]
+    build = [sys.executable, "setup.py", "-q", "build", "-b", str(base)]
+    build += ["--build-lib", str(library)]
     if not run(build, LOHAN_SANITIZE="address,undefined"):
         return False
     command = cbuild.compiler()
@@ -548,6 +548,7 @@ WORDS: dict[str, Callable[[Options], bool]] = {
     "neon": run_neon,
     "sim": run_sim,
     "py": run_py,
+    "lag": run_lag,
     "asan-py": run_asan_py,
     "mutants": run_mutants,
     "fuzz": run_fuzz,

@@ -17,7 +17,8 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "py")]
 
-import late  # noqa: E402  (its folder has just been named)
+import late  # noqa: E402  (these folders have just been named)
+import patience  # noqa: E402
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 SEED = 1234
@@ -36,6 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.lag)
             if _why:
                 item.add_marker(pytest.mark.skip(reason=_why))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    patience.skip_if_late()
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
-/* The late device: the driver, memory, streams, events and random numbers. See late.h. */
+/* The late device: the driver, memory, streams and events. See late.h. */
 #include "late.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <dlfcn.h>
@@ -12,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -74,6 +72,11 @@ std::atomic<bool> is_ending{false};
 CUstream_st *handles[STREAM_COUNT_MAX];
 std::atomic<int> stream_count{1}; /* the first is the default stream, whose handle is NULL */
 thread_local int current = 0;
+std::mutex hold_mutex;
+std::condition_variable hold_ends;
+std::atomic<bool> is_held{false};
+std::mutex failure_mutex;
+std::string failure; /* of the first operation that failed; the next wait raises it */
 
 void run(void *context)
 {
@@ -83,8 +86,8 @@ void run(void *context)
     try {
         (*work)();
     } catch (const std::exception &error) {
-        fprintf(stderr, "late: an operation failed on the device: %s\n", error.what());
-        abort();
+        std::lock_guard<std::mutex> guard(failure_mutex);
+        failure = failure.empty() ? error.what() : failure;
     }
 }
 
@@ -103,6 +106,9 @@ void wait_for(int stream, const char *reason)
         report(reason);
     Entered entered;
     Entered::check(driver.calls.stream_synchronize(handles[stream]), "cuStreamSynchronize");
+    std::lock_guard<std::mutex> guard(failure_mutex);
+    std::string found = std::exchange(failure, "");
+    TORCH_CHECK(found.empty(), "late: an operation failed on the device: ", found);
 }
 
 /* --- memory ---- */
@@ -359,128 +365,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
-/* --- random numbers: the seed and the offset are read when an operation is enqueued --- */
-
-struct LateGenerator final : c10::GeneratorImpl {
-    LateGenerator()
-        : GeneratorImpl(c10::Device(LATE, 0), c10::DispatchKeySet(c10::DispatchKey::CUDA))
-    {
-    }
-    void set_current_seed(uint64_t value) override
-    {
-        from = value;
-        offset = 0;
-    }
-    void set_offset(uint64_t value) override
-    {
-        offset = value;
-    }
-    uint64_t get_offset() const override
-    {
-        return offset;
-    }
-    uint64_t current_seed() const override
-    {
-        return from;
-    }
-    uint64_t seed() override
-    {
-        set_current_seed(c10::detail::getNonDeterministicRandom(true));
-        return from;
-    }
-    void set_state(const c10::TensorImpl &state) override
-    {
-        const auto *words = static_cast<const uint64_t *>(state.data());
-        from = words[0];
-        offset = words[1];
-    }
-    c10::intrusive_ptr<c10::TensorImpl> get_state() const override
-    {
-        auto state = at::empty({2 * sizeof(uint64_t)}, at::kByte);
-        auto *words = static_cast<uint64_t *>(state.mutable_data_ptr());
-        words[0] = from;
-        words[1] = offset;
-        return state.getIntrusivePtr();
-    }
-    LateGenerator *clone_impl() const override
-    {
-        auto *made = new LateGenerator;
-        made->from = from;
-        made->offset = offset;
-        return made;
-    }
-    uint64_t from = c10::default_rng_seed_val, offset = 0;
-};
-
-const at::Generator &default_generator()
-{
-    static const auto generator = at::make_generator<LateGenerator>();
-    return generator;
-}
-
-struct Hooks final : at::CUDAHooksInterface {
-    explicit Hooks(at::CUDAHooksArgs)
-    {
-    }
-    void init() const override
-    {
-    }
-    bool isBuilt() const override
-    {
-        return true;
-    }
-    bool isAvailable() const override
-    {
-        return true;
-    }
-    bool hasCUDA() const override
-    {
-        return true;
-    }
-    bool hasPrimaryContext(c10::DeviceIndex) const override
-    {
-        return true;
-    }
-    c10::DeviceIndex deviceCount() const override
-    {
-        return 1;
-    }
-    int getNumGPUs() const override
-    {
-        return 1;
-    }
-    c10::DeviceIndex current_device() const override
-    {
-        return 0;
-    }
-    c10::DeviceIndex getCurrentDevice() const override
-    {
-        return 0;
-    }
-    const at::Generator &getDefaultGenerator(c10::DeviceIndex) const override
-    {
-        return default_generator();
-    }
-    at::Generator getNewGenerator(c10::DeviceIndex) const override
-    {
-        return at::make_generator<LateGenerator>();
-    }
-    c10::Device getDeviceFromPtr(void *) const override
-    {
-        return {LATE, 0};
-    }
-    void deviceSynchronize(c10::DeviceIndex) const override
-    {
-        Guard().synchronizeDevice(0);
-    }
-};
-
 } // namespace
-
-namespace at
-{
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks);
-} // namespace at
 
 namespace late
 {
@@ -499,6 +384,11 @@ void wait(const char *reason)
     wait_for(current, reason);
 }
 
+void wait_for_all()
+{
+    Guard().synchronizeDevice(0);
+}
+
 void *seen(void *address)
 {
     return memory.seen(address);
@@ -512,15 +402,6 @@ c10::Allocator *allocator()
 void use(const at::Tensor &tensor, c10::Stream stream)
 {
     memory.use(tensor.storage().data_ptr().get_context(), static_cast<int>(stream.id()));
-}
-
-at::Generator next_generator(const std::optional<at::Generator> &given)
-{
-    const at::Generator &used = given && given->defined() ? *given : default_generator();
-    TORCH_CHECK(used.device().type() == LATE, "late: a generator of another device");
-    auto *state = used.get<LateGenerator>();
-    std::lock_guard<std::mutex> guard(state->mutex_);
-    return at::detail::createCPUGenerator(state->from * 0x9e3779b97f4a7c15u + state->offset++);
 }
 
 } // namespace late
@@ -589,7 +470,24 @@ void late_stream_wait(int number)
 
 void late_device_wait(void)
 {
-    Guard().synchronizeDevice(0);
+    late::wait_for_all();
+}
+
+/* Make a stream stop at this place of its work, until late_release(). */
+void late_hold(int number)
+{
+    is_held = true;
+    enqueue(number, [] {
+        std::unique_lock<std::mutex> guard(hold_mutex);
+        hold_ends.wait(guard, [] { return !is_held; });
+    });
+}
+
+void late_release(void)
+{
+    std::lock_guard<std::mutex> guard(hold_mutex);
+    is_held = false;
+    hold_ends.notify_all();
 }
 
 void *late_stream_handle(int number)
@@ -602,19 +500,5 @@ int late_current_work_stream(int32_t type, int32_t, void **stream)
 {
     *stream = type == static_cast<int32_t>(2) ? handles[current] : nullptr;
     return 0;
-}
-
-void late_random_get(uint64_t *words)
-{
-    auto *state = default_generator().get<LateGenerator>();
-    words[0] = state->from;
-    words[1] = state->offset;
-}
-
-void late_random_set(const uint64_t *words)
-{
-    auto *state = default_generator().get<LateGenerator>();
-    state->from = words[0];
-    state->offset = words[1];
 }
 }

@@ -10,13 +10,16 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import late
 import lohan
+import pytest
 import torch
 import train_helper as helper
+from lohan.errors import BudgetError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
@@ -77,12 +80,14 @@ class Tower(nn.Module):
         super().__init__()
         self.kind, self.dropout = kind, dropout
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=False)
 
     def inner(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(nn.functional.dropout(block(x), self.dropout)) * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "reentrant":
+            x = x.clone().requires_grad_()
         for block in self.blocks:
             if self.kind == "none":
                 x = x + self.inner(block, x)
@@ -158,8 +163,7 @@ def vectors(step: int) -> Any:
 
 
 def applied(model: nn.Module, batch: Any) -> torch.Tensor:
-    dtype = next(iter(model.parameters())).dtype
-    loss: torch.Tensor = model(*(part.to(dtype) for part in batch))
+    loss: torch.Tensor = model(*batch)
     return loss
 
 
@@ -213,7 +217,9 @@ class Task:
         return self.kind.make().to(getattr(torch, self.dtype)).train()
 
     def batches(self) -> list[Any]:
-        return [self.kind.batch(i) for i in range(self.steps * self.accumulate)]
+        dtype = getattr(torch, self.dtype)
+        made = [self.kind.batch(i) for i in range(self.steps * self.accumulate)]
+        return [b if torch.is_tensor(b) else tuple(x.to(dtype) for x in b) for b in made]
 
     def backward(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Run forward and backward; return the loss, whose value nobody has asked for yet."""
@@ -293,26 +299,47 @@ def expected(task: Task, norms: tuple[float, ...]) -> Trained:
     return plain(task, list(norms))
 
 
-@functools.cache
-def least(task: Task, settings: tuple[tuple[str, Any], ...], folder: pathlib.Path) -> int:
-    """Return the smallest device_param_bytes, or with device_param_bytes the least host_bytes."""
-    given = dict(settings)
-    if "device_param_bytes" in given:
-        return helper.host_bytes_min(task.build(), folder, **given)
-    return helper.device_bytes_min(task.build(), folder)
+_least: dict[Any, int] = {}
 
 
-def wrap(task: Task, folder: pathlib.Path, **settings: Any) -> nn.Module:
-    """Wrap a task's model for the late device."""
-    given = {
+def least_slots(task: Task, folder: pathlib.Path) -> int:
+    """Return the smallest device_param_bytes for a task's model."""
+    key = (task.name, task.dtype)
+    if key not in _least:
+        _least[key] = helper.device_bytes_min(task.build(), folder)
+    return _least[key]
+
+
+def least_host(task: Task, folder: pathlib.Path, settings: dict[str, Any]) -> int:
+    """Return the smallest host_bytes for a task's model with some settings."""
+    key = (dataclasses.replace(task, steps=0), repr(settings))
+    if key not in _least:
+        given = {**options(task), **settings}
+        # swap_bytes is a part of host_bytes, which the error does not count.
+        refused = r"host_bytes (\d+) .*is too small: this model needs at least (\d+)"
+        few = 8 * given.get("swap_bytes", 0) + 1
+        with pytest.raises(BudgetError, match=refused) as error:
+            lohan.wrap(task.build(), store=folder / "refused", host_bytes=few, **given)
+        found = re.search(refused, str(error.value))
+        assert found
+        _least[key] = int(found[2]) + few - int(found[1])
+    return _least[key]
+
+
+def options(task: Task) -> dict[str, Any]:
+    """Return lohan's settings for a task."""
+    return {
         **HYPER,
         "device": "cuda",
         "allow_tmpfs": True,
         "accumulate": task.accumulate,
         "max_grad_norm": CLIP if task.is_clipped else None,
-        **settings,
     }
-    return lohan.wrap(task.build(), store=folder, **given)
+
+
+def wrap(task: Task, folder: pathlib.Path, **settings: Any) -> nn.Module:
+    """Wrap a task's model for the late device."""
+    return lohan.wrap(task.build(), store=folder, **{**options(task), **settings})
 
 
 def assert_same(found: Trained, wanted: Trained) -> None:

@@ -36,6 +36,9 @@ void launch(Work work);
 /* The host waits for this thread's current stream; the reason is reported. */
 void wait(const char *reason);
 
+/* The host waits for all streams. */
+void wait_for_all();
+
 /* Return where the driver's threads find what is at an address of the device. */
 void *seen(void *address);
 
@@ -44,9 +47,6 @@ c10::Allocator *allocator();
 
 /* The tensor's memory is reused only after what this stream has been given until it is freed. */
 void use(const at::Tensor &tensor, c10::Stream stream);
-
-/* Return a generator on the CPU for one operation; given or the default one moves on. */
-at::Generator next_generator(const std::optional<at::Generator> &given);
 
 } // namespace late
 

@@ -161,6 +161,15 @@ class Late:
         """Let streams that compute execute count more items; -1: any number."""
         self.driver.driver_allow(ctypes.c_int64(count))
 
+    @contextlib.contextmanager
+    def held(self, stream: int) -> Iterator[None]:
+        """Hold a stream at this place of its work; it continues when the block ends."""
+        self.library.late_hold(stream)
+        try:
+            yield
+        finally:
+            self.library.late_release()
+
     def drain(self) -> None:
         """Wait until everything that was enqueued is executed, without counting it as a wait."""
         self.driver.driver_drain()
@@ -290,6 +299,7 @@ def _complete() -> None:
     cuda.default_generators = (Generator(),)
     cuda.mem_get_info = lambda *_: (1 << 30, 8 << 30)
     cuda.memory_reserved = cuda.max_memory_allocated = lambda *_: device().counts.live_bytes
+    cuda.get_device_capability = lambda *_: (7, 5)
     cuda.get_device_name = lambda *_: "late"
     torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     _complete_exchange(torch)

@@ -1,8 +1,10 @@
-/* The late device: operations. See late.h. */
+/* The late device: random numbers and operations. See late.h. */
 #include "late.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -12,6 +14,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <stdexcept>
 #include <unordered_set>
 
 namespace
@@ -21,6 +24,134 @@ using Stack = torch::jit::Stack;
 using Change = std::function<at::Tensor(const at::Tensor &)>;
 
 constexpr auto LATE = late::DEVICE;
+
+/* --- random numbers: the seed and the offset are read when an operation is enqueued --- */
+
+struct LateGenerator final : c10::GeneratorImpl {
+    LateGenerator()
+        : GeneratorImpl(c10::Device(LATE, 0), c10::DispatchKeySet(c10::DispatchKey::CUDA))
+    {
+    }
+    void set_current_seed(uint64_t value) override
+    {
+        from = value;
+        offset = 0;
+    }
+    void set_offset(uint64_t value) override
+    {
+        offset = value;
+    }
+    uint64_t get_offset() const override
+    {
+        return offset;
+    }
+    uint64_t current_seed() const override
+    {
+        return from;
+    }
+    uint64_t seed() override
+    {
+        set_current_seed(c10::detail::getNonDeterministicRandom(true));
+        return from;
+    }
+    void set_state(const c10::TensorImpl &state) override
+    {
+        const auto *words = static_cast<const uint64_t *>(state.data());
+        from = words[0];
+        offset = words[1];
+    }
+    c10::intrusive_ptr<c10::TensorImpl> get_state() const override
+    {
+        auto state = at::empty({2 * sizeof(uint64_t)}, at::kByte);
+        auto *words = static_cast<uint64_t *>(state.mutable_data_ptr());
+        words[0] = from;
+        words[1] = offset;
+        return state.getIntrusivePtr();
+    }
+    LateGenerator *clone_impl() const override
+    {
+        auto *made = new LateGenerator;
+        made->from = from;
+        made->offset = offset;
+        return made;
+    }
+    uint64_t from = c10::default_rng_seed_val, offset = 0;
+};
+
+const at::Generator &default_generator()
+{
+    static const auto generator = at::make_generator<LateGenerator>();
+    return generator;
+}
+
+struct Hooks final : at::CUDAHooksInterface {
+    explicit Hooks(at::CUDAHooksArgs)
+    {
+    }
+    void init() const override
+    {
+    }
+    bool isBuilt() const override
+    {
+        return true;
+    }
+    bool isAvailable() const override
+    {
+        return true;
+    }
+    bool hasCUDA() const override
+    {
+        return true;
+    }
+    bool hasPrimaryContext(c10::DeviceIndex) const override
+    {
+        return true;
+    }
+    c10::DeviceIndex deviceCount() const override
+    {
+        return 1;
+    }
+    int getNumGPUs() const override
+    {
+        return 1;
+    }
+    c10::DeviceIndex current_device() const override
+    {
+        return 0;
+    }
+    c10::DeviceIndex getCurrentDevice() const override
+    {
+        return 0;
+    }
+    const at::Generator &getDefaultGenerator(c10::DeviceIndex) const override
+    {
+        return default_generator();
+    }
+    at::Generator getNewGenerator(c10::DeviceIndex) const override
+    {
+        return at::make_generator<LateGenerator>();
+    }
+    c10::Device getDeviceFromPtr(void *) const override
+    {
+        return {LATE, 0};
+    }
+    void deviceSynchronize(c10::DeviceIndex) const override
+    {
+        late::wait_for_all();
+    }
+};
+
+/* Return a generator on the CPU for one operation; given or the default one moves on. */
+at::Generator next_generator(const std::optional<at::Generator> &given)
+{
+    const at::Generator &used = given && given->defined() ? *given : default_generator();
+    TORCH_CHECK(used.device().type() == LATE, "late: a generator of another device");
+    auto *state = used.get<LateGenerator>();
+    std::lock_guard<std::mutex> guard(state->mutex_);
+    return at::detail::createCPUGenerator(state->from * 0x9e3779b97f4a7c15u + state->offset++);
+}
+
+/* --- tensors --- */
 
 bool is_late(const at::Tensor &tensor)
 {
@@ -192,14 +323,20 @@ bool is_written(const c10::Argument &argument)
     return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
-/* An argument that is not on the device: a number, or indices, whose values are taken now. */
-at::Tensor taken(const c10::FunctionSchema &schema, const at::Tensor &tensor)
+/* Of main memory, an operation takes only numbers, and indices. */
+void check_host(const c10::FunctionSchema &schema, const at::Tensor &tensor)
 {
     static const std::unordered_set<std::string> indexing{"aten::index", "aten::index_put_",
                                                           "aten::_index_put_impl_"};
-    TORCH_CHECK(tensor.device().is_cpu() && (tensor.dim() == 0 || indexing.count(schema.name())),
-                "Expected all tensors to be on the same device: ", schema.name(),
+    bool is_taken =
+        tensor.device().is_cpu() && (tensor.dim() == 0 || indexing.count(schema.name()));
+    TORCH_CHECK(is_taken, "Expected all tensors to be on the same device: ", schema.name(),
                 " got a tensor on ", tensor.device(), " and others on the late device");
+}
+
+/* Return a copy: values in main memory are read when the operation is called. */
+at::Tensor taken(const at::Tensor &tensor)
+{
     at::Tensor made = tensor.detach().clone();
     made.unsafeGetTensorImpl()->set_wrapped_number(
         tensor.unsafeGetTensorImpl()->is_wrapped_number());
@@ -234,9 +371,11 @@ struct Call {
 /* Run the meta kernel: what is the form of the results? */
 Stack Call::metas() const
 {
-    Change change = [](const at::Tensor &tensor) {
-        if (!is_late(tensor))
+    Change change = [this](const at::Tensor &tensor) {
+        if (!is_late(tensor)) {
+            check_host(schema(), tensor);
             return tensor;
+        }
         return at::empty_strided(tensor.sizes(), tensor.strides(),
                                  tensor.options().device(at::kMeta));
     };
@@ -255,6 +394,8 @@ Stack Call::metas() const
 /* results: tensors with the form of the results. */
 void Call::take_results(const Stack &results)
 {
+    /* The CPU's kernel has statistics in the dtype of the input, CUDA's in fp32. */
+    bool has_statistics = schema().name() == "aten::native_layer_norm";
     for (size_t i = 0; i < results.size(); i++) {
         const auto *alias = schema().returns()[i].alias_info();
         size_t k = 0;
@@ -269,8 +410,9 @@ void Call::take_results(const Stack &results)
         }
         outs.push_back(changed(
             results[i],
-            [this](const at::Tensor &form) {
-                at::Tensor tensor = empty_as(form);
+            [&](const at::Tensor &form) {
+                auto dtype = (has_statistics ? arguments[0].toTensor() : form).scalar_type();
+                at::Tensor tensor = empty_as(form.to(dtype));
                 made.emplace_back(tensor);
                 return tensor;
             },
@@ -288,7 +430,7 @@ void Call::take_arguments()
             continue;
         auto given =
             arguments[i].isNone() ? std::nullopt : std::optional(arguments[i].toGenerator());
-        arguments[i] = late::next_generator(given);
+        arguments[i] = next_generator(given);
         has_generator = true;
     }
     TORCH_CHECK(!is_random || has_generator, "late: ", schema().name(), " takes no generator");
@@ -297,7 +439,7 @@ void Call::take_arguments()
         if (is_late(tensor))
             refs.emplace_back(tensor);
         else
-            hosts.push_back(taken(schema(), tensor));
+            hosts.push_back(taken(tensor));
         return at::empty({0});
     };
     form = changed_all(arguments, change, c10::Device(at::kCPU));
@@ -366,7 +508,13 @@ void fallback(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack)
     if (waiting.count(op.schema().name()))
         return;
     call.outs.clear();
-    late::launch([call = std::move(call)] { call.run(); });
+    late::launch([call = std::move(call)] {
+        try {
+            call.run();
+        } catch (const c10::Error &error) {
+            throw std::runtime_error(call.schema().name() + ": " + error.what_without_backtrace());
+        }
+    });
 }
 
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor &input, double p,
@@ -374,7 +522,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor &input, doubl
 {
     bool is_on = !train || *train;
     at::Tensor output = empty_as(input), mask = empty_as(input.to(at::kMeta).to(at::kBool));
-    auto generator = late::next_generator({});
+    auto generator = next_generator({});
     late::launch([=, in = Ref(input), out = Ref(output), used = Ref(mask)] {
         at::Tensor kept = used.tensor();
         if (is_on)
@@ -385,6 +533,16 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor &input, doubl
         out.tensor().copy_(in.tensor().mul(kept).mul(scale));
     });
     return {output, mask};
+}
+
+/* The CPU's kernel takes no integers, CUDA's does. */
+at::Tensor histc(const at::Tensor &self, int64_t bins, const at::Scalar &min, const at::Scalar &max)
+{
+    at::Tensor counts = empty({bins}, self.scalar_type(), {}, {}, {}, {});
+    late::launch([=, in = Ref(self), out = Ref(counts)] {
+        out.tensor().copy_(in.tensor().to(at::kFloat).histc(bins, min, max));
+    });
+    return counts;
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m)
@@ -408,6 +566,31 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m)
     m.impl("copy_", copy_);
     m.impl("_local_scalar_dense", local_scalar);
     m.impl("native_dropout", native_dropout);
+    m.impl("histc", histc);
+    /* Not the composite, whose statistics the CPU's kernel for backward does not take. */
+    m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 } // namespace
+
+namespace at
+{
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks);
+} // namespace at
+
+extern "C" {
+
+void late_random_get(uint64_t *words)
+{
+    auto *state = default_generator().get<LateGenerator>();
+    words[0] = state->from;
+    words[1] = state->offset;
+}
+
+void late_random_set(const uint64_t *words)
+{
+    auto *state = default_generator().get<LateGenerator>();
+    state->from = words[0];
+    state->offset = words[1];
+}
+}
