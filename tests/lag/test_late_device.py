@@ -49,21 +49,24 @@ def test_a_cpu_that_touches_the_devices_memory_is_killed(device: late.Late) -> N
 
 
 def test_freed_memory_is_reused_at_once_and_has_no_values(device: late.Late) -> None:
+    count = 123_457  # no other free block has this size
     device.allow(0)
-    x = torch.ones(COUNT, device="cuda")
+    x = torch.ones(count, device="cuda")
     address = x.data_ptr()
     kept = x + 1
     del x
-    y = torch.empty(COUNT, device="cuda")
-    assert y.data_ptr() == address
+    y = torch.empty(count, device="cuda")
+    is_reused = y.data_ptr() == address
     device.allow(-1)
+    assert is_reused
     assert bool(y.isnan().all())
-    assert float(kept.sum()) == 2 * COUNT
+    assert float(kept.sum()) == 2 * count
 
 
 def test_memory_that_another_stream_uses_is_reused_only_after_that(device: late.Late) -> None:
+    count = 234_567  # no other free block has this size
     side = torch.cuda.Stream()
-    x = torch.ones(COUNT, device="cuda")
+    x = torch.ones(count, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with device.held(side.number):
         with torch.cuda.stream(side):
@@ -71,8 +74,9 @@ def test_memory_that_another_stream_uses_is_reused_only_after_that(device: late.
         x.record_stream(torch.Stream(stream_id=side.number, device_index=0, device_type=1))
         address = x.data_ptr()
         del x
-        x = torch.zeros(COUNT, device="cuda")
-        assert x.data_ptr() == address
+        x = torch.zeros(count, device="cuda")
+        is_reused = x.data_ptr() == address
+    assert is_reused
     side.synchronize()
     assert bool((y.cpu() == 2).all())
 
