@@ -11,7 +11,7 @@ from typing import Any
 
 import lohan
 import torch
-from lohan.errors import HollowParameterError, SessionError, StoreLockedError
+from lohan.errors import SessionError, StoreLockedError
 from lohan.torch_glue._device import Meter
 from rules_helper import Stack, build, train_step, vectors
 from torch import nn
@@ -257,12 +257,13 @@ def fork_calls(store: str, pid: int | None = None) -> None:
         signal.alarm(30)
         if pid is not None:
             os.getpid = lambda: pid
-        # The fork itself has made the parameters hollow whose memory the child does not have.
-        refused = [is_refused(param.sum, HollowParameterError) for param in (params[0], lent)]
+        # The fork itself has made the parameters hollow whose memory the child does not have, and
+        # the loop that is at this one cannot load it again.
+        refused = [is_refused(param.sum, SessionError) for param in (params[0], lent)]
         refused += [is_refused(call, SessionError) for call in refused_calls(model, loss, store)]
         for call in quiet_calls(model):
             call()
-        refused += [is_refused(param.sum, HollowParameterError) for param in (params[0], lent)]
+        refused += [is_refused(param.sum, SessionError) for param in (params[0], lent)]
         del lend, loss, model, params
         gc.collect()
         os._exit(0 if all(refused) else 1)
