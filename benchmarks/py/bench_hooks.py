@@ -4,6 +4,8 @@
    parameters, compared with the same module unwrapped. Every hook runs, every weight is saved for
    the gradients of activations, and nothing is updated, so the ratio is the cost of the hooks.
 2. The pack and unpack of a saved parameter, as autograd calls them, in microseconds.
+3. Loops over the parameters of a GPT-2 between steps, which read no values: the number of elements
+   of all parameters, and transformers' `model.device`, compared with the same module unwrapped.
 
     python benchmarks/py/bench_hooks.py [--rounds 7]
 """
@@ -14,6 +16,7 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import lohan
@@ -23,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 SAVED_COUNT = 2000
 TRY_COUNT = 5
+LOOP_COUNT = 50
 
 
 def build() -> GPT2LMHeadModel:
@@ -68,6 +72,37 @@ def saved_seconds(model: torch.nn.Module) -> float:
     return min(seconds)
 
 
+LOOPS: dict[str, Callable[[GPT2LMHeadModel], object]] = {
+    "numel": lambda model: sum(p.numel() for p in model.parameters()),
+    "device": lambda model: model.device,
+}
+
+
+def loop_us(loop: Callable[[GPT2LMHeadModel], object], model: GPT2LMHeadModel) -> float:
+    """Return the best time of a loop over the parameters, in microseconds."""
+    seconds = []
+    for _ in range(LOOP_COUNT):
+        begin = time.perf_counter()
+        loop(model)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds) * 1e6
+
+
+def measure_loops(report: Report, rounds: int, store: Path) -> None:
+    """Compare loops that read no values, after a step whose updates may still be under way."""
+    plain, wrapped = build(), lohan.wrap(build(), store=store)
+    batch = torch.zeros(1, 8, dtype=torch.long)
+    wrapped(input_ids=batch, labels=batch).loss.backward()
+    wrapped.optimizer.step()
+    for name, loop in LOOPS.items():
+        ours, theirs = [], []
+        for _ in range(rounds):
+            theirs.append(loop_us(loop, plain))
+            ours.append(loop_us(loop, wrapped))
+        report.add(f"hooks_loop_{name}", ours, "us", peer="unwrapped module", peer_values=theirs)
+    wrapped.lohan.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
@@ -105,6 +140,7 @@ def main() -> None:
             ours.append((saved_seconds(packed) - base) / SAVED_COUNT * 1e6)
         report.add("hooks_saved_tensor", ours, "us", saved_count=SAVED_COUNT)
         packed.lohan.close()
+        measure_loops(report, options.rounds, Path(name) / "c")
 
 
 if __name__ == "__main__":

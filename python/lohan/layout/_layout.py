@@ -64,8 +64,8 @@ def make_layout(
                 key = (id(scope_module), *kind, ranks_of.get(id(tensor)))
                 if key not in unit_by_key:
                     unit_by_key[key] = len(units)
-                    made = _storage_formats.format_of(tensor.dtype, found.storage)
-                    kept = made if is_moved else None
+                    format_of = _storage_formats.format_of
+                    kept = format_of(tensor.dtype, found.storage) if is_moved else None
                     dtype = tensor.dtype if kept is None else _storage_formats.TYPES[kept]
                     units.append(Unit(scope_name or "(root)", dtype, key[2], []))
                     formats.append(kept)

@@ -265,7 +265,7 @@ class ForwardRules(SessionPart):
         Returns:
             Whether it was loaded; False if no loop is at this parameter, or a step is in progress.
         """
-        for loop in reversed(self.loops):
+        for loop in reversed(tuple(self.loops)):
             if loop.is_at(tensor) and not self.closed and not self.is_underway:
                 loop.load()
                 return True

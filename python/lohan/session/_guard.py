@@ -17,6 +17,7 @@ from torch import nn
 
 from lohan.errors import FrozenParameterError, LentError, StaleStateError, UnsupportedError
 from lohan.layout import _names
+from lohan.session._forward import refuse_read
 from lohan.session._loop import Loop
 from lohan.store import _stale, _store
 from lohan.store._block_writer import BlockWriter
@@ -225,6 +226,8 @@ class Guard:
                     loop.end()
                 else:
                     assert index is not None
+                    if not loop.is_begun:
+                        refuse_read()
                     loop.begin(index, name, tensor)
                     if type(tensor) is not self.plain_hollow and not session.is_underway:
                         loop.load()

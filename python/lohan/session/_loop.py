@@ -10,6 +10,7 @@ are still on their way waited for, and only then are the values compared with th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -52,6 +53,7 @@ class Loop:
 
     is_begun = False
     _tensor: nn.Parameter | None = None
+    _thread = -1
     _index = -1
     _name = ""
     _context: AbstractContextManager[None] | None = None
@@ -84,13 +86,14 @@ class Loop:
         self._index, self._name, self._tensor = index, name, tensor
         if not self.is_begun:
             self.is_begun = True
+            self._thread = threading.get_ident()
             # Operations in the loop must save handles: parameters become hollow again.
             self._session.saving.saved.enter()
             self._session.loops.append(self)
 
     def is_at(self, tensor: nn.Parameter) -> bool:
-        """Return whether it is the parameter's turn."""
-        return self._tensor is tensor
+        """Return whether it is the parameter's turn, in a loop of the calling thread."""
+        return self._tensor is tensor and self._thread == threading.get_ident()
 
     def end(self) -> None:
         """End the turn, if one has begun: write the values if they were changed.
