@@ -38,7 +38,7 @@ static bool is_node(PyObject *node, const char *name)
     return is_it;
 }
 
-/* The node that made the first input of node, which is released. NULL: there is none. */
+/* Return the node that produced the first input of node, and release node. NULL: no such node. */
 static PyObject *node_input(PyObject *node)
 {
     PyObject *inputs = attribute(node, "next_functions");
@@ -53,7 +53,7 @@ static PyObject *node_input(PyObject *node)
     return input;
 }
 
-/* The bound parameter that is the object tensor; param_count if there is none. */
+/* Return the index of the bound parameter whose object is tensor; param_count: no such one. */
 static uint32_t bound_param(const struct lhpy_engine *self, const PyObject *tensor)
 {
     for (uint32_t i = 0; i < self->bound_unit_count; i++) {

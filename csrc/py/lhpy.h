@@ -326,7 +326,7 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit);
 /* cast.c */
 /*
  * The parameter whose autocast cast tensor is, or is a view of, and the view's offset in the cast;
- * param_count if there is none. view: what tensor describes.
+ * param_count if tensor is no such cast. view: the DLPack description of tensor.
  */
 uint32_t lhpy_cast_find(const struct lhpy_engine *self, PyObject *tensor,
                         const struct lhpy_dl_tensor *view, uint64_t *byte_offset_out);

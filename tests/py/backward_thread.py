@@ -1,4 +1,4 @@
-"""Backward on another thread than forward, as on an accelerator, for every test of a process.
+"""Run backward on a different thread than forward, as on an accelerator, in every test.
 
 There, autograd runs hooks and unpacks saved tensors on a thread of its own for each device. On the
 CPU it does so on the thread that calls backward().

@@ -215,7 +215,7 @@ def provide(
     """Make sure that this process has a replica to resume, by copying one if necessary.
 
     The processes resume the newest step that all have ([Note: The step that all have] in
-    replicas/_places.py). If there is none, a store was restored from an old copy: the processes
+    replicas/_places.py). If no step is common, a store was restored from an old copy: the processes
     then resume the largest step, and stores without it are replaced by copies.
 
     Args:

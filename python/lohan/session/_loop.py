@@ -1,11 +1,11 @@
 """Loops over a wrapped model's parameters: values come when they are used.
 
-[Note: A loop's turn] Most loops between steps, such as `sum(p.numel() for p in
-model.parameters())` and `model.device` of transformers, read no values. A loop therefore yields the
-parameter as it is, hollow, and opens a turn for it, which ends when the loop asks for the next
-parameter. The first operation within the turn that needs values loads them (HollowParameter calls
-load_in_loop()), and the parameter is a plain one until the turn ends. Only then are updates that
-are still on their way waited for, and only then are the values compared with those before.
+[Note: A loop's turn] Most loops between steps, such as `sum(p.numel() for p in model.parameters())`
+and `model.device` of transformers, read no values. A loop therefore yields hollow parameters. Each
+has a turn, which ends when the loop asks for the next parameter. The first operation within the
+turn that needs values loads them (HollowParameter calls load_in_loop()), and the parameter is a
+plain one until the turn ends. Only then are updates that are still on their way waited for, and
+only then are the values compared with those before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Saving(Protocol):
 
     @property
     def saved(self) -> SavedTensors:
-        """The hooks that keep parameters as handles and everything else as it is."""
+        """The hooks that replace saved parameters by handles, and leave other tensors unchanged."""
 
 
 class Loader(Protocol):
