@@ -160,6 +160,9 @@ def stats_of(model: Any) -> dict[str, Any]:
     stats = model.lohan.stats()
     return {
         "bound_by": stats.bound_by,
+        "update_ms": stats.update_busy_ns / max(stats.threads, 1) / 1e6,
+        "deferred_units": stats.deferred_units,
+        "summary": str(stats),
         "copied_in_bytes": stats.bytes.get("copy_in", 0),
         "copied_out_bytes": stats.bytes.get("copy_out", 0),
         "ssd_read_bytes": stats.read_bytes,

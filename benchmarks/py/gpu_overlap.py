@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ STEPS = 6
 # The share of the blocks' bytes on the device.
 SHARES = {"all": 1.0, "quarter": 0.25}
 SCHEDULES = ("optimized", "deferred", "auto")
+# Rows of a batch: with few, copies and updates take longer than computation; with many, less.
+ROWS = (4, 16)
+DRY_ROWS = (1, 2)
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 
 
@@ -59,17 +63,25 @@ class Clock:
 
 
 def pipelined(place: Place, model: Any, optimizer: Any, every: list[Any]) -> dict[str, float]:
-    """Measure the time per step without reading losses or synchronizing in between."""
-    place.synchronize()
-    begin = time.perf_counter()
-    for tokens in every:
+    """Measure the time per step in the steady state, without reading losses in between.
+
+    The first step is not measured, so that the updates which it leaves stand for those that the
+    last step leaves. What lohan writes to the store at the end is measured separately.
+    """
+    begin = 0.0
+    for index, tokens in enumerate(every):
         model(tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if index == 0:
+            place.synchronize()
+            begin = time.perf_counter()
+    place.synchronize()
+    end = time.perf_counter()
     if hasattr(model, "lohan"):
         model.lohan.flush()
-    place.synchronize()
-    return {"step_ms": 1e3 * (time.perf_counter() - begin) / len(every)}
+    flushed = time.perf_counter()
+    return {"step_ms": 1e3 * (end - begin) / (len(every) - 1), "flush_ms": 1e3 * (flushed - end)}
 
 
 class Overlap:
@@ -82,7 +94,28 @@ class Overlap:
         self.shape = self.place.pick(MIDDLE, TINY)
         self.dtype = torch.bfloat16
         self.steps = self.place.pick(STEPS, 3)
-        self.batches = batches(self.shape, self.place, self.steps)
+        shapes = [
+            dataclasses.replace(self.shape, rows=rows) for rows in self.place.pick(ROWS, DRY_ROWS)
+        ]
+        self.batches = {shape: batches(shape, self.place, self.steps) for shape in shapes}
+
+    def measure(self, model: Any, optimizer: Any) -> None:
+        """Write a line for each number of rows: losses, when calls return, and steps."""
+        for shape, every in self.batches.items():
+            clock = Clock(self.place)
+            self.place.reset_peak()
+            losses = [clock.step(model, optimizer, tokens).item() for tokens in every]
+            steady = pipelined(self.place, model, optimizer, every)
+            rate = 3 * flop(shape) / (steady["step_ms"] / 1e3) / 1e12
+            self.part.say(
+                rows=shape.rows,
+                losses=losses,
+                **clock.medians(),
+                **steady,
+                tflop_per_s=rate,
+                **(stats_of(model) if hasattr(model, "lohan") else {}),
+                **self.place.peak_bytes(),
+            )
 
     def wrapped(self, folder: Any, share: float, **settings: Any) -> Any:
         """Make a wrapped model with a share of its blocks on the device."""
@@ -110,30 +143,21 @@ class Overlap:
 
         model = build(self.shape, self.dtype).to(self.place.device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-        clock = Clock(self.place)
-        self.place.reset_peak()
-        losses = [clock.step(model, optimizer, tokens).item() for tokens in self.batches]
-        steady = pipelined(self.place, model, optimizer, self.batches)
-        rate = 3 * flop(self.shape) / (steady["step_ms"] / 1e3) / 1e12
-        return {
-            "losses": losses,
-            **clock.medians(),
-            **steady,
-            "tflop_per_s": rate,
-            **self.place.peak_bytes(),
-        }
+        self.measure(model, optimizer)
+        return {"params": self.shape.param_count}
 
     def forwards(self, share: float) -> Mapping[str, Any]:
         """Evaluate: each forward needs every block."""
         import torch
 
+        every = next(iter(self.batches.values()))
         with store_folder() as folder:
             model = self.wrapped(folder, share)
             try:
                 returned, seconds = [], []
                 with torch.no_grad():
-                    model(self.batches[0])
-                    for tokens in self.batches:
+                    model(every[0])
+                    for tokens in every:
                         self.place.synchronize()
                         begin = time.perf_counter()
                         model(tokens)
@@ -156,19 +180,8 @@ class Overlap:
         with store_folder() as folder:
             model = self.wrapped(folder, share, schedule=schedule)
             try:
-                clock = Clock(self.place)
-                self.place.reset_peak()
-                losses = []
-                for tokens in self.batches:
-                    losses.append(clock.step(model, model.optimizer, tokens).item())
-                steady = pipelined(self.place, model, model.optimizer, self.batches)
-                return {
-                    "losses": losses,
-                    **clock.medians(),
-                    **steady,
-                    **stats_of(model),
-                    **self.place.peak_bytes(),
-                }
+                self.measure(model, model.optimizer)
+                return {"params": self.shape.param_count}
             finally:
                 model.lohan.close()
 

@@ -144,11 +144,18 @@ static uint64_t moved_bytes(const struct lhpy_engine *self)
     return region_bytes + self->budget.slab_count * self->budget.slab_bytes;
 }
 
+/* Where gradients from an accelerator arrive: in landing blocks, or on their way to a sum. */
+static uint64_t gradients_offset(const struct lhpy_engine *self, const struct make_opts *opts)
+{
+    return lh_align_up(moved_bytes(self) + (opts->sums ? lhpy_sums_bytes(self) : 0),
+                       LH_BLOCK_BYTES);
+}
+
 static uint64_t saved_offset(const struct lhpy_engine *self, const struct make_opts *opts)
 {
-    bool has_landings = strcmp(opts->device.name, "cpu") != 0 && !opts->sums;
-    return lh_align_up(moved_bytes(self) + (opts->sums ? lhpy_sums_bytes(self) : 0) +
-                           (has_landings ? self->budget.gradient_bytes : 0),
+    bool has_device = strcmp(opts->device.name, "cpu") != 0;
+    return lh_align_up(gradients_offset(self, opts) +
+                           (has_device ? self->budget.gradient_bytes : 0),
                        LH_BLOCK_BYTES);
 }
 
@@ -204,7 +211,7 @@ static int exec_make(struct lhpy_engine *self, const struct make_opts *opts, str
     struct lh_exec_threads_opts exec_opts = {
         .thread_count = opts->threads,
         .queue_depth_max =
-            4 * opts->engine.io_depth + self->budget.slab_count + self->unit_count + 32,
+            4 * opts->engine.io_depth + self->budget.slab_count + self->unit_count + 64,
         .nice = opts->nice,
         .waker = &self->core->waker,
         .clock = &exec_clock,
@@ -236,6 +243,10 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
     engine_opts.in_place = self->in_place.opts;
     engine_opts.team = core->has_team ? &core->team : NULL;
     engine_opts.gradients_in_memory = opts->sums;
+    if (core->dev && opts->sums) {
+        engine_opts.sum_memory = core->arena->base + gradients_offset(self, opts);
+        engine_opts.sum_bytes = self->budget.gradient_bytes;
+    }
     engine_opts.copy_count = core->dev ? LHPY_COPY_COUNT : 0;
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
 }

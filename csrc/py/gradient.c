@@ -130,6 +130,46 @@ PyObject *lhpy_engine_gradient_begin(struct lhpy_engine *self, uint32_t index, P
     return owned;
 }
 
+/*
+ * Wait until updates in progress hold few enough bytes of gradients.
+ *
+ * Gradients that the engine's thread has not heard of are in no update yet, and would not be
+ * limited: hooks can follow each other faster than this thread runs, above all on an accelerator,
+ * where the host runs ahead of the computation.
+ */
+static int updates_wait(struct lhpy_engine *self)
+{
+    uint64_t ahead_bytes = self->budget.gradient_ahead_bytes;
+    if (self->unheard_bytes > ahead_bytes ||
+        !lh_engine_gradients_fit(self->core->engine, ahead_bytes - self->unheard_bytes)) {
+        if (lhpy_engine_wait_plain(self, lh_engine_heard_wait) < 0)
+            return -1;
+        self->unheard_bytes = 0;
+    }
+    return lhpy_engine_wait(self, lh_engine_gradient_wait, ahead_bytes);
+}
+
+/* Tell the engine of a gradient. On an accelerator, sums are made by the engine, too. */
+static int gradient_post(struct lhpy_engine *self, uint32_t index,
+                         const struct lhpy_dl_tensor *view)
+{
+    if (self->has_sums)
+        return lhpy_sums_post(self, index, view);
+    return lh_engine_gradient(self->core->engine, index, view->data, lhpy_dtype(view->dtype));
+}
+
+/* Wait until the parameter's gradient of an earlier backward is copied, and release it. */
+static int earlier_wait(struct lhpy_engine *self, uint32_t index)
+{
+    lhpy_engine_sweep(self);
+    if (!self->params[index].gradient)
+        return 0;
+    if (lhpy_engine_wait(self, lh_sum_release_wait, index) < 0)
+        return -1;
+    lhpy_engine_sweep(self);
+    return 0;
+}
+
 PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
     struct lhpy_param *param = &self->params[index];
@@ -137,21 +177,25 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     PyObject *owned = lhpy_engine_gradient_begin(self, index, gradient, &view);
     if (!owned)
         return NULL;
-    if (self->has_sums) {
-        int rc = lhpy_sums_add(self, index, owned);
+    bool has_device = self->core->dev != NULL;
+    if (self->has_sums && !has_device) {
+        lhpy_sums_add(self, index, &view);
         Py_DECREF(owned);
-        return rc < 0 ? NULL : Py_NewRef(Py_None);
+        Py_RETURN_NONE;
+    }
+    if (self->has_sums && earlier_wait(self, index) < 0) {
+        Py_DECREF(owned);
+        return NULL;
     }
     /* Wait before this gradient is taken, not after, so that nothing waits for the last one. */
-    if (lhpy_engine_wait(self, lh_engine_gradient_wait, self->budget.gradient_ahead_bytes) < 0) {
+    if (updates_wait(self) < 0) {
         Py_DECREF(owned);
         return NULL;
     }
     /* autograd accumulates gradients on the leaf's stream, which is not always the stream of the
      * operations, where the units in use are read. */
-    bool has_device = self->core->dev != NULL;
     void *stream = has_device ? lhpy_device_stream_note(self) : NULL;
-    int rc = lh_engine_gradient(self->core->engine, index, view.data, lhpy_dtype(view.dtype));
+    int rc = gradient_post(self, index, &view);
     if (has_device)
         lh_engine_stream_set(self->core->engine, stream);
     if (rc < 0) {
@@ -162,8 +206,10 @@ PyObject *lhpy_engine_gradient_take(struct lhpy_engine *self, uint32_t index, Py
     param->gradient = owned;
     param->gradient_bytes = (uint64_t)lhpy_tensor_count(&view) * (view.dtype.bits / 8);
     self->held_bytes += param->gradient_bytes;
+    self->unheard_bytes += param->gradient_bytes;
     self->held_params[self->held_count++] = index;
-    self->unit_states[self->engine_params[index].unit].has_gradients = true;
+    if (!self->has_sums)
+        self->unit_states[self->engine_params[index].unit].has_gradients = true;
     lhpy_engine_sweep(self);
     Py_RETURN_NONE;
 }

@@ -139,6 +139,7 @@ struct lhpy_engine {
     uint32_t held_count; /* gradients held, in held_params */
     uint32_t *held_params;
     uint64_t held_bytes;
+    uint64_t unheard_bytes; /* of gradients since the last wait for the engine to hear of them */
     struct lh_budget budget;
     uint64_t hollow_base[4]; /* by enum lh_dtype: the array that hollow parameters point into */
     uint64_t hollow_bytes[4];
@@ -379,8 +380,10 @@ uint64_t lhpy_sums_bytes(const struct lhpy_engine *self);
 void lhpy_sums_place(struct lhpy_engine *self, uint8_t *memory);
 /* The gradient of a backward: gradient itself, or what was added to it if it is a stand-in. */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
-/* Add a contiguous gradient to param's sum. -1 with a Python error. */
-int lhpy_sums_add(struct lhpy_engine *self, uint32_t param, PyObject *gradient);
+/* Add a contiguous gradient in main memory to param's sum. */
+void lhpy_sums_add(struct lhpy_engine *self, uint32_t param, const struct lhpy_dl_tensor *view);
+/* Let the engine add a contiguous gradient on the accelerator. Returns lh_sum_post()'s result. */
+int lhpy_sums_post(struct lhpy_engine *self, uint32_t param, const struct lhpy_dl_tensor *view);
 void lhpy_sums_forget(struct lhpy_engine *self);
 
 /* handle.c */

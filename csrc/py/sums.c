@@ -86,28 +86,30 @@ PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *g
                       index);
 }
 
-int lhpy_sums_add(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
+void lhpy_sums_add(struct lhpy_engine *self, uint32_t index, const struct lhpy_dl_tensor *view)
 {
     struct lhpy_param *param = &self->params[index];
-    struct lhpy_dl_tensor view;
-    /* The gradient itself if it is in main memory; otherwise a copy, for which cpu() waits. */
-    PyObject *host = PyObject_CallMethod(gradient, "cpu", NULL);
-    if (!host || lhpy_tensor_read(host, &view) < 0) {
-        Py_XDECREF(host);
-        return -1;
-    }
-    enum lh_dtype dtype = lhpy_dtype(view.dtype);
+    enum lh_dtype dtype = lhpy_dtype(view->dtype);
     uint64_t count = self->engine_params[index].count;
     bool is_first = param->sum_state == SUM_STATE_NONE;
     Py_BEGIN_ALLOW_THREADS
     if (is_first)
-        lh_sum_start(sum_of(param), view.data, dtype, count);
+        lh_sum_start(sum_of(param), view->data, dtype, count);
     else
-        lh_sum_add(sum_of(param), view.data, dtype, count);
+        lh_sum_add(sum_of(param), view->data, dtype, count);
     Py_END_ALLOW_THREADS
-    Py_DECREF(host);
     param->sum_state = SUM_STATE_SUMMED;
-    return 0;
+}
+
+int lhpy_sums_post(struct lhpy_engine *self, uint32_t index, const struct lhpy_dl_tensor *view)
+{
+    struct lhpy_param *param = &self->params[index];
+    bool is_first = param->sum_state == SUM_STATE_NONE;
+    int rc = lh_sum_post(self->core->engine, index, view->data, lhpy_dtype(view->dtype),
+                         sum_of(param), is_first);
+    if (rc == 0)
+        param->sum_state = SUM_STATE_SUMMED;
+    return rc;
 }
 
 /* Whether a parameter has a place for a sum, or for given values, and in it a part. */
@@ -223,6 +225,8 @@ static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
+        return NULL;
+    if (self->has_sums && self->core->dev && lhpy_engine_wait_plain(self, lh_sum_wait) < 0)
         return NULL;
     for (uint32_t i = 0; self->has_sums && i < self->param_count; i++) {
         struct lhpy_param *param = &self->params[i];

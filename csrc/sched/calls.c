@@ -348,9 +348,14 @@ int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t a
     return rc;
 }
 
+bool lh_engine_gradients_fit(const struct lh_engine *engine, uint64_t gradient_bytes_max)
+{
+    return atomic_load(&engine->update_gradient_bytes) <= gradient_bytes_max;
+}
+
 static bool gradients_fit(struct lh_engine *engine, uint64_t bytes_max)
 {
-    return atomic_load(&engine->update_gradient_bytes) <= bytes_max;
+    return lh_engine_gradients_fit(engine, bytes_max);
 }
 
 int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_max, int timeout_ms)

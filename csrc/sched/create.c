@@ -186,6 +186,10 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     }
     if (engine->gradients_land)
         feature_add(engine, &lh_landing_feature);
+    if (engine->opts.sum_bytes > 0) {
+        LH_TRY(lh_sum_create(engine, err));
+        feature_add(engine, &lh_sum_feature);
+    }
     if (is_all_deferred)
         feature_add(engine, &lh_norm_feature);
     if (engine->opts.saved.memory_bytes > 0) {
@@ -217,6 +221,7 @@ static void features_destroy(struct lh_engine *engine)
     if (!engine->dev)
         return;
     lh_device_destroy(engine);
+    lh_sum_destroy(engine);
     lh_landing_destroy(engine);
 }
 

@@ -77,13 +77,28 @@ static bool inbox_pump(struct lh_engine *engine)
 {
     struct lh_ring_message message;
     bool moved = false;
+    bool is_heard = false;
     /* An abandoned flush may still be committing: later messages wait for its end. */
     while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
         message_handle(engine, &message);
+        atomic_fetch_add(&engine->heard_count, 1);
+        is_heard = true;
         /* Waiting threads repeat these messages, so they do not count as progress. */
         moved |= message.words[0] != LH_MESSAGE_WAITED && message.words[0] != LH_MESSAGE_DRAIN;
     }
+    if (is_heard)
+        lh_core_notify(engine);
     return moved;
+}
+
+static bool is_heard(struct lh_engine *engine, uint64_t post_count)
+{
+    return atomic_load(&engine->heard_count) >= post_count;
+}
+
+int lh_engine_heard_wait(struct lh_engine *engine, int timeout_ms)
+{
+    return lh_engine_room_wait(engine, is_heard, atomic_load(&engine->post_count), timeout_ms);
 }
 
 /* After an error, only collect what is in flight, so that buffers can be freed. */

@@ -145,9 +145,15 @@ struct lh_engine_opts {
      */
     struct lh_team *team;
     bool gradients_in_memory; /* with dev: gradients are nevertheless passed in main memory */
-    uint32_t io_depth;        /* the maximum number of requests in flight */
-    uint64_t transfer_bytes;  /* the maximum size of a request; a multiple of LH_CHECKSUM_BYTES */
-    uint64_t commit_every;    /* steps per commit; LH_ENGINE_COMMIT_NEVER: only a flush commits */
+    /*
+     * Main memory through which lh_sum_post() copies gradients from dev, LH_BLOCK_BYTES-aligned;
+     * borrowed until destroy. 0 bytes: it is not called.
+     */
+    uint8_t *sum_memory;
+    uint64_t sum_bytes;
+    uint32_t io_depth;       /* the maximum number of requests in flight */
+    uint64_t transfer_bytes; /* the maximum size of a request; a multiple of LH_CHECKSUM_BYTES */
+    uint64_t commit_every;   /* steps per commit; LH_ENGINE_COMMIT_NEVER: only a flush commits */
     enum lh_engine_schedule schedule;
     bool norms;           /* lh_engine_norm() is called in each step; needs every update deferred */
     bool verify;          /* verify the checksums of what is read */
@@ -282,9 +288,31 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
  */
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
                        enum lh_dtype dtype) LH_MUST_CHECK;
+/*
+ * Add a gradient in the accelerator's memory (F32, BF16 or F16) to a sum in main memory, of the
+ * parameter's number of elements. The gradient is read until lh_engine_gradient_is_consumed(), and
+ * so must have been the parameter's previous one; the sum is written until lh_sum_wait().
+ *
+ * is_first: set the sum to the gradient instead.
+ *
+ * @return 0, or the engine's error. Does not wait.
+ */
+int lh_sum_post(struct lh_engine *engine, uint32_t param, const void *gradient, enum lh_dtype dtype,
+                float *sum, bool is_first) LH_MUST_CHECK;
+/* Wait until all gradients are in their sums. Returns 1, 0 after timeout_ms, or -errno. */
+int lh_sum_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+/* Wait until a parameter's gradient is consumed. Returns 1, 0 after timeout_ms, or -errno. */
+int lh_sum_release_wait(struct lh_engine *engine, uint64_t param, int timeout_ms) LH_MUST_CHECK;
 /* A counter that changes whenever lh_engine_gradient_is_consumed() becomes true for a gradient. */
 uint64_t lh_engine_gradient_release_count(const struct lh_engine *engine);
 bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t param);
+/*
+ * Wait until the engine has handled all that was posted before this call, so that updates which are
+ * due count as being in progress. Returns 1, 0 after timeout_ms, or -errno.
+ */
+int lh_engine_heard_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+/* Whether updates in progress hold at most gradient_bytes_max bytes of gradients. */
+bool lh_engine_gradients_fit(const struct lh_engine *engine, uint64_t gradient_bytes_max);
 /*
  * Wait until updates in progress hold at most gradient_bytes_max bytes of gradients. Returns 1, 0
  * after timeout_ms, or -errno. Updates in progress need nothing from the caller, so the wait always

@@ -58,6 +58,7 @@
 #include "sched/split.h"
 #include "sched/states.h"
 #include "sched/step.h"
+#include "sched/sum.h"
 #include "sched/transfer.h"
 #include "sched/unit.h"
 #include "sched/update.h"
@@ -86,6 +87,7 @@ enum lh_message_kind {
     LH_MESSAGE_SAVED_PUT,   /* item, as for the next two */
     LH_MESSAGE_SAVED_FETCH, /* item, and whether a thread waits for it */
     LH_MESSAGE_SAVED_DROP,
+    LH_MESSAGE_SUM,   /* param */
     LH_MESSAGE_GIVEN, /* unit: its new values are there; LH_UNIT_NONE: they will not come */
 };
 
@@ -144,6 +146,7 @@ struct lh_engine {
     struct lh_copies copies;
     struct lh_device device;
     struct lh_landing landing;
+    struct lh_sums sums;
     _Atomic(void *) stream; /* the stream that the last hook set */
 
     struct lh_features features;
@@ -194,6 +197,7 @@ struct lh_engine {
     _Atomic uint64_t gradients_released;    /* how often gradients were released */
     uint32_t fork_count;                    /* the fork count when the engine was created */
     _Atomic uint64_t post_count;            /* messages posted by any thread */
+    _Atomic uint64_t heard_count;           /* messages that the engine has handled */
     struct lh_request requests[LH_REQUEST_COUNT];
     bool flush_requests_commit; /* owned by the training thread: whether its last flush commits */
     _Atomic int abort_result;

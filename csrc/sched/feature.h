@@ -12,6 +12,7 @@
  *      spill     SERIAL or DEFERRED, and a unit's gradients spill   spill.c
  *      device    an accelerator computes                            device.c
  *      landing   ... and gradients are in the accelerator's memory  landing.c
+ *      sum       ... and they are summed over several backwards     sum.c
  *      norm      schedule SERIAL or DEFERRED                        norm.c
  *      saved     there is memory for saved tensors                  saved.c
  *      naive     schedule NAIVE                                     naive.c

@@ -196,10 +196,15 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .verify = !rig->opts.skip_verify,
         .trace_count = 16,
         .norms = rig->opts.norms,
-        .gradients_in_memory = rig->opts.given != 0,
+        .gradients_in_memory = rig->opts.given != 0 || rig->opts.sums,
         .manual = rig->opts.manual,
         .team = rig->team,
     };
+    if (rig->opts.sums) {
+        opts.sum_memory = rig->memory + rig->budget.region_bytes +
+                          rig->budget.slab_count * rig->budget.slab_bytes;
+        opts.sum_bytes = rig->budget.gradient_bytes;
+    }
     rig_device_opts(rig, &opts);
     rig_saved_opts(rig, &opts);
     rig_in_place_opts(rig, &opts);

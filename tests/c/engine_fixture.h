@@ -47,6 +47,7 @@ struct rig_opts {
     const struct rig *team_of; /* the rig is a mate of this one, with the number team_mate */
     uint32_t team_mate;
     unsigned given;      /* bits of units whose states another process has */
+    bool sums;           /* with device: the test gives gradients to lh_sum_post() */
     bool given_late;     /* the test itself calls lh_engine_given() after a close */
     uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };

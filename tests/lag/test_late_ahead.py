@@ -120,13 +120,9 @@ def test_training_waits_for_nothing(
     assert not waits_of(task, bits.Place(schedule, activations), device, tmp_path)
 
 
-def test_a_sum_of_gradients_waits_once_for_each_of_them(
-    device: late.Late, tmp_path: pathlib.Path
-) -> None:
+def test_sums_of_gradients_wait_for_nothing(device: late.Late, tmp_path: pathlib.Path) -> None:
     task = Task("tower-dropout", accumulate=2)
-    waits = waits_of(task, bits.Place(), device, tmp_path)
-    count = len(list(task.build().parameters())) * task.steps * task.accumulate
-    assert waits == {"a copy to main memory in autograd": count}
+    assert not waits_of(task, bits.Place(), device, tmp_path)
 
 
 def test_a_commit_waits_once_for_each_buffer(device: late.Late, tmp_path: pathlib.Path) -> None:

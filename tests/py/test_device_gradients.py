@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import time
 from collections.abc import Callable
@@ -151,3 +152,37 @@ def test_a_gradient_wider_than_its_parameter_is_refused_by_name(store_dir: pathl
             wrapped(torch.randn(2, 8, dtype=torch.bfloat16)).sum().backward()
     finally:
         wrapped.lohan.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_a_late_engine_lets_no_more_gradients_exist(device: str, store_dir: pathlib.Path) -> None:
+    """Two gradients and the one being computed exist at once, even if the engine hardly runs."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(16)))
+    alive: list[Any] = []
+    most = 0
+
+    def count(gradient: torch.Tensor) -> None:
+        nonlocal most
+        alive[:] = [one for one in alive if not torch.UntypedStorage._expired(one)]
+        alive.append(gradient.untyped_storage()._weak_ref())
+        most = max(most, len(alive))
+
+    for param in model.parameters():
+        param.register_hook(count)
+    others = set(os.listdir("/proc/self/task"))
+    before = os.sched_getaffinity(0)
+    model = lohan.wrap(model, store=store_dir, device=device, schedule="optimized")
+    try:
+        # All of lohan's threads get only what this thread leaves of one core.
+        one_core = {min(before)}
+        os.sched_setaffinity(0, one_core)
+        for thread in set(os.listdir("/proc/self/task")) - others:
+            os.sched_setaffinity(int(thread), one_core)
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        for _ in range(3):
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            model.optimizer.step()
+    finally:
+        os.sched_setaffinity(0, before)
+        model.lohan.close()
+    assert most <= 3, f"{most} gradients existed at once"

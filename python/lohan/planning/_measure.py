@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 512 << 20
 _PROBE_SMALL_BYTES = 128 << 20
 _COPY_BYTES = 256 << 20
+# A copy takes over a millisecond on the fastest link, and the device may be small.
+_LINK_BYTES = 64 << 20
 # The assumed rate of an SSD that cannot be measured.
 _UNKNOWN_RATE = 1 << 30
 _ROUND_COUNT = 5
@@ -214,12 +216,12 @@ def _flop_rate(device: torch.device) -> int:
 
 
 def _gpu_links(device: torch.device) -> tuple[int, int]:
-    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
     finish = torch.cuda.synchronize
     return (
-        int(_COPY_BYTES / _seconds(lambda: there.copy_(host, non_blocking=True), finish)),
-        int(_COPY_BYTES / _seconds(lambda: host.copy_(there, non_blocking=True), finish)),
+        int(_LINK_BYTES / _seconds(lambda: there.copy_(host, non_blocking=True), finish)),
+        int(_LINK_BYTES / _seconds(lambda: host.copy_(there, non_blocking=True), finish)),
     )
 
 

@@ -96,8 +96,8 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 def parse(name: str | torch.device | None) -> tuple[str, int]:
     """Return the backend and the index for a user's device.
 
-    [Note: The default device] None means the CPU, even if torch finds a GPU: no GPU has run lohan
-    yet, and a script that was written for the CPU has its batches there. `say_gpu()` tells users
+    [Note: The default device] None means the CPU, even if torch finds a GPU: a script that was
+    written for the CPU has its batches there, and few GPUs have run lohan. `say_gpu()` tells users
     with a GPU how to select it.
 
     Args:
@@ -133,8 +133,7 @@ def say_gpu(config: Config) -> None:
     _said_gpu = True
     print(
         f"lohan: computing on the CPU, but torch finds {torch.cuda.device_count()} GPU(s): pass"
-        ' device="cuda" to lohan.wrap() to use one (no GPU has run lohan yet), or device="cpu" to'
-        " silence this message",
+        ' device="cuda" to lohan.wrap() to use one, or device="cpu" to silence this message',
         file=sys.stderr,
     )
 
