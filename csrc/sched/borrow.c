@@ -127,7 +127,11 @@ void lh_borrow_give_back(struct lh_engine *engine)
     LH_ASSERT(lh_borrow_is_on(engine));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, i);
-        LH_FEATURE_CALL(engine, unit_forgotten, unit);
+        /* The accelerator's copy of a frozen unit stays valid. */
+        if (unit->desc.elements > 0)
+            LH_FEATURE_CALL(engine, unit_forgotten, unit);
+        else
+            unit_forgotten(engine, unit);
         if (unit->state == LH_UNIT_STATE_READY)
             lh_unit_forget(engine, i);
     }

@@ -61,6 +61,14 @@ def test_a_machine_moves_the_bytes_of_one_process(tmp_path: pathlib.Path) -> Non
         assert set(nbytes.values()) == {0}
 
 
+def test_frozen_blocks_stay_on_every_accelerator(tmp_path: pathlib.Path) -> None:
+    settings = {"device": "emu", "device_param_bytes": 1 << 20, "change": "frozen"}
+    found = run(tmp_path, 3, world_adamw.traffic, str(tmp_path / "run"), settings, env=ON)
+    assert found[0][1]["copy_in"] > 0  # of blocks that the owner has updated
+    for _, nbytes in found[1:]:
+        assert nbytes["copy_in"] == found[0][1]["copy_in"]
+
+
 def test_each_process_may_evaluate_and_read_alone(tmp_path: pathlib.Path) -> None:
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
     for function in (world_adamw.alone, world_adamw.mate_alone):
