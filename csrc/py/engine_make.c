@@ -242,6 +242,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
     engine_opts.saved = self->saved;
     engine_opts.in_place = self->in_place.opts;
     engine_opts.team = core->has_team ? &core->team : NULL;
+    engine_opts.gather_wait_ns = opts->team.gather_wait_ms * UINT64_C(1000000);
     engine_opts.gradients_in_memory = opts->sums;
     if (core->dev && opts->sums) {
         engine_opts.sum_memory = core->arena->base + gradients_offset(self, opts);

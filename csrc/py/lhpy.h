@@ -58,6 +58,8 @@ struct lhpy_team_opts {
     uint32_t mate;       /* this process; 0: the owner, or no team */
     uint32_t mate_count; /* 0: no team */
     int32_t fd;          /* a mate's: the team's memory, which stays the caller's */
+    /* how long to wait for a process that does not gather a unit; 0: units are copied whole */
+    uint32_t gather_wait_ms;
 };
 
 struct lhpy_device_opts {
@@ -243,6 +245,8 @@ PyObject *lhpy_lend(struct lhpy_core *core, uint32_t unit, uint64_t byte_offset,
  * freed, the item is dropped. NULL with a Python error: the item still belongs to the caller.
  */
 PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes);
+/* Create a tensor of bytes over memory of the device, which stays while the tensor lives. */
+PyObject *lhpy_place_lend(struct lhpy_core *core, uint8_t *address, int64_t bytes);
 
 /* error.c */
 /*

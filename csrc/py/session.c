@@ -306,7 +306,7 @@ static PyObject *session_check(PyObject *object, PyObject *Py_UNUSED(args))
 const char *const lhpy_link_names[] = {
     "param_read",     "state_read",    "param_write", "state_write", "commit_write",
     "gradient_write", "gradient_read", "copy_in",     "copy_out",    "saved_write",
-    "saved_read",     "saved_in",      "saved_out",   "shared"};
+    "saved_read",     "saved_in",      "saved_out",   "shared",      "gathered"};
 _Static_assert(LH_COUNT_OF(lhpy_link_names) == LH_ENGINE_LINK_COUNT, "a name for each link");
 
 /* Add the bytes of every link to dict, which is stolen and may be NULL. Returns dict, or NULL. */

@@ -7,8 +7,11 @@
 #include "base/assert.h"
 #include "py/lhpy.h"
 
-const struct lhpy_table lhpy_team_table =
-    LHPY_TABLE_PLAIN("team", LHPY_FORM_TUPLE, struct lhpy_team_opts, mate, mate_count, fd);
+/* How long a wait for a gather lasts before it is repeated. */
+#define GATHER_SLICE_MS 10000
+
+const struct lhpy_table lhpy_team_table = LHPY_TABLE_PLAIN(
+    "team", LHPY_FORM_TUPLE, struct lhpy_team_opts, mate, mate_count, fd, gather_wait_ms);
 
 int lhpy_team_make(struct lhpy_engine *self, const struct lhpy_team_opts *opts,
                    struct lh_error *err)
@@ -109,11 +112,95 @@ static PyObject *team_step(PyObject *object, PyObject *Py_UNUSED(args))
     return PyLong_FromUnsignedLongLong(lh_team_step(&self->core->team));
 }
 
+/*
+ * gather_next(): wait for the next unit to gather. Returns the unit and a tensor of bytes over its
+ * place, or None once the engine has stopped.
+ */
+static PyObject *gather_next(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t unit = 0;
+    int rc = 0;
+    if (!self)
+        return NULL;
+    struct lh_engine *engine = self->core->engine;
+    while (rc == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        rc = lh_gather_next(engine, &unit, GATHER_SLICE_MS);
+        Py_END_ALLOW_THREADS
+    }
+    if (rc < 0)
+        Py_RETURN_NONE;
+    PyObject *place = lhpy_place_lend(self->core, lh_engine_address(engine, unit),
+                                      (int64_t)self->units[unit].bytes);
+    return place ? Py_BuildValue("(IN)", unit, place) : NULL;
+}
+
+/* gather_done(unit, is_complete) */
+static PyObject *gather_done(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    uint32_t unit = 0;
+    bool is_complete = false;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(unit), LHPY_ARG(is_complete)) < 0 ||
+        lhpy_index_check("unit", unit, self->unit_count) < 0)
+        return NULL;
+    if (lhpy_is_open(self))
+        lh_gather_done(self->core->engine, unit, is_complete);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gather_round(PyObject *object, PyObject *number)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    uint64_t round = 0;
+    if (LHPY_VALUE(number, round) < 0)
+        return NULL;
+    if (lhpy_is_open(self))
+        lh_gather_round(self->core->engine, round);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gather_wait(PyObject *object, PyObject *flag)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    bool waits = false;
+    if (LHPY_VALUE(flag, waits) < 0)
+        return NULL;
+    if (lhpy_is_open(self))
+        lh_gather_wait(self->core->engine, waits);
+    Py_RETURN_NONE;
+}
+
+/* gather_parts(bytes): where the parts of a unit of this size begin, and where the last ends. */
+static PyObject *gather_parts(PyObject *object, PyObject *number)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    uint64_t bytes = 0;
+    if (LHPY_VALUE(number, bytes) < 0)
+        return NULL;
+    LH_ASSERT(self->core->has_team);
+    uint32_t count = self->core->team.mate_count + 1;
+    PyObject *edges = PyList_New(0);
+    for (uint32_t i = 0; edges && i <= count; i++) {
+        PyObject *edge = PyLong_FromUnsignedLongLong(lh_gather_edge(bytes, count, i));
+        if (!edge || PyList_Append(edges, edge) < 0)
+            Py_CLEAR(edges);
+        Py_XDECREF(edge);
+    }
+    return edges;
+}
+
 PyMethodDef lhpy_team_methods[] = {
     {"team_files", team_files, METH_NOARGS, "(fd of the shared memory, fd that wakes this engine)"},
     {"team_bell", team_bell, METH_VARARGS, "team_bell(process, fd): what wakes another process."},
     {"team_on_wait", team_on_wait, METH_O,
      "The function that raises an error if a process is gone that the engine may wait for."},
+    {"gather_next", gather_next, METH_NOARGS, "gather_next() -> (unit, its bytes), or None"},
+    {"gather_done", gather_done, METH_VARARGS, "gather_done(unit, is_complete)"},
+    {"gather_round", gather_round, METH_O, "gather_round(number of backwards that have ended)"},
+    {"gather_wait", gather_wait, METH_O, "gather_wait(whether the thread waits for others)"},
+    {"gather_parts", gather_parts, METH_O, "gather_parts(bytes) -> edges of the parts"},
     {"team_step", team_step, METH_NOARGS, "The number of the last step that the owner has closed."},
     {NULL, NULL, 0, NULL},
 };

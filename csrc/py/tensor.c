@@ -258,3 +258,25 @@ PyObject *lhpy_saved_lend(struct lhpy_core *core, uint32_t item, int64_t bytes)
     }
     return tensor;
 }
+
+static void nothing_release(struct lh_engine *engine, uint32_t number)
+{
+    (void)engine;
+    (void)number;
+}
+
+PyObject *lhpy_place_lend(struct lhpy_core *core, uint8_t *address, int64_t bytes)
+{
+    struct lend *lend = lend_new(core, 0, 1, (const int64_t[]){bytes, 1});
+    if (!lend)
+        return NULL;
+    lend->release = nothing_release;
+    lend->managed.tensor.data = address;
+    lend->managed.tensor.device_type = core->device_type;
+    lend->managed.tensor.device_id = core->device_id;
+    lend->managed.tensor.dtype = (struct lhpy_dl_type){LHPY_DL_CODE_UINT, 8, 1};
+    PyObject *tensor = lend_tensor(lend);
+    if (!tensor)
+        lend_delete(&lend->managed);
+    return tensor;
+}

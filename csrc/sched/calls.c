@@ -25,7 +25,7 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
                     uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
-    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_GIVEN);
+    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_STANDSTILL);
     if (lh_core_is_forked(engine))
         return;
     atomic_fetch_add(&engine->post_count, 1);

@@ -22,6 +22,8 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
         return lh_error_set(err, -EINVAL, "gradient norms require every update to be deferred");
     if (opts->team && opts->team->mate == 0 && !is_all_deferred)
         return lh_error_set(err, -EINVAL, "a team requires every update to be deferred");
+    if (opts->gather_wait_ns > 0 && (!opts->team || !opts->dev))
+        return lh_error_set(err, -EINVAL, "gathers need a team and an accelerator");
     if (opts->memory_bytes < needed)
         return lh_error_set(err, -EINVAL,
                             "memory_bytes %" PRIu64 " is less than the budget's %" PRIu64,
@@ -208,11 +210,16 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     }
     if (lh_given_is_any(engine))
         feature_add(engine, &lh_given_feature);
+    if (lh_gather_is_on(&engine->opts)) {
+        LH_TRY(lh_gather_create(engine, err));
+        feature_add(engine, &lh_gather_feature);
+    }
     return 0;
 }
 
 static void features_destroy(struct lh_engine *engine)
 {
+    lh_gather_destroy(engine);
     lh_borrow_destroy(engine);
     lh_saved_destroy(engine);
     lh_norm_destroy(engine);
@@ -296,6 +303,8 @@ void lh_engine_stop(struct lh_engine *engine)
     lh_waker_wake(engine->waker);
     pthread_join(engine->thread, NULL);
     engine->has_thread = false;
+    if (lh_gather_is_on(&engine->opts))
+        lh_gather_stop(engine);
     if (lh_borrow_is_on(engine))
         lh_borrow_stop(engine);
 }

@@ -80,6 +80,7 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_stale(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->update.chunks_computed > 0 &&
                      engine->device.loading_unit == LH_UNIT_NONE;
+    is_coming = is_coming && LH_FEATURE_ALL(engine, copy_may_precede_update, unit);
     return (is_here || is_coming) && unit->copy.use_count >= op->uses_before &&
            !unit->copy.is_copying && lh_copy_is_free(engine);
 }
@@ -93,13 +94,27 @@ static uint64_t alloc_ns(const struct lh_engine *engine, uint64_t bytes)
     return (uint64_t)((unsigned __int128)bytes * UINT64_C(1000000000) / rate);
 }
 
-static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
+void lh_device_part_end(struct lh_engine *engine, struct lh_unit *unit)
 {
-    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     LH_ASSERT(unit->copy.part_count > 0 && engine->device.loads_in_flight > 0);
     LH_ASSERT(unit->copy.is_copying);
     engine->device.loads_in_flight--;
-    if (--unit->copy.part_count > 0 || engine->device.loading_unit == copy->unit)
+    unit->copy.part_count--;
+}
+
+void lh_device_arrived(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(unit->copy.is_copying && unit->copy.part_count == 0);
+    unit->copy.is_copying = false;
+    copy_arrived(engine, unit);
+    lh_update_consider(engine, (uint32_t)(unit - engine->units));
+}
+
+static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
+{
+    struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
+    lh_device_part_end(engine, unit);
+    if (unit->copy.part_count > 0 || engine->device.loading_unit == copy->unit)
         return;
     unit->copy.is_copying = false;
     if (!engine->dev->ops->is_ordered)
@@ -107,14 +122,14 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
     lh_update_consider(engine, copy->unit);
 }
 
-/* Start the copy of the unit's next part; the copy of the last part makes the unit READY. */
-static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
+bool lh_device_part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first,
+                         uint64_t end, void (*done)(struct lh_engine *engine, struct lh_copy *copy))
 {
     LH_ASSERT(first < end && end <= unit->desc.bytes);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_COPYING && unit->copy.is_copying);
     struct lh_copy *copy = lh_copy_take(engine);
     bool is_last = end == unit->desc.bytes;
-    copy->done = part_copied;
+    copy->done = done;
     copy->what = "a unit's copy";
     copy->unit = (uint32_t)(unit - engine->units);
     copy->dev = (struct lh_dev_copy){
@@ -129,7 +144,15 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
         return false;
     engine->device.loads_in_flight++;
     unit->copy.part_count++;
-    if (is_last && engine->dev->ops->is_ordered)
+    return true;
+}
+
+/* Start the copy of the unit's next part; the copy of the last part makes the unit READY. */
+static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
+{
+    if (!lh_device_part_copy(engine, unit, first, end, part_copied))
+        return false;
+    if (end == unit->desc.bytes && engine->dev->ops->is_ordered)
         copy_arrived(engine, unit);
     return true;
 }
@@ -186,7 +209,9 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     atomic_fetch_add(&unit->copy.copy_count, 1);
     lh_core_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
     if (unit->state == LH_UNIT_STATE_READY) {
-        (void)part_copy(engine, unit, 0, unit->desc.bytes);
+        bool is_whole = LH_FEATURE_ALL(engine, copy_may_be_whole, unit, step);
+        if (is_whole)
+            (void)part_copy(engine, unit, 0, unit->desc.bytes);
         return;
     }
     LH_ASSERT(engine->device.loading_unit == LH_UNIT_NONE);

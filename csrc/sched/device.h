@@ -20,6 +20,7 @@
 struct lh_engine;
 struct lh_unit;
 struct lh_chunk;
+struct lh_copy;
 struct lh_slab;
 struct lh_dev_fence;
 
@@ -66,6 +67,16 @@ static inline bool lh_device_unit_is_placed(const struct lh_device_unit *copy)
 /* Create the table of copies, and the fences of units and gradients. */
 int lh_device_create(struct lh_engine *engine, struct lh_error *err);
 void lh_device_destroy(struct lh_engine *engine);
+/*
+ * For features that bring a unit onto the accelerator in parts: start the copy of a part, whose
+ * done() must call lh_device_part_end(); and the unit is complete. A copy must be free. The part
+ * that is at the end of the unit records its fence. Returns false if the engine has failed.
+ */
+bool lh_device_part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first,
+                         uint64_t end,
+                         void (*done)(struct lh_engine *engine, struct lh_copy *copy));
+void lh_device_part_end(struct lh_engine *engine, struct lh_unit *unit);
+void lh_device_arrived(struct lh_engine *engine, struct lh_unit *unit);
 extern const struct lh_feature lh_device_feature;
 
 #endif

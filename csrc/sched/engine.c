@@ -143,6 +143,9 @@ static bool is_stuck(const struct lh_engine *engine)
         return false;
     if (lh_step_is_held(engine) || atomic_load(&engine->tentative) > 0)
         return false;
+    bool is_under_way = LH_FEATURE_ANY(engine, is_under_way);
+    if (is_under_way)
+        return false;
     bool is_awaited = atomic_load(&engine->waiting) > 0;
     struct lh_error err = {0};
     bool is_feature_stuck = LH_FEATURE_ANY(engine, is_stuck, &err);

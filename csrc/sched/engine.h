@@ -144,6 +144,11 @@ struct lh_engine_opts {
      * mate's store, which it must not write, is only read for its description. NULL: no team.
      */
     struct lh_team *team;
+    /*
+     * With dev and a team: the team's accelerators gather units (gather.c), and a thread waits for
+     * at most so long for a process that does not take part. 0: units are copied whole.
+     */
+    uint64_t gather_wait_ns;
     bool gradients_in_memory; /* with dev: gradients are nevertheless passed in main memory */
     /*
      * Main memory through which lh_sum_post() copies gradients from dev, LH_BLOCK_BYTES-aligned;
@@ -341,6 +346,31 @@ const double *lh_engine_norm_sums(const struct lh_engine *engine);
 void lh_engine_given(struct lh_engine *engine, uint32_t unit);
 /* New values that have not come will not come: the engine fails, and the step is never over. */
 void lh_engine_given_never(struct lh_engine *engine);
+/* Where a process's part of a unit begins: the end of the part of the process before it. */
+static inline uint64_t lh_gather_edge(uint64_t bytes, uint32_t count, uint32_t process)
+{
+    uint64_t at = bytes / count * process + bytes % count * process / count;
+    return process == count ? bytes : at - at % 64;
+}
+
+/*
+ * Wait for the next unit that the team's accelerators gather, at lh_engine_address(): this process
+ * has its part there (lh_gather_edge()), and needs those of the others. Returns 1, 0 after
+ * timeout_ms, or -ECANCELED once the engine has stopped. Gathers are made in this order in all
+ * processes. Thread: one of the caller's.
+ */
+int lh_gather_next(struct lh_engine *engine, uint32_t *unit_out, int timeout_ms) LH_MUST_CHECK;
+/*
+ * The unit is complete at its place, for everything that reads it from now on; or the connection is
+ * broken, and nothing writes there any more. Thread: as for lh_gather_next().
+ */
+void lh_gather_done(struct lh_engine *engine, uint32_t unit, bool is_complete);
+/*
+ * Report the end of a backward in all processes, with the number of the next one from 0, which is
+ * the same in all of them; and whether the training thread waits for what the others compute.
+ */
+void lh_gather_round(struct lh_engine *engine, uint64_t round);
+void lh_gather_wait(struct lh_engine *engine, bool waits);
 /* A process of the team is gone, for which a thread of this one waits: the engine fails. */
 void lh_engine_peer_lost(struct lh_engine *engine);
 /*
@@ -436,6 +466,7 @@ enum lh_engine_link {
     LH_ENGINE_LINK_SAVED_IN,  /* saved tensors, to the accelerator */
     LH_ENGINE_LINK_SAVED_OUT, /* saved tensors, from the accelerator */
     LH_ENGINE_LINK_SHARED,    /* parameters, read where another process has them (borrow.c) */
+    LH_ENGINE_LINK_GATHERED,  /* parameters, from other processes' accelerators (gather.c) */
     LH_ENGINE_LINK_COUNT,
 };
 

@@ -41,6 +41,7 @@
 #include "sched/device.h"
 #include "sched/engine.h"
 #include "sched/feature.h"
+#include "sched/gather.h"
 #include "sched/given.h"
 #include "sched/gradient.h"
 #include "sched/in_place_private.h"
@@ -87,8 +88,11 @@ enum lh_message_kind {
     LH_MESSAGE_SAVED_PUT,   /* item, as for the next two */
     LH_MESSAGE_SAVED_FETCH, /* item, and whether a thread waits for it */
     LH_MESSAGE_SAVED_DROP,
-    LH_MESSAGE_SUM,   /* param */
-    LH_MESSAGE_GIVEN, /* unit: its new values are there; LH_UNIT_NONE: they will not come */
+    LH_MESSAGE_SUM,        /* param */
+    LH_MESSAGE_GIVEN,      /* unit: its new values are there; LH_UNIT_NONE: they will not come */
+    LH_MESSAGE_GATHERED,   /* unit, and whether it is complete */
+    LH_MESSAGE_ROUND,      /* its number */
+    LH_MESSAGE_STANDSTILL, /* whether the training thread waits for other processes */
 };
 
 /* What other threads wait for or read. Protected by mutex. */
@@ -163,6 +167,7 @@ struct lh_engine {
     struct lh_saved_area saved;
     struct lh_mates mates;
     struct lh_borrow borrow;
+    struct lh_gather gather;
 
     /* Step (step.c). */
     enum lh_step_state step_state;

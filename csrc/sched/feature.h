@@ -19,6 +19,7 @@
  *      mates     other processes read this engine's units           mates.c
  *      borrow    the engine's units are another process's           borrow.c
  *      given     another process has the states of some units       given.c
+ *      gather    the accelerators of a team gather units            gather.c
  *
  * Features are called in this order. A condition is true if all features return true; the first
  * false ends the evaluation. Pumps return whether something moved.
@@ -88,6 +89,14 @@ struct lh_feature {
     /* Whether the unit's bytes in main memory have readers that the engine does not know. */
     bool (*unit_is_lent)(const struct lh_engine *engine, const struct lh_unit *unit);
 
+    /*
+     * The copy of a READY unit onto the accelerator begins, and counts for the step. Returns false
+     * if the feature itself brings the unit there and then calls lh_device_arrived().
+     */
+    bool (*copy_may_be_whole)(struct lh_engine *engine, struct lh_unit *unit, uint64_t step);
+    /* Whether the copy of a unit may begin before all of it is updated. */
+    bool (*copy_may_precede_update)(const struct lh_engine *engine, const struct lh_unit *unit);
+
     /* The open step was closed. */
     void (*step_closed)(struct lh_engine *engine);
     /* Whether the closed step can end without a commit. */
@@ -101,6 +110,10 @@ struct lh_feature {
     void (*unit_forgotten)(struct lh_engine *engine, struct lh_unit *unit);
 
     bool (*ahead_may_read)(const struct lh_engine *engine);
+    /* Whether the feature has nothing in flight. */
+    bool (*is_idle)(const struct lh_engine *engine);
+    /* Nothing else is in flight: whether what a thread waits for is under way. */
+    bool (*is_under_way)(const struct lh_engine *engine);
     /* Whether another process will end the waits of threads. */
     bool (*is_busy)(const struct lh_engine *engine);
     /* Called in each poll before the updates, at their start, and after them. */

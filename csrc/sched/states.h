@@ -70,6 +70,15 @@ enum lh_saved_state {
     LH_SAVED_STATE_READING,
 };
 
+/* A unit that processes gather on their accelerators (gather.h). */
+enum lh_gather_state {
+    LH_GATHER_STATE_NONE = 0,
+    LH_GATHER_STATE_COPYING,
+    LH_GATHER_STATE_OFFERED,
+    LH_GATHER_STATE_RUNNING,
+    LH_GATHER_STATE_RETURNED, /* the other processes do not give the rest: it is copied */
+};
+
 struct lh_transition {
     int from;
     int to;
@@ -83,6 +92,7 @@ extern const struct lh_transition lh_states_copy[];
 extern const struct lh_transition lh_states_spill[];
 extern const struct lh_transition lh_states_norm[];
 extern const struct lh_transition lh_states_saved[];
+extern const struct lh_transition lh_states_gather[];
 
 /* Whether a machine has a transition between the two states. */
 static inline bool lh_states_may(const struct lh_transition *row, int from, int to)

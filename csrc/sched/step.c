@@ -249,7 +249,7 @@ static bool commit_pump(struct lh_engine *engine)
 static bool transfers_are_idle(const struct lh_engine *engine)
 {
     return lh_transfer_is_idle(engine) && engine->jobs_in_flight == 0 &&
-           engine->copies.in_flight == 0;
+           engine->copies.in_flight == 0 && LH_FEATURE_ALL(engine, is_idle);
 }
 
 /*

@@ -22,12 +22,16 @@ struct lh_team_unit {
     _Atomic uint32_t word;
     _Atomic uint64_t offset; /* in the region, while READY */
     _Atomic uint64_t wants;  /* a bit for each mate */
+    _Atomic uint64_t offers; /* see [Note: Offers] */
+    /* A place of the list of gathers: the number of the gather from 1, shifted, and its unit. */
+    _Atomic uint64_t gather;
 };
 
 struct lh_team_mate {
     _Atomic uint64_t uses;
     _Atomic uint32_t pins;
     _Atomic uint32_t waits;
+    _Atomic uint64_t progress;
 };
 
 struct lh_team_map {
@@ -41,6 +45,8 @@ struct lh_team_map {
     _Atomic uint64_t want_count;
     _Atomic uint32_t needs_room;
     _Atomic uint64_t returned_count; /* last pins that were dropped while the owner needed room */
+    _Atomic uint64_t gather_count;
+    _Atomic uint64_t offer_news_count; /* the number of changes of offers */
     struct lh_team_mate mates[LH_TEAM_MATE_COUNT_MAX + 1];
     struct lh_team_unit units[];
 };
@@ -376,4 +382,118 @@ bool lh_team_want(struct lh_team *team, uint32_t index)
         ring(team, 0);
     }
     return (atomic_load(&unit->word) & READY) != 0;
+}
+
+/* Offers have changed: wake all other processes that this one can wake. */
+static void offers_tell(struct lh_team *team)
+{
+    atomic_fetch_add(&team->map->offer_news_count, 1);
+    for (uint32_t process = 0; process <= team->mate_count; process++) {
+        if (process != team->mate)
+            ring(team, process);
+    }
+}
+
+void lh_team_offers_pass_on(struct lh_team *team)
+{
+    uint64_t count = atomic_load(&team->map->offer_news_count);
+    LH_ASSERT(team->mate == 0);
+    if (count == team->passed_on_count)
+        return;
+    team->passed_on_count = count;
+    for (uint32_t mate = 1; mate <= team->mate_count; mate++)
+        ring(team, mate);
+}
+
+/*
+ * Append the unit to the list. A process that has not read an earlier entry of the unit has not
+ * offered the unit again, so at most unit_count entries are unread by anyone.
+ */
+static void gather_append(struct lh_team *team, uint32_t unit)
+{
+    uint64_t place = atomic_fetch_add(&team->map->gather_count, 1);
+    struct lh_team_unit *cell = unit_at(team, (uint32_t)(place % team->unit_count));
+    atomic_store(&cell->gather, (place + 1) << 32 | unit);
+}
+
+void lh_team_offer(struct lh_team *team, uint32_t index)
+{
+    struct lh_team_unit *unit = unit_at(team, index);
+    const uint64_t mine = UINT64_C(1) << team->mate;
+    const uint64_t all = (UINT64_C(2) << team->mate_count) - 1;
+    LH_ASSERT(team->mate_count < LH_TEAM_GATHERING_COUNT_MAX);
+    uint64_t offers = atomic_load(&unit->offers);
+    uint64_t next = 0;
+    do {
+        LH_ASSERT((offers & mine) == 0);
+        next = ((offers | mine) & all) == all ? 0 : offers | mine;
+    } while (!atomic_compare_exchange_weak(&unit->offers, &offers, next));
+    if (next == 0)
+        gather_append(team, index);
+    offers_tell(team);
+}
+
+bool lh_team_offer_withdraw(struct lh_team *team, uint32_t index)
+{
+    struct lh_team_unit *unit = unit_at(team, index);
+    const uint64_t mine = UINT64_C(1) << team->mate;
+    uint64_t offers = atomic_load(&unit->offers);
+    uint64_t next = 0;
+    do {
+        if ((offers & mine) == 0)
+            return false;
+        next = offers & ~(mine | LH_TEAM_AWAITED);
+        if ((next & ~LH_TEAM_DECLINED) == 0)
+            next = 0; /* nobody is left to whom the answer applies */
+    } while (!atomic_compare_exchange_weak(&unit->offers, &offers, next));
+    offers_tell(team);
+    return true;
+}
+
+/* Set a flag of a unit that is offered. */
+static void offer_flag(struct lh_team *team, uint32_t index, uint64_t flag)
+{
+    struct lh_team_unit *unit = unit_at(team, index);
+    uint64_t offers = atomic_load(&unit->offers);
+    do {
+        if (offers == 0 || (offers & flag))
+            return;
+    } while (!atomic_compare_exchange_weak(&unit->offers, &offers, offers | flag));
+    offers_tell(team);
+}
+
+void lh_team_offer_await(struct lh_team *team, uint32_t unit)
+{
+    offer_flag(team, unit, LH_TEAM_AWAITED);
+}
+
+void lh_team_offer_decline(struct lh_team *team, uint32_t unit)
+{
+    offer_flag(team, unit, LH_TEAM_DECLINED);
+}
+
+uint64_t lh_team_offers(const struct lh_team *team, uint32_t unit)
+{
+    return atomic_load(&unit_at(team, unit)->offers);
+}
+
+uint32_t lh_team_gather_at(const struct lh_team *team, uint64_t place)
+{
+    const struct lh_team_unit *cell = unit_at(team, (uint32_t)(place % team->unit_count));
+    uint64_t gather = atomic_load(&cell->gather);
+    if (gather >> 32 != ((place + 1) & UINT32_MAX))
+        return LH_TEAM_UNIT_NONE;
+    LH_ASSERT((uint32_t)gather < team->unit_count);
+    return (uint32_t)gather;
+}
+
+void lh_team_progress_set(struct lh_team *team, uint64_t progress)
+{
+    atomic_store(&team->map->mates[team->mate].progress, progress);
+}
+
+uint64_t lh_team_progress(const struct lh_team *team, uint32_t process)
+{
+    LH_ASSERT(process <= team->mate_count);
+    return atomic_load(&team->map->mates[process].progress);
 }

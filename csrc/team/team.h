@@ -23,6 +23,22 @@
  * mate that drops the last pin sees it, since both change the same word. All of these are
  * sequentially consistent.
  *
+ * [Note: Offers] The processes can agree to gather a unit from parts that each of them has copied
+ * to its own accelerator. A process that has copied its part offers it. Once all have offered the
+ * same unit, the unit is appended to a list, and every process gathers the units of the list, in
+ * its order. Until then a process can withdraw its offer, and copy the whole unit by itself. So no
+ * process takes part in a gather for which another one is not ready, and none waits for one that
+ * will not come: there is nothing to agree on in advance, and control flow may differ.
+ *
+ *      0        -> offers       lh_team_offer          a process has its part
+ *      offers   -> 0, listed    lh_team_offer          the last process has its part
+ *      offers   -> less         lh_team_offer_withdraw
+ *      offers   -> | AWAITED    lh_team_offer_await    a thread of an offering process waits
+ *      offers   -> | DECLINED   lh_team_offer_decline  a process will not offer the unit now
+ *
+ * Whoever changes offers wakes all processes. Mates can wake only the owner, which wakes the
+ * others.
+ *
  * Thread: one of each process, the engine's.
  */
 #ifndef LH_TEAM_TEAM_H
@@ -34,6 +50,12 @@
 #include "base/error.h"
 
 #define LH_TEAM_MATE_COUNT_MAX 63
+/* More processes cannot gather units. */
+#define LH_TEAM_GATHERING_COUNT_MAX 62
+#define LH_TEAM_UNIT_NONE UINT32_MAX
+/* A unit's offers: a bit for each process, and these. */
+#define LH_TEAM_AWAITED (UINT64_C(1) << 62)
+#define LH_TEAM_DECLINED (UINT64_C(1) << 63)
 
 struct lh_team {
     struct lh_team_map *map;
@@ -43,8 +65,9 @@ struct lh_team {
     uint64_t map_bytes;
     uint32_t unit_count;
     uint32_t mate_count;
-    uint32_t mate; /* this process: 0 is the owner, 1 .. mate_count a mate */
-    int fd;        /* of the map */
+    uint32_t mate;            /* this process: 0 is the owner, 1 .. mate_count a mate */
+    int fd;                   /* of the map */
+    uint64_t passed_on_count; /* the changes of offers that the owner has told its mates */
     /* Eventfds that wake each process; borrowed. -1, as at first: it cannot be woken yet. */
     int bells[LH_TEAM_MATE_COUNT_MAX + 1];
 };
@@ -106,6 +129,22 @@ bool lh_team_is_busy(const struct lh_team *team);
 bool lh_team_needs_room(const struct lh_team *team);
 /* Any: the number of the last announced step. */
 uint64_t lh_team_step(const struct lh_team *team);
+
+/* Any: see [Note: Offers]. Offer this process's part of a unit that it has not offered. */
+void lh_team_offer(struct lh_team *team, uint32_t unit);
+/* Any: withdraw an offer. Returns false if the unit is listed already. */
+bool lh_team_offer_withdraw(struct lh_team *team, uint32_t unit);
+void lh_team_offer_await(struct lh_team *team, uint32_t unit);
+void lh_team_offer_decline(struct lh_team *team, uint32_t unit);
+/* Any: a bit 1 << process for each process that offers the unit, and the two bits above. */
+uint64_t lh_team_offers(const struct lh_team *team, uint32_t unit);
+/* Any: the unit at a place of the list of gathers; LH_TEAM_UNIT_NONE: there is none yet. */
+uint32_t lh_team_gather_at(const struct lh_team *team, uint64_t place);
+/* Any: how far this process is, and another one: a number that all processes count alike. */
+void lh_team_progress_set(struct lh_team *team, uint64_t progress);
+uint64_t lh_team_progress(const struct lh_team *team, uint32_t process);
+/* Owner: wake the mates if offers have changed. */
+void lh_team_offers_pass_on(struct lh_team *team);
 
 /* Mate: pin the unit. Returns false if it is not ready; otherwise *offset_out is its place. */
 bool lh_team_pin(struct lh_team *team, uint32_t unit, uint64_t *offset_out);

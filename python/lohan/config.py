@@ -112,6 +112,10 @@ class Config:
             and states of its own. "on": the process with the lowest rank on a machine has them for
             all processes of the machine, which read its parameters in its memory; host_bytes is
             then the machine's (docs/several-processes.md).
+        gather: with share="on" and an accelerator for each process, how blocks are copied to the
+            accelerators. "host": each process copies whole blocks from main memory. "shards": each
+            copies a part of the block over its own link to main memory, and gets the other parts
+            from the other accelerators (docs/several-processes.md).
         replicas: with several processes and AdamW. "all": each process has all parameters and all
             states of the optimizer. "parameters": each process has all parameters, but the states
             of its share of them only; it updates these, and sends the new values to the others.
@@ -160,6 +164,7 @@ class Config:
     heap: Literal["keep", "system"] = "keep"
     frozen: Literal["in_place", "copy"] = "in_place"
     share: Literal["off", "on"] = "off"
+    gather: Literal["host", "shards"] = "host"
     replicas: Literal["all", "parameters"] = "all"
     write_every: int | Literal["auto", "never"] = "auto"
     runs: Literal["auto", "together", "apart"] = "auto"

@@ -199,6 +199,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
         .gradients_in_memory = rig->opts.given != 0 || rig->opts.sums,
         .manual = rig->opts.manual,
         .team = rig->team,
+        .gather_wait_ns = rig->opts.gather_wait_ns,
     };
     if (rig->opts.sums) {
         opts.sum_memory = rig->memory + rig->budget.region_bytes +

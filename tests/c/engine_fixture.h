@@ -46,10 +46,11 @@ struct rig_opts {
     uint32_t team_mates;       /* the rig owns a team with as many mates (rig_team.h) */
     const struct rig *team_of; /* the rig is a mate of this one, with the number team_mate */
     uint32_t team_mate;
-    unsigned given;      /* bits of units whose states another process has */
-    bool sums;           /* with device: the test gives gradients to lh_sum_post() */
-    bool given_late;     /* the test itself calls lh_engine_given() after a close */
-    uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
+    uint64_t gather_wait_ns; /* the rigs of the team gather units: see lh_engine_opts */
+    unsigned given;          /* bits of units whose states another process has */
+    bool sums;               /* with device: the test gives gradients to lh_sum_post() */
+    bool given_late;         /* the test itself calls lh_engine_given() after a close */
+    uint64_t model_seed;     /* sizes and dtypes are random, by this seed; 0: the model above */
 };
 
 /* The kinds of work that a manual rig's backends (rig_inline.h) currently hold back. */

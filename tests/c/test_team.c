@@ -281,6 +281,67 @@ static void test_races(bool in_processes)
     lh_team_leave(&owner);
 }
 
+static void test_offers(void)
+{
+    struct lh_team teams[3];
+    lh_test_name(
+        "a unit is listed once all have offered it, in one order; before that an offer can "
+        "be withdrawn");
+    owner_make(&teams[0], 2);
+    mate_make(&teams[0], 1, &teams[1]);
+    mate_make(&teams[0], 2, &teams[2]);
+    for (int i = 0; i < 3; i++)
+        is_rung(i);
+    lh_team_offer(&teams[1], 2);
+    LH_CHECK(is_rung(0) && lh_team_offers(&teams[0], 2) == 2);
+    lh_team_offer(&teams[0], 2);
+    LH_CHECK(lh_team_offer_withdraw(&teams[1], 2) && lh_team_offers(&teams[2], 2) == 1);
+    lh_team_offer(&teams[2], 2);
+    LH_CHECK(lh_team_gather_at(&teams[0], 0) == LH_TEAM_UNIT_NONE);
+    lh_team_offer(&teams[1], 2);
+    for (int i = 0; i < 3; i++) {
+        LH_CHECK(lh_team_offers(&teams[i], 2) == 0);
+        LH_CHECK(!lh_team_offer_withdraw(&teams[i], 2));
+        LH_CHECK(lh_team_gather_at(&teams[i], 0) == 2);
+        LH_CHECK(lh_team_gather_at(&teams[i], 1) == LH_TEAM_UNIT_NONE);
+    }
+    for (uint64_t place = 1; place < 3 * UNITS; place++) { /* the list's memory is used again */
+        for (int i = 0; i < 3; i++)
+            lh_team_offer(&teams[i], (uint32_t)(place * 2 % UNITS));
+        LH_CHECK(lh_team_gather_at(&teams[1], place) == place * 2 % UNITS);
+        LH_CHECK(lh_team_gather_at(&teams[1], place + 1) == LH_TEAM_UNIT_NONE);
+    }
+    for (int i = 0; i < 3; i++)
+        lh_team_leave(&teams[i]);
+}
+
+static void test_answers(void)
+{
+    struct lh_team owner;
+    struct lh_team mate;
+    lh_test_name("an offer that is awaited can be declined; the answer ends with the last offer");
+    owner_make(&owner, 2);
+    mate_make(&owner, 1, &mate);
+    lh_team_offer_decline(&owner, 0); /* nobody has asked */
+    LH_CHECK(lh_team_offers(&owner, 0) == 0);
+    lh_team_offer(&mate, 0);
+    lh_team_offer_await(&mate, 0);
+    LH_CHECK(lh_team_offers(&owner, 0) == (LH_TEAM_AWAITED | 2));
+    is_rung(1);
+    lh_team_offer_decline(&owner, 0);
+    LH_CHECK(is_rung(1) && (lh_team_offers(&mate, 0) & LH_TEAM_DECLINED));
+    LH_CHECK(lh_team_offer_withdraw(&mate, 0) && lh_team_offers(&owner, 0) == 0);
+    lh_team_progress_set(&mate, 7);
+    LH_CHECK(lh_team_progress(&owner, 1) == 7 && lh_team_progress(&owner, 0) == 0);
+    is_rung(2);
+    lh_team_offers_pass_on(&owner);
+    LH_CHECK(is_rung(2)); /* which the mate cannot wake itself */
+    lh_team_offers_pass_on(&owner);
+    LH_CHECK(!is_rung(2));
+    lh_team_leave(&mate);
+    lh_team_leave(&owner);
+}
+
 int main(void)
 {
     bells_make();
@@ -292,5 +353,7 @@ int main(void)
     test_refusals();
     test_races(false);
     test_races(true);
+    test_offers();
+    test_answers();
     return 0;
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 READS = ("param_read", "state_read", "gradient_read", "saved_read")
 WRITES = ("param_write", "state_write", "gradient_write", "commit_write", "saved_write")
-COPIES = ("copy_in", "copy_out", "saved_in", "saved_out")
+COPIES = ("copy_in", "copy_out", "saved_in", "saved_out", "gathered")
 LINKS = READS + WRITES + COPIES
 
 

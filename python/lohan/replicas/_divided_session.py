@@ -58,7 +58,7 @@ class DividedSession(ReplicaSession):
 
     def _on_backward_end(self) -> None:
         if self.exchange.is_open:
-            self.exchange.finish()
+            self._exchange_finish()
             for index in self.exchange.sent_away:
                 self._engine.given_expect(index)
         super()._on_backward_end()

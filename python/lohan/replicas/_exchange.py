@@ -75,6 +75,8 @@ class Exchange:
 
     Attributes:
         is_open: whether the exchange of a backward is in progress.
+        on_wait: called with True when a thread begins to wait for other processes, then with False.
+        rounds: the number of backwards that have ended, which all processes count alike.
         wire: the connections to the other processes.
     """
 
@@ -118,6 +120,8 @@ class Exchange:
         self._buffer_count = count
         self._largest = largest
         self._errors: list[tuple[int | None, BaseException]] = []
+        self.rounds = 0
+        self.on_wait: Callable[[bool], object] = bool
         self._sequence = 0  # of the first piece of the open backward, for tags
         self._failed: set[int] = set()  # processes whose backward has failed
         self._is_broken = False  # an error has left pieces on their way
@@ -299,6 +303,7 @@ class Exchange:
         self._tell()
         self.is_open = False
         self._sequence += self._routes.tag_count + 1
+        self.rounds += 1
         self._micro += 1
         self._summed |= self._present
         if failed:
@@ -468,12 +473,14 @@ class Exchange:
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         """Wait for threads, as long as the other processes are alive."""
         began = time.monotonic_ns()
+        self.on_wait(True)
         try:
             self._wait_for(is_done, what)
         except LohanError:
             self._is_broken = True
             raise
         finally:
+            self.on_wait(False)
             self.waited(began)
 
     def waited(self, began_ns: int) -> None:

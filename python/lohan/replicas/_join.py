@@ -94,6 +94,7 @@ def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
         ("share=", config.share),
+        ("gather=", config.gather),
         ("replicas=", config.replicas),
         ("max_grad_norm=", max_grad_norm),
     ]

@@ -38,6 +38,7 @@ from lohan.common._stats import ReplicaStats, Traffic
 from lohan.errors import LohanError, PeerStepError, StepError, UnsupportedError
 from lohan.layout._block import parts_of
 from lohan.replicas._exchange import Exchange
+from lohan.replicas._gather import Gather
 from lohan.replicas._team import refuse_on_mate
 from lohan.session._session import Session
 from lohan.torch_glue._tensor import in_backward
@@ -95,6 +96,7 @@ class ReplicaSession(Session):
     _is_discarded = False  # whether the other processes know that the open step is forgotten
     _has_edited = False  # a refused change of parameters that others may have read
     _has_copied = False  # a snapshot has begun since the last commit that it may have held back
+    _gather: Gather | None = None  # with gather="shards"
     _edit_count = 0  # writes to parameters outside of steps, which all processes must make
 
     def __init__(self, *args: Any, world: World, team: Team | None, **settings: Any) -> None:
@@ -105,14 +107,21 @@ class ReplicaSession(Session):
         trained = [p for p in self.layout.params if self.layout.units[p.unit].trainable]
         try:
             self._team_join()
+            if self._gather_wait_ms > 0:
+                assert self.team is not None
+                self._gather = Gather(world, self.team, self._engine, self.device.torch_device)
             # A state that one process saves is loaded by all: it names the stores of all.
             told = world.exchange(self.uuid.encode(), "the stores")
             self.replicas = tuple(uuid.decode() for uuid in told)
             self.exchange = self._exchange_make(trained)
+            if self._gather is not None:
+                self.exchange.on_wait = self._engine.gather_wait
             self._traffic_before = Traffic()  # of all steps before the open one
             self._traffic: dict[int, Traffic] = {}  # of the last two steps
         except BaseException:
             self._engine.close()
+            if self._gather is not None:
+                self._gather.close()
             raise
 
     def _exchange_make(self, trained: Sequence[Param]) -> Exchange:
@@ -131,8 +140,16 @@ class ReplicaSession(Session):
         parts = parts_of(units, part_count)
         return {param.index: self.owners[parts[param.unit]] for param in self.layout.params}
 
-    def _team_options(self) -> tuple[int, int, int]:
-        return (0, 0, -1) if self.team is None else (0, self.team.mate_count, -1)
+    @property
+    def _gather_wait_ms(self) -> int:
+        """How long a thread waits for a process that does not gather; 0: there are no gathers."""
+        if self.team is None or self.team.mate_count == 0 or self.config.gather != "shards":
+            return 0
+        return int(500 * self.config.peer_timeout_s)
+
+    def _team_options(self) -> tuple[int, int, int, int]:
+        count = 0 if self.team is None else self.team.mate_count
+        return 0, count, -1, self._gather_wait_ms
 
     def _team_join(self) -> None:
         if self.team is None:
@@ -231,9 +248,17 @@ class ReplicaSession(Session):
 
         return hook
 
+    def _exchange_finish(self, *, failed: bool = False) -> None:
+        """Wait until the gradients of all processes are added; see Exchange.finish()."""
+        try:
+            self.exchange.finish(failed=failed)
+        finally:
+            if self._gather is not None:
+                self._engine.gather_round(self.exchange.rounds)
+
     def _on_backward_end(self) -> None:
         if self.exchange.is_open:
-            self.exchange.finish()
+            self._exchange_finish()
         super()._on_backward_end()
 
     def close_step(self, unscale: float = 1.0) -> None:
@@ -314,7 +339,7 @@ class ReplicaSession(Session):
         """Forget the open step in all processes: those that close it meanwhile raise an error."""
         exchange = self.exchange
         if exchange.is_open:
-            exchange.finish(failed=True)
+            self._exchange_finish(failed=True)
         if exchange.has_begun and not self._is_discarded:
             self.world.exchange(_DISCARDED, f"step {self.step + 1}")
         super()._abort()
@@ -389,7 +414,18 @@ class ReplicaSession(Session):
             except Exception:  # not a Ctrl-C: after one, a further call does all of this
                 super().close()
                 raise
+            finally:
+                self._gather_end()
         super().close()
+        self._gather_end()
+
+    def _gather_end(self) -> None:
+        """End gathers: those that are being made, and once the engine has stopped, the thread."""
+        if self._gather is None or self._engine.is_forked():
+            return
+        self._gather.settle()
+        if self.closed:
+            self._gather.close()
 
     def _leave(self) -> None:
         try:  # the others learn the reason before their connections end
@@ -403,6 +439,9 @@ def _check_owner(reference: weakref.ref[MateSession]) -> None:
     session = reference()
     if session is not None:
         session.world.check_here([session.team.owner], "reading its parameters")
+        if session._gather is not None:  # a unit may wait for the parts of all of them
+            others = [rank for rank in session.team.mates if rank != session.world.rank]
+            session.world.check_here(others, "gathering parameters", may_close=True)
 
 
 class MateSession(ReplicaSession):
@@ -412,9 +451,9 @@ class MateSession(ReplicaSession):
     _memory: int  # file descriptors of the shared memory, and of what wakes the owner's engine
     _bell: int
 
-    def _team_options(self) -> tuple[int, int, int]:
+    def _team_options(self) -> tuple[int, int, int, int]:
         self._memory, self._bell = self.team.follow()
-        return self.team.number, self.team.mate_count, self._memory
+        return self.team.number, self.team.mate_count, self._memory, self._gather_wait_ms
 
     def _team_join(self) -> None:
         os.close(self._memory)  # the engine has its own

@@ -38,6 +38,7 @@ class Team:
     Attributes:
         number: 0 for the owner, 1 and more for its mates, in the order of their ranks.
         owner: the rank of the owner.
+        ranks: the ranks of all its processes.
         mates: the ranks of its mates.
         owners: the ranks of the owners of all machines.
         machine: the number of this machine, in the order of the owners.
@@ -50,6 +51,7 @@ class Team:
             nodes.setdefault(peer.node, []).append(peer.rank)
         here = nodes[world.peers[world.rank].node]
         self._world = world
+        self.ranks = here
         self.number = here.index(world.rank)
         self.owner = here[0]
         self.mates = here[1:]

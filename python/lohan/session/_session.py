@@ -147,9 +147,9 @@ class Session(ForwardRules, Commits):
 
     # --- Making -----------------------------------------------------------------------------
 
-    def _team_options(self) -> tuple[int, int, int]:
+    def _team_options(self) -> tuple[int, int, int, int]:
         """Return the engine's part in a team of processes that share parameters: none."""
-        return 0, 0, -1
+        return 0, 0, -1, 0
 
     def _scale_make(self) -> StepScale:
         this, units = weakref.ref(self), self.layout.units

@@ -121,6 +121,7 @@ def check(config: Config) -> None:
         raise ModelError(f"schedule {config.schedule!r} must be one of {', '.join(SCHEDULES)}")
     _activations.check(config.activations)
     _device.check(config)
+    _check_gather(config)
     _swap.check(config)
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name)
@@ -132,4 +133,19 @@ def check(config: Config) -> None:
     if config.transfer_bytes % (1 << 20):
         raise ModelError(
             f"transfer_bytes {config.transfer_bytes} must be a multiple of {1 << 20} (1 MiB)"
+        )
+
+
+def _check_gather(config: Config) -> None:
+    if config.gather not in ("host", "shards"):
+        raise ModelError(f"gather {config.gather!r} must be 'host' or 'shards'")
+    if config.gather == "shards" and config.share != "on":
+        raise ModelError(
+            "gather='shards' needs share='on' and several processes on the machine, which then"
+            " copy parts of the same parameters: add share='on', or leave gather= out"
+        )
+    if config.gather == "shards" and _device.parse(config.device)[0] == "cpu":
+        raise ModelError(
+            "gather='shards' needs an accelerator in each process, for example device='cuda': on"
+            " the CPU, blocks are read where they are, so leave gather= out"
         )

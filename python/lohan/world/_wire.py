@@ -29,7 +29,7 @@ import torch
 from lohan.errors import PeerLostError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from lohan.world._world import World
 
@@ -57,11 +57,8 @@ class Wire:
             UnsupportedError: this build of torch has no gloo.
             PeerLostError, PeerStepError: a process is gone, or cannot be reached.
         """
-        dist: Any = torch.distributed
-        if not dist.is_gloo_available():
-            raise UnsupportedError("this build of torch has no gloo, which several processes need")
         self._on_error = on_error
-        self._group = _connected(dist.ProcessGroupGloo, world)
+        self._group = _connected(gloo_groups(), world)
         others = [rank for rank in range(world.size) if rank != world.rank]
         # By peer and direction: messages on their way, and what to call when they are there.
         self._queues: dict[tuple[int, str], queue.SimpleQueue[Any]] = {
@@ -106,9 +103,9 @@ class Wire:
         for each in self._queues.values():
             each.put(None)
         if not self._have_ended(_POLL_S):
-            self._cut()
-        if self._have_ended(_CUT_S) and self._group in _groups:
-            _groups.remove(self._group)
+            cut(self._group, {peer for peer, _ in self._queues})
+        if self._have_ended(_CUT_S):
+            close(self._group)
         self._group = None
 
     def _have_ended(self, seconds: float) -> bool:
@@ -117,17 +114,6 @@ class Wire:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-    def _cut(self) -> None:
-        """Cut all connections, which ends the waits: wait too briefly for what nobody sends."""
-        for peer in {peer for peer, _ in self._queues}:
-            try:
-                work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG_END)
-            except RuntimeError:  # this connection is closed already
-                continue
-            with contextlib.suppress(RuntimeError):
-                work.wait(datetime.timedelta(milliseconds=1))
-            return
 
     def _wait(self, peer: int, way: str) -> None:
         waiting = self._queues[peer, way]
@@ -141,31 +127,65 @@ class Wire:
                 return
 
 
-def _connected(gloo: Any, world: World) -> Any:
-    """Return a group that is connected to all processes.
+def cut(group: Any, peers: Iterable[int]) -> None:
+    """Cut all connections, which ends the waits: wait too briefly for what nobody sends."""
+    for peer in peers:
+        try:
+            work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG_END)
+        except RuntimeError:  # this connection is closed already, or is this process
+            continue
+        with contextlib.suppress(RuntimeError):
+            work.wait(datetime.timedelta(milliseconds=1))
+        return
+
+
+def gloo_groups() -> Any:
+    """Return torch's class of groups that gloo connects.
+
+    Raises:
+        UnsupportedError: this build of torch has no gloo.
+    """
+    dist: Any = torch.distributed
+    if not dist.is_gloo_available():
+        raise UnsupportedError("this build of torch has no gloo, which several processes need")
+    return dist.ProcessGroupGloo
+
+
+def connect(gloo: Any, world: World, name: str, ranks: Sequence[int], device: Any) -> Any:
+    """Return a group that is connected to some processes, which all call this.
 
     A thread connects, because that takes as long as the slowest process, and cannot be abandoned.
+
+    Args:
+        gloo: what gloo_groups() returns.
+        world: the processes.
+        name: the name of the connections, which no others have.
+        ranks: the processes to connect, with this one.
+        device: gloo's device.
+
+    Raises:
+        PeerLostError, PeerStepError: a process is gone, or cannot be reached.
     """
     options = gloo._Options()
     options._timeout = _FOREVER
-    options._devices = [_device(gloo, world)]
-    store = world.substore("wire")
+    options._devices = [device]
+    store = world.substore(name)
     made: list[Any] = []
     errors: list[BaseException] = []
 
-    def connect() -> None:
+    def make() -> None:
         try:
-            made.append(gloo(store, world.rank, world.size, options))
+            made.append(gloo(store, ranks.index(world.rank), len(ranks), options))
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=connect, name="lohan-connect", daemon=True)
+    thread = threading.Thread(target=make, name="lohan-connect", daemon=True)
     began = time.monotonic()
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_S)
         waited = time.monotonic() - began
-        others = dict.fromkeys((r for r in range(world.size) if r != world.rank), waited)
+        others = dict.fromkeys((r for r in ranks if r != world.rank), waited)
         world.check_peers(others, _WHAT)
     if errors:
         if known := world.known_end(None, _WHAT):
@@ -176,8 +196,20 @@ def _connected(gloo: Any, world: World) -> Any:
             " GLOO_SOCKET_IFNAME to the network interface that leads to them"
         ) from errors[0]
     _groups.append(made[0])
-    world.exchange(b"", _WHAT)  # a process that closes its session cuts those that still connect
     return made[0]
+
+
+def close(group: Any) -> None:
+    """Close a group's connections once no thread waits in it and nothing else refers to it."""
+    if group in _groups:
+        _groups.remove(group)
+
+
+def _connected(gloo: Any, world: World) -> Any:
+    """Return a group that is connected to all processes."""
+    group = connect(gloo, world, "wire", range(world.size), _device(gloo, world))
+    world.exchange(b"", _WHAT)  # a process that closes its session cuts those that still connect
+    return group
 
 
 def _device(gloo: Any, world: World) -> Any:

@@ -1,0 +1,151 @@
+"""Processes of one machine that gather blocks on their accelerators (gather="shards")."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import world_gather
+from world_helper import Group, run
+
+ROWS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16, clipped": {"dtype": "bfloat16", "max_grad_norm": 0.01, "device_param_bytes": 150_000},
+    "frozen": {"dtype": "bfloat16", "change": "frozen", "device_param_bytes": 150_000},
+    "tight": {"host_bytes": 14_000_000},
+    "absent": {"change": "absent"},
+    "serial": {"schedule": "serial"},
+    "all on the device": {"device_param_bytes": 1 << 20},
+    "recompute": {"activations": "recompute"},
+}
+FEW = ((2, [*ROWS][:3]), (3, [*ROWS][1:5:3]))
+MANY = ((2, [*ROWS]), (3, [*ROWS]))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the result of one process with the settings of most tests."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(folder, 1, world_gather.train_all, [(str(folder / "run"), {})])[0][0]
+
+
+@pytest.mark.parametrize(
+    "runs", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_gathered_blocks_have_the_bits_of_one_process(tmp_path: pathlib.Path, runs: Any) -> None:
+    wanted = list(dict.fromkeys(name for _, names in runs for name in names))
+    found = {}
+    for count, names in ((1, wanted), *runs):
+        (tmp_path / str(count)).mkdir()
+        rows = [(str(tmp_path / str(count) / name), ROWS[name]) for name in names]
+        told = run(tmp_path, count, world_gather.train_all, rows)
+        found[count] = {name: [each[at] for each in told] for at, name in enumerate(names)}
+    for count, names in runs:
+        for name in names:
+            assert found[count][name] == found[1][name] * count, f"{name}, {count} processes"
+
+
+def test_each_link_moves_its_part_of_each_block_as_planned(tmp_path: pathlib.Path) -> None:
+    for gather in ("host", "shards"):
+        for steps in run(tmp_path, 2, world_gather.counted, str(tmp_path / gather), gather):
+            assert steps
+            for moved, planned in steps:
+                assert moved == planned and moved["copy_in"] > 0
+                assert moved["gathered"] == (moved["copy_in"] if gather == "shards" else 0)
+
+
+@pytest.mark.parametrize("replicas", ["all", "parameters"])
+def test_the_processes_of_each_machine_gather_among_themselves(
+    tmp_path: pathlib.Path, whole: Any, replicas: str
+) -> None:
+    rows = [(str(tmp_path / "run"), {"replicas": replicas})]
+    assert run(tmp_path, 4, world_gather.train_all, rows, nodes=2) == [[whole]] * 4
+    settings = (str(tmp_path / "counted"), "shards")
+    for rank, steps in enumerate(run(tmp_path, 3, world_gather.counted, *settings, nodes=2)):
+        for moved, planned in steps:
+            assert moved == planned and moved["copy_in"] > 0
+            is_alone = rank == 2  # on its machine
+            assert moved["gathered"] == (0 if is_alone else moved["copy_in"])
+
+
+@pytest.mark.parametrize(("who", "where"), [(0, "steps"), (1, "micro-batches")])
+def test_a_process_may_evaluate_alone(
+    tmp_path: pathlib.Path, whole: Any, who: int, where: str
+) -> None:
+    found = run(tmp_path, 2, world_gather.evaluates, str(tmp_path / "run"), who, where)
+    assert [each[1] for each in found] == [whole] * 2
+    assert [each[0] != 0.0 for each in found] == [who == 0, who == 1]
+
+
+@pytest.mark.parametrize(("who", "count"), [(0, 2), (2, 3)])
+def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(
+    tmp_path: pathlib.Path, whole: Any, who: int, count: int
+) -> None:
+    found = run(tmp_path, count, world_gather.fails_once, str(tmp_path / "run"), who)
+    assert [each[1] for each in found] == [whole] * count
+    for rank, (said, _) in enumerate(found):
+        kind = "ValueError: this batch" if rank == who else "PeerStepError: "
+        assert len(said) == 1 and said[0].startswith(kind)
+
+
+def test_processes_may_use_other_blocks_in_another_order(tmp_path: pathlib.Path) -> None:
+    one = run(tmp_path, 1, world_gather.skips, str(tmp_path / "one"))
+    for count in (2, 3):
+        assert run(tmp_path, count, world_gather.skips, str(tmp_path / str(count))) == one * count
+
+
+def test_a_process_that_waits_for_another_one_in_a_forward_is_not_waited_for(
+    tmp_path: pathlib.Path, whole: Any
+) -> None:
+    found = run(tmp_path, 2, world_gather.meets, str(tmp_path / "run"))
+    assert found == [(True, whole)] * 2
+
+
+@pytest.mark.parametrize(("who", "count"), [(0, 2), (2, 3)])
+def test_a_process_that_is_killed_in_a_gather_is_named(
+    tmp_path: pathlib.Path, whole: Any, who: int, count: int
+) -> None:
+    store = str(tmp_path / "run")
+    for rank, each in enumerate(
+        Group(tmp_path, count, world_gather.dies, store, who, "SIGKILL").wait()
+    ):
+        assert each.code == (-9 if rank == who else 0), each.said
+        if rank != who:
+            assert each.value.startswith(f"PeerLostError: rank {who} (host"), each.value
+    assert run(tmp_path, 2, world_gather.resumed, store) == [whole] * 2
+
+
+def test_a_process_that_is_stopped_in_a_gather_is_named(tmp_path: pathlib.Path) -> None:
+    group = Group(tmp_path, 3, world_gather.dies, str(tmp_path / "run"), 1, "SIGSTOP")
+    for rank in (0, 2):
+        group.processes[rank].join()
+    group.kill(1)
+    said = [each.value or f"{each.error}: {each.text}" for each in group.wait() if each.code != -9]
+    # The first to find out ends, which the other one may see first.
+    assert len(said) == 2 and all("PeerLostError: rank 1 (host" in each for each in said), said
+
+
+def test_without_connections_blocks_are_copied_whole(tmp_path: pathlib.Path, whole: Any) -> None:
+    found = run(tmp_path, 2, world_gather.loses_connections, str(tmp_path / "run"))
+    assert found == [whole] * 2
+
+
+@pytest.mark.long  # which compares times, and so needs a quiet machine
+def test_slow_links_take_less_time_for_parts(tmp_path: pathlib.Path) -> None:
+    for each in run(tmp_path, 2, world_gather.timed, str(tmp_path / "run"), ["host", "shards"]):
+        assert each["shards"] < 0.8 * each["host"], each
+
+
+def test_settings_that_do_not_fit_are_refused_at_wrap(tmp_path: pathlib.Path) -> None:
+    for said in run(tmp_path, 2, world_gather.refused, str(tmp_path / "run")):
+        assert said[0].startswith("ModelError: gather='shards' needs share='on'")
+        assert said[1].startswith("ModelError: gather='shards' needs an accelerator")
+        assert said[2] == "ModelError: gather 'some' must be 'host' or 'shards'"
+        assert said[3].startswith("WorldMismatchError: gather= is 'shards' in rank 0")
+
+
+def test_the_thread_and_the_connections_of_gathers_end_with_the_session(
+    tmp_path: pathlib.Path,
+) -> None:
+    assert run(tmp_path, 2, world_gather.ends, str(tmp_path / "run")) == [(0, 0)] * 2

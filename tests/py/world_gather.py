@@ -1,0 +1,261 @@
+"""What each process of tests/py/test_gather.py does: AdamW on emulated accelerators."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+import world_adamw
+from lohan.errors import LohanError
+from lohan.world import _wire
+from torch import nn
+from world_adamw import (
+    BATCHES,
+    batch,
+    loss_of,
+    one_step,
+    states_digest,
+    values_digest,
+    wrapped,
+)
+from world_worker import rank_and_count
+
+TIGHT = 300_000  # device memory for parameters that holds half of the fp32 model
+RATE = 500_000  # so slow that a busy machine matters little
+STEPS = 5
+
+
+def made(store: str, gather: str = "shards", **settings: Any) -> Any:
+    """Wrap the model of world_adamw.py on an emulated accelerator."""
+    world_adamw._gradient_pieces.PIECE_BYTES = 20_000
+    dtype = getattr(torch, settings.pop("dtype", "float32"))
+    _, count = rank_and_count()
+    kind = {"share": "on", "gather": gather} if count > 1 else {}
+    place = {"device": "emu", "device_param_bytes": TIGHT, "peer_timeout_s": 60}
+    return wrapped(store, dtype, **{**place, **kind, **settings})
+
+
+def ended(model: Any) -> tuple[int, str, str]:
+    """Return the step and hashes of parameters and states, and close the session."""
+    result = model.lohan.step, values_digest(model), states_digest(model)
+    if rank_and_count()[1] > 1:
+        model.lohan.part()
+    model.lohan.close()
+    return result
+
+
+def train_all(rows: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Train several models one after the other; return what ended() does."""
+    found = []
+    for store, settings in rows:
+        dtype = getattr(torch, settings.get("dtype", "float32"))
+        model = made(store, **settings)
+        for _ in range(STEPS):
+            one_step(model, dtype, settings.get("change", ""))
+        found.append(ended(model))
+    return found
+
+
+def counted(store: str, gather: str) -> list[Any]:
+    """Return what steps that were predicted move over the links, and plan to move: at least one.
+
+    On a busy machine a step may not be: its order of uses depends on how late the engine's thread
+    learns of them.
+    """
+    model = made(store, gather, accumulate=1)
+    rank, _ = rank_and_count()
+    found = {}
+    for step in range(100):
+        loss_of(model, step, rank, torch.float32).backward()
+        model.lohan.close_step()
+        stats = model.lohan.stats()
+        if stats.step > 2 and stats.replans == 0:
+            found[stats.step] = (stats.bytes, stats.planned_bytes)
+        counts = model.lohan.world.exchange(str(len(found)).encode(), f"test {step}")
+        if min(map(int, counts)) > 1:
+            break
+    ended(model)
+    return [*found.values()]
+
+
+def evaluates(store: str, who: int, where: str) -> tuple[float, Any]:
+    """One process alone evaluates between steps, or between the micro-batches of a step."""
+    rank, count = rank_and_count()
+    model = made(store)
+    seen = 0.0
+    for step in range(STEPS):
+        for number in range(rank, BATCHES, count):
+            loss_of(model, step, number, torch.float32).backward()
+            if rank == who and where == "micro-batches" and number == rank + count:
+                with torch.no_grad():
+                    seen += float(model(batch(9, 9, torch.float32)[0]).sum())
+        model.lohan.close_step(unscale=count / BATCHES)
+        if rank == who and where == "steps":
+            with torch.no_grad():
+                seen += float(model(batch(9, 9, torch.float32)[0]).sum())
+            x = batch(9, 9, torch.float32)[0].requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x)
+            seen += float(slope.sum())
+    return seen, ended(model)
+
+
+def fails_once(store: str, who: int) -> tuple[list[str], Any]:
+    """The backward of one process fails once, in the middle of the model; all continue."""
+    rank, _ = rank_and_count()
+    model = made(store)
+    errors: list[str] = []
+
+    def fail(gradient: Any) -> None:
+        raise ValueError("this batch is bad")
+
+    for attempt in range(STEPS + 1):
+        is_bad = attempt == 2 and rank == who
+        handle = model.layers[1].weight.register_hook(fail) if is_bad else None
+        try:
+            one_step(model)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            model.optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+    return errors, ended(model)
+
+
+def skips(store: str) -> Any:
+    """Each micro-batch uses other layers than that of the other process, in another order."""
+    model = made(store)
+    rank, count = rank_and_count()
+    for step in range(STEPS):
+        for number in range(rank, BATCHES, count):
+            x, y = batch(step, number, torch.float32)
+            layers = [*model.layers, model.begin, model.end]
+            order = layers[:: 1 if number % 2 else -1][number % 3 :]
+            sum((nn.functional.mse_loss(each(x), y) for each in order), torch.zeros(())).backward()
+        model.lohan.close_step(unscale=count / BATCHES)
+    return ended(model)
+
+
+def meets(store: str) -> tuple[bool, Any]:
+    """In one forward, rank 1 waits in a hook until rank 0 has made its own forward."""
+    rank, count = rank_and_count()
+    model = made(store, peer_timeout_s=2)
+    path = pathlib.Path(f"{store}-met")
+    has_met: list[bool] = []
+
+    def wait(*_: Any) -> None:
+        until = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        has_met.append(path.exists())
+
+    for step in range(STEPS):
+        for number in range(rank, BATCHES, count):
+            is_here = step == 2 and number == rank + 2 * count
+            hook = (
+                model.layers[1].register_forward_pre_hook(wait) if is_here and rank == 1 else None
+            )
+            loss = loss_of(model, step, number, torch.float32)
+            if is_here and rank == 0:
+                path.touch()
+            loss.backward()
+            if hook is not None:
+                hook.remove()
+        model.lohan.close_step(unscale=count / BATCHES)
+    return all(has_met), ended(model)
+
+
+def dies(store: str, who: int, how: str) -> str:
+    """One process is killed or stopped when it is about to take part in its tenth gather."""
+    rank, _ = rank_and_count()
+    model = made(store, peer_timeout_s=2)
+    for _ in range(2):
+        one_step(model)
+    if rank == who:
+        group, left = model.lohan._gather._group, [10]
+
+        class Dying:
+            def broadcast(self, *args: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), getattr(signal, how))
+                return group.broadcast(*args)
+
+        model.lohan._gather._group = Dying()
+    try:
+        for _ in range(3):
+            one_step(model)
+    except LohanError as error:
+        with contextlib.suppress(LohanError):  # the engine may have failed, too
+            model.lohan.close()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def loses_connections(store: str) -> Any:
+    """The connections of gathers end in the middle of a step."""
+    rank, _ = rank_and_count()
+    model = made(store)
+    for step in range(STEPS):
+        one_step(model)
+        if step == 2 and rank == 1:
+            model.lohan._gather.cut()
+    return ended(model)
+
+
+def resumed(store: str) -> Any:
+    """Resume a run, and train up to the last step of the other tests."""
+    model = made(store, resume=True)
+    while model.lohan.step < STEPS:
+        one_step(model)
+    return ended(model)
+
+
+def timed(store: str, gathers: list[str]) -> dict[str, float]:
+    """Return the least seconds of a step with slow links, by gather=."""
+    found = {}
+    for gather in gathers:
+        model = made(f"{store}-{gather}", gather, accumulate=1, emu_bytes_per_s=(RATE, 0))
+        times = []
+        for step in range(6):
+            began = time.monotonic()
+            loss_of(model, step, rank_and_count()[0], torch.float32).backward()
+            model.lohan.close_step()
+            times.append(time.monotonic() - began)
+        found[gather] = min(times[2:])
+        ended(model)
+    return found
+
+
+def refused(store: str) -> list[str]:
+    """Wrap models with settings that gathers do not allow, or that differ."""
+    rank, _ = rank_and_count()
+    said = []
+    for settings in (
+        {"share": "off", "device": "emu"},
+        {"share": "on", "device": "cpu"},
+        {"share": "on", "device": "emu", "gather": "some"},
+        {"share": "on", "device": "emu", "gather": ("shards", "host")[rank]},
+    ):
+        try:
+            wrapped(store, **{"gather": "shards", **settings})
+        except LohanError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def ends(store: str) -> tuple[int, int]:
+    """Return the number of threads and groups of gathers after the end of a session."""
+    model = made(store)
+    one_step(model)
+    model.lohan.part()
+    group = model.lohan._gather._group
+    assert group in _wire._groups
+    model.lohan.close()
+    names = [thread.name for thread in threading.enumerate()]
+    return names.count("lohan-gather"), _wire._groups.count(group)
