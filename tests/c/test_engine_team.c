@@ -54,6 +54,9 @@ static void set_make(struct set *set, const char *name, uint32_t count, struct r
 static void set_unmake(struct set *set)
 {
     for (uint32_t i = 0; i < set->count; i++)
+        lh_engine_stop(set->mates[i].rig.engine);
+    lh_engine_stop(set->owner.engine); /* it wakes its mates until here */
+    for (uint32_t i = 0; i < set->count; i++)
         rig_unmake(&set->mates[i].rig);
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) /* a mate that ends gives everything back */
         LH_CHECK(!lh_team_is_pinned(set->owner.team, i));
