@@ -2,6 +2,9 @@
  * Test sums of gradients that an accelerator computes: their bits, their order, and that the
  * gradients' memory is read neither before they are computed nor after it was released.
  */
+#include <errno.h>
+#include <string.h>
+
 #include "compute/sum.h"
 #include "lh_test.h"
 #include "rig_device.h"
@@ -203,6 +206,52 @@ static void test_abort(const char *kind)
     sums_close(&sums);
 }
 
+static void test_refused(void)
+{
+    static const struct {
+        uint64_t bytes;
+        bool has_device;
+    } rows[] = {{1, true}, {LH_BLOCK_BYTES - 1, true}, {LH_BLOCK_BYTES, false}};
+    lh_test_name("an engine refuses memory for sums that is too small, or that has no device");
+    for (size_t i = 0; i < LH_COUNT_OF(rows); i++) {
+        struct rig_opts rig_opts = opts_of("emu", true, false);
+        struct lh_alloc alloc = LH_ALLOC_INIT;
+        struct lh_engine *engine = NULL;
+        struct lh_error err = {0};
+        struct rig rig;
+        rig_opts.device = rows[i].has_device ? rig_opts.device : NULL;
+        rig_opts.sums = false;
+        rig_make(&rig, "sums-refused", rig_opts);
+        struct lh_engine_opts opts = rig_engine_opts(&rig);
+        opts.gradients_in_memory = true;
+        opts.sum_memory = rig.memory;
+        opts.sum_bytes = rows[i].bytes;
+        LH_CHECK(lh_engine_create(&opts, &alloc, &engine, &err) == -EINVAL && !engine);
+        LH_CHECK(strstr(err.message, "sum_bytes") != NULL && alloc.live_count == 0);
+        rig_unmake(&rig);
+    }
+}
+
+static void test_failed(void)
+{
+    struct sums sums;
+    struct rig *rig = &sums.rig;
+    uint64_t seed = 7;
+    lh_test_name("a failed engine takes no gradient, and no wait for a sum hangs");
+    sums_open(&sums, opts_of("emu", true, false));
+    rig->holds.copies = 1 << LH_DEV_DIRECTION_OUT;
+    give(&sums, 0, &seed);
+    rig_settle(rig);
+    struct lh_error err = {0};
+    lh_error_set(&err, -EIO, "the test fails the engine");
+    lh_core_fail(rig->engine, &err);
+    LH_CHECK(lh_sum_wait(rig->engine, 0) == -EIO);
+    LH_CHECK(lh_sum_release_wait(rig->engine, 0, 0) == -EIO);
+    LH_CHECK(lh_sum_post(rig->engine, 1, rig->gradients[1], LH_DTYPE_F32, sums.found[1], true) ==
+             -EIO);
+    sums_close(&sums);
+}
+
 int main(void)
 {
     static const char *const kinds[] = {"emu", "fake"};
@@ -214,5 +263,7 @@ int main(void)
     test_bits("emu", true, false);
     test_order();
     test_heard();
+    test_refused();
+    test_failed();
     return 0;
 }
