@@ -162,7 +162,8 @@ def fetch(version: str) -> pathlib.Path:
         answer = subprocess.run(words, capture_output=True, text=True, check=False)
         wheels = list(pathlib.Path(scratch).glob("*.whl"))
         if answer.returncode != 0 or not wheels:
-            raise KernelsError(f"{PACKAGE} {version} cannot be downloaded: {answer.stderr}")
+            why = (answer.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+            raise KernelsError(f"{PACKAGE} {version} cannot be downloaded: {why}")
         with zipfile.ZipFile(wheels[0]) as archive:
             archive.extractall(folder.with_suffix(".part"))
     shutil.rmtree(folder, ignore_errors=True)

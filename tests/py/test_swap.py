@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import time
 from typing import Any
 
@@ -187,6 +188,21 @@ def test_settings_that_cannot_be_are_refused(store_dir: pathlib.Path) -> None:
         lohan.wrap(Tower(), store=store_dir / "c", lr=1e-3, swap_bytes=1 << 20, swap_ssd_bytes=0)
     with pytest.raises(ModelError, match="is taken out of host_bytes"):
         lohan.wrap(Tower(), store=store_dir / "b", lr=1e-3, host_bytes=1 << 24, swap_bytes=1 << 24)
+
+
+def test_the_least_budget_that_is_named_counts_offloaded_activations(
+    store_dir: pathlib.Path,
+) -> None:
+    asked = {"lr": 1e-3, "device": "emu", "swap_bytes": 64 << 20, "swap_ssd_bytes": 0}
+    with pytest.raises(BudgetError) as refused:
+        lohan.wrap(Tower(), store=store_dir / "first", host_bytes=(64 << 20) + 4096, **asked)
+    least = int(re.findall(r"at least (\d+)", str(refused.value))[0])
+    assert least > 64 << 20
+    with pytest.raises(
+        BudgetError, match=rf"host_bytes {least - 1} .* at least {least} .* swap_bytes"
+    ):
+        lohan.wrap(Tower(), store=store_dir / "less", host_bytes=least - 1, **asked)
+    lohan.wrap(Tower(), store=store_dir / "least", host_bytes=least, **asked).lohan.close()
 
 
 def test_memory_that_is_full_ends_the_step_at_once(store_dir: pathlib.Path) -> None:

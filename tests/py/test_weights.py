@@ -161,6 +161,39 @@ def test_a_function_initialises_what_the_model_does_not(tmp_path: Path) -> None:
     model.lohan.close()
 
 
+def test_defaults_are_drawn_only_for_what_a_function_leaves_unset(tmp_path: Path) -> None:
+    drawn: list[str] = []
+
+    class Recorded(nn.Linear):
+        def reset_parameters(self) -> None:
+            drawn.append(self.name if hasattr(self, "name") else "")
+            super().reset_parameters()
+
+    def fill(module: nn.Module) -> None:
+        if not isinstance(module, Recorded):
+            return
+        if module.name == "whole":
+            module.weight.fill_(2.0)
+            module.bias.fill_(3.0)
+        elif module.name == "bias":
+            module.bias.fill_(3.0)
+        elif module.name == "scaled":
+            module.weight.mul_(0.0).add_(1.0)
+
+    with lohan.empty():
+        model = nn.Sequential(*(Recorded(5, 5) for _ in range(3)))
+    for module, name in zip(model, ("whole", "bias", "scaled"), strict=True):
+        module.name = name
+    drawn.clear()
+    model = lohan.wrap(model, store=tmp_path / "s", init=fill)
+    state = model.state_dict()
+    model.lohan.close()
+    assert drawn == ["bias", "scaled"]
+    assert bool((state["0.weight"] == 2).all()) and bool((state["0.bias"] == 3).all())
+    assert state["1.weight"].std() > 0 and bool((state["1.bias"] == 3).all())
+    assert bool((state["2.weight"] == 1).all()) and state["2.bias"].std() > 0
+
+
 def test_what_has_no_value_is_named(tmp_path: Path) -> None:
     with lohan.empty():
         model = nn.Linear(4, 4)

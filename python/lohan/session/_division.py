@@ -124,8 +124,16 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
         config.schedule == "auto",
     )
     plan_device(layout, config)
-    full = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)["host_bytes_full"]
-    return _core.budget(units, _host_bytes(config, full), bookkeeping, *waiting, raiser)
+    most = _core.budget(units, 1 << 60, bookkeeping, *waiting, raiser)
+    host_bytes = _host_bytes(config, most["host_bytes_full"])
+    swapped = _swap.host_bytes(config)
+    if swapped > 0 and host_bytes < most["host_bytes_min"]:
+        raise BudgetError(
+            f"host_bytes {host_bytes + swapped} is too small: this model needs at least"
+            f" {most['host_bytes_min'] + swapped}, of which swap_bytes takes {swapped}: raise"
+            " host_bytes, or lower swap_bytes"
+        )
+    return _core.budget(units, host_bytes, bookkeeping, *waiting, raiser)
 
 
 def least(layout: Layout, config: Config) -> dict[str, int]:

@@ -343,7 +343,9 @@ class Session(ForwardRules, Commits):
             self._engine.gradient_scale(scale)
         self._gradients.hide()
         self._engine.close_step(
-            _scalars.pack(self._optimizer, self.buffers) if self._optimizer is not None else b""
+            _scalars.pack(self._optimizer, self.buffers, self.device.torch_device)
+            if self._optimizer is not None
+            else b""
         )
         self._backward = "none"
         self._accumulation.reset()
@@ -391,9 +393,14 @@ class Session(ForwardRules, Commits):
         return self._accumulation.no_sync()
 
     def restore_scalars(self) -> None:
-        """Restore hyper-parameters, torch's CPU generator and buffers from the last commit."""
+        """Restore hyper-parameters, torch's generators and buffers from the last commit."""
         assert self._optimizer is not None
-        _scalars.restore(self.store.describe()["caller_scalars"], self._optimizer, self.buffers)
+        _scalars.restore(
+            self.store.describe()["caller_scalars"],
+            self._optimizer,
+            self.buffers,
+            self.device.torch_device,
+        )
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""

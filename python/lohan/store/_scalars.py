@@ -1,4 +1,4 @@
-"""The data of a commit besides extents: hyper-parameters, torch's CPU generator, buffers.
+"""The data of a commit besides extents: hyper-parameters, torch's generators, buffers.
 
 The data are one line of JSON, followed by the bytes of the model's persistent buffers, if any.
 """
@@ -17,11 +17,14 @@ from lohan import _core
 from lohan.common._hyper import hyper_of, numbers
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue import _buffers
+from lohan.torch_glue._recompute_state import random_states, set_random_states
 from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
     from lohan.session._optim import Optimizer
     from lohan.torch_glue._buffers import Buffers
+
+_CPU = torch.device("cpu")
 
 
 def _join(state: dict[str, Any], buffers: Buffers | None) -> bytes:
@@ -71,11 +74,15 @@ def steps(scalars: bytes, param_count: int) -> list[int]:
     return list(struct.unpack_from(f"<{param_count}Q", scalars, at))
 
 
-def pack(optimizer: Optimizer, buffers: Buffers | None = None) -> bytes:
+def pack(
+    optimizer: Optimizer, buffers: Buffers | None = None, device: torch.device = _CPU
+) -> bytes:
     """Serialize the current state for a commit.
 
-    Of the hyper-parameters at wrap, only those that have changed since are stored.
+    Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
+    state of its random generator is stored, too.
     """
+    random, *of_device = (_encoded(one) for one in random_states(device))
     groups = optimizer.param_groups
     state: dict[str, Any] = {
         "groups": [list(hyper_of(group)) for group in groups],
@@ -83,8 +90,10 @@ def pack(optimizer: Optimizer, buffers: Buffers | None = None) -> bytes:
             {name: value for name, value in then.items() if value != numbers(group)[name]}
             for group, then in zip(groups, optimizer.wrapped, strict=True)
         ],
-        "rng": base64.b64encode(bytes_of(torch.get_rng_state())).decode(),
+        "rng": random,
     }
+    if of_device:
+        state["device_rng"] = of_device[0]
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
@@ -102,8 +111,23 @@ def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: An
     )
 
 
-def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -> None:
-    """Restore the groups, buffers and torch's CPU generator from a commit's data.
+def _encoded(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes_of(state)).decode()
+
+
+def _decoded(state: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+
+
+def restore(
+    blob: bytes,
+    optimizer: Optimizer,
+    buffers: Buffers | None = None,
+    device: torch.device = _CPU,
+) -> None:
+    """Restore the groups, buffers and torch's generators from a commit's data.
+
+    The device's generator is restored if it is a GPU's, and the commit was made on a GPU.
 
     A hyper-parameter that was passed to this call of wrap, and differs from what the run was
     wrapped with, takes precedence; a note is printed to stderr.
@@ -139,5 +163,7 @@ def restore(blob: bytes, optimizer: Optimizer, buffers: Buffers | None = None) -
         optimizer.wrapped[index] = then
         for name in set(then) - optimizer.given[index]:  # schedulers read the defaults, too
             optimizer.defaults[name] = tuple(then[name]) if name == "betas" else then[name]
-    rng = bytearray(base64.b64decode(state["rng"]))
-    torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+    states = [_decoded(state["rng"])]
+    if device.type == "cuda" and "device_rng" in state:
+        states.append(_decoded(state["device_rng"]))
+    set_random_states(states, device if len(states) > 1 else _CPU)

@@ -240,22 +240,44 @@ def _initialise(
     init: Callable[[nn.Module], None] | None,
     owner: Callable[[nn.Module], None] | None,
 ) -> None:
+    """Set a module's own parameters by init, or else by its model's `_init_weights`.
+
+    `reset_parameters` comes first only if the function leaves a value unset: one thread draws its
+    random numbers, which takes longer than everything else.
+    """
     function = init or owner
+    reset = getattr(module, "reset_parameters", None)
     with torch.no_grad():
-        for tensor in module._parameters.values():
-            if tensor is not None:
-                tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
+        _unset(module)
         if function is not None:
             function(module)
-    for param_name, tensor in module._parameters.items():
+        missing = _missing(module)
+        if missing is not None and reset is not None:
+            _unset(module)
+            reset()
+            if function is not None:
+                function(module)
+            missing = _missing(module)
+    if missing is not None:
+        raise ModelError(
+            f"{name}.{missing} has no initialisation in {type(module).__name__}: pass"
+            " init=FUNCTION, or weights=FOLDER"
+        )
+
+
+def _unset(module: nn.Module) -> None:
+    """Fill a module's own parameters with NaN, and integers with 0."""
+    for tensor in module._parameters.values():
+        if tensor is not None:
+            tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
+def _missing(module: nn.Module) -> str | None:
+    """Return the name of a parameter of the module that still has a NaN."""
+    for name, tensor in module._parameters.items():
         if tensor is not None and tensor.is_floating_point() and bool(tensor.data.isnan().any()):
-            raise ModelError(
-                f"{name}.{param_name} has no initialisation in {type(module).__name__}: pass"
-                " init=FUNCTION, or weights=FOLDER"
-            )
+            return name
+    return None
 
 
 def _fill_from_files(
