@@ -80,7 +80,8 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_stale(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->update.chunks_computed > 0 &&
                      engine->device.loading_unit == LH_UNIT_NONE;
-    is_coming = is_coming && LH_FEATURE_ALL(engine, copy_may_precede_update, unit);
+    if (is_coming)
+        is_coming = LH_FEATURE_ALL(engine, copy_may_precede_update, unit);
     return (is_here || is_coming) && unit->copy.use_count >= op->uses_before &&
            !unit->copy.is_copying && lh_copy_is_free(engine);
 }

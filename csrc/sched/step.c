@@ -248,8 +248,9 @@ static bool commit_pump(struct lh_engine *engine)
 
 static bool transfers_are_idle(const struct lh_engine *engine)
 {
-    return lh_transfer_is_idle(engine) && engine->jobs_in_flight == 0 &&
-           engine->copies.in_flight == 0 && LH_FEATURE_ALL(engine, is_idle);
+    bool are_features_idle = LH_FEATURE_ALL(engine, is_idle);
+    return are_features_idle && lh_transfer_is_idle(engine) && engine->jobs_in_flight == 0 &&
+           engine->copies.in_flight == 0;
 }
 
 /*
