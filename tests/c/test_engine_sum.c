@@ -198,6 +198,7 @@ static void test_abort(const char *kind)
         if (round % 2 == 0) {
             LH_CHECK(rig_abort(&sums.rig) == 0);
             LH_CHECK(lh_sum_wait(sums.rig.engine, 0) == 1);
+            rig_device_drain(&sums.rig); /* it still computes from the memory that give() fills */
             continue;
         }
         finished_wait(&sums);
