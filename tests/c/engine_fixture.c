@@ -204,7 +204,7 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
     if (rig->opts.sums) {
         opts.sum_memory = rig->memory + rig->budget.region_bytes +
                           rig->budget.slab_count * rig->budget.slab_bytes;
-        opts.sum_bytes = rig->budget.gradient_bytes;
+        opts.sum_bytes = lh_align_up(rig->budget.gradient_bytes / 4, LH_BLOCK_BYTES);
     }
     rig_device_opts(rig, &opts);
     rig_saved_opts(rig, &opts);

@@ -116,13 +116,27 @@ static bool is_trained(uint32_t param)
     return (RIG_GRADIENTS_ALL >> param & 1) != 0;
 }
 
+/* A gradient stays the accelerator's until the last of its copies is over. */
+static void watch(struct rig *rig)
+{
+    uint32_t *copies_max = rig->watch_context;
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        uint32_t copies = rig->engine->sums.params[i].copies;
+        *copies_max = copies > *copies_max ? copies : *copies_max;
+        LH_CHECK(copies == 0 || !lh_engine_gradient_is_consumed(rig->engine, i));
+    }
+}
+
 static void test_bits(const char *kind, bool is_manual, bool is_large)
 {
     struct sums sums;
+    uint32_t copies_max = 0;
     uint64_t seed = 3;
     lh_test_name("%s%s%s: sums have the bits of lh_sum_add in the order of the backwards", kind,
                  is_manual ? ", manual" : "", is_large ? ", several pieces" : "");
     sums_open(&sums, opts_of(kind, is_manual, is_large));
+    sums.rig.watch = is_manual ? watch : NULL;
+    sums.rig.watch_context = &copies_max;
     for (int round = 0; round < BACKWARD_COUNT; round++) {
         for (uint32_t i = RIG_PARAM_COUNT; i-- > 0;) {
             if (!is_trained(i) || lh_test_random(&seed) % 4 == 0)
@@ -134,6 +148,7 @@ static void test_bits(const char *kind, bool is_manual, bool is_large)
     finished_wait(&sums);
     check(&sums);
     LH_CHECK(atomic_load(&sums.rig.engine->update_gradient_bytes) == 0);
+    LH_CHECK(!is_manual || copies_max > 1); /* else no gradient has several pieces */
     sums_close(&sums);
 }
 
@@ -262,6 +277,7 @@ int main(void)
         test_abort(kinds[i]);
     }
     test_bits("emu", true, false);
+    test_bits("emu", true, true);
     test_order();
     test_heard();
     test_refused();
