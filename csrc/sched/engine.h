@@ -361,7 +361,7 @@ static inline uint64_t lh_gather_edge(uint64_t bytes, uint32_t count, uint32_t p
  */
 int lh_gather_next(struct lh_engine *engine, uint32_t *unit_out, int timeout_ms) LH_MUST_CHECK;
 /*
- * The unit is complete at its place, for everything that reads it from now on; or the connection is
+ * The unit is complete at its place, for all that read it afterwards; or the connection is
  * broken, and nothing writes there any more. Thread: as for lh_gather_next().
  */
 void lh_gather_done(struct lh_engine *engine, uint32_t unit, bool is_complete);

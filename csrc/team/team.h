@@ -138,7 +138,7 @@ void lh_team_offer_await(struct lh_team *team, uint32_t unit);
 void lh_team_offer_decline(struct lh_team *team, uint32_t unit);
 /* Any: a bit 1 << process for each process that offers the unit, and the two bits above. */
 uint64_t lh_team_offers(const struct lh_team *team, uint32_t unit);
-/* Any: the unit at a place of the list of gathers; LH_TEAM_UNIT_NONE: there is none yet. */
+/* Any: the unit at a position of the list of gathers, or LH_TEAM_UNIT_NONE. */
 uint32_t lh_team_gather_at(const struct lh_team *team, uint64_t place);
 /* Any: how far this process is, and another one: a number that all processes count alike. */
 void lh_team_progress_set(struct lh_team *team, uint64_t progress);
