@@ -91,9 +91,9 @@ class Config:
             accelerator emulated in main memory (to test without a GPU). A torch.device is accepted,
             too. None: the CPU, even if torch sees a GPU (for a Trainer's callback: the Trainer's
             device).
-        device_bytes: device memory for parameters, kept saved tensors and outgoing gradients.
-            None: the device's memory. If the model computes in main memory: the saved tensors that
-            a policy may keep there (None: most of the available memory).
+        device_bytes: limit on the device memory for parameters, kept saved tensors and outgoing
+            gradients together. None: the device's memory. If the model computes in main memory: the
+            saved tensors that a policy may keep there (None: most of the available memory).
         device_param_bytes: the part of device_bytes for parameters. None: half of it (a quarter of
             a GPU's free memory), at least what is in use at the same time.
         emu_bytes_per_s: the speed of the emulated device's two links, in and out. None: the speed

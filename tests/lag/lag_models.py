@@ -97,6 +97,35 @@ class Tower(nn.Module):
         return x.float().square().mean()
 
 
+class Masked(nn.Linear):
+    """A Linear with large buffers; the numbers among them change in each forward.
+
+    Args:
+        persistent: whether commits include the buffers.
+    """
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        mask = torch.arange(WIDTH * ROWS).view(ROWS, WIDTH) % 7 > 0
+        self.register_buffer("mask", mask, persistent=persistent)
+        self.register_buffer("mean", torch.zeros(ROWS, WIDTH), persistent=persistent)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.where(self.mask, super().forward(x) - 0.1 * self.mean, 0)
+        self.mean.add_(out.detach(), alpha=0.5)
+        self.count += 1
+        return out
+
+
+class MaskedTower(Tower):
+    """Blocks with large buffers."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked(persistent) for _ in range(4))
+
+
 def gpt2_dropout() -> nn.Module:
     config = GPT2Config(
         n_embd=WIDTH,
@@ -183,6 +212,8 @@ def _tower(**settings: Any) -> Kind:
 KINDS = {
     "tower": _tower(),
     "tower-dropout": _tower(dropout=0.25),
+    "tower-masks": Kind(functools.partial(MaskedTower, persistent=False), vectors, applied),
+    "tower-buffers": Kind(functools.partial(MaskedTower, persistent=True), vectors, applied),
     "tower-reentrant": _tower(kind="reentrant", dropout=0.25),
     "tower-checkpoint": _tower(kind="checkpoint", dropout=0.25),
     "llama": Kind(helper.llama, tokens, language),

@@ -125,10 +125,17 @@ def test_sums_of_gradients_wait_for_nothing(device: late.Late, tmp_path: pathlib
     assert not waits_of(task, bits.Place(), device, tmp_path)
 
 
-def test_a_commit_waits_once_for_each_buffer(device: late.Late, tmp_path: pathlib.Path) -> None:
-    task = Task("dit")
+def test_a_commit_waits_once_for_all_buffers(device: late.Late, tmp_path: pathlib.Path) -> None:
+    task = Task("tower-buffers")
     waits = waits_of(task, bits.Place(), device, tmp_path)
-    assert waits == {"a copy to main memory in _tensor.py:bytes_of": task.steps}
+    assert waits == {"a copy to main memory in _buffers.py:_joined": task.steps}
+
+
+def test_large_buffers_of_a_recomputed_block_are_not_waited_for(
+    device: late.Late, tmp_path: pathlib.Path
+) -> None:
+    task = Task("tower-masks")
+    assert not waits_of(task, bits.Place(activations="recompute"), device, tmp_path)
 
 
 def waits_of(task: Task, place: bits.Place, device: late.Late, folder: pathlib.Path) -> Any:

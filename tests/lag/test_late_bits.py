@@ -92,6 +92,8 @@ SELECTED = [
     (Task("tower-reentrant"), Place("serial", "keep", is_on_side_stream=True)),
     (Task("tower-checkpoint", is_autocast=True), Place("auto", order="copies last")),
     (Task("lora"), Place("optimized", "recompute", order="copies last")),
+    (Task("tower-masks"), Place("optimized", "recompute", order="copies first")),
+    (Task("tower-buffers"), Place("deferred", "recompute", order="copies last")),
     (Task("qwen-moe"), Place("optimized", order="copies first")),
 ]
 

@@ -15,6 +15,7 @@ import train_helper as helper
 from lohan.activations import _activations
 from lohan.activations._frame import Frame
 from lohan.errors import ModelError, RecomputeError, StaleGraphError, UnsupportedError
+from lohan.torch_glue._recompute_state import Surroundings
 from recompute_helper import (
     KINDS,
     MODES,
@@ -321,3 +322,13 @@ def test_a_graph_of_an_older_step_is_refused_as_ever(store_dir: pathlib.Path) ->
 def test_a_word_that_is_no_choice_is_refused_by_name(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match="activations 'forget': must be 'keep', 'recompute'"):
         wrap(build(Body), store_dir, "forget")
+
+
+def test_statistics_on_an_accelerator_count_as_changed() -> None:
+    """A batch norm's kernel gives no new version, and values there are not looked at."""
+    module = nn.Module()
+    module.register_buffer("mean", torch.zeros(4096, device="meta"))
+    module.register_buffer("mask", torch.zeros(8192, dtype=torch.bool, device="meta"))
+    surroundings = Surroundings(module, torch.device("cpu"), ())
+    surroundings.settle()
+    assert [name for _, name, _ in surroundings.buffers] == ["mean"]

@@ -323,7 +323,7 @@ class Swap:
         window_bytes: the main memory through which tensors pass in either direction.
         inner_pack: packs a tensor that is not offloaded.
         inner_unpack: unpacks what inner_pack returned.
-        meter: the memory meter of an emulated device.
+        meter: counts the device's memory; None if nothing limits it.
     """
 
     def __init__(
@@ -452,7 +452,7 @@ class Saving:
     Attributes:
         options: (memory, transit, store, most): the main memory for activations, and the part for
             those in transit to SSD, in bytes; the store on SSD, or None; the most items at once.
-        meter: counts an emulated device's memory; None for other devices.
+        meter: counts the device's memory; None if nothing limits it.
         stay: keeps activations where they are.
         saved: offloads activations to main memory, or to SSD if main memory is full.
         to_ssd: offloads activations to SSD. Without swap_bytes, this and `saved` keep them.
@@ -466,7 +466,7 @@ class Saving:
     def start(self, engine: _core.Engine, device: Device) -> None:
         """Make the hooks, which use the engine to move bytes."""
         pack, unpack = engine.pack, engine.unpack
-        if device.name == "emu":
+        if device.has_meter:
             self.meter = Meter(device, engine.held_bytes)
             pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
         self.stay = self.to_ssd = SavedTensors(pack, unpack)

@@ -99,7 +99,7 @@ class Buffers:
         if sum(nbytes_of(buffer) for _, buffer in found) > self.nbytes:
             return [], b""
         said = [[name, str(b.dtype).removeprefix("torch."), list(b.shape)] for name, b in found]
-        return said, b"".join(_raw(buffer) for _, buffer in found)
+        return said, _joined([buffer for _, buffer in found])
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Copy a commit's values into the model's buffers.
@@ -121,8 +121,15 @@ class Buffers:
                 mine.copy_(values)
 
 
-def _raw(tensor: torch.Tensor) -> bytes:
-    return bytes_of(tensor).tobytes()
+def _joined(buffers: list[torch.Tensor]) -> bytes:
+    """Return the bytes of all buffers; those on an accelerator come in one copy."""
+    here = {i: b for i, b in enumerate(buffers) if b.device.type == "cpu" or b.numel() == 0}
+    there = {i: b.reshape(-1).view(torch.uint8) for i, b in enumerate(buffers) if i not in here}
+    if there:
+        sizes = [flat.numel() for flat in there.values()]
+        moved = torch.split(torch.cat(list(there.values())).cpu(), sizes)
+        here.update(zip(there, moved, strict=True))
+    return b"".join(bytes_of(here[i]) for i in range(len(buffers)))
 
 
 def unpack(said: list[Any], raw: bytes) -> dict[str, torch.Tensor]:

@@ -23,6 +23,10 @@ NAMES = ("cpu", "emu", "cuda")
 # By default, parameters get a GPU's free memory divided by this number. The rest is for
 # activations and torch's temporaries.
 _FREE_SHARE = 4
+# What is left to cuBLAS's workspaces, lazily loaded kernels and fragmentation of torch's allocator:
+# the larger of this number of bytes and this fraction of the GPU's memory.
+_RESERVE_BYTES = 512 << 20
+_RESERVE_SHARE = 20
 # If no gradient leaves the device for this long, gradients are waiting for memory that the caller
 # holds.
 _STILL_S = 1.0
@@ -49,6 +53,11 @@ class Device:
     slot_bytes: int = 0
     link_bytes_per_s: tuple[int, int] = (0, 0)
     least_bytes: int = 0
+
+    @property
+    def has_meter(self) -> bool:
+        """Whether saved tensors and gradients are counted, to keep them below the ceiling."""
+        return self.name == "emu" or (self.name == "cuda" and self.ceiling_bytes > 0)
 
     @property
     def torch_device(self) -> torch.device:
@@ -224,17 +233,46 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
                 f" at least {least} bytes for parameters alone, and saved tensors and gradients"
                 f" need room, too: try device_bytes={2 * least}, device_param_bytes={least}"
             )
-    share = config.device_param_bytes or _share(name, index, ceiling, every)
+    room = every
+    if name == "cuda":
+        room = _usable_bytes(index, max(ceiling, min(every, config.device_param_bytes or least)))
+    share = config.device_param_bytes or _share(name, ceiling, room)
     share -= share % _core.BLOCK_BYTES
     speed_in, speed_out = config.emu_bytes_per_s or (0, 0)
     links = int(speed_in), int(speed_out)
     return Device(name, index, ceiling, min(every, max(least, share)), links, least)
 
 
-def _share(name: str, index: int, ceiling: int, every: int) -> int:
+def _share(name: str, ceiling: int, room: int) -> int:
     if ceiling:
         return ceiling // 2
-    return torch.cuda.mem_get_info(index)[0] // _FREE_SHARE if name == "cuda" else every
+    return room // _FREE_SHARE if name == "cuda" else room
+
+
+def _usable_bytes(index: int, needed: int) -> int:
+    """Return the bytes of a GPU's memory that lohan may use.
+
+    These are the free bytes, and what torch's allocator has cached, without a reserve for what
+    lohan does not count.
+
+    Args:
+        index: the index of the GPU.
+        needed: the bytes that the settings, or the model's largest blocks, ask for.
+
+    Raises:
+        BudgetError: there are fewer bytes than needed.
+    """
+    free, total = torch.cuda.mem_get_info(index)
+    free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    reserve = max(_RESERVE_BYTES, total // _RESERVE_SHARE)
+    if needed > free - reserve:
+        raise BudgetError(
+            f"lohan needs {needed} bytes of cuda:{index}, which has {free} free bytes of {total}."
+            f" {reserve} of them are reserved for cuBLAS's workspaces and fragmentation, so"
+            f" {max(free - reserve, 0)} are left: pass device_bytes= and device_param_bytes= up to"
+            " that, free memory there (nvidia-smi shows who uses it), or pass smaller blocks="
+        )
+    return free - reserve
 
 
 class Kept:
@@ -252,10 +290,9 @@ class Kept:
 
 
 class Meter:
-    """A counter of an emulated device's memory: slots, saved tensors, gradients in flight.
+    """A counter of a device's memory: slots, saved tensors, gradients in flight.
 
-    Torch's temporaries (an operation's outputs, gradients inside a backward) are in main memory
-    and are not counted.
+    Torch's temporaries (an operation's outputs, gradients inside a backward) are not counted.
     """
 
     def __init__(self, device: Device, held: Callable[[], int]) -> None:
@@ -320,8 +357,9 @@ class Meter:
         if ceiling and total > ceiling:
             total = self._wait(ceiling)
         if ceiling and total > ceiling:
+            where = "the emulated device" if self.device.name == "emu" else self.device.torch_device
             raise DeviceMemoryError(
-                f"the emulated device is full: {self.device.slot_bytes} bytes for parameters,"
+                f"{where} is full: {self.device.slot_bytes} bytes for parameters,"
                 f" {self.kept_bytes} of saved tensors (the last one {more}) and {self.held()} of"
                 f" gradients in flight are more than device_bytes {ceiling}: raise it to at"
                 f" least {total}{self._lower()}, use a smaller batch, or recompute activations"

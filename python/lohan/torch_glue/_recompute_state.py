@@ -95,6 +95,30 @@ def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
+# A module, the name of one of its buffers, and a copy of the buffer.
+_Kept = tuple[nn.Module, str, torch.Tensor]
+
+
+def _is_unchanged(
+    before: torch.Tensor, original: tuple[torch.Tensor, int], after: torch.Tensor
+) -> bool:
+    """Return whether a buffer has the value of its copy; False if that is not known.
+
+    A batch norm's kernel changes statistics without a new version. In main memory the values are
+    therefore compared. On an accelerator a comparison would wait for the device, so there a buffer
+    of floating-point numbers, as all statistics are, counts as changed.
+
+    Args:
+        before: the copy, made when the forward began.
+        original: the tensor that was copied, and its version at that time.
+        after: the module's tensor now.
+    """
+    if before.device.type == "cpu":
+        return torch.equal(before, after)
+    is_exact = not (before.is_floating_point() or before.is_complex())
+    return is_exact and after is original[0] and version_of(after) == original[1]
+
+
 class Surroundings:
     """The state that a block's forward depends on besides its arguments, at its beginning.
 
@@ -116,13 +140,13 @@ class Surroundings:
         ]
         self.has_cache = torch.is_autocast_cache_enabled()
         self.training = [(child, child.training) for child in module.modules()]
-        # A batch norm's kernel changes statistics without a new version, so compare copies.
-        self.buffers = [
-            (child, name, buffer.detach().clone())
-            for child, _ in self.training
-            for name, buffer in child._buffers.items()
-            if buffer is not None
-        ]
+        self.buffers: list[_Kept] = []
+        self._originals: list[tuple[torch.Tensor, int]] = []
+        for child, _ in self.training:
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    self.buffers.append((child, name, buffer.detach().clone()))
+                    self._originals.append((buffer, version_of(buffer)))
         # Parameters by which torch.func.functional_call has replaced the session's.
         self.others = [
             (child, name, param)
@@ -137,14 +161,15 @@ class Surroundings:
     def settle(self) -> None:
         """Drop copies of large buffers that did not change; called at the end of the forward."""
         kept = []
-        for child, name, before in self.buffers:
+        for (child, name, before), original in zip(self.buffers, self._originals, strict=True):
             after = child._buffers.get(name)
             is_small = nbytes_of(before) <= SMALL_BYTES
-            if is_small or after is None or not torch.equal(before, after):
+            if is_small or after is None or not _is_unchanged(before, original, after):
                 kept.append((child, name, before))
             else:
                 self.versions.append((after, version_of(after)))
         self.buffers = kept
+        self._originals.clear()
 
     def again(self, name: str, way_out: str) -> AbstractContextManager[None]:
         """Return a context in which the state of the forward is restored.
