@@ -5,16 +5,31 @@
 
 #include "sched/engine_private.h"
 
-bool lh_copy_is_free(const struct lh_engine *engine)
+/* The share of the table that is reserved for each user: the inverse of a fraction. */
+#define RESERVED_SHARE 8
+
+bool lh_copy_is_free(const struct lh_engine *engine, enum lh_copy_user user)
 {
-    return engine->copies.free != NULL;
+    const struct lh_copies *copies = &engine->copies;
+    uint32_t least = engine->opts.copy_count / RESERVED_SHARE;
+    uint32_t taken = 0;
+    uint32_t reserved = 0; /* for the others */
+    for (uint32_t i = 0; i < LH_COPY_USER_COUNT; i++) {
+        taken += copies->taken[i];
+        if (i != user && copies->taken[i] < least)
+            reserved += least - copies->taken[i];
+    }
+    LH_ASSERT((taken < engine->opts.copy_count) == (copies->free != NULL));
+    return taken + reserved < engine->opts.copy_count;
 }
 
-struct lh_copy *lh_copy_take(struct lh_engine *engine)
+struct lh_copy *lh_copy_take(struct lh_engine *engine, enum lh_copy_user user)
 {
     struct lh_copy *copy = engine->copies.free;
-    LH_ASSERT(copy != NULL);
+    LH_ASSERT(copy != NULL && lh_copy_is_free(engine, user));
     engine->copies.free = copy->next_free;
+    engine->copies.taken[user]++;
+    copy->user = user;
     return copy;
 }
 
@@ -22,6 +37,13 @@ static void give(struct lh_engine *engine, struct lh_copy *copy)
 {
     copy->next_free = engine->copies.free;
     engine->copies.free = copy;
+}
+
+static void give_back(struct lh_engine *engine, struct lh_copy *copy)
+{
+    LH_ASSERT(engine->copies.taken[copy->user] > 0);
+    engine->copies.taken[copy->user]--;
+    give(engine, copy);
 }
 
 bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
@@ -32,7 +54,7 @@ bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
     copy->dev.owner = copy;
     if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
         lh_core_device_fail(engine, &err, copy->what);
-        give(engine, copy);
+        give_back(engine, copy);
         return false;
     }
     engine->copies.in_flight++;
@@ -75,7 +97,7 @@ bool lh_copy_poll(struct lh_engine *engine)
         LH_ASSERT(done[i] == &copy->dev);
         if (!atomic_load(&engine->failed))
             copy_done(engine, copy);
-        give(engine, copy);
+        give_back(engine, copy);
     }
     return count > 0;
 }

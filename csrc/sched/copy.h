@@ -2,7 +2,8 @@
  * Copies between main memory and the accelerator. Private to csrc/sched.
  *
  * A user takes a copy from a fixed table, fills it in and submits it; when the copy is over, the
- * engine calls the copy's done() and returns it to the table.
+ * engine calls the copy's done() and returns it to the table. A part of the table is reserved for
+ * each kind of user, so that the many pieces of gradients, say, do not delay the loads of units.
  */
 #ifndef LH_SCHED_COPY_H
 #define LH_SCHED_COPY_H
@@ -12,13 +13,22 @@
 
 struct lh_engine;
 
+enum lh_copy_user {
+    LH_COPY_USER_UNIT, /* units' parameters, either way */
+    LH_COPY_USER_GRADIENT,
+    LH_COPY_USER_SAVED_OUT,
+    LH_COPY_USER_SAVED_IN,
+};
+#define LH_COPY_USER_COUNT 4
+
 struct lh_copy {
     struct lh_dev_copy dev;
     /* Called on the engine's thread when the bytes have been copied. */
     void (*done)(struct lh_engine *engine, struct lh_copy *copy);
     const char *what; /* the copy's name in messages: "a gradient's copy" */
-    uint32_t unit;    /* the unit to which the bytes belong; LH_UNIT_NONE: to no unit */
-    uint32_t param;   /* for a gradient: its parameter, and the chunk that contains the bytes */
+    enum lh_copy_user user;
+    uint32_t unit;  /* the unit to which the bytes belong; LH_UNIT_NONE: to no unit */
+    uint32_t param; /* for a gradient: its parameter, and the chunk that contains the bytes */
     uint32_t chunk;
     uint32_t item; /* for a saved tensor: the item's index */
     struct lh_copy *next_free;
@@ -28,15 +38,16 @@ struct lh_copies {
     struct lh_copy *all;
     struct lh_copy *free;
     uint32_t in_flight;
+    uint32_t taken[LH_COPY_USER_COUNT];
 };
 
 /* Create the table of opts.copy_count copies. */
 int lh_copy_create(struct lh_engine *engine, struct lh_error *err);
 void lh_copy_destroy(struct lh_engine *engine);
-/* Whether the table has a free copy. */
-bool lh_copy_is_free(const struct lh_engine *engine);
-/* Take a free copy from the table. Asserts that one is free. */
-struct lh_copy *lh_copy_take(struct lh_engine *engine);
+/* Whether the table has a free copy for this user. */
+bool lh_copy_is_free(const struct lh_engine *engine, enum lh_copy_user user);
+/* Take a free copy from the table. Asserts that one is free for this user. */
+struct lh_copy *lh_copy_take(struct lh_engine *engine, enum lh_copy_user user);
 /* Start a copy. Returns false if the accelerator rejected it; the engine has then failed. */
 bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy);
 /*

@@ -83,7 +83,7 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
     if (is_coming)
         is_coming = LH_FEATURE_ALL(engine, copy_may_precede_update, unit);
     return (is_here || is_coming) && unit->copy.use_count >= op->uses_before &&
-           !unit->copy.is_copying && lh_copy_is_free(engine);
+           !unit->copy.is_copying && lh_copy_is_free(engine, LH_COPY_USER_UNIT);
 }
 
 /* The time that allocating a unit's place takes with LH_ENGINE_DEVICE_NO_REUSE; otherwise 0. */
@@ -128,7 +128,7 @@ bool lh_device_part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_
 {
     LH_ASSERT(first < end && end <= unit->desc.bytes);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_COPYING && unit->copy.is_copying);
-    struct lh_copy *copy = lh_copy_take(engine);
+    struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_UNIT);
     bool is_last = end == unit->desc.bytes;
     copy->done = done;
     copy->what = "a unit's copy";
@@ -180,7 +180,7 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
 /* Copy more of the unit that is copied while it is updated. */
 static bool load_continue(struct lh_engine *engine)
 {
-    if (engine->device.loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine))
+    if (engine->device.loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine, LH_COPY_USER_UNIT))
         return false;
     struct lh_unit *unit = lh_engine_unit_at(engine, engine->device.loading_unit);
     uint64_t first = engine->device.loading_bytes;
@@ -261,7 +261,7 @@ static void out_done(struct lh_engine *engine, struct lh_copy *copy)
 static void out_start(struct lh_engine *engine, struct lh_unit *unit)
 {
     LH_ASSERT(unit->state == LH_UNIT_STATE_READY && !unit->copy.is_copying);
-    struct lh_copy *copy = lh_copy_take(engine);
+    struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_UNIT);
     struct lh_error err = {0};
     struct lh_dev *dev = engine->dev;
     copy->done = out_done;
@@ -301,7 +301,7 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
     /*
      * A copy of the unit may still be in flight (on an ordered device, its copy in): retry later.
      */
-    if (leaves && (unit->copy.is_copying || !lh_copy_is_free(engine))) {
+    if (leaves && (unit->copy.is_copying || !lh_copy_is_free(engine, LH_COPY_USER_UNIT))) {
         atomic_store(&unit->shared.word, LH_UNIT_READY_BIT);
         return false;
     }

@@ -139,12 +139,12 @@ static bool rest_copy(struct lh_engine *engine, uint32_t index)
     uint64_t bytes = unit->desc.bytes;
     bool moved = false;
     LH_ASSERT(part->state == LH_GATHER_STATE_RETURNED && unit->copy.is_copying);
-    if (part->rest_before && lh_copy_is_free(engine)) {
+    if (part->rest_before && lh_copy_is_free(engine, LH_COPY_USER_UNIT)) {
         uint64_t end = lh_gather_edge(bytes, team->mate_count + 1, team->mate);
         part->rest_before = false;
         moved |= lh_device_part_copy(engine, unit, 0, end, rest_copied);
     }
-    if (part->rest_after && lh_copy_is_free(engine)) {
+    if (part->rest_after && lh_copy_is_free(engine, LH_COPY_USER_UNIT)) {
         uint64_t first = lh_gather_edge(bytes, team->mate_count + 1, team->mate + 1);
         part->rest_after = false;
         moved |= lh_device_part_copy(engine, unit, first, bytes, rest_copied);

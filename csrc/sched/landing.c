@@ -122,9 +122,9 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     struct lh_chunk *chunk = &engine->chunks[chunk_at(engine, unit, element)];
     uint64_t count = lh_min_u64(desc->first + desc->count, chunk->first + chunk->count) - element;
     uint64_t element_bytes = lh_dtype_bytes(gradient->dtype);
-    if (!lh_copy_is_free(engine) || !block_take(engine, chunk))
+    if (!lh_copy_is_free(engine, LH_COPY_USER_GRADIENT) || !block_take(engine, chunk))
         return false;
-    struct lh_copy *copy = lh_copy_take(engine);
+    struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_GRADIENT);
     copy->done = copied;
     copy->what = "a gradient's copy";
     copy->unit = desc->unit;

@@ -290,8 +290,9 @@ static void copied_out(struct lh_engine *engine, struct lh_copy *copy)
 static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
                        enum lh_dev_direction direction)
 {
-    struct lh_copy *copy = lh_copy_take(engine);
     bool is_in = direction == LH_DEV_DIRECTION_IN;
+    struct lh_copy *copy =
+        lh_copy_take(engine, is_in ? LH_COPY_USER_SAVED_IN : LH_COPY_USER_SAVED_OUT);
     copy->done = is_in ? copied_in : copied_out;
     copy->what = is_in ? "a saved tensor's copy back" : "a saved tensor's copy";
     copy->item = index_of(saved);
@@ -315,7 +316,8 @@ static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
 static bool put_start(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
-    if (area->puts.first == LH_SAVED_NONE || (engine->dev && !lh_copy_is_free(engine)))
+    if (area->puts.first == LH_SAVED_NONE ||
+        (engine->dev && !lh_copy_is_free(engine, LH_COPY_USER_SAVED_OUT)))
         return false;
     struct lh_saved *saved = saved_at(engine, area->puts.first);
     saved->stays = saved->tier == LH_SAVED_TIER_MEMORY || !engine->opts.saved.store;
@@ -379,7 +381,8 @@ static bool pump_before(struct lh_engine *engine)
 {
     struct lh_saved_area *area = &engine->saved;
     bool moved = false;
-    while (area->arrivals.first != LH_SAVED_NONE && lh_copy_is_free(engine)) {
+    while (area->arrivals.first != LH_SAVED_NONE &&
+           lh_copy_is_free(engine, LH_COPY_USER_SAVED_IN)) {
         copy_start(engine, lh_saved_pop(engine, &area->arrivals), LH_DEV_DIRECTION_IN);
         moved = true;
     }

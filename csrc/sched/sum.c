@@ -148,7 +148,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     struct lh_sum_piece *piece = sums->free;
     /* The end of the earlier gradient, which must come first, depends on `issued`. */
     bool is_after_another = !sums->is_begun && item->jobs > 0;
-    if (!piece || is_after_another || !lh_copy_is_free(engine))
+    if (!piece || is_after_another || !lh_copy_is_free(engine, LH_COPY_USER_GRADIENT))
         return false;
     if (!sums->is_begun)
         item->issued = 0;
@@ -165,7 +165,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     piece->is_first = item->is_first;
     piece->job.exec.work_bytes = piece->count * (element_bytes + 2 * sizeof(float));
     LH_ASSERT(item->gradient && piece->count > 0);
-    struct lh_copy *copy = lh_copy_take(engine);
+    struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_GRADIENT);
     copy->done = piece_copied;
     copy->what = "a gradient's copy";
     copy->unit = engine->params[param].unit;
