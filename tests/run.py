@@ -54,7 +54,7 @@ EXIT_SKIPPED = 77
 # Generous: a shared machine may be several times slower than a quiet one.
 TIMEOUT_S = {"release": 400, "debug": 400, "asan": 900, "tsan": 900, "neon": 900, "coverage": 900}
 # ThreadSanitizer says something only about programs that have threads.
-TSAN_WORDS = ("ring", "waker", "exec", "io", "dev", "engine", "sched", "base", "team")
+TSAN_WORDS = ("arena", "ring", "waker", "exec", "io", "dev", "engine", "sched", "base", "team")
 # Tests of code with machine-specific instructions that take an emulator only a few seconds.
 NEON_WORDS_FAST = ("bits", "cast", "crc32c", "norm", "sum", "format")
 # From Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user-static.

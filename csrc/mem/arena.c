@@ -6,8 +6,10 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include "base/assert.h"
+#include "base/thread.h"
 
 /* Linux has this advice since version 5.14; older C libraries do not define it. */
 #ifndef MADV_POPULATE_WRITE
@@ -19,6 +21,9 @@
 /* 21 is log2 of LH_HUGE_PAGE_BYTES; a machine may have reserved pages of several sizes. */
 #define MAP_RESERVED (MAP_HUGETLB | (21 << MAP_HUGE_SHIFT))
 #define SMALL_PAGE_BYTES 4096
+/* One thread zeroes less memory per second than a machine can; more than a few gain nothing. */
+#define POPULATE_THREAD_COUNT_MAX 8
+#define POPULATE_BYTES_MIN (UINT64_C(256) << 20) /* for a further thread */
 #define RESERVED_FREE "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
 #define RESERVED_PROMISED "/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages"
 #define TRANSPARENT_MODE "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -133,19 +138,78 @@ static int map_aligned(struct lh_arena *arena, struct lh_error *err)
     return 0;
 }
 
-static int populate(struct lh_arena *arena, struct lh_error *err)
+/* A part of an arena that one thread allocates. */
+struct part {
+    uint8_t *base;
+    uint64_t bytes;
+    int code; /* 0 or -errno */
+    pthread_t thread;
+    bool has_thread;
+};
+
+static void *part_populate(void *context)
+{
+    struct part *part = context;
+    if (madvise(part->base, part->bytes, MADV_POPULATE_WRITE) == 0)
+        return NULL;
+    if (errno != EINVAL) {
+        part->code = -errno;
+        return NULL;
+    }
+    /* Kernels before 5.14 lack this advice. Touch each small page, since any of them may not be
+     * part of a huge page. */
+    for (uint64_t offset = 0; offset < part->bytes; offset += SMALL_PAGE_BYTES)
+        ((volatile uint8_t *)part->base)[offset] = 0;
+    return NULL;
+}
+
+/*
+ * The number of threads that allocate pages: one, unless there are many pages, and all of them will
+ * be on the same NUMA node whichever thread touches them.
+ */
+static uint64_t populate_thread_count(const struct lh_arena *arena, bool is_bound)
+{
+    uint64_t most = is_bound || lh_numa_node_count() == 1 ? POPULATE_THREAD_COUNT_MAX : 1;
+    uint64_t processors = lh_max_u64((uint64_t)sysconf(_SC_NPROCESSORS_ONLN), 1);
+    return lh_min_u64(lh_min_u64(processors, most), 1 + arena->bytes / POPULATE_BYTES_MIN);
+}
+
+/* Allocate all pages, with several threads if there are many. Returns 0 or -errno. */
+static int parts_populate(struct lh_arena *arena, bool is_bound)
+{
+    struct part parts[POPULATE_THREAD_COUNT_MAX] = {0};
+    uint64_t count = populate_thread_count(arena, is_bound);
+    uint64_t each = lh_align_up(arena->bytes / count, LH_HUGE_PAGE_BYTES);
+    int code = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t first = lh_min_u64(i * each, arena->bytes);
+        parts[i].base = arena->base + first;
+        parts[i].bytes = lh_min_u64(each, arena->bytes - first);
+        if (parts[i].bytes == 0)
+            continue;
+        /* The last part, and any for which there is no thread, is this thread's. */
+        parts[i].has_thread =
+            i + 1 < count && lh_thread_start(&parts[i].thread, NULL, part_populate, &parts[i]) == 0;
+        if (!parts[i].has_thread)
+            part_populate(&parts[i]);
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        if (parts[i].has_thread) {
+            int rc = pthread_join(parts[i].thread, NULL);
+            LH_ASSERT(rc == 0);
+        }
+        code = code ? code : parts[i].code;
+    }
+    return code;
+}
+
+static int populate(struct lh_arena *arena, bool is_bound, struct lh_error *err)
 {
     uint64_t huge_before_bytes = transparent_bytes();
-    if (madvise(arena->base, arena->bytes, MADV_POPULATE_WRITE) != 0) {
-        int code = -errno;
-        if (code != -EINVAL)
-            return lh_error_set(err, code, "cannot allocate %" PRIu64 " bytes of memory: %s",
-                                arena->bytes, strerror(-code));
-        /* Kernels before 5.14 lack this advice. Touch each small page, since any of them may not be
-         * part of a huge page. */
-        for (uint64_t offset = 0; offset < arena->bytes; offset += SMALL_PAGE_BYTES)
-            ((volatile uint8_t *)arena->base)[offset] = 0;
-    }
+    int code = parts_populate(arena, is_bound);
+    if (code < 0)
+        return lh_error_set(err, code, "cannot allocate %" PRIu64 " bytes of memory: %s",
+                            arena->bytes, strerror(-code));
     if (arena->pages != LH_ARENA_PAGES_TRANSPARENT)
         return 0;
     uint64_t huge_bytes = transparent_bytes();
@@ -200,7 +264,7 @@ static int arena_map(struct lh_arena *arena, const struct lh_arena_opts *opts, s
         if (rc < 0 && lh_numa_node_count() > 1)
             note(arena, "not bound to NUMA node %d: %s", opts->numa_node, strerror(-rc));
     }
-    rc = populate(arena, err);
+    rc = populate(arena, opts->numa_node >= 0 && rc == 0, err);
     if (rc == 0 && madvise(arena->base, arena->bytes, MADV_DONTFORK) != 0)
         note(arena, "forked children share the arena: %s", strerror(errno));
     if (rc < 0) {

@@ -20,6 +20,34 @@ static uint64_t resident_count(const struct lh_arena *arena)
     return count;
 }
 
+/* Whether all pages of an arena are in memory. */
+static bool is_resident(const struct lh_arena *arena)
+{
+    unsigned char in_memory[512];
+    for (uint64_t first = 0; first < arena->bytes; first += sizeof(in_memory) * 4096) {
+        LH_CHECK(mincore(arena->base + first, sizeof(in_memory) * 4096, in_memory) == 0);
+        for (size_t i = 0; i < sizeof(in_memory); i++) {
+            if (!(in_memory[i] & 1))
+                return false;
+        }
+    }
+    return true;
+}
+
+static void test_large(struct lh_alloc *alloc)
+{
+    lh_test_name("several threads allocate all pages of an arena, and none behind it");
+    const uint64_t sizes[] = {UINT64_C(256) << 20, (UINT64_C(512) << 20) + LH_HUGE_PAGE_BYTES};
+    for (size_t i = 0; i < LH_COUNT_OF(sizes); i++) {
+        struct lh_error err = {0};
+        struct lh_arena *arena = NULL;
+        struct lh_arena_opts opts = {.bytes = sizes[i], .numa_node = -1};
+        LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
+        LH_CHECK(arena->bytes == sizes[i] && is_resident(arena));
+        lh_arena_destroy(arena, alloc);
+    }
+}
+
 static void read_byte(void *context)
 {
     (void)*(volatile uint8_t *)context;
@@ -131,6 +159,7 @@ int main(void)
 
     test_refusals(&alloc);
     test_placement(&alloc);
+    test_large(&alloc);
     LH_CHECK(alloc.live_count == 0);
     return 0;
 }
