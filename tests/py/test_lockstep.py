@@ -9,11 +9,12 @@ import random
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable
 
 import pytest
 import torch
-from lohan.mezo._lockstep import FIRST, SECOND, Lockstep
+from lohan.mezo._lockstep import FIRST, SECOND, Lockstep, _ThreadState
 
 Visit = tuple[int, int]
 
@@ -32,6 +33,21 @@ def walk(pair: Lockstep, log: list[Visit], counts: tuple[int, int]) -> Callable[
         return who
 
     return function
+
+
+def test_the_stream_of_the_sessions_device_is_carried_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The session may compute on another GPU than torch's current one."""
+
+    def stream(device: torch.device | None = None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(device=device or torch.device("cuda", 0))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    for index, expected in ((1, [1, 0]), (0, [0]), (None, [0])):
+        device = None if index is None else torch.device("cuda", index)
+        assert [each.device.index for each in _ThreadState(device).streams] == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])

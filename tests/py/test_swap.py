@@ -74,7 +74,7 @@ def test_bits_are_those_of_activations_that_stay(
             assert step["saved_read"] <= step["saved_write"] > 0
 
 
-def test_what_was_written_is_read_back_and_each_storage_continuesce(
+def test_what_was_written_is_read_back_and_each_storage_once(
     store_dir: pathlib.Path,
 ) -> None:
     model = lohan.wrap(
@@ -92,6 +92,22 @@ def test_what_was_written_is_read_back_and_each_storage_continuesce(
     assert moved["saved_read"] == moved["saved_write"]
     assert 7 * ROWS * row <= moved["saved_write"] <= 10 * ROWS * row
     model.lohan.close()
+
+
+@pytest.mark.parametrize(("swap_mib", "is_said"), [(8, True), (64, False)])
+def test_an_activation_too_large_to_be_offloaded_is_named_once(
+    swap_mib: int, is_said: bool, store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It stays on the device, where memory was meant to become free."""
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1024), nn.Tanh())
+    settings = {"device": "emu", "swap_bytes": swap_mib << 20, "swap_ssd_bytes": 0}
+    model = lohan.wrap(layers, store=store_dir / "a", lr=1e-3, **settings)
+    for _ in range(2):
+        model(torch.randn(4096, 64)).sum().backward()
+        model.optimizer.step()
+    model.lohan.close()
+    said = re.findall(r"an activation of (\d+) bytes .* has (\d+) bytes", capfd.readouterr().err)
+    assert said == ([(str(4096 * 1024 * 4), str(swap_mib << 20))] if is_said else [])
 
 
 def test_a_batch_that_the_device_has_no_room_for_trains(store_dir: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -321,6 +322,7 @@ class Swap:
         engine: the session's engine.
         device: the device that computes.
         window_bytes: the main memory through which tensors pass in either direction.
+        largest_bytes: the size of the largest storage that can be offloaded.
         inner_pack: packs a tensor that is not offloaded.
         inner_unpack: unpacks what inner_pack returned.
         meter: counts the device's memory; None if nothing limits it.
@@ -331,6 +333,7 @@ class Swap:
         engine: _core.Engine,
         device: Device,
         window_bytes: int,
+        largest_bytes: int,
         inner_pack: Callable[[Any], Any],
         inner_unpack: Callable[[Any], Any],
         meter: Meter | None,
@@ -341,6 +344,8 @@ class Swap:
         self.inner_pack = inner_pack
         self.inner_unpack = inner_unpack
         self.meter = meter
+        self.largest_bytes = largest_bytes
+        self._has_said = False
         # Half of the main memory is for tensors being copied there, half for writes to SSD.
         self.window_bytes = window_bytes // 2
         room = device.ceiling_bytes - device.slot_bytes
@@ -398,6 +403,7 @@ class Swap:
         nbytes = storage.nbytes()
         number = self.engine.saved_put(storage.data_ptr(), nbytes, to_ssd)
         if number is None:
+            self._say_kept(nbytes)
             return None
         item = _Item(self, number, nbytes, packed)
         item.before, self.last = self.last, weakref.ref(item)
@@ -412,6 +418,18 @@ class Swap:
             self.wait_ns += time.perf_counter_ns() - begin
             self.sweep()
         return item
+
+    def _say_kept(self, nbytes: int) -> None:
+        """Print a note, once, if a storage is not offloaded because of its size."""
+        if nbytes <= self.largest_bytes or self._has_said:
+            return
+        self._has_said = True
+        print(
+            f"lohan: an activation of {nbytes} bytes is not offloaded and stays on"
+            f" {self.device}, because the main memory through which activations pass has"
+            f" {self.largest_bytes} bytes: raise swap_bytes, or use a smaller batch",
+            file=sys.stderr,
+        )
 
     def window_set(self, nbytes: int) -> None:
         """Limit the bytes in transit: offloads in progress and unused prefetches together."""
@@ -473,7 +491,7 @@ class Saving:
         memory, transit, *_ = self.options
         if memory:
             window = transit or memory // 4
-            swap = Swap(engine, device, window, pack, unpack, self.meter)
+            swap = Swap(engine, device, window, transit or memory, pack, unpack, self.meter)
             self._swap = swap
             pack, unpack = swap.pack, swap.unpack
             self.to_ssd = SavedTensors(swap.pack_to_ssd, unpack)

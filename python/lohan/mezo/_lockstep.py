@@ -41,9 +41,17 @@ class Lockstep:
         turn: the run whose turn it is: FIRST, SECOND, ...
     """
 
-    def __init__(self, changed: Callable[[int], None] | None = None) -> None:
-        """Set the function that each change of turn calls on the thread of the run in turn."""
+    def __init__(
+        self, changed: Callable[[int], None] | None = None, device: torch.device | None = None
+    ) -> None:
+        """Create a group.
+
+        Args:
+            changed: called at each change of turn, on the thread of the run whose turn it is.
+            device: the device that the runs compute on, if that may not be torch's current one.
+        """
         self.turn = FIRST
+        self._device = device
         self._changed = changed
         self._wakes: list[threading.Semaphore] = []
         # The number of visits: for the first run, visits that have ended; for others, have begun.
@@ -68,7 +76,7 @@ class Lockstep:
         count = len(functions)
         self._wakes = [threading.Semaphore(0) for _ in functions]
         self._visits, self._is_over, self._results = [0] * count, [False] * count, [None] * count
-        state = _ThreadState()
+        state = _ThreadState(self._device)
         try:
             for who, function in enumerate(functions[1:], SECOND):
                 context = contextvars.copy_context()
@@ -164,9 +172,14 @@ class Lockstep:
 
 
 class _ThreadState:
-    """The per-thread state of torch that a forward depends on, copied from the calling thread."""
+    """The per-thread state of torch that a forward depends on, copied from the calling thread.
 
-    def __init__(self) -> None:
+    Args:
+        device: the device that the forward computes on; its stream is part of the state, as is that
+            of torch's current device.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         # Querying the stream of an unused GPU would create a context on that GPU.
         is_on_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         kinds = ["cpu", *(["cuda"] if is_on_gpu else [])]
@@ -182,7 +195,11 @@ class _ThreadState:
         self.modes: list[Any] = modes()
         self.streams: list[Any] = []
         if is_on_gpu:
-            self.streams = [torch.cuda.current_stream()]
+            current = torch.cuda.current_stream()
+            is_other = device is not None and device.type == "cuda" and device != current.device
+            # The current device's comes last, so that applied() leaves that device the current one.
+            self.streams = [torch.cuda.current_stream(device)] if is_other else []
+            self.streams.append(current)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

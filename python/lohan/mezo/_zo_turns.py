@@ -91,7 +91,7 @@ class TurnRules(_Base):
             # Release the parameters that the previous run bound between blocks.
             self._nothing.enter()
 
-        self._lockstep = Lockstep(changed)
+        self._lockstep = Lockstep(changed, self.device.torch_device)
         try:
             return self._lockstep.run(functions)
         finally:
