@@ -150,6 +150,7 @@ struct part {
 static void *part_populate(void *context)
 {
     struct part *part = context;
+    LH_ASSERT(lh_is_aligned((uintptr_t)part->base, SMALL_PAGE_BYTES) && part->bytes > 0);
     if (madvise(part->base, part->bytes, MADV_POPULATE_WRITE) == 0)
         return NULL;
     if (errno != EINVAL) {

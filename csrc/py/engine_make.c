@@ -111,7 +111,7 @@ static const struct lhpy_table device_table = LHPY_TABLE(
     LHPY_FIELD_AS("in_bytes_per_s", struct lhpy_device_opts, link_bytes_per_s[LH_DEV_DIRECTION_IN]),
     LHPY_FIELD_AS("out_bytes_per_s", struct lhpy_device_opts,
                   link_bytes_per_s[LH_DEV_DIRECTION_OUT]),
-    LHPY_FIELD(struct lhpy_device_opts, memory));
+    LHPY_FIELDS(struct lhpy_device_opts, tail_bytes, memory));
 
 struct types {
     PyObject *handle;
@@ -155,7 +155,7 @@ static uint64_t saved_offset(const struct lhpy_engine *self, const struct make_o
 {
     bool has_device = strcmp(opts->device.name, "cpu") != 0;
     return lh_align_up(gradients_offset(self, opts) +
-                           (has_device ? self->budget.gradient_bytes : 0),
+                           (has_device ? self->budget.gradient_bytes : 0) + opts->device.tail_bytes,
                        LH_BLOCK_BYTES);
 }
 
@@ -248,6 +248,9 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
         engine_opts.sum_memory = core->arena->base + gradients_offset(self, opts);
         engine_opts.sum_bytes = self->budget.gradient_bytes;
     }
+    engine_opts.tail_bytes = opts->device.tail_bytes;
+    engine_opts.tail_memory =
+        core->arena->base + saved_offset(self, opts) - opts->device.tail_bytes;
     engine_opts.copy_count = core->dev ? LHPY_COPY_COUNT : 0;
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
 }

@@ -67,7 +67,8 @@ struct lhpy_device_opts {
     int32_t index;
     uint64_t bytes; /* the size of the device memory for parameters */
     uint64_t link_bytes_per_s[LH_DEV_DIRECTION_COUNT];
-    PyObject *memory; /* borrowed: a tensor of bytes on the device, or None */
+    uint64_t tail_bytes; /* the most that lh_tail_post() copies */
+    PyObject *memory;    /* borrowed: a tensor of bytes on the device, or None */
 };
 
 /* An Engine's options for saved tensors (saved.c). */

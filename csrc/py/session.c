@@ -76,6 +76,30 @@ static void step_over(struct lhpy_engine *self)
     lhpy_sums_forget(self);
 }
 
+struct tail {
+    const void *pointer;
+    uint64_t bytes;
+};
+
+static int tail_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
+{
+    const struct tail *tail = (const struct tail *)(uintptr_t)argument;
+    return lh_tail_post(engine, tail->pointer, tail->bytes, timeout_ms);
+}
+
+static PyObject *session_post_tail(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    struct tail tail = {0};
+    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG_AS("pointer", tail.pointer),
+                           LHPY_ARG_AS("bytes", tail.bytes)) < 0)
+        return NULL;
+    lhpy_device_stream_note(self);
+    if (lhpy_engine_request(self, tail_wait, (uint64_t)(uintptr_t)&tail) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *session_close_step(PyObject *object, PyObject *bytes)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
@@ -392,6 +416,8 @@ PyMethodDef lhpy_session_methods[] = {
     {"gradient_scale", session_gradient_scale, METH_O, "gradient_scale(scale)"},
     {"backward_end", session_backward_end, METH_NOARGS,
      "Report that a backward ended or failed; returns whether it gave gradients."},
+    {"post_tail", session_post_tail, METH_VARARGS,
+     "post_tail(pointer, bytes): where the accelerator has the end of the next close's scalars"},
     {"close_step", session_close_step, METH_O, "close_step(scalars)"},
     {"abort", session_abort, METH_NOARGS, "Discard the open step."},
     {"commit_hold", session_commit_hold, METH_NOARGS,

@@ -373,8 +373,10 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
         return lh_core_fail_code(engine);
     uint64_t overhead = lh_scalars_overhead_bytes(engine->param_count);
     LH_ASSERT(engine->scalar_bytes_max >= overhead); /* lh_engine_create() checked this */
-    if (scalar_bytes > engine->scalar_bytes_max - overhead)
+    if (scalar_bytes > engine->scalar_bytes_max - overhead) {
+        engine->tail.bytes = 0;
         return -E2BIG;
+    }
     /* The previous step is over, so no commit is reading engine->scalars. */
     lh_scalars_begin(engine->scalars, engine->param_count, scalar_bytes);
     memcpy(engine->scalars + overhead, scalars, scalar_bytes);

@@ -192,6 +192,10 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         LH_TRY(lh_sum_create(engine, err));
         feature_add(engine, &lh_sum_feature);
     }
+    if (engine->dev && engine->opts.tail_bytes > 0) {
+        LH_TRY(lh_tail_create(engine, err));
+        feature_add(engine, &lh_tail_feature);
+    }
     if (is_all_deferred)
         feature_add(engine, &lh_norm_feature);
     if (engine->opts.saved.memory_bytes > 0) {
@@ -229,6 +233,7 @@ static void features_destroy(struct lh_engine *engine)
         return;
     lh_device_destroy(engine);
     lh_sum_destroy(engine);
+    lh_tail_destroy(engine);
     lh_landing_destroy(engine);
 }
 

@@ -156,6 +156,12 @@ struct lh_engine_opts {
      */
     uint8_t *sum_memory;
     uint64_t sum_bytes;
+    /*
+     * Main memory through which lh_tail_post() copies from dev; borrowed until destroy. 0 bytes: it
+     * is not called.
+     */
+    uint8_t *tail_memory;
+    uint64_t tail_bytes;
     uint32_t io_depth;       /* the maximum number of requests in flight */
     uint64_t transfer_bytes; /* the maximum size of a request; a multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;   /* steps per commit; LH_ENGINE_COMMIT_NEVER: only a flush commits */
@@ -387,6 +393,18 @@ void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale);
  */
 int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scalar_bytes,
                     int timeout_ms) LH_MUST_CHECK;
+
+/*
+ * Announce that the last `bytes` of the scalars that lh_engine_close() gets next are in the
+ * accelerator's memory, where the stream's work so far computes them. The caller keeps them
+ * unchanged until the next step's close; the engine replaces the scalars' bytes before it commits.
+ * Waits until the previous step is over. Returns 1, 0 after timeout_ms (then call again), or the
+ * engine's error; -E2BIG: more than opts.tail_bytes.
+ *
+ * Thread: the training thread.
+ */
+int lh_tail_post(struct lh_engine *engine, const void *device, uint64_t bytes, int timeout_ms)
+    LH_MUST_CHECK;
 
 /*
  * Discard the open step: updates that have begun are rolled back to the last committed step. Waits.

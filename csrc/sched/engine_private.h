@@ -60,6 +60,7 @@
 #include "sched/states.h"
 #include "sched/step.h"
 #include "sched/sum.h"
+#include "sched/tail.h"
 #include "sched/transfer.h"
 #include "sched/unit.h"
 #include "sched/update.h"
@@ -151,6 +152,7 @@ struct lh_engine {
     struct lh_device device;
     struct lh_landing landing;
     struct lh_sums sums;
+    struct lh_tail tail;
     _Atomic(void *) stream; /* the stream that the last hook set */
 
     struct lh_features features;

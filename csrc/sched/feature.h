@@ -13,6 +13,7 @@
  *      device    an accelerator computes                            device.c
  *      landing   ... and gradients are in the accelerator's memory  landing.c
  *      sum       ... and they are summed over several backwards     sum.c
+ *      tail      ... and the model's buffers are there              tail.c
  *      norm      schedule SERIAL or DEFERRED                        norm.c
  *      saved     there is memory for saved tensors                  saved.c
  *      naive     schedule NAIVE                                     naive.c
@@ -38,7 +39,7 @@ struct lh_engine_step_stats;
 struct lh_unit;
 struct lh_update_pump;
 
-#define LH_FEATURE_COUNT_MAX 10
+#define LH_FEATURE_COUNT_MAX 11
 
 /* Any of the functions may be NULL. */
 struct lh_feature {
@@ -99,6 +100,8 @@ struct lh_feature {
 
     /* The open step was closed. */
     void (*step_closed)(struct lh_engine *engine);
+    /* Whether the closed step can end, with its commit if one is due. */
+    bool (*step_may_end)(const struct lh_engine *engine);
     /* Whether the closed step can end without a commit. */
     bool (*step_may_skip_commit)(const struct lh_engine *engine);
     void (*step_over)(struct lh_engine *engine, const struct lh_engine_step_stats *stats);

@@ -436,8 +436,9 @@ static bool closed_pump(struct lh_engine *engine)
      */
     if (engine->transfers.step_counts[engine->step % 2] > 0)
         return false;
-    if (engine->updates.chunks_busy > 0)
-        return false; /* dirty data is being written */
+    bool may_end = LH_FEATURE_ALL(engine, step_may_end);
+    if (engine->updates.chunks_busy > 0 || !may_end)
+        return false; /* dirty data is being written, or the scalars are not complete */
     if (commits && lh_step_holds_commits(engine)) {
         bool may_skip = LH_FEATURE_ALL(engine, step_may_skip_commit);
         if (!may_skip)

@@ -115,7 +115,7 @@ static void store_make(struct rig *rig)
         .group_count = RIG_UNIT_COUNT,
         .meta = "{}",
         .meta_bytes = 2,
-        .scalar_bytes_max = 64 + lh_scalars_overhead_bytes(RIG_PARAM_COUNT),
+        .scalar_bytes_max = 64 + rig->opts.tail_bytes + lh_scalars_overhead_bytes(RIG_PARAM_COUNT),
         .allow_buffered = true,
         .allow_tmpfs = rig->opts.in_memory,
     };
@@ -167,7 +167,7 @@ static void budget_make(struct rig *rig)
     rig->memory_bytes = rig->budget.region_bytes + rig->budget.slab_count * rig->budget.slab_bytes;
     if (rig->opts.device)
         rig->memory_bytes += rig->budget.gradient_bytes;
-    rig->memory_bytes = lh_align_up(rig->memory_bytes, LH_HUGE_PAGE_BYTES);
+    rig->memory_bytes = lh_align_up(rig->memory_bytes + rig->opts.tail_bytes, LH_HUGE_PAGE_BYTES);
     rig->memory = aligned_alloc(LH_HUGE_PAGE_BYTES, rig->memory_bytes);
     LH_CHECK(rig->memory);
     memset(rig->memory, 0xa5, rig->memory_bytes);
@@ -206,6 +206,8 @@ struct lh_engine_opts rig_engine_opts(struct rig *rig)
                           rig->budget.slab_count * rig->budget.slab_bytes;
         opts.sum_bytes = lh_align_up(rig->budget.gradient_bytes / 4, LH_BLOCK_BYTES);
     }
+    opts.tail_bytes = rig->opts.tail_bytes;
+    opts.tail_memory = rig->memory + rig->memory_bytes - rig->opts.tail_bytes;
     rig_device_opts(rig, &opts);
     rig_saved_opts(rig, &opts);
     rig_in_place_opts(rig, &opts);

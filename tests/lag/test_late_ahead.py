@@ -125,10 +125,11 @@ def test_sums_of_gradients_wait_for_nothing(device: late.Late, tmp_path: pathlib
     assert not waits_of(task, bits.Place(), device, tmp_path)
 
 
-def test_a_commit_waits_once_for_all_buffers(device: late.Late, tmp_path: pathlib.Path) -> None:
-    task = Task("tower-buffers")
-    waits = waits_of(task, bits.Place(), device, tmp_path)
-    assert waits == {"a copy to main memory in _buffers.py:_joined": task.steps}
+@pytest.mark.parametrize("schedule", ["optimized", "deferred"])
+def test_commits_of_buffers_wait_for_nothing(
+    schedule: str, device: late.Late, tmp_path: pathlib.Path
+) -> None:
+    assert not waits_of(Task("tower-buffers"), bits.Place(schedule), device, tmp_path)
 
 
 def test_large_buffers_of_a_recomputed_block_are_not_waited_for(

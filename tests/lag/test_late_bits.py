@@ -147,22 +147,24 @@ def test_every_schedule_and_every_kind_of_activations_has_the_bits_of_plain_torc
     check(*case, device, tmp_path)
 
 
-def test_a_resumed_run_draws_the_random_numbers_of_a_whole_one(
-    device: late.Late, tmp_path: pathlib.Path
+@pytest.mark.parametrize("name", ["tower-dropout", "tower-buffers"])
+def test_a_resumed_run_has_the_random_numbers_and_the_buffers_of_a_whole_one(
+    name: str, device: late.Late, tmp_path: pathlib.Path
 ) -> None:
-    """The commit of a step has the state of the device's generator."""
-    task = Task("tower-dropout")
+    """The commit of a step has what the device had computed by its close."""
+    task = Task(name)
     device.tune("any", 60, 0, piece_bytes=4096)
-    losses: dict[str, list[float]] = {}
-    for name, steps_at_once in (("whole", task.steps), ("resumed", 1)):
-        losses[name] = []
+    losses: dict[str, list[torch.Tensor]] = {}
+    for run, steps_at_once in (("whole", task.steps), ("resumed", 1)):
+        losses[run] = []
         torch.manual_seed(1)
         for first in range(0, task.steps, steps_at_once):
-            model = models.wrap(task, tmp_path / name, resume=first > 0)
+            model = models.wrap(task, tmp_path / run, resume=first > 0)
             for batch in task.batches()[first : first + steps_at_once]:
-                losses[name].append(task.backward(model, batch).item())
+                losses[run].append(task.backward(model, batch).detach())
                 model.optimizer.step()
             model.lohan.close()
-            if name == "resumed":
+            if run == "resumed":
                 torch.manual_seed(99)  # a new process has other generators
-    assert losses["resumed"] == losses["whole"]
+    values = {run: [loss.item() for loss in found] for run, found in losses.items()}
+    assert values["resumed"] == values["whole"]

@@ -104,8 +104,10 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     bookkeeping = BOOKKEEPING_BYTES + 4 * 4 * (extents.nbytes >> 20)
     bookkeeping += 4 * (sum(unit.nbytes for unit in layout.units if unit.runs) >> 20)
     bookkeeping += BOOKKEEPING_UNIT_BYTES * len(layout.units)
-    # A commit's buffers are in two manifests, in the engine, and in the packed copy.
-    bookkeeping += 4 * _store.buffer_room_bytes(layout)
+    # A commit's buffers are in two manifests, in the engine, and in the packed copy; those of a GPU
+    # are copied to main memory of their own first.
+    copies = 5 if _device.parse(config.device)[0] == "cuda" else 4
+    bookkeeping += copies * _store.buffer_room_bytes(layout)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
     if config.process_count > 1:
         trained = [p for p in layout.params if layout.units[p.unit].trainable]

@@ -62,6 +62,8 @@ class Session(ForwardRules, Commits):
 
     _planner: Planner | None = None
     buffers: Buffers | None = None
+    # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
+    _tail: torch.Tensor | None = None
     closed = False
 
     def __init__(
@@ -113,7 +115,7 @@ class Session(ForwardRules, Commits):
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
             norms=norms,
             sums=self._accumulation.is_on,
-            device=self.device.options(),
+            device=self.device.options(layout.buffer_bytes),
             saved=self.saving.options,
             in_place=layout.in_place.engine_options(layout),
             team=self._team_options(),
@@ -342,11 +344,14 @@ class Session(ForwardRules, Commits):
                 scale = self._optimizer.clip_scale(self._whole_square_sum(), scale)
             self._engine.gradient_scale(scale)
         self._gradients.hide()
-        self._engine.close_step(
-            _scalars.pack(self._optimizer, self.buffers, self.device.torch_device)
-            if self._optimizer is not None
-            else b""
-        )
+        scalars, tail = b"", None
+        if self._optimizer is not None:
+            device = self.device.torch_device
+            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device)
+        if tail is not None:
+            self._engine.post_tail(tail.data_ptr(), tail.numel())
+        self._engine.close_step(scalars)
+        self._tail = tail  # not before: the engine may have been copying the previous one
         self._backward = "none"
         self._accumulation.reset()
         self._scale.reset()

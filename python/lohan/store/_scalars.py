@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 
-def _join(state: dict[str, Any], buffers: Buffers | None) -> bytes:
-    said, raw = buffers.pack() if buffers is not None else ([], b"")
+def _join(state: dict[str, Any], said: list[Any], raw: bytes) -> bytes:
     if said:
         state["buffers"] = said
     return json.dumps(state).encode() + (b"\n" + raw if said else b"")
@@ -63,7 +62,9 @@ def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers
     """
     if buffers is None or buffers.kept_bytes == 0:
         return scalars
-    return _core.scalars_make(steps(scalars, param_count), _join(parse(blob)[0], buffers))
+    said, found = buffers.found()
+    state = _join(parse(blob)[0], said, _buffers.joined(found))
+    return _core.scalars_make(steps(scalars, param_count), state)
 
 
 def steps(scalars: bytes, param_count: int) -> list[int]:
@@ -76,11 +77,15 @@ def steps(scalars: bytes, param_count: int) -> list[int]:
 
 def pack(
     optimizer: Optimizer, buffers: Buffers | None = None, device: torch.device = _CPU
-) -> bytes:
+) -> tuple[bytes, torch.Tensor | None]:
     """Serialize the current state for a commit.
 
     Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
     state of its random generator is stored, too.
+
+    Returns:
+        The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
+        data, in whose place the data has zeros. Nothing waits for the GPU.
     """
     random, *of_device = (_encoded(one) for one in random_states(device))
     groups = optimizer.param_groups
@@ -97,7 +102,10 @@ def pack(
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
-    return _join(state, buffers)
+    said, found = buffers.found() if buffers is not None else ([], [])
+    tail = _buffers.joined_there(found, device)
+    raw = _buffers.joined(found) if tail is None else bytes(tail.numel())
+    return _join(state, said, raw), tail
 
 
 def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: Any) -> None:

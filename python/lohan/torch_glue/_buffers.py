@@ -88,18 +88,18 @@ class Buffers:
             if buffer is not None and not buffer.is_meta:
                 yield full, buffer
 
-    def pack(self) -> tuple[list[Any], bytes]:
-        """Serialize the buffers for a commit: (name, dtype, shape) of each, and their bytes.
+    def found(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return (name, dtype, shape) of each buffer for a commit, and the buffers.
 
         The result is empty if the buffers have outgrown the space that was reserved at wrap.
         """
         if not self.is_kept:
-            return [], b""
+            return [], []
         found = [(name, buffer.detach()) for name, buffer in self.items()]
         if sum(nbytes_of(buffer) for _, buffer in found) > self.nbytes:
-            return [], b""
+            return [], []
         said = [[name, str(b.dtype).removeprefix("torch."), list(b.shape)] for name, b in found]
-        return said, _joined([buffer for _, buffer in found])
+        return said, [buffer for _, buffer in found]
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Copy a commit's values into the model's buffers.
@@ -121,19 +121,24 @@ class Buffers:
                 mine.copy_(values)
 
 
-def _joined(buffers: list[torch.Tensor]) -> bytes:
-    """Return the bytes of all buffers; those on an accelerator come in one copy."""
-    here = {i: b for i, b in enumerate(buffers) if b.device.type == "cpu" or b.numel() == 0}
-    there = {i: b.reshape(-1).view(torch.uint8) for i, b in enumerate(buffers) if i not in here}
-    if there:
-        sizes = [flat.numel() for flat in there.values()]
-        moved = torch.split(torch.cat(list(there.values())).cpu(), sizes)
-        here.update(zip(there, moved, strict=True))
-    return b"".join(bytes_of(here[i]) for i in range(len(buffers)))
+def joined(buffers: list[torch.Tensor]) -> bytes:
+    """Return the bytes of all buffers. If one is on a GPU, this waits for it."""
+    return b"".join(bytes_of(buffer) for buffer in buffers)
+
+
+def joined_there(buffers: list[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return the bytes of all buffers as one tensor on a GPU.
+
+    The result is None if the device is not a GPU, if a buffer is elsewhere, or if there are none.
+    """
+    flats = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers if buffer.numel()]
+    if device.type != "cuda" or any(flat.device != device for flat in flats) or not flats:
+        return None
+    return torch.cat(flats)
 
 
 def unpack(said: list[Any], raw: bytes) -> dict[str, torch.Tensor]:
-    """Return the tensors that pack() serialized, by name."""
+    """Return the tensors of a commit by name, from their descriptions and bytes."""
     found: dict[str, torch.Tensor] = {}
     at = 0
     for name, dtype_name, shape in said:

@@ -64,12 +64,17 @@ class Device:
         """The torch device of the parameters' tensors."""
         return torch.device("cuda", self.index) if self.name == "cuda" else torch.device("cpu")
 
-    def options(self) -> tuple[Any, ...]:
-        """Return the device in the form that _core.Engine takes; allocate a GPU's slots."""
-        memory = None
+    def options(self, buffer_bytes: int) -> tuple[Any, ...]:
+        """Return the device in the form that _core.Engine takes; allocate a GPU's slots.
+
+        Args:
+            buffer_bytes: the size of the model's buffers that commits include.
+        """
+        memory, tail_bytes = None, 0
         if self.name == "cuda":
-            memory = self._allocate()
-        return (self.name, self.index, self.slot_bytes, *self.link_bytes_per_s, memory)
+            memory, tail_bytes = self._allocate(), buffer_bytes
+        speeds = self.link_bytes_per_s
+        return (self.name, self.index, self.slot_bytes, *speeds, tail_bytes, memory)
 
     def _allocate(self) -> torch.Tensor:
         try:
