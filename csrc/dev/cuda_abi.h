@@ -4,7 +4,8 @@
  * backend "cuda".
  *
  * LH_CUDA_CALLS lists each function as CALL(member, name, symbol, parameters): our name, the name
- * in the driver's manual, and the symbol that libcuda.so.1 exports. If the last two differ, CUDA's
+ * in the driver's manual, and the symbol that libcuda.so.1 exports. LH_CUDA_OPTIONAL_CALLS lists
+ * those that a driver may lack; their members are then NULL. If the last two differ, CUDA's
  * header maps one to the other; tests/c/test_dev_cuda.c compares symbols, parameters and constants
  * with that header if it is installed.
  *
@@ -37,6 +38,7 @@ struct CUfunc_st;
 #define LH_CUDA_LAUNCH_FAILED 719
 
 #define LH_CUDA_STREAM_NON_BLOCKING 1
+#define LH_CUDA_EVENT_DEFAULT 0
 #define LH_CUDA_EVENT_DISABLE_TIMING 2
 #define LH_CUDA_REGISTER_PORTABLE 1
 
@@ -84,12 +86,18 @@ struct CUfunc_st;
     CALL(error_name, cuGetErrorName, "cuGetErrorName", (unsigned result, const char **text))       \
     CALL(error_text, cuGetErrorString, "cuGetErrorString", (unsigned result, const char **text))
 
+/* Later headers map this name to another symbol, which drivers export in addition to this one. */
+#define LH_CUDA_OPTIONAL_CALLS(CALL)                                                               \
+    CALL(event_elapsed, cuEventElapsedTime, "cuEventElapsedTime",                                  \
+         (float *ms, struct CUevent_st *begun, struct CUevent_st *ended))
+
 /* A member name and a parameter list cannot be put in parentheses. */
 /* NOLINTNEXTLINE(bugprone-macro-parentheses) */
 #define LH_CUDA_MEMBER(member, name, symbol, parameters) unsigned(*member) parameters;
 
 struct lh_cuda_calls {
     LH_CUDA_CALLS(LH_CUDA_MEMBER)
+    LH_CUDA_OPTIONAL_CALLS(LH_CUDA_MEMBER)
 };
 
 #endif

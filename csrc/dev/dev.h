@@ -68,8 +68,10 @@ struct lh_dev_copy {
     void *owner;                /* for the submitter; backends never read it */
     int result;                 /* 0 or -errno; valid when poll has returned the copy */
     /*
-     * The start and end of the copy, as far as the backend knows them. cuda: started_ns is the
-     * later of the submit and the end of the previous copy, so waits for fences are included.
+     * The start and end of the copy, as far as the backend knows them. cuda: completed_ns is when
+     * the host was notified; the difference is the device's own time, without waits for fences. If
+     * the driver cannot measure it, started_ns is the later of the submit and the end of the
+     * previous copy, so waits for fences are included.
      */
     uint64_t started_ns;
     uint64_t completed_ns;

@@ -135,7 +135,8 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
         .host = chunk->landing.block + (element - chunk->first) * element_bytes,
         .device = (uint8_t *)(uintptr_t)gradient->pointer + gradient->issued * element_bytes,
         .bytes = count * element_bytes,
-        .after = gradient->is_computed,
+        /* The direction is a queue: later pieces follow the first one. */
+        .after = gradient->issued == 0 ? gradient->is_computed : NULL,
     };
     lh_core_stats(engine, lh_core_step(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] +=
         count * element_bytes;

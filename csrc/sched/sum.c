@@ -176,7 +176,8 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
         .host = piece->block,
         .device = (uint8_t *)(uintptr_t)item->gradient + piece->first * element_bytes,
         .bytes = piece->count * element_bytes,
-        .after = engine->gradients[param].is_computed,
+        /* The direction is a queue: later pieces follow the first one. */
+        .after = item->issued == 0 ? engine->gradients[param].is_computed : NULL,
     };
     lh_core_stats(engine, lh_core_step(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] += copy->dev.bytes;
     sums->moved_bytes += copy->dev.bytes;

@@ -16,7 +16,7 @@
 
 #ifndef STREAM_COUNT_MAX /* tests/lag includes this file with larger tables */
 #define STREAM_COUNT_MAX 16
-#define EVENT_COUNT_MAX 256
+#define EVENT_COUNT_MAX 1024
 #define REGION_COUNT_MAX 16
 #define OP_COUNT_MAX 4096
 #endif
@@ -27,7 +27,7 @@
 #define NOT_PERMITTED 800
 
 struct op {
-    enum { OP_COPY, OP_WAIT, OP_CALL, OP_LAUNCH } kind;
+    enum { OP_COPY, OP_WAIT, OP_CALL, OP_LAUNCH, OP_STAMP } kind;
     void *to;
     const void *from;
     size_t bytes;
@@ -35,6 +35,7 @@ struct op {
     uint64_t number;
     void (*function)(void *context);
     void *context;
+    struct CUevent_st *event;  /* OP_STAMP */
     struct lh_zo_batch *batch; /* OP_LAUNCH: a copy of the argument, and the number of threads */
     uint64_t thread_count;
 };
@@ -57,8 +58,10 @@ struct CUstream_st {
 /* Recorded: passed when stream has executed number. */
 struct CUevent_st {
     bool is_used;
+    bool is_timed;
     struct CUstream_st *stream;
     uint64_t number;
+    uint64_t passed_ns; /* is_timed */
 };
 
 struct CUmod_st {
@@ -86,6 +89,7 @@ static void *regions[REGION_COUNT_MAX];
 static int64_t allocation_count;
 static int64_t launch_count; /* the number of launches in progress */
 static int64_t call_count;
+static uint64_t copied_ns; /* the time that copies have taken, if opts.copy_ns is set */
 static bool is_broken;
 static bool is_paused;
 static int64_t allowance = -1; /* of host calls in streams that compute; -1: no limit */
@@ -127,6 +131,19 @@ static unsigned begin(bool needs_context)
 
 #include "fake_cuda_turn.h"
 
+/* What an item of work changes besides memory. The caller holds the lock. */
+static void op_end(const struct op *op)
+{
+    struct timespec now;
+    launch_count -= op->kind == OP_LAUNCH;
+    copied_ns += op->kind == OP_COPY ? opts.copy_ns : 0;
+    if (op->kind != OP_STAMP)
+        return;
+    LH_CHECK(clock_gettime(CLOCK_MONOTONIC, &now) == 0);
+    uint64_t now_ns = (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+    op->event->passed_ns = opts.copy_ns > 0 ? copied_ns : now_ns;
+}
+
 static void *stream_main(void *argument)
 {
     struct CUstream_st *stream = argument;
@@ -157,7 +174,7 @@ static void *stream_main(void *argument)
         free(op.kind == OP_LAUNCH ? op.batch : NULL);
         is_in_host_call = false;
         lock();
-        launch_count -= op.kind == OP_LAUNCH;
+        op_end(&op);
         stream->executed_count++;
         pthread_cond_broadcast(&has_news);
     }
@@ -195,14 +212,18 @@ static struct CUstream_st *stream_of(struct CUstream_st *stream)
     return stream;
 }
 
+/* Give a stream something to execute. The caller holds the lock. */
+static void push(struct CUstream_st *stream, struct op op)
+{
+    LH_CHECK(stream->issued_count - stream->executed_count < OP_COUNT_MAX);
+    stream->ops[stream->issued_count++ % OP_COUNT_MAX] = op;
+}
+
 /* The middle and the end of a call: give a stream something to execute. */
 static unsigned issue(unsigned result, struct CUstream_st *stream, struct op op)
 {
-    if (result == 0) {
-        stream = stream_of(stream);
-        LH_CHECK(stream->issued_count - stream->executed_count < OP_COUNT_MAX);
-        stream->ops[stream->issued_count++ % OP_COUNT_MAX] = op;
-    }
+    if (result == 0)
+        push(stream_of(stream), op);
     return unlock(result);
 }
 
@@ -322,13 +343,14 @@ static unsigned fake_event_create(struct CUevent_st **event, unsigned flags)
 {
     unsigned result = begin(true);
     int index = 0;
-    LH_CHECK(flags == LH_CUDA_EVENT_DISABLE_TIMING);
+    LH_CHECK(flags == LH_CUDA_EVENT_DISABLE_TIMING || flags == LH_CUDA_EVENT_DEFAULT);
     while (index < EVENT_COUNT_MAX && events[index].is_used)
         index++;
     LH_CHECK(index < EVENT_COUNT_MAX);
     *event = result == 0 ? &events[index] : (struct CUevent_st *)-1;
     if (result == 0)
-        events[index] = (struct CUevent_st){.is_used = true};
+        events[index] =
+            (struct CUevent_st){.is_used = true, .is_timed = flags == LH_CUDA_EVENT_DEFAULT};
     return unlock(result);
 }
 
@@ -346,8 +368,24 @@ static unsigned fake_event_record(struct CUevent_st *event, struct CUstream_st *
     LH_CHECK(event && event->is_used);
     if (result == 0) {
         event->stream = stream_of(stream);
+        if (event->is_timed)
+            push(event->stream, (struct op){.kind = OP_STAMP, .event = event});
         event->number = event->stream->issued_count;
     }
+    return unlock(result);
+}
+
+static unsigned fake_event_elapsed(float *ms, struct CUevent_st *begun, struct CUevent_st *ended)
+{
+    unsigned result = begin(true);
+    const struct CUevent_st *pair[] = {begun, ended};
+    for (int i = 0; i < 2; i++) {
+        LH_CHECK(pair[i] && pair[i]->is_used && pair[i]->is_timed && pair[i]->stream);
+        if (result == 0 && pair[i]->stream->executed_count < pair[i]->number)
+            result = LH_CUDA_NOT_READY;
+    }
+    if (result == 0)
+        *ms = (float)((double)ended->passed_ns - (double)begun->passed_ns) / 1e6F;
     return unlock(result);
 }
 
@@ -420,56 +458,7 @@ static unsigned fake_context_synchronize(void)
     return is_broken ? LH_CUDA_ILLEGAL_ADDRESS : 0;
 }
 
-static unsigned fake_module_load(struct CUmod_st **module, const void *image)
-{
-    unsigned result = begin(true);
-    if (result == 0 && strcmp(image, fake_cuda_image) != 0)
-        result = LH_CUDA_INVALID_IMAGE;
-    module_only.load_count += result == 0;
-    *module = result == 0 ? &module_only : (struct CUmod_st *)-1;
-    return unlock(result);
-}
-
-static unsigned fake_module_unload(struct CUmod_st *module)
-{
-    lock();
-    LH_CHECK(pushed_count > 0 && module == &module_only && module->load_count > 0);
-    LH_CHECK(launch_count == 0 || module->load_count > 1); /* none of its kernels is running */
-    module->load_count--;
-    return unlock(0);
-}
-
-static unsigned fake_module_function(struct CUfunc_st **function, struct CUmod_st *module,
-                                     const char *name)
-{
-    unsigned result = begin(true);
-    LH_CHECK(module == &module_only && module->load_count > 0);
-    if (result == 0 && strcmp(name, zo_batch.name) != 0)
-        result = LH_CUDA_NOT_FOUND;
-    *function = result == 0 ? &zo_batch : (struct CUfunc_st *)-1;
-    return unlock(result);
-}
-
-static unsigned fake_launch(struct CUfunc_st *function, unsigned groups_x, unsigned groups_y,
-                            unsigned groups_z, unsigned threads_x, unsigned threads_y,
-                            unsigned threads_z, unsigned shared_bytes, struct CUstream_st *stream,
-                            void **arguments, void **extra)
-{
-    unsigned result = begin(true);
-    LH_CHECK(function == &zo_batch && module_only.load_count > 0 && !extra && shared_bytes == 0);
-    LH_CHECK(groups_y == 1 && groups_z == 1 && threads_y == 1 && threads_z == 1);
-    if (result == 0 && (groups_x == 0 || groups_x > INT32_MAX || threads_x == 0 ||
-                        threads_x > LH_ZO_BATCH_THREADS))
-        result = INVALID_VALUE;
-    struct op op = {.kind = OP_LAUNCH, .thread_count = (uint64_t)groups_x * threads_x};
-    if (result == 0) {
-        op.batch = malloc(sizeof(*op.batch));
-        LH_CHECK(op.batch);
-        memcpy(op.batch, arguments[0], sizeof(*op.batch));
-        launch_count++;
-    }
-    return issue(result, stream, op);
-}
+#include "fake_cuda_kernel.h"
 
 static unsigned fake_error_name(unsigned result, const char **text)
 {
@@ -515,6 +504,7 @@ void *fake_cuda_lookup(void *library, const char *symbol)
     if (strcmp(symbol, exported) == 0)                                                             \
         return (void *)fake_##member;
     LH_CUDA_CALLS(FAKE)
+    LH_CUDA_OPTIONAL_CALLS(FAKE)
 #undef FAKE
     if (strcmp(symbol, "cuMemcpyDtoDAsync_v2") == 0)
         return (void *)fake_copy_within;

@@ -34,6 +34,7 @@ struct fake_cuda_opts {
     int64_t fail_after;    /* -1: never; else one fallible call fails after this many successes */
     const char *missing;   /* (optional) a symbol that this driver does not export */
     uint64_t delay_ns_max; /* before each item that a stream executes */
+    uint64_t copy_ns; /* if not 0, the device's clock advances by this with each copy, only then */
     uint64_t seed;
     enum fake_cuda_order order;
     size_t piece_bytes;   /* a copy is executed in pieces of this size; 0: in one */

@@ -21,7 +21,12 @@ struct rig_device {
     bool is_posted[RIG_PARAM_COUNT];
     struct read reads[READ_COUNT_MAX];
     uint32_t read_count;
+    const struct lh_dev_ops *real_ops;
+    struct lh_dev_ops counting_ops;
+    struct rig_copies_out copies_out;
 };
+
+static struct rig_device *counting; /* NULL: no accelerator counts its copies */
 
 static uint64_t gradient_bytes(const struct rig *rig, uint32_t param)
 {
@@ -131,6 +136,27 @@ struct machine *rig_device_machine(struct rig *rig)
     return &rig->device->machine;
 }
 
+static int counting_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err)
+{
+    if (copy->direction == LH_DEV_DIRECTION_OUT) {
+        counting->copies_out.count++;
+        counting->copies_out.wait_count += copy->after != NULL;
+    }
+    return counting->real_ops->submit(dev, copy, err);
+}
+
+const struct rig_copies_out *rig_device_count(struct rig *rig)
+{
+    struct rig_device *device = rig->device;
+    LH_CHECK(!counting);
+    counting = device;
+    device->real_ops = device->machine.dev->ops;
+    device->counting_ops = *device->real_ops;
+    device->counting_ops.submit = counting_submit;
+    device->machine.dev->ops = &device->counting_ops;
+    return &device->copies_out;
+}
+
 void rig_device_check(struct rig *rig)
 {
     struct rig_device *device = rig->device;
@@ -155,6 +181,7 @@ void rig_device_close(struct rig *rig)
      */
     device->machine.dev->ops->destroy(device->machine.dev);
     device->machine.dev = NULL;
+    counting = counting == device ? NULL : counting;
     memset(device->memory, 0x5a, device->bytes);
     rig_device_check(rig);
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)

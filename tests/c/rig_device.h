@@ -12,6 +12,11 @@
 struct machine;
 struct rig_device;
 
+struct rig_copies_out {
+    uint32_t count;
+    uint32_t wait_count;
+};
+
 /*
  * Open an accelerator that wakes rig's engine. kind: "emu" or "fake" (dev_fixture.h); a manual rig
  * has that of rig_inline.h instead.
@@ -29,6 +34,8 @@ void rig_device_check(struct rig *rig);
 /* Wait for all enqueued work. */
 void rig_device_drain(struct rig *rig);
 struct machine *rig_device_machine(struct rig *rig);
+/* From now on, count the copies out of the accelerator, and those that wait for a fence. */
+const struct rig_copies_out *rig_device_count(struct rig *rig);
 /* Check and free everything, after the engine was destroyed. */
 void rig_device_close(struct rig *rig);
 

@@ -2,6 +2,8 @@
 #include "compute/zo_launch.h"
 #include "dev_fixture.h"
 
+#include <stdatomic.h>
+
 #include <time.h>
 
 #define CUDA_HEADER "/usr/local/cuda/include/cuda.h"
@@ -17,10 +19,12 @@
 
 #define BYTES 4096
 #define CALL_COUNT_MAX 1000
+#define SILENCE_NS (UINT64_C(1000000) * LH_DEV_SLEEP_MS_MAX)
 
 static _Alignas(64) uint8_t host[2][BYTES];
 static _Alignas(64) uint8_t device[BYTES];
 static struct lh_clock real_clock;
+static _Atomic uint64_t hand_ns = SILENCE_NS;
 
 #if HAS_CUDA_HEADER
 #define TEXT(name) #name
@@ -47,6 +51,7 @@ static void test_header(void)
     LH_CHECK(CUDA_ERROR_HARDWARE_STACK_ERROR == LH_CUDA_HARDWARE_STACK_ERROR);
     LH_CHECK(CUDA_ERROR_LAUNCH_FAILED == LH_CUDA_LAUNCH_FAILED);
     LH_CHECK(CU_STREAM_NON_BLOCKING == LH_CUDA_STREAM_NON_BLOCKING);
+    LH_CHECK(CU_EVENT_DEFAULT == LH_CUDA_EVENT_DEFAULT);
     LH_CHECK(CU_EVENT_DISABLE_TIMING == LH_CUDA_EVENT_DISABLE_TIMING);
     LH_CHECK(CU_MEMHOSTREGISTER_PORTABLE == LH_CUDA_REGISTER_PORTABLE);
 }
@@ -110,6 +115,8 @@ static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
         rc = ops->record(dev, fences[0], NULL, err);
     if (rc == 0)
         rc = ops->submit(dev, &copies[1], err);
+    if (rc == 0)
+        rc = ops->order(dev, LH_DEV_DIRECTION_OUT, fences[0], err);
     for (int back_count = 0; dev->in_flight_count > 0;) {
         lh_waker_prepare(waker);
         uint32_t count = ops->poll(dev, done, 2);
@@ -328,29 +335,42 @@ static void test_lost(void)
     lh_waker_deinit(&waker);
 }
 
+/* A clock that only the test advances. */
+static uint64_t hand_now(void *context)
+{
+    (void)context;
+    return atomic_load(&hand_ns);
+}
+
 static void test_refused_once(void)
 {
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_dev *dev = NULL;
     struct lh_dev_copy copy = {.host = host[0], .device = device, .bytes = BYTES};
     struct lh_dev_copy *done[1];
-    lh_test_name("a question that the driver refuses once loses no copy that is under way");
+    lh_test_name("a query that the driver refuses once loses no copy that is under way");
     fake_cuda_reset((struct fake_cuda_opts){.fail_after = -1});
     LH_CHECK(create(&alloc, NULL, 0, &dev, NULL) == 0);
+    real_clock = (struct lh_clock){.now_ns = hand_now};
     for (int64_t fail_after = 0; fail_after < 4; fail_after++) {
         fake_cuda_pause(true);
         LH_CHECK(dev->ops->submit(dev, &copy, NULL) == 0);
-        /* The context first, then a question to each stream: a wait for them would not end yet. */
+        LH_CHECK(dev->ops->poll(dev, done, 1) == 0);
+        hand_ns += SILENCE_NS;
+        /* The context first, then a query of each stream: a wait for them would not end yet. */
         fake_cuda_fail_after(fail_after == 0 ? 0 : -1);
         LH_CHECK(dev->ops->poll(dev, done, 1) == 0);
         fake_cuda_fail_after(fail_after == 0 ? -1 : fail_after);
         fake_cuda_pause(false);
-        while (dev->in_flight_count > 0)
+        while (dev->in_flight_count > 0) {
+            hand_ns += SILENCE_NS;
             dev->ops->poll(dev, done, 1);
+        }
         LH_CHECK(copy.result == 0);
         fake_cuda_fail_after(-1);
     }
     dev->ops->destroy(dev);
+    real_clock = lh_clock_real();
     LH_CHECK(alloc.live_count == 0 && fake_cuda_live_count() == 0);
 }
 
@@ -376,7 +396,7 @@ static void test_allocations(void)
         }
         LH_CHECK(alloc.live_count == 0 && fake_cuda_live_count() == 0);
     }
-    LH_CHECK(rc == 0 && fail_after == 4);
+    LH_CHECK(rc == 0 && fail_after == 6);
 }
 
 int main(void)

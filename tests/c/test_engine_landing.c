@@ -117,6 +117,28 @@ static void test_lands(void)
     rig_finish(&rig);
 }
 
+static void test_waits(void)
+{
+    struct rig rig;
+    struct rig_opts opts = opts_of(LH_ENGINE_SCHEDULE_OPTIMIZED, SPARE_BYTES);
+    lh_test_name("of a gradient's pieces, only the first one waits until it is computed");
+    opts.large = true;
+    opts.device_bytes = 6 << 20;
+    rig_make(&rig, "landing-waits", opts);
+    LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
+    rig_hypers_set(&rig);
+    const struct rig_copies_out *copies = rig_device_count(&rig);
+    gradient_give(&rig, 7);
+    gradient_give(&rig, 6);
+    rig_handles_drop(&rig);
+    LH_CHECK(rig_close(&rig, 0xc0) == 0);
+    rig_settle(&rig);
+    LH_CHECK(lh_engine_gradient_is_consumed(rig.engine, 6));
+    LH_CHECK(lh_engine_gradient_is_consumed(rig.engine, 7));
+    LH_CHECK(copies->wait_count == 2 && copies->count > 2);
+    rig_finish(&rig);
+}
+
 static void test_reserve(void)
 {
     struct rig rig;
@@ -342,6 +364,7 @@ int main(void)
 {
     test_layout();
     test_lands();
+    test_waits();
     test_reserve();
     test_incomplete();
     test_order();

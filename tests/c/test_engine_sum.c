@@ -198,6 +198,29 @@ static void test_heard(void)
     sums_close(&sums);
 }
 
+static void test_waits(void)
+{
+    struct sums sums;
+    uint64_t seed = 8;
+    uint32_t given_count = 0;
+    lh_test_name("of a gradient's pieces, only the first one waits until it is computed");
+    sums_open(&sums, opts_of("emu", true, true));
+    const struct rig_copies_out *copies = rig_device_count(&sums.rig);
+    for (int round = 0; round < 2; round++) {
+        for (uint32_t i = RIG_PARAM_COUNT; i-- > 0;) {
+            if (!is_trained(i))
+                continue;
+            released_wait(&sums, i);
+            give(&sums, i, &seed);
+            given_count++;
+        }
+    }
+    finished_wait(&sums);
+    check(&sums);
+    LH_CHECK(copies->wait_count == given_count && copies->count > given_count);
+    sums_close(&sums);
+}
+
 static void test_abort(const char *kind)
 {
     struct sums sums;
@@ -279,6 +302,7 @@ int main(void)
     test_bits("emu", true, false);
     test_bits("emu", true, true);
     test_order();
+    test_waits();
     test_heard();
     test_refused();
     test_failed();

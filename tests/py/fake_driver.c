@@ -7,6 +7,7 @@
         visibility("default"),                                                                     \
         alias("fake_" #member))) unsigned exported_##member parameters __asm__(symbol);
 LH_CUDA_CALLS(EXPORT)
+LH_CUDA_OPTIONAL_CALLS(EXPORT)
 
 __attribute__((visibility("default"))) void driver_drain(void);
 __attribute__((visibility("default"))) uint64_t driver_live_count(void);
