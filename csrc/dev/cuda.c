@@ -69,6 +69,16 @@ static int cuda_wait(struct lh_dev *dev, struct lh_dev_fence *fence, void *strea
     return rc;
 }
 
+static bool cuda_has_passed(struct lh_dev *dev, struct lh_dev_fence *fence)
+{
+    struct lh_cuda *cuda = (struct lh_cuda *)dev;
+    if (lh_cuda_enter(cuda, NULL) < 0)
+        return false;
+    unsigned result = cuda->calls.event_query(lh_cuda_event_of(fence));
+    lh_cuda_leave(cuda);
+    return result == 0; /* otherwise it is not, or the next call reports the error */
+}
+
 static int cuda_memory_register(struct lh_dev *dev, void *base, uint64_t bytes,
                                 struct lh_error *err)
 {
@@ -161,12 +171,14 @@ static void cuda_free(struct lh_cuda *cuda)
     struct lh_alloc *alloc = cuda->base.alloc;
     if (cuda->context && lh_cuda_enter(cuda, NULL) == 0) {
         lh_cuda_lanes_close(cuda);
+        lh_cuda_gaps_close(cuda);
         lh_cuda_leave(cuda);
     }
     if (cuda->context)
         cuda->calls.context_release(cuda->device);
     for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++)
         lh_free(alloc, cuda->lanes[i].bursts);
+    lh_cuda_gaps_free(cuda);
     lh_dev_base_deinit(&cuda->base);
     lh_free(alloc, cuda);
 }
@@ -188,6 +200,10 @@ static const struct lh_dev_ops cuda_ops = {
     .fence_destroy = cuda_fence_destroy,
     .record = cuda_record,
     .wait = cuda_wait,
+    .has_passed = cuda_has_passed,
+    .gap_begin = lh_cuda_gap_begin,
+    .gap_end = lh_cuda_gap_end,
+    .gaps_take = lh_cuda_gaps_take,
     .order = lh_cuda_order,
     .submit = lh_cuda_submit,
     .poll = lh_cuda_poll,
@@ -254,6 +270,8 @@ int lh_dev_cuda_create_from(lh_dev_cuda_lookup_fn lookup, void *library,
         rc = context_open(cuda, opts->device_index, err);
     if (rc == 0)
         rc = lh_cuda_lanes_create(cuda, err);
+    if (rc == 0)
+        rc = lh_cuda_gaps_create(cuda, err);
     if (rc < 0) {
         cuda_free(cuda);
         return rc;

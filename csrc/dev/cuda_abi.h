@@ -64,6 +64,7 @@ struct CUfunc_st;
     CALL(event_destroy, cuEventDestroy, "cuEventDestroy_v2", (struct CUevent_st * event))          \
     CALL(event_record, cuEventRecord, "cuEventRecord",                                             \
          (struct CUevent_st * event, struct CUstream_st * stream))                                 \
+    CALL(event_query, cuEventQuery, "cuEventQuery", (struct CUevent_st * event))                   \
     CALL(copy_in, cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2",                                       \
          (unsigned long long to, const void *from, size_t bytes, struct CUstream_st *stream))      \
     CALL(copy_out, cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2",                                      \

@@ -87,3 +87,18 @@ int lh_cuda_event_record(const struct lh_cuda *cuda, struct CUevent_st *event,
     return lh_cuda_judge(cuda, cuda->calls.event_record(event, stream), err,
                          "cuEventRecord on stream %p", (void *)stream);
 }
+
+void lh_cuda_event_destroy(const struct lh_cuda *cuda, struct CUevent_st *event)
+{
+    if (event)
+        cuda->calls.event_destroy(event);
+}
+
+unsigned lh_cuda_elapsed(const struct lh_cuda *cuda, struct CUevent_st *begun,
+                         struct CUevent_st *ended, uint64_t *ns_out)
+{
+    float ms = 0;
+    unsigned result = cuda->calls.event_elapsed(&ms, begun, ended);
+    *ns_out = result == 0 && ms > 0 ? (uint64_t)((double)ms * 1e6) : 0;
+    return result;
+}

@@ -188,11 +188,9 @@ static void bursts_close(struct lh_cuda *cuda)
 /* Ask the driver how long a burst took, of which all copies have ended. */
 static void burst_measure(const struct lh_cuda *cuda, struct lh_cuda_burst *burst, bool can_ask)
 {
-    float ms = 0;
     /* Without the driver's answer, the times that the host has seen are kept. */
     burst->is_measured = can_ask && burst->is_measured &&
-                         cuda->calls.event_elapsed(&ms, burst->begun, burst->ended) == 0 && ms >= 0;
-    burst->elapsed_ns = (uint64_t)((double)ms * (double)NS_PER_MS);
+                         lh_cuda_elapsed(cuda, burst->begun, burst->ended, &burst->elapsed_ns) == 0;
 }
 
 /* The part of a burst's time that its first bytes took. */
@@ -334,12 +332,6 @@ int lh_cuda_lanes_create(struct lh_cuda *cuda, struct lh_error *err)
     return rc;
 }
 
-static void event_destroy(const struct lh_cuda *cuda, struct CUevent_st *event)
-{
-    if (event)
-        cuda->calls.event_destroy(event);
-}
-
 void lh_cuda_lanes_close(struct lh_cuda *cuda)
 {
     for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++) {
@@ -353,8 +345,8 @@ void lh_cuda_lanes_close(struct lh_cuda *cuda)
             cuda->calls.stream_destroy(streams[j]);
         }
         for (uint32_t j = 0; lane->bursts && j < cuda->base.copy_count; j++) {
-            event_destroy(cuda, lane->bursts[j].begun);
-            event_destroy(cuda, lane->bursts[j].ended);
+            lh_cuda_event_destroy(cuda, lane->bursts[j].begun);
+            lh_cuda_event_destroy(cuda, lane->bursts[j].ended);
         }
     }
 }

@@ -29,9 +29,10 @@
  *  3. A fence that was never recorded counts as passed. A fence that is recorded again stands for
  *     the latest record; work that already waits for the fence waits for the earlier record.
  *
- * Thread: record and wait: any thread, but one at a time for a fence, including the submit of a
- *         copy that names the fence. Kernel functions: any thread, but a kernel must not be loaded
- *         or unloaded during another call of them. All other functions: the owner.
+ * Thread: record, wait and has_passed: any thread, but one at a time for a fence, including the
+ *         submit of a copy that names the fence. Kernel functions: any thread, but a kernel must
+ *         not be loaded or unloaded during another call of them. Functions of gaps: any thread. All
+ *         other functions: the owner.
  */
 #ifndef LH_DEV_DEV_H
 #define LH_DEV_DEV_H
@@ -45,6 +46,7 @@
 #define LH_DEV_COPY_COUNT_MAX 4096
 #define LH_DEV_SLEEP_MS_MAX 100
 #define LH_DEV_KERNEL_COUNT_MAX 4
+#define LH_DEV_GAP_KIND_COUNT 4
 
 enum lh_dev_direction {
     LH_DEV_DIRECTION_IN = 0, /* main memory to device */
@@ -56,6 +58,8 @@ enum lh_dev_direction {
 struct lh_dev_fence;
 /* A function that the accelerator executes. */
 struct lh_dev_kernel;
+/* A measurement of how long a stream has nothing to execute. */
+struct lh_dev_gap;
 
 struct lh_dev_copy {
     enum lh_dev_direction direction;
@@ -103,6 +107,17 @@ struct lh_dev_ops {
                   struct lh_error *err);
     /* Work enqueued on stream later is executed after fence. cuda: wait() itself does not block. */
     int (*wait)(struct lh_dev *dev, struct lh_dev_fence *fence, void *stream, struct lh_error *err);
+    /* (optional) Whether the fence has passed, so that wait() would have no effect. */
+    bool (*has_passed)(struct lh_dev *dev, struct lh_dev_fence *fence);
+    /*
+     * (optional) Measure how long stream has nothing to execute between two calls: because the
+     * caller waits between them, or because of a wait() between them. gap_begin returns NULL if it
+     * cannot measure now, which gap_end accepts. gaps_take returns how much the gaps of a kind
+     * that the device has passed since the last call took together; false: not measured.
+     */
+    struct lh_dev_gap *(*gap_begin)(struct lh_dev *dev, void *stream);
+    void (*gap_end)(struct lh_dev *dev, struct lh_dev_gap *gap, void *stream, uint32_t kind);
+    bool (*gaps_take)(struct lh_dev *dev, uint32_t kind, uint64_t *ns_out);
     /* Copies of a direction that are submitted later start after fence. */
     int (*order)(struct lh_dev *dev, enum lh_dev_direction direction, struct lh_dev_fence *fence,
                  struct lh_error *err);

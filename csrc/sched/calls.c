@@ -81,35 +81,14 @@ void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
 
 /*
  * Make the current stream wait for the unit's copy before any work that it is given from now on.
- * Returns 1 or -errno. The calling thread waits only if it is itself the stream (on an emulated
- * device).
+ * Returns 1 or -errno.
  */
 static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
 {
-    struct lh_error err = {0};
     LH_ASSERT(lh_unit_pins(unit) > 0); /* the caller holds a pin */
-    if (!engine->dev || !engine->dev->ops->is_ordered)
-        return 1;
-    uint64_t start = lh_core_now(engine);
-    int rc =
-        engine->dev->ops->wait(engine->dev, unit->copy.arrived, atomic_load(&engine->stream), &err);
-    uint64_t end = lh_core_now(engine);
-    if (end - start > LH_WAIT_NS_MIN)
-        lh_engine_post(engine, LH_MESSAGE_WAITED, (uint64_t)(unit - engine->units), start, end);
-    if (rc == 0)
-        return 1;
-    lh_core_device_fail(engine, &err, "waiting for a unit's copy");
-    return lh_core_fail_code(engine);
-}
-
-/* Record fence on the stream: the fence passes when everything submitted so far is done. */
-void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence)
-{
-    struct lh_error err = {0};
-    if (!engine->dev || !engine->dev->ops->is_ordered)
-        return;
-    if (engine->dev->ops->record(engine->dev, fence, atomic_load(&engine->stream), &err) < 0)
-        lh_core_device_fail(engine, &err, "the end of a computation");
+    int rc = lh_stream_wait(engine, unit->copy.arrived, (uint32_t)(unit - engine->units),
+                            "waiting for a unit's copy");
+    return rc == 0 ? 1 : rc;
 }
 
 int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
@@ -173,8 +152,11 @@ int lh_engine_acquire_wait(struct lh_engine *engine, uint32_t index, int timeout
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
     struct answer answer = {.unit = index};
+    struct lh_dev_gap *gap = NULL;
+    LH_FEATURE_CALL(engine, wait_begun, &gap);
     uint64_t start = lh_core_now(engine);
     int rc = lh_engine_wait_until(engine, answer_take, (uint64_t)(uintptr_t)&answer, timeout_ms);
+    LH_FEATURE_CALL(engine, wait_ended, gap, true);
     if (rc == 1 && answer.is_refused)
         return -ENOSPC;
     lh_engine_post(engine, LH_MESSAGE_WAITED, index, start, lh_core_now(engine));
@@ -213,7 +195,7 @@ void lh_engine_unpin(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     /* Record the fence first: once no pin is left, the engine may reuse the unit's place. */
-    lh_engine_fence_record(engine, unit->copy.released);
+    lh_stream_record(engine, unit->copy.released);
     uint32_t before = atomic_fetch_sub(&unit->shared.word, 1);
     LH_ASSERT((before & ~LH_UNIT_READY_BIT) > 0);
     if ((before & ~LH_UNIT_READY_BIT) == 1)
@@ -297,7 +279,7 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
         return 1;
     if (lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]))
         lh_engine_post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
-    return lh_engine_wait_until(engine, all_is_over, 0, timeout_ms);
+    return lh_engine_room_wait(engine, all_is_over, 0, timeout_ms);
 }
 
 int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gradient,
@@ -321,7 +303,7 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
     engine->units[engine->params[param].unit].caller.gradient_step = engine->open_step;
     atomic_store(&engine->gradients[param].is_held, true);
     if (engine->dev)
-        lh_engine_fence_record(engine, engine->gradients[param].is_computed);
+        lh_stream_record(engine, engine->gradients[param].is_computed);
     lh_engine_post(engine, LH_MESSAGE_GRADIENT, param, (uint64_t)(uintptr_t)gradient, dtype);
     return 0;
 }
@@ -340,10 +322,13 @@ bool lh_engine_gradient_is_consumed(const struct lh_engine *engine, uint32_t par
 int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                         int timeout_ms)
 {
+    struct lh_dev_gap *gap = NULL;
     if (is_done(engine, argument))
         return 1;
+    LH_FEATURE_CALL(engine, wait_begun, &gap);
     uint64_t start = lh_core_now(engine);
     int rc = lh_engine_wait_until(engine, is_done, argument, timeout_ms);
+    LH_FEATURE_CALL(engine, wait_ended, gap, false);
     lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_core_now(engine));
     return rc;
 }

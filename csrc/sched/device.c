@@ -458,6 +458,9 @@ void lh_device_destroy(struct lh_engine *engine)
 const struct lh_feature lh_device_feature = {
     .name = "device",
     .update_may_queue = update_may_queue,
+    .wait_begun = lh_stream_gap_begin,
+    .wait_ended = lh_stream_gap_end,
+    .stats_correct = lh_stream_stats_correct,
     .unit_forgotten = unit_forgotten,
     .pump_before = pump_before,
 };

@@ -13,7 +13,8 @@
 
 static void waited(struct lh_engine *engine, const struct lh_ring_message *message)
 {
-    struct lh_engine_step_stats *stats = lh_core_stats(engine, lh_core_step(engine));
+    /* The step after the last close, though that one's updates may not be over. */
+    struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step + 1);
     uint64_t start = message->words[2];
     uint64_t end = message->words[3];
     uint32_t unit = (uint32_t)message->words[1];

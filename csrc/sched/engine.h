@@ -507,10 +507,15 @@ struct lh_engine_step_stats {
     uint64_t bytes[LH_ENGINE_LINK_COUNT];
     uint64_t planned_bytes[LH_ENGINE_LINK_COUNT];
     uint64_t replans;
-    uint64_t param_wait_ns;    /* the training thread's time in lh_engine_acquire_wait */
-    uint64_t gradient_wait_ns; /* time in lh_engine_gradient_wait and in waits for saved tensors */
-    uint64_t ssd_busy_ns;      /* the time with at least one request in flight */
-    uint64_t update_busy_ns;   /* the sum of the workers' times in jobs on slabs */
+    /*
+     * The training thread's time in lh_engine_acquire_wait; and in lh_engine_gradient_wait and in
+     * waits for saved tensors. With a device that measures it, the times for which the device had
+     * nothing to execute because of these waits.
+     */
+    uint64_t param_wait_ns;
+    uint64_t gradient_wait_ns;
+    uint64_t ssd_busy_ns;    /* the time with at least one request in flight */
+    uint64_t update_busy_ns; /* the sum of the workers' times in jobs on slabs */
     uint64_t copy_busy_ns[LH_DEV_DIRECTION_COUNT];
     uint64_t commit_ns;
     uint64_t gradient_bytes_max; /* the most bytes of gradients counted as held at a time */

@@ -59,6 +59,7 @@
 #include "sched/split.h"
 #include "sched/states.h"
 #include "sched/step.h"
+#include "sched/stream.h"
 #include "sched/sum.h"
 #include "sched/tail.h"
 #include "sched/transfer.h"
@@ -228,7 +229,6 @@ int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t 
  */
 int lh_engine_room_wait(struct lh_engine *engine, lh_wait_fn is_done, uint64_t argument,
                         int timeout_ms);
-void lh_engine_fence_record(struct lh_engine *engine, struct lh_dev_fence *fence);
 
 /* engine.c */
 void *lh_engine_thread_run(void *context);

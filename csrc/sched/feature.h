@@ -25,7 +25,7 @@
  * Features are called in this order. A condition is true if all features return true; the first
  * false ends the evaluation. Pumps return whether something moved.
  *
- * Thread: the engine's.
+ * Thread: the engine's, except where a function names another one.
  */
 #ifndef LH_SCHED_FEATURE_H
 #define LH_SCHED_FEATURE_H
@@ -34,6 +34,7 @@
 #include "base/ring.h"
 
 struct lh_chunk;
+struct lh_dev_gap;
 struct lh_engine;
 struct lh_engine_step_stats;
 struct lh_unit;
@@ -98,12 +99,20 @@ struct lh_feature {
     /* Whether the copy of a unit may begin before all of it is updated. */
     bool (*copy_may_precede_update)(const struct lh_engine *engine, const struct lh_unit *unit);
 
+    /*
+     * A thread begins and ends a wait, for parameters or for room. Thread: the one that waits.
+     */
+    void (*wait_begun)(struct lh_engine *engine, struct lh_dev_gap **gap_out);
+    void (*wait_ended)(struct lh_engine *engine, struct lh_dev_gap *gap, bool is_param);
+
     /* The open step was closed. */
     void (*step_closed)(struct lh_engine *engine);
     /* Whether the closed step can end, with its commit if one is due. */
     bool (*step_may_end)(const struct lh_engine *engine);
     /* Whether the closed step can end without a commit. */
     bool (*step_may_skip_commit)(const struct lh_engine *engine);
+    /* The step is over: correct its counters. */
+    void (*stats_correct)(struct lh_engine *engine, struct lh_engine_step_stats *stats);
     void (*step_over)(struct lh_engine *engine, const struct lh_engine_step_stats *stats);
     /* The step is over or was rolled back: forget everything about it. */
     void (*step_forgotten)(struct lh_engine *engine);

@@ -42,7 +42,7 @@ int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
     atomic_store(&saved->is_taken, false);
     atomic_store(&saved->presence, LH_SAVED_PRESENCE_NONE);
     atomic_fetch_add(&area->put_bytes, bytes);
-    lh_engine_fence_record(engine, saved->computed);
+    lh_stream_record(engine, saved->computed);
     *item_out = (uint32_t)(saved - area->items);
     lh_engine_post(engine, LH_MESSAGE_SAVED_PUT, *item_out, 0, 0);
     return 0;
@@ -69,7 +69,7 @@ void lh_saved_fetch(struct lh_engine *engine, uint32_t item, void *target)
     LH_ASSERT((target != NULL) == (engine->dev != NULL));
     saved->target = target;
     /* The fence can be reused: the copy out that waited for it ends before the copy back begins. */
-    lh_engine_fence_record(engine, saved->computed);
+    lh_stream_record(engine, saved->computed);
     lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 0, 0);
 }
 
@@ -85,32 +85,23 @@ static bool presence_take(struct lh_engine *engine, uint64_t item)
 int lh_saved_wait(struct lh_engine *engine, uint32_t item, int timeout_ms)
 {
     struct lh_saved *saved = saved_at(engine, item);
-    struct lh_error err = {0};
-    uint64_t start = lh_core_now(engine);
-    bool is_here = presence_take(engine, item);
-    if (!is_here) {
+    if (!presence_take(engine, item)) {
+        struct lh_dev_gap *gap = NULL;
         /* Post the request once: each message counts as progress and would hide a stuck engine. */
         if (!saved->has_asked)
             lh_engine_post(engine, LH_MESSAGE_SAVED_FETCH, item, 1, 0);
         saved->has_asked = true;
+        LH_FEATURE_CALL(engine, wait_begun, &gap);
+        uint64_t start = lh_core_now(engine);
         int rc = lh_engine_wait_until(engine, presence_take, item, timeout_ms);
+        LH_FEATURE_CALL(engine, wait_ended, gap, false);
         lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, lh_core_now(engine));
         if (rc <= 0)
             return rc;
     }
-    if (!engine->dev || !engine->dev->ops->is_ordered)
-        return 1;
-    if (engine->dev->ops->wait(engine->dev, saved->arrived, atomic_load(&engine->stream), &err) <
-        0) {
-        lh_core_device_fail(engine, &err, "waiting for a saved tensor's copy");
-        return lh_core_fail_code(engine);
-    }
-    if (!is_here)
-        return 1;
-    uint64_t end = lh_core_now(engine);
-    if (end - start > LH_WAIT_NS_MIN)
-        lh_engine_post(engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, start, end);
-    return 1;
+    int rc =
+        lh_stream_wait(engine, saved->arrived, LH_UNIT_NONE, "waiting for a saved tensor's copy");
+    return rc == 0 ? 1 : rc;
 }
 
 const uint8_t *lh_saved_address(const struct lh_engine *engine, uint32_t item)

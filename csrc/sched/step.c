@@ -126,6 +126,7 @@ static void step_over(struct lh_engine *engine)
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
     LH_ASSERT(engine->commit_in_flight == 0);
     lh_transfer_step_over(engine, stats);
+    LH_FEATURE_CALL(engine, stats_correct, stats);
     stats->end_ns = lh_core_now(engine);
     pthread_mutex_lock(&engine->shared.mutex);
     engine->shared.finished = *stats;

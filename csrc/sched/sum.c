@@ -49,7 +49,7 @@ int lh_sum_post(struct lh_engine *engine, uint32_t param, const void *gradient, 
     item->dtype = dtype;
     item->is_first = is_first;
     atomic_store(&engine->gradients[param].is_held, true);
-    lh_engine_fence_record(engine, engine->gradients[param].is_computed);
+    lh_stream_record(engine, engine->gradients[param].is_computed);
     atomic_fetch_add(&engine->sums.posted, 1);
     lh_engine_post(engine, LH_MESSAGE_SUM, param, 0, 0);
     return 0;

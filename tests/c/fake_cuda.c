@@ -91,6 +91,8 @@ static int64_t launch_count; /* the number of launches in progress */
 static int64_t call_count;
 static uint64_t copied_ns; /* the time that copies have taken, if opts.copy_ns is set */
 static bool is_broken;
+static uint64_t compute_ns; /* how long an item of a stream that computes takes, in addition */
+static uint64_t copy_bytes_per_s; /* 0: that of memcpy */
 static bool is_paused;
 static int64_t allowance = -1; /* of host calls in streams that compute; -1: no limit */
 /* Addresses in device memory, and where this process sees it; NULL: at the same addresses. */
@@ -144,6 +146,22 @@ static void op_end(const struct op *op)
     op->event->passed_ns = opts.copy_ns > 0 ? copied_ns : now_ns;
 }
 
+/* How much longer an item takes because the device is slow (driver_slow() in tests/lag). */
+static uint64_t slowness_of(const struct CUstream_st *stream, const struct op *op)
+{
+    if (op->kind == OP_COPY && !stream->computes && copy_bytes_per_s > 0)
+        return op->bytes * UINT64_C(1000000000) / copy_bytes_per_s;
+    return op->kind == OP_CALL && stream->computes ? compute_ns : 0;
+}
+
+static void pass(uint64_t ns)
+{
+    struct timespec left = {.tv_sec = (time_t)(ns / UINT64_C(1000000000)),
+                            .tv_nsec = (long)(ns % UINT64_C(1000000000))};
+    if (ns > 0)
+        nanosleep(&left, NULL);
+}
+
 static void *stream_main(void *argument)
 {
     struct CUstream_st *stream = argument;
@@ -156,14 +174,13 @@ static void *stream_main(void *argument)
         struct op op = *next_of(stream);
         uint64_t delay_ns = opts.delay_ns_max;
         unlock(0);
-        if (delay_ns > 0) {
-            struct timespec delay = {.tv_nsec = (long)(lh_test_random(&stream->random) % delay_ns)};
-            nanosleep(&delay, NULL);
-        }
+        pass(delay_ns > 0 ? lh_test_random(&stream->random) % delay_ns : 0);
         lock();
         turn_wait(stream, &op);
         bool is_skipped = is_broken;
+        uint64_t slow_ns = slowness_of(stream, &op);
         unlock(0);
+        pass(slow_ns);
         is_in_host_call = true;
         if (op.kind == OP_COPY && !is_skipped)
             copy_run(stream, &op);
@@ -372,6 +389,15 @@ static unsigned fake_event_record(struct CUevent_st *event, struct CUstream_st *
             push(event->stream, (struct op){.kind = OP_STAMP, .event = event});
         event->number = event->stream->issued_count;
     }
+    return unlock(result);
+}
+
+static unsigned fake_event_query(struct CUevent_st *event)
+{
+    unsigned result = begin(true);
+    LH_CHECK(event && event->is_used);
+    if (result == 0 && event->stream && event->stream->executed_count < event->number)
+        result = LH_CUDA_NOT_READY;
     return unlock(result);
 }
 

@@ -317,6 +317,98 @@ static void test_silence(void)
     rig_close(&rig);
 }
 
+/* Wait until the default stream has executed everything so far. */
+static void stream_pass(const struct rig *rig, struct lh_dev_fence *fence)
+{
+    LH_CHECK(rig->dev->ops->record(rig->dev, fence, NULL, NULL) == 0);
+    while (!rig->dev->ops->has_passed(rig->dev, fence))
+        continue;
+}
+
+/* Copies of 3 ms by the device's clock, after which arrived passes. */
+static void copies_submit(const struct rig *rig, struct lh_dev_copy *copies,
+                          struct lh_dev_fence *arrived)
+{
+    for (int i = 0; i < 3; i++) {
+        copies[i] = copy_of(LH_DEV_DIRECTION_IN, i, BYTES);
+        copies[i].done = i == 2 ? arrived : NULL;
+        submit(rig, &copies[i]);
+    }
+}
+
+static uint64_t gaps_of(const struct rig *rig, uint32_t kind)
+{
+    uint64_t ns = 1;
+    LH_CHECK(rig->dev->ops->gaps_take(rig->dev, kind, &ns));
+    return ns;
+}
+
+static void test_gaps(void)
+{
+    struct rig rig;
+    struct lh_dev_fence *fences[2];
+    struct lh_dev_copy copies[3];
+    rig_open(&rig, NULL, (struct fake_cuda_opts){.copy_ns = COPY_NS});
+    const struct lh_dev_ops *ops = rig.dev->ops;
+    for (int i = 0; i < 2; i++)
+        LH_CHECK(ops->fence_create(rig.dev, &fences[i], NULL) == 0);
+    LH_CHECK(ops->has_passed(rig.dev, fences[1])); /* it was never recorded */
+    for (int round = 0; round < 3; round++) {
+        lh_test_name("a gap is how long the stream has nothing to execute, while it waits");
+        struct lh_dev_gap *gap = ops->gap_begin(rig.dev, NULL);
+        stream_pass(&rig, fences[0]);
+        fake_cuda_pause(true);
+        copies_submit(&rig, copies, fences[1]);
+        LH_CHECK(!ops->has_passed(rig.dev, fences[1]));
+        LH_CHECK(ops->wait(rig.dev, fences[1], NULL, NULL) == 0);
+        ops->gap_end(rig.dev, gap, NULL, 1);
+        LH_CHECK(gaps_of(&rig, 1) == 0); /* not yet */
+        fake_cuda_pause(false);
+        drain(&rig, COPY_COUNT);
+        stream_pass(&rig, fences[0]);
+        LH_CHECK(gaps_of(&rig, 0) == 0 && gaps_of(&rig, 1) == 3 * COPY_NS);
+        LH_CHECK(gaps_of(&rig, 1) == 0); /* taken */
+
+        lh_test_name("a gap is 0 while the stream still has something to execute");
+        fake_cuda_pause(true);
+        copies_submit(&rig, copies, fences[1]);
+        LH_CHECK(ops->wait(rig.dev, fences[1], NULL, NULL) == 0); /* as long as work takes */
+        gap = ops->gap_begin(rig.dev, NULL);
+        ops->gap_end(rig.dev, gap, NULL, 2);
+        fake_cuda_pause(false);
+        drain(&rig, COPY_COUNT);
+        stream_pass(&rig, fences[0]);
+        LH_CHECK(gaps_of(&rig, 2) == 0);
+    }
+    lh_test_name("a device that is hundreds of gaps late measures those that it has room for");
+    fake_cuda_pause(true);
+    int measured_count = 0;
+    for (int i = 0; i < 1000; i++) {
+        struct lh_dev_gap *gap = ops->gap_begin(rig.dev, NULL);
+        measured_count += gap != NULL;
+        ops->gap_end(rig.dev, gap, NULL, 3);
+    }
+    fake_cuda_pause(false);
+    LH_CHECK(measured_count == 256);
+    stream_pass(&rig, fences[0]);
+    for (int i = 0; i < 1000; i++) {
+        struct lh_dev_gap *gap = ops->gap_begin(rig.dev, NULL);
+        LH_CHECK(gap);
+        ops->gap_end(rig.dev, gap, NULL, 3);
+        stream_pass(&rig, fences[0]);
+    }
+    for (int i = 0; i < 2; i++)
+        ops->fence_destroy(rig.dev, fences[i]);
+    rig_close(&rig);
+
+    lh_test_name("without cuEventElapsedTime, no gap is measured");
+    rig_open(&rig, NULL, (struct fake_cuda_opts){.missing = "cuEventElapsedTime"});
+    uint64_t ns = 0;
+    LH_CHECK(!rig.dev->ops->gap_begin(rig.dev, NULL));
+    LH_CHECK(!rig.dev->ops->gaps_take(rig.dev, 0, &ns));
+    rig_close(&rig);
+}
+
 int main(void)
 {
     test_durations();
@@ -326,5 +418,6 @@ int main(void)
     test_full_burst();
     test_refused_notification();
     test_silence();
+    test_gaps();
     return 0;
 }

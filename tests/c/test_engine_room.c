@@ -1,6 +1,8 @@
-/* Units for which pinned units leave no room: when they are refused, and when not. */
+/* Units for which pinned units leave no room: when they are refused, and when not. Waits. */
 #include "engine_fixture.h"
 #include "lh_test.h"
+#include "rig_wait.h"
+#include "sched/engine_private.h"
 
 /* The engine refuses a unit after a shorter time than this. */
 #define LONG_MS 1500
@@ -86,10 +88,37 @@ static void test_final(void)
     finish(&rig);
 }
 
+static void test_counted(void)
+{
+    struct rig rig;
+    lh_test_name("a wait counts for the step that waits, though the previous one is not over");
+    rig_make(&rig, "counted",
+             (struct rig_opts){.manual = true, .commit_every = 1, .in_memory = true});
+    for (uint64_t step = 1; step <= 3; step++) {
+        LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
+        rig_handles_drop(&rig);
+        rig.holds.requests = LH_IO_FAULT_ON(LH_IO_KIND_WRITE);
+        LH_CHECK(rig_close(&rig, 0) == 0);
+        rig_settle(&rig);
+        struct lh_engine_step_stats stats = {0};
+        LH_CHECK(!lh_engine_stats(rig.engine, &stats) || stats.step < step);
+        lh_engine_post(rig.engine, LH_MESSAGE_WAITED, 0, 0, step << 50);
+        lh_engine_post(rig.engine, LH_MESSAGE_WAITED, LH_CHUNK_NONE, 0, step << 55);
+        rig_settle(&rig);
+        rig.holds.requests = 0;
+        stats = rig_over(&rig);
+        /* The test's own waits are shorter than 2^50 ns. */
+        LH_CHECK(stats.step == step && stats.param_wait_ns >> 50 == step - 1);
+        LH_CHECK(stats.gradient_wait_ns >> 55 == step - 1);
+    }
+    rig_finish(&rig);
+}
+
 int main(void)
 {
     test_refused();
     test_tentative();
     test_final();
+    test_counted();
     return 0;
 }

@@ -37,6 +37,14 @@ EXPORTED void driver_tune(int order, size_t piece_bytes, uint64_t delay_ns_max, 
     unlock(0);
 }
 
+EXPORTED void driver_slow(uint64_t item_ns, uint64_t bytes_per_s)
+{
+    lock();
+    compute_ns = item_ns;
+    copy_bytes_per_s = bytes_per_s;
+    unlock(0);
+}
+
 EXPORTED void driver_allow(int64_t count)
 {
     lock();

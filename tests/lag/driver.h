@@ -27,6 +27,9 @@ void driver_computes(struct CUstream_st *stream);
  */
 void driver_tune(int order, size_t piece_bytes, uint64_t delay_ns_max, uint64_t seed);
 
+/* Each item of computation takes this much longer; copies move this many bytes a second, 0: any. */
+void driver_slow(uint64_t item_ns, uint64_t bytes_per_s);
+
 /* Streams that compute may execute this many further host calls; -1: any number. */
 void driver_allow(int64_t count);
 

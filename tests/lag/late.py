@@ -157,6 +157,10 @@ class Late:
         delay = ctypes.c_uint64(delay_us * 1000)
         self.driver.driver_tune(ctypes.c_int(ORDERS.index(order)), size, delay, number)
 
+    def slow(self, item_us: int = 0, bytes_per_s: int = 0) -> None:
+        """Set how slowly the device computes and copies: see driver_slow() in driver.h."""
+        self.driver.driver_slow(ctypes.c_uint64(item_us * 1000), ctypes.c_uint64(bytes_per_s))
+
     def allow(self, count: int) -> None:
         """Let streams that compute execute count more items; -1: any number."""
         self.driver.driver_allow(ctypes.c_int64(count))

@@ -324,7 +324,14 @@ def stats_of(**changes: Any) -> lohan.StepStats:
 
 @pytest.mark.parametrize(
     ("wait_ns", "ssd_ns", "update_ns", "bound"),
-    [(120, 430, 30, "compute"), (600, 950, 300, "ssd"), (700, 400, 1800, "optimizer")],
+    [
+        (120, 430, 30, "compute"),
+        (600, 950, 300, "ssd"),
+        (700, 400, 1800, "optimizer"),
+        # A step that is followed by a flush ends before what it has begun.
+        (0, 1200, 30, "ssd"),
+        (0, 1200, 2600, "optimizer"),
+    ],
 )
 def test_a_step_is_bound_by_the_resource_that_was_busy_the_longest(
     wait_ns: int, ssd_ns: int, update_ns: int, bound: str

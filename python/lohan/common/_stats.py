@@ -23,10 +23,13 @@ class StepStats:
         bytes: the bytes moved over each link.
         planned_bytes: the bytes that were planned for each link before the step.
         replans: how often the order of uses differed from the predicted one.
-        param_wait_ns: how long the training thread waited for parameters.
-        gradient_wait_ns: how long this thread waited because too many gradients were in flight.
+        param_wait_ns: how long computation waited for parameters: on a GPU, how long its stream had
+            nothing to execute because of this; elsewhere, how long the training thread waited.
+        gradient_wait_ns: how long it waited because too many gradients were in flight, or for the
+            end of the previous step.
         ssd_busy_ns: how long at least one I/O request was in flight.
-        copy_in_ns, copy_out_ns: the time spent on copies to and from an accelerator.
+        copy_in_ns, copy_out_ns: the time spent on copies to and from an accelerator; on a GPU, as
+            measured there, without waits for what is copied.
         update_busy_ns: the time that workers spent on the optimizer, summed over `threads`.
         deferred_units: the number of units whose gradients waited for `optimizer.step()`; with
             schedule "auto", lohan chooses this number.
@@ -107,28 +110,33 @@ class StepStats:
 
     @property
     def waits(self) -> dict[str, int]:
-        """How long the training thread waited, in ns, by what it waited for."""
+        """How long computation waited, in ns, by what it waited for."""
         return {"parameters": self.param_wait_ns, "gradients": self.gradient_wait_ns}
+
+    @property
+    def _shares(self) -> dict[str, float]:
+        """As busy; above 1 if a resource still worked for the step after its end."""
+        wall = max(self.wall_ns, 1)
+        shares = {
+            "compute": max(0.0, 1.0 - sum(self.waits.values()) / wall),
+            # The step's writes that end during the next forward count here, in place of the
+            # previous step's writes, which ended during this step.
+            "ssd": self.ssd_busy_ns / wall,
+            "optimizer": self.update_busy_ns / max(self.threads, 1) / wall,
+        }
+        copies = max(self.copy_in_ns, self.copy_out_ns)
+        return {**shares, "copies": copies / wall} if copies else shares
 
     @property
     def busy(self) -> dict[str, float]:
         """The share of the step during which each resource was busy."""
-        wall = max(self.wall_ns, 1)
-        busy = {
-            "compute": max(0.0, 1.0 - sum(self.waits.values()) / wall),
-            # The step's writes that end during the next forward count here, in place of the
-            # previous step's writes, which ended during this step.
-            "ssd": min(1.0, self.ssd_busy_ns / wall),
-            "optimizer": min(1.0, self.update_busy_ns / max(self.threads, 1) / wall),
-        }
-        copies = max(self.copy_in_ns, self.copy_out_ns)
-        return {**busy, "copies": min(1.0, copies / wall)} if copies else busy
+        return {name: min(1.0, share) for name, share in self._shares.items()}
 
     @property
     def bound_by(self) -> str:
         """The resource that was busy for the largest share of the step."""
-        busy = self.busy
-        return max(busy, key=lambda name: busy[name])
+        shares = self._shares
+        return max(shares, key=lambda name: shares[name])
 
     def __str__(self) -> str:
         """Return one readable line; repr() has every number."""
@@ -183,14 +191,14 @@ class ReplicaStats(StepStats):
 
     @property
     def waits(self) -> dict[str, int]:
-        """How long the training thread waited, in ns, by what it waited for."""
+        """How long computation waited, in ns, by what it waited for."""
         return {**super().waits, "other processes": self.traffic.peer_wait_ns}
 
     @property
-    def busy(self) -> dict[str, float]:
-        """The share of the step during which each resource was busy."""
+    def _shares(self) -> dict[str, float]:
+        """As busy; above 1 if a resource still worked for the step after its end."""
         share = self.traffic.send_busy_ns / max(self.wall_ns, 1)
-        return {**super().busy, "network": min(1.0, share)}
+        return {**super()._shares, "network": share}
 
     def __str__(self) -> str:
         """Return one readable line; repr() has every number."""
