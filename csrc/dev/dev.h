@@ -15,7 +15,8 @@
  *
  * Backends: "emu" (emu.c) has no device. Its memory is main memory, and its computation runs on the
  * caller's thread, so that work is complete when a fence is recorded; one thread per direction
- * copies, optionally at a given speed. "cuda" (cuda.c) loads the driver at run time.
+ * copies, optionally at a given speed. "cuda" (cuda.c) loads the driver at run time. A device that
+ * refuses to register memory is wrapped in one that stages copies (staged.h).
  *
  * A device that has failed executes nothing more and does not wake the owner. An owner that sleeps
  * with copies in flight must therefore poll again after LH_DEV_SLEEP_MS_MAX: poll detects the
@@ -97,7 +98,8 @@ struct lh_dev_ops {
     const char *name; /* "emu", "cuda" */
     /*
      * True: a stream may wait for a copy's `done` before the copy has finished (the device ensures
-     * the order). False: poll must return the copy before computation uses its bytes.
+     * the order). False: poll must return the copy before computation uses its bytes, and a wait
+     * for `done` before that may order nothing.
      */
     bool is_ordered;
     int (*fence_create)(struct lh_dev *dev, struct lh_dev_fence **fence_out, struct lh_error *err);
@@ -129,8 +131,8 @@ struct lh_dev_ops {
     uint32_t (*poll)(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t done_max);
     /*
      * Register main memory that copies use (page-lock it), so that they run at full speed, and
-     * unregister it before destroy. Copies of unregistered memory are slow, but correct. Returns 0
-     * or -errno.
+     * unregister it before destroy. Copies of unregistered memory are correct, but submit may block
+     * until the device has reached them: pins.h and staged.h. Returns 0 or -errno.
      */
     int (*memory_register)(struct lh_dev *dev, void *base, uint64_t bytes, struct lh_error *err);
     void (*memory_unregister)(struct lh_dev *dev, void *base);
@@ -159,7 +161,7 @@ struct lh_dev_ops {
 struct lh_dev {
     const struct lh_dev_ops *ops;
     uint32_t in_flight_count;
-    char note[256]; /* what is unavailable to this backend, and why */
+    char note[512]; /* what is unavailable to this backend, and why */
 };
 
 /*

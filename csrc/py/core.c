@@ -37,8 +37,7 @@ void lhpy_core_release(struct lhpy_core *core)
     if (core->alloc.sealed) /* not sealed if creating the engine failed */
         lh_alloc_unseal(&core->alloc);
     lh_engine_destroy(core->engine);
-    lhpy_team_unregister(core);
-    lhpy_device_destroy(core, core->arena ? core->arena->base : NULL);
+    lhpy_device_destroy(core);
     lhpy_team_close(core);
     if (core->arena)
         lh_arena_destroy(core->arena, &core->alloc);

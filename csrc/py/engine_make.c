@@ -255,6 +255,21 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
 }
 
+/* Register with the accelerator what is copied there. Only the disks and AdamW use the slabs. */
+static int memory_pin(struct lhpy_engine *self, const struct make_opts *opts, struct lh_error *err)
+{
+    const struct lhpy_core *core = self->core;
+    uint8_t *base = core->arena->base;
+    const struct lh_dev_buffer buffers[] = {
+        {.base = core->has_team ? core->team.region : base,
+         .bytes = core->has_team ? core->team.region_bytes : self->budget.region_bytes},
+        {.base = base + gradients_offset(self, opts), /* and the tail of a commit's scalars */
+         .bytes = saved_offset(self, opts) - gradients_offset(self, opts)},
+        {.base = self->saved.memory, .bytes = self->saved.memory_bytes},
+    };
+    return lhpy_device_pin(self->core, buffers, LH_COUNT_OF(buffers), err);
+}
+
 /* Create everything below Python that can block or fail. */
 static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
                       struct lh_store *store, struct lh_error *err)
@@ -271,8 +286,8 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
     saved->file_first = lh_store_file_count(store);
     if (opts->sums)
         lhpy_sums_place(self, core->arena->base + moved_bytes(self));
-    LH_TRY(lhpy_device_make(core, &opts->device, core->arena->base, core->arena->bytes, err));
-    lhpy_team_register(core);
+    LH_TRY(lhpy_device_make(core, &opts->device, err));
+    LH_TRY(memory_pin(self, opts, err));
     LH_TRY(io_make(self, opts, store, err));
     int rc = exec_make(self, opts, err);
     if (rc == 0)

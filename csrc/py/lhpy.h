@@ -23,6 +23,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/waker.h"
+#include "dev/pins.h"
 #include "mem/arena.h"
 #include "py/dlpack_abi.h"
 #include "sched/engine.h"
@@ -44,13 +45,13 @@ struct lhpy_core {
     uint8_t *device_base;
     int32_t device_type; /* the device of lends and gradients, as DLPack numbers it */
     int32_t device_id;
-    bool is_registered;  /* main memory is registered with the device */
-    uint32_t fork_count; /* of the process that created the core: see lhpy_core_is_forked() */
+    struct lh_dev_pins *pins; /* main memory that is registered with dev, or NULL */
+    struct lh_arena *staging; /* for copies of the rest, or NULL: all is registered */
+    uint32_t fork_count;      /* of the process that created the core: see lhpy_core_is_forked() */
     struct lh_waker waker;
     bool has_waker;
     struct lh_team team; /* of the processes that share parameters */
     bool has_team;
-    bool is_team_registered; /* the team's region is registered with the device */
 };
 
 /* An Engine's options for a team (team.c). */
@@ -208,9 +209,15 @@ bool lhpy_core_is_forked(const struct lhpy_core *core);
 
 /* device.c */
 /* Create the accelerator opts->name; "cpu" creates nothing. Call this without the GIL. */
-int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts, const void *base,
-                     uint64_t bytes, struct lh_error *err);
-void lhpy_device_destroy(struct lhpy_core *core, const void *base);
+int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts,
+                     struct lh_error *err);
+/*
+ * Register the memory that copies use with the accelerator, if there is one. If the driver refuses,
+ * other copies are staged from now on, and the device's note says so.
+ */
+int lhpy_device_pin(struct lhpy_core *core, const struct lh_dev_buffer *buffers, uint32_t count,
+                    struct lh_error *err);
+void lhpy_device_destroy(struct lhpy_core *core);
 /* torch's current stream on the device. NULL: the default stream, or no device. */
 void *lhpy_device_stream(const struct lhpy_engine *self);
 /* Order later acquires and gradients with torch's current stream. Returns the previous stream. */
@@ -369,8 +376,6 @@ static inline bool lhpy_team_is_mate(const struct lhpy_engine *self)
 }
 /* While a thread waits: check that the team's processes are there. -1 with a Python error. */
 int lhpy_team_check(struct lhpy_engine *self);
-void lhpy_team_register(struct lhpy_core *core);
-void lhpy_team_unregister(struct lhpy_core *core);
 void lhpy_team_close(struct lhpy_core *core);
 
 /* in_place.c */

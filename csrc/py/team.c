@@ -37,21 +37,6 @@ int lhpy_team_make(struct lhpy_engine *self, const struct lhpy_team_opts *opts,
     return 0;
 }
 
-void lhpy_team_register(struct lhpy_core *core)
-{
-    struct lh_error slow = {0}; /* ignored: after a failure, copies are slower, but correct */
-    if (!core->dev || !core->has_team)
-        return;
-    core->is_team_registered = core->dev->ops->memory_register(core->dev, core->team.region,
-                                                               core->team.region_bytes, &slow) == 0;
-}
-
-void lhpy_team_unregister(struct lhpy_core *core)
-{
-    if (core->is_team_registered)
-        core->dev->ops->memory_unregister(core->dev, core->team.region);
-}
-
 void lhpy_team_close(struct lhpy_core *core)
 {
     if (!core->has_team)

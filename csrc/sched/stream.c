@@ -13,7 +13,7 @@ static uint32_t gap_kind(uint64_t step, bool is_param)
 void lh_stream_record(struct lh_engine *engine, struct lh_dev_fence *fence)
 {
     struct lh_error err = {0};
-    if (!engine->dev || !engine->dev->ops->is_ordered)
+    if (!engine->dev)
         return;
     if (engine->dev->ops->record(engine->dev, fence, atomic_load(&engine->stream), &err) < 0)
         lh_core_device_fail(engine, &err, "the end of a computation");

@@ -27,7 +27,7 @@ int lh_tail_post(struct lh_engine *engine, const void *device, uint64_t bytes, i
     LH_ASSERT(device && bytes > 0 && !tail->is_wanted); /* the previous step is over */
     tail->device = device;
     tail->bytes = bytes;
-    lh_engine_fence_record(engine, tail->is_computed);
+    lh_stream_record(engine, tail->is_computed);
     return 1;
 }
 

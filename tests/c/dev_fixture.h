@@ -2,8 +2,9 @@
  * Shared by the tests of csrc/dev: a machine with an accelerator, a stream that computes on it, and
  * the owner's loop.
  *
- * Kinds: "emu"; "fake", the CUDA backend on the driver of fake_cuda.c; "cuda", the CUDA backend on
- * this machine's driver, if LH_TEST_CUDA is set.
+ * Kinds: "emu"; "fake", the CUDA backend on the driver of fake_cuda.c; "staged", the same, with no
+ * registered memory but small slots that copies go through; "cuda", the CUDA backend on this
+ * machine's driver, if LH_TEST_CUDA is set.
  */
 #ifndef DEV_FIXTURE_H
 #define DEV_FIXTURE_H
@@ -16,6 +17,7 @@
 #include "dev/cuda_abi.h"
 #include "dev/dev.h"
 #include "dev/dev_private.h"
+#include "dev/staged.h"
 #include "fake_cuda.h"
 #include "lh_test.h"
 
@@ -24,6 +26,7 @@
 /* Copied before each computation on a real GPU, so that work that does not wait runs too early. */
 #define MACHINE_SCRATCH_BYTES (UINT64_C(128) << 20)
 #define MACHINE_SCRATCH_ROUNDS 8
+#define MACHINE_STAGING_BYTES (UINT64_C(64) << 10)
 
 struct machine {
     const char *kind;
@@ -31,6 +34,7 @@ struct machine {
     struct lh_clock clock;
     struct lh_waker waker;
     struct lh_dev *dev;
+    struct lh_dev *inner; /* what a staged device wraps, else dev */
     /* the stream that computes; NULL for emu, where the caller's thread computes */
     struct CUstream_st *stream;
     struct CUctx_st *context;
@@ -39,7 +43,9 @@ struct machine {
     unsigned (*memory_free)(unsigned long long address);
     unsigned (*copy_within)(unsigned long long to, unsigned long long from, size_t bytes,
                             struct CUstream_st *stream);
-    void *scratch; /* used by cuda only */
+    void *scratch;           /* used by cuda only */
+    struct lh_dev_pins pins; /* used by staged only, as staging is */
+    uint8_t *staging;
 };
 
 __attribute__((unused)) static void machine_enter(struct machine *machine)
@@ -131,6 +137,25 @@ __attribute__((unused)) static void machine_driver_open(struct machine *machine,
         machine->scratch = machine_allocate(machine, MACHINE_SCRATCH_BYTES);
 }
 
+/* Stage the copies of all memory that machine->pins does not have. */
+__attribute__((unused)) static void machine_stage(struct machine *machine, uint32_t copy_count)
+{
+    struct lh_dev *staged = NULL;
+    machine->staging = lh_alloc_zeroed(&machine->alloc, 1, MACHINE_STAGING_BYTES);
+    struct lh_dev_staged_opts opts = {
+        .copy_count = copy_count,
+        .waker = &machine->waker,
+        .clock = &machine->clock,
+        .pins = &machine->pins,
+        .memory = {.base = machine->staging, .bytes = MACHINE_STAGING_BYTES},
+    };
+    machine->pins.dev = machine->dev;
+    LH_CHECK(machine->staging && lh_dev_pins_add(&machine->pins, &opts.memory));
+    LH_CHECK(lh_dev_staged_create(&opts, machine->dev, &machine->alloc, &staged, NULL) == 0);
+    LH_CHECK(staged->ops->version == LH_DEV_OPS_VERSION && !staged->ops->is_ordered);
+    machine->dev = staged;
+}
+
 __attribute__((unused)) static void machine_open(struct machine *machine, const char *kind,
                                                  struct lh_dev_opts opts)
 {
@@ -141,7 +166,7 @@ __attribute__((unused)) static void machine_open(struct machine *machine, const 
     LH_CHECK(lh_waker_init(&machine->waker, NULL) == 0);
     opts.clock = &machine->clock;
     opts.waker = &machine->waker;
-    if (strcmp(kind, "fake") == 0) {
+    if (strcmp(kind, "fake") == 0 || strcmp(kind, "staged") == 0) {
         fake_cuda_reset((struct fake_cuda_opts){
             .fail_after = -1, .delay_ns_max = MACHINE_DELAY_NS_MAX, .seed = 7});
         machine_driver_open(machine, fake_cuda_lookup, NULL);
@@ -158,14 +183,25 @@ __attribute__((unused)) static void machine_open(struct machine *machine, const 
     if (rc < 0)
         fprintf(stderr, "%s\n", err.message);
     LH_CHECK(rc == 0 && machine->dev && machine->dev->ops->version == LH_DEV_OPS_VERSION);
+    machine->inner = machine->dev;
+    if (strcmp(kind, "staged") == 0)
+        machine_stage(machine, opts.copy_count);
     LH_CHECK(strcmp(machine->dev->ops->name, strcmp(kind, "emu") == 0 ? "emu" : "cuda") == 0);
+}
+
+__attribute__((unused)) static void machine_dev_destroy(struct machine *machine)
+{
+    lh_dev_pins_remove(&machine->pins);
+    machine->dev->ops->destroy(machine->dev);
+    machine->dev = NULL;
 }
 
 /* Check that nothing is left. */
 __attribute__((unused)) static void machine_close(struct machine *machine)
 {
     if (machine->dev) /* NULL: the test has destroyed it */
-        machine->dev->ops->destroy(machine->dev);
+        machine_dev_destroy(machine);
+    lh_free(&machine->alloc, machine->staging);
     if (machine->scratch)
         machine_free(machine, machine->scratch);
     if (machine->context) {
@@ -254,9 +290,12 @@ __attribute__((unused)) static void machine_record(struct machine *machine,
     LH_CHECK(machine->dev->ops->record(machine->dev, fence, machine->stream, NULL) == 0);
 }
 
+/* A fence of a copy orders nothing before the copy is back, if the device is not ordered. */
 __attribute__((unused)) static void machine_await(struct machine *machine,
                                                   struct lh_dev_fence *fence)
 {
+    if (!machine->dev->ops->is_ordered)
+        machine_drain(machine);
     LH_CHECK(machine->dev->ops->wait(machine->dev, fence, machine->stream, NULL) == 0);
 }
 

@@ -85,7 +85,6 @@ static struct CUevent_st events[EVENT_COUNT_MAX];
 const char fake_cuda_image[] = "kernels of cuda/";
 static struct CUmod_st module_only;
 static struct CUfunc_st zo_batch = {LH_ZO_KERNEL_NAME};
-static void *regions[REGION_COUNT_MAX];
 static int64_t allocation_count;
 static int64_t launch_count; /* the number of launches in progress */
 static int64_t call_count;
@@ -415,24 +414,27 @@ static unsigned fake_event_elapsed(float *ms, struct CUevent_st *begun, struct C
     return unlock(result);
 }
 
+#include "fake_cuda_pinned.h"
+
 static unsigned fake_copy_in(unsigned long long to, const void *from, size_t bytes,
                              struct CUstream_st *stream)
 {
     struct op op = {.kind = OP_COPY, .to = (void *)to, .from = from, .bytes = bytes};
-    return issue(begin(true), stream, op);
+    return issue(begin_copy(from, bytes), stream, op);
 }
 
 static unsigned fake_copy_out(void *to, unsigned long long from, size_t bytes,
                               struct CUstream_st *stream)
 {
     struct op op = {.kind = OP_COPY, .to = to, .from = (void *)from, .bytes = bytes};
-    return issue(begin(true), stream, op);
+    return issue(begin_copy(to, bytes), stream, op);
 }
 
 static unsigned fake_copy_within(unsigned long long to, unsigned long long from, size_t bytes,
                                  struct CUstream_st *stream)
 {
-    return fake_copy_in(to, (void *)from, bytes, stream);
+    struct op op = {.kind = OP_COPY, .to = (void *)to, .from = (void *)from, .bytes = bytes};
+    return issue(begin(true), stream, op);
 }
 
 static unsigned fake_host_call(struct CUstream_st *stream, void (*function)(void *context),
@@ -440,38 +442,6 @@ static unsigned fake_host_call(struct CUstream_st *stream, void (*function)(void
 {
     struct op op = {.kind = OP_CALL, .function = function, .context = context};
     return issue(begin(true), stream, op);
-}
-
-static int region_index(const void *base)
-{
-    int index = 0;
-    while (index < REGION_COUNT_MAX && regions[index] != base)
-        index++;
-    return index;
-}
-
-static unsigned fake_host_register(void *base, size_t bytes, unsigned flags)
-{
-    unsigned result = begin(true);
-    if (result == 0 && (!base || bytes == 0 || flags != LH_CUDA_REGISTER_PORTABLE))
-        result = INVALID_VALUE;
-    if (result == 0 && region_index(base) < REGION_COUNT_MAX)
-        result = ALREADY_REGISTERED;
-    if (result == 0) {
-        int index = region_index(NULL);
-        LH_CHECK(index < REGION_COUNT_MAX);
-        regions[index] = base;
-    }
-    return unlock(result);
-}
-
-static unsigned fake_host_unregister(void *base)
-{
-    lock();
-    int index = region_index(base);
-    LH_CHECK(pushed_count > 0 && base && index < REGION_COUNT_MAX);
-    regions[index] = NULL;
-    return unlock(0);
 }
 
 static unsigned fake_context_synchronize(void)
@@ -489,6 +459,7 @@ static unsigned fake_context_synchronize(void)
 static unsigned fake_error_name(unsigned result, const char **text)
 {
     *text = result == FAKE_CUDA_ERROR           ? "CUDA_ERROR_UNKNOWN"
+            : result == LH_CUDA_OUT_OF_MEMORY   ? "CUDA_ERROR_OUT_OF_MEMORY"
             : result == LH_CUDA_ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS"
             : result == LH_CUDA_NO_DEVICE       ? "CUDA_ERROR_NO_DEVICE"
             : result == LH_CUDA_INVALID_IMAGE   ? "CUDA_ERROR_INVALID_IMAGE"
@@ -547,6 +518,7 @@ void fake_cuda_reset(struct fake_cuda_opts new_opts)
     lock();
     opts = new_opts;
     call_count = 0;
+    pageable_count = 0;
     is_broken = false;
     is_paused = false;
     unlock(0);
@@ -562,7 +534,7 @@ uint64_t fake_cuda_live_count(void)
     for (int i = 0; i < EVENT_COUNT_MAX; i++)
         count += events[i].is_used;
     for (int i = 0; i < REGION_COUNT_MAX; i++)
-        count += regions[i] != NULL;
+        count += regions[i].base != NULL;
     unlock(0);
     return (uint64_t)count;
 }

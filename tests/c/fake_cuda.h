@@ -39,6 +39,8 @@ struct fake_cuda_opts {
     enum fake_cuda_order order;
     size_t piece_bytes;   /* a copy is executed in pieces of this size; 0: in one */
     unsigned init_result; /* the result of cuInit */
+    /* The number of bytes that may be registered at once; 0: no limit; 1: all are refused. */
+    uint64_t register_bytes_max;
 };
 
 /* Reset the driver. There must be no live objects. */
@@ -49,6 +51,19 @@ void fake_cuda_reset(struct fake_cuda_opts opts);
  * contexts pushed on this thread.
  */
 uint64_t fake_cuda_live_count(void);
+
+/*
+ * The number of copies since the reset whose main memory was not registered. The real driver's call
+ * blocks for them. A copy that spans registered and other memory, or two registered regions, is
+ * refused.
+ */
+uint64_t fake_cuda_pageable_count(void);
+
+/* Change opts.register_bytes_max; regions that are registered remain. */
+void fake_cuda_register_limit(uint64_t bytes_max);
+
+/* Change opts.order. */
+void fake_cuda_set_order(enum fake_cuda_order order);
 
 /* The number of fallible calls since the reset. */
 int64_t fake_cuda_call_count(void);

@@ -41,10 +41,11 @@ struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t b
     machine_open(&device->machine, rig->opts.manual ? "emu" : kind,
                  (struct lh_dev_opts){.copy_count = COPY_COUNT});
     if (rig->opts.manual) {
-        device->machine.dev->ops->destroy(device->machine.dev);
+        machine_dev_destroy(&device->machine);
         device->machine.dev = rig_inline_dev(rig);
     } else {
         ((struct lh_dev_base *)device->machine.dev)->waker = &rig->waker;
+        ((struct lh_dev_base *)device->machine.inner)->waker = &rig->waker;
     }
     device->bytes = bytes;
     device->memory = machine_allocate(&device->machine, bytes);
@@ -179,8 +180,7 @@ void rig_device_close(struct rig *rig)
      * As in torch, the device's memory is freed with the device, even if something still has to be
      * read.
      */
-    device->machine.dev->ops->destroy(device->machine.dev);
-    device->machine.dev = NULL;
+    machine_dev_destroy(&device->machine);
     counting = counting == device ? NULL : counting;
     memset(device->memory, 0x5a, device->bytes);
     rig_device_check(rig);

@@ -18,7 +18,7 @@ struct rig_copies_out {
 };
 
 /*
- * Open an accelerator that wakes rig's engine. kind: "emu" or "fake" (dev_fixture.h); a manual rig
+ * Open an accelerator that wakes rig's engine. kind: as in dev_fixture.h; a manual rig
  * has that of rig_inline.h instead.
  */
 struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t bytes);

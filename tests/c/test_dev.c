@@ -453,7 +453,7 @@ static void test_refusals(void)
 
 int main(void)
 {
-    const char *kinds[] = {"emu", "fake", getenv("LH_TEST_CUDA") ? "cuda" : NULL};
+    const char *kinds[] = {"emu", "fake", "staged", getenv("LH_TEST_CUDA") ? "cuda" : NULL};
     for (size_t i = 0; i < LH_COUNT_OF(kinds) && kinds[i]; i++) {
         test_bytes(kinds[i]);
         test_queue_full(kinds[i]);

@@ -198,7 +198,7 @@ static void test_moved(const char *kind, uint32_t policy, bool least)
     opts.least_memory = least;
     rig_make(&rig, "device-moved", opts);
     struct lh_dev *dev = rig_device_machine(&rig)->dev;
-    if (strcmp(kind, "fake") == 0)
+    if (strcmp(kind, "emu") != 0)
         LH_CHECK(dev->ops->kernel_load(dev, fake_cuda_image, LH_ZO_KERNEL_NAME, &kernel, NULL) ==
                  0);
     lh_engine_device_policy_set(rig.engine, policy, UINT64_C(1) << 30);
@@ -233,8 +233,9 @@ int main(void)
             continue; /* only the emulated device has this policy */
         test_moved("fake", policy, false);
         test_moved("fake", policy, true);
+        test_moved("staged", policy, true);
     }
-    static const char *const kinds[] = {"emu", "fake"};
+    static const char *const kinds[] = {"emu", "fake", "staged"};
     int step_count = lh_test_is_fast() ? 7 : 20;
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
         for (size_t j = 0; j < LH_COUNT_OF(schedules); j++) {

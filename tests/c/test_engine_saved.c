@@ -290,7 +290,7 @@ static void test_stop(const char *kind)
 
 int main(void)
 {
-    const char *const kinds[] = {NULL, "emu", "fake"};
+    const char *const kinds[] = {NULL, "emu", "fake", "staged"};
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
         test_round_trips(kinds[i], 3 * LH_MIB + 40960);
         test_round_trips(kinds[i], 6 * LH_MIB);

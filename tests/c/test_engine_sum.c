@@ -293,7 +293,7 @@ static void test_failed(void)
 
 int main(void)
 {
-    static const char *const kinds[] = {"emu", "fake"};
+    static const char *const kinds[] = {"emu", "fake", "staged"};
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
         test_bits(kinds[i], false, false);
         test_bits(kinds[i], false, true);

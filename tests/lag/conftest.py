@@ -54,8 +54,10 @@ def device() -> Iterator[late.Late]:
     torch.manual_seed(SEED)
     found.tune()
     found.allow(-1)
+    found.limit_registered(0)
     yield found
     found.allow(-1)
+    found.limit_registered(0)
     found.drain()
     gc.collect()
     found.trim()

@@ -52,6 +52,16 @@ EXPORTED void driver_allow(int64_t count)
     unlock(0);
 }
 
+EXPORTED void driver_register_limit(uint64_t bytes_max)
+{
+    fake_cuda_register_limit(bytes_max);
+}
+
+EXPORTED uint64_t driver_pageable_count(void)
+{
+    return fake_cuda_pageable_count();
+}
+
 EXPORTED bool driver_has_passed(struct CUevent_st *event)
 {
     lock();

@@ -33,6 +33,11 @@ void driver_slow(uint64_t item_ns, uint64_t bytes_per_s);
 /* Streams that compute may execute this many further host calls; -1: any number. */
 void driver_allow(int64_t count);
 
+/* At most this many bytes of main memory can be registered; 0: no limit; 1: none can be. */
+void driver_register_limit(uint64_t bytes_max);
+/* The number of asynchronous copies so far whose main memory was not registered. */
+uint64_t driver_pageable_count(void);
+
 bool driver_has_passed(struct CUevent_st *event);
 void driver_drain(void);
 uint64_t driver_live_count(void);

@@ -132,6 +132,7 @@ class Late:
         self.library.late_stream_handle.restype = ctypes.c_void_p
         self.library.late_trim.restype = ctypes.c_bool
         self.driver.driver_live_count.restype = ctypes.c_uint64
+        self.driver.driver_pageable_count.restype = ctypes.c_uint64
         self.library.late_open()
         self.waits: collections.Counter[str] = collections.Counter()
         self._report = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._waits)
@@ -177,6 +178,15 @@ class Late:
     def drain(self) -> None:
         """Wait until everything that was enqueued is executed, without counting it as a wait."""
         self.driver.driver_drain()
+
+    def limit_registered(self, bytes_max: int) -> None:
+        """Let at most this many bytes of main memory be registered; 0: no limit; 1: none."""
+        self.driver.driver_register_limit(ctypes.c_uint64(bytes_max))
+
+    @property
+    def pageable_count(self) -> int:
+        """Return the number of asynchronous copies so far of memory that was not registered."""
+        return int(self.driver.driver_pageable_count())
 
     @property
     def counts(self) -> Counts:

@@ -204,6 +204,19 @@ def container(root: Path = ROOT) -> str:
     return "wsl2" if "microsoft" in read(root / "proc/version").lower() else ""
 
 
+def pin_remedy(root: Path = ROOT) -> str:
+    """Return what to do if the GPU's driver refuses to page-lock main memory."""
+    if "microsoft" in read(root / "proc/version").lower():
+        return (
+            "WSL2 page-locks about 1 GiB for all programs together, however much memory it has:"
+            " lower host_bytes (and swap_bytes) to that, or run Linux without WSL2"
+        )
+    return (
+        "lower host_bytes (and swap_bytes), or give this container or virtual machine more memory"
+        " that can be page-locked (ulimit -l unlimited; docker run --ulimit memlock=-1)"
+    )
+
+
 def io_uring_blocker(code: int, root: Path = ROOT) -> str:
     """Return what blocks io_uring, given the result of a probe in a directory that works otherwise.
 

@@ -5,15 +5,36 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from lohan.planning import _hardware
 from lohan.session._optim import StoreOptimizer
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
+
+
+_told_of_pins = False
+
+
+def complete(status: dict[str, Any]) -> dict[str, Any]:
+    """Return an engine's status with the remedy for memory that the GPU's driver refuses."""
+    if status["device_note"]:
+        status["device_note"] += f": {_hardware.pin_remedy()}"
+    return status
+
+
+def _of_pins(session: Session) -> list[str]:
+    """Return the note on memory that the GPU's driver refuses, once per process."""
+    global _told_of_pins
+    note = str(session.status()["device_note"])
+    if not note or _told_of_pins:
+        return []
+    _told_of_pins = True
+    return [note]
 
 
 def lines(session: Session) -> list[str]:
@@ -92,5 +113,6 @@ def _of_schedulers(session: Session, origin: torch.optim.Optimizer | None) -> li
 
 def say(session: Session, origin: torch.optim.Optimizer | None) -> None:
     """Print the session's notes to stderr; origin is the optimizer that was passed to wrap()."""
-    for line in lines(session) + _of_strides(session) + _of_schedulers(session, origin):
+    told = lines(session) + _of_pins(session) + _of_strides(session)
+    for line in told + _of_schedulers(session, origin):
         print(f"lohan: {line}", file=sys.stderr)

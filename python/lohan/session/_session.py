@@ -26,7 +26,7 @@ from lohan.errors import (
     engine_raiser,
 )
 from lohan.layout._block import DTYPE_CODES
-from lohan.session import _gradients, _trace
+from lohan.session import _gradients, _notes, _trace
 from lohan.session._commits import Commits
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
 from lohan.session._scaling import StepScale
@@ -520,7 +520,7 @@ class Session(ForwardRules, Commits):
     def status(self) -> dict[str, Any]:
         """Return the engine's status: open steps, pinned and held memory, backend, page type."""
         self.check_open()
-        return dict(self._engine.status())
+        return _notes.complete(self._engine.status())
 
     def trace(self) -> list[tuple[int, ...]]:
         """Return timeline events: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
