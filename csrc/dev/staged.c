@@ -276,20 +276,20 @@ static bool piece_submit(struct staged *staged, const struct lh_dev_copy *copy)
     return true;
 }
 
-/* Submit pieces of the lane's copies while there is room. */
-static void lane_pump(struct staged *staged, enum lh_dev_direction direction)
+/* Submit pieces of the lane's copies while there is room. Returns whether there were any. */
+static bool lane_pump(struct staged *staged, enum lh_dev_direction direction)
 {
     struct lane *lane = &staged->lanes[direction];
     const struct lh_dev_lane *copies = &staged->base.lanes[direction];
     const _Atomic uint64_t *others_ended = &staged->base.lanes[other(direction)].ended_count;
-    for (;;) {
+    for (bool has_any = false;; has_any = true) {
         if (lane->cut_bytes == 0 && staged->failure.code == 0)
             orders_apply(staged, direction);
         if (staged->failure.code != 0 || lane->number == copies->taken_count)
-            return;
+            return has_any;
         const struct lh_dev_slot *slot = &copies->slots[lane->number % staged->base.copy_count];
         if (atomic_load(others_ended) < slot->behind_count || !piece_submit(staged, slot->copy))
-            return;
+            return has_any;
     }
 }
 
@@ -357,15 +357,17 @@ static uint32_t staged_poll(struct lh_dev *dev, struct lh_dev_copy **done, uint3
     struct staged *staged = (struct staged *)dev;
     struct lh_dev_copy *pieces[POLL_COUNT];
     uint32_t piece_count = 0;
-    do {
+    bool has_more = false;
+    do { /* pieces come back only after the poll that follows their submit */
         lock(staged);
         piece_count = staged->inner->ops->poll(staged->inner, pieces, POLL_COUNT);
         unlock(staged);
         for (uint32_t i = 0; i < piece_count; i++)
             piece_end(staged, pieces[i]->owner);
-    } while (piece_count == POLL_COUNT);
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++)
-        lane_pump(staged, (enum lh_dev_direction)i);
+        has_more = piece_count == POLL_COUNT;
+        for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++)
+            has_more |= lane_pump(staged, (enum lh_dev_direction)i);
+    } while (has_more);
     uint32_t done_count = lh_dev_base_poll(dev, done, done_max);
     if (done_count > 0 || staged->failure.code == 0 || staged->inner->in_flight_count > 0)
         return done_count;

@@ -16,7 +16,7 @@
 
 #ifndef STREAM_COUNT_MAX /* tests/lag includes this file with larger tables */
 #define STREAM_COUNT_MAX 16
-#define EVENT_COUNT_MAX 1024
+#define EVENT_COUNT_MAX 4096
 #define REGION_COUNT_MAX 16
 #define OP_COUNT_MAX 4096
 #endif

@@ -457,7 +457,7 @@ static void test_allocations(void)
         LH_CHECK(rc == 0 || rc == -ENOMEM);
         alone_close(&alone);
     }
-    LH_CHECK(fail_after == 3 + 1 + 2 + 6 + 1);
+    LH_CHECK(fail_after == 6 + 1 + 2 + 6 + 1);
 }
 
 int main(void)
