@@ -18,6 +18,9 @@
  * copies, optionally at a given speed. "cuda" (cuda.c) loads the driver at run time. A device that
  * refuses to register memory is wrapped in one that stages copies (staged.h).
  *
+ * An owner must poll after its last submit before it sleeps: poll completes what a backend has put
+ * off in order to notify the owner once of several copies ("cuda").
+ *
  * A device that has failed executes nothing more and does not wake the owner. An owner that sleeps
  * with copies in flight must therefore poll again after LH_DEV_SLEEP_MS_MAX: poll detects the
  * failure and returns the copies with -EIO.

@@ -45,7 +45,7 @@ void lh_stream_gap_begin(struct lh_engine *engine, struct lh_dev_gap **gap_out)
     struct lh_dev *dev = engine->dev;
     LH_ASSERT(dev != NULL);
     *gap_out = NULL;
-    if (dev->ops->gap_begin)
+    if (dev->ops->gap_begin && !lh_core_is_forked(engine)) /* a child's driver has no context */
         *gap_out = dev->ops->gap_begin(dev, atomic_load(&engine->stream));
 }
 
