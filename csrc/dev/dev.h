@@ -131,10 +131,6 @@ struct lh_dev_ops {
      * error. On failure this copy is not in flight, but its fence done may have been recorded.
      */
     int (*submit)(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err);
-    /*
-     * Return copies that have ended. A copy may only end after the first poll that follows its
-     * submit, so an owner must poll before it sleeps.
-     */
     uint32_t (*poll)(struct lh_dev *dev, struct lh_dev_copy **done, uint32_t done_max);
     /*
      * Register main memory that copies use (page-lock it), so that they run at full speed, and
