@@ -62,8 +62,8 @@ uint64_t fake_cuda_pageable_count(void);
 /* Change opts.register_bytes_max; regions that are registered remain. */
 void fake_cuda_register_limit(uint64_t bytes_max);
 
-/* Change opts.order. */
-void fake_cuda_set_order(enum fake_cuda_order order);
+/* Let the default stream execute this many further host calls; -1: any number. */
+void fake_cuda_allow(int64_t count);
 
 /* The number of fallible calls since the reset. */
 int64_t fake_cuda_call_count(void);

@@ -97,11 +97,4 @@ void fake_cuda_register_limit(uint64_t bytes_max)
     unlock(0);
 }
 
-void fake_cuda_set_order(enum fake_cuda_order order)
-{
-    lock();
-    opts.order = order;
-    unlock(0);
-}
-
 #endif

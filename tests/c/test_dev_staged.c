@@ -28,10 +28,9 @@ static void area_free(struct machine *machine, struct area *area)
     machine_free(machine, area->device);
 }
 
-static void staged_open(struct machine *machine, enum fake_cuda_order order)
+static void staged_open(struct machine *machine)
 {
     machine_open(machine, "staged", (struct lh_dev_opts){.copy_count = COPY_COUNT});
-    fake_cuda_set_order(order);
 }
 
 static void submit(struct machine *machine, struct lh_dev_copy *copy)
@@ -53,7 +52,7 @@ static void test_mixed(void)
     uint64_t seed = 5;
     lh_test_name("a copy of registered and other memory is cut between them, and the driver gets "
                  "no other memory than registered");
-    staged_open(&machine, FAKE_CUDA_ANY);
+    staged_open(&machine);
     struct area area = area_make(&machine);
     uint8_t *found = lh_alloc_zeroed(&machine.alloc, 1, AREA_BYTES);
     uint8_t *expected = lh_alloc_zeroed(&machine.alloc, 1, AREA_BYTES);
@@ -146,11 +145,15 @@ static void test_pins(void)
 /* --- Order ------------------------------------------------------------------------------------ */
 
 /*
- * The lane OUT is busy with a copy of many pieces when a result is computed and is to be copied
- * behind it. Copies are executed first, so a copy that does not wait is too early.
+ * The direction OUT is busy with a copy of many pieces when a result is to be copied after it. The
+ * default stream computes the result, but only when the first copy has been back for some time, so
+ * a copy that does not wait for the computation is too early.
  */
+#define EARLY_NS UINT64_C(20000000)
+
 struct busy {
     struct machine machine;
+    struct CUstream_st *idle; /* a stream without work */
     struct area big;
     struct area result;
     struct lh_dev_fence *fence;
@@ -158,17 +161,25 @@ struct busy {
     uint8_t *source;
 };
 
+static void nothing(void *context)
+{
+    (void)context;
+}
+
 static void busy_open(struct busy *busy)
 {
     struct machine *machine = &busy->machine;
     uint64_t seed = 23;
-    staged_open(machine, FAKE_CUDA_COPIES_FIRST);
+    staged_open(machine);
+    busy->idle = machine->stream;
+    machine->stream = NULL;
     busy->big = area_make(machine);
     busy->result = area_make(machine);
     busy->source = machine_allocate(machine, AREA_BYTES);
     busy->fence = machine_fence(machine);
     machine_fill(busy->source, AREA_BYTES, &seed);
     memset(busy->result.device, 0, AREA_BYTES);
+    fake_cuda_allow(0);
     fake_cuda_pause(true);
     busy->copies[0] = (struct lh_dev_copy){.direction = LH_DEV_DIRECTION_OUT,
                                            .host = busy->big.host,
@@ -182,21 +193,46 @@ static void busy_open(struct busy *busy)
 
 static void busy_compute(struct busy *busy)
 {
+    machine_enter(&busy->machine);
+    LH_CHECK(busy->machine.calls.host_call(NULL, nothing, NULL) == 0);
+    machine_leave(&busy->machine);
     machine_compute(&busy->machine, busy->result.device, busy->source, AREA_BYTES);
 }
 
-/* Let the streams run; the result must have been copied after it was computed. */
+/*
+ * Let the copies run, and the computation some time after the first copy is back. is_ordered: the
+ * first copy may wait for the computation, too.
+ */
+static void busy_run(struct busy *busy, bool is_ordered)
+{
+    struct machine *machine = &busy->machine;
+    struct lh_dev_copy *done[1];
+    fake_cuda_pause(false);
+    bool is_back = is_ordered || busy->copies[0].result == 0;
+    uint64_t back_ns = lh_clock_now_ns(&machine->clock);
+    uint64_t early_ns = is_ordered ? 10 * EARLY_NS : EARLY_NS;
+    while (!is_back || lh_clock_now_ns(&machine->clock) - back_ns < early_ns) {
+        if (machine->dev->ops->poll(machine->dev, done, 1) > 0) {
+            LH_CHECK(done[0] == &busy->copies[0] && done[0]->result == 0);
+            is_back = true;
+            back_ns = lh_clock_now_ns(&machine->clock);
+        }
+    }
+    fake_cuda_allow(-1);
+    machine_drain(machine);
+}
+
+/* The result must have been copied after it was computed. */
 static void busy_close(struct busy *busy)
 {
     struct machine *machine = &busy->machine;
-    fake_cuda_pause(false);
-    machine_drain(machine);
     LH_CHECK(memcmp(busy->result.host, busy->source, AREA_BYTES) == 0);
     LH_CHECK(fake_cuda_pageable_count() == 0);
     machine->dev->ops->fence_destroy(machine->dev, busy->fence);
     machine_free(machine, busy->source);
     area_free(machine, &busy->big);
     area_free(machine, &busy->result);
+    machine->stream = busy->idle;
     machine_close(machine);
 }
 
@@ -217,7 +253,8 @@ static void test_queued_order(bool by_order, bool is_recorded_again)
         busy.copies[1].after = busy.fence;
     submit(&busy.machine, &busy.copies[1]);
     if (is_recorded_again)
-        LH_CHECK(dev->ops->record(dev, busy.fence, NULL, NULL) == 0);
+        LH_CHECK(dev->ops->record(dev, busy.fence, busy.idle, NULL) == 0);
+    busy_run(&busy, is_recorded_again);
     busy_close(&busy);
 }
 
@@ -232,14 +269,13 @@ static void test_many_orders(void)
     busy_compute(&busy);
     for (size_t i = 0; i < LH_COUNT_OF(others); i++) {
         others[i] = machine_fence(&busy.machine);
-        LH_CHECK(dev->ops->record(dev, others[i], NULL, NULL) == 0);
+        LH_CHECK(dev->ops->record(dev, others[i], busy.idle, NULL) == 0);
         LH_CHECK(dev->ops->order(dev, LH_DEV_DIRECTION_OUT, others[i], NULL) == 0);
     }
     machine_record(&busy.machine, busy.fence);
     LH_CHECK(dev->ops->order(dev, LH_DEV_DIRECTION_OUT, busy.fence, NULL) == 0);
     submit(&busy.machine, &busy.copies[1]);
-    fake_cuda_pause(false);
-    machine_drain(&busy.machine);
+    busy_run(&busy, true);
     for (size_t i = 0; i < LH_COUNT_OF(others); i++)
         dev->ops->fence_destroy(dev, others[i]);
     busy_close(&busy);
@@ -248,6 +284,7 @@ static void test_many_orders(void)
 static void test_order_at_the_end(void)
 {
     struct busy busy;
+    struct lh_dev_copy *done[1];
     lh_test_name("an order after all copies is passed on, and outlives its fence");
     busy_open(&busy);
     struct lh_dev *dev = busy.machine.dev;
@@ -257,9 +294,10 @@ static void test_order_at_the_end(void)
     machine_record(&busy.machine, fence);
     LH_CHECK(dev->ops->order(dev, LH_DEV_DIRECTION_OUT, fence, NULL) == 0);
     fake_cuda_pause(false);
-    machine_drain(&busy.machine);
+    LH_CHECK(machine_wait(&busy.machine, done, 1) == 1);
     dev->ops->fence_destroy(dev, fence);
     submit(&busy.machine, &busy.copies[1]);
+    busy_run(&busy, false);
     busy_close(&busy);
 }
 
@@ -275,23 +313,7 @@ static void test_done_recorded_again(void)
     machine_record(&busy.machine, busy.fence);
     busy.copies[1].after = busy.fence;
     submit(&busy.machine, &busy.copies[1]);
-    busy_close(&busy);
-}
-
-static void test_done_is_passed_on(void)
-{
-    struct busy busy;
-    lh_test_name("a stream that waits for the fence of a copy that is back waits for nothing else");
-    busy_open(&busy);
-    busy.copies[0].done = busy.fence;
-    submit(&busy.machine, &busy.copies[0]);
-    fake_cuda_pause(false);
-    machine_drain(&busy.machine);
-    machine_await(&busy.machine, busy.fence);
-    busy_compute(&busy);
-    machine_record(&busy.machine, busy.fence);
-    busy.copies[1].after = busy.fence;
-    submit(&busy.machine, &busy.copies[1]);
+    busy_run(&busy, false);
     busy_close(&busy);
 }
 
@@ -469,7 +491,6 @@ int main(void)
     test_many_orders();
     test_order_at_the_end();
     test_done_recorded_again();
-    test_done_is_passed_on();
     test_lost();
     test_every_call_may_fail();
     test_allocations();
