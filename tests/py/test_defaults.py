@@ -49,11 +49,12 @@ def test_no_setting_of_config_is_part_of_the_rule() -> None:
     assert not settings & (rule | set(DEFAULTS)), "a setting that is part of the rule"
 
 
-def test_other_threads_run_on_while_training_waits(store_dir: pathlib.Path) -> None:
+def ticks_while_training_waits(store: pathlib.Path) -> int:
+    """Return how often another thread ran while a forward waited for its block."""
     model = nn.Sequential(nn.Linear(512, 512, bias=False))
     link = int(512 * 512 * 4 / WAIT_S)  # loading the only block takes WAIT_S
     settings = {"device": "emu", "emu_bytes_per_s": (link, 1 << 40)}
-    model = lohan.wrap(model, store=store_dir / "run", **settings)
+    model = lohan.wrap(model, store=store, **settings)
     is_over = threading.Event()
     ticks = []
 
@@ -72,5 +73,12 @@ def test_other_threads_run_on_while_training_waits(store_dir: pathlib.Path) -> N
         other.join()
         model.lohan.close()
     assert ended - began > 0.8 * WAIT_S, "nothing had to be waited for"
-    during = [at for at in ticks if began < at < ended]
-    assert len(during) > 10, "Python's lock was held while the block came in"
+    return sum(began < at < ended for at in ticks)
+
+
+def test_other_threads_run_on_while_training_waits(store_dir: pathlib.Path) -> None:
+    """A machine that stands still may stop the other thread once; Python's lock always does."""
+    ticks = [ticks_while_training_waits(store_dir / "first")]
+    if ticks[0] <= 10:
+        ticks += [ticks_while_training_waits(store_dir / name) for name in ("second", "third")]
+    assert max(ticks) > 10, "Python's lock was held while the block came in"
