@@ -297,7 +297,7 @@ static int stream_create(const struct lh_cuda *cuda, struct CUstream_st **stream
     return lh_cuda_judge(cuda, result, err, "cuStreamCreate");
 }
 
-/* The events exist once: creating them for every copy could take longer than the copy. */
+/* Events are created here and reused: creating one for a copy could take longer than the copy. */
 static int lane_create(struct lh_cuda_lane *lane, struct lh_error *err)
 {
     const struct lh_cuda *cuda = lane->cuda;

@@ -36,7 +36,7 @@ static bool is_resident(const struct lh_arena *arena)
 
 static void test_large(struct lh_alloc *alloc)
 {
-    lh_test_name("several threads allocate all pages of an arena, and none behind it");
+    lh_test_name("several threads allocate all pages of an arena");
     const uint64_t sizes[] = {UINT64_C(256) << 20, (UINT64_C(512) << 20) + LH_HUGE_PAGE_BYTES};
     for (size_t i = 0; i < LH_COUNT_OF(sizes); i++) {
         struct lh_error err = {0};

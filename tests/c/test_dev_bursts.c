@@ -81,7 +81,7 @@ static void test_durations(void)
     struct rig rig;
     struct lh_dev_copy in[4];
     struct lh_dev_fence *fence = NULL;
-    lh_test_name("a copy's duration is the device's own: a wait for a fence is no part of it");
+    lh_test_name("a copy's duration is measured on the device and excludes waits for fences");
     for (uint32_t done_max = 1; done_max <= COPY_COUNT; done_max += 3) {
         rig_open(&rig, NULL, (struct fake_cuda_opts){.copy_ns = COPY_NS});
         LH_CHECK(rig.dev->ops->fence_create(rig.dev, &fence, NULL) == 0);

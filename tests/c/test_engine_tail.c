@@ -151,6 +151,14 @@ static void test_refusals(void)
     scalars_close(rig, 2);
     rig_over_as_planned(rig);
     check(&tails, UNDEFINED, 2);
+    lh_test_name("a tail whose close was refused is forgotten, too");
+    static const uint8_t too_many[2 * TAIL_BYTES];
+    LH_CHECK(rig_forward(rig, LH_ENGINE_MODE_TRAIN) == 0);
+    LH_CHECK(post(&tails, TAIL_BYTES) == 1);
+    LH_CHECK(lh_engine_close(rig->engine, too_many, sizeof(too_many), 0) == -E2BIG);
+    scalars_close(rig, 2);
+    rig_over_as_planned(rig);
+    check(&tails, UNDEFINED, 2);
     lh_test_name("a failed engine takes no tail, and one on its way is collected");
     rig->holds.copies = 1 << LH_DEV_DIRECTION_OUT;
     step(&tails, 9, TAIL_BYTES);

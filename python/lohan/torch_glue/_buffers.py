@@ -129,7 +129,8 @@ def joined(buffers: list[torch.Tensor]) -> bytes:
 def joined_there(buffers: list[torch.Tensor], device: torch.device) -> torch.Tensor | None:
     """Return the bytes of all buffers as one tensor on a GPU.
 
-    The result is None if the device is not a GPU, if a buffer is elsewhere, or if there are none.
+    Returns None if the device is not a GPU, if a buffer is on another device, or if there are no
+    buffers.
     """
     flats = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers if buffer.numel()]
     if device.type != "cuda" or any(flat.device != device for flat in flats) or not flats:
