@@ -107,7 +107,7 @@ PyObject *lhpy_budget(PyObject *Py_UNUSED(module), PyObject *args)
 
 static const struct lhpy_table device_table = LHPY_TABLE(
     "device", LHPY_FORM_TUPLE, struct lhpy_device_opts,
-    LHPY_FIELDS(struct lhpy_device_opts, name, index, bytes),
+    LHPY_FIELDS(struct lhpy_device_opts, name, index, numa_node, bytes),
     LHPY_FIELD_AS("in_bytes_per_s", struct lhpy_device_opts, link_bytes_per_s[LH_DEV_DIRECTION_IN]),
     LHPY_FIELD_AS("out_bytes_per_s", struct lhpy_device_opts,
                   link_bytes_per_s[LH_DEV_DIRECTION_OUT]),
@@ -276,7 +276,7 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
 {
     struct lhpy_core *core = self->core;
     struct lh_saved_opts *saved = &self->saved;
-    struct lh_arena_opts arena_opts = {.numa_node = -1};
+    struct lh_arena_opts arena_opts = {.numa_node = opts->device.numa_node};
     LH_TRY(lh_waker_init(&core->waker, err));
     core->has_waker = true;
     LH_TRY(lhpy_team_make(self, &opts->team, err));

@@ -66,7 +66,8 @@ struct lhpy_team_opts {
 struct lhpy_device_opts {
     const char *name; /* "cpu", or the name of a backend */
     int32_t index;
-    uint64_t bytes; /* the size of the device memory for parameters */
+    int32_t numa_node; /* for main memory that is copied to and from the device; -1: any */
+    uint64_t bytes;    /* the size of the device memory for parameters */
     uint64_t link_bytes_per_s[LH_DEV_DIRECTION_COUNT];
     uint64_t tail_bytes; /* the most that lh_tail_post() copies */
     PyObject *memory;    /* borrowed: a tensor of bytes on the device, or None */

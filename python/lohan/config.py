@@ -31,9 +31,10 @@ class Config:
     Attributes:
         host_bytes: main memory for parameters, optimizer states and gradients in transit, in
             bytes. None: half of the available memory, at most what the model can use.
-        threads: worker threads of the CPU optimizer. None: one per core that this process may use.
+        threads: worker threads of the CPU optimizer. None: one per core that this process may use;
+            with device="cuda" three fewer, but at least half of the cores.
         nice: increment of the workers' nice value, so that the training thread has priority when
-            both compete for a core.
+            both compete for a core. None: 5 with device="cuda", otherwise 0.
         io: the I/O backend: "auto" (the best one that works here), "io_uring", "libaio" or
             "threads".
         io_depth: I/O requests in flight. On the virtual disk that was measured, 16 requests of
@@ -115,7 +116,8 @@ class Config:
         gather: with share="on" and an accelerator for each process, how blocks are copied to the
             accelerators. "host": each process copies whole blocks from main memory. "shards": each
             copies a part of the block over its own link to main memory, and gets the other parts
-            from the other accelerators (docs/several-processes.md).
+            from the other accelerators. "auto": the processes of each machine measure both ways
+            when they wrap, and use the faster one (docs/several-processes.md).
         replicas: with several processes and AdamW. "all": each process has all parameters and all
             states of the optimizer. "parameters": each process has all parameters, but the states
             of its share of them only; it updates these, and sends the new values to the others.
@@ -144,7 +146,7 @@ class Config:
 
     host_bytes: int | None = None
     threads: int | None = None
-    nice: int = 0
+    nice: int | None = None
     io: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
     io_depth: int = 16
     transfer_bytes: int = 4 << 20
@@ -164,7 +166,7 @@ class Config:
     heap: Literal["keep", "system"] = "keep"
     frozen: Literal["in_place", "copy"] = "in_place"
     share: Literal["off", "on"] = "off"
-    gather: Literal["host", "shards"] = "host"
+    gather: Literal["host", "shards", "auto"] = "host"
     replicas: Literal["all", "parameters"] = "all"
     write_every: int | Literal["auto", "never"] = "auto"
     runs: Literal["auto", "together", "apart"] = "auto"

@@ -314,6 +314,7 @@ def _complete() -> None:
     cuda.mem_get_info = lambda *_: (1 << 30, 8 << 30)
     cuda.memory_reserved = cuda.max_memory_allocated = lambda *_: device().counts.live_bytes
     cuda.memory_allocated = cuda.memory_reserved
+    cuda.get_device_properties = lambda *_: None
     cuda.get_device_capability = lambda *_: (7, 5)
     cuda.get_device_name = lambda *_: "late"
     torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
+import types
 
 import lag_models as models
 import late
@@ -12,6 +14,7 @@ import pytest
 import torch
 from lag_models import Task
 from lohan.errors import BudgetError, DeviceMemoryError
+from lohan.torch_glue import _device
 
 TASK = Task("tower")
 MORE = 1 << 20  # for saved tensors and gradients: enough for ROWS rows
@@ -54,6 +57,44 @@ def test_saved_tensors_above_the_ceiling_are_refused_and_the_next_step_is_exact(
     found = models.train(TASK, model)
     models.assert_same(found, models.expected(TASK, tuple(found.norms)))
     assert least < meter.peak_bytes <= least + MORE
+
+
+def _workers() -> dict[str, int]:
+    """Return the nice value of each of the optimizer's workers, by name."""
+    found = {}
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("lohan-w"):
+            found[name] = os.getpriority(os.PRIO_PROCESS, int(task.name))
+    return found
+
+
+def test_workers_yield_to_the_threads_that_a_gpu_waits_for(
+    device: late.Late, tmp_path: pathlib.Path
+) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    cores = len(os.sched_getaffinity(0))
+    model = models.wrap(TASK, tmp_path / "default")
+    assert _workers() == {f"lohan-w{i}": own + 5 for i in range(max(cores - 3, (cores + 1) // 2))}
+    model.lohan.close()
+    model = models.wrap(TASK, tmp_path / "said", threads=3, nice=2)
+    assert _workers() == {f"lohan-w{i}": own + 2 for i in range(3)}
+    model.lohan.close()
+
+
+def test_main_memory_is_on_the_gpus_node(
+    device: late.Late, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = pathlib.Path("/proc/self/numa_maps")
+    gpu = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(_device, "_PCI_DEVICES", tmp_path)
+    (tmp_path / "0000:41:00.0").mkdir()
+    for node, has_preference in (("-1", False), ("0", True)):
+        (tmp_path / "0000:41:00.0" / "numa_node").write_text(node)
+        model = models.wrap(TASK, tmp_path / node)
+        assert ("prefer:0" in maps.read_text()) == has_preference
+        model.lohan.close()
 
 
 def test_without_a_ceiling_nothing_is_counted(device: late.Late, tmp_path: pathlib.Path) -> None:

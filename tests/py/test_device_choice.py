@@ -6,11 +6,13 @@ import collections
 import dataclasses
 import pathlib
 import re
+import types
 from typing import Any
 
 import lohan
 import pytest
 import torch
+from lohan import _core
 from lohan.errors import DeviceMismatchError, ModelError
 from lohan.torch_glue import _device
 from lohan.torch_glue._batch import BatchCheck
@@ -312,3 +314,38 @@ def test_an_error_of_a_later_forward_names_what_is_elsewhere(store_dir: pathlib.
         model.optimizer.step()
     finally:
         model.lohan.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "node_count", "node"),
+    [("1\n", 2, 1), ("0\n", 1, 0), ("-1\n", 2, -1), ("1\n", 1, -1), ("\n", 2, -1), (None, 2, -1)],
+)
+def test_main_memory_is_on_the_node_that_the_system_names_for_the_gpu(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    node_count: int,
+    node: int,
+) -> None:
+    """An unknown node, or one that libnuma does not know, is no preference."""
+    gpu = types.SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(_device, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(_core, "build_info", lambda: {"numa_nodes": node_count})
+    if text is not None:
+        (tmp_path / "0001:c1:00.0").mkdir()
+        (tmp_path / "0001:c1:00.0" / "numa_node").write_text(text)
+    assert _device._numa_node(0) == node
+
+
+def test_a_gpu_that_torch_cannot_place_has_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    assert _device._numa_node(0) == -1
+
+
+def test_with_a_gpu_workers_leave_cores_to_the_threads_that_launch_kernels() -> None:
+    gpu = _device.Device("cuda")
+    assert [gpu.worker_count(n) for n in (1, 2, 3, 4, 6, 8, 16)] == [1, 1, 2, 2, 3, 5, 13]
+    for name in ("cpu", "emu"):
+        other = _device.Device(name)
+        assert other.worker_count(16) == 16 and other.workers_nice == 0

@@ -131,6 +131,50 @@ def test_without_connections_blocks_are_copied_whole(tmp_path: pathlib.Path, who
     assert found == [whole] * 2
 
 
+@pytest.mark.parametrize(
+    ("rate", "way"), [(2_000_000, "shards"), (1 << 45, "host")], ids=["slow", "fast"]
+)
+def test_auto_gathers_where_that_is_faster_than_whole_copies(
+    tmp_path: pathlib.Path, whole: Any, rate: int, way: str
+) -> None:
+    found = run(tmp_path, 3, world_gather.chosen, str(tmp_path / "run"), rate, nodes=2)
+    for rank, (chosen, has_gathered, result) in enumerate(found):
+        is_alone = rank == 2  # on its machine
+        assert chosen == ("host" if is_alone else way)
+        assert has_gathered == (chosen == "shards")
+        assert result == found[0][2]
+    two = run(tmp_path, 2, world_gather.chosen, str(tmp_path / "two"), rate)
+    assert two == [(way, way == "shards", whole)] * 2
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "gather_s", "way"),
+    [
+        ([1.0, 0.1], [0.3, 0.3], "shards"),  # 0.5 + 0.3: the slowest link counts
+        ([1.0, 1.0], [0.1, 0.45], "host"),  # 0.5 + 0.45: and the slowest gather
+        ([1.0, 1.0], [0.39, 0.39], "shards"),
+    ],
+)
+def test_processes_that_measured_other_times_choose_the_same_way(
+    tmp_path: pathlib.Path, copy_s: list[float], gather_s: list[float], way: str
+) -> None:
+    assert run(tmp_path, 2, world_gather.decides, copy_s, gather_s) == [way] * 2
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_process_that_is_lost_while_gathers_are_measured_is_named(
+    tmp_path: pathlib.Path, how: str
+) -> None:
+    store = str(tmp_path / "run")
+    group = Group(tmp_path, 2, world_gather.dies_while_measuring, store, 1, how)
+    group.processes[0].join()
+    if how == "SIGSTOP":
+        group.kill(1)
+    other = group.wait()[0]
+    assert other.code == 0, other.said
+    assert other.value.startswith("PeerLostError: rank 1 (host"), other.value
+
+
 @pytest.mark.long  # which compares times, and so needs a quiet machine
 def test_slow_links_take_less_time_for_parts(tmp_path: pathlib.Path) -> None:
     for each in run(tmp_path, 2, world_gather.timed, str(tmp_path / "run"), ["host", "shards"]):
@@ -141,7 +185,7 @@ def test_settings_that_do_not_fit_are_refused_at_wrap(tmp_path: pathlib.Path) ->
     for said in run(tmp_path, 2, world_gather.refused, str(tmp_path / "run")):
         assert said[0].startswith("ModelError: gather='shards' needs share='on'")
         assert said[1].startswith("ModelError: gather='shards' needs an accelerator")
-        assert said[2] == "ModelError: gather 'some' must be 'host' or 'shards'"
+        assert said[2] == "ModelError: gather 'some' must be 'host', 'shards' or 'auto'"
         assert said[3].startswith("WorldMismatchError: gather= is 'shards' in rank 0")
 
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import world_adamw
+from lohan.config import Config
 from lohan.errors import LohanError
-from lohan.world import _wire
+from lohan.replicas import _gather, _gather_choice
+from lohan.replicas._team import Team
+from lohan.world import _wire, _world
 from torch import nn
 from world_adamw import (
     BATCHES,
@@ -230,6 +233,49 @@ def timed(store: str, gathers: list[str]) -> dict[str, float]:
         found[gather] = min(times[2:])
         ended(model)
     return found
+
+
+def chosen(store: str, rate: int) -> tuple[str, bool, Any]:
+    """Train with gather="auto" and links of a rate; return what was chosen, and whether it was."""
+    model = made(store, "auto", emu_bytes_per_s=(rate, 0))
+    gathered = 0
+    for _ in range(STEPS):
+        one_step(model)
+        gathered += model.lohan.stats().bytes["gathered"]
+    return model.lohan.config.gather, gathered > 0, ended(model)
+
+
+def decides(copy_s: list[float], gather_s: list[float]) -> str:
+    """Return the choice of gather="auto" where each process measures the time of its rank."""
+    rank, _ = rank_and_count()
+    _gather_choice._copy_s = lambda *_: copy_s[rank]
+    _gather_choice._gather_s = lambda *_: gather_s[rank]
+    with _world.joined(60) as world:
+        assert world is not None
+        config = Config(device="emu", share="on", gather="auto")
+        chosen = _gather_choice.choose(world, Team(world), config)
+        world.exchange(b"", "the end")
+    return chosen
+
+
+def dies_while_measuring(store: str, who: int, how: str) -> str:
+    """One process ends, or stops, when the processes measure how long a gather takes."""
+    rank, _ = rank_and_count()
+    broadcast, count = _gather.broadcast, 0
+
+    def die(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if rank == who and count == 3:
+            os.kill(os.getpid(), getattr(signal, how))
+        broadcast(*args)
+
+    _gather.broadcast = die
+    try:
+        made(store, "auto", peer_timeout_s=3)
+    except LohanError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def refused(store: str) -> list[str]:

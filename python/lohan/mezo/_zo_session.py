@@ -73,7 +73,7 @@ class ZerothSession(TurnRules, Session):
         self._step_thread = 0
         self._lost: set[int] = set()  # units with invalid bytes in memory, to be read again
         self._rolls_back = False
-        self._workers = max(1, self._threads)  # the number of threads, including the calling one
+        self._workers = max(1, self.workers)  # the number of threads, including the calling one
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.common import _arguments
 from lohan.errors import StoreError, UnsupportedError
-from lohan.replicas import _join, _places
+from lohan.replicas import _gather_choice, _join, _places
 from lohan.replicas._groups import Groups, refuse
 from lohan.replicas._team import Team
 
@@ -114,6 +114,9 @@ class Shared:
             facts = _join.facts_of(self.config, self._max_grad_norm)
             facts += [("groups=", True)] if self.groups is not None else []
         self.run = _join.agree_on_settings(world, store, resumed, open_at, facts)
+        if self.config.gather == "auto" and zeroth is None:
+            way = _gather_choice.choose(world, self.team, self.config)
+            self.config = dataclasses.replace(self.config, gather=way)
         if self.groups is not None:
             self.groups.meet(world)
         if zeroth is not None:

@@ -19,6 +19,7 @@ Source: Elixir V, FCDP IV-C.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import threading
 import time
@@ -60,13 +61,7 @@ class Gather:
             PeerLostError, PeerStepError: a process is gone, or cannot be reached.
         """
         self._ranks = team.ranks
-        self._group: Any
-        if device.type == "cuda":
-            self._group = _nccl(world, self._ranks)
-        else:
-            gloo, name = _wire.gloo_groups(), f"gather-{self._ranks[0]}"
-            here = gloo.create_device(hostname="127.0.0.1")
-            self._group = _wire.connect(gloo, world, name, self._ranks, here)
+        self._group: Any = connect(world, self._ranks, device, "gather")
         self._is_cuda = device.type == "cuda"
         self._is_busy = False
         self._is_broken = False
@@ -82,7 +77,7 @@ class Gather:
             edges = engine.gather_parts(place.numel())
             if not self._is_broken:
                 try:
-                    _broadcast(self._group, place, edges)
+                    broadcast(self._group, place, edges)
                 except BaseException:
                     self.cut()
             del item, place
@@ -92,11 +87,7 @@ class Gather:
     def cut(self) -> None:
         """End all collectives, also those of the other processes with this one. Idempotent."""
         self._is_broken = True
-        with contextlib.suppress(RuntimeError):
-            if self._is_cuda:
-                self._group.abort()
-            else:
-                _wire.cut(self._group, [*range(len(self._ranks))])
+        cut(self._group, len(self._ranks), is_cuda=self._is_cuda)
 
     def settle(self) -> None:
         """Wait until no collective is being made; end one that does not end by itself."""
@@ -111,28 +102,78 @@ class Gather:
         self.settle()
         self._thread.join(_END_S)
         if not self._thread.is_alive():
-            _wire.close(self._group)
+            disconnect(self._group)
             self._group = None
 
 
-def _nccl(world: World, ranks: Sequence[int]) -> Any:
+def connect(world: World, ranks: Sequence[int], device: torch.device, name: str) -> Any:
+    """Return a group of this machine's processes, which all call this.
+
+    Args:
+        world: the processes of the run.
+        ranks: those of this machine.
+        device: where the blocks are.
+        name: the name of the group, which no other one of this machine has.
+
+    Raises:
+        UnsupportedError: this build of torch has no NCCL, or for main memory no gloo.
+        PeerLostError, PeerStepError: a process is gone, or cannot be reached.
+    """
+    if device.type == "cuda":
+        return _nccl(world, ranks, f"{name}-{ranks[0]}")
+    gloo = _wire.gloo_groups()
+    here = gloo.create_device(hostname="127.0.0.1")
+    return _wire.connect(gloo, world, f"{name}-{ranks[0]}", ranks, here)
+
+
+def cut(group: Any, count: int, *, is_cuda: bool) -> None:
+    """End all collectives of a group of `count` processes, which is then unusable. Idempotent."""
+    with contextlib.suppress(RuntimeError):
+        if is_cuda:
+            group.abort()
+        else:
+            _wire.cut(group, [*range(count)])
+
+
+def disconnect(group: Any) -> None:
+    """Close the connections of a group in which no collective is under way."""
+    _wire.close(group)
+
+
+def _nccl(world: World, ranks: Sequence[int], name: str) -> Any:
     """Return a group of NCCL; it connects in its first collective."""
     dist: Any = torch.distributed
     if not dist.is_nccl_available():
         raise UnsupportedError(
             "gather='shards' needs NCCL on GPUs, which this build of torch lacks: leave gather= out"
         )
-    store = world.substore(f"gather-{ranks[0]}")
+    store = world.substore(name)
     options = dist.ProcessGroupNCCL.Options()
     return dist.ProcessGroupNCCL(store, ranks.index(world.rank), len(ranks), options)
 
 
-def _broadcast(group: Any, place: torch.Tensor, edges: Sequence[int]) -> None:
-    """Bring all parts of a block into this process's place, where its own part is."""
+def broadcast(
+    group: Any,
+    place: torch.Tensor,
+    edges: Sequence[int],
+    timeout: datetime.timedelta | None = None,
+) -> None:
+    """Bring all parts of a block into this process's place, where its own part is.
+
+    Args:
+        group: what connect() returns.
+        place: the block's bytes.
+        edges: where parts begin and end: part i, which process i of the group has, is from edges[i]
+            to edges[i + 1].
+        timeout: the longest time for a part with gloo; None: no limit.
+
+    Raises:
+        RuntimeError: a process is gone, or the timeout has passed. The group is then unusable.
+    """
     parts = (place[first:end] for first, end in itertools.pairwise(edges))
     with torch.cuda.device(place.device) if place.is_cuda else contextlib.nullcontext():
         works = [group.broadcast(part, root) for root, part in enumerate(parts)]
         for work in works:
-            work.wait()
+            work.wait() if timeout is None else work.wait(timeout)
         if place.is_cuda:  # until here, only the stream waits
             torch.cuda.current_stream(place.device).synchronize()

@@ -221,11 +221,10 @@ class Guard:
             plain = type(owner).named_parameters
             for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
                 index = self.index.get(id(tensor))
-                is_other = index is None or session.closed or self.only_names
-                if is_other or (not loop.is_begun and session.is_underway):
+                is_other = session.closed or self.only_names
+                if index is None or is_other or (not loop.is_begun and session.is_underway):
                     loop.end()
                 else:
-                    assert index is not None
                     if not loop.is_begun:
                         refuse_read()
                     loop.begin(index, name, tensor)

@@ -71,13 +71,14 @@ class Loop:
         """End the loop, also in the middle of a turn."""
         if not self.is_begun:
             return
-        loops = self._session.loops
+        session = self._session
         try:
-            self.end()
+            if self._tensor is not None:
+                self.end()
         finally:
-            if self in loops:  # a Ctrl-C may have come before it was added
-                loops.remove(self)
-            self._session.saving.saved.leave()
+            if self in session.loops:  # a Ctrl-C may have come before it was added
+                session.loops.remove(self)
+            session.saving.saved.leave()
 
     def begin(self, index: int, name: str, tensor: nn.Parameter) -> None:
         """End the turn of the parameter before, and begin the next one's."""
@@ -87,9 +88,10 @@ class Loop:
         if not self.is_begun:
             self.is_begun = True
             self._thread = threading.get_ident()
+            session = self._session
             # Operations in the loop must save handles: parameters become hollow again.
-            self._session.saving.saved.enter()
-            self._session.loops.append(self)
+            session.saving.saved.enter()
+            session.loops.append(self)
 
     def is_at(self, tensor: nn.Parameter) -> bool:
         """Return whether it is the parameter's turn, in a loop of the calling thread."""

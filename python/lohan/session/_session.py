@@ -93,7 +93,7 @@ class Session(ForwardRules, Commits):
             [u.name for u in layout.units], [p.name for p in layout.params]
         )
         self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
-        self._threads = config.threads or -(-len(os.sched_getaffinity(0)) // config.sharers)
+        self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
         self._engine = _core.Engine(
             store=store,
@@ -105,8 +105,8 @@ class Session(ForwardRules, Commits):
             types=(_core.Handle, _core.Scope),
             io=config.io,
             directory=os.fsencode(self.directories[0]),
-            threads=self._threads,
-            nice=config.nice,
+            threads=self.workers,
+            nice=self.device.workers_nice if config.nice is None else config.nice,
             io_depth=config.io_depth,
             transfer_bytes=config.transfer_bytes,
             commit_every=config.commit_steps,
@@ -467,7 +467,7 @@ class Session(ForwardRules, Commits):
     @property
     def is_underway(self) -> bool:
         """Whether a forward or backward runs, or step() has to be called after a backward."""
-        if self._forward_is_alive() or in_backward():
+        if (self._forward_depth > 0 and self._forward_is_alive()) or in_backward():
             return True
         return self._backward == "done" and bool(self._engine.status()["has_gradients"])
 
@@ -507,7 +507,7 @@ class Session(ForwardRules, Commits):
     def stats(self) -> StepStats:
         """Return times and bytes of this session's last finished step; zeros before the first."""
         raw = self._engine.stats()
-        return StepStats.none(self._threads) if raw is None else StepStats.make(raw, self._threads)
+        return StepStats.none(self.workers) if raw is None else StepStats.make(raw, self.workers)
 
     def plan(self) -> Plan | None:
         """Return the plan for activations of forwards that have the shape of the last one.

@@ -137,8 +137,8 @@ def check(config: Config) -> None:
 
 
 def _check_gather(config: Config) -> None:
-    if config.gather not in ("host", "shards"):
-        raise ModelError(f"gather {config.gather!r} must be 'host' or 'shards'")
+    if config.gather not in ("host", "shards", "auto"):
+        raise ModelError(f"gather {config.gather!r} must be 'host', 'shards' or 'auto'")
     if config.gather == "shards" and config.share != "on":
         raise ModelError(
             "gather='shards' needs share='on' and several processes on the machine, which then"

@@ -52,7 +52,7 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
     steps = {event[3] for event in events}
     marks = [mark for mark in session.phases.marks if mark[1] in steps]
     spans = _timeline.spans_of(events, [unit.name for unit in session.layout.units], marks)
-    threads = session.config.threads or len(os.sched_getaffinity(0))
+    threads = session.workers
     _timeline.write_perfetto(path, spans, {"lohan": 1, "threads": threads})
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,11 @@ _FREE_SHARE = 4
 # the larger of this number of bytes and this fraction of the GPU's memory.
 _RESERVE_BYTES = 512 << 20
 _RESERVE_SHARE = 20
+# The threads that a GPU waits for: the training thread and autograd's launch kernels, and lohan's
+# own starts copies. The optimizer's workers leave them cores, and yield to them.
+_LAUNCHING_THREADS = 3
+_WORKERS_NICE = 5
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 # If no gradient leaves the device for this long, gradients are waiting for memory that the caller
 # holds.
 _STILL_S = 1.0
@@ -45,6 +52,7 @@ class Device:
         least_bytes: the minimum for slot_bytes.
         link_bytes_per_s: the rates of an emulated device's link, in and out; 0: as fast as memory
             is copied.
+        numa_node: the NUMA node that a GPU is attached to; -1: unknown, or no GPU.
     """
 
     name: str = "cpu"
@@ -53,6 +61,29 @@ class Device:
     slot_bytes: int = 0
     link_bytes_per_s: tuple[int, int] = (0, 0)
     least_bytes: int = 0
+    numa_node: int = -1
+
+    def worker_count(self, core_count: int) -> int:
+        """Return the default number of the optimizer's workers.
+
+        A worker on the core of a thread that a GPU waits for delays it by a time slice of some
+        milliseconds. So with a GPU these threads have cores of their own, but at most half of all.
+
+        Args:
+            core_count: the cores that this process may use.
+        """
+        if self.name != "cuda":
+            return core_count
+        return max(core_count - _LAUNCHING_THREADS, -(-core_count // 2))
+
+    def workers(self, sharers: int) -> int:
+        """Return the default number of workers, if so many processes share this machine's cores."""
+        return self.worker_count(-(-len(os.sched_getaffinity(0)) // sharers))
+
+    @property
+    def workers_nice(self) -> int:
+        """The default increment of the workers' nice value."""
+        return _WORKERS_NICE if self.name == "cuda" else 0
 
     @property
     def has_meter(self) -> bool:
@@ -74,7 +105,7 @@ class Device:
         if self.name == "cuda":
             memory, tail_bytes = self._allocate(), buffer_bytes
         speeds = self.link_bytes_per_s
-        return (self.name, self.index, self.slot_bytes, *speeds, tail_bytes, memory)
+        return (self.name, self.index, self.numa_node, self.slot_bytes, *speeds, tail_bytes, memory)
 
     def _allocate(self) -> torch.Tensor:
         try:
@@ -238,20 +269,32 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
                 f" at least {least} bytes for parameters alone, and saved tensors and gradients"
                 f" need room, too: try device_bytes={2 * least}, device_param_bytes={least}"
             )
-    room = every
+    room, node = every, -1
     if name == "cuda":
+        node = _numa_node(index)
         room = _usable_bytes(index, max(ceiling, min(every, config.device_param_bytes or least)))
     share = config.device_param_bytes or _share(name, ceiling, room)
     share -= share % _core.BLOCK_BYTES
     speed_in, speed_out = config.emu_bytes_per_s or (0, 0)
     links = int(speed_in), int(speed_out)
-    return Device(name, index, ceiling, min(every, max(least, share)), links, least)
+    return Device(name, index, ceiling, min(every, max(least, share)), links, least, node)
 
 
 def _share(name: str, ceiling: int, room: int) -> int:
     if ceiling:
         return ceiling // 2
     return room // _FREE_SHARE if name == "cuda" else room
+
+
+def _numa_node(index: int) -> int:
+    """Return the NUMA node that a GPU is attached to, or -1 if the system does not say."""
+    try:
+        gpu: Any = torch.cuda.get_device_properties(index)
+        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        node = int((_PCI_DEVICES / place / "numa_node").read_text())
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return -1
+    return node if node < int(_core.build_info()["numa_nodes"]) else -1
 
 
 def _usable_bytes(index: int, needed: int) -> int:

@@ -61,8 +61,10 @@ def is_reading_wrapped() -> bool:
     Inside these transforms, the result of detach() has no storage.
     """
     top = torch._C._functorch.peek_interpreter_stack()
+    if top is None:
+        return False
     kinds = torch._C._functorch.TransformType
-    return top is not None and top.key() in (kinds.Grad, kinds.Jvp)
+    return top.key() in (kinds.Grad, kinds.Jvp)
 
 
 def hooks_are_refused() -> bool:
@@ -150,8 +152,11 @@ class SavedTensors:
         This method may be called late (if a loop over parameters was left early, for example), when
         other hooks have been entered in the meantime. Those hooks stay active.
         """
-        others: list[tuple[Any, Any]] = []
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] is self.pack:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            return
+        others: list[tuple[Any, Any]] = []
         while top is not None and top[0] is not self.pack:
             others.append(top)
             torch._C._autograd._pop_saved_tensors_default_hooks()
