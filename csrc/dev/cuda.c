@@ -8,7 +8,7 @@
  *
  * A host call in the copy stream would delay the next copy until the call has run on the CPU. Each
  * direction therefore has a second stream, which only waits for copies and makes the host calls.
- * One host call ends a burst of copies (cuda_lane.c).
+ * One host call ends a burst of copies (cuda_lane.c). The side queue has two more streams.
  *
  * [Note: A device that fails]
  * After an error of a kernel the context is broken: the driver executes nothing more, including
@@ -176,7 +176,7 @@ static void cuda_free(struct lh_cuda *cuda)
     }
     if (cuda->context)
         cuda->calls.context_release(cuda->device);
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++)
+    for (int i = 0; i < LH_DEV_LANE_COUNT_MAX; i++)
         lh_free(alloc, cuda->lanes[i].bursts);
     lh_cuda_gaps_free(cuda);
     lh_dev_base_deinit(&cuda->base);
@@ -204,6 +204,7 @@ static const struct lh_dev_ops cuda_ops = {
     .gap_begin = lh_cuda_gap_begin,
     .gap_end = lh_cuda_gap_end,
     .gaps_take = lh_cuda_gaps_take,
+    .side_create = lh_cuda_side_create,
     .order = lh_cuda_order,
     .submit = lh_cuda_submit,
     .poll = lh_cuda_poll,

@@ -3,7 +3,7 @@
  *
  *      open --copy, copy, ...--> closed: `ended` is recorded, and the host call is enqueued
  *
- * A burst consists of copies of one direction between which the copy stream waits for nothing.
+ * A burst consists of copies of one lane between which the copy stream waits for nothing.
  * They follow one another at once, and one host call ends them all. poll closes the burst; so does
  * the first wait of a later copy, because the copies before that wait must not end after it, and so
  * do BURST_BYTES_MAX bytes. The time from the burst's beginning to its end is the device's own (if
@@ -26,15 +26,15 @@ static void host_call_run(void *context)
     const struct lh_cuda_burst *burst = context;
     struct lh_cuda_lane *lane = burst->lane;
     struct lh_dev_base *base = &lane->cuda->base;
-    const struct lh_dev_lane *ends = &base->lanes[lane->direction];
+    const struct lh_dev_lane *ends = &base->lanes[lane->index];
     uint64_t end = burst->end;
     uint64_t now = lh_clock_now_ns(base->clock);
     while (atomic_load(&ends->ended_count) < end) {
-        struct lh_dev_slot *slot = lh_dev_base_oldest(base, lane->direction);
+        struct lh_dev_slot *slot = lh_dev_base_oldest(base, lane->index);
         slot->started_ns = lh_max_u64(slot->submitted_ns, lane->ended_ns);
         slot->completed_ns = now;
         lane->ended_ns = now;
-        lh_dev_base_end(base, lane->direction);
+        lh_dev_base_end(base, lane->index);
     }
     lh_dev_base_wake(base);
 }
@@ -156,6 +156,7 @@ static int copy_enqueue(struct lh_cuda_lane *lane, const struct lh_dev_copy *cop
 int lh_cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err)
 {
     struct lh_cuda *cuda = (struct lh_cuda *)dev;
+    uint32_t lane = lh_dev_base_lane(&cuda->base, copy);
     struct lh_dev_slot *slot = NULL;
     LH_TRY(lh_dev_base_take(&cuda->base, copy, &slot));
     if (dev->in_flight_count == 1)
@@ -164,24 +165,24 @@ int lh_cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error
     if (rc == 0)
         rc = lh_cuda_enter(cuda, err);
     if (rc == 0) {
-        rc = copy_enqueue(&cuda->lanes[copy->direction], copy, err);
+        rc = copy_enqueue(&cuda->lanes[lane], copy, err);
         lh_cuda_leave(cuda);
     }
     if (rc < 0)
-        lh_dev_base_untake(&cuda->base, copy->direction);
+        lh_dev_base_untake(&cuda->base, lane);
     return rc;
 }
 
 /* Close the open bursts, so that the copies submitted so far will come back. */
 static void bursts_close(struct lh_cuda *cuda)
 {
-    struct lh_cuda_lane *lanes = cuda->lanes;
-    if (lanes[LH_DEV_DIRECTION_IN].open_copy_count + lanes[LH_DEV_DIRECTION_OUT].open_copy_count ==
-            0 ||
-        lh_cuda_enter(cuda, NULL) < 0)
+    uint32_t open_copy_count = 0;
+    for (uint32_t i = 0; i < cuda->base.lane_count; i++)
+        open_copy_count += cuda->lanes[i].open_copy_count;
+    if (open_copy_count == 0 || lh_cuda_enter(cuda, NULL) < 0)
         return;
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++)
-        burst_close_surely(&lanes[i]);
+    for (uint32_t i = 0; i < cuda->base.lane_count; i++)
+        burst_close_surely(&cuda->lanes[i]);
     lh_cuda_leave(cuda);
 }
 
@@ -225,7 +226,7 @@ static uint32_t ended_poll(struct lh_cuda *cuda, struct lh_dev_copy **done, uint
         return done_count;
     bool can_ask = lh_cuda_enter(cuda, NULL) == 0;
     for (uint32_t i = 0; i < done_count; i++)
-        copy_measure(&cuda->lanes[done[i]->direction], done[i], can_ask);
+        copy_measure(&cuda->lanes[lh_dev_base_lane(&cuda->base, done[i])], done[i], can_ask);
     if (can_ask)
         lh_cuda_leave(cuda);
     return done_count;
@@ -236,14 +237,14 @@ static bool is_lost(struct lh_cuda *cuda)
 {
     unsigned result = 0;
     bool is_refused = cuda->lost_result != 0;
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++) {
+    for (uint32_t i = 0; i < cuda->base.lane_count; i++) {
         unsigned answer = cuda->calls.stream_query(cuda->lanes[i].notify_stream);
         is_refused |= answer != 0 && answer != LH_CUDA_NOT_READY;
     }
     /* Only if synchronizing repeats the error, the streams themselves have failed and execute
      * nothing more. Synchronize all streams: a host call of one stream may still be running when
      * another stream reports the error. */
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT && is_refused; i++) {
+    for (uint32_t i = 0; i < cuda->base.lane_count && is_refused; i++) {
         unsigned answer = cuda->calls.stream_synchronize(cuda->lanes[i].notify_stream);
         result = result ? result : answer;
     }
@@ -298,12 +299,16 @@ static int stream_create(const struct lh_cuda *cuda, struct CUstream_st **stream
 }
 
 /* Events are created here and reused: creating one for a copy could take longer than the copy. */
-static int lane_create(struct lh_cuda_lane *lane, struct lh_error *err)
+static int lane_create(struct lh_cuda *cuda, uint32_t index, struct lh_error *err)
 {
-    const struct lh_cuda *cuda = lane->cuda;
+    struct lh_cuda_lane *lane = &cuda->lanes[index];
     uint32_t count = cuda->base.copy_count;
     bool is_timed = cuda->calls.event_elapsed != NULL;
     unsigned flags = is_timed ? LH_CUDA_EVENT_DEFAULT : LH_CUDA_EVENT_DISABLE_TIMING;
+    lane->cuda = cuda;
+    lane->index = index;
+    lane->direction =
+        index == LH_DEV_LANE_SIDE ? LH_DEV_DIRECTION_IN : (enum lh_dev_direction)index;
     LH_TRY(stream_create(cuda, &lane->copy_stream, err));
     LH_TRY(stream_create(cuda, &lane->notify_stream, err));
     lane->bursts = lh_alloc_zeroed(cuda->base.alloc, count, sizeof(*lane->bursts));
@@ -323,18 +328,25 @@ int lh_cuda_lanes_create(struct lh_cuda *cuda, struct lh_error *err)
 {
     LH_TRY(lh_cuda_enter(cuda, err));
     int rc = 0;
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT && rc == 0; i++) {
-        cuda->lanes[i].cuda = cuda;
-        cuda->lanes[i].direction = (enum lh_dev_direction)i;
-        rc = lane_create(&cuda->lanes[i], err);
-    }
+    for (uint32_t i = 0; i < LH_DEV_DIRECTION_COUNT && rc == 0; i++)
+        rc = lane_create(cuda, i, err);
     lh_cuda_leave(cuda);
     return rc;
 }
 
+int lh_cuda_side_create(struct lh_dev *dev, struct lh_error *err)
+{
+    struct lh_cuda *cuda = (struct lh_cuda *)dev;
+    LH_TRY(lh_cuda_enter(cuda, err));
+    int rc = lane_create(cuda, LH_DEV_LANE_SIDE, err);
+    lh_cuda_leave(cuda);
+    /* A lane that was created only in part has no copies, and is closed with the others. */
+    return rc == 0 ? lh_dev_base_side_init(&cuda->base, err) : rc;
+}
+
 void lh_cuda_lanes_close(struct lh_cuda *cuda)
 {
-    for (int i = 0; i < LH_DEV_DIRECTION_COUNT; i++) {
+    for (int i = 0; i < LH_DEV_LANE_COUNT_MAX; i++) {
         const struct lh_cuda_lane *lane = &cuda->lanes[i];
         struct CUstream_st *streams[] = {lane->copy_stream, lane->notify_stream};
         for (size_t j = 0; j < LH_COUNT_OF(streams); j++) {

@@ -31,6 +31,7 @@ struct lh_cuda_burst {
 
 struct lh_cuda_lane {
     struct lh_cuda *cuda;
+    uint32_t index; /* among the lanes */
     enum lh_dev_direction direction;
     struct CUstream_st *copy_stream;
     struct CUstream_st *notify_stream;
@@ -60,7 +61,7 @@ struct lh_dev_kernel {
 struct lh_cuda {
     struct lh_dev_base base; /* must be first: callers have a pointer to it */
     struct lh_cuda_calls calls;
-    struct lh_cuda_lane lanes[LH_DEV_DIRECTION_COUNT];
+    struct lh_cuda_lane lanes[LH_DEV_LANE_COUNT_MAX];
     struct lh_cuda_gaps gaps;
     struct lh_dev_kernel kernels[LH_DEV_KERNEL_COUNT_MAX];
     struct CUctx_st *context; /* NULL: not retained */
@@ -89,11 +90,12 @@ void lh_cuda_event_destroy(const struct lh_cuda *cuda, struct CUevent_st *event)
 unsigned lh_cuda_elapsed(const struct lh_cuda *cuda, struct CUevent_st *begun,
                          struct CUevent_st *ended, uint64_t *ns_out);
 
-/* Create the streams and events of both lanes. On failure, close what was created. */
+/* Create the streams and events of both directions. On failure, close what was created. */
 int lh_cuda_lanes_create(struct lh_cuda *cuda, struct lh_error *err);
 /* Close the lanes; this needs a current context. */
 void lh_cuda_lanes_close(struct lh_cuda *cuda);
 /* The functions of the vtable. */
+int lh_cuda_side_create(struct lh_dev *dev, struct lh_error *err);
 int lh_cuda_order(struct lh_dev *dev, enum lh_dev_direction direction, struct lh_dev_fence *fence,
                   struct lh_error *err);
 int lh_cuda_submit(struct lh_dev *dev, struct lh_dev_copy *copy, struct lh_error *err);

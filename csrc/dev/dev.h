@@ -8,6 +8,11 @@
  * its copies are executed in the order of submission, concurrently with the other direction and
  * with computation.
  *
+ * A copy whose fence passes late holds back all later copies of its queue. An IN copy can therefore
+ * be aside (is_aside): it does not hold back other IN copies, nor do they or order() hold it back.
+ * Copies aside are in order among themselves. Only "cuda" has the side queue that this takes; with
+ * other backends, such a copy is in order with all IN copies.
+ *
  *      record(released, stream)         the last reader of a slot has been enqueued
  *      order(IN, released)              later IN copies start after that reader
  *      submit(copy, done = arrived)     this copies new bytes into the slot
@@ -27,7 +32,7 @@
  *
  * Invariants:
  *  1. Every submitted copy is returned exactly once, through poll, on the owner thread; copies of
- *     one direction are returned in the order of submission.
+ *     one queue are returned in the order of submission.
  *  2. A backend accesses no byte outside the copies it was given, and no byte of a copy that it has
  *     returned.
  *  3. A fence that was never recorded counts as passed. A fence that is recorded again stands for
@@ -46,7 +51,7 @@
 #include "base/error.h"
 #include "base/waker.h"
 
-#define LH_DEV_OPS_VERSION 2
+#define LH_DEV_OPS_VERSION 3
 #define LH_DEV_COPY_COUNT_MAX 4096
 #define LH_DEV_SLEEP_MS_MAX 100
 #define LH_DEV_KERNEL_COUNT_MAX 4
@@ -70,6 +75,7 @@ struct lh_dev_copy {
     void *host;   /* main memory; borrowed until the copy is returned */
     void *device; /* an address that computation uses */
     uint64_t bytes;
+    bool is_aside;              /* IN: the copy is in the side queue, if there is one */
     uint64_t pause_ns;          /* emu: the time that the direction waits before the copy */
     struct lh_dev_fence *after; /* (optional) the copy starts after this fence */
     struct lh_dev_fence *done;  /* (optional) recorded after the copy */
@@ -123,7 +129,12 @@ struct lh_dev_ops {
     struct lh_dev_gap *(*gap_begin)(struct lh_dev *dev, void *stream);
     void (*gap_end)(struct lh_dev *dev, struct lh_dev_gap *gap, void *stream, uint32_t kind);
     bool (*gaps_take)(struct lh_dev *dev, uint32_t kind, uint64_t *ns_out);
-    /* Copies of a direction that are submitted later start after fence. */
+    /*
+     * (optional) Create the side queue, once, before any copy that is aside. Otherwise there is
+     * none, and it costs nothing.
+     */
+    int (*side_create)(struct lh_dev *dev, struct lh_error *err);
+    /* Copies of a direction that are submitted later, and are not aside, start after fence. */
     int (*order)(struct lh_dev *dev, enum lh_dev_direction direction, struct lh_dev_fence *fence,
                  struct lh_error *err);
     /*

@@ -61,6 +61,29 @@ bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
     return true;
 }
 
+/*
+ * How long a copy has kept its link busy. Copies that are aside may be executed at the same time as
+ * the others, and the link then has the time of only one of them.
+ */
+static uint64_t busy_ns(struct lh_engine *engine, const struct lh_dev_copy *copy)
+{
+    struct lh_copy_spans *own = &engine->copies.spans[copy->is_aside];
+    const struct lh_copy_spans *other = &engine->copies.spans[!copy->is_aside];
+    uint64_t count = lh_min_u64(other->count, LH_COPY_SPAN_COUNT);
+    uint64_t shared_ns = 0;
+    uint64_t ns = copy->completed_ns - copy->started_ns;
+    if (copy->direction == LH_DEV_DIRECTION_OUT)
+        return ns;
+    own->start_ns[own->count % LH_COPY_SPAN_COUNT] = copy->started_ns;
+    own->end_ns[own->count++ % LH_COPY_SPAN_COUNT] = copy->completed_ns;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t start_ns = lh_max_u64(copy->started_ns, other->start_ns[i]);
+        uint64_t end_ns = lh_min_u64(copy->completed_ns, other->end_ns[i]);
+        shared_ns += end_ns > start_ns ? end_ns - start_ns : 0;
+    }
+    return ns - lh_min_u64(ns, shared_ns);
+}
+
 static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
 {
     bool is_in = copy->dev.direction == LH_DEV_DIRECTION_IN;
@@ -80,7 +103,7 @@ static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
                           .bytes = copy->dev.bytes,
                       });
     lh_core_stats(engine, lh_core_step(engine))->copy_busy_ns[copy->dev.direction] +=
-        copy->dev.completed_ns - copy->dev.started_ns;
+        busy_ns(engine, &copy->dev);
     copy->done(engine, copy);
 }
 

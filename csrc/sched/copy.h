@@ -34,11 +34,21 @@ struct lh_copy {
     struct lh_copy *next_free;
 };
 
+#define LH_COPY_SPAN_COUNT 64
+
+/* When the newest copies of one queue were executed. */
+struct lh_copy_spans {
+    uint64_t start_ns[LH_COPY_SPAN_COUNT];
+    uint64_t end_ns[LH_COPY_SPAN_COUNT];
+    uint64_t count;
+};
+
 struct lh_copies {
     struct lh_copy *all;
     struct lh_copy *free;
     uint32_t in_flight;
     uint32_t taken[LH_COPY_USER_COUNT];
+    struct lh_copy_spans spans[2]; /* of copies to the device: not aside, and aside (dev.h) */
 };
 
 /* Create the table of opts.copy_count copies. */

@@ -302,6 +302,8 @@ static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
         .host = lh_saved_memory(saved),
         .device = is_in ? saved->target : (void *)(uintptr_t)saved->pointer,
         .bytes = saved->bytes,
+        /* A copy back waits for all that the stream was given; loads of units need not. */
+        .is_aside = is_in,
         .after = saved->computed,
         .done = is_in ? saved->arrived : NULL,
     };
@@ -510,6 +512,8 @@ int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
     area->has_mutex = true;
     uint64_t ssd_bytes = opts->store ? lh_store_extent(opts->store, 0).bytes : 0;
     LH_TRY(items_create(engine, err));
+    if (engine->dev && engine->dev->ops->side_create)
+        LH_TRY(engine->dev->ops->side_create(engine->dev, err));
     LH_TRY(lh_range_init(&area->transit, engine->alloc, opts->transit_bytes, LH_BLOCK_BYTES,
                          opts->item_max + 1, err));
     LH_TRY(lh_range_init(&area->staying, engine->alloc, opts->memory_bytes - opts->transit_bytes,

@@ -13,6 +13,7 @@
 #define _GNU_SOURCE 1
 #endif
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include "dev/cuda_abi.h"
 #include "dev/dev.h"
@@ -27,6 +28,15 @@
 #define MACHINE_SCRATCH_BYTES (UINT64_C(128) << 20)
 #define MACHINE_SCRATCH_ROUNDS 8
 #define MACHINE_STAGING_BYTES (UINT64_C(64) << 10)
+#define MACHINE_HOLD_ROUNDS 500 /* on a real GPU: several hundred ms */
+
+/* What holds the compute stream back. */
+struct gate {
+    pthread_mutex_t mutex;
+    pthread_cond_t opened;
+    bool is_open;
+};
+#define GATE_INIT {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, false}
 
 struct machine {
     const char *kind;
@@ -113,6 +123,40 @@ __attribute__((unused)) static void machine_compute(struct machine *machine, voi
         LH_CHECK(machine->copy_within(scratch, scratch + half_bytes, half_bytes, machine->stream) ==
                  0);
     LH_CHECK(machine->copy_within((uintptr_t)to, (uintptr_t)from, bytes, machine->stream) == 0);
+    machine_leave(machine);
+}
+
+__attribute__((unused)) static void gate_pass(void *context)
+{
+    struct gate *gate = context;
+    LH_CHECK(pthread_mutex_lock(&gate->mutex) == 0);
+    while (!gate->is_open)
+        pthread_cond_wait(&gate->opened, &gate->mutex);
+    LH_CHECK(pthread_mutex_unlock(&gate->mutex) == 0);
+}
+
+__attribute__((unused)) static void gate_open(struct gate *gate)
+{
+    LH_CHECK(pthread_mutex_lock(&gate->mutex) == 0);
+    gate->is_open = true;
+    LH_CHECK(pthread_cond_broadcast(&gate->opened) == 0);
+    LH_CHECK(pthread_mutex_unlock(&gate->mutex) == 0);
+}
+
+/*
+ * Hold the compute stream back until the gate opens. A real GPU computes for a long time instead,
+ * because one thread executes all of its host calls.
+ */
+__attribute__((unused)) static void machine_hold(struct machine *machine, struct gate *gate)
+{
+    machine_enter(machine);
+    uintptr_t scratch = (uintptr_t)machine->scratch;
+    uint64_t half_bytes = MACHINE_SCRATCH_BYTES / 2;
+    for (int i = 0; scratch && i < MACHINE_HOLD_ROUNDS * MACHINE_SCRATCH_ROUNDS; i++)
+        LH_CHECK(machine->copy_within(scratch, scratch + half_bytes, half_bytes, machine->stream) ==
+                 0);
+    if (!scratch)
+        LH_CHECK(machine->calls.host_call(machine->stream, gate_pass, gate) == 0);
     machine_leave(machine);
 }
 

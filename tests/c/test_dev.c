@@ -1,8 +1,6 @@
 /* Test that every backend fulfills the contract of csrc/dev/dev.h. */
 #include "dev_fixture.h"
 
-#include <pthread.h>
-
 #define LANE_COUNT 12
 #define LANE_BYTES (UINT64_C(192) << 10)
 #define ITEM_BYTES (UINT64_C(64) << 10)
@@ -205,6 +203,71 @@ static void test_fences_between_directions(const char *kind, bool by_order, bool
     for (int i = 0; i < 2; i++)
         machine.dev->ops->fence_destroy(machine.dev, fences[i]);
     machine.dev->ops->fence_destroy(machine.dev, NULL);
+    machine_free(&machine, device);
+    machine_host_free(&machine, in);
+    machine_host_free(&machine, out);
+    machine_close(&machine);
+}
+
+/*
+ * Two copies: one waits for a computation, the other for nothing. The one that waits is aside, or
+ * the other one is.
+ */
+static void test_aside(const char *kind, bool is_waiting_aside)
+{
+    struct machine machine;
+    struct gate gate = GATE_INIT;
+    struct lh_dev_copy copies[2];
+    struct lh_dev_copy *done[2];
+    uint64_t seed = 17;
+    lh_test_name("%s: a copy that is aside %s other copies, and both have their fences", kind,
+                 is_waiting_aside ? "does not hold back" : "is not held back by");
+    machine_open(&machine, kind, plain);
+    const struct lh_dev_ops *ops = machine.dev->ops;
+    bool is_cuda = strcmp(kind, "fake") == 0 || strcmp(kind, "cuda") == 0;
+    LH_CHECK((ops->side_create != NULL) == is_cuda);
+    LH_CHECK(!is_cuda || ops->side_create(machine.dev, NULL) == 0);
+    uint8_t *in = machine_host_allocate(&machine, 2 * ITEM_BYTES);
+    uint8_t *out = machine_host_allocate(&machine, 2 * ITEM_BYTES);
+    uint8_t *device = machine_allocate(&machine, 4 * ITEM_BYTES);
+    struct lh_dev_fence *computed = machine_fence(&machine);
+    struct lh_dev_fence *arrived[] = {machine_fence(&machine), machine_fence(&machine)};
+    machine_fill(in, 2 * ITEM_BYTES, &seed);
+    if (is_cuda)
+        machine_hold(&machine, &gate);
+    /* What was in the place of the copy that waits is written late. */
+    machine_compute(&machine, device, device + 2 * ITEM_BYTES, ITEM_BYTES);
+    machine_record(&machine, computed);
+    if (!is_waiting_aside)
+        LH_CHECK(ops->order(machine.dev, LH_DEV_DIRECTION_IN, computed, NULL) == 0);
+    for (int i = 0; i < 2; i++) {
+        copies[i] = (struct lh_dev_copy){
+            .direction = LH_DEV_DIRECTION_IN,
+            .host = in + i * ITEM_BYTES,
+            .device = device + i * ITEM_BYTES,
+            .bytes = ITEM_BYTES,
+            .is_aside = (i == 0) == is_waiting_aside,
+            .after = i == 0 && is_waiting_aside ? computed : NULL,
+            .done = arrived[i],
+        };
+        machine_submit(&machine, &copies[i]);
+    }
+    if (is_cuda) {
+        LH_CHECK(machine_wait(&machine, done, 2) == 1 && done[0] == &copies[1]);
+        LH_CHECK(!ops->has_passed(machine.dev, computed));
+    }
+    gate_open(&gate);
+    for (int i = 0; i < 2; i++)
+        machine_await(&machine, arrived[i]);
+    machine_compute(&machine, device + 2 * ITEM_BYTES, device, 2 * ITEM_BYTES);
+    machine_record(&machine, computed);
+    LH_CHECK(ops->order(machine.dev, LH_DEV_DIRECTION_OUT, computed, NULL) == 0);
+    machine_drain(&machine);
+    machine_copy(&machine, LH_DEV_DIRECTION_OUT, out, device + 2 * ITEM_BYTES, 2 * ITEM_BYTES);
+    LH_CHECK(memcmp(in, out, 2 * ITEM_BYTES) == 0);
+    ops->fence_destroy(machine.dev, computed);
+    for (int i = 0; i < 2; i++)
+        ops->fence_destroy(machine.dev, arrived[i]);
     machine_free(&machine, device);
     machine_host_free(&machine, in);
     machine_host_free(&machine, out);
@@ -460,6 +523,8 @@ int main(void)
         test_order_of_a_direction(kinds[i]);
         for (int j = 0; j < 4; j++)
             test_fences_between_directions(kinds[i], j % 2 == 0, j < 2);
+        for (int j = 0; j < 2; j++)
+            test_aside(kinds[i], j == 0);
         test_pipeline(kinds[i]);
         test_other_threads(kinds[i]);
         test_fence_recorded_again(kinds[i]);

@@ -4,7 +4,6 @@
  */
 #include "dev_fixture.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 
 #define BYTES 4096
@@ -189,43 +188,18 @@ static void test_calls(void)
     }
 }
 
-struct gate {
-    pthread_mutex_t mutex;
-    pthread_cond_t opened;
-    bool is_open;
-};
-
-static void gate_pass(void *context)
-{
-    struct gate *gate = context;
-    LH_CHECK(pthread_mutex_lock(&gate->mutex) == 0);
-    while (!gate->is_open)
-        pthread_cond_wait(&gate->opened, &gate->mutex);
-    LH_CHECK(pthread_mutex_unlock(&gate->mutex) == 0);
-}
-
-static void gate_open(struct gate *gate)
-{
-    LH_CHECK(pthread_mutex_lock(&gate->mutex) == 0);
-    gate->is_open = true;
-    LH_CHECK(pthread_cond_broadcast(&gate->opened) == 0);
-    LH_CHECK(pthread_mutex_unlock(&gate->mutex) == 0);
-}
-
 static void test_later_waits(void)
 {
     struct machine machine;
     lh_test_name("a copy comes back although a later one waits, by order() or by `after`");
     for (int by_order = 0; by_order < 2; by_order++) {
-        struct gate gate = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, false};
+        struct gate gate = GATE_INIT;
         struct lh_dev_copy first = copy_of(LH_DEV_DIRECTION_IN, 0, BYTES);
         struct lh_dev_copy second = copy_of(LH_DEV_DIRECTION_IN, 1, BYTES);
         struct lh_dev_copy *done[2];
         machine_open(&machine, "fake", (struct lh_dev_opts){.copy_count = COPY_COUNT});
         struct lh_dev_fence *fence = machine_fence(&machine);
-        machine_enter(&machine);
-        LH_CHECK(machine.calls.host_call(machine.stream, gate_pass, &gate) == 0);
-        machine_leave(&machine);
+        machine_hold(&machine, &gate);
         machine_record(&machine, fence);
         machine_submit(&machine, &first);
         if (by_order)

@@ -23,6 +23,7 @@
 
 static _Alignas(64) uint8_t host[2][BYTES];
 static _Alignas(64) uint8_t device[BYTES];
+static _Alignas(64) uint8_t beside[BYTES];
 static struct lh_clock real_clock;
 static _Atomic uint64_t hand_ns = SILENCE_NS;
 
@@ -73,15 +74,31 @@ static int create(struct lh_alloc *alloc, struct lh_waker *waker, int32_t device
     return rc;
 }
 
+/* Take all copies back; returns whether none has failed. */
+static bool all_back(struct lh_dev *dev, struct lh_waker *waker)
+{
+    struct lh_dev_copy *done[2];
+    bool is_well = true;
+    while (dev->in_flight_count > 0) {
+        lh_waker_prepare(waker);
+        uint32_t count = dev->ops->poll(dev, done, 2);
+        for (uint32_t i = 0; i < count; i++) {
+            LH_CHECK(done[i]->result == 0 || done[i]->result == -EIO);
+            is_well &= done[i]->result == 0;
+        }
+        if (count == 0)
+            lh_waker_wait(waker, LH_DEV_SLEEP_MS_MAX);
+    }
+    return is_well;
+}
+
 /* Everything that an owner does, until something fails. */
 static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
 {
     const struct lh_dev_ops *ops = dev->ops;
     struct lh_dev_fence *fences[2] = {NULL};
     struct lh_dev_kernel *kernel = NULL;
-    struct lh_dev_copy *done[2];
-    int results[2] = {0};
-    int rc = 0;
+    int rc = ops->side_create(dev, err);
     for (int i = 0; i < 2 && rc == 0; i++)
         rc = ops->fence_create(dev, &fences[i], err);
     if (rc == 0)
@@ -98,12 +115,20 @@ static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
                                     .host = host[1],
                                     .device = device,
                                     .bytes = BYTES,
+                                    .after = fences[0]},
+                                   {.direction = LH_DEV_DIRECTION_IN,
+                                    .host = host[0],
+                                    .device = beside,
+                                    .bytes = BYTES,
+                                    .is_aside = true,
                                     .after = fences[0]}};
     memset(host[0], 3, BYTES);
     if (rc == 0)
         rc = ops->record(dev, fences[0], NULL, err);
     if (rc == 0)
         rc = ops->order(dev, LH_DEV_DIRECTION_IN, fences[0], err);
+    if (rc == 0)
+        rc = ops->submit(dev, &copies[2], err);
     if (rc == 0)
         rc = ops->submit(dev, &copies[0], err);
     /* Measuring is refused silently. */
@@ -120,17 +145,8 @@ static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
         rc = ops->submit(dev, &copies[1], err);
     if (rc == 0)
         rc = ops->order(dev, LH_DEV_DIRECTION_OUT, fences[0], err);
-    for (int back_count = 0; dev->in_flight_count > 0;) {
-        lh_waker_prepare(waker);
-        uint32_t count = ops->poll(dev, done, 2);
-        for (uint32_t i = 0; i < count; i++)
-            results[back_count++] = done[i]->result;
-        if (count == 0)
-            lh_waker_wait(waker, LH_DEV_SLEEP_MS_MAX);
-    }
-    for (int i = 0; i < 2; i++)
-        LH_CHECK(results[i] == 0 || results[i] == -EIO);
-    if (rc == 0 && results[0] == 0 && results[1] == 0) {
+    if (all_back(dev, waker) && rc == 0) {
+        LH_CHECK(memcmp(host[0], beside, BYTES) == 0);
         lh_zo_apply((float *)(void *)host[0], (float *)(void *)host[0], 0, BYTES / 4, &draw, 1);
         LH_CHECK(memcmp(host[0], host[1], BYTES) == 0);
     }
@@ -309,12 +325,14 @@ static void test_lost(void)
     LH_CHECK(lh_waker_init(&waker, NULL) == 0);
     fake_cuda_reset((struct fake_cuda_opts){.fail_after = -1});
     LH_CHECK(create(&alloc, &waker, 0, &dev, &err) == 0);
+    LH_CHECK(dev->ops->side_create(dev, &err) == 0);
     fake_cuda_pause(true);
     for (int i = 0; i < 4; i++) {
         copies[i] = (struct lh_dev_copy){.direction = (enum lh_dev_direction)(i % 2),
                                          .host = host[i % 2],
                                          .device = device,
-                                         .bytes = BYTES};
+                                         .bytes = BYTES,
+                                         .is_aside = i == 2};
         LH_CHECK(dev->ops->submit(dev, &copies[i], &err) == 0);
     }
     LH_CHECK(dev->ops->poll(dev, done, 2) == 0);
@@ -393,6 +411,8 @@ static void test_allocations(void)
         LH_CHECK(rc == 0 || (rc == -ENOMEM && err.code == rc));
         if (rc == 0) {
             struct lh_dev_fence *fence = NULL;
+            rc = dev->ops->side_create(dev, &err);
+            LH_CHECK(rc == 0 || rc == -ENOMEM);
             lh_alloc_seal(&alloc);
             LH_CHECK(dev->ops->fence_create(dev, &fence, &err) == 0);
             dev->ops->fence_destroy(dev, fence);
@@ -400,7 +420,7 @@ static void test_allocations(void)
         }
         LH_CHECK(alloc.live_count == 0 && fake_cuda_live_count() == 0);
     }
-    LH_CHECK(rc == 0 && fail_after == 7);
+    LH_CHECK(rc == 0 && fail_after == 9);
 }
 
 int main(void)

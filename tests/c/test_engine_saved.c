@@ -1,7 +1,10 @@
 /* Test saved tensors that are offloaded and fetched while the engine trains. */
+#include <unistd.h>
+
 #include "dev_fixture.h"
 #include "rig_device.h"
 #include "rig_saved.h"
+#include "rig_wait.h"
 #include "sched/engine_private.h"
 
 #define ITEM_COUNT 24
@@ -288,6 +291,111 @@ static void test_stop(const char *kind)
     }
 }
 
+/* Whether the copy of a pinned unit ends, although nothing is computed. */
+static bool load_ends(struct saved_test *test, uint32_t unit)
+{
+    struct lh_dev *dev = machine_of(test)->dev;
+    uint64_t until_ns = lh_clock_now_ns(&test->rig.clock) + MACHINE_TIMEOUT_NS;
+    while (!dev->ops->has_passed(dev, test->rig.engine->units[unit].copy.arrived)) {
+        if (lh_clock_now_ns(&test->rig.clock) > until_ns)
+            return false;
+        usleep(1000);
+    }
+    return true;
+}
+
+static void test_fetch_holds_nothing_back(void)
+{
+    lh_test_name("parameters are loaded while the copy back of a saved tensor, which was started "
+                 "before, waits until its target is free");
+    static struct saved_test test;
+    struct gate gate = GATE_INIT;
+    const uint32_t item = 1;
+    const uint32_t unit = 1;
+    test_open(&test, "fake", 6 * LH_MIB, 3 * LH_MIB, 64 * LH_MIB);
+    put(&test, item);
+    LH_CHECK(taken_wait(&test) == 1);
+    rig_device_drain(&test.rig);
+    memset(test.sources[item], 0x33, test.bytes[item]);
+    machine_hold(machine_of(&test), &gate);
+    /* The target's memory was another tensor's, which is still to be computed. */
+    compute(&test, test.targets[item], test.sources[item], test.bytes[item]);
+    lh_saved_fetch(test.rig.engine, test.items[item], test.targets[item]);
+    LH_CHECK(back_wait(&test, item) == 1);
+    LH_CHECK(lh_engine_begin(test.rig.engine, LH_ENGINE_MODE_EVAL) == 0);
+    LH_CHECK(rig_acquire(&test.rig, unit) == 0);
+    LH_CHECK(load_ends(&test, unit));
+    gate_open(&gate);
+    check(&test, item);
+    lh_engine_unpin(test.rig.engine, unit);
+    lh_saved_drop(test.rig.engine, test.items[item]);
+    LH_CHECK(rig_flush(&test.rig, false) == 0);
+    all_free_check(&test);
+    rig_device_check(&test.rig);
+    test_shut(&test);
+}
+
+static const uint64_t *script; /* the times that a clock tells, in turn */
+
+static uint64_t script_now(void *context)
+{
+    (void)context;
+    return *script++;
+}
+
+static void ignore(struct lh_engine *engine, struct lh_copy *copy)
+{
+    (void)engine;
+    (void)copy;
+}
+
+static void test_busy_link(void)
+{
+    static const struct {
+        enum lh_dev_direction direction;
+        bool is_aside;
+        uint64_t times[2];
+        uint64_t busy_ns;
+    } rows[] = {
+        {LH_DEV_DIRECTION_IN, false, {0, 10}, 10}, {LH_DEV_DIRECTION_IN, true, {5, 12}, 2},
+        {LH_DEV_DIRECTION_IN, true, {12, 14}, 2},  {LH_DEV_DIRECTION_OUT, false, {0, 20}, 20},
+        {LH_DEV_DIRECTION_IN, false, {10, 20}, 6}, {LH_DEV_DIRECTION_IN, false, {20, 30}, 10},
+        {LH_DEV_DIRECTION_IN, true, {15, 40}, 10}, {LH_DEV_DIRECTION_IN, true, {40, 41}, 1},
+    };
+    lh_test_name("time in which copies back share the link with other copies counts once");
+    uint8_t bytes[2] = {0};
+    struct rig rig;
+    rig_make(&rig, "saved-link",
+             (struct rig_opts){.manual = true,
+                               .in_memory = true,
+                               .commit_every = 1,
+                               .device = "emu",
+                               .device_bytes = UINT64_C(1) << 20});
+    struct lh_engine *engine = rig.engine;
+    const struct lh_clock clock = rig.clock;
+    rig_settle(&rig);
+    const uint64_t *busy_ns = lh_core_stats(engine, lh_core_step(engine))->copy_busy_ns;
+    for (size_t i = 0; i < LH_COUNT_OF(rows); i++) {
+        struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_UNIT);
+        copy->done = ignore;
+        copy->what = "a copy";
+        copy->unit = LH_UNIT_NONE;
+        copy->dev = (struct lh_dev_copy){.direction = rows[i].direction,
+                                         .is_aside = rows[i].is_aside,
+                                         .host = &bytes[0],
+                                         .device = &bytes[1],
+                                         .bytes = 1};
+        uint64_t before_ns = busy_ns[rows[i].direction];
+        script = rows[i].times;
+        rig.clock.now_ns = script_now;
+        LH_CHECK(lh_copy_submit(engine, copy));
+        rig_settle(&rig);
+        rig.clock = clock;
+        LH_CHECK(busy_ns[rows[i].direction] - before_ns == rows[i].busy_ns);
+    }
+    rig_unmake(&rig);
+}
+
 int main(void)
 {
     const char *const kinds[] = {NULL, "emu", "fake", "staged"};
@@ -296,6 +404,8 @@ int main(void)
         test_round_trips(kinds[i], 6 * LH_MIB);
         test_stop(kinds[i]);
     }
+    test_fetch_holds_nothing_back();
+    test_busy_link();
     test_dropped_unread();
     test_refusals();
     test_wrong_byte();
