@@ -77,7 +77,7 @@ class Device:
         return max(core_count - _LAUNCHING_THREADS, -(-core_count // 2))
 
     def workers(self, sharers: int) -> int:
-        """Return the default number of workers, if so many processes share this machine's cores."""
+        """Return the default number of workers where `sharers` processes share the cores."""
         return self.worker_count(-(-len(os.sched_getaffinity(0)) // sharers))
 
     @property
