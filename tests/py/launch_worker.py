@@ -79,7 +79,7 @@ def main(store: str) -> None:
 
     def options(self: _device.Device, buffer_bytes: int) -> tuple[Any, ...]:
         memory.append(torch.zeros(self.slot_bytes, dtype=torch.uint8))
-        return ("cuda", 0, self.slot_bytes, 0, 0, buffer_bytes, memory[0])
+        return ("cuda", 0, -1, self.slot_bytes, 0, 0, buffer_bytes, memory[0])
 
     _device.Device.options = options  # type: ignore[method-assign]
     block = WIDTH * WIDTH * 4

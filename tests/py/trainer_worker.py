@@ -10,12 +10,15 @@ import pathlib
 import signal
 import sys
 
+import torch
 import trainer_helper as helper
+from conftest import TORCH_THREAD_COUNT
 from trainer_resume_helper import ARGUMENTS, Dies
 
 
 def main() -> None:
     """Kill this process at a step and a place, as kill -9 does."""
+    torch.set_num_threads(TORCH_THREAD_COUNT)
     folder, step, where = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
     def kill() -> None:
