@@ -200,6 +200,7 @@ class _Opening:
         if resume and where is None:
             raise StoreError("resume=True needs store=: pass the directories of that store")
         directories = _directories.directories_of(where)
+        _directories.refuse_windows_drives(directories)
         extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
         try:
             if self.shared.is_mate:

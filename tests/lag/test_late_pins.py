@@ -10,6 +10,7 @@ import lag_models as models
 import late
 import pytest
 from lag_models import Task
+from lohan import _core
 from lohan.planning import _hardware
 from lohan.session import _notes
 from torch import nn
@@ -86,6 +87,18 @@ def test_without_a_limit_there_is_no_note_and_no_copy_of_pageable_memory(
     place: str, device: late.Late, tmp_path: pathlib.Path
 ) -> None:
     assert Run(place, device, tmp_path).train(0, "any") == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "pinned_mib"), [(0, 70), (70, 70), (69, 64), (40, 32), (31, 0)]
+)
+def test_doctors_probe_finds_the_limit_and_leaves_nothing_registered(
+    limit_mib: int, pinned_mib: int, device: late.Late
+) -> None:
+    """Memory is registered in pieces of 32 MiB; the last one is of 6."""
+    device.limit_registered(limit_mib << 20)
+    for _ in range(2):
+        assert _core.probe_pins(0, 70 << 20) == pinned_mib << 20
 
 
 def test_the_refusal_and_the_remedy_are_printed_once(

@@ -7,10 +7,14 @@ import os
 import pathlib
 import subprocess
 
+import lohan
 import pytest
+import torch
 from lohan import _core
 from lohan.commands import _doctor, _doctor_disks
 from lohan.commands._diagnosis import Diagnosis
+from lohan.common import _mounts
+from lohan.errors import StoreError
 from lohan.planning import _hardware
 
 GPU = {"class": "0x030000", "vendor": "0x10de"}
@@ -223,6 +227,77 @@ def test_a_machine_of_several_nodes_is_told_of_libnuma(
         _doctor._look_at_build(found)
         fixes = [problem.fix for problem in found.problems if "NUMA" in problem.what]
         assert fixes == said
+
+
+WSL = "Linux version 6.6 (root@x) microsoft-standard-WSL2"
+
+
+def mounted(root: pathlib.Path, version: str, kind: str) -> None:
+    """Write the texts of a machine that has the folder "Windows drive" of root mounted."""
+    (root / "proc").mkdir()
+    (root / "proc/version").write_text(version)
+    lines = ("/dev/sdc / ext4 rw 0 0", f"C:\\134 {root}/Windows\\040drive {kind} rw 0 0")
+    (root / "proc/mounts").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "is_windows"),
+    [(WSL, "9p", True), (WSL, "drvfs", True), (WSL, "ext4", False), ("Linux 6.6", "9p", False)],
+)
+def test_a_windows_drive_is_known_by_wsl_and_its_file_system(
+    tmp_path: pathlib.Path, version: str, kind: str, is_windows: bool
+) -> None:
+    mounted(tmp_path, version, kind)
+    inside = f"{tmp_path}/Windows drive/run/store"
+    assert _mounts.mount_of(inside, tmp_path)[:2] == (f"{tmp_path}/Windows drive", kind)
+    assert _mounts.is_windows_drive(inside, tmp_path) == is_windows
+    assert not _mounts.is_windows_drive(f"{tmp_path}/Windows", tmp_path)
+
+
+def test_a_store_on_a_windows_drive_is_refused_before_anything_is_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted(tmp_path, WSL, "9p")
+    read = _mounts.read
+    monkeypatch.setattr(_mounts, "read", lambda path: read(tmp_path / path.relative_to("/")))
+    drive = tmp_path / "Windows drive"
+    drive.mkdir()
+    with pytest.raises(StoreError, match=r"is on a Windows drive \(9p, mounted at .*wsl --mount"):
+        lohan.wrap(torch.nn.Linear(4, 4), store=drive / "run")
+    assert list(drive.iterdir()) == []
+    found = Diagnosis({}, [])
+    _doctor._look_at_build(found)
+    _doctor_disks.look(found, [str(drive)], False, print)
+    assert not found.is_well
+    assert any("Windows drive" in problem.what for problem in found.problems)
+    store = tmp_path / "run"
+    lohan.wrap(torch.nn.Linear(4, 4), store=store).lohan.close()
+    assert store.exists()
+
+
+@pytest.mark.parametrize("refused_bytes", [0, 1 << 20])
+def test_doctor_says_how_much_memory_the_driver_page_locks(
+    monkeypatch: pytest.MonkeyPatch, refused_bytes: int
+) -> None:
+    asked = []
+
+    def probe(index: int, nbytes: int) -> int:
+        asked.append((index, nbytes))
+        return nbytes - refused_bytes
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(_core, "probe_pins", probe)
+    found = Diagnosis({}, [])
+    _doctor._look_at_gpu(found)
+    ((index, nbytes),) = asked
+    assert index == 1 and 0 < nbytes <= 2 << 30
+    assert found.facts["gpu"]["page_locked_bytes"] == nbytes - refused_bytes
+    told = [problem for problem in found.problems if "page-locks" in problem.what]
+    assert len(told) == (refused_bytes > 0)
+    if told:
+        assert f"only {(nbytes - refused_bytes) >> 20} of {nbytes >> 20} MiB" in told[0].what
+        assert told[0].fix == _hardware.pin_remedy()
 
 
 def test_a_machine_without_the_driver_is_no_error(tmp_path: pathlib.Path) -> None:

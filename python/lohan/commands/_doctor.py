@@ -17,12 +17,14 @@ from rich.console import Console
 from lohan import _core
 from lohan.commands import _doctor_disks, _doctor_network, _doctor_show
 from lohan.commands._diagnosis import Diagnosis
-from lohan.common import _progress
+from lohan.common import _mounts, _progress
 from lohan.common._build import build_info
 from lohan.errors import StoreError
 from lohan.planning import _hardware
 from lohan.store import _temporary
 
+PIN_PROBE_BYTES = 2 << 30  # more than WSL2 page-locks
+PIN_PAGE_BYTES = 4096
 MEMORY_PROBE_BYTES = 64 << 20
 TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
 LIMITS = "/etc/security/limits.conf"
@@ -118,11 +120,6 @@ def _look_at_build(found: Diagnosis) -> None:
 def _look_at_container(found: Diagnosis) -> None:
     kind = _hardware.container()
     found.facts["container"] = kind or None
-    if kind == "wsl2":
-        found.complain(
-            "this is WSL2: a Windows drive (/mnt/c) is accessed through a network file system",
-            "keep stores on WSL2's own disk, or mount a disk with: wsl --mount",
-        )
 
 
 def _look_at_torch(found: Diagnosis) -> None:
@@ -147,8 +144,8 @@ def _look_at_memory(found: Diagnosis) -> None:
         "available_bytes": available,
         "memlock_soft_bytes": None if soft == resource.RLIM_INFINITY else soft,
         "memlock_hard_bytes": None if hard == resource.RLIM_INFINITY else hard,
-        "transparent_huge_pages": _hardware.read(Path(TRANSPARENT)) or "not in this kernel",
-        "reserved_huge_pages": int(_hardware.read(Path("/proc/sys/vm/nr_hugepages")) or 0),
+        "transparent_huge_pages": _mounts.read(Path(TRANSPARENT)) or "not in this kernel",
+        "reserved_huge_pages": int(_mounts.read(Path("/proc/sys/vm/nr_hugepages")) or 0),
     }
     found.facts["memory"] = facts
     try:
@@ -201,6 +198,30 @@ def _look_at_gpu(found: Diagnosis) -> None:
             f" ({torch.__version__}) does not use it",
             "pip install a CUDA build of torch, for a CUDA version no newer than the driver's"
             f" {driver['cuda']}",
+        )
+    if torch.cuda.is_available():
+        _look_at_pins(found)
+
+
+def _look_at_pins(found: Diagnosis) -> None:
+    """Try how much main memory the GPU's driver page-locks: WSL2 and containers limit it."""
+    wanted = min(PIN_PROBE_BYTES, int(_core.build_info()["memory_available_bytes"]) // 4)
+    wanted -= wanted % PIN_PAGE_BYTES
+    try:
+        pinned = _core.probe_pins(torch.cuda.current_device(), wanted)
+    except OSError as error:
+        found.complain(
+            f"the GPU's driver cannot be asked to page-lock memory: {error}",
+            "check nvidia-smi, and reboot after an update of the driver",
+        )
+        return
+    found.facts["gpu"]["page_locked_bytes"] = pinned
+    found.facts["gpu"]["page_lock_wanted_bytes"] = wanted
+    if pinned < wanted:
+        found.complain(
+            f"the GPU's driver page-locks only {pinned >> 20} of {wanted >> 20} MiB of main"
+            " memory: other memory is copied through a small buffer, which is slower",
+            _hardware.pin_remedy(),
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lohan import _core
+from lohan.common import _mounts
 from lohan.errors import store_error
 from lohan.planning import _hardware, _measure
 
@@ -18,7 +19,6 @@ DISK_PROBE_BYTES = 256 << 20
 # Less space has room for small models only: a store of GPT-2 small, as in the demo, takes 3 GB.
 FREE_BYTES_MIN = 4 << 30
 SLOW_BYTES_PER_S = 400_000_000
-MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 # Directories that share no link reach at least this share of the sum of their separate rates.
 TOGETHER_SHARE = 0.8
 _SECCOMP = (
@@ -56,7 +56,7 @@ def look(
     facts: dict[str, dict[str, Any]] = found.facts["directories"]
     _look_at_disks(found, facts)
     fit = [d for d, f in facts.items() if f.get("free_bytes", 0) > 4 * DISK_PROBE_BYTES]
-    fit = [d for d in fit if facts[d]["file_system"] not in MEMORY_FILE_SYSTEMS]
+    fit = [d for d in fit if facts[d]["file_system"] not in _mounts.MEMORY_FILE_SYSTEMS]
     measured = []
     for directory in fit if measure else []:
         tell(f"writing and reading {DISK_PROBE_BYTES >> 20} MiB in {directory}")
@@ -124,15 +124,22 @@ def _look_at(found: Diagnosis, directory: str) -> None:
         found.complain(f"{directory} {problem}", way_out, needed=True)
         return
     space = os.statvfs(directory)
-    facts["mount_point"], facts["file_system"], _ = _hardware.mount_of(directory)
+    facts["mount_point"], facts["file_system"], _ = _mounts.mount_of(directory)
     facts["free_bytes"] = space.f_bavail * space.f_frsize
     facts["disks"] = _hardware.disks_of(directory)
     facts["io"] = _probe_backends(found, directory)
-    if facts["file_system"] in MEMORY_FILE_SYSTEMS:
+    if facts["file_system"] in _mounts.MEMORY_FILE_SYSTEMS:
         found.complain(
             f"{directory} is in main memory ({facts['file_system']}): a store there saves no"
             " memory",
             "choose a directory on an SSD",
+            needed=True,
+        )
+    elif _mounts.is_windows_drive(directory):
+        found.complain(
+            f"{directory} is on a Windows drive, which WSL accesses through a network file system:"
+            " lohan.wrap refuses a store there",
+            "keep stores on WSL's own disk, or mount a disk with: wsl --mount",
             needed=True,
         )
     elif facts["free_bytes"] < FREE_BYTES_MIN:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from lohan.common import _mounts
 from lohan.planning import _hardware
 
 if TYPE_CHECKING:
     from lohan.commands._diagnosis import Diagnosis
-
-MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
 def _limit_words(nbytes: int | None) -> str:
@@ -116,7 +115,7 @@ def _show_directory(directory: str, facts: dict[str, Any], console: Console) -> 
     for disk in facts["disks"]:
         link = f"  {_hardware.link_words(disk['link'])}" if disk["link"] else ""
         console.print(f"  {_plain(disk['name'])} {_plain(disk['model'])}{link}", highlight=False)
-    if facts["file_system"] in MEMORY_FILE_SYSTEMS:
+    if facts["file_system"] in _mounts.MEMORY_FILE_SYSTEMS:
         return  # backends are irrelevant: a store in main memory would save no memory
     table = Table(box=None, padding=(0, 2, 0, 2))
     for name in ("I/O backend", "direct (O_DIRECT)", "buffered"):

@@ -14,21 +14,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path("/")
+from lohan.common._mounts import ROOT, is_wsl, mount_of, read
+
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")
 _NVME_CLASS = "0x0108"
 # The PCIe generation, by the speed of a lane in GT/s.
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 _DRIVER = "libcuda.so.1"
-
-
-def read(path: Path) -> str:
-    """Return a file's text without the white space around it; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _number(text: str) -> int | None:
@@ -80,19 +73,6 @@ def numa_nodes(root: Path = ROOT) -> int:
 
 
 # --- Drives ---------------------------------------------------------------------------------------
-
-
-def mount_of(path: str, root: Path = ROOT) -> tuple[str, str, str]:
-    """Return (mount point, file system, source) of a path."""
-    best, kind, source = "", "unknown", ""
-    real = os.path.realpath(path)
-    for line in read(root / "proc/mounts").splitlines():
-        fields = line.split()
-        point = fields[1].replace("\\040", " ")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind, source = point, fields[2], fields[0]
-    return best, kind, source
 
 
 def _block_node(path: str, source: str, root: Path) -> Path | None:
@@ -201,12 +181,12 @@ def container(root: Path = ROOT) -> str:
     known = next((name for word, name in _CGROUPS.items() if word in groups), "")
     if known:
         return known
-    return "wsl2" if "microsoft" in read(root / "proc/version").lower() else ""
+    return "wsl2" if is_wsl(root) else ""
 
 
 def pin_remedy(root: Path = ROOT) -> str:
     """Return what to do if the GPU's driver refuses to page-lock main memory."""
-    if "microsoft" in read(root / "proc/version").lower():
+    if is_wsl(root):
         return (
             "WSL2 page-locks about 1 GiB for all programs together, however much memory it has:"
             " lower host_bytes (and swap_bytes) to that, or run Linux without WSL2"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lohan.common import _arguments
+from lohan.common import _arguments, _mounts
 from lohan.errors import StoreError
 from lohan.store import _temporary
 
@@ -32,6 +32,20 @@ def check(directories: Sequence[str]) -> None:
             " is missing, mount it. lohan.snapshot() copies a store to another number of"
             " directories",
         )
+
+
+def refuse_windows_drives(directories: Sequence[str]) -> None:
+    """Reject a store on a drive of Windows: WSL reaches these through a network file system."""
+    for name in directories:
+        if _mounts.is_windows_drive(name):
+            point, kind, _ = _mounts.mount_of(name)
+            raise StoreError(
+                errno.EMEDIUMTYPE,
+                f"{name} is on a Windows drive ({kind}, mounted at {point}), which WSL accesses"
+                " through a network file system without direct I/O: training would be many times"
+                " slower. Choose a directory on WSL's own disk, such as"
+                f" {Path.home() / 'lohan'}, or mount a disk with: wsl --mount",
+            )
 
 
 def say_parents(directories: Sequence[str]) -> None:

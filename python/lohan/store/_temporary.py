@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 
+from lohan.common import _mounts
 from lohan.errors import StoreError
 
 _TEMPORARY = "lohan-temporary-"
@@ -26,7 +27,8 @@ def temporary_directory() -> str:
     It is locked until remove_temporary(). Directories left by killed processes are removed.
     """
     for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
-        if os.path.isdir(base) and os.access(base, os.W_OK) and not _is_memory(base):
+        is_disk = not _mounts.is_memory(base) and not _mounts.is_windows_drive(base)
+        if is_disk and os.path.isdir(base) and os.access(base, os.W_OK):
             _remove_stale(base)
             path = tempfile.mkdtemp(prefix=_TEMPORARY, dir=base)
             _locked[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -63,16 +65,3 @@ def _remove_if_stale(path: str) -> None:
             shutil.rmtree(path)
     finally:
         os.close(descriptor)
-
-
-def _is_memory(path: str) -> bool:
-    best, kind = "", ""
-    real = os.path.realpath(path)
-    with open("/proc/mounts", encoding="utf-8") as mounts:
-        for line in mounts:
-            fields = line.split()
-            point = fields[1]
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, fields[2]
-    return kind in {"tmpfs", "ramfs"}
