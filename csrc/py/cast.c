@@ -12,14 +12,17 @@
  *
  * A frozen parameter's cast has no history, and other views before the cast are not followed. In
  * main memory such a cast is found by comparing values, because a wrong guess would make a wrong
- * gradient; on an accelerator, the comparison would have to wait for the device, so the cast stays
- * an activation.
+ * gradient. On an accelerator, the comparison would have to wait for the device. There, the class
+ * of a frozen parameter (python/lohan/torch_glue/_cast.py) makes the cast that autocast would make,
+ * and its attribute SOURCE is the parameter.
  */
 #include <string.h>
 
 #include "base/assert.h"
 #include "compute/cast.h"
 #include "py/lhpy.h"
+
+#define SOURCE "_lohan_cast_of"
 
 /* The attribute of object. NULL without a Python error if it has none. */
 static PyObject *attribute(PyObject *object, const char *name)
@@ -104,6 +107,18 @@ static uint32_t history_find(const struct lhpy_engine *self, PyObject *whole,
     return param;
 }
 
+/* Find the parameter that the tensor whole was cast from by the parameter's class. */
+static uint32_t source_find(const struct lhpy_engine *self, PyObject *whole,
+                            const struct lhpy_dl_tensor *view)
+{
+    PyObject *source = attribute(whole, SOURCE);
+    uint32_t param = source ? bound_param(self, source) : self->param_count;
+    Py_XDECREF(source);
+    if (param < self->param_count && !is_laid_out_as(view, &self->params[param], false))
+        return self->param_count;
+    return param;
+}
+
 /*
  * Find the parameter of a bound unit whose cast equals tensor bit for bit; param_count if there is
  * none. The unit must be in main memory.
@@ -144,8 +159,11 @@ uint32_t lhpy_cast_find(const struct lhpy_engine *self, PyObject *tensor,
     uint32_t param = self->param_count;
     if (lhpy_tensor_read(whole, &whole_view) < 0)
         PyErr_Clear();
-    else if (memcmp(&whole_view.dtype, &dtype, sizeof(dtype)) == 0)
+    else if (memcmp(&whole_view.dtype, &dtype, sizeof(dtype)) == 0) {
         param = history_find(self, whole, &whole_view);
+        if (param == self->param_count && view->device_type != LHPY_DL_DEVICE_CPU)
+            param = source_find(self, whole, &whole_view);
+    }
     if (param < self->param_count)
         *byte_offset_out = (uint64_t)((const uint8_t *)view->data - (uint8_t *)whole_view.data);
     Py_XDECREF(base);

@@ -479,7 +479,7 @@ static const size_t engine_objects[] = {
     offsetof(struct lhpy_engine, on_forward),  offsetof(struct lhpy_engine, in_backward),
     offsetof(struct lhpy_engine, team_check),  offsetof(struct lhpy_engine, on_use),
     offsetof(struct lhpy_engine, handle_type), offsetof(struct lhpy_engine, scope_type),
-    offsetof(struct lhpy_engine, zo_image),
+    offsetof(struct lhpy_engine, zo_image),    offsetof(struct lhpy_engine, cast_class),
 };
 static const size_t param_objects[] = {
     offsetof(struct lhpy_param, tensor),       offsetof(struct lhpy_param, order),

@@ -93,6 +93,27 @@ static PyObject *hook_classes(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *hook_cast_class(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = (struct lhpy_engine *)object;
+    uint32_t index = 0;
+    PyObject *cast;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(cast, .type = &PyType_Type)) <
+            0 ||
+        lhpy_index_check("param", index, self->param_count) < 0)
+        return NULL;
+    lhpy_replace(&self->cast_class, Py_NewRef(cast));
+    self->params[index].is_cast = true;
+    Py_RETURN_NONE;
+}
+
+/* The type of a parameter in memory. */
+static PyObject *resident_class(const struct lhpy_engine *self, const struct lhpy_param *param)
+{
+    bool is_autocast = self->autocast_dtype.bits != 0;
+    return is_autocast && param->is_cast ? self->cast_class : param->bound_class;
+}
+
 /* [Note: What a kernel is chosen by] torch computes some products (matmul() with a transposed first
  * argument) with another kernel, which rounds differently, if the weight requires a gradient, even
  * when autograd records nothing. Parameters that the engine's optimizer does not train require no
@@ -113,7 +134,7 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
     for (uint32_t i = 0; i < desc->param_count; i++) {
         uint32_t index = desc->param_first + i;
         struct lhpy_param *param = &self->params[index];
-        if (class_is_hollow(param) && class_set(param, param->bound_class) < 0)
+        if (class_is_hollow(param) && class_set(param, resident_class(self, param)) < 0)
             return -1;
         if (self->forward_is_open && requires_grad_check(self, unit, index) < 0)
             return -1;
@@ -492,6 +513,7 @@ static PyObject *hook_gradient(PyObject *object, PyObject *number)
 
 PyMethodDef lhpy_hook_methods[] = {
     {"classes", hook_classes, METH_VARARGS, "classes(param, bound, hollow)"},
+    {"cast_class", hook_cast_class, METH_VARARGS, "cast_class(param, cast)"},
     {"scope", hook_scope, METH_O, "scope(units) -> Scope"},
     {"scopes_drop", hook_scopes_drop, METH_NOARGS, "Leave every scope."},
     {"gradient_hook", hook_gradient, METH_O, "gradient_hook(param) -> hook"},

@@ -107,6 +107,7 @@ struct lhpy_param {
     struct lhpy_dl_type dtype;
     int64_t version; /* tensor._version when the tensor was bound in a forward; -1: not read */
     bool is_changed; /* changed in place inside a forward */
+    bool is_cast;    /* frozen fp32 on an accelerator: cast_class is its type under autocast */
     bool is_moved;   /* trained, but not by the engine's optimizer: frozen for the engine */
     uint8_t *place;  /* of the sum of gradients, in the arena; NULL: they are not summed (sums.c) */
     uint8_t sum_state;
@@ -125,6 +126,7 @@ struct lhpy_engine {
     PyObject *store;           /* owned: the Store that the engine uses */
     PyObject *saved_store;     /* owned: the Store of saved tensors, or None */
     PyObject *in_place_object; /* owned: what in_place was read from */
+    PyObject *cast_class;      /* owned, or NULL: a type for parameters, see is_cast */
     struct lh_saved_opts saved;
     struct lhpy_in_place in_place;
     struct lh_io *io;

@@ -167,6 +167,24 @@ def lora() -> nn.Module:
     return lora_helper.lora(helper.llama(), target_modules=["q_proj", "v_proj"])
 
 
+class Frozen(nn.Module):
+    """Uses frozen fp32 weights in several ways, with trained ones between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.mixed = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        for param in (*self.frozen.parameters(), self.mixed):
+            param.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen[0](self.trained[0](x).relu())
+        x = self.trained[1](x @ self.mixed).relu()
+        x = nn.functional.linear(x, weight=self.frozen[1].weight)
+        return self.trained[2](torch.addmm(self.frozen[1].bias, x, self.mixed)).float()
+
+
 def language(model: nn.Module, batch: Any) -> torch.Tensor:
     loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
     return loss
@@ -193,6 +211,11 @@ def vectors(step: int) -> Any:
 
 def applied(model: nn.Module, batch: Any) -> torch.Tensor:
     loss: torch.Tensor = model(*batch)
+    return loss
+
+
+def squared(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch).square().mean()
     return loss
 
 
@@ -223,6 +246,7 @@ KINDS = {
     "dit": Kind(Dit, images, applied),
     "dit-reentrant": Kind(functools.partial(Dit, "reentrant"), images, applied),
     "dit-checkpoint": Kind(functools.partial(Dit, "checkpoint"), images, applied),
+    "frozen": Kind(Frozen, vectors, squared),
     "lora": Kind(lora, tokens, language),
     "qwen-moe": Kind(qwen_moe, tokens, language),
 }

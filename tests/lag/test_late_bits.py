@@ -14,6 +14,8 @@ import pytest
 import torch
 from lag_models import Task
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
+from lohan.torch_glue._cast import CastParameter
+from torch import nn
 
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -95,6 +97,9 @@ SELECTED = [
     (Task("tower-masks"), Place("optimized", "recompute", order="copies first")),
     (Task("tower-buffers"), Place("deferred", "recompute", order="copies last")),
     (Task("qwen-moe"), Place("optimized", order="copies first")),
+    (Task("lora", is_autocast=True), Place("optimized", "swap", order="copies last")),
+    (Task("frozen", is_autocast=True), Place("deferred", order="copies last")),
+    (Task("frozen", is_autocast=True), Place("optimized", "recompute", order="copies first")),
 ]
 
 
@@ -112,12 +117,54 @@ def test_models_have_the_bits_of_plain_torch(
     check(*case, device, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tower", "llama", "lora", "frozen"])
+def test_under_autocast_the_graph_keeps_no_weight(
+    name: str, device: late.Late, tmp_path: pathlib.Path
+) -> None:
+    """A cast is found by its history, or if the weight is frozen, by its mark."""
+    task = Task(name, is_autocast=True)
+    batch = task.batches()[0]
+    if torch.is_tensor(batch):
+        batch = batch[:7]  # no activation has the shape of the last layer's weight
+
+    def weights_kept(model: nn.Module, hooks: Any) -> int:
+        shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+        shapes |= {shape[::-1] for shape in shapes}
+        kept: list[torch.Tensor] = []
+        pack = hooks.pack
+
+        def count(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            if isinstance(packed, torch.Tensor) and not isinstance(packed, nn.Parameter):
+                kept.append(packed)
+            return packed
+
+        hooks.pack = count
+        with torch.autocast("cuda", torch.bfloat16):
+            task.kind.loss(model, batch).backward()
+        return sum(tuple(tensor.shape) in shapes for tensor in kept)
+
+    class Plain:
+        def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+    plain, hooks = task.build().cuda(), Plain()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: hooks.pack(t), lambda t: t):
+        assert weights_kept(plain, hooks) > 0
+    model = models.wrap(task, tmp_path / "store")
+    assert weights_kept(model, model.lohan.saving.saved) == 0
+    model.optimizer.step()
+    model.lohan.close()
+    assert not any(isinstance(param, CastParameter) for param in model.parameters())
+
+
 def product() -> Iterator[tuple[Task, Place]]:
     """Return the product that makes sense; orders, budgets, streams and seeds take turns."""
     turn = itertools.count()
     tasks = [Task(name) for name in models.KINDS]
     tasks += [Task(name, "bfloat16") for name in ("tower", "llama", "gpt2", "dit")]
-    tasks += [Task(name, is_autocast=True) for name in ("tower", "llama", "dit-reentrant")]
+    cast = ("tower", "llama", "dit-reentrant", "lora", "frozen")
+    tasks += [Task(name, is_autocast=True) for name in cast]
     tasks += [Task(name, accumulate=2) for name in ("tower", "llama", "lora", "tower-checkpoint")]
     tasks += [Task(name, is_clipped=True) for name in ("tower", "gpt2", "t5", "dit-checkpoint")]
     tasks += [Task(name, accumulate=2, is_clipped=True) for name in ("tower", "gpt2-dropout")]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lohan.torch_glue._cast import CastParameter
 from rules_helper import Workshop, build, square_loss, workshop
 from torch import nn
 
@@ -178,3 +179,70 @@ def test_the_cast_of_a_frozen_weight_is_a_handle_in_main_memory(workshop: Worksh
     expected = input_gradient(Frozen())
     assert handles(workshop.wrap(Frozen())) == 2  # the cast, and the number
     assert torch.equal(input_gradient(workshop.wrap(Frozen())), expected)
+
+
+# --- Casts that the class of a frozen parameter makes and marks ----------------------------------
+
+
+def other(tensor: torch.Tensor) -> nn.Parameter:
+    """Return a parameter of the class that frozen ones have on an accelerator."""
+    made = nn.Parameter(tensor, requires_grad=False)
+    made.__class__ = CastParameter
+    return made
+
+
+USES: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "linear": lambda x, w: F.linear(x, w),
+    "a keyword": lambda x, w: F.linear(x, weight=w),
+    "@": lambda x, w: x @ w,
+    "@ from the right": lambda x, w: w @ x.t(),
+    "matmul": lambda x, w: torch.matmul(x, w),
+    "mm": lambda x, w: x.mm(w),
+    "addmm": lambda x, w: torch.addmm(w[0], x, w),
+    "conv1d": lambda x, w: F.conv1d(x[None].transpose(1, 2), w[..., None]),
+    "conv_transpose1d": lambda x, w: F.conv_transpose1d(x[None].transpose(1, 2), w[..., None]),
+    "fp32": lambda x, w: F.layer_norm(x, (WIDTH,), w[0]),
+    "no product": lambda x, w: x * w[:2],
+    "einsum": lambda x, w: torch.einsum("ij,jk->ik", x, w),
+}
+# Here an operation of the weight comes before the product, so that the graph keeps the cast.
+UNMARKED = {"conv1d", "conv_transpose1d", "fp32", "no product", "einsum"}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("is_autocast", [True, False])
+def test_the_class_of_frozen_parameters_changes_no_bit_and_marks_casts(
+    use: str, is_autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(WIDTH, WIDTH)
+    results, marks = [], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        marks.append(getattr(whole, "_lohan_cast_of", None))
+        return tensor
+
+    for param in (nn.Parameter(weight, requires_grad=False), other(weight)):
+        x = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH).requires_grad_()
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            result = USES[use](x, param)
+        assert type(result) is torch.Tensor
+        result.float().square().sum().backward()
+        results.append((result.dtype, result.detach(), x.grad))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
+    assert any(mark is param for mark in marks) is (is_autocast and use not in UNMARKED)
+
+
+def test_a_parameter_that_requires_a_gradient_gets_it() -> None:
+    x = torch.ones(2, WIDTH)
+    grads = []
+    for param in (nn.Parameter(torch.eye(WIDTH)), other(torch.eye(WIDTH)).requires_grad_()):
+        with torch.autocast("cpu", torch.bfloat16):
+            F.linear(x, param).sum().backward()
+        grads.append(param.grad)
+    assert grads[0] is not None and torch.equal(grads[0], grads[1])

@@ -18,6 +18,7 @@ from lohan.session._loop import Loop
 from lohan.session._phases import Phases
 from lohan.session._session_base import SessionPart
 from lohan.torch_glue._batch import BatchCheck
+from lohan.torch_glue._cast import CastParameter
 from lohan.torch_glue._tensor import (
     has_saved_tensor_hooks,
     hooks_are_refused,
@@ -172,6 +173,18 @@ class ForwardRules(SessionPart):
         dtype = torch.get_autocast_dtype(kind)
         self._engine.autocast(DTYPE_CODES.get(dtype, -1))
         self._autocast_is_seen = True
+
+    def mark_casts(self, index: int, tensor: nn.Parameter, plain: type) -> None:
+        """On an accelerator, let autocast's casts of a frozen fp32 parameter be recognized.
+
+        Args:
+            index: the parameter's index.
+            tensor: the parameter.
+            plain: its class while it is in memory.
+        """
+        is_cast = tensor.dtype == torch.float32 and not tensor.requires_grad
+        if is_cast and plain is nn.Parameter and self.device.torch_device.type != "cpu":
+            self._engine.cast_class(index, CastParameter)
 
     def _part_enter(self, module: nn.Module, args: Any) -> None:
         """Detect autocast that is enabled inside the model's call, as accelerate does."""

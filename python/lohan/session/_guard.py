@@ -170,6 +170,7 @@ class Guard:
                 self.plain_hollow = pair[1]
             if pair is not None:
                 self.session.classes(param.index, *pair)
+                self.session.mark_casts(param.index, param.tensor, pair[0])
 
     def watch(self, module: nn.Module) -> None:
         """Make the module notify the engine when one of its parameters is read."""
