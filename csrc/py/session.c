@@ -1,4 +1,6 @@
 /* The Engine's methods around a step: begin, close, abort, flush, statistics. */
+#include <string.h>
+
 #include "py/lhpy.h"
 
 static PyObject *session_begin(PyObject *object, PyObject *flag)
@@ -228,6 +230,54 @@ static PyObject *session_commit_release(PyObject *object, PyObject *Py_UNUSED(ar
     Py_RETURN_NONE;
 }
 
+static int unit_read(struct lhpy_engine *self, uint32_t unit, uint64_t begin, uint64_t bytes,
+                     void *target)
+{
+    struct lh_engine *engine = self->core->engine;
+    lh_reading_begin(engine, unit);
+    int rc = lhpy_engine_wait_plain(self, lh_reading_wait);
+    if (rc >= 0) {
+        Py_BEGIN_ALLOW_THREADS
+        memcpy(target, lh_reading_address(engine, unit) + begin, bytes);
+        Py_END_ALLOW_THREADS
+    }
+    lh_reading_end(engine, unit);
+    return rc;
+}
+
+/* read(param, first byte, bytes, pointer): a parameter's newest bytes, from main memory. */
+static PyObject *session_read(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t index = 0;
+    uint64_t first = 0;
+    uint64_t bytes = 0;
+    void *pointer = NULL;
+    if (!self ||
+        LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(first), LHPY_ARG(bytes),
+                  LHPY_ARG(pointer)) < 0 ||
+        lhpy_index_check("param", index, self->param_count) < 0)
+        return NULL;
+    uint32_t unit = self->engine_params[index].unit;
+    uint64_t begin = self->params[index].byte_offset + first;
+    uint64_t end = self->units[unit].bytes;
+    if (!self->core->dev || first > end || begin > end || bytes > end - begin) {
+        PyErr_SetString(PyExc_ValueError, "the bytes are not in main memory's copy of the unit");
+        return NULL;
+    }
+    if (lhpy_engine_turn_take(self) < 0)
+        return NULL;
+    int rc = -1;
+    if (self->is_paused)
+        PyErr_SetString(PyExc_RuntimeError, "this thread has paused the engine");
+    else
+        rc = unit_read(self, unit, begin, bytes, pointer);
+    lhpy_engine_turn_give(self);
+    if (rc < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 /* Raise an error if the unit is lent, because its bytes in memory cannot be discarded then. */
 static int changed_refuse(struct lhpy_engine *self, uint32_t unit)
 {
@@ -427,6 +477,8 @@ PyMethodDef lhpy_session_methods[] = {
     {"await_steps", session_await_steps, METH_NOARGS,
      "Wait until all updates of closed steps are made, and commits that are due."},
     {"flush", session_flush, METH_O, "flush(commit)"},
+    {"read", session_read, METH_VARARGS,
+     "read(param, first byte, bytes, pointer): copy a parameter's newest bytes from main memory."},
     {"pause", session_pause, METH_VARARGS, "pause(units, commit): hand the store to the caller."},
     {"resume", session_resume, METH_O, "resume(changed_units)"},
     {"stats", session_stats, METH_NOARGS, "The last finished step, or None."},

@@ -68,7 +68,7 @@ static bool is_any_awaited(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        if (unit->waiter_count > 0 && unit->state != LH_UNIT_STATE_READY)
+        if (lh_unit_is_awaited(engine, unit) && unit->state != LH_UNIT_STATE_READY)
             return true;
     }
     return false;
@@ -91,7 +91,7 @@ static bool waiting_pump(struct lh_engine *engine)
     for (uint32_t i = 0; i < count; i++) {
         uint32_t index = borrow->waiting[i];
         struct lh_unit *unit = lh_engine_unit_at(engine, index);
-        bool may_pin = !is_short || unit->waiter_count > 0;
+        bool may_pin = !is_short || lh_unit_is_awaited(engine, unit);
         if (!may_pin)
             lh_team_unwant(team, index);
         else if (pin(engine, unit) || (lh_team_want(team, index) && pin(engine, unit)))

@@ -212,6 +212,8 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     } else if (lh_borrow_is_on(engine)) {
         feature_add(engine, &lh_borrow_feature);
     }
+    if (engine->dev)
+        feature_add(engine, &lh_reading_feature);
     if (lh_given_is_any(engine))
         feature_add(engine, &lh_given_feature);
     if (lh_gather_is_on(&engine->opts)) {

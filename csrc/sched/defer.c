@@ -95,7 +95,7 @@ static void step_closed(struct lh_engine *engine)
         release_near(engine, 0);
 }
 
-static void use_begun(struct lh_engine *engine, uint32_t index)
+void lh_defer_approach(struct lh_engine *engine, uint32_t index)
 {
     const struct lh_unit *unit = &engine->units[index];
 
@@ -155,7 +155,7 @@ void lh_defer_destroy(struct lh_engine *engine)
 const struct lh_feature lh_defer_feature = {
     .name = "defer",
     .message = message,
-    .use_begun = use_begun,
+    .use_begun = lh_defer_approach,
     .update_may_queue = update_may_queue,
     .step_closed = step_closed,
     .step_over = step_over,

@@ -150,7 +150,8 @@ static bool is_stuck(const struct lh_engine *engine)
     bool is_awaited = atomic_load(&engine->waiting) > 0;
     struct lh_error err = {0};
     bool is_feature_stuck = LH_FEATURE_ANY(engine, is_stuck, &err);
-    if (is_awaited && is_feature_stuck)
+    bool is_read = engine->reading.unit && !engine->reading.is_lent;
+    if ((is_awaited && is_feature_stuck) || is_read)
         return true;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];

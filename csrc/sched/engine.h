@@ -407,6 +407,20 @@ int lh_tail_post(struct lh_engine *engine, const void *device, uint64_t bytes, i
     LH_MUST_CHECK;
 
 /*
+ * With an accelerator: read a unit's newest bytes in main memory, which does not involve the
+ * accelerator. Begin a read; wait until the unit is in main memory and no update of a closed step
+ * is pending; copy the bytes; end the read, also if the wait was given up. Only one read may be
+ * under way. No step may be closed or aborted meanwhile, and the engine may not be paused.
+ * lh_reading_wait() returns 1, 0 after timeout_ms (then call again), or the engine's error.
+ *
+ * Thread: the training thread.
+ */
+void lh_reading_begin(struct lh_engine *engine, uint32_t unit);
+int lh_reading_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+const uint8_t *lh_reading_address(const struct lh_engine *engine, uint32_t unit);
+void lh_reading_end(struct lh_engine *engine, uint32_t unit);
+
+/*
  * Discard the open step: updates that have begun are rolled back to the last committed step. Waits.
  * Returns 1 (the step is discarded), 0 after timeout_ms (then call again), or -errno.
  * -ENOTRECOVERABLE, which also fails the engine: an update has changed a unit that is still pinned,

@@ -50,6 +50,7 @@
 #include "sched/mates.h"
 #include "sched/naive.h"
 #include "sched/norm.h"
+#include "sched/reading.h"
 #include "sched/region.h"
 #include "sched/request.h"
 #include "sched/saved_private.h"
@@ -92,6 +93,8 @@ enum lh_message_kind {
     LH_MESSAGE_SAVED_DROP,
     LH_MESSAGE_SUM,        /* param */
     LH_MESSAGE_GIVEN,      /* unit: its new values are there; LH_UNIT_NONE: they will not come */
+    LH_MESSAGE_READ,       /* unit, the read's number: the training thread reads main memory */
+    LH_MESSAGE_READ_END,   /* unit, the read's number */
     LH_MESSAGE_GATHERED,   /* unit, and whether it is complete */
     LH_MESSAGE_ROUND,      /* its number */
     LH_MESSAGE_STANDSTILL, /* whether the training thread waits for other processes */
@@ -151,6 +154,7 @@ struct lh_engine {
     struct lh_in_place in_place;
     struct lh_copies copies;
     struct lh_device device;
+    struct lh_reading reading;
     struct lh_landing landing;
     struct lh_sums sums;
     struct lh_tail tail;

@@ -19,6 +19,7 @@
  *      naive     schedule NAIVE                                     naive.c
  *      mates     other processes read this engine's units           mates.c
  *      borrow    the engine's units are another process's           borrow.c
+ *      reading   an accelerator computes                            reading.c
  *      given     another process has the states of some units       given.c
  *      gather    the accelerators of a team gather units            gather.c
  *
@@ -40,7 +41,7 @@ struct lh_engine_step_stats;
 struct lh_unit;
 struct lh_update_pump;
 
-#define LH_FEATURE_COUNT_MAX 11
+#define LH_FEATURE_COUNT_MAX 12
 
 /* Any of the functions may be NULL. */
 struct lh_feature {

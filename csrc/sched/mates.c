@@ -81,7 +81,8 @@ static bool is_any_wanted(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_wanted = unit->waiter_count > 0 || unit->mates.is_wanted || is_owed_update(unit);
+        bool is_wanted = unit->mates.is_wanted || is_owed_update(unit);
+        is_wanted |= lh_unit_is_awaited(engine, unit);
         if (is_wanted && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
     }
@@ -94,7 +95,7 @@ static bool is_any_awaited(const struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         bool is_awaited = unit->mates.is_wanted && lh_team_is_awaited(engine->opts.team, i);
-        is_awaited |= unit->waiter_count > 0 || is_owed_update(unit);
+        is_awaited |= lh_unit_is_awaited(engine, unit) || is_owed_update(unit);
         if (is_awaited && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
     }

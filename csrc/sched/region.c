@@ -187,7 +187,8 @@ static bool is_owed(const struct lh_engine *engine, const struct lh_region *regi
         return is_awaited && (!lh_device_unit_is_placed(&unit->copy) || unit->copy.is_stale);
     if (unit->state != LH_UNIT_STATE_ABSENT)
         return false;
-    return is_awaited || unit->mates.is_wanted || (unit->update.is_queued && !unit->update.is_done);
+    is_awaited |= unit->mates.is_wanted || engine->reading.unit == unit;
+    return is_awaited || (unit->update.is_queued && !unit->update.is_done);
 }
 
 static uint64_t owed_put(const struct lh_engine *engine, struct lh_region *region)
@@ -469,6 +470,12 @@ void lh_region_plan_around(struct lh_engine *engine)
 {
     lh_core_stats(engine, engine->plan_step)->replans++;
     replan(engine, NULL, engine->uses->position);
+}
+
+void lh_region_plan_host(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->dev);
+    host_derive(engine, NULL);
 }
 
 /*

@@ -53,6 +53,8 @@ void lh_region_discard(struct lh_engine *engine);
 void lh_region_step_end(struct lh_engine *engine);
 /* Replan around the units that are in use. */
 void lh_region_plan_around(struct lh_engine *engine);
+/* With an accelerator: replan main memory for what is owed there. The other plan stays. */
+void lh_region_plan_host(struct lh_engine *engine);
 /*
  * Plan what units in use have prevented from being planned. Returns whether more could be planned.
  */

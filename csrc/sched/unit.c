@@ -143,12 +143,18 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
 bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     bool is_copied = engine->dev && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
-    return unit->waiter_count > 0 && !is_copied;
+    return (unit->waiter_count > 0 && !is_copied) || engine->reading.unit == unit;
+}
+
+bool lh_unit_is_read(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return engine->reading.unit == unit && engine->reading.is_lent;
 }
 
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
-    bool is_read = engine->dev ? unit->copy.is_copying : lh_unit_pins(unit) > 0;
+    bool is_read = engine->dev ? unit->copy.is_copying || lh_unit_is_read(engine, unit)
+                               : lh_unit_pins(unit) > 0;
     if (is_read)
         return false;
     bool may_claim = LH_FEATURE_ALL(engine, unit_may_claim, unit);
@@ -208,7 +214,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         .source = unit->source,
         .done = load_done,
         .kind = LH_IO_KIND_READ,
-        .priority = unit->waiter_count > 0 ? LH_PRIORITY_DEMAND : LH_PRIORITY_PREFETCH,
+        .priority = lh_unit_is_awaited(engine, unit) ? LH_PRIORITY_DEMAND : LH_PRIORITY_PREFETCH,
         .link = LH_ENGINE_LINK_PARAM_READ,
         .unit = op->unit,
         .slab = LH_CHUNK_NONE,

@@ -103,10 +103,12 @@ void lh_unit_release(struct lh_engine *engine, uint32_t unit);
 /* The unit's bytes are where computation reads them: give a pin to each waiting thread. */
 void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
 /*
- * Whether a thread waits for the unit, and the accelerator, if there is one, has not copied it yet:
- * until then its bytes stay in main memory.
+ * Whether a thread waits for the unit, and the accelerator, if there is one, has not copied it yet,
+ * or a thread reads it in main memory: until then its bytes stay there.
  */
 bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit);
+/* With an accelerator: whether the training thread may be reading its bytes in main memory. */
+bool lh_unit_is_read(const struct lh_engine *engine, const struct lh_unit *unit);
 /*
  * Take the unit's bytes in main memory away from their readers. Returns false if the bytes are
  * being read.

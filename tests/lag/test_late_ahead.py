@@ -16,6 +16,7 @@ import lag_models as models
 import late
 import lohan
 import pytest
+import safetensors.torch
 import test_late_bits as bits
 import torch
 from lag_models import Task
@@ -88,6 +89,28 @@ def test_a_forward_returns_before_most_of_it_is_executed(blocks: Blocks) -> None
     forward.finish().backward()
     blocks.model.optimizer.step()
     assert has_returned
+
+
+def test_state_dicts_and_exports_wait_for_nothing(blocks: Blocks, tmp_path: pathlib.Path) -> None:
+    """Behind a forward that is not executed, they return, with the values of the last step."""
+    model = blocks.model
+
+    def read() -> tuple[dict[str, torch.Tensor], list[pathlib.Path]]:
+        with torch.no_grad():
+            models.applied(model, blocks.batches[2])
+        return model.state_dict(), lohan.export(model, tmp_path / "exported")
+
+    with blocks.device.counted() as waits:
+        called = Called(blocks.device, int(SHARE * blocks.count), read)
+        has_returned = called.has_returned()
+        state, files = called.finish()
+    assert has_returned
+    assert not waits
+    saved = safetensors.torch.load_file(files[0])
+    for param in model.lohan.layout.params:
+        value = model.lohan.lend(param.index).cpu()
+        assert torch.equal(state[param.name], value)
+        assert torch.equal(saved[param.name], value)
 
 
 def test_backward_is_at_most_two_blocks_ahead_of_the_optimizer(blocks: Blocks) -> None:

@@ -69,6 +69,15 @@ def test_the_processes_of_each_machine_gather_among_themselves(
             assert moved["gathered"] == (0 if is_alone else moved["copy_in"])
 
 
+def test_state_dicts_of_all_processes_are_read_in_the_memory_that_they_share(
+    tmp_path: pathlib.Path, whole: Any
+) -> None:
+    (one,) = run(tmp_path, 1, world_gather.reads, str(tmp_path / "one"), "host")
+    assert one[0] and one[2] == whole
+    for gather in ("host", "shards"):
+        assert run(tmp_path, 2, world_gather.reads, str(tmp_path / gather), gather) == [one] * 2
+
+
 @pytest.mark.parametrize(("who", "where"), [(0, "steps"), (1, "micro-batches")])
 def test_a_process_may_evaluate_alone(
     tmp_path: pathlib.Path, whole: Any, who: int, where: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
 import signal
@@ -16,6 +17,7 @@ from lohan.config import Config
 from lohan.errors import LohanError
 from lohan.replicas import _gather, _gather_choice
 from lohan.replicas._team import Team
+from lohan.torch_glue._tensor import bytes_of
 from lohan.world import _wire, _world
 from torch import nn
 from world_adamw import (
@@ -85,6 +87,31 @@ def counted(store: str, gather: str) -> list[Any]:
             break
     ended(model)
     return [*found.values()]
+
+
+def _copies(model: Any) -> int:
+    """Return the number of copies to and from the device so far, once there are no more."""
+    count = -1
+    while True:
+        # LH_ENGINE_TRACE_COPY_IN, LH_ENGINE_TRACE_COPY_OUT
+        now = sum(event[0] in (10, 11) for event in model.lohan.trace())
+        if now == count:
+            return now
+        count = now
+        time.sleep(0.2)
+
+
+def reads(store: str, gather: str) -> tuple[bool, str, Any]:
+    """Read all parameters after some steps; return whether it took no copy, and their hash."""
+    model = made(store, gather, trace_events=1 << 16)
+    for _ in range(STEPS):
+        one_step(model)
+    before = _copies(model)
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(bytes_of(value))
+    took_none = 0 < before == _copies(model)
+    return took_none, digest.hexdigest(), ended(model)
 
 
 def evaluates(store: str, who: int, where: str) -> tuple[float, Any]:

@@ -402,6 +402,11 @@ class ZerothSession(TurnRules, Session):
 
     # --- What differs from first-order sessions ----------------------------------------------
 
+    def _has_own_values(self, index: int) -> bool:
+        # The newest bytes of units that steps have changed are where they are computed.
+        is_moved = self.layout.params[index].unit in self._where
+        return not is_moved and super()._has_own_values(index)
+
     def _check_whole(self) -> None:
         super()._check_whole()
         self._roll_back()

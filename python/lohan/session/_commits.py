@@ -106,10 +106,6 @@ class Commits(SessionPart):
     replicas: tuple[str, ...] = ()
     _edit: Edit | None = None  # always None if commits are manual
 
-    def lend(self, index: int) -> torch.Tensor:
-        """Return one parameter's values in memory."""
-        raise NotImplementedError
-
     @property
     def commits_by_hand(self) -> bool:
         """Whether only commit() commits: neither steps, nor edits of parameters, nor close()."""

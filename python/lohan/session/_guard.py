@@ -271,13 +271,13 @@ class Guard:
             if index in self.leaves_out:
                 state[key] = tensor  # hollow: reading it raises an error with its name
                 continue
-            value = self.session.lend(index).cpu()
+            value = self.session.value(index)
             # Compare values: the dict may be another one with the same id, or be older than a step.
             if first_names.get(index) not in state:
                 first_names[index] = key  # the old name is from an earlier dict with the same id
             first = first_names[index]
             is_shared = first != key and is_same(state.get(first), value)
-            state[key] = state[first] if is_shared else value.clone()
+            state[key] = state[first] if is_shared else value
 
     def _save_pretrained(self, module: nn.Module) -> Callable[..., None]:
         reference = weakref.ref(module)
@@ -378,7 +378,7 @@ class Guard:
             if not isinstance(value, torch.Tensor):
                 continue
             if key in names:
-                mine = self.session.lend(names[key]).cpu()
+                mine = self.session.host_value(names[key])
             elif key in buffers:
                 mine = buffers[key].detach().cpu()
             else:
@@ -407,7 +407,7 @@ class Guard:
         for key, value in given.items():
             param = layout.params[names[key]]
             is_trainable = layout.units[param.unit].trainable
-            mine = self.session.lend(param.index).cpu().contiguous()
+            mine = self.session.host_value(param.index).contiguous()
             theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
             if is_same(theirs.contiguous(), mine):
                 continue

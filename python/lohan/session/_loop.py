@@ -97,6 +97,10 @@ class Loop:
         """Return whether it is the parameter's turn, in a loop of the calling thread."""
         return self._tensor is tensor and self._thread == threading.get_ident()
 
+    def has_loaded(self, index: int) -> bool:
+        """Return whether it is the parameter's turn, and its values are loaded: they may change."""
+        return self._context is not None and self._index == index
+
     def end(self) -> None:
         """End the turn, if one has begun: write the values if they were changed.
 

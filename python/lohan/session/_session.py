@@ -30,6 +30,7 @@ from lohan.session import _gradients, _notes, _trace
 from lohan.session._commits import Commits
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
 from lohan.session._scaling import StepScale
+from lohan.session._values import Values
 from lohan.store import _requests, _scalars
 from lohan.store._store import param_tuples, unit_tuples
 from lohan.torch_glue import _cache
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from lohan.torch_glue._buffers import Buffers
 
 
-class Session(ForwardRules, Commits):
+class Session(Values, ForwardRules, Commits):
     """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:
@@ -441,28 +442,7 @@ class Session(ForwardRules, Commits):
         self._backward = "none"
         self._hyper = None
 
-    # --- Values -----------------------------------------------------------------------------
-
-    def _check_whole(self) -> None:
-        self.check_open()
-        if self._backward == "running" and not in_backward():
-            self._abort()
-        if self._engine.status()["has_gradients"]:
-            raise StepError(
-                "parameters cannot be read between backward and step(): some already have their"
-                " values of the next step. Call model.optimizer.step() first"
-            )
-        self._changed_drop()
-
-    def value(self, index: int) -> torch.Tensor:
-        """Return a copy of one parameter's value in main memory, in its dtype and shape."""
-        return self.lend(index).to("cpu", copy=True)
-
-    def lend(self, index: int) -> torch.Tensor:
-        """Return one parameter's values, which stay in memory as long as the tensor lives."""
-        self._check_whole()
-        lend: torch.Tensor = self._engine.lend(index)
-        return lend
+    # --- Between steps ----------------------------------------------------------------------
 
     @property
     def is_underway(self) -> bool:

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from lohan import _core
     from lohan.config import Config
 
@@ -35,11 +37,19 @@ class SessionPart:
         """Return a context that provides the store, in which the engine is paused."""
         raise NotImplementedError
 
+    def lend(self, index: int) -> torch.Tensor:
+        """Return one parameter's values, where the model computes."""
+        raise NotImplementedError
+
     def flush(self) -> None:
         """Wait until every closed step is written."""
         raise NotImplementedError
 
     def _abort(self) -> None:
+        raise NotImplementedError
+
+    def _changed_drop(self) -> None:
+        """Discard values that a forward changed in place."""
         raise NotImplementedError
 
     def _discard(self) -> None:

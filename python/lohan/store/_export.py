@@ -269,9 +269,7 @@ def _of_session(session: Session, is_master: bool) -> Held:
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
         assert source.index is not None
-        flat = session.lend(source.index).reshape(-1)
-        for first in range(0, flat.numel(), PIECE_ELEMENTS):
-            piece = flat[first : first + PIECE_ELEMENTS].cpu()
+        for piece in session.pieces(source.index, PIECE_ELEMENTS):
             yield piece.float() if is_master and piece.is_floating_point() else piece
 
     return contextlib.nullcontext(), pieces
