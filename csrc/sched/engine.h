@@ -136,6 +136,12 @@ struct lh_engine_opts {
     uint8_t *device_memory;
     uint64_t device_bytes;
     uint32_t copy_count; /* the maximum number of copies in flight on dev */
+    /*
+     * With dev: it reads units where they are in main memory (unified.c), and device_memory is the
+     * address at which it finds the budget's region. It must be ordered, and needs has_passed and
+     * synchronize; there must be no team.
+     */
+    bool units_in_memory;
     struct lh_saved_opts saved;
     struct lh_in_place_opts in_place;
     /*
