@@ -100,6 +100,10 @@ static void cuda_memory_unregister(struct lh_dev *dev, void *base)
     lh_cuda_leave(cuda);
 }
 
+/*
+ * Registered memory is always mapped into the GPU's address space, because a 64-bit process has
+ * unified addressing. An integrated GPU may nevertheless find it at another address.
+ */
 static uint8_t *cuda_memory_address(struct lh_dev *dev, void *base, struct lh_error *err)
 {
     struct lh_cuda *cuda = (struct lh_cuda *)dev;
