@@ -100,6 +100,31 @@ static void cuda_memory_unregister(struct lh_dev *dev, void *base)
     lh_cuda_leave(cuda);
 }
 
+/*
+ * Registered memory is always mapped into the GPU's address space, because a 64-bit process has
+ * unified addressing. An integrated GPU may nevertheless find it at another address.
+ */
+static uint8_t *cuda_memory_address(struct lh_dev *dev, void *base, struct lh_error *err)
+{
+    struct lh_cuda *cuda = (struct lh_cuda *)dev;
+    unsigned long long address = 0;
+    if (lh_cuda_enter(cuda, err) < 0)
+        return NULL;
+    unsigned result = cuda->calls.host_address(&address, base, 0);
+    lh_cuda_leave(cuda);
+    int rc = lh_cuda_judge(cuda, result, err, "cuMemHostGetDevicePointer of %p", base);
+    return rc == 0 ? (uint8_t *)(uintptr_t)address : NULL;
+}
+
+static int cuda_synchronize(struct lh_dev *dev, struct lh_error *err)
+{
+    struct lh_cuda *cuda = (struct lh_cuda *)dev;
+    LH_TRY(lh_cuda_enter(cuda, err));
+    int rc = lh_cuda_judge(cuda, cuda->calls.context_synchronize(), err, "cuCtxSynchronize");
+    lh_cuda_leave(cuda);
+    return rc;
+}
+
 /* Load a module and find its function; on failure unload it. */
 static int kernel_find(const struct lh_cuda *cuda, struct lh_dev_kernel *kernel, const void *image,
                        const char *name, struct lh_error *err)
@@ -210,6 +235,8 @@ static const struct lh_dev_ops cuda_ops = {
     .poll = lh_cuda_poll,
     .memory_register = cuda_memory_register,
     .memory_unregister = cuda_memory_unregister,
+    .memory_address = cuda_memory_address,
+    .synchronize = cuda_synchronize,
     .kernel_load = cuda_kernel_load,
     .kernel_unload = cuda_kernel_unload,
     .launch = cuda_launch,

@@ -74,6 +74,8 @@ struct CUfunc_st;
     CALL(host_register, cuMemHostRegister, "cuMemHostRegister_v2",                                 \
          (void *base, size_t bytes, unsigned flags))                                               \
     CALL(host_unregister, cuMemHostUnregister, "cuMemHostUnregister", (void *base))                \
+    CALL(host_address, cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2",                  \
+         (unsigned long long *address, void *base, unsigned flags))                                \
     CALL(context_synchronize, cuCtxSynchronize, "cuCtxSynchronize", (void))                        \
     CALL(module_load, cuModuleLoadData, "cuModuleLoadData",                                        \
          (struct CUmod_st * *module, const void *image))                                           \

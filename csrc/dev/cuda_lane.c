@@ -118,6 +118,8 @@ static int copy_start(const struct lh_cuda_lane *lane, const struct lh_dev_copy 
     const struct lh_cuda_calls *calls = &lane->cuda->calls;
     unsigned long long device = (uintptr_t)copy->device;
     bool is_in = lane->direction == LH_DEV_DIRECTION_IN;
+    if (copy->bytes == 0)
+        return 0;
     unsigned result = is_in ? calls->copy_in(device, copy->host, copy->bytes, lane->copy_stream)
                             : calls->copy_out(copy->host, device, copy->bytes, lane->copy_stream);
     return lh_cuda_judge(lane->cuda, result, err, "%s of %" PRIu64 " bytes from %p to %p",
@@ -207,7 +209,7 @@ static void copy_measure(struct lh_cuda_lane *lane, struct lh_dev_copy *copy, bo
     LH_ASSERT(lane->polled_count < lane->closed_count);
     if (burst->polled_bytes == 0)
         burst_measure(lane->cuda, burst, can_ask);
-    if (burst->is_measured) {
+    if (burst->is_measured && copy->bytes > 0) {
         uint64_t begun_ns = copy->completed_ns - lh_min_u64(burst->elapsed_ns, copy->completed_ns);
         copy->started_ns = begun_ns + share_ns(burst, burst->polled_bytes);
         copy->completed_ns = begun_ns + share_ns(burst, burst->polled_bytes + copy->bytes);

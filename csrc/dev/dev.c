@@ -74,7 +74,7 @@ int lh_dev_base_take(struct lh_dev_base *base, struct lh_dev_copy *copy,
                      struct lh_dev_slot **slot_out)
 {
     uint32_t lane = lh_dev_base_lane(base, copy);
-    LH_ASSERT(copy->host && copy->device && copy->bytes > 0);
+    LH_ASSERT(copy->bytes > 0 ? copy->host && copy->device : copy->after != NULL);
     *slot_out = NULL;
     if (base->dev.in_flight_count == base->copy_count)
         return -EAGAIN;

@@ -23,6 +23,10 @@
  * copies, optionally at a given speed. "cuda" (cuda.c) loads the driver at run time. A device that
  * refuses to register memory is wrapped in one that stages copies (staged.h).
  *
+ * A copy of 0 bytes is a marker: it only waits for its fence, so that the owner is woken, and poll
+ * returns it, when the fence has passed. Its addresses are not used. Devices that stage copies
+ * (staged.h) accept no markers.
+ *
  * An owner must poll after its last submit before it sleeps: poll completes what a backend has put
  * off in order to notify the owner once of several copies ("cuda").
  *
@@ -51,7 +55,7 @@
 #include "base/error.h"
 #include "base/waker.h"
 
-#define LH_DEV_OPS_VERSION 3
+#define LH_DEV_OPS_VERSION 4
 #define LH_DEV_COPY_COUNT_MAX 4096
 #define LH_DEV_SLEEP_MS_MAX 100
 #define LH_DEV_KERNEL_COUNT_MAX 4
@@ -72,9 +76,9 @@ struct lh_dev_gap;
 
 struct lh_dev_copy {
     enum lh_dev_direction direction;
-    void *host;   /* main memory; borrowed until the copy is returned */
-    void *device; /* an address that computation uses */
-    uint64_t bytes;
+    void *host;                 /* main memory; borrowed until the copy is returned */
+    void *device;               /* an address that computation uses */
+    uint64_t bytes;             /* 0: a marker, which needs `after` */
     bool is_aside;              /* IN: the copy is in the side queue, if there is one */
     uint64_t pause_ns;          /* emu: the time that the direction waits before the copy */
     struct lh_dev_fence *after; /* (optional) the copy starts after this fence */
@@ -150,6 +154,13 @@ struct lh_dev_ops {
      */
     int (*memory_register)(struct lh_dev *dev, void *base, uint64_t bytes, struct lh_error *err);
     void (*memory_unregister)(struct lh_dev *dev, void *base);
+    /*
+     * (optional) Return the address at which the device itself reads and writes the registered
+     * memory that begins at base; NULL: it cannot.
+     */
+    uint8_t *(*memory_address)(struct lh_dev *dev, void *base, struct lh_error *err);
+    /* (optional) Wait until the device has executed all work that it was given. */
+    int (*synchronize)(struct lh_dev *dev, struct lh_error *err);
     /*
      * Kernels, for devices whose memory the CPU does not compute on; otherwise the next three
      * functions are NULL. kernel_load finds a function by name in an image of code (a fatbin),

@@ -23,6 +23,8 @@ static int memory_make(struct lhpy_core *core, const struct lhpy_device_opts *op
             (uint8_t *)core->device_memory->tensor.data + core->device_memory->tensor.byte_offset;
         return 0;
     }
+    if (opts->is_unified)
+        return 0; /* lhpy_device_find() finds it */
     struct lh_arena_opts arena_opts = {.bytes = opts->bytes, .numa_node = -1};
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->device_arena, err));
     core->device_base = core->device_arena->base;
@@ -112,6 +114,20 @@ int lhpy_device_pin(struct lhpy_core *core, const struct lh_dev_buffer *buffers,
     for (uint32_t i = 0; i < count; i++)
         is_complete &= lh_dev_pins_add(core->pins, &buffers[i]);
     return is_complete ? 0 : stage(core, buffers, count, err);
+}
+
+int lhpy_device_find(struct lhpy_core *core, uint8_t *region, struct lh_error *err)
+{
+    const struct lh_dev_pins *pins = core->pins;
+    LH_ASSERT(core->dev && pins && !core->device_base);
+    if (core->staging)
+        return lh_error_set(err, -ENOMEM,
+                            "the driver does not page-lock the main memory in which the GPU is to"
+                            " read parameters (CUDA error %" PRId64
+                            "): lower host_bytes, or pass device_param_bytes= to copy them",
+                            pins->refusal.native);
+    core->device_base = core->dev->ops->memory_address(core->dev, region, err);
+    return core->device_base ? 0 : err->code;
 }
 
 void lhpy_device_destroy(struct lhpy_core *core)

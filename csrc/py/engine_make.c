@@ -111,7 +111,7 @@ static const struct lhpy_table device_table = LHPY_TABLE(
     LHPY_FIELD_AS("in_bytes_per_s", struct lhpy_device_opts, link_bytes_per_s[LH_DEV_DIRECTION_IN]),
     LHPY_FIELD_AS("out_bytes_per_s", struct lhpy_device_opts,
                   link_bytes_per_s[LH_DEV_DIRECTION_OUT]),
-    LHPY_FIELDS(struct lhpy_device_opts, tail_bytes, memory));
+    LHPY_FIELDS(struct lhpy_device_opts, tail_bytes, is_unified, memory));
 
 struct types {
     PyObject *handle;
@@ -252,6 +252,7 @@ static int engine_make(struct lhpy_engine *self, const struct make_opts *opts,
     engine_opts.tail_memory =
         core->arena->base + saved_offset(self, opts) - opts->device.tail_bytes;
     engine_opts.copy_count = core->dev ? LHPY_COPY_COUNT : 0;
+    engine_opts.units_in_memory = opts->device.is_unified;
     return lh_engine_create(&engine_opts, &core->alloc, &core->engine, err);
 }
 
@@ -267,7 +268,8 @@ static int memory_pin(struct lhpy_engine *self, const struct make_opts *opts, st
          .bytes = saved_offset(self, opts) - gradients_offset(self, opts)},
         {.base = self->saved.memory, .bytes = self->saved.memory_bytes},
     };
-    return lhpy_device_pin(self->core, buffers, LH_COUNT_OF(buffers), err);
+    LH_TRY(lhpy_device_pin(self->core, buffers, LH_COUNT_OF(buffers), err));
+    return opts->device.is_unified ? lhpy_device_find(self->core, buffers[0].base, err) : 0;
 }
 
 /* Create everything below Python that can block or fail. */

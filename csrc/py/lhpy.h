@@ -42,8 +42,8 @@ struct lhpy_core {
     struct lh_dev *dev;                    /* NULL: computation is in main memory */
     struct lh_arena *device_arena;         /* emulated device memory, or NULL */
     struct lhpy_dl_managed *device_memory; /* torch's tensor of device memory, or NULL */
-    uint8_t *device_base;
-    int32_t device_type; /* the device of lends and gradients, as DLPack numbers it */
+    uint8_t *device_base; /* where the device finds units, or the region that has them */
+    int32_t device_type;  /* the device of lends and gradients, as DLPack numbers it */
     int32_t device_id;
     struct lh_dev_pins *pins; /* main memory that is registered with dev, or NULL */
     struct lh_arena *staging; /* for copies of the rest, or NULL: all is registered */
@@ -70,6 +70,7 @@ struct lhpy_device_opts {
     uint64_t bytes;    /* the size of the device memory for parameters */
     uint64_t link_bytes_per_s[LH_DEV_DIRECTION_COUNT];
     uint64_t tail_bytes; /* the most that lh_tail_post() copies */
+    bool is_unified;     /* the device reads units in main memory, and bytes is 0 */
     PyObject *memory;    /* borrowed: a tensor of bytes on the device, or None */
 };
 
@@ -220,6 +221,11 @@ int lhpy_device_make(struct lhpy_core *core, const struct lhpy_device_opts *opts
  */
 int lhpy_device_pin(struct lhpy_core *core, const struct lh_dev_buffer *buffers, uint32_t count,
                     struct lh_error *err);
+/*
+ * Find the address at which the accelerator reads the units' region, whose copies no one makes.
+ * Errors: -ENOMEM (the driver has not registered all memory), or the driver's.
+ */
+int lhpy_device_find(struct lhpy_core *core, uint8_t *region, struct lh_error *err);
 void lhpy_device_destroy(struct lhpy_core *core);
 /* torch's current stream on the device. NULL: the default stream, or no device. */
 void *lhpy_device_stream(const struct lhpy_engine *self);

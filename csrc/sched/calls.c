@@ -86,6 +86,8 @@ void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
 static int arrival_wait(struct lh_engine *engine, struct lh_unit *unit)
 {
     LH_ASSERT(lh_unit_pins(unit) > 0); /* the caller holds a pin */
+    if (!engine->copies_units)
+        return 1;
     int rc = lh_stream_wait(engine, unit->copy.arrived, (uint32_t)(unit - engine->units),
                             "waiting for a unit's copy");
     return rc == 0 ? 1 : rc;
@@ -179,8 +181,10 @@ void lh_engine_tentative_end(struct lh_engine *engine)
 uint8_t *lh_engine_address(const struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);
-    if (engine->dev)
+    if (engine->copies_units)
         return engine->opts.device_memory + engine->units[unit].copy.offset;
+    if (engine->dev)
+        return engine->opts.device_memory + engine->units[unit].offset;
     return engine->units[unit].memory;
 }
 
@@ -214,7 +218,8 @@ struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t 
     const struct lh_unit *unit = &engine->units[index];
     return (struct lh_engine_bytes){
         .address = lh_engine_address(engine, index),
-        .make_count = atomic_load(engine->dev ? &unit->copy.copy_count : &unit->shared.load_count),
+        .make_count =
+            atomic_load(engine->copies_units ? &unit->copy.copy_count : &unit->shared.load_count),
         .out_count = atomic_load(&unit->copy.out_count),
         .is_from_write_back = atomic_load(&unit->copy.is_from_write_back),
     };
@@ -223,7 +228,7 @@ struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t 
 void lh_engine_moved(struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);
-    if (engine->dev)
+    if (engine->copies_units)
         atomic_store(&lh_engine_unit_at(engine, unit)->copy.is_modified, true);
 }
 
@@ -522,6 +527,7 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(engine->shared.is_paused);
+    lh_unified_synchronize(engine); /* the unit's place may be reused at once */
     if (lh_store_is_staged(engine->store, unit->desc.store_group))
         engine->has_edits = true;
     lh_step_forget_unit(engine, index);

@@ -49,7 +49,7 @@ static void give_back(struct lh_engine *engine, struct lh_copy *copy)
 bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_error err = {0};
-    LH_ASSERT(copy->done && copy->what && copy->dev.bytes > 0);
+    LH_ASSERT(copy->done && copy->what && (copy->dev.bytes > 0 || copy->dev.after));
     LH_ASSERT(engine->copies.in_flight < engine->opts.copy_count);
     copy->dev.owner = copy;
     if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
@@ -84,16 +84,10 @@ static uint64_t busy_ns(struct lh_engine *engine, const struct lh_dev_copy *copy
     return ns - lh_min_u64(ns, shared_ns);
 }
 
-static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
+/* Count the time of a copy, which is not a marker. */
+static void time_count(struct lh_engine *engine, const struct lh_copy *copy)
 {
     bool is_in = copy->dev.direction == LH_DEV_DIRECTION_IN;
-    if (copy->dev.result < 0) {
-        struct lh_error err = {0};
-        lh_error_set(&err, copy->dev.result, "%" PRIu64 " bytes %s the device: %s", copy->dev.bytes,
-                     is_in ? "to" : "from", strerror(-copy->dev.result));
-        lh_core_device_fail(engine, &err, copy->what);
-        return;
-    }
     lh_core_trace_add(engine,
                       (struct lh_engine_trace_event){
                           .kind = is_in ? LH_ENGINE_TRACE_COPY_IN : LH_ENGINE_TRACE_COPY_OUT,
@@ -104,6 +98,20 @@ static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
                       });
     lh_core_stats(engine, lh_core_step(engine))->copy_busy_ns[copy->dev.direction] +=
         busy_ns(engine, &copy->dev);
+}
+
+static void copy_done(struct lh_engine *engine, struct lh_copy *copy)
+{
+    bool is_in = copy->dev.direction == LH_DEV_DIRECTION_IN;
+    if (copy->dev.result < 0) {
+        struct lh_error err = {0};
+        lh_error_set(&err, copy->dev.result, "%" PRIu64 " bytes %s the device: %s", copy->dev.bytes,
+                     is_in ? "to" : "from", strerror(-copy->dev.result));
+        lh_core_device_fail(engine, &err, copy->what);
+        return;
+    }
+    if (copy->dev.bytes > 0)
+        time_count(engine, copy);
     copy->done(engine, copy);
 }
 

@@ -30,6 +30,9 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
                             opts->memory_bytes, needed);
     if (opts->dev && (!opts->device_memory || opts->copy_count == 0))
         return lh_error_set(err, -EINVAL, "a device needs memory and a copy_count above 0");
+    if (opts->units_in_memory && (!opts->dev || opts->team || !opts->dev->ops->is_ordered ||
+                                  !opts->dev->ops->has_passed || !opts->dev->ops->synchronize))
+        return lh_error_set(err, -EINVAL, "this device cannot read units in main memory");
     if (opts->io_depth == 0 || opts->transfer_bytes == 0 ||
         !lh_is_aligned(opts->transfer_bytes, LH_CHECKSUM_BYTES))
         return lh_error_set(err, -EINVAL,
@@ -184,7 +187,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         feature_add(engine, &lh_spill_feature);
     if (engine->dev) {
         LH_TRY(lh_device_create(engine, err));
-        feature_add(engine, &lh_device_feature);
+        feature_add(engine, engine->copies_units ? &lh_device_feature : &lh_unified_feature);
     }
     if (engine->gradients_land)
         feature_add(engine, &lh_landing_feature);
@@ -212,7 +215,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     } else if (lh_borrow_is_on(engine)) {
         feature_add(engine, &lh_borrow_feature);
     }
-    if (engine->dev)
+    if (engine->copies_units)
         feature_add(engine, &lh_reading_feature);
     if (lh_given_is_any(engine))
         feature_add(engine, &lh_given_feature);
@@ -259,6 +262,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->io = opts->io;
     engine->exec = opts->exec;
     engine->dev = opts->dev;
+    engine->copies_units = opts->dev && !opts->units_in_memory;
     engine->waker = opts->waker;
     engine->clock = opts->clock;
     engine->region = opts->team ? opts->team->region : opts->memory;

@@ -41,6 +41,7 @@ struct lh_device_unit {
     uint64_t use_count;
     struct lh_dev_fence *arrived;
     struct lh_dev_fence *released;
+    bool is_release_awaited; /* unified.c: a marker after `released` is in flight */
 };
 
 struct lh_device {

@@ -136,6 +136,12 @@ struct lh_engine_opts {
     uint8_t *device_memory;
     uint64_t device_bytes;
     uint32_t copy_count; /* the maximum number of copies in flight on dev */
+    /*
+     * With dev: it reads units where they are in main memory (unified.c), and device_memory is the
+     * address at which it finds the budget's region. It must be ordered, and needs has_passed and
+     * synchronize; there must be no team.
+     */
+    bool units_in_memory;
     struct lh_saved_opts saved;
     struct lh_in_place_opts in_place;
     /*
@@ -407,7 +413,7 @@ int lh_tail_post(struct lh_engine *engine, const void *device, uint64_t bytes, i
     LH_MUST_CHECK;
 
 /*
- * With an accelerator: read a unit's newest bytes in main memory, which does not involve the
+ * With copies of units: read a unit's newest bytes in main memory, which does not involve the
  * accelerator. Begin a read; wait until the unit is in main memory and no update of a closed step
  * is pending; copy the bytes; end the read, also if the wait was given up. Only one read may be
  * under way. No step may be closed or aborted meanwhile, and the engine may not be paused.

@@ -11,8 +11,8 @@
  *
  * Invariants:
  *  1. A unit's shared.word has LH_UNIT_READY_BIT exactly while computation can read the unit's
- *     bytes: while the unit is READY, or with an accelerator while the unit's copy is READY and
- *     not stale. At other times pins are 0.
+ *     bytes: while the unit is READY, or, if the accelerator reads copies, while the unit's copy is
+ *     READY and not stale. At other times pins are 0.
  *  2. The bytes of a READY unit are equal to those in the read slot of its extents, or they are
  *     newer: written in the open or closed step, or dirty ([Note: Between commits] in
  *     write_back.h).
@@ -64,6 +64,7 @@
 #include "sched/sum.h"
 #include "sched/tail.h"
 #include "sched/transfer.h"
+#include "sched/unified.h"
 #include "sched/unit.h"
 #include "sched/update.h"
 #include "sched/update_plan.h"
@@ -116,7 +117,8 @@ struct lh_engine {
     struct lh_store *store;
     struct lh_io *io;
     struct lh_exec *exec;
-    struct lh_dev *dev; /* NULL: computation is in main memory */
+    struct lh_dev *dev; /* NULL: the CPU computes */
+    bool copies_units;  /* there is a dev, and it reads copies of units in memory of its own */
     struct lh_waker *waker;
     struct lh_clock clock;
     struct lh_engine_opts opts; /* without the pointers borrowed for the call */
@@ -155,6 +157,7 @@ struct lh_engine {
     struct lh_copies copies;
     struct lh_device device;
     struct lh_reading reading;
+    struct lh_unified unified;
     struct lh_landing landing;
     struct lh_sums sums;
     struct lh_tail tail;

@@ -10,7 +10,8 @@
  *      split     schedule AUTO                                      split.c
  *      defer     schedule SERIAL, DEFERRED or AUTO                  defer.c
  *      spill     SERIAL or DEFERRED, and a unit's gradients spill   spill.c
- *      device    an accelerator computes                            device.c
+ *      device    an accelerator computes on copies of units         device.c
+ *      unified   an accelerator computes on units in main memory    unified.c
  *      landing   ... and gradients are in the accelerator's memory  landing.c
  *      sum       ... and they are summed over several backwards     sum.c
  *      tail      ... and the model's buffers are there              tail.c
@@ -19,7 +20,7 @@
  *      naive     schedule NAIVE                                     naive.c
  *      mates     other processes read this engine's units           mates.c
  *      borrow    the engine's units are another process's           borrow.c
- *      reading   an accelerator computes                            reading.c
+ *      reading   an accelerator computes on copies of units         reading.c
  *      given     another process has the states of some units       given.c
  *      gather    the accelerators of a team gather units            gather.c
  *
@@ -89,6 +90,11 @@ struct lh_feature {
      * does so now, unless the unit is ready again (unit_ready) because of another reader.
      */
     bool (*unit_may_claim)(struct lh_engine *engine, struct lh_unit *unit);
+    /*
+     * Whether nothing reads the unit's bytes in main memory any more. No thread can pin the unit
+     * during this call, and none has pinned it. If it is false, the unit is ready again.
+     */
+    bool (*unit_is_unread)(struct lh_engine *engine, struct lh_unit *unit);
     /* Whether the unit's bytes in main memory have readers that the engine does not know. */
     bool (*unit_is_lent)(const struct lh_engine *engine, const struct lh_unit *unit);
 

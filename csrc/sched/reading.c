@@ -22,7 +22,7 @@
 
 void lh_reading_begin(struct lh_engine *engine, uint32_t unit)
 {
-    LH_ASSERT(engine->dev && unit < engine->opts.unit_count);
+    LH_ASSERT(engine->copies_units && unit < engine->opts.unit_count);
     lh_engine_post(engine, LH_MESSAGE_READ, unit, ++engine->reading.begun_count, 0);
 }
 

@@ -1,13 +1,13 @@
 /*
- * Plans of which units a region contains at which time. Main memory has a region, and so has the
- * accelerator if there is one.
+ * Plans of which units a region contains at which time. Main memory has a region, and so has an
+ * accelerator that reads copies.
  *
  * The order of uses is recorded in each cycle (a training step's forward and backward, or an
  * evaluation), and the next cycle is planned with it (plan/residency.h). Uses happen in the memory
- * where computation is. With an accelerator this is the accelerator's region; main memory is then
- * read only by the copies that the accelerator's plan starts and by updates. Main memory's plan has
- * them in the order in which uses will need them, whenever they are actually made. So main memory's
- * plan is derived from the accelerator's plan, and is replanned with it:
+ * where computation is. With an accelerator that reads copies this is the accelerator's region;
+ * main memory is then read only by the copies that the accelerator's plan starts and by updates.
+ * Main memory's plan has them in the order in which uses will need them, whenever they are actually
+ * made. So main memory's plan is derived from the accelerator's plan, and is replanned with it:
  *
  *      uses      begin a   begin b   end b   update b   begin a ...
  *      device    load a    load b                           load b (again)
@@ -125,7 +125,7 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
         is_here = lh_device_unit_is_placed(&unit->copy);
         offset = unit->copy.offset;
         plan->use_counts[index] = unit->copy.use_count;
-    } else if (engine->dev) {
+    } else if (engine->copies_units) {
         plan->open_uses[index] = unit->copy.is_copying || is_lent ? 1 : 0;
     }
     plan->is_stale[index] = is_device(engine, region) && is_here && unit->copy.is_stale;
@@ -174,7 +174,7 @@ void lh_region_step_end(struct lh_engine *engine)
     if (engine->plan_step == engine->step)
         engine->plan_step = 0;
     region_step_end(engine, &engine->host_region);
-    if (engine->dev)
+    if (engine->copies_units)
         region_step_end(engine, &engine->device_region);
 }
 
@@ -256,7 +256,7 @@ static void host_derive(struct lh_engine *engine, const struct lh_residency_even
 static void uses_extend(struct lh_engine *engine, const struct lh_residency_event *event)
 {
     region_extend(engine, engine->uses);
-    if (engine->dev)
+    if (engine->copies_units)
         host_derive(engine, event);
 }
 
@@ -353,7 +353,7 @@ static uint64_t tail_find(struct lh_region *region, const struct lh_residency_ev
 static void use_count(struct lh_engine *engine, uint32_t index, enum lh_residency_event_kind kind)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    if (!engine->dev) {
+    if (!engine->copies_units) {
         unit->use_count++;
         return;
     }
@@ -413,7 +413,7 @@ static void region_forget(struct lh_engine *engine, struct lh_region *region)
 void lh_region_discard(struct lh_engine *engine)
 {
     region_forget(engine, &engine->host_region);
-    if (engine->dev)
+    if (engine->copies_units)
         region_forget(engine, &engine->device_region);
 }
 
@@ -474,7 +474,7 @@ void lh_region_plan_around(struct lh_engine *engine)
 
 void lh_region_plan_host(struct lh_engine *engine)
 {
-    LH_ASSERT(engine->dev);
+    LH_ASSERT(engine->copies_units);
     host_derive(engine, NULL);
 }
 
@@ -490,7 +490,7 @@ bool lh_region_catch_up(struct lh_engine *engine)
         return region->planned_until >= region->position;
     }
     struct lh_region *host = &engine->host_region;
-    if (!engine->dev || host->planned_until == host->predicted.count ||
+    if (!engine->copies_units || host->planned_until == host->predicted.count ||
         host->op_first < host->op_count)
         return false;
     uint64_t before = host->planned_until;
@@ -510,8 +510,9 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
      */
     region->op_max = 2 * (2 * (engine->event_max + units) + units);
     /* Main memory's events are at most two for each of the accelerator's ops, and the updates. */
-    uint64_t event_max = engine->event_max + (engine->dev ? 2 * region->op_max + units : 0);
-    if (engine->dev && !is_device(engine, region))
+    uint64_t event_max =
+        engine->event_max + (engine->copies_units ? 2 * region->op_max + units : 0);
+    if (engine->copies_units && !is_device(engine, region))
         region->op_max = 2 * (2 * event_max + units);
     region->predicted.events = lh_alloc_zeroed(alloc, event_max, sizeof(struct lh_residency_event));
     region->moved = lh_alloc_zeroed(alloc, event_max, sizeof(struct lh_residency_event));
@@ -523,7 +524,7 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
         return lh_error_set(err, -ENOMEM, "no memory for a plan of %" PRIu64 " events", event_max);
     for (uint32_t i = 0; i < units; i++) {
         const struct lh_engine_unit *desc = &engine->units[i].desc;
-        bool is_served = engine->dev && !is_device(engine, region);
+        bool is_served = engine->copies_units && !is_device(engine, region);
         region->units[i] = (struct lh_residency_unit){
             .bytes = is_served ? desc->bytes : desc->place_bytes,
             .load_bytes = desc->bytes,
@@ -552,9 +553,9 @@ int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
     engine->host_region.link =
         lh_borrow_is_on(engine) ? LH_ENGINE_LINK_SHARED : LH_ENGINE_LINK_PARAM_READ;
     engine->device_region.link = LH_ENGINE_LINK_COPY_IN;
-    engine->uses = engine->dev ? &engine->device_region : &engine->host_region;
+    engine->uses = engine->copies_units ? &engine->device_region : &engine->host_region;
     LH_TRY(region_create(engine, &engine->host_region, engine->budget.region_bytes, err));
-    if (!engine->dev)
+    if (!engine->copies_units)
         return 0;
     return region_create(engine, &engine->device_region, engine->opts.device_bytes, err);
 }

@@ -49,7 +49,7 @@ void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit)
 void lh_unit_make_ready(struct lh_engine *engine, struct lh_unit *unit)
 {
     lh_unit_state_set(unit, LH_UNIT_STATE_READY);
-    if (!engine->dev)
+    if (!engine->copies_units)
         lh_unit_grant(engine, unit);
     LH_FEATURE_CALL(engine, unit_ready, unit);
 }
@@ -103,8 +103,8 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
         return;
     }
     use_begin(engine, index);
-    bool is_here =
-        engine->dev ? lh_device_unit_is_here(&unit->copy) : unit->state == LH_UNIT_STATE_READY;
+    bool is_here = engine->copies_units ? lh_device_unit_is_here(&unit->copy)
+                                        : unit->state == LH_UNIT_STATE_READY;
     if (is_here && !lh_unit_is_stale(engine, unit)) {
         LH_ASSERT(atomic_load(&unit->shared.word) & LH_UNIT_READY_BIT);
         atomic_fetch_add(&unit->shared.word, 1);
@@ -142,7 +142,8 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
 
 bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    bool is_copied = engine->dev && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
+    bool is_copied =
+        engine->copies_units && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
     return (unit->waiter_count > 0 && !is_copied) || engine->reading.unit == unit;
 }
 
@@ -153,16 +154,20 @@ bool lh_unit_is_read(const struct lh_engine *engine, const struct lh_unit *unit)
 
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
-    bool is_read = engine->dev ? unit->copy.is_copying || lh_unit_is_read(engine, unit)
-                               : lh_unit_pins(unit) > 0;
+    bool is_read = engine->copies_units ? unit->copy.is_copying || lh_unit_is_read(engine, unit)
+                                        : lh_unit_pins(unit) > 0;
     if (is_read)
         return false;
     bool may_claim = LH_FEATURE_ALL(engine, unit_may_claim, unit);
-    if (!may_claim || engine->dev)
+    if (!may_claim || engine->copies_units)
         return may_claim;
-    if (lh_unit_claim(unit))
-        return true;
-    LH_FEATURE_CALL(engine, unit_ready, unit); /* a thread has pinned the unit meanwhile */
+    if (lh_unit_claim(unit)) {
+        bool is_over = LH_FEATURE_ALL(engine, unit_is_unread, unit);
+        if (is_over)
+            return true;
+        atomic_store(&unit->shared.word, LH_UNIT_READY_BIT);
+    }
+    LH_FEATURE_CALL(engine, unit_ready, unit); /* it is still read, or was pinned meanwhile */
     return false;
 }
 

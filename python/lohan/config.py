@@ -96,7 +96,8 @@ class Config:
             gradients together. None: the device's memory. If the model computes in main memory: the
             saved tensors that a policy may keep there (None: most of the available memory).
         device_param_bytes: the part of device_bytes for parameters. None: half of it (a quarter of
-            a GPU's free memory), at least what is in use at the same time.
+            a GPU's free memory), at least what is in use at the same time. An integrated GPU reads
+            parameters in main memory, and this setting lets it get copies instead.
         emu_bytes_per_s: the speed of the emulated device's two links, in and out. None: the speed
             of a memory copy.
         emu_alloc_bytes_per_s: the speed at which the emulated device allocates memory, while it
@@ -229,6 +230,11 @@ class Config:
     def sums_gradients(self) -> bool:
         """Whether a step's gradients are summed in main memory before an update uses them."""
         return self.accumulate != 1
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy plans activations."""
+        return self.activations in POLICIES
 
     @property
     def holds_backward(self) -> bool:

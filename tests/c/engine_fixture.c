@@ -144,7 +144,8 @@ static void budget_make(struct rig *rig)
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_engine_unit *unit = &rig->units[i];
         units[i] = (struct lh_budget_unit){
-            .bytes = rig->opts.device ? unit->bytes : unit->place_bytes,
+            .bytes =
+                rig->opts.device && !rig->opts.units_in_memory ? unit->bytes : unit->place_bytes,
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element = unit->elements == 0 || rig->opts.given & (1u << i)

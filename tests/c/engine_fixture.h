@@ -30,6 +30,7 @@ struct rig_opts {
     bool in_memory;        /* the store is on tmpfs, where syncs cost nothing: for many rounds */
     const char *device;    /* (optional) the kind of accelerator: see rig_device.h */
     uint64_t device_bytes; /* device memory for parameters */
+    bool units_in_memory;  /* with device "fake": it reads parameters in main memory */
     uint64_t spare_bytes;  /* with least_memory: the memory beyond the minimum */
     uint64_t beside_bytes; /* the caller's room after each unit, in the memory that computes */
     bool norms;

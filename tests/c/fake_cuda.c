@@ -447,11 +447,12 @@ static unsigned fake_host_call(struct CUstream_st *stream, void (*function)(void
 static unsigned fake_context_synchronize(void)
 {
     LH_CHECK(pushed_count > 0 && !is_in_host_call);
+    unsigned result = unlock(begin(true));
     for (int i = 0; i < STREAM_COUNT_MAX; i++) {
         if (streams[i].is_used)
             fake_stream_synchronize(&streams[i]);
     }
-    return is_broken ? LH_CUDA_ILLEGAL_ADDRESS : 0;
+    return is_broken ? LH_CUDA_ILLEGAL_ADDRESS : result;
 }
 
 #include "fake_cuda_kernel.h"

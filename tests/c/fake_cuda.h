@@ -17,6 +17,11 @@
 /* The only supported image of kernels: those of cuda/, which the CPU executes. */
 extern const char fake_cuda_image[];
 
+/*
+ * The device reads registered main memory at addresses that are higher by this, which no process
+ * can access: code that confuses the two addresses ends the process.
+ */
+#define FAKE_CUDA_HOST_SHIFT (UINT64_C(1) << 54)
 #define FAKE_CUDA_ERROR 999 /* the result of a call that is made to fail: CUDA_ERROR_UNKNOWN */
 
 /*

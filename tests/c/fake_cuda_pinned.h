@@ -72,6 +72,15 @@ static unsigned fake_host_register(void *base, size_t bytes, unsigned flags)
     return unlock(result);
 }
 
+static unsigned fake_host_address(unsigned long long *address, void *base, unsigned flags)
+{
+    unsigned result = begin(true);
+    if (result == 0 && (!base || region_index(base) == REGION_COUNT_MAX || flags != 0))
+        result = INVALID_VALUE;
+    *address = result == 0 ? (uintptr_t)base + FAKE_CUDA_HOST_SHIFT : 0;
+    return unlock(result);
+}
+
 static unsigned fake_host_unregister(void *base)
 {
     lock();

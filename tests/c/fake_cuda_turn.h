@@ -55,6 +55,8 @@ void fake_cuda_allow(int64_t count)
 static const void *seen(const void *address)
 {
     size_t offset = (uintptr_t)address - (uintptr_t)device_base;
+    if ((uintptr_t)address >= FAKE_CUDA_HOST_SHIFT)
+        return (const void *)((uintptr_t)address - FAKE_CUDA_HOST_SHIFT);
     return device_view && offset < device_bytes ? device_view + offset : address;
 }
 

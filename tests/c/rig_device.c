@@ -33,6 +33,23 @@ static uint64_t gradient_bytes(const struct rig *rig, uint32_t param)
     return rig->params[param].count * lh_dtype_bytes(rig_gradient_dtype(rig, param));
 }
 
+/* Let the accelerator read the rig's own memory. */
+static void memory_lend(struct rig *rig, struct rig_device *device)
+{
+    struct lh_dev *dev = device->machine.dev;
+    LH_CHECK(dev->ops->memory_register(dev, rig->memory, rig->memory_bytes, NULL) == 0);
+    device->memory = dev->ops->memory_address(dev, rig->memory, NULL);
+    LH_CHECK(device->memory && device->memory != rig->memory);
+}
+
+/* The engine was destroyed: the memory that it was given is freed at once. */
+static void memory_take_back(struct rig *rig, struct rig_device *device)
+{
+    struct lh_dev *dev = device->machine.dev;
+    memset(rig->memory, 0x5a, rig->memory_bytes);
+    dev->ops->memory_unregister(dev, rig->memory);
+}
+
 struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t bytes)
 {
     struct rig_device *device = calloc(1, sizeof(*device));
@@ -47,8 +64,13 @@ struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t b
         ((struct lh_dev_base *)device->machine.dev)->waker = &rig->waker;
         ((struct lh_dev_base *)device->machine.inner)->waker = &rig->waker;
     }
-    device->bytes = bytes;
-    device->memory = machine_allocate(&device->machine, bytes);
+    if (rig->opts.units_in_memory) {
+        memory_lend(rig, device);
+    } else {
+        device->bytes = bytes;
+        device->memory = machine_allocate(&device->machine, bytes);
+        memset(device->memory, 0xa5, bytes);
+    }
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
         uint64_t param_bytes = rig->params[i].count * sizeof(float);
         device->gradients[i] = machine_allocate(&device->machine, param_bytes);
@@ -56,7 +78,6 @@ struct rig_device *rig_device_open(struct rig *rig, const char *kind, uint64_t b
     }
     device->garbage = machine_allocate(&device->machine, longest_bytes);
     memset(device->garbage, 0x5a, longest_bytes);
-    memset(device->memory, 0xa5, bytes);
     return device;
 }
 
@@ -74,6 +95,7 @@ void rig_device_opts(struct rig *rig, struct lh_engine_opts *opts)
     opts->device_memory = rig->device->memory;
     opts->device_bytes = rig->device->bytes;
     opts->copy_count = COPY_COUNT;
+    opts->units_in_memory = rig->opts.units_in_memory;
 }
 
 /* Overwrite the gradients that the engine has read: their memory may be reused. */
@@ -93,6 +115,8 @@ void rig_device_read(struct rig *rig, uint32_t unit, const void *expected)
 {
     struct rig_device *device = rig->device;
     struct read read = {.bytes = rig->units[unit].bytes};
+    uintptr_t address = (uintptr_t)lh_engine_address(rig->engine, unit);
+    LH_CHECK((address >= FAKE_CUDA_HOST_SHIFT) == rig->opts.units_in_memory);
     if (device->read_count == READ_COUNT_MAX)
         rig_device_check(rig);
     gradients_sweep(rig);
@@ -180,6 +204,8 @@ void rig_device_close(struct rig *rig)
      * As in torch, the device's memory is freed with the device, even if something still has to be
      * read.
      */
+    if (rig->opts.units_in_memory)
+        memory_take_back(rig, device);
     machine_dev_destroy(&device->machine);
     counting = counting == device ? NULL : counting;
     memset(device->memory, 0x5a, device->bytes);
@@ -187,7 +213,8 @@ void rig_device_close(struct rig *rig)
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
         machine_free(&device->machine, device->gradients[i]);
     machine_free(&device->machine, device->garbage);
-    machine_free(&device->machine, device->memory);
+    if (device->bytes > 0)
+        machine_free(&device->machine, device->memory);
     machine_close(&device->machine);
     free(device);
     rig->device = NULL;

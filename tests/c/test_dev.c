@@ -88,6 +88,40 @@ static void test_bytes(const char *kind)
     machine_close(&machine);
 }
 
+static void test_marker(const char *kind)
+{
+    struct machine machine;
+    struct gate gate = GATE_INIT;
+    struct lh_dev_copy *done[2];
+    static uint8_t host[4096];
+    lh_test_name("%s: a marker comes back when its fence has passed, before a later copy", kind);
+    machine_open(&machine, kind, (struct lh_dev_opts){.copy_count = 2});
+    struct lh_dev_fence *fence = machine_fence(&machine);
+    uint8_t *device = machine_allocate(&machine, sizeof(host));
+    struct lh_dev_copy marker = {.direction = LH_DEV_DIRECTION_IN, .after = fence};
+    struct lh_dev_copy copy = {
+        .direction = LH_DEV_DIRECTION_IN, .host = host, .device = device, .bytes = sizeof(host)};
+    bool is_held = strcmp(kind, "fake") == 0;
+    for (int i = 0; i < 3; i++) {
+        gate.is_open = !is_held;
+        if (is_held)
+            machine_hold(&machine, &gate);
+        machine_record(&machine, fence);
+        LH_CHECK(machine.dev->ops->submit(machine.dev, &marker, NULL) == 0);
+        if (i > 0) /* in the same burst */
+            LH_CHECK(machine.dev->ops->submit(machine.dev, &copy, NULL) == 0);
+        LH_CHECK(!is_held || machine.dev->ops->poll(machine.dev, done, 2) == 0);
+        gate_open(&gate);
+        LH_CHECK(machine_wait(&machine, done, 1) == 1 && done[0] == &marker && marker.result == 0);
+        LH_CHECK(marker.completed_ns >= marker.started_ns);
+        machine_drain(&machine);
+    }
+    LH_CHECK(copy.completed_ns >= copy.started_ns);
+    machine.dev->ops->fence_destroy(machine.dev, fence);
+    machine_free(&machine, device);
+    machine_close(&machine);
+}
+
 static void test_queue_full(const char *kind)
 {
     struct machine machine;
@@ -473,6 +507,30 @@ static void test_registered_memory(const char *kind)
     machine_close(&machine);
 }
 
+static void test_main_memory_is_read(const char *kind)
+{
+    struct machine machine;
+    static uint8_t in[ITEM_BYTES] __attribute__((aligned(4096)));
+    static uint8_t out[ITEM_BYTES];
+    uint64_t seed = 19;
+    lh_test_name("%s: the device reads registered memory, and synchronize waits for it", kind);
+    machine_open(&machine, kind, plain);
+    const struct lh_dev_ops *ops = machine.dev->ops;
+    uint8_t *device = machine_allocate(&machine, ITEM_BYTES);
+    LH_CHECK(ops->memory_address(machine.dev, in, &(struct lh_error){0}) == NULL);
+    LH_CHECK(ops->memory_register(machine.dev, in, sizeof(in), NULL) == 0);
+    machine_fill(in, sizeof(in), &seed);
+    uint8_t *address = ops->memory_address(machine.dev, in, NULL);
+    LH_CHECK(address);
+    machine_compute(&machine, device, address, sizeof(in));
+    LH_CHECK(ops->synchronize(machine.dev, NULL) == 0);
+    machine_copy(&machine, LH_DEV_DIRECTION_OUT, out, device, sizeof(out));
+    LH_CHECK(memcmp(in, out, sizeof(in)) == 0);
+    ops->memory_unregister(machine.dev, in);
+    machine_free(&machine, device);
+    machine_close(&machine);
+}
+
 static void destroy_in_flight(void *context)
 {
     struct machine *machine = context;
@@ -520,6 +578,8 @@ int main(void)
     for (size_t i = 0; i < LH_COUNT_OF(kinds) && kinds[i]; i++) {
         test_bytes(kinds[i]);
         test_queue_full(kinds[i]);
+        if (strcmp(kinds[i], "staged") != 0)
+            test_marker(kinds[i]);
         test_order_of_a_direction(kinds[i]);
         for (int j = 0; j < 4; j++)
             test_fences_between_directions(kinds[i], j % 2 == 0, j < 2);
@@ -529,6 +589,8 @@ int main(void)
         test_other_threads(kinds[i]);
         test_fence_recorded_again(kinds[i]);
         test_registered_memory(kinds[i]);
+        if (strcmp(kinds[i], "fake") == 0 || strcmp(kinds[i], "cuda") == 0)
+            test_main_memory_is_read(kinds[i]);
     }
     test_misuse();
     test_refusals();

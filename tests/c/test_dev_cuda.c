@@ -92,6 +92,18 @@ static bool all_back(struct lh_dev *dev, struct lh_waker *waker)
     return is_well;
 }
 
+/* Register main memory, and find it on the device. On failure it is not registered. */
+static int main_memory_use(struct lh_dev *dev, struct lh_error *err)
+{
+    LH_TRY(dev->ops->memory_register(dev, host[0], BYTES, err));
+    int rc = dev->ops->memory_address(dev, host[0], err) ? 0 : err->code;
+    if (rc == 0)
+        rc = dev->ops->synchronize(dev, err);
+    if (rc < 0)
+        dev->ops->memory_unregister(dev, host[0]);
+    return rc;
+}
+
 /* Everything that an owner does, until something fails. */
 static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
 {
@@ -104,7 +116,7 @@ static int use(struct lh_dev *dev, struct lh_waker *waker, struct lh_error *err)
     if (rc == 0)
         rc = ops->kernel_load(dev, fake_cuda_image, LH_ZO_KERNEL_NAME, &kernel, err);
     LH_CHECK((rc == 0) == (kernel != NULL));
-    bool is_registered = rc == 0 && (rc = ops->memory_register(dev, host[0], BYTES, err)) == 0;
+    bool is_registered = rc == 0 && (rc = main_memory_use(dev, err)) == 0;
     struct lh_dev_copy copies[] = {{.direction = LH_DEV_DIRECTION_IN,
                                     .host = host[0],
                                     .device = device,
@@ -179,6 +191,8 @@ static void test_every_call_may_fail(void)
                                         "cuMemcpyHtoDAsync",
                                         "cuMemcpyDtoHAsync",
                                         "cuMemHostRegister",
+                                        "cuMemHostGetDevicePointer",
+                                        "cuCtxSynchronize",
                                         "cuModuleLoadData",
                                         "cuModuleGetFunction",
                                         "cuLaunchKernel"};

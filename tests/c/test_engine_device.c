@@ -1,15 +1,24 @@
 /*
  * Test the engine with an accelerator, emulated and CUDA's on a driver made of threads: computation
  * is enqueued and runs late, slots are few, and every read has to see the bytes of its own step.
+ * Kind "unified" is the latter, reading units in main memory.
  */
 #include "compute/zo_launch.h"
 #include "dev_fixture.h"
 #include "rig_device.h"
+#include "rig_wait.h"
 
 #define ALWAYS_BYTES UINT64_C(8192)
 #define LARGEST_BYTES UINT64_C(16384)
 /* Room for the unit that stays and two others: each slot is reused many times a step. */
 #define DEVICE_BYTES (ALWAYS_BYTES + 2 * LARGEST_BYTES)
+
+static void *gate_open_late(void *gate)
+{
+    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL);
+    gate_open(gate);
+    return NULL;
+}
 
 static const enum lh_engine_schedule schedules[] = {
     LH_ENGINE_SCHEDULE_OPTIMIZED, LH_ENGINE_SCHEDULE_SERIAL, LH_ENGINE_SCHEDULE_NAIVE,
@@ -18,9 +27,11 @@ static const char *const schedule_names[] = {"optimized", "serial", "naive", "de
 
 static struct rig_opts opts_of(const char *kind, enum lh_engine_schedule schedule)
 {
+    bool is_unified = strcmp(kind, "unified") == 0;
     return (struct rig_opts){
-        .device = kind,
+        .device = is_unified ? "fake" : kind,
         .device_bytes = DEVICE_BYTES,
+        .units_in_memory = is_unified,
         .schedule = schedule,
         .least_memory = true,
         .commit_every = 1,
@@ -34,7 +45,9 @@ static void check_counters(struct rig *rig)
     LH_CHECK(rig_flush(rig, false) == 0 && lh_engine_stats(rig->engine, &stats));
     for (int i = 0; i < LH_ENGINE_LINK_COUNT; i++)
         LH_CHECK(stats.bytes[i] == stats.planned_bytes[i]);
-    LH_CHECK(rig->opts.large || stats.bytes[LH_ENGINE_LINK_COPY_IN] > 0);
+    LH_CHECK(rig->opts.large ||
+             (stats.bytes[LH_ENGINE_LINK_COPY_IN] > 0) == !rig->opts.units_in_memory);
+    LH_CHECK(!rig->opts.units_in_memory || stats.copy_busy_ns[LH_DEV_DIRECTION_IN] == 0);
     LH_CHECK(stats.bytes[LH_ENGINE_LINK_COPY_OUT] > 0);
 }
 
@@ -54,8 +67,8 @@ static void test_equal(struct rig_opts opts, int step_count)
     struct rig rig;
     lh_test_name("%s, %s, %d of %d: what is enqueued sees adam_ref's bits, and the counters the "
                  "plan's",
-                 opts.device, schedule_names[opts.schedule], (int)opts.commit_every,
-                 (int)opts.spare_bytes);
+                 opts.units_in_memory ? "unified" : opts.device, schedule_names[opts.schedule],
+                 (int)opts.commit_every, (int)opts.spare_bytes);
     rig_make(&rig, "device", opts);
     for (int i = 0; i < step_count; i++) {
         LH_CHECK(rig_step(&rig, gradients[i % 5]) == 0);
@@ -115,6 +128,70 @@ static void test_errors(const char *kind)
         LH_CHECK(rc == 0 || lh_engine_flush(rig.engine, true, 1000) == -EIO);
         rig_unmake(&rig);
     }
+}
+
+static void test_unified_update(void)
+{
+    struct rig rig;
+    struct gate gate = GATE_INIT;
+    struct rig_opts opts = opts_of("unified", LH_ENGINE_SCHEDULE_DEFERRED);
+    lh_test_name("unified: an update waits for the last reader that is enqueued, and then runs");
+    opts.least_memory = false;
+    rig_make(&rig, "device-unified", opts);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
+    rig_device_drain(&rig);
+    machine_hold(rig_device_machine(&rig), &gate);
+    LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
+    LH_CHECK(rig_close(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(lh_engine_flush(rig.engine, false, 300) == 0);
+    gate_open(&gate);
+    LH_CHECK(rig_flush(&rig, false) == 0);
+    rig_device_check(&rig);
+    finish(&rig);
+}
+
+static void test_unified_invalidated(void)
+{
+    struct rig rig;
+    struct gate gate = GATE_INIT;
+    lh_test_name("unified: a unit whose extents change is dropped when its last reader is over");
+    rig_make(&rig, "device-unified", opts_of("unified", LH_ENGINE_SCHEDULE_OPTIMIZED));
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, true) == 0);
+    machine_hold(rig_device_machine(&rig), &gate);
+    LH_CHECK(rig_acquire(&rig, 1) == 0);
+    lh_engine_unpin(rig.engine, 1);
+    rig_pause(&rig);
+    pthread_t opener;
+    LH_CHECK(pthread_create(&opener, NULL, gate_open_late, &gate) == 0);
+    lh_engine_invalidate(rig.engine, 1);
+    LH_CHECK(gate.is_open);
+    lh_engine_resume(rig.engine);
+    LH_CHECK(pthread_join(opener, NULL) == 0);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    finish(&rig);
+}
+
+static void test_unified_refused(void)
+{
+    struct rig rig;
+    lh_test_name("a device that cannot read main memory in order is refused");
+    rig_make(&rig, "device-unified", opts_of("unified", LH_ENGINE_SCHEDULE_OPTIMIZED));
+    for (int i = 0; i < 3; i++) {
+        struct lh_dev_ops ops = *rig_device_machine(&rig)->dev->ops;
+        struct lh_dev dev = {.ops = &ops};
+        struct lh_engine *engine = NULL;
+        struct lh_error err = {0};
+        struct lh_engine_opts opts = rig_engine_opts(&rig);
+        ops.is_ordered = i != 0;
+        ops.has_passed = i == 1 ? NULL : ops.has_passed;
+        ops.synchronize = i == 2 ? NULL : ops.synchronize;
+        opts.dev = &dev;
+        LH_CHECK(lh_engine_create(&opts, &rig.alloc, &engine, &err) == -EINVAL && !engine);
+        LH_CHECK(strstr(err.message, "cannot read units in main memory"));
+    }
+    rig_unmake(&rig);
 }
 
 /* What a test that changes units knows of one unit: its bytes, as numbers. */
@@ -235,7 +312,10 @@ int main(void)
         test_moved("fake", policy, true);
         test_moved("staged", policy, true);
     }
-    static const char *const kinds[] = {"emu", "fake", "staged"};
+    test_unified_update();
+    test_unified_invalidated();
+    test_unified_refused();
+    static const char *const kinds[] = {"emu", "fake", "staged", "unified"};
     int step_count = lh_test_is_fast() ? 7 : 20;
     for (size_t i = 0; i < LH_COUNT_OF(kinds); i++) {
         for (size_t j = 0; j < LH_COUNT_OF(schedules); j++) {

@@ -131,6 +131,34 @@ def test_losses_and_first_gradients_are_plain_torchs(
         model.lohan.close()
 
 
+class Integrated:
+    """The properties of a GPU that is integrated, as any GPU may claim.
+
+    Every GPU reads registered main memory. Where it has memory of its own, that is only slow.
+    """
+
+    is_integrated = True
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_parameters_that_are_read_in_main_memory_have_the_same_bits(
+    schedule: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Plain(tmp_path / "plain") as plain:
+        losses = train(plain)
+        state = state_of(plain)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: Integrated())
+    model = wrap(tmp_path / "unified", schedule=schedule)
+    try:
+        assert model.lohan.device.is_unified
+        assert train(model) == losses
+        assert_same(state_of(model), state)
+        model.lohan.flush()
+        assert model.lohan.stats().bytes["copy_in"] == 0
+    finally:
+        model.lohan.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_slots_and_schedules_change_no_bit(

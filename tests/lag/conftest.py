@@ -55,9 +55,11 @@ def device() -> Iterator[late.Late]:
     found.tune()
     found.allow(-1)
     found.limit_registered(0)
+    found.is_integrated = False
     yield found
     found.allow(-1)
     found.limit_registered(0)
+    found.is_integrated = False
     found.drain()
     gc.collect()
     found.trim()

@@ -130,7 +130,7 @@ struct Memory {
 
     void *seen(void *address) const
     {
-        return static_cast<uint8_t *>(address) - base + view;
+        return driver_seen(address);
     }
     void open();
     void *take(size_t bytes);

@@ -60,6 +60,13 @@ EXPORTED uint64_t driver_pageable_count(void)
     return fake_cuda_pageable_count();
 }
 
+EXPORTED void *driver_seen(void *address)
+{
+    const void *at = seen(address);
+    LH_CHECK(at != address); /* otherwise it is an address of the host */
+    return (void *)(uintptr_t)at;
+}
+
 EXPORTED bool driver_has_passed(struct CUevent_st *event)
 {
     lock();

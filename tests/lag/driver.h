@@ -18,6 +18,9 @@ extern "C" {
 /* The addresses from base on are the device's memory, which this process sees at view. */
 void driver_memory(const void *base, size_t bytes, void *view);
 
+/* Where this process sees an address of the device: its memory, or registered main memory. */
+void *driver_seen(void *address);
+
 /* A stream whose work is computation, as the default stream's is. */
 void driver_computes(struct CUstream_st *stream);
 

@@ -367,7 +367,8 @@ def least_slots(task: Task, folder: pathlib.Path) -> int:
 
 def least_host(task: Task, folder: pathlib.Path, settings: dict[str, Any]) -> int:
     """Return the smallest host_bytes for a task's model with some settings."""
-    key = (dataclasses.replace(task, steps=0), repr(settings))
+    is_integrated = late.device().is_integrated
+    key = (dataclasses.replace(task, steps=0), repr(settings), is_integrated)
     if key not in _least:
         given = {**options(task), **settings}
         # swap_bytes is a part of host_bytes, which the error does not count.

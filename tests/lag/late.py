@@ -20,6 +20,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,7 +125,13 @@ class Counts:
 
 
 class Late:
-    """The device of this process."""
+    """The device of this process.
+
+    Attributes:
+        is_integrated: whether it says that its memory is main memory.
+    """
+
+    is_integrated = False
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
@@ -314,7 +321,9 @@ def _complete() -> None:
     cuda.mem_get_info = lambda *_: (1 << 30, 8 << 30)
     cuda.memory_reserved = cuda.max_memory_allocated = lambda *_: device().counts.live_bytes
     cuda.memory_allocated = cuda.memory_reserved
-    cuda.get_device_properties = lambda *_: None
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+        is_integrated=device().is_integrated
+    )
     cuda.get_device_capability = lambda *_: (7, 5)
     cuda.get_device_name = lambda *_: "late"
     torch.amp.autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False

@@ -99,4 +99,5 @@ class Values(SessionPart):
 
     def _has_own_values(self, index: int) -> bool:
         """Return whether main memory has the newest value, and the device only a copy of it."""
-        return self.device.name != "cpu" and not any(loop.has_loaded(index) for loop in self.loops)
+        has_copies = self.device.name != "cpu" and not self.device.is_unified
+        return has_copies and not any(loop.has_loaded(index) for loop in self.loops)

@@ -53,6 +53,7 @@ class Device:
         link_bytes_per_s: the rates of an emulated device's link, in and out; 0: as fast as memory
             is copied.
         numa_node: the NUMA node that a GPU is attached to; -1: unknown, or no GPU.
+        is_unified: the GPU reads parameters where they are in main memory, and slot_bytes is 0.
     """
 
     name: str = "cpu"
@@ -62,6 +63,7 @@ class Device:
     link_bytes_per_s: tuple[int, int] = (0, 0)
     least_bytes: int = 0
     numa_node: int = -1
+    is_unified: bool = False
 
     def worker_count(self, core_count: int) -> int:
         """Return the default number of the optimizer's workers.
@@ -101,11 +103,10 @@ class Device:
         Args:
             buffer_bytes: the size of the model's buffers that commits include.
         """
-        memory, tail_bytes = None, 0
-        if self.name == "cuda":
-            memory, tail_bytes = self._allocate(), buffer_bytes
-        speeds = self.link_bytes_per_s
-        return (self.name, self.index, self.numa_node, self.slot_bytes, *speeds, tail_bytes, memory)
+        memory = self._allocate() if self.name == "cuda" and not self.is_unified else None
+        tail_bytes = buffer_bytes if self.name == "cuda" else 0
+        sizes = (self.slot_bytes, *self.link_bytes_per_s, tail_bytes)
+        return (self.name, self.index, self.numa_node, *sizes, self.is_unified, memory)
 
     def _allocate(self) -> torch.Tensor:
         try:
@@ -239,6 +240,29 @@ def block_bytes_per_element(layout: Layout, config: Config) -> int:
     return max((u.dtype.itemsize for u in layout.units if u.trainable), default=0)
 
 
+def is_unified(layout: Layout, config: Config) -> bool:
+    """Return whether the device reads parameters where they are in main memory.
+
+    An integrated GPU has no other memory, so a copy would be one more read and write of the same
+    memory, and would take room. lohan makes copies there, too, in zeroth-order training, in several
+    processes, if a policy plans activations, or if device_param_bytes is set.
+
+    Args:
+        layout: the model's layout.
+        config: the device and the settings that decide.
+    """
+    name, index = parse(config.device)
+    has_copies = (
+        config.device_param_bytes is not None
+        or config.process_count > 1
+        or config.has_policy
+        or not any(unit.trainable for unit in layout.units)
+    )
+    if name != "cuda" or has_copies:
+        return False
+    return bool(getattr(torch.cuda.get_device_properties(index), "is_integrated", False))
+
+
 def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: Config) -> Device:
     """Divide the device's memory between parameters and the rest.
 
@@ -261,6 +285,8 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
     largest, second = (sets[-1] if sets else 0), (sets[-2] if len(sets) > 1 else 0)
     least = min(every, always + max(largest + 2 * second, *apart))
     ceiling = config.device_bytes or 0
+    if is_unified(layout, config):
+        return Device(name, index, ceiling, numa_node=_numa_node(index), is_unified=True)
     for setting in ("device_param_bytes", "device_bytes"):
         given = getattr(config, setting)
         if given is not None and given < least:
