@@ -18,8 +18,8 @@ from torch import nn
 # As in csrc/py/cast.c.
 _SOURCE = "_lohan_cast_of"
 
-# Functions whose arguments autocast casts to its dtype and that take a parameter as it is, as torch
-# passes them to `__torch_function__`. What is missing here keeps its cast as an activation.
+# Functions whose arguments autocast casts to its dtype, in the form in which torch passes functions
+# to `__torch_function__`. Any other function keeps its weight's cast as an activation.
 _LOWERED: frozenset[Any] = frozenset(
     {
         F.linear,
@@ -42,7 +42,7 @@ _LOWERED: frozenset[Any] = frozenset(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a parameter's cast with a mark; any other argument as it is."""
+    """Return a marked cast of a parameter; return any other argument unchanged."""
     if not isinstance(value, CastParameter):
         return value
     cast = value.to(dtype)
