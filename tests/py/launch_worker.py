@@ -7,6 +7,7 @@ acquired, advanced and released as by a session, and read in the device's memory
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import pathlib
 import sys
@@ -77,10 +78,16 @@ def main(store: str) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     memory: list[torch.Tensor] = []
 
-    def options(self: _device.Device, buffer_bytes: int) -> tuple[Any, ...]:
-        memory.append(torch.zeros(self.slot_bytes, dtype=torch.uint8))
-        return ("cuda", 0, -1, self.slot_bytes, 0, 0, buffer_bytes, memory[0])
+    emulated = _device.Device.options
 
+    def allocate(self: _device.Device) -> torch.Tensor:
+        memory.append(torch.zeros(self.slot_bytes, dtype=torch.uint8))
+        return memory[0]
+
+    def options(self: _device.Device, buffer_bytes: int) -> tuple[Any, ...]:
+        return emulated(dataclasses.replace(self, name="cuda"), buffer_bytes)
+
+    _device.Device._allocate = allocate  # type: ignore[method-assign]
     _device.Device.options = options  # type: ignore[method-assign]
     block = WIDTH * WIDTH * 4
     model = lohan.wrap(
