@@ -21,6 +21,7 @@ constexpr auto LATE = late::DEVICE;
 constexpr size_t ALIGNMENT = 512;
 constexpr size_t MEMORY_BYTES = size_t{8} << 30;
 constexpr int STREAM_COUNT_MAX = 32;
+constexpr int STREAM_POOL_COUNT = 16;
 
 using late::Work;
 
@@ -261,6 +262,19 @@ int stream_make()
     return number;
 }
 
+/* Like torch's pool of 32 streams a priority, it gives streams away again in turn. */
+int stream_from_pool()
+{
+    static int pool[STREAM_POOL_COUNT];
+    static unsigned taken;
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> guard(mutex);
+    int &number = pool[taken++ % STREAM_POOL_COUNT];
+    if (!number) /* the default stream is 0 */
+        number = stream_make();
+    return number;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override
     {
@@ -294,7 +308,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override
     {
-        return stream_of(stream_make());
+        return stream_of(stream_from_pool());
     }
     c10::Stream exchangeStream(c10::Stream stream) const override
     {
@@ -450,7 +464,7 @@ bool late_trim(void)
 
 int late_stream_make(void)
 {
-    return stream_make();
+    return stream_from_pool();
 }
 
 int late_stream_set(int number)

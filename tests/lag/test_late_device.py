@@ -48,6 +48,12 @@ def test_a_cpu_that_touches_the_devices_memory_is_killed(device: late.Late) -> N
     assert answer.returncode == -signal.SIGSEGV, answer.stderr
 
 
+def test_streams_come_from_a_pool_as_torchs_do(device: late.Late) -> None:
+    streams = [torch.cuda.Stream() for _ in range(100)]
+    assert len({stream.cuda_stream for stream in streams}) == 16
+    assert 0 not in {stream.cuda_stream for stream in streams}
+
+
 def test_freed_memory_is_reused_at_once_and_has_no_values(device: late.Late) -> None:
     count = 123_457  # no other free block has this size
     device.allow(0)
