@@ -62,8 +62,7 @@ def say_parents(directories: Sequence[str]) -> None:
             parent = parent.parent
         if parent.stat().st_dev != os.stat("/").st_dev:
             continue
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-        device = next((fields[0] for fields in reversed(mounts) if fields[1] == "/"), "?")
+        device = _mounts.mount_of("/")[2]
         print(
             f"lohan: {given} did not exist and will be created: the store in {name} is"
             f" on the root file system ({device}, mounted at /). If it was meant to be on another"
