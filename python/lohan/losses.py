@@ -229,7 +229,7 @@ def _check_targets(targets: torch.Tensor, vocab: int, ignore_index: int) -> None
         f" {ignore_index}"
     )
     if targets.device.type != "cpu":
-        torch._assert_async(~is_wrong.any(), f"a target {text}")  # type: ignore[call-overload]
+        torch._assert_async(~is_wrong.any(), f"a target {text}")
     elif is_wrong.any():
         place = tuple(is_wrong.nonzero()[0].tolist())
         shape = tuple(targets.shape)
@@ -301,7 +301,7 @@ class _Sum:
         options = {"dtype": dtype, "device": like.device}
         if like.dtype == dtype:
             self._whole = make(like.shape, **options)
-            self.pieces = list(self._whole.split(rows)) if counts else []
+            self.pieces = list(torch.split(self._whole, rows)) if counts else []
         else:
             tail = like.shape[1:]
             self.pieces = [make((count, *tail), **options) for count in counts]
@@ -392,7 +392,7 @@ class _Pass:
         if targets.device.type == "cpu":
             counted = (targets != self.rule.ignore_index).nonzero().squeeze(1)
             if len(counted) < len(targets):
-                yield from counted.split(self.tokens_max) if len(counted) else ()
+                yield from torch.split(counted, self.tokens_max) if len(counted) else ()
                 return
         for at in range(0, len(targets), self.tokens_max):
             yield slice(at, min(at + self.tokens_max, len(targets)))
@@ -547,7 +547,7 @@ class _Loss(torch.autograd.Function):
         return loss.to(_result_dtype(rule.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Multiply the gradients by the incoming one; free what no further backward needs."""
         if torch.is_grad_enabled():
             raise UnsupportedError(

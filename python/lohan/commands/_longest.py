@@ -97,8 +97,8 @@ def find(question: Question) -> dict[str, Any]:
         )
     count, reason = bisect(question.why_not, COUNT_MAX)
     if count == 0:
-        shape = " and ".join(f"{name} {value}" for name, value in question.shape(1).items())
-        raise BudgetError(f"{question.model} does not fit with {shape}: {reason}")
+        least = " and ".join(f"{name} {value}" for name, value in question.shape(1).items())
+        raise BudgetError(f"{question.model} does not fit with {least}: {reason}")
     shape = question.shape(count)
     return {
         "model": question.model,
