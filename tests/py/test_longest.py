@@ -108,9 +108,12 @@ def test_the_command_prints_what_fits_and_why_no_more() -> None:
     assert large["seq"] == 512 and f"batch {large['next']} does not" in (
         run("--largest-batch", "--seq", "512").stdout
     )
-    # Other arguments of the plan count: this policy keeps less.
-    naive = json.loads(run("--longest", "--policy", "zero", "--json").stdout)
-    assert naive["batch"] == 8 and naive["seq"] != found["seq"]
+    # Other arguments of the plan count: this policy keeps everything on the GPU.
+    usual, less = (
+        json.loads(run("--longest", "--json", *words).stdout)
+        for words in ((), ("--policy", "checkmate"))
+    )
+    assert usual["batch"] == less["batch"] == 8 and less["seq"] < usual["seq"]
 
 
 @pytest.mark.parametrize(
