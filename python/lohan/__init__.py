@@ -6,7 +6,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lohan import errors
+from lohan import errors, losses
 from lohan.common._build import build_info
 from lohan.common._stats import ReplicaStats, StepStats, Traffic
 from lohan.common._version import __version__
@@ -45,6 +45,7 @@ __all__ = [
     "empty",
     "errors",
     "export",
+    "losses",
     "reshard",
     "snapshot",
     "unwrap",

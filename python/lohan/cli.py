@@ -297,6 +297,7 @@ MODEL_HELP = "A name such as gpt-13b, a transformers config.json, or a transform
 POSITIVE = click.IntRange(1)
 SEQ_HELP = "Tokens per sequence."
 BATCH_HELP = "Sequences, or images, per step."
+_BATCH = 8
 MACHINE_HELP = 'A preset, a TOML file, or "here" to measure this machine.'
 
 
@@ -373,12 +374,68 @@ def simulate(
         _write_json(answer, None)
 
 
+_FOUND_FLAGS = {"model": "--largest", "seq": "--longest", "batch": "--largest-batch"}
+
+
+def _found_size(model: str | None, batch: int | None, words: dict[str, Any]) -> str:
+    """Return what to find: "model", "seq" or "batch"; "" to predict a step."""
+    names = {"model": "largest", "seq": "longest", "batch": "largest_batch"}
+    found = [size for size, name in names.items() if words.pop(name)]
+    flags = [_FOUND_FLAGS[size] for size in found]
+    if len(found) > 1:
+        raise click.UsageError(f"{' and '.join(flags)} find different sizes: pass one of them")
+    if (model is None) != (found == ["model"]):
+        raise click.UsageError(
+            "pass either --model NAME, to predict its step or with --longest or --largest-batch, or"
+            " --largest, to find what fits"
+        )
+    if not found:
+        return ""
+    given = click.get_current_context().get_parameter_source("seq")
+    is_seq_given = given is click.core.ParameterSource.COMMANDLINE
+    if (found == ["batch"] and batch is not None) or (found == ["seq"] and is_seq_given):
+        raise click.UsageError(f"{flags[0]} finds --{found[0]}: leave it out")
+    for name in ("sweep", "plot"):
+        if words[name]:
+            raise click.UsageError(f"{flags[0]} cannot be combined with --{name}")
+    return found[0]
+
+
+def _largest_of(
+    found: str,
+    name: str,
+    here: Any,
+    batch: int | None,
+    words: dict[str, Any],
+    console: Console | None,
+) -> dict[str, Any]:
+    """Find the largest model of a family, or the longest sequence or largest batch of a model."""
+    from lohan.commands import _largest, _longest
+    from lohan.simulate import Options
+
+    seq: int = words["seq"]
+    if found == "model":
+        answer = _largest.find(name, here, batch or 1, seq, words["policy"])
+        if console is not None:
+            _largest.show(answer, console)
+        return answer
+    options = Options(words["policy"], words["schedule"], words["commit_every"])
+    other = seq if found == "batch" else batch or _BATCH
+    question = _longest.Question(name, here, found, other, options)
+    answer = _longest.find(question)
+    if console is not None:
+        _longest.show(answer, question, console)
+    return answer
+
+
 @main.command()
 @click.option("--model", help=MODEL_HELP)
 @click.option(
     "--largest", is_flag=True, help="Find the largest model of a family that fits, without --model."
 )
 @click.option("--family", default="gpt", show_default=True, help="With --largest: gpt, opt, dit.")
+@click.option("--longest", is_flag=True, help="Find the longest sequence that fits, with --model.")
+@click.option("--largest-batch", is_flag=True, help="Find the largest batch that fits --model.")
 @click.option("--machine", help=f"{MACHINE_HELP} [default: here; with --largest: gaming-pc]")
 @click.option(
     "--store", multiple=True, metavar="DIR", help="Directory on an SSD to measure; repeatable."
@@ -392,8 +449,6 @@ def simulate(
 def plan(
     model: str | None,
     batch: int | None,
-    largest: bool,
-    family: str,
     machine: str | None,
     store: tuple[str, ...],
     save: Path | None,
@@ -407,20 +462,19 @@ def plan(
     """Predict how long a step takes on this machine, or find the largest model that fits it.
 
     The machine is measured first, unless --machine is given. The report is that of `lohan
-    simulate`.
+    simulate`. With --longest or --largest-batch, the longest sequence or the largest batch is found
+    with which a model fits.
     """
-    from lohan.commands import _largest, _simulate_show
+    from lohan.commands import _simulate_show
     from lohan.planning import _machines
 
-    if (model is None) != largest:
-        raise click.UsageError(
-            "pass either --model NAME, to predict its step, or --largest, to find what fits"
-        )
+    family = words.pop("family")
+    found = _found_size(model, batch, words)
     if store and machine is not None:
         raise click.UsageError(
             "--store names SSDs to measure, --machine a machine that is known: pass one of the two"
         )
-    if machine is None and (store or not largest):
+    if machine is None and (store or found != "model"):
         here = _machines.here(store or (".",))
     else:
         here = _machines.load(machine or "gaming-pc")
@@ -434,18 +488,15 @@ def plan(
         each = _machines.quantity("ssd_bytes", ssd) // here.ssd_count
         here = _machines.change(here, [f"ssd_bytes={each}"])
     console = None if json_wanted else Console()
-    if largest:
+    if found:
         if here.node_count * here.gpu_count > 1 or words["accumulate"] or words["adapter_params"]:
-            raise click.UsageError("--largest is for one GPU: leave out --nodes and --gpus")
-        answer = _largest.find(
-            family, here, 1 if batch is None else batch, words["seq"], words["policy"]
-        )
-        if console is not None:
-            _largest.show(answer, console)
+            flag = _FOUND_FLAGS[found]
+            raise click.UsageError(f"{flag} is for one GPU: leave out --nodes and --gpus")
+        answer = _largest_of(found, model or family, here, batch, words, console)
     else:
         if console is not None:
             _simulate_show.show_machine(here, console)
-        load = {"model": model, "batch": 8 if batch is None else batch}
+        load = {"model": model, "batch": batch or _BATCH}
         answer = _predict(here, {**load, **words}, console)
     if json_wanted:
         _write_json(answer, None)

@@ -28,6 +28,10 @@ class ModelError(LohanError, TypeError):
     """A model or an argument is invalid: no parameters, an unsupported dtype, a wrong value, ..."""
 
 
+class TargetError(LohanError, IndexError):
+    """A target of a loss is not an entry of the vocabulary."""
+
+
 class BudgetError(LohanError, MemoryError):
     """A memory or disk budget is too small; the message says what would be enough."""
 

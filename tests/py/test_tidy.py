@@ -220,7 +220,7 @@ PACKAGE_ORDER = (
     ("session",),
     ("replicas",),
     ("mezo",),
-    ("simulate", "wrap"),
+    ("simulate", "wrap", "losses"),
     ("lohan", "hf", "commands"),
     ("cli", "__main__"),
 )

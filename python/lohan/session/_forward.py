@@ -296,13 +296,16 @@ class ForwardRules(SessionPart):
         is_alive = self._forward_is_alive()
         if self.closed or (not is_alive and not in_backward()):
             return False
-        indices = [self._param_index[id(t)] for t in tensors if id(t) in self._param_index]
-        params = [self.layout.params[index] for index in indices]
-        scope = self._engine.scope(sorted({param.unit for param in params}))
+        scope = self.scope_of(tensors)
         if not is_alive:
             return bool(scope.read())
         scope.hold()
         return True
+
+    def scope_of(self, tensors: Sequence[torch.Tensor]) -> _core.Scope:
+        """Return the scope in which this session's parameters among tensors are in memory."""
+        indices = [self._param_index[id(t)] for t in tensors if id(t) in self._param_index]
+        return self._engine.scope(sorted({self.layout.params[index].unit for index in indices}))
 
 
 def refuse_transform() -> None:

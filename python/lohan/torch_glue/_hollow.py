@@ -16,13 +16,16 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from lohan.errors import HollowParameterError
 from lohan.torch_glue._tensor import without_classes
+
+if TYPE_CHECKING:
+    from lohan import _core
 
 
 class Owner(Protocol):
@@ -42,6 +45,9 @@ class Owner(Protocol):
 
     def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
         """Load the parameters if a forward runs; otherwise return False."""
+
+    def scope_of(self, tensors: Sequence[torch.Tensor]) -> _core.Scope:
+        """Return the scope in which the session's parameters among tensors are in memory."""
 
 
 _PROPERTIES = """
@@ -294,3 +300,29 @@ def show(tensor: nn.Parameter) -> None:
     """Restore the class that a parameter had before it became hollow."""
     if isinstance(tensor, HollowParameter):
         tensor.__class__ = type(tensor).__mro__[2]
+
+
+def scope_of(what: str, tensors: Sequence[torch.Tensor]) -> _core.Scope | None:
+    """Return a scope for an operation that reads hollow parameters, in a forward or outside of one.
+
+    Entered with an argument (`scope.enter(None)`), it is what the call of a module is that owns the
+    parameters: outside of a forward it is a forward of its own. It must be left also if it cannot
+    be entered.
+
+    Args:
+        what: the operation, for the error of a parameter that has no values any more.
+        tensors: what the operation reads, of one session; other tensors need no scope.
+
+    Returns:
+        The scope, or None if no parameter is hollow.
+
+    Raises:
+        HollowParameterError: the session is closed.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, HollowParameter) and not tensor._load_in_loop():
+            session: Owner | None = type(tensor).owner()
+            if session is None or session.closed:
+                tensor.refuse(what)
+            return session.scope_of(tensors)
+    return None
