@@ -457,7 +457,8 @@ static PyObject *gradient_pull(struct lhpy_engine *self, uint32_t index, PyObjec
     if (lhpy_check_open(self) < 0)
         return NULL;
     PyObject *gradient = gradient_detach(self, index, parameter);
-    if (!gradient || gradient == Py_None || !self->has_sums)
+    bool is_alias = self->params[index].tensor != parameter; /* whose p.grad is no stand-in */
+    if (!gradient || gradient == Py_None || !self->has_sums || is_alias)
         return gradient;
     PyObject *found = gradient;
     gradient = lhpy_sums_unwrap(self, index, found);
@@ -516,7 +517,8 @@ PyMethodDef lhpy_hook_methods[] = {
     {"cast_class", hook_cast_class, METH_VARARGS, "cast_class(param, cast)"},
     {"scope", hook_scope, METH_O, "scope(units) -> Scope"},
     {"scopes_drop", hook_scopes_drop, METH_NOARGS, "Leave every scope."},
-    {"gradient_hook", hook_gradient, METH_O, "gradient_hook(param) -> hook"},
+    {"gradient_hook", hook_gradient, METH_O,
+     "gradient_hook(param) -> hook of the parameter, or of an alias of it"},
     {"gradient_pull", hook_gradient_pull, METH_VARARGS,
      "gradient_pull(param, parameter) -> gradient or None"},
     {NULL, NULL, 0, NULL},

@@ -424,6 +424,7 @@ uint64_t lhpy_store_live_bytes(PyObject *object);
  */
 extern PyMethodDef lhpy_adam_functions[];
 extern PyMethodDef lhpy_doctor_functions[];
+extern PyMethodDef lhpy_sequence_functions[];
 extern PyMethodDef lhpy_plan_functions[];
 extern PyMethodDef lhpy_zeroth_functions[];
 PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs);

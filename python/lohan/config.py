@@ -58,6 +58,11 @@ class Config:
             per trainable parameter. `step()` may come earlier and uses the gradients up to then.
             "manual": a step sums the backwards in `with model.no_sync():` and the one after them.
             Updates wait for `step()`: schedule "serial" is kept, any other becomes "deferred".
+        order: the order of accumulated micro-batches in `model.lohan.accumulate()`. "horizontal":
+            one after the other. "vertical": each block runs all of them before the next block
+            does, so the parameters are read once for all; the inputs of the blocks of all
+            micro-batches are kept until backward, as are the activations unless `activations` says
+            otherwise. The numbers are the same.
         loss_scaling: True if torch.amp.GradScaler scales the loss. Updates then wait for `step()`,
             as with accumulate, and for the norm that shows whether a gradient overflowed.
         activations: what autograd keeps of a block's forward. "keep": everything that operations
@@ -154,6 +159,7 @@ class Config:
     commit_every: int | Literal["auto", "never", "manual"] = "auto"
     schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
     accumulate: int | Literal["manual"] = 1
+    order: Literal["horizontal", "vertical"] = "horizontal"
     loss_scaling: bool = False
     activations: str | Mapping[str, str] = "keep"
     profile: Literal["reuse", "again"] = "reuse"

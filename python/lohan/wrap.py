@@ -36,6 +36,7 @@ from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
+from lohan.session._vertical import VerticalSession
 from lohan.store import _directories, _export, _store, _temporary, _weights
 from lohan.store._scalars import with_buffers
 from lohan.torch_glue import _accumulate, _buffers, _device
@@ -338,6 +339,8 @@ class _Opening:
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
         elif self.shared.world is not None:
             make = self.shared.session_kind(self.layout)
+        elif self.config.order == "vertical":
+            make = VerticalSession
         session: Session = make(
             self.layout,
             extents,

@@ -233,6 +233,12 @@ class Stream:
         self.cuda_stream = library.late_stream_handle(self.number) or 0
         self._before: list[int] = []
 
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cuda", 0)
+
     def wait_stream(self, other: Stream) -> None:
         device().library.late_stream_order(self.number, other.number)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lohan.mezo._lockstep import FIRST, SECOND, Lockstep, _ThreadState
+from lohan.torch_glue._lockstep import FIRST, SECOND, Lockstep, ThreadState
 
 Visit = tuple[int, int]
 
@@ -47,7 +47,7 @@ def test_the_stream_of_the_sessions_device_is_carried_over(
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     for index, expected in ((1, [1, 0]), (0, [0]), (None, [0])):
         device = None if index is None else torch.device("cuda", index)
-        assert [each.device.index for each in _ThreadState(device).streams] == expected
+        assert [each.device.index for each in ThreadState(device).streams] == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])

@@ -30,10 +30,10 @@ from lohan.journal._zeroth import Op, Record
 from lohan.journal._zo_run import Run
 from lohan.layout._block import Param
 from lohan.mezo import _zo_device
-from lohan.mezo._lockstep import FIRST
 from lohan.mezo._zo_peers import mean, step_of_all
 from lohan.mezo._zo_turns import TurnRules
 from lohan.session._session import Session
+from lohan.torch_glue._lockstep import FIRST
 from lohan.torch_glue._tensor import SavedTensors, in_backward
 from lohan.torch_glue._thread import thread_error
 

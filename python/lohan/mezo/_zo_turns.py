@@ -18,7 +18,7 @@ from torch import nn
 
 from lohan.errors import UnsupportedError
 from lohan.mezo import _zo_device, _zo_probe
-from lohan.mezo._lockstep import FIRST, Lockstep
+from lohan.torch_glue._lockstep import FIRST, Lockstep
 
 if TYPE_CHECKING:
     from lohan import _core

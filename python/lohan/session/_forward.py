@@ -108,7 +108,7 @@ class ForwardRules(SessionPart):
             self._refuse_changed()
             return False
         if self._forward_is_alive():
-            return False  # alternating runs (mezo/_lockstep.py) share one forward
+            return False  # alternating runs (torch_glue/_lockstep.py) share one forward
         self._forward_begin(is_root=False)
         return True
 

@@ -29,6 +29,7 @@ from lohan.layout._block import DTYPE_CODES
 from lohan.session import _gradients, _notes, _trace
 from lohan.session._commits import Commits
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
+from lohan.session._micro_batches import MicroBatches
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _requests, _scalars
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from lohan.torch_glue._buffers import Buffers
 
 
-class Session(Values, ForwardRules, Commits):
+class Session(Values, ForwardRules, MicroBatches, Commits):
     """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:

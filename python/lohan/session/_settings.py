@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from lohan.activations import _activations, _swap
 from lohan.config import SCHEDULES, Config
-from lohan.errors import ModelError
+from lohan.errors import ModelError, UnsupportedError
 from lohan.torch_glue import _device
 
 _RANGES = {
@@ -120,6 +120,7 @@ def check(config: Config) -> None:
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r} must be one of {', '.join(SCHEDULES)}")
     _activations.check(config.activations)
+    _check_order(config)
     _device.check(config)
     _check_gather(config)
     _swap.check(config)
@@ -133,6 +134,27 @@ def check(config: Config) -> None:
     if config.transfer_bytes % (1 << 20):
         raise ModelError(
             f"transfer_bytes {config.transfer_bytes} must be a multiple of {1 << 20} (1 MiB)"
+        )
+
+
+def _check_order(config: Config) -> None:
+    if config.order not in ("horizontal", "vertical"):
+        raise ModelError(f"order {config.order!r} must be 'horizontal' or 'vertical'")
+    if config.order == "horizontal":
+        return
+    if config.accumulate == 1:
+        raise ModelError(
+            "order='vertical' needs several micro-batches in a step: pass accumulate= to"
+            " lohan.wrap(), and run them with model.lohan.accumulate()"
+        )
+    if config.has_policy:
+        raise UnsupportedError(
+            f"order='vertical' is not supported with activations={config.activations!r}, a policy"
+            " that measures one micro-batch at a time: pass 'recompute', or a dict of patterns"
+        )
+    if config.process_count > 1 or config.sharers > 1:
+        raise UnsupportedError(
+            "order='vertical' is not supported in a run of several processes: leave order= out"
         )
 
 

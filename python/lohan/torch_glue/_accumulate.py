@@ -30,6 +30,7 @@ class Accumulation:
 
     Attributes:
         is_on: whether gradients are summed.
+        count: the number of the open step's backwards that produced gradients.
         is_given: whether the engine has received the sums, so that no backward can be added.
     """
 
@@ -41,7 +42,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Begin the next step."""
-        self._count = 0
+        self.count = 0
         self._is_complete = False
         self.is_given = False
 
@@ -52,11 +53,11 @@ class Accumulation:
 
     def backward_end(self) -> None:
         """Count a backward that produced gradients."""
-        self._count += 1
+        self.count += 1
         if self._accumulate == "manual":
             self._is_complete = not self._is_no_sync
         else:
-            self._is_complete = self._count >= self._accumulate
+            self._is_complete = self.count >= self._accumulate
 
     def check_may_add(self) -> None:
         """Reject a backward that cannot belong to the current step.
@@ -81,7 +82,7 @@ class Accumulation:
             )
         if self._is_complete:
             raise SecondBackwardError(
-                f"backward {self._count + 1} before optimizer.step(), but a step has"
+                f"backward {self.count + 1} before optimizer.step(), but a step has"
                 f" {self._accumulate} (accumulate={self._accumulate}): call model.optimizer.step()"
                 " first, or pass a larger accumulate= to lohan.wrap()"
             )

@@ -7,7 +7,7 @@ let updates change values that the forward has not read yet. Both calls raise an
 open forward undisturbed. A forward whose call is no longer on its thread's stack has failed and is
 ignored.
 
-Alternating runs (mezo/_lockstep.py) share one forward. Autograd's own threads count as the thread
+Alternating runs (_lockstep.py) share one forward. Autograd's own threads count as the thread
 that called backward, whose stack has autograd's call. A stack does not show which model's backward
 is running, and the backward of another model is irrelevant here. Autograd keeps a callback for the
 end of each backward until that backward ends, with or without an error; the callback's lifetime

@@ -76,7 +76,7 @@ class Lockstep:
         count = len(functions)
         self._wakes = [threading.Semaphore(0) for _ in functions]
         self._visits, self._is_over, self._results = [0] * count, [False] * count, [None] * count
-        state = _ThreadState(self._device)
+        state = ThreadState(self._device)
         try:
             for who, function in enumerate(functions[1:], SECOND):
                 context = contextvars.copy_context()
@@ -96,6 +96,10 @@ class Lockstep:
         for thread in self._threads:
             thread.join()
         return self._results
+
+    def cancel(self, error: BaseException) -> None:
+        """Let run() end every run at its next visit, and raise the error. Any thread may call."""
+        self._error = self._error or error
 
     def is_other(self) -> bool:
         """Return whether this is the thread of a run other than the first."""
@@ -141,7 +145,7 @@ class Lockstep:
         if self._changed is not None and self._error is None:
             self._changed(who)
 
-    def _run_other(self, who: int, function: Callable[[], T], state: _ThreadState) -> None:
+    def _run_other(self, who: int, function: Callable[[], T], state: ThreadState) -> None:
         self._wakes[who].acquire()
         if self._error is None:
             try:
@@ -171,7 +175,7 @@ class Lockstep:
             raise self._error
 
 
-class _ThreadState:
+class ThreadState:
     """The per-thread state of torch that a forward depends on, copied from the calling thread.
 
     Args:

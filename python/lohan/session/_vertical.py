@@ -1,0 +1,521 @@
+"""Accumulated steps that bring each block in once for all micro-batches.
+
+[Note: Vertical order] One after the other, k micro-batches read every block k times in forward and
+k times in backward. With order="vertical", block i runs its k micro-batches before block i + 1, and
+backward visits the blocks in reverse, so a step moves the parameters of one micro-batch, whatever k
+is (the order of GreedySnake, arXiv 2512.17570).
+
+    horizontal   forward 1: 0 1 2   backward 1: 2 1 0   forward 2: 0 1 2   backward 2: 2 1 0
+    vertical     forward:   0 0 1 1 2 2                 backward:   2 2 1 1 0 0
+
+Forward: each micro-batch's function is a complete call of the model on a thread of its own, and the
+threads take turns at the blocks (torch_glue/_lockstep.py). Backward: one call of autograd for all
+losses. Autograd runs the node with the highest number first, and the threads carry one counter of
+these numbers from turn to turn (csrc/py/sequence.c), so backward takes the visits in reverse.
+
+The bits are those of the horizontal order. A gradient of a parameter must not be added to another
+micro-batch's by autograd, which would add in the parameter's dtype. So each micro-batch has an
+alias of each trained parameter, a leaf of its own over the same bytes, which is in the parameter's
+place while the micro-batch visits the block. Gradients are summed in fp32 in the order of the
+micro-batches. The last micro-batch visits each block first, so backward, in reverse, brings them in
+that order, unless micro-batches leave out different blocks; then those that come too early wait for
+the end of the backward. Random numbers are those of the horizontal order, too: see
+torch_glue/_random_starts.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan import _core
+from lohan.errors import UnsupportedError
+from lohan.session._micro_batches import Loss, checked_loss
+from lohan.session._session import Session
+from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState
+from lohan.torch_glue._random_starts import RandomStarts
+from lohan.torch_glue._recompute_state import random_states, set_random_states
+from lohan.torch_glue._tensor import hollow, version_of, without_classes
+
+if TYPE_CHECKING:
+    from lohan.layout._block import Param
+
+# After this many steps whose random numbers could not be predicted, no further step tries to.
+_MISS_COUNT_MAX = 3
+_LOOK_S = 1.0
+
+
+class _Turns(Lockstep):
+    """Forwards that take turns, with one counter of nodes and a random state for each.
+
+    Attributes:
+        states: the random states of each run: where it begins, or has stopped.
+    """
+
+    def __init__(
+        self, changed: Callable[[int], None], device: torch.device, states: list[list[torch.Tensor]]
+    ) -> None:
+        super().__init__(changed, device)
+        self.states = states
+        self._of = device
+        self._next_node = 0
+
+    def stopped(self, who: int) -> None:
+        """Record where a run stops."""
+        self._next_node = max(self._next_node, _core.sequence_peek())
+        self.states[who] = random_states(self._of)
+
+    def resume(self, who: int) -> None:
+        """Continue where a run has stopped."""
+        _core.sequence_raise(self._next_node)
+        set_random_states(self.states[who], self._of)
+
+    def _pass(self, who: int) -> None:
+        self.stopped(who)
+        super()._pass(who)
+        self.resume(who)
+
+    def wrapped(self, who: int, function: Loss) -> Loss:
+        """Return a function that runs `function` as a run of this group."""
+
+        def run() -> torch.Tensor:
+            self.resume(who)
+            loss = function()
+            self.stopped(who)
+            return loss
+
+        return run
+
+
+class VerticalSession(Session):
+    """A session with order="vertical"."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._turns: _Turns | None = None
+        self._nothing = self._engine.scope([])
+        # The places of each trained parameter: modules and names.
+        self._places: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
+        self._aliases: list[dict[int, nn.Parameter]] = []  # of each run, by the parameter's index
+        self._visited: list[list[list[int]]] = []  # the units of each run's visits, in order
+        self._arrivals: _Arrivals | None = None  # of the backward that runs
+        self._root_units: list[int] = []
+        # The units of the modules around blocks, each run's, that the run is inside of.
+        self._inside: list[list[list[int]]] = []
+        self._starts = RandomStarts()
+        self._miss_count = 0
+        self._model: Callable[[], nn.Module | None] = lambda: None
+
+    def hook(self, model: nn.Module, planner: Any) -> None:
+        """See Session.hook."""
+        indices = {id(p.tensor): p.index for p in self.layout.params}
+        units = self.layout.units
+        self._root_units = [u for s in self.layout.scopes if s.module is model for u in s.units]
+        super().hook(model, planner)
+        self._model = weakref.ref(model)
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                index = indices.get(id(param))
+                if index is not None and units[self.layout.params[index].unit].trainable:
+                    self._places.setdefault(index, []).append((weakref.ref(module), name))
+
+    # --- Aliases ------------------------------------------------------------------------------
+
+    def _params_of(self, units: Sequence[int]) -> list[Param]:
+        made: list[Param] = []
+        for unit in units:
+            if self.layout.units[unit].trainable:
+                made += self.layout.units[unit].params
+        return made
+
+    def _empty(self, param: Param) -> torch.Tensor:
+        return hollow(self._arrays[param.tensor.dtype], param.index, param.tensor.shape)
+
+    def _alias(self, who: int, param: Param) -> nn.Parameter:
+        found = self._aliases[who].get(param.index)
+        if found is None:
+            found = self._aliases[who][param.index] = nn.Parameter(self._empty(param))
+            # Neither recomputation nor the guard may take the alias for a parameter of the user's.
+            self._param_index[id(found)] = param.index
+            model = self._model()
+            assert model is not None
+            model.__dict__["_lohan_guard"].index[id(found)] = param.index
+            hook = self._alias_hook(who, param.index)
+            found.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return found
+
+    def _alias_hook(self, who: int, index: int) -> Callable[[torch.Tensor], None]:
+        take = self._engine.gradient_hook(index)
+
+        def hook(alias: torch.Tensor) -> None:
+            if self._arrivals is not None:
+                self._arrivals.came(index, who, alias, take)
+
+        return hook
+
+    def _on_backward_end(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.end()
+        super()._on_backward_end()
+
+    def _put(self, units: Sequence[int], who: int) -> None:
+        """Put a run's aliases in the places of the units' parameters, which are in memory."""
+        with without_classes():
+            for param in self._params_of(units):
+                alias = self._alias(who, param)
+                alias.data = param.tensor.data
+                self._fill_places(param, alias)
+
+    def _remove(self, units: Sequence[int], who: int) -> None:
+        """Put the parameters back in their places."""
+        with without_classes():
+            for param in self._params_of(units):
+                self._fill_places(param, param.tensor)
+                self._alias(who, param).data = self._empty(param)
+
+    def _fill_places(self, param: Param, tensor: torch.Tensor) -> None:
+        for reference, name in self._places.get(param.index, ()):
+            module = reference()
+            if module is not None:
+                places: dict[str, Any] = module._parameters
+                dict.__setitem__(places, name, tensor)
+
+    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        take = super()._gradient_hook(index)
+
+        def hook(tensor: torch.Tensor) -> None:
+            if self._arrivals is not None:
+                tensor.grad = None
+                raise UnsupportedError(
+                    f"parameter {self.layout.params[index].name!r} was used outside the forward of"
+                    " its own module, or in a reentrant checkpoint, where its gradients of several"
+                    " micro-batches cannot be told apart: pass use_reentrant=False to the"
+                    ' checkpoint, or wrap with order="horizontal"'
+                )
+            take(tensor)
+
+        return hook
+
+    # --- Turns --------------------------------------------------------------------------------
+
+    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
+        if any(self.layout.units[unit].always for unit in units):
+            return _Around(self, units, scope)  # turns are taken at the blocks inside it
+        return _Visit(self, units, scope)
+
+    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._turns is None or not self._turns.is_led():
+            super()._root_enter(module, args, kwargs)
+            if self._turns is not None:
+                self._put(self._root_units, self._turns.turn)
+        else:
+            self.around.enter()  # hooks for saved tensors belong to a thread
+
+    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._turns is None or not self._turns.is_led():
+            super()._root_leave(module, args, kwargs, output)
+        else:
+            self.around.leave()
+
+    def _forward_is_alive(self) -> bool:
+        if self._is_other():  # the call that began the forward is on the first run's stack
+            return self._forward_depth > 0
+        return super()._forward_is_alive()
+
+    def _is_of_other_thread(self) -> bool:
+        return not self._is_other() and super()._is_of_other_thread()
+
+    def _is_other(self) -> bool:
+        return self._turns is not None and self._turns.is_other()
+
+    def _turn_changed(self, who: int) -> None:
+        """Prepare for a run whose turn it is."""
+        self._nothing.enter()  # release what the previous run bound between blocks
+        if self._forward_depth > 0:
+            for units in (self._root_units, *self._inside[who]):
+                self._put(units, who)
+
+    def inside_begin(self, units: list[int], enter: Callable[[], None]) -> None:
+        """Enter the scope of a module that contains blocks."""
+        enter()
+        if self._turns is not None:
+            self._inside[self._turns.turn].append(units)
+            self._put(units, self._turns.turn)
+
+    def inside_end(self, units: list[int], leave: Callable[[], None]) -> None:
+        """Leave the scope of a module that contains blocks."""
+        if self._turns is not None and units in self._inside[self._turns.turn]:
+            self._inside[self._turns.turn].remove(units)
+            self._remove(units, self._turns.turn)
+        leave()
+
+    def visit_begin(self, units: list[int], enter: Callable[[], None]) -> None:
+        """Enter a block's scope when it is this run's turn."""
+        turns = self._turns
+        if turns is None:
+            enter()
+            return
+        turns.visit_begin()
+        self._visited[turns.turn].append(units)
+        enter()
+        self._put(units, turns.turn)
+
+    def visit_end(self, units: list[int], leave: Callable[[], None]) -> None:
+        """Leave a block's scope, but keep the block in memory until all runs have visited it."""
+        turns = self._turns
+        if turns is None:
+            leave()
+            return
+        self._remove(units, turns.turn)
+        if turns.turn != FIRST:
+            leave()
+            return
+        held: list[int] = []
+        try:
+            for unit in units:
+                self._engine.acquire(unit)
+                held.append(unit)
+            leave()
+            turns.visit_end()
+        finally:
+            for unit in held:
+                self._engine.release(unit)
+
+    # --- A step -------------------------------------------------------------------------------
+
+    def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
+        """See MicroBatches.accumulate."""
+        self.check_open()
+        self._check_functions(functions)
+        if len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX:
+            return super().accumulate(functions)
+        device = self.device.torch_device
+        begin = random_states(device)
+        starts = self._starts.predict(begin, len(functions))
+        losses, ends = self._forward(functions, starts)
+        if not _are_same(ends[:-1], starts[1:]):
+            del losses
+            return self._learn(functions, begin)
+        set_random_states(ends[-1], device)
+        is_even = all(each == self._visited[FIRST] for each in self._visited)
+        around = {p.index for p in self.layout.params if self.layout.units[p.unit].always}
+        self._arrivals = _Arrivals(len(functions), is_even, around)
+        try:
+            torch.autograd.backward([checked_loss(loss) for loss in losses])
+        finally:
+            self._arrivals = None
+        for _ in losses[1:]:
+            self._accumulation.backward_end()
+        return [loss.detach() for loss in losses]
+
+    def _forward(
+        self, functions: Sequence[Loss], starts: list[list[torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        """Run the functions in turns; return their results and the random states at their ends."""
+        while len(self._aliases) < len(functions):
+            self._aliases.append({})
+        turns = _Turns(self._turn_changed, self.device.torch_device, starts[::-1])
+        state = ThreadState(self.device.torch_device)
+        # In reverse: the first micro-batch's gradients are to come first, see the note.
+        runs = [turns.wrapped(who, each) for who, each in enumerate(reversed(functions))]
+        results: list[torch.Tensor] = []
+        errors: list[BaseException] = []
+
+        def lead() -> None:
+            try:
+                with state.applied():
+                    results.extend(turns.run(runs))
+            except BaseException as error:
+                errors.append(error)
+
+        self._visited = [[] for _ in functions]
+        self._inside = [[] for _ in functions]
+        before = _buffer_versions(self._model())
+        self._turns = turns
+        # All runs have new threads, whose counters of nodes begin at 0 and stay near one another.
+        try:
+            _run_on_thread(lead, turns)
+        finally:
+            for who in range(len(functions)):
+                self._remove(self._root_units, who)
+            self._turns = None
+        if errors:
+            raise errors[0]
+        if _buffer_versions(self._model()) != before:
+            raise UnsupportedError(
+                "the model's forward changes its buffers (statistics of a batch norm?), which"
+                " would depend on the order of the micro-batches: wrap with"
+                ' order="horizontal"'
+            )
+        return results[::-1], turns.states[::-1]
+
+    def _learn(self, functions: Sequence[Loss], begin: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the functions one after the other, and learn how many random numbers each draws."""
+        device = self.device.torch_device
+        set_random_states(begin, device)
+        states: list[list[torch.Tensor]] = []
+
+        def noted(function: Loss) -> Loss:
+            def run() -> torch.Tensor:
+                states.append(random_states(device))
+                return function()
+
+            return run
+
+        losses = super().accumulate([noted(function) for function in functions])
+        is_known = self._starts.learn(states)
+        self._miss_count = self._miss_count + 1 if is_known else _MISS_COUNT_MAX
+        if self._miss_count >= _MISS_COUNT_MAX:
+            print(
+                "lohan: it cannot be predicted how many random numbers (dropout) each micro-batch"
+                " draws. From now on the micro-batches run one after the other",
+                file=sys.stderr,
+            )
+        return losses
+
+
+class _Arrivals:
+    """Hands the gradients of one backward to the engine in the order of the micro-batches.
+
+    Args:
+        count: the number of micro-batches; run 0 has the last of them.
+        is_even: whether all of them visited the same blocks, so that gradients come in order.
+        around: the parameters of modules around blocks. Between two visits the first run computes
+            last, so that its gradients of these come first.
+    """
+
+    def __init__(self, count: int, is_even: bool, around: Container[int]) -> None:
+        self._last = count - 1
+        self._is_even, self._around = is_even, around
+        self._next: dict[int, int] = {}  # the first micro-batch whose gradient is not added yet
+        self._early: dict[int, dict[int, Callable[[], None]]] = {}
+
+    def came(
+        self, index: int, who: int, alias: torch.Tensor, take: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Take a gradient, or let it wait.
+
+        Args:
+            index: the parameter's index.
+            who: the run.
+            alias: the run's alias of the parameter, which has the gradient.
+            take: hands the gradient of a tensor to the engine.
+        """
+        micro_batch = self._last - who
+        least = self._next.get(index, 0)
+        if micro_batch < least:
+            raise UnsupportedError(
+                f"gradients of parameter {index} came from micro-batch {micro_batch} after those of"
+                f' micro-batch {least - 1}: wrap with order="horizontal"'
+            )
+        if micro_batch == least or (self._is_even and index not in self._around):
+            take(alias)
+            self._next[index] = micro_batch + 1
+            self._take_early(index)
+            return
+        gradient, alias.grad = alias.grad, None
+
+        def later() -> None:
+            alias.grad = gradient
+            take(alias)
+
+        self._early.setdefault(index, {})[micro_batch] = later
+
+    def _take_early(self, index: int) -> None:
+        """Take the gradients whose turn has come."""
+        waiting = self._early.get(index, {})
+        while self._next[index] in waiting:
+            waiting.pop(self._next[index])()
+            self._next[index] += 1
+
+    def end(self) -> None:
+        """Take the gradients that waited for those of micro-batches that have none."""
+        for waiting in self._early.values():
+            for micro_batch in sorted(waiting):
+                waiting[micro_batch]()
+        self._early.clear()
+
+
+class _Visit:
+    """The hooks of a block: the hooks of its scope, extended by the changes of turn."""
+
+    def __init__(self, session: VerticalSession, units: list[int], scope: _core.Scope) -> None:
+        self._session = weakref.ref(session)
+        self._units = units
+        self._scope = scope
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        session = self._session()
+        assert session is not None
+        session.visit_begin(self._units, lambda: self._scope.enter(module, args))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook."""
+        session = self._session()
+        assert session is not None
+        session.visit_end(self._units, lambda: self._scope.leave(module, args, output))
+
+
+class _Around(_Visit):
+    """The hooks of a module that contains blocks and has parameters of its own."""
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        session = self._session()
+        assert session is not None
+        session.inside_begin(self._units, lambda: self._scope.enter(module, args))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook."""
+        session = self._session()
+        assert session is not None
+        session.inside_end(self._units, lambda: self._scope.leave(module, args, output))
+
+
+def _run_on_thread(function: Callable[[], None], turns: _Turns) -> None:
+    """Run a function on a thread of its own; an error here (Ctrl-C) ends its runs.
+
+    Thread.join() is no way to wait: after an interrupt it takes a thread that runs for ended
+    (Python 3.11).
+    """
+    is_over: list[bool] = []
+    over = threading.Lock()
+    over.acquire()
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            is_over.append(True)
+            over.release()
+
+    error: BaseException | None = None
+    threading.Thread(target=run, name="lohan-turn-0").start()
+    while not is_over:
+        try:
+            over.acquire(timeout=_LOOK_S)  # an interrupt may come after the lock was acquired
+        except BaseException as raised:
+            error = error or raised
+            turns.cancel(error)
+    if error is not None:
+        raise error
+
+
+def _buffer_versions(model: nn.Module | None) -> list[tuple[int, int]]:
+    assert model is not None
+    return [(id(buffer), version_of(buffer)) for buffer in model.buffers()]
+
+
+def _are_same(these: list[list[torch.Tensor]], those: list[list[torch.Tensor]]) -> bool:
+    return all(
+        torch.equal(a, b)
+        for one, other in zip(these, those, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )

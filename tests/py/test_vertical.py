@@ -1,0 +1,363 @@
+"""Micro-batches that take turns at the blocks: the bits of the horizontal order, read once."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import lohan
+import pytest
+import torch
+import train_helper as helper
+from lohan import _core
+from lohan.errors import ModelError, SecondBackwardError, UnsupportedError
+from lohan.torch_glue import _random_starts
+from quick_helper import half_quick
+from rules_helper import WIDTH, Workshop, assert_same_state, build, vectors
+from rules_helper import workshop as workshop
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+STEP_COUNT = 3
+COUNT = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KEPT: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "recompute": {"activations": "recompute"},
+    "swap": {"activations": {"*": "swap"}, "swap_bytes": 16 << 20},
+}
+
+
+def losses_of(model: nn.Module, step: int, count: int = COUNT) -> list[Callable[[], torch.Tensor]]:
+    def loss_of(part: int) -> torch.Tensor:
+        return helper.language_loss(model, COUNT * step + part) / count
+
+    return [lambda part=part: loss_of(part) for part in range(count)]
+
+
+def train(
+    folder: pathlib.Path, name: str, dtype: torch.dtype, count: int = COUNT, **settings: Any
+) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    """Return the losses, the parameters, and the last step's statistics."""
+    settings = {"lr": 1e-2, "accumulate": count, **settings}
+    model = lohan.wrap(helper.build(name, dtype), store=folder, **settings)
+    session: Any = model.lohan
+    losses: list[float] = []
+    for step in range(STEP_COUNT):
+        losses += [float(loss) for loss in session.accumulate(losses_of(model, step, count))]
+        model.optimizer.step()
+    session.flush()
+    stats = session.stats()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    session.close()
+    return losses, state, stats
+
+
+@pytest.mark.parametrize(
+    ("kept", "name", "dtype", "clip"),
+    half_quick(KEPT, ("gpt2", "llama"), DTYPES, (None, 0.05)),
+)
+def test_both_orders_have_the_same_bits_in_every_budget(
+    kept: str, name: str, dtype: str, clip: float | None, store_dir: pathlib.Path
+) -> None:
+    fixed = {"max_grad_norm": clip, "accumulate": COUNT, **KEPT[kept]}
+    losses, state, _ = train(store_dir / "a", name, DTYPES[dtype], **fixed)
+    model = helper.build(name, DTYPES[dtype])
+    least = helper.host_bytes_min(model, store_dir, max_grad_norm=clip, accumulate=COUNT)
+    least += KEPT[kept].get("swap_bytes", 0)
+    slots = helper.device_bytes_min(model, store_dir)
+    places: list[dict[str, Any]] = [
+        {},
+        {"host_bytes": least},
+        {"schedule": "serial", "device": "emu", "device_param_bytes": slots},
+    ]
+    for number, place in enumerate(places):
+        folder = store_dir / str(number)
+        found = train(folder, name, DTYPES[dtype], **fixed, **place, order="vertical")
+        assert found[0] == losses
+        assert_same_state(found[1], state)
+
+
+@pytest.mark.parametrize("kept", ["keep", "recompute"])
+def test_all_micro_batches_read_what_one_reads(kept: str, store_dir: pathlib.Path) -> None:
+    model = helper.build("gpt2", torch.bfloat16)
+    least = helper.host_bytes_min(model, store_dir, accumulate=8)
+    fixed = {"host_bytes": least, **KEPT[kept]}
+    read = {}
+    for count, order in ((8, "horizontal"), (8, "vertical"), (2, "vertical")):
+        folder = store_dir / f"{count}{order}"
+        stats = train(folder, "gpt2", torch.bfloat16, count, **fixed, order=order)[2]
+        assert stats.bytes == stats.planned_bytes
+        read[count, order] = stats.bytes["param_read"]
+    assert read[8, "vertical"] == read[2, "vertical"]
+    assert read[8, "horizontal"] > 4 * read[8, "vertical"]
+
+
+class Noisy(nn.Module):
+    """Blocks with dropout, a parameter and a bias of the model's own, and one tied weight."""
+
+    def __init__(self, is_predictable: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+        self.is_predictable = is_predictable
+
+    def forward(self, x: torch.Tensor, skipped: int = -1) -> torch.Tensor:
+        x = x * self.scale
+        for index, layer in enumerate(self.layers):
+            if index != skipped:
+                x = x + nn.functional.dropout(torch.tanh(layer(x)), 0.3)
+        if not self.is_predictable:
+            x = x + torch.randn(1)  # a normal number leaves another one in the generator
+        return (x * self.scale).square().mean()
+
+
+def run(model: nn.Module, skip: bool = False) -> list[float]:
+    """Train a Noisy model for some steps, and close it; return the losses."""
+    torch.manual_seed(3)
+    session: Any = model.lohan
+    losses: list[float] = []
+    for step in range(STEP_COUNT):
+        functions = [
+            functools.partial(model, vectors(10 * step + part), part if skip else -1)
+            for part in range(COUNT)
+        ]
+        losses += [float(loss) for loss in session.accumulate(functions)]
+        model.optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("is_predictable", [True, False])
+def test_random_numbers_are_those_of_the_horizontal_order(
+    is_predictable: bool,
+    skip: bool,
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = []
+    for order in ("horizontal", "vertical"):
+        model = workshop.wrap(
+            build(lambda: Noisy(is_predictable)), accumulate=COUNT, order=order, lr=1e-2
+        )
+        learn = Mock(wraps=getattr(model.lohan, "_learn", None))
+        monkeypatch.setattr(model.lohan, "_learn", learn, raising=False)
+        losses = run(model, skip)
+        results.append((losses, dict(model.state_dict()), torch.get_rng_state()))
+    assert results[0][0] == results[1][0]
+    assert_same_state(results[1][1], results[0][1])
+    assert torch.equal(results[0][2], results[1][2])
+    # The first step is repeated, because nothing was known; the others take turns.
+    assert learn.call_count == 1
+    assert ("one after the other" in capsys.readouterr().err) != is_predictable
+
+
+@pytest.mark.parametrize("first", [0, 1, 5, 623, 624, 700])
+def test_the_numbers_between_two_states_are_counted(first: int) -> None:
+    for count in (0, 1, 3, 600, 623, 624, 625, 1300, 5000, 100_000):
+        generator = torch.Generator().manual_seed(first)
+        torch.empty(first, dtype=torch.uint8).random_(generator=generator)
+        begin = generator.get_state()
+        torch.empty(count, dtype=torch.uint8).random_(generator=generator)
+        end = generator.get_state()
+        assert _random_starts._count_cpu(begin, end) == count
+        assert torch.equal(_random_starts._drawn(begin, count), end)
+
+
+def test_a_number_of_draws_that_cannot_be_known_is_not_guessed() -> None:
+    begin = torch.Generator().manual_seed(1).get_state()
+    assert _random_starts._count_cpu(begin, torch.Generator().manual_seed(2).get_state()) is None
+
+
+class Around(nn.Module):
+    """Contains blocks, and uses parameters of its own before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.gain
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x * self.gain
+
+
+class Nested(nn.Module):
+    """Blocks in modules that have parameters of their own, in a model that has one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(Around() for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.gain
+        for each in self.outer:
+            x = each(x)
+        return (x * self.gain).float().square().mean()
+
+
+def test_parameters_around_blocks_have_their_own_gradients(workshop: Workshop) -> None:
+    found = []
+    for order in ("horizontal", "vertical"):
+        model = workshop.wrap(build(Nested).bfloat16(), accumulate=COUNT, order=order, lr=1e-2)
+        assert sum(unit.always for unit in model.lohan.layout.units) == 4
+        losses: list[float] = []
+        for step in range(STEP_COUNT):
+            functions = [
+                functools.partial(model, vectors(10 * step + part).bfloat16())
+                for part in range(COUNT)
+            ]
+            losses += [float(loss) for loss in model.lohan.accumulate(functions)]
+            model.optimizer.step()
+        found.append((losses, dict(model.state_dict())))
+    assert found[0][0] == found[1][0]
+    assert_same_state(found[1][1], found[0][1])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+def some(model: nn.Module, count: int = COUNT) -> list[Callable[[], torch.Tensor]]:
+    return [lambda part=part: model(vectors(part)) for part in range(count)]
+
+
+def test_torchs_checkpoints_recompute_in_turns(workshop: Workshop) -> None:
+    found = []
+    for order in ("horizontal", "vertical"):
+        model = workshop.wrap(build(lambda: Checkpointed(False)), accumulate=COUNT, order=order)
+        losses = [float(loss) for loss in model.lohan.accumulate(some(model))]
+        model.optimizer.step()
+        found.append((losses, dict(model.state_dict())))
+    assert found[0][0] == found[1][0]
+    assert_same_state(found[1][1], found[0][1])
+
+
+def test_a_reentrant_checkpoint_is_refused_by_name(workshop: Workshop) -> None:
+    model = workshop.wrap(build(lambda: Checkpointed(True)), accumulate=COUNT, order="vertical")
+    with pytest.raises(UnsupportedError, match=r"'layers\.2\.\w+' was .* reentrant checkpoint"):
+        model.lohan.accumulate(some(model))
+    model.optimizer.zero_grad()
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer, as a batch norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.layer(x).square().mean()
+
+
+def test_a_forward_that_changes_buffers_is_refused(workshop: Workshop) -> None:
+    model = workshop.wrap(build(Counting), accumulate=COUNT, order="vertical")
+    with pytest.raises(UnsupportedError, match="changes its buffers"):
+        model.lohan.accumulate(some(model))
+
+
+@pytest.mark.parametrize("who", range(COUNT))
+def test_an_error_in_one_function_ends_all_and_the_next_step_is_whole(
+    who: int, workshop: Workshop
+) -> None:
+    model = workshop.wrap(build(), accumulate=COUNT, order="vertical")
+    whole = workshop.wrap(build(), accumulate=COUNT)
+
+    def fail() -> torch.Tensor:
+        model(vectors(who))
+        raise RuntimeError("no more batches")
+
+    functions = some(model)
+    functions = [lambda f=f: f().square().mean() for f in functions]
+    functions[who] = fail
+    with pytest.raises(RuntimeError, match="no more batches"):
+        model.lohan.accumulate(functions)
+    for each in (model, whole):
+        each.lohan.accumulate([lambda f=f: f().square().mean() for f in some(each)])
+        each.optimizer.step()
+    assert_same_state(dict(model.state_dict()), dict(whole.state_dict()))
+
+
+def test_ctrl_c_ends_all_functions(workshop: Workshop) -> None:
+    model = workshop.wrap(build(), accumulate=COUNT, order="vertical")
+    ended = []
+
+    def loss_of(part: int) -> torch.Tensor:
+        if part == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        loss = model(vectors(part)).square().mean()
+        ended.append(part)
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        model.lohan.accumulate([lambda part=part: loss_of(part) for part in range(COUNT)])
+    assert len(ended) < COUNT
+    model.lohan.accumulate([lambda f=f: f().square().mean() for f in some(model)])
+    model.optimizer.step()
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_what_is_no_loss_and_what_does_not_fit_is_refused(order: str, workshop: Workshop) -> None:
+    model = workshop.wrap(build(), accumulate=COUNT, order=order)
+    session: Any = model.lohan
+    with pytest.raises(ModelError, match="got 5 functions, and the step has 0 of accumulate=4"):
+        session.accumulate(some(model, 5))
+    with pytest.raises(ModelError, match="got 0 functions"):
+        session.accumulate([])
+    for wrong, said in ((lambda: 1.0, "returned float"), (lambda: torch.ones(()), "no gradient")):
+        with pytest.raises(ModelError, match=said):
+            session.accumulate([wrong] * 2)
+    with pytest.raises(ModelError, match=r"a tensor of shape \(\d+, \d+\): each must"):
+        session.accumulate(some(model))
+    model.optimizer.zero_grad()
+    functions = [lambda f=f: f().square().mean() for f in some(model)]
+    session.accumulate(functions)
+    with pytest.raises(SecondBackwardError):
+        session.accumulate(functions)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"order": "diagonal", "accumulate": 2}, "must be 'horizontal' or 'vertical'"),
+        ({"order": "vertical"}, "needs several micro-batches"),
+        ({"order": "vertical", "accumulate": 2, "activations": "lohan"}, "a policy"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, Any], said: str, store_dir: pathlib.Path
+) -> None:
+    with pytest.raises((ModelError, UnsupportedError), match=said):
+        lohan.wrap(build(), store=store_dir, **settings)
+
+
+def test_the_counter_of_nodes_can_only_be_raised() -> None:
+    before = _core.sequence_peek()
+    _core.sequence_raise(before + 1000)
+    assert _core.sequence_peek() == before + 1000
+    _core.sequence_raise(before)
+    assert _core.sequence_peek() == before + 1000
+    with pytest.raises(ValueError, match="the counter is at"):
+        _core.sequence_raise(before + (1 << 33))
