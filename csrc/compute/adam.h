@@ -46,6 +46,7 @@
 #define LH_COMPUTE_ADAM_H
 
 #include "base/dtype.h"
+#include "compute/adam_states.h"
 
 /*
  * The number of elements per tile where checksums are computed separately from the update: all
@@ -129,6 +130,9 @@ struct lh_adam_kernel {
     const char *name; /* "avx512", "avx2", "neon", each also with "_tiles"; "ref" */
     lh_adam_fn run;
     lh_adam_checking_fn run_checking; /* NULL: checksums are computed tile by tile */
+    /* Like run, but moment2 receives the root of the second moment, which 8-bit states store. */
+    lh_adam_fn run_roots;
+    const struct lh_adam_states_ops *states;
 };
 
 /* The kernels this machine can run, best first ("ref" last). For tests, benchmarks and doctor. */
@@ -160,33 +164,44 @@ struct lh_adam_segment {
 /*
  * A chunk: consecutive elements of one bucket, and their checksums. One checksum covers
  * LH_CHECKSUM_BYTES of one array, counted from the start of the array (a chunk starts on such a
- * boundary in every array); the last may cover fewer.
+ * boundary in every array); the last may cover fewer. For scales, it covers
+ * LH_ADAM_SCALES_ELEMENTS elements.
+ *
+ * If states is not F32, a chunk consists of blocks, segments begin at blocks, and no two of them
+ * share one: [Note: Blocks of moments] in adam_states.h.
  */
 struct lh_adam_chunk {
     void *param;
     void *residual; /* as in struct lh_adam_run */
-    float *moment1;
-    float *moment2;
-    uint64_t count; /* elements */
+    void *moment1;  /* float, or as in struct lh_adam_moments */
+    void *moment2;
+    struct lh_adam_scales *scales; /* 8BIT only */
+    uint64_t count;                /* elements */
     enum lh_dtype param_dtype;
+    enum lh_adam_states states;
+    uint64_t first;               /* the chunk's first element in the unit; not used by F32 */
+    struct lh_adam_random random; /* BF16 only */
     const struct lh_adam_segment *segments; /* sorted by first, disjoint */
     uint32_t segment_count;
     /* The expected checksums of the bytes read; NULL: the array is not checked. */
     const uint32_t *residual_expected;
     const uint32_t *moment1_expected;
     const uint32_t *moment2_expected;
+    const uint32_t *scales_expected;
     /* Where the checksums of the bytes written are stored; NULL: they are not computed. */
     uint32_t *param_checksums;
     uint32_t *residual_checksums;
     uint32_t *moment1_checksums;
     uint32_t *moment2_checksums;
+    uint32_t *scales_checksums;
 };
 
 enum lh_adam_array {
     LH_ADAM_ARRAY_NONE,
     LH_ADAM_ARRAY_RESIDUAL,
     LH_ADAM_ARRAY_MOMENT1,
-    LH_ADAM_ARRAY_MOMENT2
+    LH_ADAM_ARRAY_MOMENT2,
+    LH_ADAM_ARRAY_SCALES
 };
 
 struct lh_adam_mismatch {
@@ -199,8 +214,8 @@ struct lh_adam_mismatch {
 /*
  * Update a chunk in one pass: check what was read, update, and compute checksums of what is to be
  * written. Returns 0, or -EILSEQ and the first mismatch (in the block that ends first; among blocks
- * that end together, the order is residual, moment1, moment2). After a mismatch, the chunk's bytes
- * are garbage and must not be written.
+ * that end together, the order is residual, moment1, moment2, scales). After a mismatch, the
+ * chunk's bytes are garbage and must not be written.
  *
  * kernel: one of lh_adam_kernels(), for tests and benchmarks; NULL: the best one.
  */

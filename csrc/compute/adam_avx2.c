@@ -35,7 +35,7 @@ struct lanes {
 
 struct mode {
     enum lh_dtype param, gradient;
-    bool folding;
+    bool folding, roots;
 };
 
 static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
@@ -87,7 +87,7 @@ static inline __attribute__((always_inline)) __m256i half_update(const struct lh
     __m256 g = floats_load(run->gradient, i, mode.gradient);
     __m256 m = _mm256_loadu_ps(run->moment1 + i);
     __m256 v = _mm256_loadu_ps(run->moment2 + i);
-    __m256 p, d;
+    __m256 p, d, root;
 
     if (mode.param == LH_DTYPE_BF16) {
         __m256i high = _mm256_castps_si256(floats_load(run->param, i, LH_DTYPE_BF16));
@@ -101,11 +101,12 @@ static inline __attribute__((always_inline)) __m256i half_update(const struct lh
     g = _mm256_mul_ps(g, lanes->gradient_scale);
     m = _mm256_fmadd_ps(_mm256_sub_ps(g, m), lanes->beta1_rest, m);
     v = _mm256_fmadd_ps(v, lanes->beta2, _mm256_mul_ps(_mm256_mul_ps(g, lanes->beta2_rest), g));
-    d = _mm256_fmadd_ps(_mm256_sqrt_ps(v), lanes->bias2_sqrt_inverse, lanes->eps);
+    root = _mm256_sqrt_ps(v);
+    d = _mm256_fmadd_ps(root, lanes->bias2_sqrt_inverse, lanes->eps);
     p = _mm256_fnmadd_ps(lanes->step_size, _mm256_div_ps(m, d), _mm256_mul_ps(p, lanes->decay));
 
     m = nan_settled(m);
-    v = nan_settled(v);
+    v = nan_settled(mode.roots ? root : v);
 
     _mm256_storeu_ps(run->moment1 + i, m);
     _mm256_storeu_ps(run->moment2 + i, v);
@@ -242,31 +243,31 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                 const enum lh_dtype param, bool folding, uint32_t *crcs_out)
+                 const enum lh_dtype param, bool folding, bool roots, uint32_t *crcs_out)
 {
     if (run->gradient_dtype == LH_DTYPE_BF16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding}, crcs_out);
+        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding, roots}, crcs_out);
     if (run->gradient_dtype == LH_DTYPE_F16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding}, crcs_out);
-    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding}, crcs_out);
+        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding, roots}, crcs_out);
+    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding, roots}, crcs_out);
 }
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
-               uint32_t *crcs_out)
+               bool roots, uint32_t *crcs_out)
 {
     LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
     if (run->param_dtype == LH_DTYPE_BF16)
-        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, crcs_out);
+        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, roots, crcs_out);
     if (run->param_dtype == LH_DTYPE_F16)
-        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, crcs_out);
-    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, crcs_out);
+        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, roots, crcs_out);
+    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, roots, crcs_out);
 }
 
 void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    uint64_t done = body_by_dtypes(run, scalars, false, NULL);
+    uint64_t done = body_by_dtypes(run, scalars, false, false, NULL);
 
     if (done < run->count) {
         struct lh_adam_run rest = lh_adam_run_from(run, done);
@@ -275,10 +276,21 @@ void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *s
     }
 }
 
+void lh_adam_avx2_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    uint64_t done = body_by_dtypes(run, scalars, false, true, NULL);
+
+    if (done < run->count) {
+        struct lh_adam_run rest = lh_adam_run_from(run, done);
+
+        lh_adam_ref_roots(&rest, scalars);
+    }
+}
+
 void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT])
 {
-    uint64_t done = body_by_dtypes(run, scalars, true, crcs_out);
+    uint64_t done = body_by_dtypes(run, scalars, true, false, crcs_out);
 
     LH_ASSERT(done == run->count);
 }

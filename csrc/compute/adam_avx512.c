@@ -36,7 +36,7 @@ struct lanes {
 
 struct mode {
     enum lh_dtype param, gradient;
-    bool folding;
+    bool folding, roots;
 };
 
 static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
@@ -87,7 +87,7 @@ half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes
     __m512 g = floats_load(run->gradient, i, mode.gradient);
     __m512 m = _mm512_loadu_ps(run->moment1 + i);
     __m512 v = _mm512_loadu_ps(run->moment2 + i);
-    __m512 p, d;
+    __m512 p, d, root;
 
     if (mode.param == LH_DTYPE_BF16) {
         __m512i high = _mm512_castps_si512(floats_load(run->param, i, LH_DTYPE_BF16));
@@ -105,10 +105,11 @@ half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes
     g = _mm512_mul_ps(g, lanes->gradient_scale);
     m = _mm512_fmadd_ps(_mm512_sub_ps(g, m), lanes->beta1_rest, m);
     v = _mm512_fmadd_ps(v, lanes->beta2, _mm512_mul_ps(_mm512_mul_ps(g, lanes->beta2_rest), g));
-    d = _mm512_fmadd_ps(_mm512_sqrt_ps(v), lanes->bias2_sqrt_inverse, lanes->eps);
+    root = _mm512_sqrt_ps(v);
+    d = _mm512_fmadd_ps(root, lanes->bias2_sqrt_inverse, lanes->eps);
     p = _mm512_fnmadd_ps(lanes->step_size, _mm512_div_ps(m, d), _mm512_mul_ps(p, lanes->decay));
     m = nan_settled(m);
-    v = nan_settled(v);
+    v = nan_settled(mode.roots ? root : v);
 
     _mm512_storeu_ps(run->moment1 + i, m);
     _mm512_storeu_ps(run->moment2 + i, v);
@@ -235,31 +236,31 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                 const enum lh_dtype param, bool folding, __m512i *folds_out)
+                 const enum lh_dtype param, bool folding, bool roots, __m512i *folds_out)
 {
     if (run->gradient_dtype == LH_DTYPE_BF16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding}, folds_out);
+        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding, roots}, folds_out);
     if (run->gradient_dtype == LH_DTYPE_F16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding}, folds_out);
-    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding}, folds_out);
+        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding, roots}, folds_out);
+    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding, roots}, folds_out);
 }
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
-               __m512i *folds_out)
+               bool roots, __m512i *folds_out)
 {
     LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
     if (run->param_dtype == LH_DTYPE_BF16)
-        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, folds_out);
+        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, roots, folds_out);
     if (run->param_dtype == LH_DTYPE_F16)
-        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, folds_out);
-    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, folds_out);
+        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, roots, folds_out);
+    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, roots, folds_out);
 }
 
 void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    uint64_t done = body_by_dtypes(run, scalars, false, NULL);
+    uint64_t done = body_by_dtypes(run, scalars, false, false, NULL);
 
     if (done < run->count) {
         struct lh_adam_run rest = lh_adam_run_from(run, done);
@@ -268,11 +269,22 @@ void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars 
     }
 }
 
+void lh_adam_avx512_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    uint64_t done = body_by_dtypes(run, scalars, false, true, NULL);
+
+    if (done < run->count) {
+        struct lh_adam_run rest = lh_adam_run_from(run, done);
+
+        lh_adam_ref_roots(&rest, scalars);
+    }
+}
+
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                             uint32_t crcs_out[LH_ADAM_STREAM_COUNT])
 {
     __m512i folds[LH_ADAM_STREAM_COUNT];
-    uint64_t done = body_by_dtypes(run, scalars, true, folds);
+    uint64_t done = body_by_dtypes(run, scalars, true, false, folds);
 
     LH_ASSERT(done == run->count);
     for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)

@@ -11,6 +11,9 @@
  * The checksums of a block's pieces are joined: those of short pieces by chaining, the kernel's by
  * lh_crc32c_combine(). If no kernel computes checksums, all elements are handled like the ragged
  * pieces: tile by tile, checksum, update, checksum, while the tile is in cache.
+ *
+ * So are moments that are not stored in fp32 (adam_states.h). Their tiles are decoded and encoded
+ * in parts, through two arrays of fp32 moments that stay in the first-level cache.
  */
 #include <fenv.h>
 
@@ -20,9 +23,19 @@
 #include "compute/adam_kernels.h"
 
 #define WINDOW_ELEMENTS (LH_CHECKSUM_BYTES / 4)
+/* Elements that are decoded at a time, and how far ahead of them memory is prefetched. */
+#define PART_ELEMENTS 256
+#define PREFETCH_ELEMENTS 1024
+#define CACHE_LINE_BYTES 64
 
 _Static_assert(WINDOW_ELEMENTS % LH_ADAM_TILE_ELEMENTS == 0, "windows are whole tiles");
 _Static_assert(LH_ADAM_TILE_ELEMENTS % LH_ADAM_FOLD_ELEMENTS == 0, "tiles are whole words");
+_Static_assert(LH_ADAM_SCALES_ELEMENTS % WINDOW_ELEMENTS == 0, "scales end at windows");
+_Static_assert(LH_ADAM_TILE_ELEMENTS % PART_ELEMENTS == 0, "tiles are whole parts");
+_Static_assert(PART_ELEMENTS % LH_ADAM_STATES_BLOCK == 0, "parts are whole blocks");
+
+/* The streams of a walk: those of kernels, and those of scales. */
+enum { STREAM_SCALES_READ = LH_ADAM_STREAM_COUNT, STREAM_SCALES, STREAM_COUNT };
 
 struct stream {
     const char *array;
@@ -36,7 +49,8 @@ struct walk {
     const struct lh_adam_kernel *kernel;
     const struct lh_adam_chunk *chunk;
     bool checksums; /* whether any checksums are checked or stored; if not, none are computed */
-    struct stream streams[LH_ADAM_STREAM_COUNT];
+    uint64_t align; /* pieces begin and end at multiples: of a block, or 1 if moments are fp32 */
+    struct stream streams[STREAM_COUNT];
 };
 
 /* Extend the checksums of streams [begin, end) by elements [first, first + count). */
@@ -61,8 +75,8 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
         .residual = chunk->residual ? (char *)chunk->residual +
                                           first * lh_adam_residual_bytes(chunk->param_dtype)
                                     : NULL,
-        .moment1 = chunk->moment1 + first,
-        .moment2 = chunk->moment2 + first,
+        .moment1 = walk->align == 1 ? (float *)chunk->moment1 + first : NULL,
+        .moment2 = walk->align == 1 ? (float *)chunk->moment2 + first : NULL,
         .gradient = (const char *)segment->gradient + (first - segment->first) * gradient_bytes,
         .count = count,
         .param_dtype = chunk->param_dtype,
@@ -110,6 +124,82 @@ static void piece_by_checking(struct walk *walk, const struct lh_adam_segment *s
     }
 }
 
+/* Prefetch what elements [first, first + PART_ELEMENTS) occupy; addresses may be invalid. */
+static void part_prefetch(const struct walk *walk, const struct lh_adam_segment *segment,
+                          uint64_t first)
+{
+    const char *gradient = segment->gradient;
+    uint64_t gradient_bytes = lh_dtype_bytes(segment->gradient_dtype);
+
+    for (int i = LH_ADAM_STREAM_PARAM; i < LH_ADAM_STREAM_COUNT; i++) {
+        const struct stream *stream = walk->streams + i;
+
+        for (uint64_t at = 0; at < PART_ELEMENTS * stream->element_bytes; at += CACHE_LINE_BYTES)
+            __builtin_prefetch(stream->array + first * stream->element_bytes + at);
+    }
+    gradient += (first - segment->first) * gradient_bytes;
+    for (uint64_t at = 0; at < PART_ELEMENTS * gradient_bytes; at += CACHE_LINE_BYTES)
+        __builtin_prefetch(gradient + at);
+}
+
+/* Update the blocks [first, first + count), which are inside segment except for padding. */
+static void part_update(const struct walk *walk, const struct lh_adam_segment *segment,
+                        uint64_t first, uint64_t count)
+{
+    float moment1[PART_ELEMENTS] __attribute__((aligned(64)));
+    float moment2[PART_ELEMENTS] __attribute__((aligned(64)));
+    const struct lh_adam_chunk *chunk = walk->chunk;
+    const struct lh_adam_states_ops *states = walk->kernel->states;
+    uint64_t end = lh_min_u64(first + count, segment->first + segment->count);
+    uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
+    const struct lh_adam_moments moments = {
+        .states = chunk->states,
+        .moment1 = (char *)chunk->moment1 + first * moment_bytes,
+        .moment2 = (char *)chunk->moment2 + first * moment_bytes,
+        .scales = chunk->scales ? chunk->scales + first / LH_ADAM_STATES_BLOCK : NULL,
+    };
+    struct lh_adam_run run = run_make(walk, segment, first, end - first);
+
+    run.moment1 = moment1;
+    run.moment2 = moment2;
+    part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
+    lh_adam_states_decode(states, &moments, moment1, moment2, count);
+    if (chunk->states == LH_ADAM_STATES_8BIT)
+        walk->kernel->run_roots(&run, &segment->scalars);
+    else
+        walk->kernel->run(&run, &segment->scalars);
+    lh_adam_states_encode(states, &moments, moment1, moment2, chunk->first + first, count,
+                          &chunk->random);
+}
+
+static void scales_chain(struct walk *walk, int stream_index, uint64_t first, uint64_t count)
+{
+    struct stream *stream = walk->streams + stream_index;
+
+    if (stream->expected || stream->checksums)
+        stream->crc =
+            lh_crc32c(stream->crc, stream->array + lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, first),
+                      lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, count));
+}
+
+/* Like piece_by_tiles(), for moments that are not stored in fp32: first and count are of blocks. */
+static void piece_by_blocks(struct walk *walk, const struct lh_adam_segment *segment,
+                            uint64_t first, uint64_t count)
+{
+    while (count > 0) {
+        uint64_t tile = lh_min_u64(count, LH_ADAM_TILE_ELEMENTS);
+
+        streams_chain(walk, 0, LH_ADAM_STREAM_PARAM, first, tile);
+        scales_chain(walk, STREAM_SCALES_READ, first, tile);
+        for (uint64_t at = 0; segment && at < tile; at += PART_ELEMENTS)
+            part_update(walk, segment, first + at, lh_min_u64(tile - at, PART_ELEMENTS));
+        streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, tile);
+        scales_chain(walk, STREAM_SCALES, first, tile);
+        first += tile;
+        count -= tile;
+    }
+}
+
 /* Update elements [first, end), which are inside segment and one window. */
 static void segment_piece(struct walk *walk, const struct lh_adam_segment *segment, uint64_t first,
                           uint64_t end)
@@ -118,7 +208,9 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
     uint64_t words_first = lh_min_u64(lh_align_up(first, LH_ADAM_FOLD_ELEMENTS), end);
     uint64_t words_end = end / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
 
-    if (!walk->checksums) {
+    if (walk->align > 1) {
+        piece_by_blocks(walk, segment, first, end - first);
+    } else if (!walk->checksums) {
         struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
         walk->kernel->run(&run, &segment->scalars);
@@ -129,6 +221,27 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
         piece_by_checking(walk, segment, words_first, words_end - words_first);
         piece_by_tiles(walk, segment, words_end, end - words_end);
     }
+}
+
+/* Compare or write the checksums of the scales that end at element end. */
+static int scales_end(struct walk *walk, uint64_t end, struct lh_adam_mismatch *mismatch_out)
+{
+    struct stream *read = walk->streams + STREAM_SCALES_READ;
+    struct stream *written = walk->streams + STREAM_SCALES;
+    uint64_t block = lh_div_ceil(end, LH_ADAM_SCALES_ELEMENTS) - 1;
+
+    if (end < walk->chunk->count && !lh_is_aligned(end, LH_ADAM_SCALES_ELEMENTS))
+        return 0;
+    if (written->checksums)
+        written->checksums[block] = written->crc;
+    if (read->expected && read->expected[block] != read->crc) {
+        *mismatch_out = (struct lh_adam_mismatch){LH_ADAM_ARRAY_SCALES, block,
+                                                  read->expected[block], read->crc};
+        return -EILSEQ;
+    }
+    read->crc = 0;
+    written->crc = 0;
+    return 0;
 }
 
 /* Compare or write the checksums of the blocks that end at element end. */
@@ -157,7 +270,7 @@ static int blocks_end(struct walk *walk, uint64_t end, struct lh_adam_mismatch *
         }
         stream->crc = 0;
     }
-    return 0;
+    return walk->chunk->scales ? scales_end(walk, end, mismatch_out) : 0;
 }
 
 static int chunk_walk(struct walk *walk, struct lh_adam_mismatch *mismatch_out)
@@ -177,11 +290,16 @@ static int chunk_walk(struct walk *walk, struct lh_adam_mismatch *mismatch_out)
             if (s == chunk->segment_count || segment->first > first) {
                 end =
                     s == chunk->segment_count ? window_end : lh_min_u64(segment->first, window_end);
-                piece_by_tiles(walk, NULL, first, end - first);
+                if (walk->align > 1)
+                    piece_by_blocks(walk, NULL, first, end - first);
+                else
+                    piece_by_tiles(walk, NULL, first, end - first);
             } else {
-                end = lh_min_u64(segment->first + segment->count, window_end);
+                uint64_t segment_end = segment->first + segment->count;
+
+                end = lh_min_u64(lh_align_up(segment_end, walk->align), window_end);
                 segment_piece(walk, segment, first, end);
-                s += end == segment->first + segment->count;
+                s += end >= segment_end;
             }
             first = end;
         }
@@ -190,9 +308,12 @@ static int chunk_walk(struct walk *walk, struct lh_adam_mismatch *mismatch_out)
     return 0;
 }
 
-static void chunk_assert(const struct lh_adam_chunk *chunk)
+static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
 {
     uint64_t end = 0;
+
+    LH_ASSERT((chunk->scales != NULL) == (chunk->states == LH_ADAM_STATES_8BIT));
+    LH_ASSERT(lh_is_aligned(chunk->count, align) && lh_is_aligned(chunk->first, align));
 
     LH_ASSERT(chunk->param_dtype <= LH_DTYPE_F16);
     LH_ASSERT((chunk->residual != NULL) == (lh_adam_residual_bytes(chunk->param_dtype) > 0));
@@ -201,7 +322,8 @@ static void chunk_assert(const struct lh_adam_chunk *chunk)
 
         LH_ASSERT(segment->gradient_dtype <= LH_DTYPE_F16);
         LH_ASSERT(segment->count > 0 && segment->first >= end);
-        end = segment->first + segment->count;
+        LH_ASSERT(lh_is_aligned(segment->first, align));
+        end = lh_align_up(segment->first + segment->count, align);
     }
     LH_ASSERT(end <= chunk->count);
 }
@@ -211,10 +333,12 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
 {
     uint64_t param_bytes = lh_dtype_bytes(chunk->param_dtype);
     uint64_t residual_bytes = lh_adam_residual_bytes(chunk->param_dtype);
+    uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
     bool has_residual = chunk->residual != NULL;
     struct walk walk = {
         .kernel = kernel,
         .chunk = chunk,
+        .align = chunk->states == LH_ADAM_STATES_F32 ? 1 : LH_ADAM_STATES_BLOCK,
         .streams =
             {
                 [LH_ADAM_STREAM_PARAM] = {.array = chunk->param,
@@ -225,10 +349,10 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
                                              .checksums =
                                                  has_residual ? chunk->residual_checksums : NULL},
                 [LH_ADAM_STREAM_MOMENT1] = {.array = (char *)chunk->moment1,
-                                            .element_bytes = 4,
+                                            .element_bytes = moment_bytes,
                                             .checksums = chunk->moment1_checksums},
                 [LH_ADAM_STREAM_MOMENT2] = {.array = (char *)chunk->moment2,
-                                            .element_bytes = 4,
+                                            .element_bytes = moment_bytes,
                                             .checksums = chunk->moment2_checksums},
                 [LH_ADAM_STREAM_RESIDUAL_READ] = {.array = chunk->residual,
                                                   .element_bytes = residual_bytes,
@@ -236,21 +360,25 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
                                                                   ? chunk->residual_expected
                                                                   : NULL},
                 [LH_ADAM_STREAM_MOMENT1_READ] = {.array = (char *)chunk->moment1,
-                                                 .element_bytes = 4,
+                                                 .element_bytes = moment_bytes,
                                                  .expected = chunk->moment1_expected},
                 [LH_ADAM_STREAM_MOMENT2_READ] = {.array = (char *)chunk->moment2,
-                                                 .element_bytes = 4,
+                                                 .element_bytes = moment_bytes,
                                                  .expected = chunk->moment2_expected},
+                [STREAM_SCALES] = {.array = (char *)chunk->scales,
+                                   .checksums = chunk->scales_checksums},
+                [STREAM_SCALES_READ] = {.array = (char *)chunk->scales,
+                                        .expected = chunk->scales_expected},
             },
     };
     fenv_t environment;
     int rc;
 
-    chunk_assert(chunk);
+    chunk_assert(chunk, walk.align);
     if (!kernel)
         lh_adam_kernels(&walk.kernel);
     *mismatch_out = (struct lh_adam_mismatch){0};
-    for (int i = 0; i < LH_ADAM_STREAM_COUNT; i++)
+    for (int i = 0; i < STREAM_COUNT; i++)
         walk.checksums |= walk.streams[i].expected || walk.streams[i].checksums;
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);

@@ -20,24 +20,37 @@
 
 /* The definition, which runs on any machine. */
 void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+void lh_adam_ref_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 
 #if defined(__x86_64__)
 /* Needs AVX2, FMA and F16C. */
 void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+void lh_adam_avx2_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 /* Needs AVX-512 F, BW, VL and DQ. */
 void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+void lh_adam_avx512_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                             uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 #elif defined(__aarch64__)
 /* Runs on every ARMv8-A. */
 void lh_adam_neon(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+void lh_adam_neon_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 /* Needs CRC32 and PMULL as well. */
 void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
+#endif
+
+/* The conversions of moments that go with the kernels (adam_8bit.h). */
+extern const struct lh_adam_states_ops lh_adam_states_ref;
+#if defined(__x86_64__)
+extern const struct lh_adam_states_ops lh_adam_states_avx2;
+extern const struct lh_adam_states_ops lh_adam_states_avx512;
+#elif defined(__aarch64__)
+extern const struct lh_adam_states_ops lh_adam_states_neon;
 #endif
 
 /* The part of a run that starts at element first. */

@@ -34,7 +34,7 @@ struct lanes {
 
 struct mode {
     enum lh_dtype param, gradient;
-    bool folding;
+    bool folding, roots;
 };
 
 /* The crcs of the bytes read, without inversions. */
@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) uint32x4_t quad_update(const struct
     float32x4_t g = floats_load(run->gradient, i, mode.gradient);
     float32x4_t m = floats_load(run->moment1, i, LH_DTYPE_F32);
     float32x4_t v = floats_load(run->moment2, i, LH_DTYPE_F32);
-    float32x4_t p, d;
+    float32x4_t p, d, root;
 
     if (mode.param == LH_DTYPE_BF16) {
         const uint8_t *residual = (const uint8_t *)run->residual + i * sizeof(int16_t);
@@ -106,11 +106,12 @@ static inline __attribute__((always_inline)) uint32x4_t quad_update(const struct
     g = vmulq_f32(g, lanes->gradient_scale);
     m = vfmaq_f32(m, vsubq_f32(g, m), lanes->beta1_rest);
     v = vfmaq_f32(vmulq_f32(vmulq_f32(g, lanes->beta2_rest), g), v, lanes->beta2);
-    d = vfmaq_f32(lanes->eps, vsqrtq_f32(v), lanes->bias2_sqrt_inverse);
+    root = vsqrtq_f32(v);
+    d = vfmaq_f32(lanes->eps, root, lanes->bias2_sqrt_inverse);
     p = vfmsq_f32(vmulq_f32(p, lanes->decay), lanes->step_size, vdivq_f32(m, d));
 
     moments_written[0] = nan_settled(m);
-    moments_written[1] = nan_settled(v);
+    moments_written[1] = nan_settled(mode.roots ? root : v);
     bits_store(run->moment1, i, moments_written[0]);
     bits_store(run->moment2, i, moments_written[1]);
     return nan_settled(p);
@@ -246,31 +247,31 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                 const enum lh_dtype param, bool folding, uint32_t *crcs_out)
+                 const enum lh_dtype param, bool folding, bool roots, uint32_t *crcs_out)
 {
     if (run->gradient_dtype == LH_DTYPE_BF16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding}, crcs_out);
+        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding, roots}, crcs_out);
     if (run->gradient_dtype == LH_DTYPE_F16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding}, crcs_out);
-    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding}, crcs_out);
+        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding, roots}, crcs_out);
+    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding, roots}, crcs_out);
 }
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
-               uint32_t *crcs_out)
+               bool roots, uint32_t *crcs_out)
 {
     LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
     if (run->param_dtype == LH_DTYPE_BF16)
-        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, crcs_out);
+        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, roots, crcs_out);
     if (run->param_dtype == LH_DTYPE_F16)
-        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, crcs_out);
-    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, crcs_out);
+        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, roots, crcs_out);
+    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, roots, crcs_out);
 }
 
 void lh_adam_neon(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    uint64_t done = body_by_dtypes(run, scalars, false, NULL);
+    uint64_t done = body_by_dtypes(run, scalars, false, false, NULL);
 
     if (done < run->count) {
         struct lh_adam_run rest = lh_adam_run_from(run, done);
@@ -279,10 +280,21 @@ void lh_adam_neon(const struct lh_adam_run *run, const struct lh_adam_scalars *s
     }
 }
 
+void lh_adam_neon_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    uint64_t done = body_by_dtypes(run, scalars, false, true, NULL);
+
+    if (done < run->count) {
+        struct lh_adam_run rest = lh_adam_run_from(run, done);
+
+        lh_adam_ref_roots(&rest, scalars);
+    }
+}
+
 void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT])
 {
-    uint64_t done = body_by_dtypes(run, scalars, true, crcs_out);
+    uint64_t done = body_by_dtypes(run, scalars, true, false, crcs_out);
 
     LH_ASSERT(done == run->count);
 }

@@ -96,7 +96,7 @@ static void param_store(const struct lh_adam_run *run, uint64_t index, uint32_t 
     store_u16(run->residual, index, (uint16_t)bits);
 }
 
-void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+static void update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool roots)
 {
     LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
@@ -105,15 +105,26 @@ void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *sc
         float m = float_from_bits(load_u32(run->moment1, i));
         float v = float_from_bits(load_u32(run->moment2, i));
         float p = param_load(run, i);
-        float d;
+        float d, root;
 
         m = fmaf(g - m, scalars->beta1_rest, m);
         v = fmaf(v, scalars->beta2, (g * scalars->beta2_rest) * g);
-        d = fmaf(sqrtf(v), scalars->bias2_sqrt_inverse, scalars->eps);
+        root = sqrtf(v);
+        d = fmaf(root, scalars->bias2_sqrt_inverse, scalars->eps);
         p = fmaf(-scalars->step_size, m / d, p * scalars->decay);
 
         store_u32(run->moment1, i, bits_to_write(m));
-        store_u32(run->moment2, i, bits_to_write(v));
+        store_u32(run->moment2, i, bits_to_write(roots ? root : v));
         param_store(run, i, bits_to_write(p));
     }
+}
+
+void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    update(run, scalars, false);
+}
+
+void lh_adam_ref_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    update(run, scalars, true);
 }

@@ -48,7 +48,14 @@ struct lh_budget_unit {
     uint64_t elements; /* trainable, padded; 0: frozen */
     /* Gradients in memory while backward is in this unit, including autograd's. 0: frozen. */
     uint64_t gradient_bytes;
-    uint32_t state_bytes_per_element; /* R + M + V: 10 (bf16), 12 (fp16), 8 (fp32), 0 (frozen) */
+    /* R + M + V: with fp32 moments 10 (bf16), 12 (fp16), 8 (fp32); 0 (frozen) */
+    uint32_t state_bytes_per_element;
+    /*
+     * Moments take one byte per element and have scales, of which 16 elements take one byte more.
+     * Chunks then have LH_BUDGET_CHUNK_ELEMENTS_MAX elements, because smaller ones would not begin
+     * at boundaries of checksums.
+     */
+    bool has_scales;
     /* The size of gradients that wait for the end of the step; 0: none wait. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* gradients cannot wait on SSD */

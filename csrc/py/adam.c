@@ -25,11 +25,14 @@ struct seal {
     uint32_t residual[CHUNK_CHECKSUMS];
     uint32_t moment1[CHUNK_CHECKSUMS];
     uint32_t moment2[CHUNK_CHECKSUMS];
+    uint32_t scales[CHUNK_CHECKSUMS];
 };
 
 /* One call: threads take chunks in turn until none is left. */
 struct work {
     struct lh_adam_run run;
+    struct lh_adam_moments moments; /* with states other than F32, instead of the run's */
+    struct lh_adam_random random;
     struct lh_adam_scalars scalars;
     const struct lh_adam_kernel *kernel; /* NULL: only move the bytes */
     const struct seal *expected;         /* one per chunk; NULL: nothing is checked */
@@ -55,26 +58,36 @@ static struct lh_adam_run chunk_run(const struct lh_adam_run *run, uint64_t firs
 
 static int chunk_update(const struct work *work, const struct lh_adam_run *run, uint64_t index)
 {
-    struct seal *made = work->made + index;
+    const struct lh_adam_moments *moments = &work->moments;
+    struct seal *made = work->made ? work->made + index : NULL;
     const struct seal *expected = work->expected ? work->expected + index : NULL;
+    uint64_t first = index * CHUNK_ELEMENTS;
+    uint64_t moment_bytes = lh_adam_moment_bytes(moments->states);
+    bool has_scales = moments->states == LH_ADAM_STATES_8BIT;
     struct lh_adam_segment segment = {0, run->count, run->gradient, run->gradient_dtype,
                                       work->scalars};
     struct lh_adam_chunk chunk = {
         .param = run->param,
         .residual = run->residual,
-        .moment1 = run->moment1,
-        .moment2 = run->moment2,
+        .moment1 = (char *)moments->moment1 + first * moment_bytes,
+        .moment2 = (char *)moments->moment2 + first * moment_bytes,
+        .scales = has_scales ? moments->scales + first / LH_ADAM_STATES_BLOCK : NULL,
         .count = run->count,
         .param_dtype = run->param_dtype,
+        .states = moments->states,
+        .first = first,
+        .random = work->random,
         .segments = &segment,
         .segment_count = 1,
         .residual_expected = expected ? expected->residual : NULL,
         .moment1_expected = expected ? expected->moment1 : NULL,
         .moment2_expected = expected ? expected->moment2 : NULL,
-        .param_checksums = made->param,
-        .residual_checksums = made->residual,
-        .moment1_checksums = made->moment1,
-        .moment2_checksums = made->moment2,
+        .scales_expected = expected && has_scales ? expected->scales : NULL,
+        .param_checksums = made ? made->param : NULL,
+        .residual_checksums = made ? made->residual : NULL,
+        .moment1_checksums = made ? made->moment1 : NULL,
+        .moment2_checksums = made ? made->moment2 : NULL,
+        .scales_checksums = made && has_scales ? made->scales : NULL,
     };
     struct lh_adam_mismatch mismatch;
 
@@ -95,7 +108,7 @@ static void *work_run(void *context)
         run = chunk_run(&work->run, index * CHUNK_ELEMENTS);
         if (!work->kernel)
             (void)lh_adam_stream(&run);
-        else if (!work->made)
+        else if (!work->made && work->moments.states == LH_ADAM_STATES_F32)
             work->kernel->run(&run, &work->scalars);
         else if (chunk_update(work, &run, index) < 0)
             atomic_store(&work->wrong_chunk, index);
@@ -140,6 +153,8 @@ static int work_on_threads(struct work *work, unsigned thread_count)
 
 static const char *const dtype_names[] = {"float32", "bfloat16", "float16", NULL};
 
+static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
+
 /* The arguments common to both functions over a whole run. */
 #define RUN_ARGS(run)                                                                              \
     LHPY_ARG_AS("param_ptr", (run).param), LHPY_ARG_AS("residual_ptr", (run).residual),            \
@@ -154,6 +169,25 @@ static int run_check(const struct lh_adam_run *run)
         return 0;
     PyErr_SetString(PyExc_ValueError, "residual must be the residual of a bfloat16 param, the fp32"
                                       " master of a float16 one, and 0 for a float32 one");
+    return -1;
+}
+
+/* Take the places of moments, which are in a run's arrays, and check them. */
+static int moments_take(struct work *work, void *scales)
+{
+    struct lh_adam_moments *moments = &work->moments;
+
+    moments->moment1 = work->run.moment1;
+    moments->moment2 = work->run.moment2;
+    moments->scales = scales;
+    if (moments->states != LH_ADAM_STATES_F32 &&
+        !lh_is_aligned(work->run.count, LH_ADAM_STATES_BLOCK)) {
+        PyErr_Format(PyExc_ValueError, "count must be a multiple of %d", LH_ADAM_STATES_BLOCK);
+        return -1;
+    }
+    if ((moments->scales != NULL) == (moments->states == LH_ADAM_STATES_8BIT))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "scales_ptr is needed by 8-bit states, and only by these");
     return -1;
 }
 
@@ -203,18 +237,22 @@ static PyObject *adam_update(PyObject *Py_UNUSED(module), PyObject *args, PyObje
     double gradient_scale = 0;
     uint32_t threads = 1;
     bool checksums = false;
+    void *scales = NULL;
     PyObject *expected = Py_None, *made = NULL;
 
-    if (LHPY_ARGS(args, kwargs, LHPY_ARG(kernel, .may_be_none = true), RUN_ARGS(work.run),
-                  LHPY_ARG_AS("lr", hyper.lr), LHPY_ARG_AS("beta1", hyper.beta1),
-                  LHPY_ARG_AS("beta2", hyper.beta2), LHPY_ARG_AS("eps", hyper.eps),
-                  LHPY_ARG_AS("weight_decay", hyper.weight_decay), LHPY_ARG(step, .min = 1),
-                  LHPY_ARG(gradient_scale),
-                  LHPY_ARG(threads, .min = 1, .max = THREAD_COUNT_MAX, .is_optional = true),
-                  LHPY_ARG(checksums, .is_optional = true),
-                  LHPY_ARG(expected, .is_optional = true)) < 0 ||
-        run_check(&work.run) < 0)
+    if (LHPY_ARGS(
+            args, kwargs, LHPY_ARG(kernel, .may_be_none = true), RUN_ARGS(work.run),
+            LHPY_ARG_AS("lr", hyper.lr), LHPY_ARG_AS("beta1", hyper.beta1),
+            LHPY_ARG_AS("beta2", hyper.beta2), LHPY_ARG_AS("eps", hyper.eps),
+            LHPY_ARG_AS("weight_decay", hyper.weight_decay), LHPY_ARG(step, .min = 1),
+            LHPY_ARG(gradient_scale),
+            LHPY_ARG(threads, .min = 1, .max = THREAD_COUNT_MAX, .is_optional = true),
+            LHPY_ARG(checksums, .is_optional = true), LHPY_ARG(expected, .is_optional = true),
+            LHPY_ARG_AS("states", work.moments.states, .names = states_names, .is_optional = true),
+            LHPY_ARG_AS("scales_ptr", scales, .is_optional = true)) < 0 ||
+        run_check(&work.run) < 0 || moments_take(&work, scales) < 0)
         return NULL;
+    work.random.step = (uint32_t)step;
     work.kernel = kernel_by_name(kernel);
     if (!work.kernel)
         return NULL;
@@ -271,6 +309,47 @@ static PyObject *adam_join(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
+/* The arguments common to both conversions of moments. */
+#define MOMENTS_ARGS(moments, scales)                                                              \
+    LHPY_ARG_AS("states", (moments).states, .names = states_names),                                \
+        LHPY_ARG_AS("moment1_ptr", (moments).moment1),                                             \
+        LHPY_ARG_AS("moment2_ptr", (moments).moment2), LHPY_ARG_AS("scales_ptr", scales)
+
+static PyObject *adam_decode(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct lh_adam_moments moments;
+    void *scales, *moment1, *moment2;
+    uint64_t count;
+
+    if (LHPY_ARGS(args, NULL, MOMENTS_ARGS(moments, scales), LHPY_ARG(moment1), LHPY_ARG(moment2),
+                  LHPY_ARG(count)) < 0)
+        return NULL;
+    moments.scales = scales;
+    Py_BEGIN_ALLOW_THREADS
+    lh_adam_states_decode(NULL, &moments, moment1, moment2, count);
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *adam_encode(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct lh_adam_moments moments;
+    struct lh_adam_random random = {.seed = LH_ADAM_SEED};
+    void *scales, *moment1, *moment2;
+    uint64_t first, count;
+
+    if (LHPY_ARGS(args, NULL, MOMENTS_ARGS(moments, scales), LHPY_ARG(moment1), LHPY_ARG(moment2),
+                  LHPY_ARG(first), LHPY_ARG(count), LHPY_ARG_AS("unit", random.unit),
+                  LHPY_ARG_AS("step", random.step)) < 0)
+        return NULL;
+    moments.scales = scales;
+    Py_BEGIN_ALLOW_THREADS
+    lh_adam_states_root(moments.states, moment2, count);
+    lh_adam_states_encode(NULL, &moments, moment1, moment2, first, count, &random);
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     PyObject *buffer = NULL;
@@ -292,6 +371,11 @@ PyMethodDef lhpy_adam_functions[] = {
      "One AdamW update; with checksums returns them, to be `expected` by the next."},
     {"adam_split", adam_split, METH_VARARGS, "(master, param, residual, count), addresses."},
     {"adam_join", adam_join, METH_VARARGS, "(param, residual, master, count), addresses."},
+    {"adam_decode", adam_decode, METH_VARARGS,
+     "(states, stored moments and scales, fp32 moments, count): addresses; whole blocks."},
+    {"adam_encode", adam_encode, METH_VARARGS,
+     "(states, stored moments and scales, fp32 moments, first, count, unit, step); the fp32 moments"
+     " are garbage after."},
     {"stream_bound", LHPY_KEYWORDS(stream_bound),
      "Move the bytes of an update and compute nothing; the arrays are garbage after."},
     {"crc32c", LHPY_KEYWORDS(crc32c), "CRC-32C of a buffer, continued from value."},

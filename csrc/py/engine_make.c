@@ -15,6 +15,8 @@ static const struct lhpy_table unit_table =
                LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
                LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),
                LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
+               LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
+               LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
                LHPY_FIELD(struct lh_engine_unit, store_group));
 
 static const struct lhpy_table param_table =
@@ -54,12 +56,15 @@ static struct lh_budget_unit budget_unit(const struct demand *demand, const stru
 {
     const struct lh_engine_unit *unit = &demand->unit;
     bool has_states = unit->moment1_extent != LH_ENGINE_EXTENT_NONE;
-    uint32_t state_bytes = has_states ? 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype) : 0;
+    uint64_t moment_bytes = lh_adam_moment_bytes(unit->states);
+    uint32_t state_bytes =
+        has_states ? (uint32_t)(2 * moment_bytes + lh_adam_residual_bytes(unit->dtype)) : 0;
     return (struct lh_budget_unit){
         .bytes = unit->bytes,
         .elements = unit->elements,
         .gradient_bytes = demand->gradient_bytes,
         .state_bytes_per_element = unit->elements == 0 ? 0 : state_bytes,
+        .has_scales = unit->elements > 0 && unit->states == LH_ADAM_STATES_8BIT,
         .waiting_bytes_per_element =
             waiting->is_any && unit->elements > 0
                 ? (uint32_t)lh_dtype_bytes(waiting->is_summed && has_states ? LH_DTYPE_F32

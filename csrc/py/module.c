@@ -20,6 +20,8 @@ static int module_exec(PyObject *module)
         long value;
     } constants[] = {
         {"ELEMENT_ALIGN", LH_ENGINE_ELEMENT_ALIGN},
+        {"SCALED_ALIGN", LH_ENGINE_SCALED_ALIGN},
+        {"SCALES_ELEMENTS", LH_ADAM_SCALES_ELEMENTS},
         {"PARAM_ALIGN", LH_ENGINE_PARAM_ALIGN},
         {"BLOCK_BYTES", LH_BLOCK_BYTES},
         {"CHECKSUM_BYTES", LH_CHECKSUM_BYTES},

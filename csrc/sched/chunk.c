@@ -8,6 +8,12 @@
 
 /* 1 / FIRST_DIVISOR of the chunks count as the first units': an embedding and a block or two. */
 #define FIRST_DIVISOR 16
+/* log2(LH_ADAM_STATES_BLOCK) */
+#define BLOCK_SHIFT 6
+
+_Static_assert(1 << BLOCK_SHIFT == LH_ADAM_STATES_BLOCK, "scales are per block");
+_Static_assert(LH_ENGINE_PARAM_ALIGN % LH_ADAM_STATES_BLOCK == 0, "parameters begin at blocks");
+_Static_assert(LH_ENGINE_ELEMENT_ALIGN % LH_ADAM_STATES_BLOCK == 0, "units are whole blocks");
 
 void lh_chunk_state_set(struct lh_engine *engine, struct lh_chunk *chunk, enum lh_chunk_state state)
 {
@@ -81,17 +87,15 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
     chunk->read_step = lh_core_step(engine);
     slab->pending = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint32_t extent = unit->states[i].extent;
-        uint64_t offset = chunk->first * unit->states[i].element_bytes;
-        uint64_t bytes = chunk->count * unit->states[i].element_bytes;
+        struct lh_unit_state_place place = lh_unit_state_place(unit, i, chunk->first, chunk->count);
         uint32_t count = 0;
-        slab->is_zero[i] = bytes > 0 && lh_store_is_zero(engine->store, extent, slot);
-        if (bytes == 0 || slab->is_zero[i])
+        slab->is_zero[i] = place.bytes > 0 && lh_store_is_zero(engine->store, place.extent, slot);
+        if (place.bytes == 0 || slab->is_zero[i])
             continue;
-        const uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
-        LH_ASSERT(lh_div_ceil(offset + bytes, LH_CHECKSUM_BYTES) <= count);
-        memcpy(slab->expected[i], checksums + offset / LH_CHECKSUM_BYTES,
-               lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
+        const uint32_t *checksums = lh_store_checksums(engine->store, place.extent, slot, &count);
+        LH_ASSERT(lh_div_ceil(place.offset + place.bytes, LH_CHECKSUM_BYTES) <= count);
+        memcpy(slab->expected[i], checksums + place.offset / LH_CHECKSUM_BYTES,
+               lh_div_ceil(place.bytes, LH_CHECKSUM_BYTES) * sizeof(*checksums));
         slab->transfers[i] = (struct lh_transfer){
             .source = &engine->transfers.store,
             .done = read_done,
@@ -101,14 +105,14 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
             .unit = chunk->unit,
             .slab = slab_index,
             .step = lh_core_step(engine),
-            .extent = extent,
+            .extent = place.extent,
             .slot = slot,
-            .offset = offset,
-            .bytes = bytes,
+            .offset = place.offset,
+            .bytes = place.bytes,
             .buffer = lh_slab_array(slab, unit, i, chunk->count),
         };
         slab->pending++;
-        chunk->read_bytes += bytes;
+        chunk->read_bytes += place.bytes;
         lh_transfer_submit(engine, &slab->transfers[i]);
     }
     lh_update_plan_reread(engine, chunk);
@@ -143,7 +147,7 @@ static void update_run(struct lh_exec_job *job)
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         if (slab->is_zero[i])
             memset(lh_slab_array(slab, unit, i, chunk->count), 0,
-                   chunk->count * unit->states[i].element_bytes);
+                   lh_unit_state_bytes(&unit->states[i], chunk->count));
     }
     slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
 }
@@ -189,15 +193,14 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     const struct lh_adam_mismatch *bad = &slab->mismatch;
     bool has_master = unit->desc.dtype == LH_DTYPE_F16;
     const char *const names[] = {"?", has_master ? "fp32 master" : "residual", "first moment",
-                                 "second moment"};
+                                 "second moment", "moments' scales"};
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
-    uint64_t offset =
-        chunk->first * unit->states[array].element_bytes + bad->block * LH_CHECKSUM_BYTES;
+    struct lh_unit_state_place place = lh_unit_state_place(unit, array, chunk->first, chunk->count);
+    uint64_t offset = place.offset + bad->block * LH_CHECKSUM_BYTES;
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     struct lh_store_piece piece = {0};
     struct lh_error err = {0};
-    int count = lh_store_map(engine->store, unit->states[array].extent, slot, offset,
-                             LH_BLOCK_BYTES, &piece, 1);
+    int count = lh_store_map(engine->store, place.extent, slot, offset, LH_BLOCK_BYTES, &piece, 1);
     LH_ASSERT(count == 1);
     lh_error_set(&err, -EILSEQ,
                  "unit %u: its %s, read from %s, has a wrong checksum at byte %" PRIu64
@@ -243,30 +246,35 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
     const uint32_t *expected[LH_STATE_ARRAY_COUNT] = {NULL};
     uint32_t *checksums[LH_STATE_ARRAY_COUNT] = {NULL};
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        const struct lh_unit_state_array *array = &unit->states[i];
-        if (array->element_bytes == 0)
+        struct lh_unit_state_place place = lh_unit_state_place(unit, i, chunk->first, chunk->count);
+        if (place.bytes == 0)
             continue;
         arrays[i] = lh_slab_array(slab, unit, i, chunk->count);
         expected[i] = engine->opts.verify && !slab->is_zero[i] ? slab->expected[i] : NULL;
-        checksums[i] =
-            lh_chunk_checksums(engine, unit, array->extent, chunk->first * array->element_bytes);
+        checksums[i] = lh_chunk_checksums(engine, unit, place.extent, place.offset);
     }
     slab->adam = (struct lh_adam_chunk){
         .param = unit->memory + param_offset,
         .residual = arrays[0],
-        .moment1 = (float *)arrays[1],
-        .moment2 = (float *)arrays[2],
+        .moment1 = arrays[1],
+        .moment2 = arrays[2],
+        .scales = (struct lh_adam_scales *)arrays[3],
         .count = chunk->count,
         .param_dtype = unit->desc.dtype,
+        .states = unit->desc.states,
+        .first = chunk->first,
+        .random = {LH_ADAM_SEED, chunk->unit, (uint32_t)lh_core_step(engine)},
         .segments = slab->segments,
         .segment_count = segments_fill(engine, chunk, slab->segments),
         .residual_expected = expected[0],
         .moment1_expected = expected[1],
         .moment2_expected = expected[2],
+        .scales_expected = expected[3],
         .param_checksums = lh_chunk_checksums(engine, unit, unit->desc.param_extent, param_offset),
         .residual_checksums = checksums[0],
         .moment1_checksums = checksums[1],
         .moment2_checksums = checksums[2],
+        .scales_checksums = checksums[3],
     };
 }
 
@@ -275,15 +283,16 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && chunk->slab < engine->budget.slab_count);
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t element_bytes =
-        2 * lh_dtype_bytes(unit->desc.dtype) + 16 + 2 * unit->states[0].element_bytes;
+    uint64_t work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc.dtype);
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
+        work_bytes += 2 * lh_unit_state_bytes(&unit->states[i], chunk->count);
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
     slab->job = (struct lh_job){
         .exec = {.run = lh_given_is(unit) ? lh_given_run : update_run,
                  .context = slab,
-                 .work_bytes = chunk->count * element_bytes},
+                 .work_bytes = work_bytes},
         .done = computed,
     };
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTING);
@@ -310,6 +319,24 @@ static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
                       (index - first_count) * (kept_count - first_count) / (count - first_count));
 }
 
+/* Describe the arrays of a unit's states. Returns the bytes of a moment, 0 if it has none. */
+static uint64_t states_describe(struct lh_unit *unit)
+{
+    const struct lh_engine_unit *desc = &unit->desc;
+    bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
+    uint64_t moment_bytes = lh_given_is(unit) ? 0 : lh_adam_moment_bytes(desc->states);
+    bool has_scales = desc->states == LH_ADAM_STATES_8BIT && moment_bytes > 0;
+    unit->states[0] = (struct lh_unit_state_array){
+        desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0, 0};
+    unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, moment_bytes, 0};
+    unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, moment_bytes, 0};
+    unit->states[3] = (struct lh_unit_state_array){
+        desc->scales_extent, has_scales ? sizeof(struct lh_adam_scales) : 0, BLOCK_SHIFT};
+    LH_ASSERT(desc->elements == 0 || moment_bytes == 0 ||
+              desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
+    return moment_bytes;
+}
+
 int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t elements_max = engine->budget.chunk_elements;
@@ -323,15 +350,7 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " chunks", count);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        const struct lh_engine_unit *desc = &unit->desc;
-        bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
-        unit->states[0] = (struct lh_unit_state_array){
-            desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0};
-        uint64_t moment_bytes = lh_given_is(unit) ? 0 : sizeof(float);
-        unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, moment_bytes};
-        unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, moment_bytes};
-        LH_ASSERT(desc->elements == 0 || moment_bytes == 0 ||
-                  desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
+        uint64_t moment_bytes = states_describe(unit);
         unit->chunk_first = engine->chunk_count;
         for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
             uint32_t before = state_count;

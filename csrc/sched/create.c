@@ -47,6 +47,14 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
             return lh_error_set(err, -EINVAL,
                                 "unit %u: invalid size: %" PRIu64 " bytes, %" PRIu64 " elements", i,
                                 unit->bytes, unit->elements);
+        if (unit->states == LH_ADAM_STATES_8BIT && unit->elements > 0 &&
+            (!lh_is_aligned(unit->elements, LH_ENGINE_SCALED_ALIGN) ||
+             opts->budget->chunk_elements % LH_ENGINE_SCALED_ALIGN != 0))
+            return lh_error_set(err, -EINVAL,
+                                "unit %u: 8-bit states of %" PRIu64 " elements, chunks of %" PRIu64
+                                ": not multiples of %" PRIu64,
+                                i, unit->elements, opts->budget->chunk_elements,
+                                (uint64_t)LH_ENGINE_SCALED_ALIGN);
         bool is_given = unit->elements > 0 && unit->moment1_extent == LH_ENGINE_EXTENT_NONE;
         bool is_mate = opts->team && opts->team->mate > 0;
         if (is_given && !is_mate &&

@@ -52,6 +52,8 @@
  * multiple of the alignment of torch's allocator (64 bytes).
  */
 #define LH_ENGINE_PARAM_ALIGN 64
+/* The elements whose scales fill a block (compute/adam_states.h). */
+#define LH_ENGINE_SCALED_ALIGN (16 * LH_BLOCK_BYTES)
 #define LH_ENGINE_COMMIT_NEVER 0
 #define LH_ENGINE_TRACE_COUNT_MAX (1U << 18)
 
@@ -78,6 +80,13 @@ struct lh_engine_unit {
     uint32_t residual_extent; /* LH_ENGINE_EXTENT_NONE: the unit has no residual */
     uint32_t moment1_extent;  /* LH_ENGINE_EXTENT_NONE: another process has the unit's states */
     uint32_t moment2_extent;
+    enum lh_adam_states states; /* how moments are stored; all trainable units have the same */
+    /*
+     * 8BIT: the first of consecutive extents, each with the scales of LH_ADAM_SCALES_ELEMENTS
+     * elements, the last with those of the rest. `elements` is then padded to
+     * LH_ENGINE_SCALED_ALIGN, so that the last extent, too, consists of blocks.
+     */
+    uint32_t scales_extent;
     uint32_t store_group;
 };
 

@@ -10,7 +10,7 @@ uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, u
     uint64_t offset = 0;
     LH_ASSERT(array <= LH_STATE_ARRAY_COUNT);
     for (uint32_t i = 0; i < array; i++)
-        offset += count * unit->states[i].element_bytes;
+        offset += lh_unit_state_bytes(&unit->states[i], count);
     return slab->memory + offset;
 }
 

@@ -1,6 +1,6 @@
 /*
- * Slabs: main memory in which a chunk's residual, first and second moment (R, M, V) are read,
- * updated and written. Private to csrc/sched.
+ * Slabs: main memory in which a chunk's residual, first and second moment (R, M, V), and the scales
+ * of 8-bit moments (S), are read, updated and written. Private to csrc/sched.
  *
  * A slab is free, holds a chunk's states, or is lent to a feature for other bytes of a chunk.
  */
@@ -15,13 +15,13 @@ struct lh_chunk;
 struct lh_engine;
 struct lh_unit;
 
-#define LH_SLAB_TRANSFER_COUNT 4
-/* The arrays R, M and V, in a slab's order. */
-#define LH_STATE_ARRAY_COUNT 3
+#define LH_SLAB_TRANSFER_COUNT 5
+/* The arrays R, M, V and S, in a slab's order. */
+#define LH_STATE_ARRAY_COUNT 4
 
 struct lh_slab {
     struct lh_engine *engine;
-    uint8_t *memory;  /* R | M | V */
+    uint8_t *memory;  /* R | M | V | S */
     uint32_t chunk;   /* LH_CHUNK_NONE: free */
     bool is_lent;     /* lent to a feature: the chunk's states are not in the slab */
     uint32_t pending; /* the number of transfers that are not finished */
@@ -30,7 +30,7 @@ struct lh_slab {
     struct lh_adam_chunk adam;
     struct lh_adam_segment *segments;
     /*
-     * The checksums that R, M and V must have. These are copies, because the slot that is written
+     * The checksums that the arrays must have. These are copies, because the slot that is written
      * may be the slot that was read.
      */
     uint32_t *expected[LH_STATE_ARRAY_COUNT];

@@ -321,12 +321,12 @@ static bool ahead_may_read(const struct lh_engine *engine)
 /* Whether gradients may be spilled: every step commits, and a slab has room for them. */
 static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint64_t elements = engine->budget.chunk_elements;
+    uint64_t bytes = elements * lh_dtype_bytes(unit->desc.dtype);
 
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        element_bytes += unit->states[i].element_bytes;
-    return engine->opts.commit_every == 1 &&
-           engine->budget.chunk_elements * element_bytes <= engine->budget.slab_bytes;
+        bytes += lh_unit_state_bytes(&unit->states[i], elements);
+    return engine->opts.commit_every == 1 && bytes <= engine->budget.slab_bytes;
 }
 
 /* Choose units to spill: all after the first ones whose waiting gradients fit in memory. */

@@ -254,3 +254,17 @@ bool lh_unit_pump(struct lh_engine *engine)
     }
     return moved;
 }
+
+struct lh_unit_state_place lh_unit_state_place(const struct lh_unit *unit, uint32_t array,
+                                               uint64_t first, uint64_t count)
+{
+    const struct lh_unit_state_array *states = &unit->states[array];
+    struct lh_unit_state_place place = {states->extent, 0, lh_unit_state_bytes(states, count)};
+    if (states->shift > 0) {
+        LH_ASSERT(first / LH_ADAM_SCALES_ELEMENTS == (first + count - 1) / LH_ADAM_SCALES_ELEMENTS);
+        place.extent += (uint32_t)(first / LH_ADAM_SCALES_ELEMENTS);
+        first %= LH_ADAM_SCALES_ELEMENTS;
+    }
+    place.offset = lh_unit_state_bytes(states, first);
+    return place;
+}

@@ -53,10 +53,21 @@ struct lh_unit_caller {
     uint64_t asked_step;
 };
 
-/* One array of a unit's states; element_bytes 0: the unit has no such array. */
+/*
+ * One array of a unit's states. Elements [i << shift, (i + 1) << shift) have `bytes` bytes of it,
+ * where shift is 0 for all arrays but scales; bytes 0: the unit has no such array.
+ */
 struct lh_unit_state_array {
     uint32_t extent;
-    uint64_t element_bytes;
+    uint64_t bytes;
+    uint32_t shift;
+};
+
+/* A part of an array on SSD. */
+struct lh_unit_state_place {
+    uint32_t extent;
+    uint64_t offset;
+    uint64_t bytes;
 };
 
 /* Owned by the engine's thread, except `shared` and `caller`. */
@@ -76,7 +87,7 @@ struct lh_unit {
     struct lh_transfer load;        /* also the write of the unit's dirty parameters in a flush */
     uint32_t chunk_first;
     uint32_t chunk_count;
-    struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M and V */
+    struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M, V and scales */
     struct lh_update_unit update;
     /* The features' parts: each is written only in the feature's own file. */
     struct lh_in_place_part in_place;
@@ -124,6 +135,16 @@ void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
 bool lh_unit_try_forget(struct lh_engine *engine, uint32_t unit);
 /* Execute the plan's ops in order, as far as possible now. Returns whether anything moved. */
 bool lh_unit_pump(struct lh_engine *engine);
+
+/* The bytes of count elements of an array. */
+static inline uint64_t lh_unit_state_bytes(const struct lh_unit_state_array *array, uint64_t count)
+{
+    return (count >> array->shift) * array->bytes;
+}
+
+/* Where elements [first, first + count), which are in one chunk, are on SSD. */
+struct lh_unit_state_place lh_unit_state_place(const struct lh_unit *unit, uint32_t array,
+                                               uint64_t first, uint64_t count);
 
 static inline uint32_t lh_unit_pins(const struct lh_unit *unit)
 {

@@ -10,10 +10,9 @@ static uint64_t chunk_bytes(const struct lh_engine *engine, const struct lh_chun
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t element_bytes = unit->states[i].element_bytes;
-        if (element_bytes > 0 &&
-            (is_written || !lh_store_is_zero(engine->store, unit->states[i].extent, slot)))
-            bytes += chunk->count * element_bytes;
+        struct lh_unit_state_place place = lh_unit_state_place(unit, i, chunk->first, chunk->count);
+        if (place.bytes > 0 && (is_written || !lh_store_is_zero(engine->store, place.extent, slot)))
+            bytes += place.bytes;
     }
     return bytes;
 }

@@ -21,7 +21,7 @@ uint64_t lh_write_back_state_bytes(const struct lh_engine *engine, const struct 
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
-        bytes += chunk->count * unit->states[i].element_bytes;
+        bytes += lh_unit_state_bytes(&unit->states[i], chunk->count);
     return is_due(engine, chunk, step) ? bytes : 0;
 }
 
@@ -39,9 +39,14 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
     uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
     LH_ASSERT(unit->update.is_queued && !unit->update.is_done);
     LH_ASSERT(unit->update.chunks_computed == unit->chunk_count);
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        if (unit->states[i].element_bytes > 0)
-            lh_store_clear_zero(engine->store, unit->states[i].extent, slot);
+    for (uint32_t c = 0; c < unit->chunk_count; c++) {
+        const struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + c];
+        for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+            struct lh_unit_state_place place =
+                lh_unit_state_place(unit, i, chunk->first, chunk->count);
+            if (place.bytes > 0)
+                lh_store_clear_zero(engine->store, place.extent, slot);
+        }
     }
     lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
     lh_store_stage(engine->store, unit->desc.store_group);
@@ -63,12 +68,10 @@ static void slab_keep(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->is_kept && chunk->slab == chunk->kept_slab);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_LOADED);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t bytes = chunk->count * unit->states[i].element_bytes;
-        if (bytes > 0)
-            memcpy(slab->expected[i],
-                   lh_chunk_checksums(engine, unit, unit->states[i].extent,
-                                      chunk->first * unit->states[i].element_bytes),
-                   lh_div_ceil(bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
+        struct lh_unit_state_place place = lh_unit_state_place(unit, i, chunk->first, chunk->count);
+        if (place.bytes > 0)
+            memcpy(slab->expected[i], lh_chunk_checksums(engine, unit, place.extent, place.offset),
+                   lh_div_ceil(place.bytes, LH_CHECKSUM_BYTES) * sizeof(uint32_t));
     }
 }
 
@@ -121,16 +124,16 @@ static void states_write(struct lh_engine *engine, struct lh_chunk *chunk, uint6
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
-        uint64_t element_bytes = unit->states[i].element_bytes;
-        if (element_bytes == 0)
+        struct lh_unit_state_place place = lh_unit_state_place(unit, i, chunk->first, chunk->count);
+        if (place.bytes == 0)
             continue;
         write_submit(engine, slab, i,
                      (struct lh_transfer){
                          .link = LH_ENGINE_LINK_STATE_WRITE,
                          .step = step,
-                         .extent = unit->states[i].extent,
-                         .offset = chunk->first * element_bytes,
-                         .bytes = chunk->count * element_bytes,
+                         .extent = place.extent,
+                         .offset = place.offset,
+                         .bytes = place.bytes,
                          .buffer = lh_slab_array(slab, unit, i, chunk->count),
                      });
     }
@@ -166,7 +169,7 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
         written(engine, chunk);
 }
 
-/* Write R, M and V of a chunk that are dirty. */
+/* Write the dirty states of a chunk. */
 static void states_write_dirty(struct lh_engine *engine, struct lh_chunk *chunk, uint64_t step)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
@@ -177,7 +180,7 @@ static void states_write_dirty(struct lh_engine *engine, struct lh_chunk *chunk,
     engine->updates.chunks_busy++;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         lh_core_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
-            chunk->count * unit->states[i].element_bytes;
+            lh_unit_state_bytes(&unit->states[i], chunk->count);
     states_write(engine, chunk, step);
 }
 

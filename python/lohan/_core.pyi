@@ -6,6 +6,8 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 from torch import Tensor
 
 ELEMENT_ALIGN: int
+SCALED_ALIGN: int
+SCALES_ELEMENTS: int
 PARAM_ALIGN: int
 BLOCK_BYTES: int
 CHECKSUM_BYTES: int
@@ -21,6 +23,7 @@ _Unit = tuple[Any, ...]
 _Param = tuple[int, int, int, int]
 _T = TypeVar("_T")
 _Dtype = Literal["float32", "bfloat16", "float16"]
+_States = Literal["fp32", "bf16", "8bit"]
 
 class Store:
     def __new__(cls, *args: NoReturn) -> Store: ...
@@ -259,7 +262,34 @@ def adam_update(
     threads: int = 1,
     checksums: bool = False,
     expected: bytes | None = None,
+    states: _States = "fp32",
+    scales_ptr: int = 0,
 ) -> bytes | None: ...
+
+# The stored moments of whole blocks of 64 elements, then the same in fp32.
+def adam_decode(
+    states: str,
+    moment1_ptr: int,
+    moment2_ptr: int,
+    scales_ptr: int,
+    m: int,
+    v: int,
+    count: int,
+    /,
+) -> None: ...
+def adam_encode(
+    states: str,
+    moment1_ptr: int,
+    moment2_ptr: int,
+    scales_ptr: int,
+    m: int,
+    v: int,
+    first: int,
+    count: int,
+    unit: int,
+    step: int,
+    /,
+) -> None: ...
 def stream_bound(
     param_ptr: int,
     residual_ptr: int,

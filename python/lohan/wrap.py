@@ -67,6 +67,7 @@ def wrap(
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
     method: str = "adamw",
+    states: str = "fp32",
     groups: Mapping[str, Any] | None = None,
     config: Config | None = None,
     **settings: Any,
@@ -74,16 +75,14 @@ def wrap(
     """Prepare a model for training as by fp32 AdamW, with its parameters and states on SSD.
 
     Args:
-        model: any module with floating-point parameters on the CPU (trainable ones in fp32, bf16 or
-            fp16); or one built in `lohan.empty()`, together with weights=, init= or resume=.
+        model: a module with parameters on the CPU (fp32, bf16 or fp16), or of `lohan.empty()`.
         store: a directory, or a list of one per disk. None: a temporary store, removed at exit.
         resume: True to resume the last committed step, or "step N" (docs/checkpoints.md).
         lr: learning rate of groups that do not set their own. None: 1e-3.
         betas: decay rates of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
         weight_decay: decoupled weight decay. None: 1e-2.
-        max_grad_norm: clip the norm of all gradients (in fp64) as torch.nn.utils.clip_grad_norm_
-            does; `model.optimizer.grad_norm` is the unclipped norm. Updates then wait for `step()`.
+        max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
         params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
         optimizer: a torch.optim.AdamW or Adam to continue from, instead of lr to params. It is
             emptied; its scheduler keeps working. With resume=, only its groups are used.
@@ -91,6 +90,7 @@ def wrap(
         weights: safetensors file or folder with the values; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
         method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
+        states: the moments' format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         groups: process groups of modules that some processes lack (docs/several-processes.md).
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
@@ -116,7 +116,7 @@ def wrap(
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
         _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
         with _zo_setup.frozen(zeroth):
-            shared = _zo_world.Shared(world, zeroth, made, max_grad_norm, model, groups)
+            shared = _zo_world.Shared(world, zeroth, made, max_grad_norm, model, groups, states)
             store, open_at = shared.enter(store, is_resumed, open_at)
             opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)
             opening.set_optimizer(params, hyper, optimizer, max_grad_norm)
@@ -136,7 +136,7 @@ def _lay_out(
     """Divide the model into blocks and units, and the budget among them."""
     found, rows = _find(zeroth, model, shared.config, store, is_resumed, weights, open_at)
     made, layout, budget = _division.divide(
-        model, blocks, shared.config, found, rows, shared.ranks_of
+        model, blocks, shared.config, found, rows, shared.ranks_of, shared.states
     )
     layout.groups = shared.described
     if shared.is_mate:

@@ -172,7 +172,7 @@ static void test_arrays(void)
         const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
             unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
         for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
-            LH_CHECK(unit->states[j].element_bytes == bytes[j]);
+            LH_CHECK(unit->states[j].bytes == bytes[j]);
             LH_CHECK(unit->states[j].extent == extents[j]);
         }
     }

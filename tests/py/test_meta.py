@@ -227,7 +227,9 @@ def test_an_invalid_description_is_refused_by_every_reader(
 @pytest.mark.parametrize(
     ("kind", "at", "value", "key"),
     [
-        ("adamw", ("lohan",), 3, "lohan is 3"),
+        ("adamw", ("lohan",), 4, "lohan is 4"),
+        ("adamw", ("states",), "int8", "states is 'int8'"),
+        ("adamw", ("states",), "8bit", "states is '8bit'"),
         ("adamw", ("params",), {}, "params is {}"),
         ("adamw", ("params", 0, 2), "torch.nn", r"params\[0\], a dtype"),
         ("adamw", ("params", 0, 1), [-1], r"params\[0\], a shape"),

@@ -12,15 +12,16 @@ from rich.table import Table
 from lohan import _core
 from lohan.common import _meta
 from lohan.config import Config
+from lohan.layout._block import SCALED_ELEMENTS, STATES
 from lohan.store import _scalars
 from lohan.store._export import open_to_read
 
-# Bytes per element of each state besides the parameter: [Note: 12P] and [Note: 14P] in
+# Bytes per element of what extends a parameter to fp32: [Note: 12P] and [Note: 14P] in
 # csrc/compute/adam.h.
-_STATES = {"float32": (4, 4), "bfloat16": (2, 4, 4), "float16": (4, 4, 4)}
+_RESIDUALS = {"float32": 0, "bfloat16": 2, "float16": 4}
 
 
-def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> int:
+def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]], states: str) -> int:
     """Return the bytes that an update of all parameters writes.
 
     An update writes the parameters, the residuals that extend parameters to fp32, and two moments.
@@ -30,8 +31,10 @@ def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]]) -> 
         head = params[first]
         first += unit["params"]
         if head["trainable"]:
-            states = _STATES[head["dtype"]] if unit["has_states"] else ()
-            arrays = [unit["bytes"], *(unit["elements"] * n for n in states)]
+            elements = unit["elements"] if unit["has_states"] else 0
+            moment = elements * STATES[states]
+            scales = elements // SCALED_ELEMENTS if states == "8bit" else 0
+            arrays = [unit["bytes"], elements * _RESIDUALS[head["dtype"]], moment, moment, scales]
             total += sum(-(-nbytes // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for nbytes in arrays)
     return total
 
@@ -105,7 +108,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
     ]
     written = raw["commit_bytes"]
     if method is None:
-        written += _update_bytes(params, units)
+        written += _update_bytes(params, units, meta.get("states", "fp32"))
     else:
         every = method["write_every"]
         written = 0 if every is None else written + _moved_bytes(units, method["streams"])

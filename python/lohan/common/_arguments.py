@@ -55,6 +55,25 @@ def keywords_only(call: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+def check_states(states: object, *, has_moments: bool, is_alone: bool) -> None:
+    """Reject an invalid states= of wrap(), or one that this run does not support.
+
+    Raises:
+        ModelError: states is unknown, or the method has no moments.
+        UnsupportedError: the run has several processes.
+    """
+    if states == "fp32":
+        return
+    if states not in ("bf16", "8bit"):
+        raise ModelError(f'states={states!r}: must be "fp32", "bf16" or "8bit"')
+    if not has_moments:
+        raise ModelError(f'states={states!r} is for AdamW\'s moments, and method="mezo" has none')
+    if not is_alone:
+        raise UnsupportedError(
+            f"states={states!r} is not supported in several processes: omit it there"
+        )
+
+
 def path_of(name: str, value: Any) -> str:
     """Return a path argument as a string.
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from lohan import _core
 
-_FORMATS = (1, 2)  # 2: some parameters are not contiguous
+# 2: some parameters are not contiguous. 3: moments are not in fp32.
+_FORMATS = (1, 2, 3)
+_STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
 # Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
@@ -118,6 +120,9 @@ def _check(meta: Any) -> None:
     _need(isinstance(meta, dict), "all of it", meta)
     version = meta.get("lohan")
     _need(type(version) is int and version in _FORMATS, "lohan", version)
+    states = meta.get("states", "bf16")
+    _need(_is_text(states) and states in _STATES, "states", states)
+    _need(version == 3 or "states" not in meta, "states", states)
     _check_params(meta)
     _check_strides(meta.get("strides", {}), meta["params"])
     _check_method(meta)
@@ -236,7 +241,7 @@ def _check_units(meta: dict[str, Any]) -> None:
     rows = meta.get("extents", [[-1]] * len(units or []))
     is_row = _is_list(
         rows,
-        lambda r: _is_list(r, lambda e: _is_count(e, -1)) and 1 <= len(r) <= 4,
+        lambda r: _is_list(r, lambda e: _is_count(e, -1)) and 1 <= len(r) <= 5,
         len(units or []),
     )
     _need(is_row, "extents", rows)

@@ -40,6 +40,11 @@ BYTES_CODE = 3
 # Bytes per element that a trainable parameter needs in addition for an fp32 master: none for fp32,
 # a 16-bit residual for bf16, the master itself for fp16.
 RESIDUAL_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
+# How moments are stored, in the order of the core's enum lh_adam_states, and the bytes per element
+# of each of the two; csrc/compute/adam_states.h describes the formats.
+STATES = {"fp32": 4, "bf16": 2, "8bit": 1}
+# 8-bit moments: the elements that share a byte of scales.
+SCALED_ELEMENTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +126,7 @@ class Unit:
     value_bytes: int = 0  # size of separate values for computation, if Param.kept is set
     always: bool = False
     has_states: bool = True  # False: trained, but another process has the optimizer's states
+    states: str = "fp32"  # how moments are stored: a key of STATES
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
@@ -139,6 +145,20 @@ class Unit:
     def residual_bytes(self) -> int:
         """The bytes per element that an exact master takes in addition to the parameter."""
         return RESIDUAL_BYTES[self.dtype] if self.trainable and self.has_states else 0
+
+    @property
+    def moment_bytes(self) -> int:
+        """The bytes per element of each of the two moments."""
+        return STATES[self.states] if self.trainable and self.has_states else 0
+
+    @property
+    def scale_parts(self) -> list[int]:
+        """The bytes of each extent with scales of 8-bit moments; empty: there are none."""
+        if self.moment_bytes != STATES["8bit"]:
+            return []
+        firsts = range(0, self.elements, _core.SCALES_ELEMENTS)
+        counts = (min(_core.SCALES_ELEMENTS, self.elements - first) for first in firsts)
+        return [count // SCALED_ELEMENTS for count in counts]
 
 
 @dataclasses.dataclass
@@ -181,6 +201,11 @@ class Layout:
     made_contiguous: list[str] = dataclasses.field(default_factory=list)
     other_strides: list[str] = dataclasses.field(default_factory=list)
     in_place: InPlace = dataclasses.field(init=False)
+
+    @property
+    def states(self) -> str:
+        """How moments are stored: a key of STATES."""
+        return self.units[0].states if self.units else "fp32"
 
 
 def _own_bytes(module: nn.Module) -> int:
@@ -342,7 +367,8 @@ def place(unit: Unit) -> None:
         size = param.count if unit.trainable else param.count * unit.dtype.itemsize
         at = _align(at + size, _core.PARAM_ALIGN if unit.trainable else 128)
     if unit.trainable:
-        unit.elements = _align(max(at, 1), _core.ELEMENT_ALIGN)
+        is_scaled = unit.states == "8bit"  # the scales, too, fill whole blocks on SSD
+        unit.elements = _align(max(at, 1), _core.SCALED_ALIGN if is_scaled else _core.ELEMENT_ALIGN)
         unit.nbytes = unit.elements * unit.dtype.itemsize
     else:
         unit.nbytes = _align(max(at, 1), _core.BLOCK_BYTES)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lohan.common import _storage_formats
+from lohan.common._storage_formats import TYPES, format_of
 from lohan.layout import _in_place
 from lohan.layout._block import (
     Layout,
@@ -31,6 +31,7 @@ def make_layout(
     given: Sequence[nn.Module] | None = None,
     found: Found | None = None,
     ranks_of: Mapping[int, tuple[int, ...]] | None = None,
+    states: str = "fp32",
 ) -> Layout:
     """Lay a model out in scopes, units and parameters.
 
@@ -40,6 +41,7 @@ def make_layout(
         given: modules that are blocks regardless of their structure.
         found: the parameters that files provide, and which of them to read in place.
         ranks_of: the processes that have a parameter, by its id, if not all have it.
+        states: how moments are stored: a key of _block.STATES.
 
     Returns:
         The layout; parameters are sorted by unit.
@@ -64,10 +66,9 @@ def make_layout(
                 key = (id(scope_module), *kind, ranks_of.get(id(tensor)))
                 if key not in unit_by_key:
                     unit_by_key[key] = len(units)
-                    format_of = _storage_formats.format_of
                     kept = format_of(tensor.dtype, found.storage) if is_moved else None
-                    dtype = tensor.dtype if kept is None else _storage_formats.TYPES[kept]
-                    units.append(Unit(scope_name or "(root)", dtype, key[2], []))
+                    dtype = tensor.dtype if kept is None else TYPES[kept]
+                    units.append(Unit(scope_name or "(root)", dtype, key[2], [], states=states))
                     formats.append(kept)
                 index = unit_by_key[key]
                 unit_by_param[id(tensor)] = index

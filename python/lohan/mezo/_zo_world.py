@@ -32,6 +32,7 @@ class Shared:
     Attributes:
         world: the processes; None if there is only one.
         config: the settings of the session.
+        states: how AdamW's moments are stored.
         run: the identifier of a new run of several processes.
         team: the processes of this machine, if they share parameters.
         groups: the groups of this process's modules; None without groups=, or in one process.
@@ -45,6 +46,7 @@ class Shared:
         max_grad_norm: float | None,
         model: nn.Module,
         groups: Any,
+        states: str,
     ) -> None:
         """Choose the settings of the session.
 
@@ -55,7 +57,10 @@ class Shared:
             max_grad_norm: max_grad_norm= of wrap().
             model: the model to be wrapped.
             groups: groups= of wrap().
+            states: states= of wrap().
         """
+        _arguments.check_states(states, has_moments=zeroth is None, is_alone=world is None)
+        self.states = states
         self.world = world
         self.run = ""
         self._zeroth = zeroth

@@ -9,8 +9,7 @@ import torch
 
 from lohan import _core
 from lohan.errors import ModelError, UnsupportedError
-from lohan.store import _scalars
-from lohan.torch_glue._tensor import nbytes_of
+from lohan.store import _moments, _scalars
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
@@ -114,9 +113,10 @@ def write_state(
         if not layout.units[param.unit].has_states:
             continue  # the process that has them writes them
         places = extents.units[param.unit]
-        for key, extent in zip(MOMENTS, (places.moment1, places.moment2), strict=True):
-            values = param.flat(_moment(param.name, key, param.tensor, state.get(key)))
-            store.write(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
+        m, v = (
+            param.flat(_moment(param.name, key, param.tensor, state.get(key))) for key in MOMENTS
+        )
+        _moments.write(store, layout.units[param.unit], places, param, (m, v))
     return _core.scalars_make(steps, b"")
 
 
@@ -171,10 +171,9 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
             continue
         state: dict[str, Any] = {"step": torch.tensor(float(steps[param.index]))}
         places = extents.units[param.unit]
-        for key, extent in zip(MOMENTS, (places.moment1, places.moment2), strict=True):
-            values = param.shaped(torch.empty(param.count))
-            store.read(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
-            state[key] = values.to(param.tensor.dtype)
+        moments = _moments.read(store, layout.units[param.unit], places, param)
+        for key, values in zip(MOMENTS, moments, strict=True):
+            state[key] = param.shaped(values).to(param.tensor.dtype)
         found[param.index] = state
     return found
 

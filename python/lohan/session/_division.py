@@ -152,6 +152,7 @@ def divide(
     found: Found | None,
     rows: Sequence[Any],
     ranks_of: Mapping[int, tuple[int, ...]],
+    states: str = "fp32",
 ) -> tuple[Config, Layout, dict[str, int]]:
     """Lay the model out, and divide main memory.
 
@@ -164,6 +165,7 @@ def divide(
         found: the parameters that files provide.
         rows: the units of the store to resume; empty for a new store.
         ranks_of: the processes that have a parameter, by its id, if not all have it.
+        states: how moments are stored: a key of _block.STATES.
 
     Returns:
         The config, with that reserve if it was made; the layout; and the division of main memory.
@@ -173,12 +175,12 @@ def divide(
     """
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
-        layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of)
+        layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states)
         return roomy, layout, _budget(layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
-    layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of)
+    layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states)
     return config, layout, _budget(layout, config)
 
 
@@ -189,11 +191,12 @@ def _layout_for_budget(
     found: Found | None,
     rows: Sequence[Any],
     ranks_of: Mapping[int, tuple[int, ...]],
+    states: str,
 ) -> Layout:
     """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
-        layout = _layout.make_layout(model, limit, given, found, ranks_of)
+        layout = _layout.make_layout(model, limit, given, found, ranks_of, states)
         ranks = ((param.index, ranks_of.get(id(param.tensor))) for param in layout.params)
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
         _block.divide_states(layout, config.part, config.part_count)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lohan import _core
 from lohan.common import _meta
 from lohan.common._storage_formats import TYPES
 from lohan.errors import StoreMismatchError, StoreUncleanError
 from lohan.journal._zo_run import of_store
 from lohan.layout import _in_place
-from lohan.layout._block import Layout, Param, Unit, place, place_values
+from lohan.layout._block import SCALED_ELEMENTS, Layout, Param, Unit, place, place_values
 from lohan.layout._in_place import InPlace
 from lohan.store._store import (
     UnitExtents,
@@ -26,7 +27,6 @@ from lohan.store._store import (
 from lohan.torch_glue._tensor import nbytes_of
 
 if TYPE_CHECKING:
-    from lohan import _core
     from lohan.journal._zo_run import Run
     from lohan.store._store import (
         Extents,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # The number of elements that are in memory at once.
 PIECE_ELEMENTS = 4 << 20
-ARRAYS = ("param", "residual", "moment1", "moment2")
+ARRAYS = ("param", "residual", "moment1", "moment2", "scales")
 
 
 @dataclasses.dataclass
@@ -54,14 +54,18 @@ class Contents:
     run: Run | None = None
 
     def name_at(self, extent: int, offset: int) -> tuple[str, str]:
-        """Return the parameter and array ("param", "residual", "moment1", "moment2") of a byte.
+        """Return the parameter and array (one of ARRAYS) of a byte.
 
         Args:
             extent: an extent of the store.
             offset: the byte's offset in the extent.
         """
         for unit, places in zip(self.layout.units, self.extents.units, strict=True):
-            for array in ARRAYS:
+            part = extent - places.scales if places.scales >= 0 else -1
+            if 0 <= part < len(unit.scale_parts):
+                first = part * _core.SCALES_ELEMENTS + offset * SCALED_ELEMENTS
+                return _name_of(unit, first), "scales"
+            for array in ARRAYS[:-1]:
                 if getattr(places, array) == extent:
                     return _param_at(unit, array, offset), array
         if extent == self.extents.checksums:
@@ -71,8 +75,13 @@ class Contents:
 
 def _param_at(unit: Unit, array: str, offset: int) -> str:
     if unit.trainable:
-        element = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes}.get(array, 4)
-        offset //= element
+        sizes = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes}
+        offset //= sizes.get(array, unit.moment_bytes)
+    return _name_of(unit, offset)
+
+
+def _name_of(unit: Unit, offset: int) -> str:
+    """Return the parameter at an offset in the unit: an element, or a byte if it is frozen."""
     before = [param.name for param in unit.params if param.first <= offset]
     return before[-1] if before else unit.name
 
@@ -122,6 +131,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
     rows = iter(meta["params"])
     formats = (meta.get("method") or {}).get("kept")
     given = set(meta.get("given", ()))
+    states = meta.get("states", "fp32")
     for unit_name, count, elements, nbytes in meta["units"]:
         unit: Unit | None = None
         for _ in range(count):
@@ -129,7 +139,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
             dtype = getattr(torch, dtype_name.removeprefix("torch."))
             kept = formats[len(params)] if formats else None
             if unit is None:
-                unit = Unit(unit_name, TYPES[kept] if kept else dtype, trainable, [])
+                unit = Unit(unit_name, TYPES[kept] if kept else dtype, trainable, [], states=states)
             empty = torch.empty(shape, dtype=dtype, device="meta")
             tensor = nn.Parameter(empty, requires_grad=False)
             strides = strides_of(meta, len(params))

@@ -24,7 +24,7 @@ from lohan.errors import (
     StoreUncleanError,
     store_error,
 )
-from lohan.layout._block import BYTES_CODE, DTYPE_CODES, checksum_bytes, checksum_count
+from lohan.layout._block import BYTES_CODE, DTYPE_CODES, STATES, checksum_bytes, checksum_count
 from lohan.store import _process
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
@@ -53,6 +53,7 @@ class UnitExtents:
     residual: int = -1
     moment1: int = -1
     moment2: int = -1
+    scales: int = -1  # of 8-bit moments: the first of len(Unit.scale_parts) consecutive extents
 
 
 def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
@@ -74,6 +75,8 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
                 places.residual,
                 places.moment1,
                 places.moment2,
+                [*STATES].index(unit.states),
+                places.scales,
                 index,
             )
         )
@@ -121,8 +124,10 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
         if unit.residual_bytes:
             places.residual = add(unit.elements * unit.residual_bytes)
         if unit.trainable and unit.has_states:
-            places.moment1 = add(unit.elements * 4)
-            places.moment2 = add(unit.elements * 4)
+            places.moment1 = add(unit.elements * unit.moment_bytes)
+            places.moment2 = add(unit.elements * unit.moment_bytes)
+            scales = [add(nbytes) for nbytes in unit.scale_parts]
+            places.scales = scales[0] if scales else -1
         extents.units.append(places)
     if any(unit.runs for unit in layout.units):
         extents.groups.append(1)
@@ -139,9 +144,12 @@ def unit_rows(layout: Layout) -> list[Any]:
 def describe(layout: Layout) -> dict[str, Any]:
     """Return the description that a store must have to belong to this model."""
     strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
+    is_narrow = layout.states != "fp32"
     return {
-        "lohan": 2 if strides else 1,  # a reader that does not support strides must reject it
+        # A reader that does not support strides, or states, must reject the store.
+        "lohan": 3 if is_narrow else 2 if strides else 1,
         **({"strides": strides} if strides else {}),
+        **({"states": layout.states} if is_narrow else {}),
         **layout.about,
         "params": [
             [p.name, list(p.tensor.shape), str(p.tensor.dtype), layout.units[p.unit].trainable]
@@ -231,7 +239,7 @@ def naming(param: str, array: str) -> Iterator[None]:
 
     Args:
         param: the parameter's name.
-        array: the array that is read: "param", "residual", "moment1" or "moment2".
+        array: the array that is read: one of _contents.ARRAYS.
     """
     try:
         yield
@@ -395,6 +403,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     theirs = _meta.of(store)
     _process.check_groups(theirs, layout.groups, store.describe()["files"][0][0])
     _take_strides(layout, theirs)
+    check_same_states(theirs, layout)
     ours = describe(layout)
     check_same_name(theirs.get("method"), layout.method)
     if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
@@ -448,6 +457,21 @@ def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
         if strides != param.strides:
             layout.other_strides.append(param.name)
             param.strides = strides
+
+
+def check_same_states(theirs: dict[str, Any], layout: Layout) -> None:
+    """Reject states= other than the one that the store was created with.
+
+    Raises:
+        StoreMismatchError: the formats differ; the message names both.
+    """
+    was = theirs.get("states", "fp32")
+    if was != layout.states and (theirs.get("method") or layout.method) is None:
+        raise StoreMismatchError(
+            f"the store was created with states={was!r}, not {layout.states!r}: pass states={was!r}"
+            " to continue with its moments, or start a new store with"
+            " lohan.export(STORE, OUT, dtype='float32') and weights=OUT (the moments are lost)"
+        )
 
 
 def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:

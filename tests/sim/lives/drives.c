@@ -312,7 +312,7 @@ void lh_sim_drives_overwritten_forget(struct lh_sim_drives *drives, const struct
         const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
         const struct lh_unit *unit = &engine->units[chunk->unit];
         for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
-            uint64_t bytes = chunk->count * unit->states[j].element_bytes;
+            uint64_t bytes = lh_unit_state_bytes(&unit->states[j], chunk->count);
             if (slab->is_zero[j] && bytes > 0)
                 flips_forget(drives, lh_slab_array(slab, unit, j, chunk->count), bytes);
         }
