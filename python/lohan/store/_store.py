@@ -140,7 +140,8 @@ def describe(layout: Layout) -> dict[str, Any]:
     """Return the description that a store must have to belong to this model."""
     strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
     return {
-        "lohan": 2 if strides else 1,  # a reader that does not support strides must reject it
+        # A reader that does not support strides, or packed units, must reject them.
+        "lohan": 3 if any(unit.packs for unit in layout.units) else 2 if strides else 1,
         **({"strides": strides} if strides else {}),
         **layout.about,
         "params": [
