@@ -176,10 +176,14 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
     LH_ASSERT(unpack->format != LH_UNPACK_FORMAT_NIBBLES || first % 2 == 0);
     if (unpack->format == LH_UNPACK_FORMAT_NIBBLES)
         memcpy(table, source->table, sizeof(table));
-    for (uint64_t at = 0; at < count;) {
-        uint64_t row = (first + at) / unpack->columns;
-        uint64_t column = (first + at) % unpack->columns;
-        uint64_t block = column / unpack->block_columns;
+    uint64_t row = first / unpack->columns;
+    uint64_t column = first % unpack->columns;
+    uint64_t block = column / unpack->block_columns;
+    for (uint64_t at = 0; at < count; block++) {
+        if (column == unpack->columns) {
+            row++;
+            column = block = 0;
+        }
         uint64_t end = lh_min_u64(unpack->columns, (block + 1) * unpack->block_columns);
         uint64_t run = lh_min_u64(end - column, count - at);
         float scale = scale_at(unpack, source, row / unpack->block_rows * scale_columns + block);
@@ -187,6 +191,7 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
         for (uint64_t i = at + done; i < at + run; i++)
             element_put(unpack, value_at(unpack, source, i) * scale, i, out);
         at += run;
+        column += run;
     }
 }
 

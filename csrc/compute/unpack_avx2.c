@@ -56,13 +56,12 @@ static inline __m256 e4m3_values(__m128i bytes)
     return _mm256_or_ps(value, _mm256_castsi256_ps(is_nan)); /* all bits set: a NaN */
 }
 
-static inline __attribute__((always_inline)) void bytes_unpack(const struct lh_unpack *unpack,
-                                                               const uint8_t *packed, float scale,
+static inline __attribute__((always_inline)) void bytes_unpack(const uint8_t *packed, float scale,
                                                                uint64_t count, void *out,
-                                                               bool is_integer)
+                                                               bool is_integer, uint32_t rounding,
+                                                               uint32_t dtype)
 {
     const __m256 factor = _mm256_set1_ps(scale);
-    const uint32_t rounding = unpack->rounding, dtype = unpack->dtype;
     float *wide = out;
     uint16_t *narrow = out;
     for (uint64_t i = 0; i < count; i += 8) {
@@ -80,10 +79,15 @@ static inline __attribute__((always_inline)) void bytes_unpack(const struct lh_u
 static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
                   uint64_t count, void *out)
 {
-    if (unpack->format == LH_UNPACK_FORMAT_I8)
-        bytes_unpack(unpack, packed, scale, count, out, true);
+    bool is_integer = unpack->format == LH_UNPACK_FORMAT_I8;
+    /* Rounding to bf16 twice is rounding to bf16 once. */
+    bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
+    if (unpack->dtype == LH_DTYPE_BF16 && is_plain && is_integer)
+        bytes_unpack(packed, scale, count, out, true, LH_DTYPE_F32, LH_DTYPE_BF16);
+    else if (unpack->dtype == LH_DTYPE_BF16 && is_plain)
+        bytes_unpack(packed, scale, count, out, false, LH_DTYPE_F32, LH_DTYPE_BF16);
     else
-        bytes_unpack(unpack, packed, scale, count, out, false);
+        bytes_unpack(packed, scale, count, out, is_integer, unpack->rounding, unpack->dtype);
 }
 
 /*

@@ -417,6 +417,17 @@ def _inside(path: Path) -> Path:
     return path
 
 
+def test_older_versions_must_refuse_a_store_with_packed_units(base: Any, store_dir: Path) -> None:
+    folder, _ = base
+    model = lohan.wrap(lora(empty()), store=store_dir, weights=folder)
+    with model.lohan.exclusive([]) as store:
+        meta = json.loads(store.describe()["meta"])
+    model.lohan.close()
+    assert meta["lohan"] == 3
+    packed = [place for place in meta["in_place"]["params"] if place is not None and place[3:]]
+    assert len(packed) == 3 * 7 and all(set(said[3]) >= {"format", "scales"} for said in packed)
+
+
 def test_pieces_of_a_parameter_are_decoded_like_the_whole(
     base: Any, store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
