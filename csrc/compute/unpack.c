@@ -224,10 +224,9 @@ void lh_unpack_ref(const struct lh_unpack *unpack, const struct lh_unpack_source
 }
 
 void lh_unpack_forward(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
-                       void *out)
+                       uint64_t first, uint64_t count, void *out)
 {
     uint8_t stage[STAGE_COUNT];
-    const uint64_t count = lh_unpack_count(unpack);
     const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
     if (unpack->format == LH_UNPACK_FORMAT_RAW) {
         memmove(out, source->packed, count);
@@ -239,6 +238,6 @@ void lh_unpack_forward(const struct lh_unpack *unpack, const struct lh_unpack_so
         memcpy(stage, source->packed + lh_unpack_packed_bytes(unpack, at),
                lh_unpack_packed_bytes(unpack, part));
         staged.packed = stage;
-        lh_unpack(unpack, &staged, at, part, (uint8_t *)out + at * element_bytes);
+        lh_unpack(unpack, &staged, first + at, part, (uint8_t *)out + at * element_bytes);
     }
 }

@@ -81,10 +81,10 @@ void lh_unpack(const struct lh_unpack *unpack, const struct lh_unpack_source *so
 void lh_unpack_ref(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                    uint64_t first, uint64_t count, void *out);
 /*
- * Decode a whole tensor to `out`, which may overlap source->packed if it ends at or before its end:
- * the elements are decoded from front to back, and each is read before its bytes are overwritten.
+ * The same, but `out` may overlap source->packed if it ends at or before its end: the elements are
+ * decoded from front to back, and each is read before its bytes are overwritten.
  */
 void lh_unpack_forward(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
-                       void *out);
+                       uint64_t first, uint64_t count, void *out);
 
 #endif

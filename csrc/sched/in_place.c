@@ -263,9 +263,24 @@ static const struct lh_source_ops packed_source_ops = {
     .advice = ADVICE,
 };
 
+static int jobs_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++)
+        count += is_packed(&engine->opts.in_place.units[i]) ? LH_IN_PLACE_JOB_COUNT : 0;
+    if (count == 0)
+        return 0;
+    engine->in_place.jobs = lh_alloc_zeroed(engine->alloc, count, sizeof(struct lh_packed_job));
+    if (!engine->in_place.jobs)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " jobs", count);
+    return 0;
+}
+
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t seam_count = 0;
+    uint64_t packed_count = 0;
+    LH_TRY(jobs_create(engine, err));
     engine->in_place.source = (struct lh_source){
         .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
     engine->in_place.packed_source = engine->in_place.source;
@@ -277,6 +292,7 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
         unit->in_place.made = made;
         unit->source = &engine->in_place.source;
         if (is_packed(made)) {
+            unit->in_place.jobs = engine->in_place.jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
             unit->source = &engine->in_place.packed_source;
             unit->in_place.first = lh_borrow_is_on(engine) ? 0 : made->runs[0].offset;
         }

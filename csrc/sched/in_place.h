@@ -20,8 +20,8 @@
  *
  * [Note: Packed units] If files hold quantised forms of a unit's parameters, the unit is read as
  * packed bytes and decoded in place on arrival: there is no second buffer. The runs lie at the end
- * of the unit's memory, those with parameters first, in order, then those with scales and tables. A
- * job on a worker (packed.c) decodes the parameters from front to back, to the unit's beginning.
+ * of the unit's memory, those with parameters first, in order, then those with scales and tables.
+ * Workers (packed.c) decode the parameters from front to back, to the unit's beginning.
  *
  *      memory      |.............|ppp.ppppp.|ss.s|     p: packed parameters; s: scales
  *      decoded     |PPPPPP.PPPPPPPPPP...ppp.|ss.s|     P: parameters as they are lent
@@ -41,6 +41,8 @@
 #include "compute/unpack.h"
 
 #define LH_IN_PLACE_ALIGN 64
+/* The maximum number of jobs that decode a packed unit at the same time. */
+#define LH_IN_PLACE_JOB_COUNT 8
 
 struct lh_in_place_file {
     const char *path; /* the file's path, for messages */

@@ -66,28 +66,76 @@ bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes)
     return true;
 }
 
-/* Runs on a worker. */
-static void decode_run(struct lh_exec_job *job)
+/* --- Decoding --------------------------------------------------------------------------------- */
+
+/*
+ * [Note: Rounds] Workers decode a packed unit in rounds. All parameters before an offset of the
+ * unit are decoded; the next round decodes up to the first packed byte that is still needed. So no
+ * output of the round touches an input of the round, and its jobs may run at the same time. Each
+ * round leaves a half (8 bits to 16) or a quarter (4 bits) of the rest. One job decodes a short
+ * rest, from front to back.
+ */
+#define ROUND_BYTES_MIN (UINT64_C(256) << 10)
+
+static uint64_t pack_end(const struct lh_in_place_pack *pack)
 {
-    const struct lh_unit *unit = job->context;
-    const struct lh_in_place_unit *made = unit->in_place.made;
-    LH_ASSERT(made && unit->memory);
+    return pack->to + lh_unpack_count(&pack->unpack) * lh_unpack_element_bytes(&pack->unpack);
+}
+
+static uint64_t unit_end(const struct lh_in_place_unit *made)
+{
+    LH_ASSERT(made->pack_count > 0);
+    return pack_end(&made->packs[made->pack_count - 1]);
+}
+
+/* The offset of the first packed byte that is needed for what is decoded to `offset` and after. */
+static uint64_t needed_from(const struct lh_in_place_unit *made, uint64_t offset)
+{
+    uint32_t i = 0;
+    LH_ASSERT(offset < unit_end(made));
+    while (pack_end(&made->packs[i]) <= offset)
+        i++;
+    const struct lh_in_place_pack *pack = &made->packs[i];
+    uint64_t bytes = offset > pack->to ? offset - pack->to : 0;
+    return pack->from +
+           lh_unpack_packed_bytes(&pack->unpack, bytes / lh_unpack_element_bytes(&pack->unpack));
+}
+
+/* Runs on a worker: decode what belongs to the offsets of the job. */
+static void decode_run(struct lh_exec_job *exec)
+{
+    const struct lh_packed_job *job = exec->context;
+    const struct lh_in_place_unit *made = job->unit->in_place.made;
+    uint8_t *memory = job->unit->memory;
+    LH_ASSERT(memory && job->first < job->end && job->end <= unit_end(made));
     for (uint32_t i = 0; i < made->pack_count; i++) {
         const struct lh_in_place_pack *pack = &made->packs[i];
+        uint64_t element_bytes = lh_unpack_element_bytes(&pack->unpack);
+        uint64_t begin = lh_max_u64(pack->to, job->first);
+        uint64_t end = lh_min_u64(pack_end(pack), job->end);
+        if (begin >= end)
+            continue;
+        uint64_t first = (begin - pack->to) / element_bytes;
         const struct lh_unpack_source source = {
-            .packed = unit->memory + pack->from,
-            .scales = unit->memory + pack->scales,
-            .table = unit->memory + pack->table,
-            .nested = unit->memory + pack->nested,
-            .nested_table = unit->memory + pack->nested_table,
+            .packed = memory + pack->from + lh_unpack_packed_bytes(&pack->unpack, first),
+            .scales = memory + pack->scales,
+            .table = memory + pack->table,
+            .nested = memory + pack->nested,
+            .nested_table = memory + pack->nested_table,
         };
-        lh_unpack_forward(&pack->unpack, &source, unit->memory + pack->to);
+        if (job->overlaps)
+            lh_unpack_forward(&pack->unpack, &source, first, (end - begin) / element_bytes,
+                              memory + begin);
+        else
+            lh_unpack(&pack->unpack, &source, first, (end - begin) / element_bytes, memory + begin);
     }
 }
 
+static void round_begin(struct lh_engine *engine, struct lh_unit *unit);
+
 static void decode_done(struct lh_engine *engine, struct lh_job *job)
 {
-    struct lh_unit *unit = job->exec.context;
+    struct lh_unit *unit = ((struct lh_packed_job *)job->exec.context)->unit;
     lh_core_trace_add(engine, (struct lh_engine_trace_event){
                                   .kind = LH_ENGINE_TRACE_CHECK,
                                   .unit = (uint32_t)(unit - engine->units),
@@ -96,15 +144,56 @@ static void decode_done(struct lh_engine *engine, struct lh_job *job)
                                   .end_ns = job->exec.ended_ns,
                                   .bytes = job->exec.work_bytes,
                               });
-    lh_unit_arrived(engine, unit);
+    LH_ASSERT(unit->in_place.job_count > 0);
+    if (--unit->in_place.job_count > 0)
+        return;
+    if (unit->in_place.decoded < unit_end(unit->in_place.made))
+        round_begin(engine, unit);
+    else
+        lh_unit_arrived(engine, unit);
+}
+
+static void job_submit(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end,
+                       bool overlaps)
+{
+    LH_ASSERT(unit->in_place.job_count < LH_IN_PLACE_JOB_COUNT && first < end);
+    struct lh_packed_job *job = &unit->in_place.jobs[unit->in_place.job_count++];
+    *job = (struct lh_packed_job){
+        .job = {.exec = {.run = decode_run, .context = job, .work_bytes = end - first},
+                .done = decode_done},
+        .unit = unit,
+        .first = first,
+        .end = end,
+        .overlaps = overlaps,
+    };
+    lh_job_submit(engine, &job->job);
+}
+
+/* Begin the next round. */
+static void round_begin(struct lh_engine *engine, struct lh_unit *unit)
+{
+    const struct lh_in_place_unit *made = unit->in_place.made;
+    uint64_t first = unit->in_place.decoded;
+    uint64_t needed = needed_from(made, first);
+    uint64_t end = unit_end(made);
+    LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.job_count == 0);
+    if (needed < first + ROUND_BYTES_MIN) {
+        unit->in_place.decoded = end;
+        job_submit(engine, unit, first, end, true);
+        return;
+    }
+    end = lh_min_u64(end, needed - needed % LH_IN_PLACE_ALIGN);
+    uint64_t count = lh_min_u64(LH_IN_PLACE_JOB_COUNT, engine->exec->thread_count);
+    uint64_t step = lh_max_u64(lh_align_up(lh_div_ceil(end - first, count), LH_IN_PLACE_ALIGN),
+                               ROUND_BYTES_MIN);
+    unit->in_place.decoded = end;
+    for (uint64_t at = first; at < end; at += step)
+        job_submit(engine, unit, at, lh_min_u64(end, at + step), false);
 }
 
 void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.made->pack_count > 0);
-    unit->in_place.job = (struct lh_job){
-        .exec = {.run = decode_run, .context = unit, .work_bytes = unit->desc.bytes},
-        .done = decode_done,
-    };
-    lh_job_submit(engine, &unit->in_place.job);
+    LH_ASSERT(unit->in_place.made->pack_count > 0);
+    unit->in_place.decoded = 0;
+    round_begin(engine, unit);
 }

@@ -2,6 +2,8 @@
 #include "engine_fixture.h"
 #include "lh_test.h"
 #include "rig_in_place.h"
+#include "rig_wait.h"
+#include "sched/engine_private.h"
 #include "store_fixture.h"
 
 #define STEP_COUNT 3
@@ -126,6 +128,55 @@ static void test_stopped(void)
     }
 }
 
+static void fail(struct rig *rig)
+{
+    struct lh_error err = {0};
+    lh_error_set(&err, -EIO, "a disk failed");
+    lh_core_fail(rig->engine, &err);
+}
+
+static void test_in_flight(bool fails)
+{
+    struct rig rig;
+    lh_test_name("a unit is lent after its last round of decoding, and never if the engine failed");
+    rig_make(&rig, "packed-jobs",
+             (struct rig_opts){.commit_every = 1,
+                               .in_place = true,
+                               .packed = true,
+                               .in_place_large = true,
+                               .skip_verify = true, /* so that the only jobs are those of rounds */
+                               .manual = true});
+    const struct lh_unit *unit = &rig.engine->units[2];
+    uint64_t decoded = 0;
+    uint32_t round_count = 0;
+    rig.holds.jobs = true;
+    LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
+    LH_CHECK(lh_engine_acquire(rig.engine, 2) == 0);
+    rig_settle(&rig);
+    while (rig.engine->jobs_in_flight > 0) {
+        LH_CHECK(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.decoded >= decoded);
+        LH_CHECK(lh_engine_acquire_wait(rig.engine, 2, 0) == 0);
+        round_count += unit->in_place.decoded > decoded;
+        decoded = unit->in_place.decoded;
+        if (fails && round_count == 2)
+            fail(&rig);
+        rig.holds.jobs = false;
+        rig_poll(&rig);
+        rig.holds.jobs = true;
+    }
+    rig.holds.jobs = false;
+    rig_settle(&rig);
+    LH_CHECK(fails ? round_count == 2 : round_count >= 4);
+    LH_CHECK(unit->state == (fails ? LH_UNIT_STATE_LOADING : LH_UNIT_STATE_READY));
+    LH_CHECK(lh_engine_acquire_wait(rig.engine, 2, 0) == (fails ? -EIO : 1));
+    if (!fails) {
+        lh_engine_unpin(rig.engine, 2);
+        LH_CHECK(rig_acquire(&rig, 2) == 0); /* it compares the bytes */
+        lh_engine_unpin(rig.engine, 2);
+    }
+    rig_unmake(&rig);
+}
+
 int main(void)
 {
     test_bytes();
@@ -134,5 +185,7 @@ int main(void)
     test_refusals(false);
     test_refusals(true);
     test_stopped();
+    test_in_flight(false);
+    test_in_flight(true);
     return 0;
 }

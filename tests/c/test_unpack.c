@@ -217,8 +217,13 @@ static void test_forward(void)
         moved.packed = memory + out_bytes + gap - packed_bytes;
         memcpy(memory + out_bytes + gap - packed_bytes, packed, packed_bytes);
         memory[out_bytes + gap] = 0x77;
+        uint64_t first = lh_test_random(&seed) % count / 2 * 2;
+        uint64_t skip = lh_unpack_packed_bytes(&unpack, first);
+        uint8_t *middle = memory + first * lh_unpack_element_bytes(&unpack);
         lh_unpack_ref(&unpack, &source, 0, count, expected);
-        lh_unpack_forward(&unpack, &moved, memory);
+        lh_unpack_forward(&unpack, &moved, 0, first, memory);
+        moved.packed += skip;
+        lh_unpack_forward(&unpack, &moved, first, count - first, middle);
         LH_CHECK(memcmp(memory, expected, out_bytes) == 0);
         LH_CHECK(memory[out_bytes + gap] == 0x77);
     }
