@@ -8,8 +8,6 @@
 #include "compute/unpack_kernels.h"
 
 #define SIZE_MAX_LOG2 48
-/* Elements that lh_unpack_forward() copies aside at a time. */
-#define STAGE_COUNT 4096
 
 bool lh_unpack_is_valid(const struct lh_unpack *unpack)
 {
@@ -202,7 +200,7 @@ static void unpack_range(const struct lh_unpack_kernel *kernel, const struct lh_
     fenv_t environment;
     LH_ASSERT(first <= lh_unpack_count(unpack) && count <= lh_unpack_count(unpack) - first);
     if (unpack->format == LH_UNPACK_FORMAT_RAW) {
-        memcpy(out, source->packed, count);
+        memmove(out, source->packed, count);
         return;
     }
     fegetenv(&environment);
@@ -221,23 +219,4 @@ void lh_unpack_ref(const struct lh_unpack *unpack, const struct lh_unpack_source
                    uint64_t first, uint64_t count, void *out)
 {
     unpack_range(NULL, unpack, source, first, count, out);
-}
-
-void lh_unpack_forward(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
-                       uint64_t first, uint64_t count, void *out)
-{
-    uint8_t stage[STAGE_COUNT];
-    const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
-    if (unpack->format == LH_UNPACK_FORMAT_RAW) {
-        memmove(out, source->packed, count);
-        return;
-    }
-    for (uint64_t at = 0; at < count; at += STAGE_COUNT) {
-        uint64_t part = lh_min_u64(STAGE_COUNT, count - at);
-        struct lh_unpack_source staged = *source;
-        memcpy(stage, source->packed + lh_unpack_packed_bytes(unpack, at),
-               lh_unpack_packed_bytes(unpack, part));
-        staged.packed = stage;
-        lh_unpack(unpack, &staged, first + at, part, (uint8_t *)out + at * element_bytes);
-    }
 }

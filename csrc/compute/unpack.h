@@ -72,19 +72,15 @@ uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack);
 uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack);
 
 /*
- * Decode `count` elements from element `first` on, which with NIBBLES must be even. `out` must not
- * overlap the sources.
+ * Decode `count` elements from element `first` on, which with NIBBLES must be even. `out` may
+ * overlap source->packed if it ends at or before the end of what is decoded: elements are decoded
+ * from front to back, and each is read before its bytes are overwritten. It must not overlap the
+ * other sources.
  */
 void lh_unpack(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                uint64_t first, uint64_t count, void *out);
 /* The definition: the same bits without SIMD instructions. */
 void lh_unpack_ref(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                    uint64_t first, uint64_t count, void *out);
-/*
- * The same, but `out` may overlap source->packed if it ends at or before its end: the elements are
- * decoded from front to back, and each is read before its bytes are overwritten.
- */
-void lh_unpack_forward(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
-                       uint64_t first, uint64_t count, void *out);
 
 #endif

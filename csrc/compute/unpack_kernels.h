@@ -10,7 +10,11 @@
 /* Elements per step of a kernel; a count is a multiple of it. */
 #define LH_UNPACK_BATCH 32
 
-/* All elements have one scale; the caller has set the default floating-point environment. */
+/*
+ * All elements have one scale; the caller has set the default floating-point environment. Kernels
+ * go from front to back, and read the elements that they write next before they write them: see
+ * lh_unpack() for the overlap of `packed` and `out`.
+ */
 struct lh_unpack_kernel {
     /* Formats F8_E4M3 and I8. */
     void (*bytes)(const struct lh_unpack *unpack, const uint8_t *packed, float scale,

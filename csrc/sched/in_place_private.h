@@ -14,7 +14,6 @@ struct lh_packed_job {
     struct lh_unit *unit;
     uint64_t first; /* offsets in the unit, of decoded bytes */
     uint64_t end;
-    bool overlaps; /* the decoded bytes may overlap the packed ones */
 };
 
 /* The part of struct lh_unit that belongs to in_place.c. */

@@ -123,11 +123,7 @@ static void decode_run(struct lh_exec_job *exec)
             .nested = memory + pack->nested,
             .nested_table = memory + pack->nested_table,
         };
-        if (job->overlaps)
-            lh_unpack_forward(&pack->unpack, &source, first, (end - begin) / element_bytes,
-                              memory + begin);
-        else
-            lh_unpack(&pack->unpack, &source, first, (end - begin) / element_bytes, memory + begin);
+        lh_unpack(&pack->unpack, &source, first, (end - begin) / element_bytes, memory + begin);
     }
 }
 
@@ -153,8 +149,7 @@ static void decode_done(struct lh_engine *engine, struct lh_job *job)
         lh_unit_arrived(engine, unit);
 }
 
-static void job_submit(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end,
-                       bool overlaps)
+static void job_submit(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
 {
     LH_ASSERT(unit->in_place.job_count < LH_IN_PLACE_JOB_COUNT && first < end);
     struct lh_packed_job *job = &unit->in_place.jobs[unit->in_place.job_count++];
@@ -164,7 +159,6 @@ static void job_submit(struct lh_engine *engine, struct lh_unit *unit, uint64_t 
         .unit = unit,
         .first = first,
         .end = end,
-        .overlaps = overlaps,
     };
     lh_job_submit(engine, &job->job);
 }
@@ -179,7 +173,7 @@ static void round_begin(struct lh_engine *engine, struct lh_unit *unit)
     LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.job_count == 0);
     if (needed < first + ROUND_BYTES_MIN) {
         unit->in_place.decoded = end;
-        job_submit(engine, unit, first, end, true);
+        job_submit(engine, unit, first, end);
         return;
     }
     end = lh_min_u64(end, needed - needed % LH_IN_PLACE_ALIGN);
@@ -188,7 +182,7 @@ static void round_begin(struct lh_engine *engine, struct lh_unit *unit)
                                ROUND_BYTES_MIN);
     unit->in_place.decoded = end;
     for (uint64_t at = first; at < end; at += step)
-        job_submit(engine, unit, at, lh_min_u64(end, at + step), false);
+        job_submit(engine, unit, at, lh_min_u64(end, at + step));
 }
 
 void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit)

@@ -199,7 +199,7 @@ static void test_kernels(void)
     }
 }
 
-static void test_forward(void)
+static void test_overlap(void)
 {
     static uint8_t memory[4 * COUNT_MAX + 64];
     uint64_t seed = 5;
@@ -221,9 +221,9 @@ static void test_forward(void)
         uint64_t skip = lh_unpack_packed_bytes(&unpack, first);
         uint8_t *middle = memory + first * lh_unpack_element_bytes(&unpack);
         lh_unpack_ref(&unpack, &source, 0, count, expected);
-        lh_unpack_forward(&unpack, &moved, 0, first, memory);
+        lh_unpack(&unpack, &moved, 0, first, memory);
         moved.packed += skip;
-        lh_unpack_forward(&unpack, &moved, first, count - first, middle);
+        lh_unpack(&unpack, &moved, first, count - first, middle);
         LH_CHECK(memcmp(memory, expected, out_bytes) == 0);
         LH_CHECK(memory[out_bytes + gap] == 0x77);
     }
@@ -290,7 +290,7 @@ int main(void)
     test_values();
     test_definition();
     test_kernels();
-    test_forward();
+    test_overlap();
     test_refusals();
     return 0;
 }
