@@ -17,7 +17,7 @@ static void test_bytes(void)
         struct rig_opts opts = {
             .commit_every = 1,
             .in_place = true,
-            .packed = i / 12 != 0,
+            .packed = i / 12 == 0,
             .in_place_large = i % 12 / 8 != 0,
             .skip_verify = i % 3 == 0,
             .least_memory = i % 2 != 0,
@@ -179,13 +179,13 @@ static void test_in_flight(bool fails)
 
 int main(void)
 {
-    test_bytes();
-    test_short_transfers();
-    test_changed();
     test_refusals(false);
     test_refusals(true);
-    test_stopped();
     test_in_flight(false);
     test_in_flight(true);
+    test_changed();
+    test_bytes();
+    test_short_transfers();
+    test_stopped();
     return 0;
 }

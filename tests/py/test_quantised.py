@@ -362,10 +362,11 @@ def test_block_sizes_of_the_configuration_are_used(tmp_path: Path, store_dir: Pa
     for config in (
         {"weight_block_size": [96, 200]},
         {"config_groups": {"group_0": {"weights": {"block_structure": [96, 200]}}}},
+        {"config_groups": {"group_0": {"weights": {"block_structure": "96x200"}}}},
     ):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
         model = nn.Sequential(nn.Linear(264, 264, bias=False).requires_grad_(False))
-        store = store_dir / next(iter(config))
+        store = store_dir / str(len(str(config)))
         model = lohan.wrap(model, store=store, weights=tmp_path)
         assert torch.equal(model.state_dict()["0.weight"], weight.float() * wide)
         model.lohan.close()

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,6 +150,8 @@ class _One:
         for size in given:
             if size is None:
                 continue
+            if isinstance(size, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", size):
+                size = [int(part) for part in size.split("x")]  # as in older files
             is_size = isinstance(size, list) and len(size) == 2
             if not is_size or not all(type(n) is int and 0 < n < 1 << 40 for n in size):
                 raise self.refuse(f"its blocks are {size!r} in config.json: not two sizes")
