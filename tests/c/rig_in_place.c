@@ -321,8 +321,7 @@ static bool packed_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *op
     case 2:
         packs[2].from = packs[1].from; /* the packed bytes do not ascend */
         return true;
-    case 3:
-        /* it ends just after its packed bytes, and before the scales */
+    case 3: /* it ends just after its packed bytes, and before the scales */
         packs[2].to = lh_align_up(packs[2].from + PACK_NIBBLES / 2 - 2 * PACK_NIBBLES, 64);
         return true;
     case 4:
