@@ -7,13 +7,6 @@
 #include "compute/cast_kernels.h"
 #include "compute/half.h"
 
-static uint16_t bf16_round(uint32_t bits)
-{
-    bool is_nan = (bits & UINT32_C(0x7fffffff)) > UINT32_C(0x7f800000);
-    uint32_t rounded = (bits + UINT32_C(0x7fff) + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)(is_nan ? UINT32_C(0x7fc0) : rounded);
-}
-
 /* The definition: one element at a time. */
 static bool differs(const uint16_t *cast, enum lh_dtype dtype, const float *values, uint64_t count)
 {
@@ -22,7 +15,8 @@ static bool differs(const uint16_t *cast, enum lh_dtype dtype, const float *valu
         uint32_t bits;
         memcpy(&bits, &values[i], sizeof(bits));
         difference |=
-            (uint32_t)((dtype == LH_DTYPE_F16 ? lh_half_round(bits) : bf16_round(bits)) ^ cast[i]);
+            (uint32_t)((dtype == LH_DTYPE_F16 ? lh_half_round(bits) : lh_bf16_round(bits)) ^
+                       cast[i]);
     }
     return difference != 0;
 }

@@ -1,6 +1,7 @@
 /*
- * IEEE half precision (binary16) in integer arithmetic: the definition that SIMD instructions are
- * compared with. Neither the rounding mode nor the flushing of denormals affects the results.
+ * IEEE half precision (binary16), and rounding to bf16, in integer arithmetic: the definition that
+ * SIMD instructions are compared with. Neither the rounding mode nor the flushing of denormals
+ * affects the results.
  *
  * Pure; any thread.
  */
@@ -52,6 +53,15 @@ static inline uint16_t lh_half_round(uint32_t bits)
     else
         half = 0;
     return (uint16_t)(sign | half);
+}
+
+/* The same for bf16 (torch's .bfloat16()): every NaN becomes 0x7FC0. */
+static inline uint16_t lh_bf16_round(uint32_t bits)
+{
+    bool is_nan = (bits & UINT32_C(0x7FFFFFFF)) > UINT32_C(0x7F800000);
+    uint32_t rounded = (bits + UINT32_C(0x7FFF) + ((bits >> 16) & 1)) >> 16;
+
+    return (uint16_t)(is_nan ? UINT32_C(0x7FC0) : rounded);
 }
 
 #endif

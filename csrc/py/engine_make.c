@@ -213,10 +213,13 @@ static int exec_make(struct lhpy_engine *self, const struct make_opts *opts, str
 {
     static struct lh_clock exec_clock;
     exec_clock = lh_clock_real();
+    uint32_t decode_count = 0;
+    for (uint32_t i = 0; i < self->in_place.opts.unit_count; i++)
+        decode_count += self->in_place.opts.units[i].pack_count > 0 ? LH_IN_PLACE_JOB_COUNT : 0;
     struct lh_exec_threads_opts exec_opts = {
         .thread_count = opts->threads,
-        .queue_depth_max =
-            4 * opts->engine.io_depth + self->budget.slab_count + self->unit_count + 64,
+        .queue_depth_max = 4 * opts->engine.io_depth + self->budget.slab_count + self->unit_count +
+                           decode_count + 64,
         .nice = opts->nice,
         .waker = &self->core->waker,
         .clock = &exec_clock,

@@ -1,12 +1,21 @@
 /* Units that are read in place (sched/in_place.h), as Python describes them. */
 #include "py/lhpy.h"
 
+const struct lhpy_table lhpy_unpack_table = LHPY_TABLE_PLAIN(
+    "a packed tensor", LHPY_FORM_TUPLE, struct lh_unpack, format, dtype, rounding, rows, columns,
+    block_rows, block_columns, scale_dtype, nested_block, nested_offset);
+
 static const struct lhpy_table run_table =
     LHPY_TABLE_PLAIN("a run", LHPY_FORM_TUPLE, struct lh_in_place_run, file, file_offset, offset,
                      bytes, checksum_first);
 
 static const struct lhpy_table move_table =
     LHPY_TABLE_PLAIN("a move", LHPY_FORM_TUPLE, struct lh_in_place_move, from, to, bytes);
+
+static const struct lhpy_table pack_table =
+    LHPY_TABLE("a pack", LHPY_FORM_TUPLE, struct lh_in_place_pack,
+               LHPY_STRUCT("unpack", struct lh_in_place_pack, unpack, lhpy_unpack_table),
+               LHPY_FIELDS(struct lh_in_place_pack, from, to, scales, table, nested, nested_table));
 
 static const struct lhpy_table checksum_table = LHPY_TABLE_OF("a checksum", uint32_t);
 
@@ -15,6 +24,7 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
     LHPY_FIELD(struct lh_in_place_unit, unit),
     LHPY_ROWS("runs", struct lh_in_place_unit, runs, run_count, run_table),
     LHPY_ROWS("moves", struct lh_in_place_unit, moves, move_count, move_table),
+    LHPY_ROWS("packs", struct lh_in_place_unit, packs, pack_count, pack_table),
     LHPY_ROWS("checksums", struct lh_in_place_unit, checksums, checksum_count, checksum_table));
 
 static const struct lhpy_table file_table =
@@ -42,3 +52,34 @@ int lhpy_in_place_prepare(struct lhpy_in_place *in_place)
     in_place->opts.file_count = in_place->row_count;
     return 0;
 }
+
+static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    struct lh_unpack what = {0};
+    void *packed = NULL, *scales = NULL, *table = NULL;
+    void *nested = NULL, *nested_table = NULL, *out = NULL;
+    uint64_t first = 0, count = 0;
+    if (LHPY_ARGS(args, NULL, LHPY_ARG_STRUCT("unpack", what, lhpy_unpack_table), LHPY_ARG(first),
+                  LHPY_ARG(count), LHPY_ARG(packed), LHPY_ARG(scales), LHPY_ARG(table),
+                  LHPY_ARG(nested), LHPY_ARG(nested_table), LHPY_ARG(out)) < 0)
+        return NULL;
+    if (!lh_unpack_is_valid(&what) || first > lh_unpack_count(&what) ||
+        count > lh_unpack_count(&what) - first ||
+        (what.format == LH_UNPACK_FORMAT_NIBBLES && first % 2 != 0)) {
+        PyErr_Format(PyExc_ValueError, "%llu elements from %llu on of a packed tensor are invalid",
+                     (unsigned long long)count, (unsigned long long)first);
+        return NULL;
+    }
+    const struct lh_unpack_source source = {packed, scales, table, nested, nested_table};
+    Py_BEGIN_ALLOW_THREADS
+    lh_unpack(&what, &source, first, count, out);
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
+}
+
+PyMethodDef lhpy_in_place_functions[] = {
+    {"unpack", unpack, METH_VARARGS,
+     "unpack(description, first, count, addresses of what is packed, of scales, table, nested, "
+     "nested_table, and of the result): decode elements of a quantised tensor."},
+    {NULL, NULL, 0, NULL},
+};

@@ -388,6 +388,8 @@ int lhpy_team_check(struct lhpy_engine *self);
 void lhpy_team_close(struct lhpy_core *core);
 
 /* in_place.c */
+extern PyMethodDef lhpy_in_place_functions[];       /* of the module */
+extern const struct lhpy_table lhpy_unpack_table;   /* of struct lh_unpack */
 extern const struct lhpy_table lhpy_in_place_table; /* of struct lhpy_in_place */
 /* Complete the options with the files that were read. -1 with a Python error. */
 int lhpy_in_place_prepare(struct lhpy_in_place *in_place);

@@ -334,7 +334,7 @@ static void tables_destroy(struct lh_engine *engine)
     void *const tables[] = {
         engine->units,     engine->params,    engine->gradient_steps,  engine->gradients,
         engine->hypers[0], engine->hypers[1], engine->commit_requests, engine->trace,
-        engine->chunks,    engine->scalars,   engine->in_place.seams,
+        engine->chunks,    engine->scalars,   engine->in_place.seams,  engine->in_place.jobs,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

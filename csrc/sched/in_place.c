@@ -49,6 +49,11 @@ static bool moves_are_good(const struct lh_in_place_unit *unit)
     return true;
 }
 
+static bool is_packed(const struct lh_in_place_unit *unit)
+{
+    return unit->pack_count > 0;
+}
+
 static int unit_validate(const struct lh_engine *engine, const struct lh_in_place_unit *made,
                          struct lh_error *err)
 {
@@ -57,9 +62,10 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
         return lh_error_set(err, -EINVAL, "in-place unit %u is out of range: there are %u units",
                             made->unit, engine->opts.unit_count);
     const struct lh_engine_unit *desc = &engine->units[made->unit].desc;
-    uint64_t at = 0;
+    uint64_t at = is_packed(made) && made->run_count > 0 ? made->runs[0].offset : 0;
     uint64_t checksum_count = 0;
-    bool is_good = desc->elements == 0 && desc->param_extent == LH_ENGINE_EXTENT_NONE;
+    bool is_good = lh_is_aligned(at, LH_BLOCK_BYTES) && desc->elements == 0 &&
+                   desc->param_extent == LH_ENGINE_EXTENT_NONE;
     for (uint32_t i = 0; i < made->run_count; i++) {
         const struct lh_in_place_run *run = &made->runs[i];
         is_good = is_good && run->file < opts->file_count && run->offset == at && run->bytes > 0 &&
@@ -70,13 +76,16 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
         at += run->bytes;
         checksum_count += lh_div_ceil(run->bytes, LH_CHECKSUM_BYTES);
     }
-    is_good = is_good && moves_are_good(made);
-    if (!is_good || at != desc->bytes || checksum_count != made->checksum_count)
+    is_good = is_good && at == desc->bytes;
+    if (is_good)
+        is_good = is_packed(made) ? lh_packed_is_good(made, desc->bytes) : moves_are_good(made);
+    if (!is_good || checksum_count != made->checksum_count)
         return lh_error_set(
             err, -EINVAL,
             "unit %u cannot be read in place: its %u runs have %" PRIu64
-            " bytes, with %u moves and %u checksums, but the unit has %" PRIu64 " bytes",
-            made->unit, made->run_count, at, made->move_count, made->checksum_count, desc->bytes);
+            " bytes, with %u moves, %u packs and %u checksums, but the unit has %" PRIu64 " bytes",
+            made->unit, made->run_count, at, made->move_count, made->pack_count,
+            made->checksum_count, desc->bytes);
     return 0;
 }
 
@@ -231,6 +240,9 @@ static void source_loaded(struct lh_engine *engine, const struct lh_transfer *tr
     }
 }
 
+#define ADVICE                                                                                     \
+    "; the file has changed since the store was created, or the drive returned wrong bytes"
+
 static const struct lh_source_ops source_ops = {
     .map = source_map,
     .checksums = source_checksums,
@@ -239,21 +251,51 @@ static const struct lh_source_ops source_ops = {
     .moves = source_moves,
     .move = source_move,
     .loaded = source_loaded,
-    .advice =
-        "; the file has changed since the store was created, or the drive returned wrong bytes",
+    .advice = ADVICE,
 };
+
+static const struct lh_source_ops packed_source_ops = {
+    .map = source_map,
+    .checksums = source_checksums,
+    .path = source_path,
+    .least_bytes = source_least_bytes,
+    .complete = lh_packed_decode,
+    .advice = ADVICE,
+};
+
+static int jobs_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++)
+        count += is_packed(&engine->opts.in_place.units[i]) ? LH_IN_PLACE_JOB_COUNT : 0;
+    if (count == 0)
+        return 0;
+    engine->in_place.jobs = lh_alloc_zeroed(engine->alloc, count, sizeof(struct lh_packed_job));
+    if (!engine->in_place.jobs)
+        return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " jobs", count);
+    return 0;
+}
 
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t seam_count = 0;
+    uint64_t packed_count = 0;
+    LH_TRY(jobs_create(engine, err));
     engine->in_place.source = (struct lh_source){
         .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
+    engine->in_place.packed_source = engine->in_place.source;
+    engine->in_place.packed_source.ops = &packed_source_ops;
     for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
         const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
         LH_TRY(unit_validate(engine, made, err));
         struct lh_unit *unit = &engine->units[made->unit];
         unit->in_place.made = made;
         unit->source = &engine->in_place.source;
+        if (is_packed(made)) {
+            unit->in_place.jobs = engine->in_place.jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
+            unit->source = &engine->in_place.packed_source;
+            unit->in_place.first = lh_borrow_is_on(engine) ? 0 : made->runs[0].offset;
+        }
         unit->in_place.moves = unit_moves(made);
         unit->in_place.seam_first = seam_count;
         if (unit->in_place.moves)

@@ -18,21 +18,41 @@
  * run, as read, has a CRC-32C that was made when the store was created: a file that has changed
  * since is detected in the same way as a disk that returns wrong bytes.
  *
+ * [Note: Packed units] If files hold quantised forms of a unit's parameters, the unit is read as
+ * packed bytes and decoded in place on arrival: there is no second buffer. The runs lie at the end
+ * of the unit's memory, those with parameters first, in order, then those with scales and tables.
+ * Workers (packed.c) decode the parameters from front to back, to the unit's beginning.
+ *
+ *      memory      |.............|ppp.ppppp.|ss.s|     p: packed parameters; s: scales
+ *      decoded     |PPPPPP.PPPPPPPPPP...ppp.|ss.s|     P: parameters as they are lent
+ *
+ * A parameter's decoded bytes end at or before the end of its packed bytes, and before all scales.
+ * A decoded element is at least as long as a packed one, so nothing is overwritten that is still
+ * needed. Parameters that are not quantised are moved in the same way. Reads, checksums and plans
+ * count the runs' bytes; the unit's place in memory, and its copy on an accelerator, have all of
+ * the unit's bytes.
+ *
  * The engine borrows everything declared here until it is stopped.
  */
 #ifndef LH_SCHED_IN_PLACE_H
 #define LH_SCHED_IN_PLACE_H
 
 #include "base/base.h"
+#include "compute/unpack.h"
 
 #define LH_IN_PLACE_ALIGN 64
+/* The maximum number of jobs that decode a packed unit at the same time. */
+#define LH_IN_PLACE_JOB_COUNT 8
 
 struct lh_in_place_file {
     const char *path; /* the file's path, for messages */
     uint64_t bytes;
 };
 
-/* Consecutive whole blocks of a file. A unit's runs cover its bytes, in order and without gaps. */
+/*
+ * Consecutive whole blocks of a file. A unit's runs cover its bytes, in order and without gaps; the
+ * runs of a packed unit cover its last bytes.
+ */
 struct lh_in_place_run {
     uint32_t file;
     uint64_t file_offset;
@@ -48,12 +68,25 @@ struct lh_in_place_move {
     uint64_t bytes;
 };
 
+/* A parameter of a packed unit; all places are offsets in the unit. */
+struct lh_in_place_pack {
+    struct lh_unpack unpack;
+    uint64_t from; /* the packed bytes, as read; both offsets ascend from pack to pack */
+    uint64_t to;   /* the decoded bytes; aligned to LH_IN_PLACE_ALIGN */
+    uint64_t scales;
+    uint64_t table;
+    uint64_t nested;
+    uint64_t nested_table;
+};
+
 struct lh_in_place_unit {
     uint32_t unit; /* index of the unit; its param_extent is LH_ENGINE_EXTENT_NONE */
     const struct lh_in_place_run *runs;
     uint32_t run_count;
     const struct lh_in_place_move *moves; /* the unit's moves, in order */
     uint32_t move_count;
+    const struct lh_in_place_pack *packs; /* in order; without moves */
+    uint32_t pack_count;                  /* above 0: the unit is packed */
     const uint32_t *checksums;
     uint32_t checksum_count;
 };

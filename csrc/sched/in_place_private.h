@@ -6,6 +6,15 @@
 #include "sched/transfer.h"
 
 struct lh_engine;
+struct lh_unit;
+
+/* The decoding of a range of a packed unit. */
+struct lh_packed_job {
+    struct lh_job job;
+    struct lh_unit *unit;
+    uint64_t first; /* offsets in the unit, of decoded bytes */
+    uint64_t end;
+};
 
 /* The part of struct lh_unit that belongs to in_place.c. */
 struct lh_in_place_part {
@@ -13,14 +22,31 @@ struct lh_in_place_part {
     const struct lh_in_place_unit *made;
     bool moves;
     uint64_t seam_first;
+    uint64_t first; /* where in the unit a load begins: 0 unless it is packed */
+    /* of a packed unit that is being decoded: [Note: Rounds] in packed.c */
+    struct lh_packed_job *jobs; /* LH_IN_PLACE_JOB_COUNT */
+    uint32_t job_count;         /* those in flight */
+    uint64_t decoded;           /* where the round of these jobs ends */
 };
 
 struct lh_in_place {
     struct lh_source source;
+    struct lh_source packed_source;
+    struct lh_packed_job *jobs;
     uint8_t *seams; /* [Note: Seams] in in_place.c */
 };
 
 /* Validate opts.in_place, and make its units load from their files. */
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err);
+
+/* packed.c: see [Note: Packed units] in in_place.h. */
+
+/*
+ * Whether the packs of a unit of unit_bytes can be decoded without overwriting bytes that are still
+ * needed. The unit's runs must be valid.
+ */
+bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes);
+/* All of a LOADING unit was read: decode it on workers. */
+void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit);
 
 #endif

@@ -133,13 +133,21 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
         lh_residency_put(plan, index, offset);
 }
 
+/* The bytes that move when a unit is loaded into the region. */
+static uint64_t load_bytes(const struct lh_engine *engine, const struct lh_region *region,
+                           uint32_t index)
+{
+    const struct lh_unit *unit = &engine->units[index];
+    return unit->desc.bytes - (is_device(engine, region) ? 0 : unit->in_place.first);
+}
+
 /* Discard the ops not yet executed, and reset the plan's state to what is in the region now. */
 static void region_reset(struct lh_engine *engine, struct lh_region *region)
 {
     for (uint64_t i = region->op_first; i < region->op_count; i++) {
         if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD)
             lh_core_stats(engine, region->op_steps[i])->planned_bytes[region->link] -=
-                engine->units[region->ops[i].unit].desc.bytes;
+                load_bytes(engine, region, region->ops[i].unit);
     }
     region->op_first = 0;
     region->op_count = 0;
@@ -155,7 +163,7 @@ static void region_step_end(struct lh_engine *engine, struct lh_region *region)
         if (region->op_steps[i] != engine->step)
             continue;
         if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD) {
-            uint64_t bytes = engine->units[region->ops[i].unit].desc.bytes;
+            uint64_t bytes = load_bytes(engine, region, region->ops[i].unit);
             lh_core_stats(engine, engine->step)->planned_bytes[region->link] -= bytes;
             lh_core_stats(engine, engine->plan_step)->planned_bytes[region->link] += bytes;
         }
@@ -527,7 +535,7 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
         bool is_served = engine->copies_units && !is_device(engine, region);
         region->units[i] = (struct lh_residency_unit){
             .bytes = is_served ? desc->bytes : desc->place_bytes,
-            .load_bytes = desc->bytes,
+            .load_bytes = load_bytes(engine, region, i),
             .always = desc->always && !is_served,
         };
     }

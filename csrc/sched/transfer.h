@@ -56,6 +56,11 @@ struct lh_source_ops {
     /* (optional) All of a transfer was read. */
     void (*loaded)(struct lh_engine *engine, const struct lh_transfer *transfer);
     /*
+     * (optional) All of a LOADING unit was read, but its bytes must still be decoded: the source
+     * does so with a job, and then calls lh_unit_arrived().
+     */
+    void (*complete)(struct lh_engine *engine, struct lh_unit *unit);
+    /*
      * (optional) The source brings a LOADING unit into main memory by itself, without transfers,
      * and calls lh_unit_arrived(); and the engine does not need the unit's bytes any more.
      */

@@ -75,7 +75,10 @@ static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
     LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
     if (unit->source->ops->loaded)
         unit->source->ops->loaded(engine, transfer);
-    lh_unit_arrived(engine, unit);
+    if (unit->source->ops->complete)
+        unit->source->ops->complete(engine, unit);
+    else
+        lh_unit_arrived(engine, unit);
 }
 
 /* The training thread pinned a READY unit (USE) or waits for a pin (ACQUIRE): a use begins. */
@@ -215,6 +218,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         return;
     }
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    uint64_t first = unit->in_place.first;
     unit->load = (struct lh_transfer){
         .source = unit->source,
         .done = load_done,
@@ -226,8 +230,9 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         .step = step,
         .extent = unit->desc.param_extent,
         .slot = slot,
-        .bytes = unit->desc.bytes,
-        .buffer = unit->memory,
+        .offset = first,
+        .bytes = unit->desc.bytes - first,
+        .buffer = unit->memory + first,
     };
     lh_transfer_submit(engine, &unit->load);
 }

@@ -74,7 +74,7 @@ class Engine:
         sums: bool,
         device: tuple[Any, ...],
         saved: tuple[int, int, Store | None, int],
-        # files: (fd, path, bytes, is direct); units: (unit, runs, moves, checksums)
+        # files: (fd, path, bytes, is direct); units: (unit, runs, moves, packs, checksums)
         in_place: tuple[list[tuple[int, bytes, int, bool]], list[tuple[Any, ...]]],
         # this process (0: the owner), the number of mates (0: no team), a mate's file descriptor
         team: tuple[int, int, int, int],
@@ -327,6 +327,18 @@ def zo_lead(
 ) -> None: ...
 def sequence_peek() -> int: ...
 def sequence_raise(least: int, /) -> None: ...
+def unpack(
+    unpack: tuple[Any, ...],
+    first: int,
+    count: int,
+    packed: int,
+    scales: int,
+    table: int,
+    nested: int,
+    nested_table: int,
+    out: int,
+    /,
+) -> None: ...
 def crc32c(buffer: bytes | bytearray | memoryview, value: int = 0) -> int: ...
 def plan(model: dict[str, Any], machine: dict[str, Any], policy: str, /) -> dict[str, Any]: ...
 def plan_step(

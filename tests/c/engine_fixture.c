@@ -29,6 +29,8 @@ static void model_init(struct rig *rig)
 {
     uint64_t last_count = rig->opts.large ? 1300001 : 3000;
     uint64_t frozen_count = rig->opts.in_place_large ? 2600003 : 8000;
+    if (rig->opts.packed)
+        frozen_count = rig_in_place_packed_bytes(rig);
     uint64_t counts[RIG_PARAM_COUNT] = {1500, 700, 3000, 100, frozen_count, 5000, 2100, last_count};
     const uint32_t unit_of[RIG_PARAM_COUNT] = {0, 0, 1, 1, 2, 3, 4, 5};
     enum lh_dtype dtypes[RIG_UNIT_COUNT] = {LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES,

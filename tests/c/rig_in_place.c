@@ -15,11 +15,27 @@
 #define MOVE_COUNT_MAX 4
 #define CHECKSUM_COUNT_MAX 8
 
+/*
+ * The packed unit: FP8 with blocks of 20 x 48, 64 plain bytes, and 4-bit values with quantised
+ * scales. The last decoded bytes overlap the first packed ones.
+ */
+#define PACK_COUNT 3
+#define PACK_COLUMNS 64
+#define PACK_BYTES_FROM 43 /* after the end of FP8 */
+#define PACK_NIBBLES_FROM 100
+#define PACK_NIBBLES 2176
+/* offsets in the run of scales: of FP8, and of the 4-bit values */
+#define PACK_SCALES 20
+#define PACK_SCALES_BYTES (2 * LH_BLOCK_BYTES * 6)
+#define PACK_ABSMAX 10
+#define PACK_TABLES 101
+
 struct rig_in_place {
     struct lh_io_file io_files[LH_IO_FILE_COUNT_MAX];
     struct lh_in_place_file files[2];
     struct lh_in_place_run runs[2];
     struct lh_in_place_move moves[MOVE_COUNT_MAX];
+    struct lh_in_place_pack packs[PACK_COUNT];
     uint32_t checksums[CHECKSUM_COUNT_MAX];
     struct lh_in_place_unit unit;
     struct lh_engine_unit units[RIG_UNIT_COUNT];
@@ -58,6 +74,126 @@ static uint32_t moves_make(struct rig_in_place *made, uint64_t unit_bytes)
     return 4;
 }
 
+struct packed_sizes {
+    uint64_t rows;
+    uint64_t out_bytes;    /* of all decoded parameters */
+    uint64_t first;        /* where the runs begin */
+    uint64_t packed_bytes; /* of the first run */
+    uint64_t scale_bytes;  /* of the second one */
+};
+
+static struct packed_sizes packed_sizes_of(const struct rig *rig)
+{
+    struct packed_sizes sizes = {.rows = rig->opts.in_place_large ? 36000 : 30};
+    uint64_t count = sizes.rows * PACK_COLUMNS;
+    uint64_t nibbles_end = SHIFT + count + PACK_BYTES_FROM + PACK_NIBBLES_FROM + PACK_NIBBLES / 2;
+    sizes.out_bytes = 2 * count + 64 + 2 * PACK_NIBBLES;
+    sizes.first = lh_align_up(
+        lh_max_u64(2 * count - (SHIFT + count), sizes.out_bytes - nibbles_end), LH_BLOCK_BYTES);
+    sizes.packed_bytes = lh_align_up(nibbles_end, LH_BLOCK_BYTES);
+    sizes.scale_bytes = PACK_SCALES_BYTES;
+    return sizes;
+}
+
+uint64_t rig_in_place_packed_bytes(const struct rig *rig)
+{
+    struct packed_sizes sizes = packed_sizes_of(rig);
+    return sizes.first + sizes.packed_bytes + sizes.scale_bytes;
+}
+
+static void packs_make(struct rig_in_place *made, const struct packed_sizes *sizes)
+{
+    uint64_t count = sizes->rows * PACK_COLUMNS;
+    uint64_t from = sizes->first + SHIFT;
+    uint64_t tables = sizes->first + sizes->packed_bytes + PACK_SCALES + 16384 + PACK_ABSMAX;
+    made->packs[0] =
+        (struct lh_in_place_pack){.unpack = {.format = LH_UNPACK_FORMAT_F8_E4M3,
+                                             .dtype = LH_DTYPE_BF16,
+                                             .rows = sizes->rows,
+                                             .columns = PACK_COLUMNS,
+                                             .block_rows = 20,
+                                             .block_columns = 48},
+                                  .from = from,
+                                  .scales = sizes->first + sizes->packed_bytes + PACK_SCALES};
+    made->packs[1] = (struct lh_in_place_pack){.unpack = {.rows = 1, .columns = 64},
+                                               .from = from + count + PACK_BYTES_FROM,
+                                               .to = 2 * count};
+    made->packs[2] =
+        (struct lh_in_place_pack){.unpack = {.format = LH_UNPACK_FORMAT_NIBBLES,
+                                             .dtype = LH_DTYPE_F16,
+                                             .rows = 1,
+                                             .columns = PACK_NIBBLES,
+                                             .block_rows = 1,
+                                             .block_columns = 64,
+                                             .scale_dtype = LH_DTYPE_BYTES,
+                                             .nested_block = 16,
+                                             .nested_offset = 0.25f},
+                                  .from = from + count + PACK_BYTES_FROM + PACK_NIBBLES_FROM,
+                                  .to = 2 * count + 64,
+                                  .scales = tables,
+                                  .table = tables + PACK_TABLES,
+                                  .nested = tables + PACK_TABLES + 64,
+                                  .nested_table = tables + PACK_TABLES + 128};
+}
+
+/* What memory contains after the unit was read and decoded. */
+static void packed_expect(const struct rig_in_place *made, const struct packed_sizes *sizes,
+                          uint8_t *state)
+{
+    uint8_t *out = calloc(1, sizes->out_bytes);
+    LH_CHECK(out);
+    for (uint32_t i = 0; i < PACK_COUNT; i++) {
+        const struct lh_in_place_pack *pack = &made->packs[i];
+        const struct lh_unpack_source source = {state + pack->from, state + pack->scales,
+                                                state + pack->table, state + pack->nested,
+                                                state + pack->nested_table};
+        lh_unpack_ref(&pack->unpack, &source, 0, lh_unpack_count(&pack->unpack), out + pack->to);
+    }
+    memcpy(state, out, sizes->out_bytes);
+    free(out);
+}
+
+/* Make a packed unit of one with two runs: the first is in the second file. */
+static void packed_make(struct rig_in_place *made, const struct rig *rig, uint8_t *state)
+{
+    struct packed_sizes sizes = packed_sizes_of(rig);
+    made->fds[0] = file_make(made->paths[0], state + sizes.first + sizes.packed_bytes,
+                             sizes.scale_bytes, FIRST_OFFSET);
+    made->fds[1] =
+        file_make(made->paths[1], state + sizes.first, sizes.packed_bytes - 5, SECOND_OFFSET);
+    memset(state + sizes.first + sizes.packed_bytes - 5, 0, 5);
+    made->files[0] = (struct lh_in_place_file){made->paths[0], FIRST_OFFSET + sizes.scale_bytes};
+    made->files[1] =
+        (struct lh_in_place_file){made->paths[1], SECOND_OFFSET + sizes.packed_bytes - 5};
+    made->runs[0] = (struct lh_in_place_run){.file = 1,
+                                             .file_offset = SECOND_OFFSET,
+                                             .offset = sizes.first,
+                                             .bytes = sizes.packed_bytes};
+    made->runs[1] = (struct lh_in_place_run){.file = 0,
+                                             .file_offset = FIRST_OFFSET,
+                                             .offset = sizes.first + sizes.packed_bytes,
+                                             .bytes = sizes.scale_bytes};
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < 2; i++) {
+        const struct lh_in_place_run *run = &made->runs[i];
+        made->runs[i].checksum_first = count;
+        for (uint64_t at = 0; at < run->bytes; at += LH_CHECKSUM_BYTES) {
+            LH_CHECK(count < CHECKSUM_COUNT_MAX);
+            made->checksums[count++] = lh_crc32c(0, state + run->offset + at,
+                                                 lh_min_u64(LH_CHECKSUM_BYTES, run->bytes - at));
+        }
+    }
+    packs_make(made, &sizes);
+    packed_expect(made, &sizes, state);
+    made->unit = (struct lh_in_place_unit){.unit = UNIT,
+                                           .runs = made->runs,
+                                           .run_count = 2,
+                                           .packs = made->packs,
+                                           .pack_count = PACK_COUNT,
+                                           .checksums = made->checksums,
+                                           .checksum_count = count};
+}
+
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
 {
     uint64_t seed = 5;
@@ -70,10 +206,14 @@ struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
     LH_CHECK(made);
     for (uint64_t i = 0; i < unit_bytes; i++)
         state[i] = (uint8_t)lh_test_random(&seed);
-    memset(state + FIRST_BYTES + second_end, 0, second_bytes - second_end);
     for (uint32_t i = 0; i < 2; i++)
         snprintf(made->paths[i], sizeof(made->paths[i]), "%s/%s-in-place-%u", fixture_root(),
                  rig->name, i);
+    if (rig->opts.packed) {
+        packed_make(made, rig, state);
+        return made;
+    }
+    memset(state + FIRST_BYTES + second_end, 0, second_bytes - second_end);
     made->fds[0] = file_make(made->paths[0], state, FIRST_BYTES, FIRST_OFFSET);
     made->fds[1] = file_make(made->paths[1], state + FIRST_BYTES, second_end, SECOND_OFFSET);
     made->files[0] = (struct lh_in_place_file){made->paths[0], FIRST_OFFSET + FIRST_BYTES};
@@ -158,8 +298,83 @@ void rig_in_place_cut(struct rig *rig)
     LH_CHECK(truncate(rig->in_place->paths[1], SECOND_OFFSET + 700) == 0);
 }
 
+static bool packed_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opts)
+{
+    struct rig_in_place *made = rig->in_place;
+    static struct lh_in_place_run runs[2];
+    static struct lh_in_place_pack packs[PACK_COUNT];
+    static struct lh_in_place_unit unit;
+    static const struct lh_in_place_move move = {0};
+    memcpy(runs, made->runs, sizeof(runs));
+    memcpy(packs, made->packs, sizeof(packs));
+    unit = made->unit;
+    unit.runs = runs;
+    unit.packs = packs;
+    opts->in_place.units = &unit;
+    switch (turn) {
+    case 0:
+        packs[0].to += 8; /* the target is not aligned */
+        return true;
+    case 1:
+        packs[1].to -= 64; /* a parameter overwrites the one before */
+        return true;
+    case 2:
+        packs[2].from = packs[1].from; /* the packed bytes do not ascend */
+        return true;
+    case 3: /* it ends just after its packed bytes, and before the scales */
+        packs[2].to = lh_align_up(packs[2].from + PACK_NIBBLES / 2 - 2 * PACK_NIBBLES, 64);
+        return true;
+    case 4:
+        packs[0].scales = packs[0].from; /* the scales are overwritten */
+        return true;
+    case 5:
+        packs[2].table = 0;
+        return true;
+    case 6:
+        packs[2].nested = rig->units[UNIT].bytes - 4; /* they end after the unit */
+        return true;
+    case 7:
+        packs[2].nested_table = UINT64_MAX - 8;
+        return true;
+    case 8:
+        packs[2].from = runs[1].offset - 100; /* from one run into the next */
+        return true;
+    case 9:
+        packs[0].unpack.block_rows = 0;
+        return true;
+    case 10:
+        packs[1].scales = 64; /* plain bytes have no scales */
+        return true;
+    case 11:
+        runs[1].offset -= LH_BLOCK_BYTES;
+        return true;
+    case 12:
+        unit.pack_count = 0; /* the runs do not begin at 0 */
+        return true;
+    case 13:
+        packs[0].unpack.rows = UINT64_MAX / PACK_COLUMNS;
+        return true;
+    case 14:
+        runs[0].offset += 512;
+        return true;
+    case 15:
+        unit.run_count = 0;
+        return true;
+    case 16:
+        unit.move_count = 1;
+        unit.moves = &move;
+        return true;
+    default:
+        return false;
+    }
+}
+
 bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opts)
 {
+    if (rig->opts.packed) {
+        rig_in_place_opts(rig, opts);
+        return packed_bad(rig, turn, opts);
+    }
     struct rig_in_place *made = rig->in_place;
     static struct lh_in_place_run runs[2];
     static struct lh_in_place_move moves[MOVE_COUNT_MAX];

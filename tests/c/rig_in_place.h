@@ -12,6 +12,8 @@ struct rig_in_place;
  */
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state);
 /* Pass the store's files and these to the rig's I/O. */
+/* With rig->opts.packed: the size of the unit. */
+uint64_t rig_in_place_packed_bytes(const struct rig *rig);
 void rig_in_place_files(struct rig *rig, struct lh_io_opts *opts);
 void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts);
 /* NULL is allowed. */

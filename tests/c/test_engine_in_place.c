@@ -2,6 +2,8 @@
 #include "engine_fixture.h"
 #include "lh_test.h"
 #include "rig_in_place.h"
+#include "rig_wait.h"
+#include "sched/engine_private.h"
 #include "store_fixture.h"
 
 #define STEP_COUNT 3
@@ -10,17 +12,18 @@ static void test_bytes(void)
 {
     static const enum lh_engine_schedule schedules[] = {LH_ENGINE_SCHEDULE_OPTIMIZED,
                                                         LH_ENGINE_SCHEDULE_DEFERRED};
-    for (uint32_t i = 0; i < 12; i++) {
+    for (uint32_t i = 0; i < 24; i++) {
         struct rig rig;
         struct rig_opts opts = {
             .commit_every = 1,
             .in_place = true,
-            .in_place_large = i / 8 != 0,
+            .packed = i / 12 == 0,
+            .in_place_large = i % 12 / 8 != 0,
             .skip_verify = i % 3 == 0,
             .least_memory = i % 2 != 0,
             .schedule = schedules[i / 2 % 2],
-            .device = i / 4 % 2 != 0 ? "emu" : NULL,
-            .device_bytes = i / 4 % 2 != 0 ? LH_GIB / 16 : 0,
+            .device = i % 12 / 4 % 2 != 0 ? "emu" : NULL,
+            .device_bytes = i % 12 / 4 % 2 != 0 ? LH_GIB / 16 : 0,
         };
         lh_test_name("a unit in files of others is there, aligned, at each use (%u)", i);
         rig_make(&rig, "in-place", opts);
@@ -40,12 +43,16 @@ static void test_short_transfers(void)
 {
     struct rig rig;
     lh_test_name("reads that fail, come short or wrong: an error, or every byte");
-    for (uint64_t after = 0; after < 12; after++) {
+    for (uint64_t turn = 0; turn < 24; turn++) {
+        uint64_t after = turn % 12;
         static const enum lh_io_fault_kind kinds[] = {
             LH_IO_FAULT_KIND_SHORT, LH_IO_FAULT_KIND_ERROR, LH_IO_FAULT_KIND_FLIP};
         for (uint32_t kind = 0; kind < 3; kind++) {
             rig_make(&rig, "in-place-faults",
-                     (struct rig_opts){.commit_every = 1, .in_place = true, .least_memory = true});
+                     (struct rig_opts){.commit_every = 1,
+                                       .in_place = true,
+                                       .packed = turn / 12 != 0,
+                                       .least_memory = true});
             lh_io_faulty_arm(rig.io,
                              (struct lh_io_fault){.kind = kinds[kind],
                                                   .after = after,
@@ -83,16 +90,19 @@ static void test_changed(void)
     rig_unmake(&rig);
 }
 
-static void test_refusals(void)
+static void test_refusals(bool packed)
 {
     struct rig rig;
     struct lh_engine *engine = NULL;
     struct lh_error err = {0};
     lh_test_name("descriptions that cannot be read in place are refused at creation");
-    rig_make(&rig, "in-place-bad", (struct rig_opts){.commit_every = 1, .in_place = true});
+    rig_make(&rig, "in-place-bad",
+             (struct rig_opts){.commit_every = 1, .in_place = true, .packed = packed});
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_engine_opts opts = rig_engine_opts(&rig);
     for (uint32_t turn = 0; rig_in_place_bad(&rig, turn, &opts); turn++) {
+        lh_test_name("a description that cannot be read in place is refused (%d, %u)", packed,
+                     turn);
         LH_CHECK(lh_engine_create(&opts, &alloc, &engine, &err) == -EINVAL && !engine);
         LH_CHECK(alloc.live_count == 0 && strlen(err.message) > 0);
         opts = rig_engine_opts(&rig);
@@ -100,11 +110,82 @@ static void test_refusals(void)
     rig_unmake(&rig);
 }
 
+static void test_stopped(void)
+{
+    struct rig rig;
+    lh_test_name("an engine that is stopped while a unit is decoded waits for the job");
+    for (uint32_t turn = 0; turn < 20; turn++) {
+        rig_make(&rig, "packed-stop",
+                 (struct rig_opts){
+                     .commit_every = 1, .in_place = true, .packed = true, .in_place_large = true});
+        LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
+        /* The time until the stop differs from turn to turn. */
+        int rc = lh_engine_acquire(rig.engine, 2);
+        if (rc == 0 && turn > 0)
+            rc = lh_engine_acquire_wait(rig.engine, 2, (int)turn % 4);
+        LH_CHECK(rc >= 0);
+        rig_unmake(&rig);
+    }
+}
+
+static void fail(struct rig *rig)
+{
+    struct lh_error err = {0};
+    lh_error_set(&err, -EIO, "a disk failed");
+    lh_core_fail(rig->engine, &err);
+}
+
+static void test_in_flight(bool fails)
+{
+    struct rig rig;
+    lh_test_name("a unit is lent after its last round of decoding, and never if the engine failed");
+    rig_make(&rig, "packed-jobs",
+             (struct rig_opts){.commit_every = 1,
+                               .in_place = true,
+                               .packed = true,
+                               .in_place_large = true,
+                               .skip_verify = true, /* so that the only jobs are those of rounds */
+                               .manual = true});
+    const struct lh_unit *unit = &rig.engine->units[2];
+    uint64_t decoded = 0;
+    uint32_t round_count = 0;
+    rig.holds.jobs = true;
+    LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
+    LH_CHECK(lh_engine_acquire(rig.engine, 2) == 0);
+    rig_settle(&rig);
+    while (rig.engine->jobs_in_flight > 0) {
+        LH_CHECK(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.decoded >= decoded);
+        LH_CHECK(lh_engine_acquire_wait(rig.engine, 2, 0) == 0);
+        round_count += unit->in_place.decoded > decoded;
+        decoded = unit->in_place.decoded;
+        if (fails && round_count == 2)
+            fail(&rig);
+        rig.holds.jobs = false;
+        rig_poll(&rig);
+        rig.holds.jobs = true;
+    }
+    rig.holds.jobs = false;
+    rig_settle(&rig);
+    LH_CHECK(fails ? round_count == 2 : round_count >= 4);
+    LH_CHECK(unit->state == (fails ? LH_UNIT_STATE_LOADING : LH_UNIT_STATE_READY));
+    LH_CHECK(lh_engine_acquire_wait(rig.engine, 2, 0) == (fails ? -EIO : 1));
+    if (!fails) {
+        lh_engine_unpin(rig.engine, 2);
+        LH_CHECK(rig_acquire(&rig, 2) == 0); /* it compares the bytes */
+        lh_engine_unpin(rig.engine, 2);
+    }
+    rig_unmake(&rig);
+}
+
 int main(void)
 {
+    test_refusals(false);
+    test_refusals(true);
+    test_in_flight(false);
+    test_in_flight(true);
+    test_changed();
     test_bytes();
     test_short_transfers();
-    test_changed();
-    test_refusals();
+    test_stopped();
     return 0;
 }

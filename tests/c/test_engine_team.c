@@ -115,12 +115,13 @@ static uint64_t param_bytes(const struct rig *rig)
     return bytes;
 }
 
-static void test_steps(uint32_t count, bool least_memory)
+static void test_steps(uint32_t count, bool least_memory, bool packed)
 {
     struct set set;
     lh_test_name("%u mates see the owner's bytes in every use of %s, and read nothing themselves",
                  count, least_memory ? "a region that does not hold all units" : "a large region");
-    struct rig_opts opts = {.least_memory = least_memory, .large = true};
+    struct rig_opts opts = {
+        .least_memory = least_memory, .large = true, .in_place = packed, .packed = packed};
     if (least_memory)
         opts.spare_bytes = count * (6 << 20);
     set_make(&set, "team-steps", count, opts);
@@ -265,10 +266,11 @@ static void test_refused(void)
 
 int main(void)
 {
-    test_steps(1, false);
-    test_steps(2, false);
-    test_steps(1, true);
-    test_steps(2, true);
+    test_steps(1, false, false);
+    test_steps(2, false, false);
+    test_steps(1, true, false);
+    test_steps(2, true, false);
+    test_steps(2, true, true);
     test_alone();
     test_device();
     test_no_room();

@@ -23,8 +23,10 @@ from lohan.errors import (
     UnsupportedError,
 )
 from lohan.layout._block import Param
-from lohan.layout._files import Entry, read_folder
-from lohan.layout._in_place import BLOCK, place
+from lohan.layout._files import read_folder
+from lohan.layout._in_place import BLOCK
+from lohan.layout._in_place_units import place
+from lohan.layout._packed import Entry
 from safetensors.torch import load_file, save_file
 from torch import nn
 

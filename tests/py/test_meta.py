@@ -19,6 +19,7 @@ from lohan import _core
 from lohan.commands import _inspect
 from lohan.errors import LohanError, StoreMismatchError
 from lohan.store import _store
+from quantise_helper import nf4
 from safetensors.torch import save_file
 from torch import nn
 
@@ -117,12 +118,16 @@ class Made:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    """Make a store of each kind; in one of them, the frozen first layer is read in place."""
+    """Make a store of each kind; in two of them, the frozen first layer is read in place."""
     weights = tmp_path_factory.mktemp("weights") / "model.safetensors"
-    save_file(_build().state_dict(), weights)
+    packed = tmp_path_factory.mktemp("packed") / "model.safetensors"
+    state = _build().state_dict()
+    save_file(state, weights)
+    save_file({**state, **nf4("0.weight", state["0.weight"])[0]}, packed)
     kinds: dict[str, dict[str, Any]] = {
         "adamw": {},
         "in place": {"weights": weights},
+        "packed": {"weights": packed},
         "mezo": {"method": "mezo", "storage": "fp8"},
     }
     return {name: Made(tmp_path_factory.mktemp("made"), kind) for name, kind in kinds.items()}
@@ -169,7 +174,7 @@ VALUES = st.one_of(
 )
 
 
-@pytest.mark.parametrize("kind", ["adamw", "in place", "mezo"])
+@pytest.mark.parametrize("kind", ["adamw", "in place", "packed", "mezo"])
 @settings(
     max_examples=60,
     deadline=None,
@@ -200,7 +205,7 @@ def test_a_description_that_is_changed_anywhere_is_read_or_refused_by_name(
         made.write(json.dumps(made.meta).encode())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "in place", "mezo"])
+@pytest.mark.parametrize("kind", ["adamw", "in place", "packed", "mezo"])
 def test_a_whole_description_is_read_by_all(kind: str, stores: dict[str, Made]) -> None:
     said = _outcomes(stores[kind])
     assert said.pop("snapshot") is None
@@ -243,6 +248,12 @@ def test_an_invalid_description_is_refused_by_every_reader(
         ("in place", ("in_place", "params", 0), None, "in_place.units"),
         ("in place", ("in_place", "files", 0, "path"), "relative", "in_place.files"),
         ("in place", ("in_place", "files", 0, "bytes"), 1, "in_place.params"),
+        ("packed", ("in_place", "params", 0, 3, "block"), [0, 1], r"in_place.params\[0\]"),
+        ("packed", ("in_place", "params", 0, 3, "table", 2), 60, r"in_place.params\[0\]"),
+        ("packed", ("in_place", "params", 0, 3, "rows"), 2, r"in_place.params\[0\]"),
+        ("packed", ("in_place", "params", 0, 3, "rounding"), "torch.int8", "in_place.params"),
+        ("packed", ("in_place", "params", 0, 3, "scales", 1), 10**9, "in_place.params"),
+        ("packed", ("in_place", "params", 0, 3, "nested_offset"), 1e39, "in_place.params"),
         ("mezo", ("method", "streams"), [], "method.streams"),
         ("mezo", ("method", "kept", 0), "fp4", "method.kept"),
         ("mezo", ("method", "write_every"), "auto", "method.write_every"),

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from lohan import _core
 
-# 2: some parameters are not contiguous. 3: moments are not in fp32.
+# 2: some parameters are not contiguous. 3: moments are not in fp32, or some parameters are decoded
+# from files.
 _FORMATS = (1, 2, 3)
 _STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
+_PACKED = ("f8_e4m3", "i8", "nibbles")
+_SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}  # the bytes of an element
 # Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -293,10 +296,13 @@ def _check_in_place(meta: dict[str, Any]) -> None:
     for index, place in enumerate(places or []):
         if place is None:
             continue
-        is_place = _is_list(place, _is_count, 3) and place[0] < len(files or [])
-        is_place = is_place and place[1] + place[2] <= files[place[0]]["bytes"]
-        dtype = dtype_of(params[index][2])
-        size = math.prod(params[index][1]) * (dtype.itemsize if dtype is not None else 0)
+        is_packed = isinstance(place, list) and len(place) == 4
+        is_place = _is_place(place[:3] if is_packed else place, files or [])
+        dtype, count = dtype_of(params[index][2]), math.prod(params[index][1])
+        size = count * (dtype.itemsize if dtype is not None else 0)
+        if is_packed:
+            is_place = is_place and dtype in _TRAINED and _is_packed(place[3], count, files or [])
+            size = -(-count // 2) if is_place and place[3]["format"] == "nibbles" else count
         is_place = is_place and place[2] == size > 0 and not params[index][3]
         _need(is_place, f"in_place.params[{index}]", place)
     _need(
@@ -316,6 +322,39 @@ def _check_in_place(meta: dict[str, Any]) -> None:
     for index, rows in (runs or {}).items():
         is_run = _is_list(rows, lambda r: _is_list(r, _is_count, 4) and r[0] < len(files or []))
         _need(index in known and is_run, f"in_place.units, {index}", rows)
+
+
+def _is_place(place: Any, files: list[Any]) -> bool:
+    if not _is_list(place, _is_count, 3) or place[0] >= len(files):
+        return False
+    return bool(place[1] + place[2] <= files[place[0]]["bytes"])
+
+
+def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
+    """Return whether said describes how a parameter with `count` values is decoded."""
+    if not isinstance(said, dict) or said.get("format") not in _PACKED:
+        return False
+    sizes: list[Any] = [said.get(name) for name in ("rows", "columns", "nested_block")]
+    is_good = all(_is_count(size, 1) for size in sizes) and sizes[0] * sizes[1] == count
+    is_good = is_good and _is_list(said.get("block"), lambda n: _is_count(n, 1), 2)
+    is_good = is_good and _is_number(said.get("nested_offset"))
+    is_good = is_good and abs(said["nested_offset"]) < 3e38
+    is_good = is_good and _is_text(said.get("rounding")) and dtype_of(said["rounding"]) in _TRAINED
+    if not is_good or said.get("scale_dtype") not in _SCALES:
+        return False
+    scales = -(-said["rows"] // said["block"][0]) * -(-said["columns"] // said["block"][1])
+    needed = {"scales": scales * _SCALES[said["scale_dtype"]]}
+    if said["format"] == "nibbles":
+        needed["table"] = 16 * 4
+    if said["scale_dtype"] == "U8":
+        needed |= {"nested": -(-scales // said["nested_block"]) * 4, "nested_table": 256 * 4}
+    for name in ("scales", "table", "nested", "nested_table"):
+        is_there = name in said
+        if is_there != (name in needed):
+            return False
+        if is_there and not (_is_place(said[name], files) and said[name][2] == needed[name]):
+            return False
+    return bool(said["format"] != "nibbles" or sizes[0] == 1)
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:

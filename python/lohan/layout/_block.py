@@ -32,8 +32,8 @@ from lohan.common import _storage_formats
 from lohan.errors import ModelError
 
 if TYPE_CHECKING:
-    from lohan.layout._files import Entry
     from lohan.layout._in_place import InPlace
+    from lohan.layout._packed import Entry
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_CODE = 3
@@ -69,6 +69,19 @@ class Move:
     begin: int
     to: int
     nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Where a parameter of a packed unit and what it is decoded with are read; in bytes.
+
+    Attributes:
+        begin: the offset of its packed bytes in the unit.
+        parts: the offsets of Packed.parts; 0: there is no such part.
+    """
+
+    begin: int
+    parts: tuple[int, ...] = (0, 0, 0, 0)
 
 
 @dataclasses.dataclass
@@ -130,11 +143,17 @@ class Unit:
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
+    packs: dict[str, Pack] = dataclasses.field(default_factory=dict)  # by parameter, in order
 
     @property
     def place_bytes(self) -> int:
         """The size of the unit's place in the memory of the computing device."""
         return self.nbytes + self.value_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """The number of bytes that a load reads."""
+        return sum(run.nbytes for run in self.runs) if self.runs else self.nbytes
 
     @property
     def gradient_bytes(self) -> int:

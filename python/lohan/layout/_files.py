@@ -19,6 +19,8 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import ModelError, StoreError, UnsupportedError
+from lohan.layout import _quantised
+from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue._buffers import Buffers
 
@@ -54,17 +56,6 @@ class File:
     inode: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A tensor in a file."""
-
-    file: int  # the index in Folder.files
-    offset: int  # the offset of the first byte in the file
-    nbytes: int
-    dtype: str  # the name in safetensors
-    shape: tuple[int, ...]
-
-
 @dataclasses.dataclass
 class Folder:
     """Safetensors files and the tensors in them.
@@ -73,11 +64,15 @@ class Folder:
         files: the files; Entry.file is an index into them.
         entries: the tensors, by name.
         doubles: names that are in two files without an index that says which one is valid.
+        quantization: quantization_config of the folder's config.json.
+        parts: names of tensors with which quantised parameters are decoded; match() adds them.
     """
 
     files: list[File]
     entries: dict[str, Entry]
     doubles: dict[str, tuple[Path, Path]] = dataclasses.field(default_factory=dict)
+    quantization: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: set[str] = dataclasses.field(default_factory=set)
 
 
 def read_folder(place: Path) -> Folder:
@@ -87,7 +82,7 @@ def read_folder(place: Path) -> Folder:
         StoreError: there are no files, or one is missing or incomplete.
         UnsupportedError: the weights are pickles.
     """
-    folder = Folder([], {})
+    folder = Folder([], {}, quantization=_quantised.read_config(place))
     paths, file_of = _paths(place)
     for path in paths:
         header, begin, file = read_header(path)
@@ -330,14 +325,24 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
     """Return the entry of each parameter that the files have, by the id of its tensor.
 
     Raises:
-        ModelError: a shape differs, or a dtype cannot be converted to the model's.
+        ModelError: a shape differs, a dtype cannot be converted to the model's, or a form of
+            quantisation is not supported.
     """
     found: dict[int, Entry] = {}
     prefixes = _prefixes(model)
     tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
     for key, names in all_names(model).items():
-        entry = _look_up(names, prefixes, folder)
-        if entry is not None and tensors[key].numel() > 0:
+        name, entry = _look_up(names, prefixes, folder)
+        if tensors[key].numel() == 0:
+            continue
+        if entry is None:
+            keys = [each for one in names for each in _candidates(one, prefixes)]
+            _quantised.refuse_others(folder, keys)
+            continue
+        entry = _quantised.find(folder, name, entry, tensors[key])
+        if entry.packed is not None:
+            found[key] = entry
+        else:
             _check_same(names[0], tensors[key], entry, folder)
             found[key] = entry
     return found
@@ -352,7 +357,7 @@ def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, 
     found: list[tuple[torch.Tensor, Entry]] = []
     prefixes = _prefixes(model)
     for name, buffer in Buffers(model).items():
-        entry = _look_up([name], prefixes, folder)
+        _, entry = _look_up([name], prefixes, folder)
         if entry is not None and buffer.numel() > 0:
             _check_same(name, buffer, entry, folder)
             found.append((buffer, entry))
@@ -372,7 +377,9 @@ def unused(model: nn.Module, folder: Folder) -> list[str]:
     return [
         name
         for name in folder.entries
-        if name not in known and not any(pattern.search(name) for pattern in ignored)
+        if name not in known
+        and name not in folder.parts
+        and not any(pattern.search(name) for pattern in ignored)
     ]
 
 
@@ -404,7 +411,8 @@ def _converts(theirs: torch.dtype, ours: torch.dtype) -> bool:
     return wide.min <= narrow.min and narrow.max <= wide.max
 
 
-def _look_up(names: Sequence[str], prefixes: list[str], folder: Folder) -> Entry | None:
+def _look_up(names: Sequence[str], prefixes: list[str], folder: Folder) -> tuple[str, Entry | None]:
+    """Return a tensor's name in the files, and its entry; or "" and None."""
     for name in names:
         for candidate in _candidates(name, prefixes):
             if candidate in folder.doubles:
@@ -414,5 +422,5 @@ def _look_up(names: Sequence[str], prefixes: list[str], folder: Folder) -> Entry
                     " to use: pass weights=FILE"
                 )
             if candidate in folder.entries:
-                return folder.entries[candidate]
-    return None
+                return candidate, folder.entries[candidate]
+    return "", None

@@ -1,7 +1,7 @@
 """Frozen parameters that are read in place from their safetensors files, never copied or written.
 
-This module decides their layout in memory ([Note: Read in place] in csrc/sched/in_place.h explains
-why), and checks that the files are still those that the store was created with.
+_in_place_units.py decides their layout in memory. This module opens the files, verifies and reads
+what is in them, and checks that the files are still those that the store was created with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,68 +23,32 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.common._meta import dtype_of
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError
-from lohan.layout import _files
-from lohan.layout._block import Move, Run, checksum_count
-from lohan.layout._files import DTYPES, Entry, File
+from lohan.layout import _files, _in_place_units, _packed
+from lohan.layout._block import checksum_count
+from lohan.layout._files import DTYPES, File
+from lohan.layout._in_place_units import lay_out, source_of
+from lohan.layout._packed import Entry
 from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
     from lohan.config import Config
-    from lohan.layout._block import Layout, Param, Unit
+    from lohan.layout._block import Layout, Param, Run, Unit
 
 BLOCK = _core.BLOCK_BYTES
-# Two parameters share a run if at most this many bytes lie between them: reading these bytes costs
-# less than another request.
-_GAP_BYTES = 4 * BLOCK
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _SCAN_BYTES = 4 * _core.CHECKSUM_BYTES
 _SCAN_THREADS = 4
-
-
-def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
-    """Set `first` of each parameter of an in-place unit; return the unit's runs and moves."""
-    runs: list[Run] = []
-    moves: list[Move] = []
-    for param in sorted(params, key=_order):
-        entry = source_of(param)
-        first_block = entry.offset // BLOCK * BLOCK
-        end = -(-(entry.offset + entry.nbytes) // BLOCK) * BLOCK
-        shift = entry.offset % _core.IN_PLACE_ALIGN
-        last = runs[-1] if runs else None
-        continues = False
-        if last is not None and last.file == entry.file:
-            begin = last.offset + entry.offset - last.file_offset
-            is_near = first_block <= last.file_offset + last.nbytes + _GAP_BYTES
-            # The target must not overlap that of the previous parameter, which may move by less.
-            continues = is_near and begin - shift >= moves[-1].to + moves[-1].nbytes
-        if last is not None and continues:
-            nbytes = max(last.nbytes, end - last.file_offset)
-            runs[-1] = dataclasses.replace(last, nbytes=nbytes)
-        else:
-            offset = last.offset + last.nbytes if last is not None else 0
-            runs.append(Run(entry.file, first_block, offset, end - first_block))
-        begin = runs[-1].offset + entry.offset - runs[-1].file_offset
-        param.first = begin - shift
-        moves.append(Move(begin, param.first, entry.nbytes))
-    return runs, moves
-
-
-def source_of(param: Param) -> Entry:
-    """Return the file entry of a parameter that is read in place."""
-    assert param.source is not None
-    return param.source
-
-
-def _order(param: Param) -> tuple[int, int]:
-    return source_of(param).file, source_of(param).offset
+# The number of values that are decoded at a time.
+_DECODED_COUNT = 4 << 20
 
 
 def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
     """Return the ids of the frozen parameters that can be read in place.
 
-    They have the same dtype in the files as in the model. For all other frozen parameters, one line
-    per reason is printed to stderr.
+    They have the same dtype in the files as in the model, or are quantised there. For all other
+    frozen parameters, one line per reason is printed to stderr.
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
     if not frozen:
@@ -92,9 +56,9 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
     could = {
         id(param)
         for _, param in frozen
-        if (entry := found.get(id(param))) and DTYPES[entry.dtype] == param.dtype
+        if (entry := found.get(id(param))) and (entry.packed or DTYPES[entry.dtype] == param.dtype)
     }
-    too_many = len({found[key].file for key in could}) > _core.IN_PLACE_FILE_COUNT_MAX
+    too_many = len(_needed(found[key] for key in could)) > _core.IN_PLACE_FILE_COUNT_MAX
     left: dict[str, list[tuple[str, int]]] = {}
     for name, param in frozen:
         if id(param) in could and not too_many:
@@ -115,6 +79,15 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
             file=sys.stderr,
         )
     return set() if too_many else could
+
+
+def _needed(entries: Iterable[Entry]) -> set[int]:
+    """Return the files that have the entries and what they are decoded with."""
+    needed = set()
+    for entry in entries:
+        parts = () if entry.packed is None else entry.packed.parts
+        needed |= {entry.file} | {part.file for part in parts if part is not None}
+    return needed
 
 
 class InPlace:
@@ -177,7 +150,8 @@ class InPlace:
                 runs.append((run.file, run.file_offset, run.offset, run.nbytes, first))
                 first += run.checksum_count
             moves = [(move.begin, move.to, move.nbytes) for move in unit.moves]
-            units.append((index, runs, moves, self.checksums[index]))
+            packs = _in_place_units.native(unit)
+            units.append((index, runs, moves, packs, self.checksums[index]))
         return files, units
 
     def check_unchanged(self) -> None:
@@ -234,8 +208,7 @@ class InPlace:
                     if now[first + number] == then[first + number]:
                         continue
                     at = number * _core.CHECKSUM_BYTES
-                    before = [p for p in unit.params if p.first <= run.offset + at]
-                    param = max(before, key=lambda p: p.first, default=unit.params[0])
+                    param = _owner(unit, run.offset + at)
                     bad.append((param.name, self.files[run.file].path, run.file_offset + at))
                 first += run.checksum_count
         return bad
@@ -267,30 +240,62 @@ class InPlace:
         """
         values = torch.empty(param.tensor.shape, dtype=layout.units[param.unit].dtype)
         with self._reading():
-            self._read_range(layout, param, 0, values.view(-1))
+            if source_of(param).packed is None:
+                self._read_range(layout, param, 0, values.view(-1))
+            else:
+                for first, piece in self._decoded(layout, param, _DECODED_COUNT):
+                    values.view(-1)[first : first + piece.numel()] = piece
         return values
 
     def pieces(self, layout: Layout, param: Param, count: int) -> Iterator[torch.Tensor]:
         """Yield a parameter's values, flattened, at most count elements at a time."""
         with self._reading():
+            if source_of(param).packed is not None:
+                yield from (piece for _, piece in self._decoded(layout, param, count))
+                return
             for first in range(0, param.count, count):
                 shape = (min(count, param.count - first),)
                 values = torch.empty(shape, dtype=layout.units[param.unit].dtype)
                 self._read_range(layout, param, first * values.itemsize, values)
                 yield values
 
+    def _decoded(
+        self, layout: Layout, param: Param, count: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the number of the first value, and at most count (an even number) of values."""
+        unit, packed = layout.units[param.unit], source_of(param).packed
+        assert packed is not None
+        pack = unit.packs[param.name]
+        parts: list[torch.Tensor | None] = []
+        for entry, begin in zip(packed.parts, pack.parts, strict=True):
+            part = None if entry is None else torch.empty(entry.nbytes, dtype=torch.uint8)
+            parts.append(part)
+            if part is not None:
+                self._read_at(layout, param, begin, part)
+        for first in range(0, param.count, count):
+            values = torch.empty(min(count, param.count - first), dtype=unit.dtype)
+            raw = torch.empty(packed.nbytes(values.numel()), dtype=torch.uint8)
+            self._read_at(layout, param, pack.begin + packed.nbytes(first), raw)
+            packed.decode(first, raw, parts, values)
+            yield first, values
+
     def _read_range(self, layout: Layout, param: Param, skip: int, values: torch.Tensor) -> None:
         """Fill values with the parameter's bytes, skipping the first `skip` of them."""
+        pack = layout.units[param.unit].packs.get(param.name)
+        plain = param.first + source_of(param).offset % _core.IN_PLACE_ALIGN
+        self._read_at(layout, param, skip + (plain if pack is None else pack.begin), values)
+
+    def _read_at(self, layout: Layout, param: Param, begin: int, values: torch.Tensor) -> None:
+        """Fill values with the bytes at an offset in the parameter's unit, as read."""
         unit = layout.units[param.unit]
         target = bytes_of(values)
-        begin = param.first + source_of(param).offset % _core.IN_PLACE_ALIGN
         first = 0
         run = unit.runs[0]
         for run in unit.runs:
             if run.offset <= begin < run.offset + run.nbytes:
                 break
             first += run.checksum_count
-        begin += skip - run.offset
+        begin -= run.offset
         end = begin + len(target)
         expected = memoryview(self.checksums[param.unit]).cast("I")[first:]
         step = _core.CHECKSUM_BYTES
@@ -348,11 +353,20 @@ class InPlace:
         }
 
 
-def _described(layout: Layout, param: Param) -> list[int] | None:
+def _described(layout: Layout, param: Param) -> list[Any] | None:
     if not layout.units[param.unit].runs:
         return None
     entry = source_of(param)
-    return [entry.file, entry.offset, entry.nbytes]
+    packed = [] if entry.packed is None else [entry.packed.describe()]
+    return [entry.file, entry.offset, entry.nbytes, *packed]
+
+
+def _owner(unit: Unit, offset: int) -> Param:
+    """Return the parameter whose bytes are at an offset in the unit, as read."""
+    if unit.packs:
+        return _in_place_units.owner(unit, offset)
+    before = [param for param in unit.params if param.first <= offset]
+    return max(before, key=lambda param: param.first, default=unit.params[0])
 
 
 def _open(file: File) -> tuple[int, bool]:
@@ -444,12 +458,13 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
     chosen = choose(model, entries) if config.frozen == "in_place" else set()
     # All other files are read only once: sessions do not keep them open, and the store's meta does
     # not list them.
-    needed = {entries[key].file for key in chosen}
+    needed = _needed(entries[key] for key in chosen)
     order = sorted(range(len(folder.files)), key=lambda file: (file not in needed, file))
     moved = {file: number for number, file in enumerate(order)}
 
     def now(entry: Entry) -> Entry:
-        return dataclasses.replace(entry, file=moved[entry.file])
+        packed = entry.packed and entry.packed.moved(moved.__getitem__)
+        return dataclasses.replace(entry, file=moved[entry.file], packed=packed)
 
     return Found(
         [folder.files[file] for file in order],
@@ -478,11 +493,23 @@ def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
     if rows is None:
         return False
     for param in unit.params:
-        file, offset, nbytes = said["params"][param.index]
-        name = _NAMES[str(param.tensor.dtype)]
-        param.source = Entry(file, offset, nbytes, name, tuple(param.tensor.shape))
-    unit.runs, unit.moves = place(unit.params)
+        param.source = _entry(said["params"][param.index], param.tensor)
+    lay_out(unit)
     return True
+
+
+def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
+    """Return the entry that a store's meta describes."""
+    file, offset, nbytes, *packed = said
+    made = _packed.restored(packed[0], _dtype) if packed else None
+    name = _NAMES[str(tensor.dtype)]
+    return Entry(file, offset, nbytes, name, tuple(tensor.shape), made)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = dtype_of(name)
+    assert found is not None  # _meta.py has checked it
+    return found
 
 
 def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Found | None:
@@ -507,13 +534,12 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
     now = [_look(file, weights) for file in then]
     tensors = dict(model.named_parameters())
     entries: dict[int, Entry] = {}
-    for (name, shape, dtype, _), source in zip(meta["params"], said["params"], strict=True):
+    for (name, shape, _, _), source in zip(meta["params"], said["params"], strict=True):
         tensor = tensors.get(name)
         # If the model differs here, the later comparison with the store raises an error.
         is_same = tensor is not None and list(tensor.shape) == shape and not tensor.requires_grad
-        if source is not None and is_same:
-            file, offset, nbytes = source
-            entries[id(tensor)] = Entry(file, offset, nbytes, _NAMES[dtype], tuple(shape))
+        if source is not None and tensor is not None and is_same:
+            entries[id(tensor)] = _entry(source, tensor)
     return Found(now, entries, set(entries), len(now), then=then)
 
 

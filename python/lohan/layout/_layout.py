@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from lohan.common._storage_formats import TYPES, format_of
-from lohan.layout import _in_place
 from lohan.layout._block import (
     Layout,
     Param,
@@ -22,6 +21,7 @@ from lohan.layout._block import (
     scope_of_modules,
 )
 from lohan.layout._in_place import Found, InPlace
+from lohan.layout._in_place_units import lay_out
 from lohan.torch_glue._buffers import Buffers
 
 
@@ -81,8 +81,8 @@ def make_layout(
     params: list[Param] = []
     for unit in units:
         if id(unit.params[0].tensor) in found.in_place:
-            unit.runs, unit.moves = _in_place.place(unit.params)
-            unit.nbytes = sum(run.nbytes for run in unit.runs)
+            lay_out(unit)
+            unit.nbytes = unit.runs[-1].offset + unit.runs[-1].nbytes
         else:
             place(unit)
         place_values(unit)

@@ -231,6 +231,8 @@ def texts(model: Any) -> dict[str, str]:
     dtype = next((str(t.dtype) for _, t in _walk(model) if t.is_floating_point()), "torch.float32")
     config.dtype = dtype.removeprefix("torch.")
     config.architectures = [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the values are written decoded
     with tempfile.TemporaryDirectory(prefix="lohan-config-") as folder:
         config.save_pretrained(folder)
         if model.can_generate():

@@ -227,6 +227,11 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
         ids = {id(param): param.dtype for param in zeroth.moved}
         made.in_place -= {key for key, dtype in ids.items() if zeroth.is_converted(dtype)}
         made.file_count *= bool(made.in_place)
+    if found is not None and not resume:
+        # A moved parameter is advanced in place, from bytes that are read as they are.
+        packed = {key for key, entry in found.entries.items() if entry.packed is not None}
+        made.in_place -= packed & made.moved
+        made.file_count *= bool(made.in_place)
     if zeroth.write_every is not None and not resume:
         made.in_place -= made.moved
         made.file_count *= bool(made.in_place)

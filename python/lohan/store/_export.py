@@ -429,3 +429,7 @@ def _beside(plain: Callable[..., None], model: Any, folder: Path) -> None:
     finally:
         if was_shown:
             logging.enable_progress_bar()
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.pop("quantization_config", None) is not None:  # the values are written decoded
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -145,9 +145,10 @@ def describe(layout: Layout) -> dict[str, Any]:
     """Return the description that a store must have to belong to this model."""
     strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
     is_narrow = layout.states != "fp32"
+    is_packed = any(unit.packs for unit in layout.units)
     return {
-        # A reader that does not support strides, or states, must reject the store.
-        "lohan": 3 if is_narrow else 2 if strides else 1,
+        # A reader that does not support strides, states or packed units must reject the store.
+        "lohan": 3 if is_narrow or is_packed else 2 if strides else 1,
         **({"strides": strides} if strides else {}),
         **({"states": layout.states} if is_narrow else {}),
         **layout.about,

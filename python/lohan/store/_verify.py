@@ -86,7 +86,7 @@ class _Work:
         self.contents = contents
         self.table = store.extents()
         self.total = sum(nbytes for nbytes, _, _, is_zero in self.table if not is_zero)
-        self.total += sum(unit.nbytes for unit in contents.layout.units if unit.runs)
+        self.total += sum(unit.read_bytes for unit in contents.layout.units if unit.runs)
         self.done = 0
         self.bad: list[Bad] = []
         self.error: BaseException | None = None

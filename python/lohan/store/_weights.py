@@ -25,7 +25,8 @@ from lohan.torch_glue._tensor import nbytes_of
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout, Param
-    from lohan.layout._files import Entry, File
+    from lohan.layout._files import File
+    from lohan.layout._packed import Entry
     from lohan.store._store import Extents
 
 PathLike = str | os.PathLike[str]
@@ -323,6 +324,48 @@ def _fill_from_files(
         )
 
 
+def _stream_decoded(
+    layout: Layout,
+    extents: Extents,
+    store: BlockWriter,
+    param: Param,
+    files: Sequence[File],
+) -> None:
+    """Write a quantised parameter's values, as a model in its dtype would have loaded them."""
+    assert param.source is not None and param.source.packed is not None
+    packed = param.source.packed
+    unit = layout.units[param.unit]
+    parts = [
+        None if part is None else _bytes_at(files, part, 0, part.nbytes) for part in packed.parts
+    ]
+    piece = PIECE_ELEMENTS if param.strides is None else param.count
+    for first in range(0, param.count, piece):
+        count = min(piece, param.count - first)
+        raw = _bytes_at(files, param.source, packed.nbytes(first), packed.nbytes(count))
+        values = torch.empty(count, dtype=param.tensor.dtype)
+        packed.decode(first, raw, parts, values)
+        if param.strides is not None:
+            values = param.flat(values.view(param.tensor.shape))
+        if param.kept is not None:
+            layout.cut.look(values, unit.dtype)
+            values = narrowed(values, unit.dtype)
+        scale = 1 if unit.trainable else unit.dtype.itemsize
+        write_param(store, unit, extents.units[param.unit], param.first + first * scale, values)
+
+
+def _bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a tensor in a file."""
+    path = files[entry.file].path
+    with path.open("rb") as file:
+        check_descriptor(file.fileno(), files[entry.file])
+        file.seek(entry.offset + skip)
+        raw = bytearray(file.read(nbytes))
+        check_descriptor(file.fileno(), files[entry.file])
+    if len(raw) != nbytes:
+        raise StoreError(f"{path} was truncated: it ends inside a tensor of {entry.nbytes} bytes")
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
 def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[File]) -> None:
     """Load the files' values into persistent buffers, as load_state_dict does.
 
@@ -353,6 +396,9 @@ def _stream(
     files: Sequence[File],
 ) -> None:
     assert param.source is not None
+    if param.source.packed is not None:
+        _stream_decoded(layout, extents, store, param, files)
+        return
     path = files[param.source.file].path
     dtype = DTYPES[param.source.dtype]
     unit = layout.units[param.unit]

@@ -1,0 +1,222 @@
+#include "compute/unpack.h"
+
+#include <fenv.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "compute/half.h"
+#include "compute/unpack_kernels.h"
+
+#define SIZE_MAX_LOG2 48
+
+bool lh_unpack_is_valid(const struct lh_unpack *unpack)
+{
+    const uint64_t most = UINT64_C(1) << SIZE_MAX_LOG2;
+    if (unpack->format >= LH_UNPACK_FORMAT_COUNT || unpack->rows == 0 || unpack->columns == 0)
+        return false;
+    if (unpack->columns > most || unpack->rows > most / unpack->columns)
+        return false;
+    if (unpack->format == LH_UNPACK_FORMAT_RAW)
+        return unpack->rows == 1;
+    return unpack->dtype < LH_DTYPE_BYTES && unpack->rounding < LH_DTYPE_BYTES &&
+           unpack->scale_dtype <= LH_DTYPE_BYTES && unpack->block_rows > 0 &&
+           unpack->block_columns > 0 && unpack->block_rows <= most &&
+           unpack->block_columns <= most &&
+           (unpack->scale_dtype != LH_DTYPE_BYTES || unpack->nested_block > 0) &&
+           (unpack->format != LH_UNPACK_FORMAT_NIBBLES || unpack->rows == 1);
+}
+
+uint64_t lh_unpack_count(const struct lh_unpack *unpack)
+{
+    return unpack->rows * unpack->columns;
+}
+
+uint64_t lh_unpack_element_bytes(const struct lh_unpack *unpack)
+{
+    return unpack->format == LH_UNPACK_FORMAT_RAW ? 1 : lh_dtype_bytes(unpack->dtype);
+}
+
+uint64_t lh_unpack_packed_bytes(const struct lh_unpack *unpack, uint64_t count)
+{
+    return unpack->format == LH_UNPACK_FORMAT_NIBBLES ? lh_div_ceil(count, 2) : count;
+}
+
+uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack)
+{
+    if (unpack->format == LH_UNPACK_FORMAT_RAW)
+        return 0;
+    return lh_div_ceil(unpack->rows, unpack->block_rows) *
+           lh_div_ceil(unpack->columns, unpack->block_columns);
+}
+
+uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack)
+{
+    bool is_nested =
+        unpack->format != LH_UNPACK_FORMAT_RAW && unpack->scale_dtype == LH_DTYPE_BYTES;
+    return is_nested ? lh_div_ceil(lh_unpack_scale_count(unpack), unpack->nested_block) : 0;
+}
+
+static float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+static float float_at(const uint8_t *floats, uint64_t index)
+{
+    float value;
+    memcpy(&value, floats + index * sizeof(value), sizeof(value));
+    return value;
+}
+
+static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                      uint64_t index)
+{
+    uint16_t narrow = 0;
+    if (unpack->scale_dtype == LH_DTYPE_F32)
+        return float_at(source->scales, index);
+    if (unpack->scale_dtype == LH_DTYPE_BYTES) {
+        float value = float_at(source->nested_table, source->scales[index]);
+        value *= float_at(source->nested, index / unpack->nested_block);
+        return value + unpack->nested_offset;
+    }
+    memcpy(&narrow, source->scales + index * sizeof(narrow), sizeof(narrow));
+    return float_of(unpack->scale_dtype == LH_DTYPE_F16 ? lh_half_widen(narrow)
+                                                        : (uint32_t)narrow << 16);
+}
+
+/* The number that a byte of format E4M3 (without infinities) encodes. */
+static float e4m3_value(uint8_t byte)
+{
+    uint32_t magnitude = byte & 0x7F;
+    uint32_t sign = (uint32_t)(byte & 0x80) << 24;
+    uint32_t bits = (magnitude << 20) + (UINT32_C(120) << 23);
+    float denormal = (float)magnitude * 0x1p-9f;
+    if (magnitude == 0x7F)
+        bits = UINT32_C(0x7FC00000);
+    else if (magnitude < 8)
+        memcpy(&bits, &denormal, sizeof(bits));
+    return float_of(sign | bits);
+}
+
+static float value_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                      uint64_t at)
+{
+    uint8_t byte = source->packed[unpack->format == LH_UNPACK_FORMAT_NIBBLES ? at / 2 : at];
+    if (unpack->format == LH_UNPACK_FORMAT_F8_E4M3)
+        return e4m3_value(byte);
+    if (unpack->format == LH_UNPACK_FORMAT_I8)
+        return (float)(int8_t)byte;
+    return float_at(source->table, at % 2 == 0 ? byte >> 4 : byte & 15);
+}
+
+/* Round to dtype; the result is the bits of a float. */
+static uint32_t rounded(uint32_t bits, uint32_t dtype)
+{
+    if (dtype == LH_DTYPE_BF16)
+        return (uint32_t)lh_bf16_round(bits) << 16;
+    return dtype == LH_DTYPE_F16 ? lh_half_widen(lh_half_round(bits)) : bits;
+}
+
+static void element_put(const struct lh_unpack *unpack, float product, uint64_t at, void *out)
+{
+    uint32_t bits;
+    memcpy(&bits, &product, sizeof(bits));
+    if ((bits & UINT32_C(0x7FFFFFFF)) > UINT32_C(0x7F800000))
+        bits = UINT32_C(0x7FC00000);
+    bits = rounded(bits, unpack->rounding);
+    uint16_t narrow = unpack->dtype == LH_DTYPE_F16 ? lh_half_round(bits) : lh_bf16_round(bits);
+    if (unpack->dtype == LH_DTYPE_F32)
+        memcpy((uint8_t *)out + at * sizeof(bits), &bits, sizeof(bits));
+    else
+        memcpy((uint8_t *)out + at * sizeof(narrow), &narrow, sizeof(narrow));
+}
+
+/* The SIMD kernel; NULL if this machine has none. */
+static const struct lh_unpack_kernel *kernel_get(void)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+        return &lh_unpack_avx2;
+#endif
+    return NULL;
+}
+
+/*
+ * Decode elements [at, at + count) of the range, which have one scale. Returns how many the kernel
+ * has decoded; the rest, fewer than LH_UNPACK_BATCH unless there is no kernel, is the caller's.
+ */
+static uint64_t run_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                       const struct lh_unpack_source *source, const float *table, float scale,
+                       uint64_t at, uint64_t count, uint8_t *out)
+{
+    uint64_t batches = count - count % LH_UNPACK_BATCH;
+    uint8_t *to = out + at * lh_dtype_bytes((enum lh_dtype)unpack->dtype);
+    if (!kernel || batches == 0)
+        return 0;
+    if (unpack->format != LH_UNPACK_FORMAT_NIBBLES) {
+        kernel->bytes(unpack, source->packed + at, scale, batches, to);
+        return batches;
+    }
+    if (unpack->dtype == LH_DTYPE_F32 || at % 2 != 0)
+        return 0;
+    kernel->nibbles(unpack, source->packed + at / 2, table, scale, batches, (uint16_t *)(void *)to);
+    return batches;
+}
+
+static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                      const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                      uint8_t *out)
+{
+    const uint64_t scale_columns = lh_div_ceil(unpack->columns, unpack->block_columns);
+    float table[LH_UNPACK_TABLE_COUNT] = {0};
+    LH_ASSERT(unpack->format != LH_UNPACK_FORMAT_NIBBLES || first % 2 == 0);
+    if (unpack->format == LH_UNPACK_FORMAT_NIBBLES)
+        memcpy(table, source->table, sizeof(table));
+    uint64_t row = first / unpack->columns;
+    uint64_t column = first % unpack->columns;
+    uint64_t block = column / unpack->block_columns;
+    for (uint64_t at = 0; at < count; block++) {
+        if (column == unpack->columns) {
+            row++;
+            column = block = 0;
+        }
+        uint64_t end = lh_min_u64(unpack->columns, (block + 1) * unpack->block_columns);
+        uint64_t run = lh_min_u64(end - column, count - at);
+        float scale = scale_at(unpack, source, row / unpack->block_rows * scale_columns + block);
+        uint64_t done = run_by(kernel, unpack, source, table, scale, at, run, out);
+        for (uint64_t i = at + done; i < at + run; i++)
+            element_put(unpack, value_at(unpack, source, i) * scale, i, out);
+        at += run;
+        column += run;
+    }
+}
+
+static void unpack_range(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                         const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                         void *out)
+{
+    fenv_t environment;
+    LH_ASSERT(first <= lh_unpack_count(unpack) && count <= lh_unpack_count(unpack) - first);
+    if (unpack->format == LH_UNPACK_FORMAT_RAW) {
+        memmove(out, source->packed, count);
+        return;
+    }
+    fegetenv(&environment);
+    fesetenv(FE_DFL_ENV);
+    unpack_by(kernel, unpack, source, first, count, out);
+    fesetenv(&environment);
+}
+
+void lh_unpack(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+               uint64_t first, uint64_t count, void *out)
+{
+    unpack_range(kernel_get(), unpack, source, first, count, out);
+}
+
+void lh_unpack_ref(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                   uint64_t first, uint64_t count, void *out)
+{
+    unpack_range(NULL, unpack, source, first, count, out);
+}

@@ -1,0 +1,86 @@
+/*
+ * Decode quantised tensors into the element type in which a model computes.
+ *
+ *      format    a value                                 its scale
+ *      RAW       the bytes themselves                    none: the bytes are copied
+ *      F8_E4M3   the number that the byte encodes        scales[row / block_rows]
+ *      I8        the byte as a signed integer                  [column / block_columns]
+ *      NIBBLES   table[4 bits], the high ones first      the same
+ *
+ * [Note: Decoding] An element is (float)value * scale, one multiplication in fp32, which is then
+ * rounded to `rounding`, and the result to `dtype`; every rounding is to nearest, ties to even. A
+ * scale of fp32, bf16 or fp16 is widened exactly. A scale of type BYTES is itself quantised: it is
+ * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
+ * Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
+ *
+ *      files                                  reference                          rounding
+ *      weight_scale_inv (transformers' FP8)   Fp8Dequantize of transformers      F32
+ *      weight_scale (compressed-tensors)      dequantize() of compressed-tensors the scales' type
+ *      absmax (bitsandbytes' NF4 and FP4)     dequantize_4bit() of bitsandbytes  quant_state's type
+ *
+ * A tensor is a matrix of rows and columns. The scales form a matrix with one element for each
+ * block of block_rows rows and block_columns columns; blocks at the edges may be smaller. NIBBLES
+ * has one row.
+ *
+ * Sources may have any alignment. Thread: any. The floating-point environment does not matter.
+ */
+#ifndef LH_COMPUTE_UNPACK_H
+#define LH_COMPUTE_UNPACK_H
+
+#include "base/dtype.h"
+
+enum lh_unpack_format {
+    LH_UNPACK_FORMAT_RAW = 0,
+    LH_UNPACK_FORMAT_F8_E4M3,
+    LH_UNPACK_FORMAT_I8,
+    LH_UNPACK_FORMAT_NIBBLES,
+};
+#define LH_UNPACK_FORMAT_COUNT 4
+
+#define LH_UNPACK_TABLE_COUNT 16
+#define LH_UNPACK_NESTED_TABLE_COUNT 256
+
+struct lh_unpack {
+    uint32_t format;   /* enum lh_unpack_format; RAW: only rows (1) and columns (bytes) count */
+    uint32_t dtype;    /* of the result: F32, BF16 or F16 */
+    uint32_t rounding; /* F32 (no rounding of its own), BF16 or F16 */
+    uint64_t rows;
+    uint64_t columns;
+    uint64_t block_rows;
+    uint64_t block_columns;
+    uint32_t scale_dtype;  /* F32, BF16, F16; BYTES: quantised */
+    uint64_t nested_block; /* with BYTES */
+    float nested_offset;   /* with BYTES */
+};
+
+/* What a tensor is decoded from. */
+struct lh_unpack_source {
+    const uint8_t *packed;       /* the elements from the first one to be decoded on */
+    const uint8_t *scales;       /* all scales of the tensor, as are the next three */
+    const uint8_t *table;        /* NIBBLES: 16 floats */
+    const uint8_t *nested;       /* floats */
+    const uint8_t *nested_table; /* 256 floats */
+};
+
+/* Whether the description is valid, and its sizes can be computed without overflow. */
+bool lh_unpack_is_valid(const struct lh_unpack *unpack);
+uint64_t lh_unpack_count(const struct lh_unpack *unpack);
+uint64_t lh_unpack_element_bytes(const struct lh_unpack *unpack);
+/* The bytes of `count` elements, packed and decoded. */
+uint64_t lh_unpack_packed_bytes(const struct lh_unpack *unpack, uint64_t count);
+uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack);
+uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack);
+
+/*
+ * Decode `count` elements from element `first` on, which with NIBBLES must be even. `out` may
+ * overlap source->packed if it ends at or before the end of what is decoded: elements are decoded
+ * from front to back, and each is read before its bytes are overwritten. It must not overlap the
+ * other sources.
+ */
+void lh_unpack(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+               uint64_t first, uint64_t count, void *out);
+/* The definition: the same bits without SIMD instructions. */
+void lh_unpack_ref(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                   uint64_t first, uint64_t count, void *out);
+
+#endif

@@ -1,0 +1,32 @@
+/*
+ * The kernels of lh_unpack(), one file for each instruction set. Only csrc/compute includes this
+ * header.
+ */
+#ifndef LH_COMPUTE_UNPACK_KERNELS_H
+#define LH_COMPUTE_UNPACK_KERNELS_H
+
+#include "compute/unpack.h"
+
+/* Elements per step of a kernel; a count is a multiple of it. */
+#define LH_UNPACK_BATCH 32
+
+/*
+ * All elements have one scale; the caller has set the default floating-point environment. Kernels
+ * go from front to back, and read the elements that they write next before they write them: see
+ * lh_unpack() for the overlap of `packed` and `out`.
+ */
+struct lh_unpack_kernel {
+    /* Formats F8_E4M3 and I8. */
+    void (*bytes)(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                  uint64_t count, void *out);
+    /* Format NIBBLES with a result of 16 bits; `packed` begins with an even element. */
+    void (*nibbles)(const struct lh_unpack *unpack, const uint8_t *packed, const float *table,
+                    float scale, uint64_t count, uint16_t *out);
+};
+
+#if defined(__x86_64__)
+/* Needs AVX2 and F16C. */
+extern const struct lh_unpack_kernel lh_unpack_avx2;
+#endif
+
+#endif

@@ -1,0 +1,140 @@
+"""The layout in memory of units that are read in place.
+
+[Note: Read in place] and [Note: Packed units] in csrc/sched/in_place.h explain it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from lohan import _core
+from lohan.layout._block import Move, Pack, Run
+from lohan.layout._packed import FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lohan.layout._block import Param, Unit
+    from lohan.layout._packed import Entry
+
+BLOCK = _core.BLOCK_BYTES
+# Two parameters share a run if at most this many bytes lie between them: reading these bytes costs
+# less than another request.
+_GAP_BYTES = 4 * BLOCK
+
+
+def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
+    """Set `first` of each parameter of an in-place unit; return the unit's runs and moves."""
+    runs: list[Run] = []
+    moves: list[Move] = []
+    for param in sorted(params, key=lambda param: _order(source_of(param))):
+        entry = source_of(param)
+        first_block = entry.offset // BLOCK * BLOCK
+        end = -(-(entry.offset + entry.nbytes) // BLOCK) * BLOCK
+        shift = entry.offset % _core.IN_PLACE_ALIGN
+        last = runs[-1] if runs else None
+        continues = False
+        if last is not None and last.file == entry.file:
+            begin = last.offset + entry.offset - last.file_offset
+            is_near = first_block <= last.file_offset + last.nbytes + _GAP_BYTES
+            # The target must not overlap that of the previous parameter, which may move by less.
+            continues = is_near and begin - shift >= moves[-1].to + moves[-1].nbytes
+        if last is not None and continues:
+            nbytes = max(last.nbytes, end - last.file_offset)
+            runs[-1] = dataclasses.replace(last, nbytes=nbytes)
+        else:
+            offset = last.offset + last.nbytes if last is not None else 0
+            runs.append(Run(entry.file, first_block, offset, end - first_block))
+        begin = runs[-1].offset + entry.offset - runs[-1].file_offset
+        param.first = begin - shift
+        moves.append(Move(begin, param.first, entry.nbytes))
+    return runs, moves
+
+
+def lay_out(unit: Unit) -> None:
+    """Set the runs of an in-place unit, where its parameters are, and how they get there."""
+    if any(source_of(param).packed is not None for param in unit.params):
+        unit.runs, unit.packs = place_packed(unit.params)
+    else:
+        unit.runs, unit.moves = place(unit.params)
+
+
+def source_of(param: Param) -> Entry:
+    """Return the file entry of a parameter that is read in place."""
+    assert param.source is not None
+    return param.source
+
+
+def place_packed(params: Sequence[Param]) -> tuple[list[Run], dict[str, Pack]]:
+    """Set `first` of each parameter of a packed unit; return the unit's runs and packs."""
+    order = sorted(params, key=lambda param: _order(source_of(param)))
+    runs, begins = _runs([source_of(param) for param in order], 0)
+    parts = {part for param in order for part in _parts(param) if part is not None}
+    tail = runs[-1].offset + runs[-1].nbytes
+    part_runs, part_begins = _runs(sorted(parts, key=_order), tail)
+    at = 0
+    distance = 0  # from the unit's beginning to its runs
+    for param in order:
+        source = source_of(param)
+        param.first = at
+        end = at + param.count * param.tensor.element_size()
+        distance = max(distance, end - (begins[source] + source.nbytes))
+        at = -(-end // _core.IN_PLACE_ALIGN) * _core.IN_PLACE_ALIGN
+    distance = -(-distance // BLOCK) * BLOCK
+    made = [dataclasses.replace(run, offset=run.offset + distance) for run in [*runs, *part_runs]]
+    packs = {}
+    for param in order:
+        places = [0 if p is None else part_begins[p] + distance for p in _parts(param)]
+        packs[param.name] = Pack(begins[source_of(param)] + distance, tuple(places))
+    return made, packs
+
+
+def native(unit: Unit) -> list[tuple[Any, ...]]:
+    """Return a unit's packs as the engine takes them."""
+    by_name = {param.name: param for param in unit.params}
+    rows = []
+    for name, pack in unit.packs.items():
+        param = by_name[name]
+        source = source_of(param)
+        raw = (FORMATS["raw"], 0, 0, 1, source.nbytes, 0, 0, 0, 0, 0.0)
+        what = raw if source.packed is None else source.packed.native(unit.dtype)
+        rows.append((what, pack.begin, param.first, *pack.parts))
+    return rows
+
+
+def owner(unit: Unit, offset: int) -> Param:
+    """Return the parameter whose packed bytes, or a part of it, are at an offset in the unit."""
+    by_name = {param.name: param for param in unit.params}
+    found, nearest = unit.params[0], -1
+    for name, pack in unit.packs.items():
+        for begin in (pack.begin, *pack.parts):
+            if nearest < begin <= offset:
+                found, nearest = by_name[name], begin
+    return found
+
+
+def _parts(param: Param) -> tuple[Entry | None, ...]:
+    packed = source_of(param).packed
+    return (None,) * 4 if packed is None else packed.parts
+
+
+def _order(entry: Entry) -> tuple[int, int]:
+    return entry.file, entry.offset
+
+
+def _runs(entries: Iterable[Entry], offset: int) -> tuple[list[Run], dict[Entry, int]]:
+    """Return runs for entries in the order of the files, and where each entry begins."""
+    runs: list[Run] = []
+    begins: dict[Entry, int] = {}
+    for entry in entries:
+        first = entry.offset // BLOCK * BLOCK
+        end = -(-(entry.offset + entry.nbytes) // BLOCK) * BLOCK
+        last = runs[-1] if runs else Run(-1, 0, offset, 0)
+        if last.file == entry.file and first <= last.file_offset + last.nbytes + _GAP_BYTES:
+            nbytes = max(last.nbytes, end - last.file_offset)
+            runs[-1] = dataclasses.replace(last, nbytes=nbytes)
+        else:
+            runs.append(Run(entry.file, first, last.offset + last.nbytes, end - first))
+        begins[entry] = runs[-1].offset + entry.offset - runs[-1].file_offset
+    return runs, begins

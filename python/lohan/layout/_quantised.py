@@ -1,0 +1,242 @@
+"""Recognise quantised parameters in files: FP8 and INT8 with scales, bitsandbytes' NF4 and FP4.
+
+A model that is built as usual has a parameter X.weight; its files have the quantised values under
+the same name, and beside them, under longer names, what they are decoded with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lohan.errors import ModelError, StoreError
+from lohan.layout._packed import NESTED_TABLE_COUNT, TABLE_COUNT, Entry, Packed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from lohan.layout._files import Folder
+
+_MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_BYTES = {"F8_E4M3": "f8_e4m3", "I8": "i8"}
+_BLOCK = (128, 128)  # transformers' default
+_STATE = ".quant_state.bitsandbytes__"
+_STATE_BYTES_MAX = 1 << 16
+_BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Names that replace X.weight in formats that are not supported.
+_OTHERS = (
+    ("weight", "weight_packed", "compressed-tensors' packed integers or FP4"),
+    ("weight", "qweight", "GPTQ's or AWQ's integers"),
+    ("", "_blocks", "MXFP4"),
+)
+
+
+def read_config(place: Path) -> dict[str, Any]:
+    """Return quantization_config of the config.json of a folder (or beside a file), or {}."""
+    path = (place if place.is_dir() else place.parent) / "config.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
+    """Return the entry with `packed` set if it is a quantised form of a model's tensor.
+
+    Args:
+        folder: the files; the names of tensors that belong to the entry are added to its `parts`.
+        key: the tensor's name in the files.
+        entry: its entry.
+        tensor: the model's parameter.
+
+    Raises:
+        ModelError: the form is not supported, or something is missing or has a wrong shape.
+        StoreError: the file cannot be read, or what describes the form is damaged.
+    """
+    states = [name for name in (f"{key}{_STATE}nf4", f"{key}{_STATE}fp4") if name in folder.entries]
+    is_four_bit = entry.dtype == "U8" and (bool(states) or f"{key}.absmax" in folder.entries)
+    is_packed = entry.dtype in _BYTES or is_four_bit
+    if not is_packed or tensor.dtype not in _MODEL_DTYPES:
+        return entry
+    one = _One(folder, key, entry, tuple(tensor.shape))
+    made = one.nibbles(states) if entry.dtype == "U8" else one.scaled()
+    return dataclasses.replace(entry, shape=one.shape, packed=made)
+
+
+def refuse_others(folder: Folder, keys: Sequence[str]) -> None:
+    """Raise ModelError if the files have a tensor only in a form that is not supported."""
+    for key in keys:
+        for end, other, what in _OTHERS:
+            name = key.removesuffix(end) + other
+            if key.endswith(end) and name in folder.entries:
+                path = folder.files[folder.entries[name].file].path
+                raise ModelError(
+                    f"{path}: {key} is quantised as {name} ({what}), which is not supported:"
+                    " use files in FP8, INT8 or bitsandbytes' NF4, or files that are not quantised"
+                )
+
+
+class _One:
+    """A quantised tensor in files."""
+
+    def __init__(self, folder: Folder, key: str, entry: Entry, shape: tuple[int, ...]) -> None:
+        self.folder, self.key, self.entry, self.shape = folder, key, entry, shape
+        self.path = folder.files[entry.file].path
+
+    def refuse(self, why: str) -> ModelError:
+        return ModelError(
+            f"{self.path}: {self.key} is quantised ({self.entry.dtype}), but {why}. Use files in a"
+            " form that docs/lora.md lists, or files that are not quantised"
+        )
+
+    def part(self, name: str, dtypes: Sequence[str], count: int | None = None) -> Entry:
+        """Return a tensor that belongs to this one."""
+        full = self.key + name
+        found = self.folder.entries.get(full)
+        if found is None:
+            raise self.refuse(f"the files do not have {full}: the folder is incomplete")
+        if full in self.folder.doubles:
+            raise self.refuse(f"{full} is in two files, and no index says which one to use")
+        if found.dtype not in dtypes:
+            raise self.refuse(f"{full} has dtype {found.dtype}, not {' or '.join(dtypes)}")
+        if count is not None and math.prod(found.shape) != count:
+            raise self.refuse(f"{full} has {math.prod(found.shape)} elements, not {count}")
+        self.folder.parts.add(full)
+        return found
+
+    # --- 8 bits with scales by rectangle -------------------------------------------------------
+
+    def scaled(self) -> Packed:
+        """Describe FP8 or INT8 values with scales."""
+        if self.entry.shape != self.shape:
+            raise self.refuse(f"it is {list(self.entry.shape)}, not {list(self.shape)} as here")
+        if len(self.shape) != 2:
+            raise self.refuse(f"it has {len(self.shape)} dimensions, and only 2 are supported")
+        stem = self.key.removesuffix("weight")
+        for name, what in (
+            (f"{self.key}_zero_point", "asymmetric quantisation"),
+            (f"{self.key}_g_idx", "groups in another order (actorder)"),
+            (f"{self.key}_global_scale", "a global scale"),
+            (f"{stem}SCB", "bitsandbytes' LLM.int8"),
+        ):
+            if name in self.folder.entries:
+                raise self.refuse(f"{name} means {what}, which is not supported")
+        is_inverse = f"{self.key}_scale_inv" in self.folder.entries
+        scales = self.part("_scale_inv" if is_inverse else "_scale", tuple(_SCALE_DTYPES))
+        rows, columns = self.shape
+        # Fp8Dequantize multiplies in fp32; compressed-tensors, in the scales' dtype.
+        rounding = torch.float32 if is_inverse else _SCALE_DTYPES[scales.dtype]
+        block = self._block(scales.shape, self._blocks(is_inverse))
+        kind = _BYTES[self.entry.dtype]
+        return Packed(kind, rounding, rows, columns, block, scales)
+
+    def _blocks(self, is_inverse: bool) -> list[tuple[int, int]]:
+        """Return the block sizes that the configuration allows for scales of two dimensions."""
+        config, found = self.folder.quantization, []
+        given: list[Any] = [config.get("weight_block_size")]
+        groups = config.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            given.append(weights.get("block_structure") if isinstance(weights, dict) else None)
+        for size in given:
+            if size is None:
+                continue
+            if isinstance(size, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", size):
+                size = [int(part) for part in size.split("x")]  # as in older files
+            is_size = isinstance(size, list) and len(size) == 2
+            if not is_size or not all(type(n) is int and 0 < n < 1 << 40 for n in size):
+                raise self.refuse(f"its blocks are {size!r} in config.json: not two sizes")
+            found.append((size[0], size[1]))
+        return found or [_BLOCK]
+
+    def _block(self, scales: tuple[int, ...], allowed: list[tuple[int, int]]) -> tuple[int, int]:
+        """Return the rows and columns of a block, from the shape of the scales."""
+        rows, columns = self.shape
+        if math.prod(scales) == 1:
+            return rows, columns
+        if scales in ((rows,), (rows, 1)):
+            return 1, columns
+        if len(scales) == 2:
+            for block in allowed:
+                if scales == (-(-rows // block[0]), -(-columns // block[1])):
+                    return block
+            if 0 not in scales and rows % scales[0] == 0 and columns % scales[1] == 0:
+                return rows // scales[0], columns // scales[1]
+        raise self.refuse(
+            f"its scales are {list(scales)}: with {list(self.shape)} values they must be one, one"
+            f" for each row, or one for each block (of {' or '.join(map(str, allowed))} values)"
+        )
+
+    # --- bitsandbytes' 4 bits -------------------------------------------------------------------
+
+    def nibbles(self, states: list[str]) -> Packed:
+        """Describe NF4 or FP4 values."""
+        if len(states) != 1:
+            said = " and ".join(states) or "no quant_state"
+            raise self.refuse(f"the files have {said}, and exactly one can be valid")
+        kind = states[0].rpartition("_")[2]
+        state = self._state(self.part(f"{_STATE}{kind}", ("U8",)))
+        if state.get("quant_type") != kind:
+            raise self.refuse(f"its quant_state has quant_type {state.get('quant_type')!r}")
+        if state.get("shape") != list(self.shape):
+            raise self.refuse(f"its shape is {state.get('shape')}, not {list(self.shape)} as here")
+        blocksize, name = state.get("blocksize"), state.get("dtype")
+        if blocksize not in _BLOCKSIZES or type(blocksize) is not int:
+            raise self.refuse(f"its blocksize is {blocksize!r}, not one of {_BLOCKSIZES}")
+        rounding = {str(d).removeprefix("torch."): d for d in _MODEL_DTYPES}.get(str(name))
+        if rounding is None:
+            raise self.refuse(f"its quant_state has dtype {name!r}, which is not supported")
+        count = math.prod(self.shape)
+        if self.entry.nbytes != -(-count // 2):
+            raise self.refuse(f"it has {self.entry.nbytes} bytes for {count} values")
+        scale_count = -(-count // blocksize)
+        table = self.part(".quant_map", ("F32",), TABLE_COUNT)
+        block = 1, blocksize
+        if f"{self.key}.nested_absmax" not in self.folder.entries:
+            absmax = self.part(".absmax", ("F32",), scale_count)
+            return Packed("nibbles", rounding, 1, count, block, absmax, table)
+        size: Any = state.get("nested_blocksize")
+        offset: Any = state.get("nested_offset")
+        if type(size) is not int or not 0 < size < 1 << 40:
+            raise self.refuse(f"its nested_blocksize is {size!r}, not a number of scales")
+        if type(offset) not in (int, float) or not abs(offset) < 3e38:
+            raise self.refuse(f"its nested_offset is {offset!r}, not a number")
+        if state.get("nested_dtype", "float32") != "float32":
+            raise self.refuse(f"its nested_dtype is {state['nested_dtype']!r}, not float32")
+        nested = self.part(".nested_absmax", ("F32",), -(-scale_count // size))
+        values = self.part(".nested_quant_map", ("F32",), NESTED_TABLE_COUNT)
+        absmax = self.part(".absmax", ("U8",), scale_count)
+        return Packed(
+            "nibbles", rounding, 1, count, block, absmax, table, nested, values, size, float(offset)
+        )
+
+    def _state(self, entry: Entry) -> dict[str, Any]:
+        """Read the JSON that bitsandbytes stores as a tensor."""
+        file = self.folder.files[entry.file]
+        if entry.nbytes > _STATE_BYTES_MAX:
+            raise self.refuse(f"its quant_state has {entry.nbytes} bytes: the file is damaged")
+        try:
+            with open(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC), "rb") as opened:
+                opened.seek(entry.offset)
+                raw = opened.read(entry.nbytes)
+        except OSError as error:
+            raise StoreError(error.errno, f"cannot read {file.path}: {error.strerror}") from error
+        try:
+            state = json.loads(raw)
+            if not isinstance(state, dict):
+                raise ValueError(f"it is {type(state).__name__}")
+        except (ValueError, RecursionError) as error:
+            raise StoreError(
+                f"{file.path}: the quant_state of {self.key} is damaged ({error}): download the"
+                " file again"
+            ) from error
+        return state

@@ -1,0 +1,296 @@
+/* Test the decoding of quantised tensors: its definition, the kernels, and decoding in place. */
+#include "compute/unpack.h"
+
+#include <math.h>
+
+#include "compute/half.h"
+#include "fp_fixture.h"
+#include "lh_test.h"
+
+#define COUNT_MAX 40000
+#define SCALE_COUNT_MAX 8192
+
+static uint8_t packed[COUNT_MAX];
+static uint8_t scales[4 * SCALE_COUNT_MAX];
+static float nested[SCALE_COUNT_MAX];
+static float table[LH_UNPACK_TABLE_COUNT];
+static float nested_table[LH_UNPACK_NESTED_TABLE_COUNT];
+static uint8_t found[4 * COUNT_MAX + 64];
+static uint8_t expected[4 * COUNT_MAX + 64];
+
+static const struct lh_unpack_source source = {
+    .packed = packed,
+    .scales = scales,
+    .table = (const uint8_t *)table,
+    .nested = (const uint8_t *)nested,
+    .nested_table = (const uint8_t *)nested_table,
+};
+
+static float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+static uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+/* A description with random sizes that fits the arrays above. */
+static struct lh_unpack any(uint64_t *seed)
+{
+    struct lh_unpack made = {
+        .format = 1 + (uint32_t)(lh_test_random(seed) % 3),
+        .dtype = (uint32_t)(lh_test_random(seed) % 3),
+        .rounding = (uint32_t)(lh_test_random(seed) % 3),
+        .rows = 1 + lh_test_random(seed) % 40,
+        .columns = 1 + lh_test_random(seed) % 900,
+        .block_rows = 1 + lh_test_random(seed) % 20,
+        .block_columns = 1 + lh_test_random(seed) % 300,
+        .scale_dtype = (uint32_t)(lh_test_random(seed) % 4),
+        .nested_block = 1 + lh_test_random(seed) % 20,
+        .nested_offset = 0.37f,
+    };
+    if (made.format == LH_UNPACK_FORMAT_NIBBLES)
+        made.rows = 1;
+    while (lh_unpack_scale_count(&made) > SCALE_COUNT_MAX)
+        made.block_columns *= 2;
+    return made;
+}
+
+static void fill(uint64_t *seed, bool has_specials)
+{
+    for (int i = 0; i < COUNT_MAX; i++)
+        packed[i] = (uint8_t)lh_test_random(seed);
+    for (uint64_t i = 0; i < sizeof(scales); i++)
+        scales[i] = (uint8_t)lh_test_random(seed);
+    for (int i = 0; i < SCALE_COUNT_MAX; i++)
+        nested[i] = (float)(int32_t)lh_test_random(seed) / 1e9f;
+    for (int i = 0; i < LH_UNPACK_TABLE_COUNT; i++)
+        table[i] = (float)(int32_t)lh_test_random(seed) / 2e9f;
+    for (int i = 0; i < LH_UNPACK_NESTED_TABLE_COUNT; i++)
+        nested_table[i] = (float)(int32_t)lh_test_random(seed) / 2e9f;
+    if (has_specials) {
+        nested[0] = INFINITY;
+        nested[1] = -NAN;
+        table[3] = NAN;
+        table[5] = 0x1p-149f;
+    }
+}
+
+static void test_values(void)
+{
+    struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_F8_E4M3,
+                               .rows = 1,
+                               .columns = 256,
+                               .block_rows = 1,
+                               .block_columns = 256};
+    const float one = 1;
+    float values[256];
+    lh_test_name("each byte of E4M3 and of I8 has the value that its format defines");
+    for (int i = 0; i < 256; i++)
+        packed[i] = (uint8_t)i;
+    memcpy(scales, &one, sizeof(one));
+    lh_unpack_ref(&unpack, &source, 0, 256, values);
+    for (int i = 0; i < 256; i++) {
+        int exponent = i >> 3 & 15, mantissa = i & 7;
+        double meaning = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
+        bool is_nan = (i & 0x7F) == 0x7F;
+        LH_CHECK(is_nan ? bits_of(values[i]) == 0x7FC00000
+                        : (double)values[i] == (i & 0x80 ? -meaning : meaning) &&
+                              !signbit(values[i]) == !(i & 0x80));
+    }
+    unpack.format = LH_UNPACK_FORMAT_I8;
+    lh_unpack_ref(&unpack, &source, 0, 256, values);
+    for (int i = 0; i < 256; i++)
+        LH_CHECK(values[i] == (float)(i < 128 ? i : i - 256));
+    unpack.format = LH_UNPACK_FORMAT_NIBBLES;
+    for (int i = 0; i < 16; i++)
+        table[i] = (float)i - 5;
+    lh_unpack_ref(&unpack, &source, 0, 256, values);
+    for (int i = 0; i < 256; i++)
+        LH_CHECK(values[i] == (float)(i % 2 ? packed[i / 2] & 15 : packed[i / 2] >> 4) - 5);
+}
+
+static float scale_of(const struct lh_unpack *unpack, uint64_t index)
+{
+    uint16_t narrow = (uint16_t)(scales[2 * index] | scales[2 * index + 1] << 8);
+    float wide;
+    memcpy(&wide, scales + 4 * index, sizeof(wide));
+    if (unpack->scale_dtype == LH_DTYPE_BYTES) {
+        volatile float scaled = nested_table[scales[index]] * nested[index / unpack->nested_block];
+        return scaled + unpack->nested_offset;
+    }
+    if (unpack->scale_dtype == LH_DTYPE_F32)
+        return wide;
+    return float_of(unpack->scale_dtype == LH_DTYPE_F16 ? lh_half_widen(narrow)
+                                                        : (uint32_t)narrow << 16);
+}
+
+static void test_definition(void)
+{
+    uint64_t seed = 3;
+    lh_test_name("an element is its value times the scale of its block, rounded twice");
+    for (int turn = 0; turn < 60; turn++) {
+        struct lh_unpack unpack = any(&seed);
+        struct lh_unpack plain = unpack;
+        fill(&seed, false);
+        uint64_t count = lh_unpack_count(&unpack);
+        static float values[COUNT_MAX];
+        float one = 1;
+        static uint8_t ones[4];
+        memcpy(ones, &one, sizeof(one));
+        struct lh_unpack_source unit = source;
+        unit.scales = ones;
+        plain.rounding = plain.dtype = plain.scale_dtype = LH_DTYPE_F32;
+        plain.block_rows = plain.rows;
+        plain.block_columns = plain.columns;
+        lh_unpack_ref(&plain, &unit, 0, count, values);
+        lh_unpack_ref(&unpack, &source, 0, count, found);
+        uint64_t across = (unpack.columns + unpack.block_columns - 1) / unpack.block_columns;
+        for (uint64_t i = 0; i < count; i++) {
+            uint64_t row = i / unpack.columns, column = i % unpack.columns;
+            float product = values[i] * scale_of(&unpack, row / unpack.block_rows * across +
+                                                              column / unpack.block_columns);
+            if (isnan(product))
+                product = NAN;
+            if (unpack.rounding == LH_DTYPE_BF16)
+                product = float_of((uint32_t)lh_bf16_round(bits_of(product)) << 16);
+            else if (unpack.rounding == LH_DTYPE_F16)
+                product = float_of(lh_half_widen(lh_half_round(bits_of(product))));
+            uint32_t bits = bits_of(product);
+            uint16_t narrow =
+                unpack.dtype == LH_DTYPE_F16 ? lh_half_round(bits) : lh_bf16_round(bits);
+            bool is_wide = unpack.dtype == LH_DTYPE_F32;
+            LH_CHECK(memcmp(found + i * lh_unpack_element_bytes(&unpack),
+                            is_wide ? (void *)&bits : (void *)&narrow, is_wide ? 4 : 2) == 0);
+        }
+    }
+}
+
+static void test_kernels(void)
+{
+    uint64_t seed = 4;
+    lh_test_name("the kernels decode any range to the bits of the definition, in any environment");
+    for (int turn = 0; turn < 600; turn++) {
+        struct lh_unpack unpack = any(&seed);
+        if (turn % 20 == 0)
+            fill(&seed, turn % 40 == 0);
+        LH_CHECK(lh_unpack_is_valid(&unpack));
+        uint64_t first = lh_test_random(&seed) % lh_unpack_count(&unpack) / 2 * 2;
+        uint64_t count = 1 + lh_test_random(&seed) % (lh_unpack_count(&unpack) - first);
+        struct lh_unpack_source range = source;
+        range.packed += lh_unpack_packed_bytes(&unpack, first);
+        uint64_t bytes = count * lh_unpack_element_bytes(&unpack);
+        memset(found, 0xA5, sizeof(found));
+        memset(expected, 0xA5, sizeof(expected));
+        lh_unpack_ref(&unpack, &range, first, count, expected);
+        fenv_t before;
+        fegetenv(&before);
+        if (turn % 2)
+            fp_environment_spoil();
+        lh_unpack(&unpack, &range, first, count, found);
+        fesetenv(&before);
+        LH_CHECK(memcmp(found, expected, bytes + 64) == 0);
+    }
+}
+
+static void test_overlap(void)
+{
+    static uint8_t memory[4 * COUNT_MAX + 64];
+    uint64_t seed = 5;
+    lh_test_name("a tensor is decoded over its own bytes, down to the least distance");
+    for (uint64_t turn = 0; turn < 300; turn++) {
+        struct lh_unpack unpack = any(&seed);
+        fill(&seed, false);
+        if (turn % 10 == 0)
+            unpack = (struct lh_unpack){.rows = 1, .columns = 1 + lh_test_random(&seed) % 9000};
+        uint64_t count = lh_unpack_count(&unpack);
+        uint64_t out_bytes = count * lh_unpack_element_bytes(&unpack);
+        uint64_t packed_bytes = lh_unpack_packed_bytes(&unpack, count);
+        uint64_t gap = turn % 3 == 0 ? 0 : turn % 64;
+        struct lh_unpack_source moved = source;
+        moved.packed = memory + out_bytes + gap - packed_bytes;
+        memcpy(memory + out_bytes + gap - packed_bytes, packed, packed_bytes);
+        memory[out_bytes + gap] = 0x77;
+        uint64_t first = lh_test_random(&seed) % count / 2 * 2;
+        uint64_t skip = lh_unpack_packed_bytes(&unpack, first);
+        uint8_t *middle = memory + first * lh_unpack_element_bytes(&unpack);
+        lh_unpack_ref(&unpack, &source, 0, count, expected);
+        lh_unpack(&unpack, &moved, 0, first, memory);
+        moved.packed += skip;
+        lh_unpack(&unpack, &moved, first, count - first, middle);
+        LH_CHECK(memcmp(memory, expected, out_bytes) == 0);
+        LH_CHECK(memory[out_bytes + gap] == 0x77);
+    }
+}
+
+static void test_refusals(void)
+{
+    const struct lh_unpack good = {.format = LH_UNPACK_FORMAT_I8,
+                                   .rows = 2,
+                                   .columns = 3,
+                                   .block_rows = 1,
+                                   .block_columns = 3,
+                                   .scale_dtype = LH_DTYPE_BYTES,
+                                   .nested_block = 1};
+    lh_test_name("descriptions without sizes, with unknown types or with an overflow are invalid");
+    LH_CHECK(lh_unpack_is_valid(&good));
+    LH_CHECK(lh_unpack_scale_count(&good) == 2 && lh_unpack_nested_count(&good) == 2);
+    for (int turn = 0; turn < 12; turn++) {
+        struct lh_unpack bad = good;
+        switch (turn) {
+        case 0:
+            bad.format = LH_UNPACK_FORMAT_COUNT;
+            break;
+        case 1:
+            bad.dtype = LH_DTYPE_BYTES;
+            break;
+        case 2:
+            bad.rounding = LH_DTYPE_BYTES;
+            break;
+        case 3:
+            bad.scale_dtype = LH_DTYPE_BYTES + 1;
+            break;
+        case 4:
+            bad.rows = 0;
+            break;
+        case 5:
+            bad.columns = 0;
+            break;
+        case 6:
+            bad.block_rows = 0;
+            break;
+        case 7:
+            bad.block_columns = 0;
+            break;
+        case 8:
+            bad.nested_block = 0;
+            break;
+        case 9:
+            bad.rows = UINT64_MAX / 2;
+            break;
+        case 10:
+            bad.block_columns = UINT64_MAX;
+            break;
+        default:
+            bad.format = LH_UNPACK_FORMAT_NIBBLES;
+            break; /* two rows */
+        }
+        LH_CHECK(!lh_unpack_is_valid(&bad));
+    }
+}
+
+int main(void)
+{
+    test_values();
+    test_definition();
+    test_kernels();
+    test_overlap();
+    test_refusals();
+    return 0;
+}
