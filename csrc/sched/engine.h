@@ -133,10 +133,7 @@ struct lh_engine_opts {
     uint64_t memory_bytes;  /* at least region_bytes (without a team) + slab_count * slab_bytes */
     struct lh_store *store; /* this and the next three are borrowed until destroy */
     struct lh_io *io;
-    /*
-     * Queue room for 4 * io_depth + 8 jobs, one per slab and unit, and LH_IN_PLACE_JOB_COUNT per
-     * packed unit.
-     */
+    /* 4 * io_depth + 8 jobs, one per slab and unit, and LH_IN_PLACE_JOB_COUNT per packed unit */
     struct lh_exec *exec;
     struct lh_waker *waker;
     struct lh_clock clock;
