@@ -12,7 +12,7 @@ import torch
 from lag_models import Task
 from torch import nn
 
-NAMES = ["tower-dropout", "llama", "gpt2", "gpt2-dropout", "t5", "dit", "dit-reentrant", "lora"]
+NAMES = ["tower-dropout", "llama", "gpt2", "gpt2-dropout", "t5", "dit", "dit-checkpoint", "lora"]
 KEPT: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"activations": "recompute"},
@@ -45,6 +45,7 @@ def train(task: Task, model: nn.Module) -> models.Trained:
     return models.Trained(values, norms, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_in_turns_have_the_bits_of_plain_torch(

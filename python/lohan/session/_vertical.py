@@ -147,15 +147,18 @@ class VerticalSession(Session):
             assert model is not None
             model.__dict__["_lohan_guard"].index[id(found)] = param.index
             hook = self._alias_hook(who, param.index)
-            found.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            register = found.register_post_accumulate_grad_hook
+            self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
         return found
 
     def _alias_hook(self, who: int, index: int) -> Callable[[torch.Tensor], None]:
         take = self._engine.gradient_hook(index)
+        reference = weakref.ref(self)  # the garbage collector does not see what a hook refers to
 
         def hook(alias: torch.Tensor) -> None:
-            if self._arrivals is not None:
-                self._arrivals.came(index, who, alias, take)
+            session = reference()
+            if session is not None and session._arrivals is not None:
+                session._arrivals.came(index, who, alias, take)
 
         return hook
 
@@ -188,13 +191,16 @@ class VerticalSession(Session):
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         take = super()._gradient_hook(index)
+        reference = weakref.ref(self)
 
         def hook(tensor: torch.Tensor) -> None:
-            if self._arrivals is not None:
+            session = reference()
+            if session is not None and session._arrivals is not None:
                 tensor.grad = None
+                name = session.layout.params[index].name
                 raise UnsupportedError(
-                    f"parameter {self.layout.params[index].name!r} was used outside the forward of"
-                    " its own module, or in a reentrant checkpoint, where its gradients of several"
+                    f"parameter {name!r} was used outside the forward of its own"
+                    " module, or in a reentrant checkpoint, where its gradients of several"
                     " micro-batches cannot be told apart: pass use_reentrant=False to the"
                     ' checkpoint, or wrap with order="horizontal"'
                 )
