@@ -100,7 +100,7 @@ def test_all_micro_batches_read_what_one_reads(kept: str, store_dir: pathlib.Pat
             session.flush()
             found.append(session.stats().bytes["param_read"])
         session.close()
-        # On a busy machine a step may be planned anew, and then reads more.
+        # On a busy machine a step may be planned again, and then reads more.
         read[count, order] = min(found)
     assert read[8, "vertical"] == read[2, "vertical"]
     assert read[8, "horizontal"] > 4 * read[8, "vertical"]
