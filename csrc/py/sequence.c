@@ -36,7 +36,8 @@ static int counter_find(struct counter *counter)
         return 0;
     PyErr_SetString(PyExc_NotImplementedError,
                     "this build of torch does not export at::sequence_number::peek() and"
-                    " get_and_increment()");
+                    " get_and_increment(), which order='vertical' needs: wrap with"
+                    " order='horizontal'");
     return -1;
 }
 

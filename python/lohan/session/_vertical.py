@@ -299,7 +299,8 @@ class VerticalSession(Session):
         """See MicroBatches.accumulate."""
         self.check_open()
         self._check_functions(functions)
-        if len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX:
+        is_short = len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX
+        if is_short or self._has_user_hooks():
             return super().accumulate(functions)
         device = self.device.torch_device
         begin = random_states(device)
@@ -319,6 +320,11 @@ class VerticalSession(Session):
         for _ in losses[1:]:
             self._accumulation.backward_end()
         return [loss.detach() for loss in losses]
+
+    def _has_user_hooks(self) -> bool:
+        """Return whether a parameter has hooks of register_hook(), which its aliases lack."""
+        with without_classes():
+            return any(param.tensor._backward_hooks for param in self.layout.params)
 
     def _forward(
         self, functions: Sequence[Loss], starts: list[list[torch.Tensor]]
