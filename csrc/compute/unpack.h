@@ -1,5 +1,5 @@
 /*
- * Decode quantised tensors into the element type in which a model computes.
+ * Decode quantized tensors into the element type in which a model computes.
  *
  *      format    a value                                 its scale
  *      RAW       the bytes themselves                    none: the bytes are copied
@@ -9,7 +9,7 @@
  *
  * [Note: Decoding] An element is (float)value * scale, one multiplication in fp32, which is then
  * rounded to `rounding`, and the result to `dtype`; every rounding is to nearest, ties to even. A
- * scale of fp32, bf16 or fp16 is widened exactly. A scale of type BYTES is itself quantised: it is
+ * scale of fp32, bf16 or fp16 is widened exactly. A scale of type BYTES is itself quantized: it is
  * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
  * Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
  *
@@ -48,7 +48,7 @@ struct lh_unpack {
     uint64_t columns;
     uint64_t block_rows;
     uint64_t block_columns;
-    uint32_t scale_dtype;  /* F32, BF16, F16; BYTES: quantised */
+    uint32_t scale_dtype;  /* F32, BF16, F16; BYTES: quantized */
     uint64_t nested_block; /* with BYTES */
     float nested_offset;   /* with BYTES */
 };

@@ -1,4 +1,4 @@
-/* Decode quantised tensors with AVX2 and F16C, eight elements at a time in fp32. */
+/* Decode quantized tensors with AVX2 and F16C, eight elements at a time in fp32. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>

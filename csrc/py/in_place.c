@@ -80,6 +80,6 @@ static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef lhpy_in_place_functions[] = {
     {"unpack", unpack, METH_VARARGS,
      "unpack(description, first, count, addresses of what is packed, of scales, table, nested, "
-     "nested_table, and of the result): decode elements of a quantised tensor."},
+     "nested_table, and of the result): decode elements of a quantized tensor."},
     {NULL, NULL, 0, NULL},
 };

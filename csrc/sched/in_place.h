@@ -18,7 +18,7 @@
  * run, as read, has a CRC-32C that was made when the store was created: a file that has changed
  * since is detected in the same way as a disk that returns wrong bytes.
  *
- * [Note: Packed units] If files hold quantised forms of a unit's parameters, the unit is read as
+ * [Note: Packed units] If files hold quantized forms of a unit's parameters, the unit is read as
  * packed bytes and decoded in place on arrival: there is no second buffer. The runs lie at the end
  * of the unit's memory, those with parameters first, in order, then those with scales and tables.
  * Workers (packed.c) decode the parameters from front to back, to the unit's beginning.
@@ -28,7 +28,7 @@
  *
  * A parameter's decoded bytes end at or before the end of its packed bytes, and before all scales.
  * A decoded element is at least as long as a packed one, so nothing is overwritten that is still
- * needed. Parameters that are not quantised are moved in the same way. Reads, checksums and plans
+ * needed. Parameters that are not quantized are moved in the same way. Reads, checksums and plans
  * count the runs' bytes; the unit's place in memory, and its copy on an accelerator, have all of
  * the unit's bytes.
  *

@@ -39,7 +39,7 @@ struct rig_opts {
     uint64_t saved_ssd_bytes;
     uint32_t saved_item_max;
     bool in_place;       /* the frozen unit is in separate files (rig_in_place.h) */
-    bool packed;         /* with in_place: the files hold quantised parameters */
+    bool packed;         /* with in_place: the files hold quantized parameters */
     bool in_place_large; /* the frozen unit is so large that it takes several requests */
     /* there are no threads: the engine runs while the rig waits (rig_wait.h) */
     bool manual;

@@ -16,7 +16,7 @@
 #define CHECKSUM_COUNT_MAX 8
 
 /*
- * The packed unit: FP8 with blocks of 20 x 48, 64 plain bytes, and 4-bit values with quantised
+ * The packed unit: FP8 with blocks of 20 x 48, 64 plain bytes, and 4-bit values with quantized
  * scales. The last decoded bytes overlap the first packed ones.
  */
 #define PACK_COUNT 3

@@ -89,7 +89,7 @@ static void test_casts_any(void)
     static float values[COUNT];
     static uint16_t halves[COUNT], highs[COUNT];
 
-    lh_test_name("a cast of any values is recognised, by a thread that flushes denormals too");
+    lh_test_name("a cast of any values is recognized, by a thread that flushes denormals too");
     for (uint32_t i = 0; i < COUNT; i++) { /* covers all exponents, NaN, and ties of both formats */
         values[i] = float_of(i * 4099);
         halves[i] = lh_half_round(i * 4099);
@@ -112,7 +112,7 @@ static void test_casts(void)
     static uint16_t halves[COUNT], highs[COUNT];
     uint64_t seed = 3;
 
-    lh_test_name("a cast is recognised, and one element that differs is seen");
+    lh_test_name("a cast is recognized, and one element that differs is seen");
     for (int i = 0; i < COUNT; i++) {
         values[i] = ldexpf((float)(int32_t)lh_test_random(&seed), -31 - i % 20);
         halves[i] = rounded(values[i]);

@@ -174,7 +174,7 @@ static void test_bad_files(const char *name)
     request.file_index = 2;
     LH_CHECK(fixture_run(&fixture, request) == -EBADF);
 
-    lh_test_name("%s: a bad request in a batch does not touch its neighbours", name);
+    lh_test_name("%s: a bad request in a batch does not touch its neighbors", name);
     struct lh_io_request batch[8];
     struct lh_io_request *done[8];
     for (uint32_t i = 0; i < 8; i++) {

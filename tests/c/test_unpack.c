@@ -1,4 +1,4 @@
-/* Test the decoding of quantised tensors: its definition, the kernels, and decoding in place. */
+/* Test the decoding of quantized tensors: its definition, the kernels, and decoding in place. */
 #include "compute/unpack.h"
 
 #include <math.h>

@@ -39,7 +39,7 @@ static double below(double magnitude, int format, double *step_out)
     return floor(magnitude / *step_out) * *step_out;
 }
 
-/* A finite value becomes a neighbour, and which one is a matter of the word alone. */
+/* A finite value becomes a neighbor, and which one is a matter of the word alone. */
 static void rounded_check(uint32_t bits, uint32_t word, int format)
 {
     double magnitude = fabsf(float_of(bits)), step;
@@ -63,7 +63,7 @@ static void rounded_check(uint32_t bits, uint32_t word, int format)
 static void test_rounded(void)
 {
     uint64_t seed = 3;
-    lh_test_name("rounding gives a neighbour, a number of the format itself, the largest beyond");
+    lh_test_name("rounding gives a neighbor, a number of the format itself, the largest beyond");
     for (int format = LH_ZO_FORMAT_BF16; format <= LH_ZO_FORMAT_F8; format++) {
         for (int turn = 0; turn < 1000000; turn++) {
             uint32_t word = (uint32_t)lh_test_random(&seed), bits = (uint32_t)lh_test_random(&seed);

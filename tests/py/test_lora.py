@@ -261,12 +261,12 @@ class Params4bit(nn.Parameter):
     """A parameter that looks like bitsandbytes'."""
 
 
-def test_bases_that_bitsandbytes_quantised_are_refused_by_name(store_dir: Path) -> None:
+def test_bases_that_bitsandbytes_quantized_are_refused_by_name(store_dir: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     packed = Params4bit(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
     model[0].weight = packed
     with pytest.raises(
-        UnsupportedError, match=r"'0\.weight' is quantised by bitsandbytes.*bfloat16"
+        UnsupportedError, match=r"'0\.weight' is quantized by bitsandbytes.*bfloat16"
     ):
         lohan.wrap(model, store=store_dir / "a")
     model[0].weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)

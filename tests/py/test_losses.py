@@ -172,7 +172,7 @@ def test_gradients_in_16_bits_are_rounded_once(dtype: torch.dtype, chunks: dict[
     _, exact = run(with_logits, head.to(WIDE))
     for mine, best in zip(gradients, exact, strict=True):
         assert mine is not None and best is not None
-        # A few values lie between two neighbours so closely that fp32 decides.
+        # A few values lie between two neighbors so closely that fp32 decides.
         assert distance(mine, best) <= 1.05 * distance(best.to(dtype), best)
 
 

@@ -172,7 +172,7 @@ def test_gathered_writes_in_any_order_leave_what_single_ones_do(seed: int) -> No
         assert torch.equal(a, b)
 
 
-def test_neighbours_are_written_by_the_mebibyte() -> None:
+def test_neighbors_are_written_by_the_mebibyte() -> None:
     memory = Memory([4 * BLOCK_BYTES])
     writer = BlockWriter(memory)  # type: ignore[arg-type]
     values = torch.ones(64, dtype=torch.uint8)

@@ -19,7 +19,7 @@ from lohan import _core
 from lohan.commands import _inspect
 from lohan.errors import LohanError, StoreMismatchError
 from lohan.store import _store
-from quantise_helper import nf4
+from quantize_helper import nf4
 from safetensors.torch import save_file
 from torch import nn
 

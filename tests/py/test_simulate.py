@@ -371,7 +371,7 @@ def test_a_file_says_what_it_lacks_and_what_it_has_too_much_of(tmp_path: pathlib
         (("--model", "opt-1.3b", "--batch", "400"), "smaller batch"),
         (("--model", "gpt-13b", "--commit-every", "0"), "commit_every = 0"),
         (("--model", "gpt-13b", "--sweep", "ssd_count"), "ssd_count=1..12"),
-        (("--model", "gpt-13b", "--sweep", "colour=1,2"), "one of batch"),
+        (("--model", "gpt-13b", "--sweep", "color=1,2"), "one of batch"),
         (("--model", "gpt-13b", "--sweep", "batch=1..100"), "1 to 64 values"),
         (("--model", "opt-1.3b", "--plot", "a.no"), "cannot be written"),
         (("--model", "gpt-13b", "--set", "host_bytes=100 MB"), "host_bytes"),

@@ -435,7 +435,7 @@ def test_public_functions_are_documented() -> None:
     private = re.compile(r"^csrc/py/|_(private|impl|kernels)\.h$")
     headers = [path for path in files(".h", under="csrc/") if not private.search(path)]
     problems = [problem for path in headers for problem in undocumented_functions(path)]
-    complain(problems, "A public function has its contract above it (or shares its neighbour's):")
+    complain(problems, "A public function has its contract above it (or shares its neighbor's):")
 
 
 def test_headers_open_with_what_they_are_for() -> None:

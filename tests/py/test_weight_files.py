@@ -147,7 +147,7 @@ def test_only_values_are_converted(tmp_path: Path, store_dir: Path) -> None:
     for name, dtypes in refused.items():
         for dtype in dtypes:
             with pytest.raises(
-                ModelError, match=rf"{name}\.safetensors: table is .* not quantised"
+                ModelError, match=rf"{name}\.safetensors: table is .* not quantized"
             ):
                 path = tmp_path / f"{name}.safetensors"
                 lohan.wrap(Table(dtype), store=store_dir / "none", weights=path)

@@ -420,7 +420,7 @@ def _draw(options: Options, ours: Result, out: Path, console: Console) -> None:
     title = (
         f"Steps {steps[0]} and {steps[1]}: {ours.ready['params'] / 1e6:.1f} M parameters in bf16,"
         f" {options.batch} x {options.sequence} tokens, host_bytes {options.host_bytes / 1e6:.0f}"
-        " MB; one colour per block"
+        " MB; one color per block"
     )
     picture, trace = out / "timeline.png", out / "timeline.json"
     out.mkdir(parents=True, exist_ok=True)

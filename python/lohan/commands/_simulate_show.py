@@ -32,8 +32,8 @@ _RESOURCES = {
     "link_out": "from the GPU",
     "cpu": "CPU's AdamW",
 }
-# The plot's colour for each use of a resource.
-_COLOURS = {
+# The plot's color for each use of a resource.
+_COLORS = {
     "forward": "#4c78a8",
     "backward": "#f58518",
     "parameters": "#72b7b2",
@@ -252,10 +252,10 @@ def _draw_timeline(timeline: Timeline, figure: Any) -> None:
     rows = figure.subplots(len(timeline.busy), 1, sharex=True)
     for axes, (name, parts) in zip(rows, timeline.busy.items(), strict=True):
         below = 0 * timeline.edges_s[1:]
-        for what, colour in _COLOURS.items():
+        for what, color in _COLORS.items():
             if what in parts:
                 above = below + parts[what]
-                axes.stairs(above, timeline.edges_s, baseline=below, fill=True, color=colour)
+                axes.stairs(above, timeline.edges_s, baseline=below, fill=True, color=color)
                 below = above
         axes.axvline(timeline.forward_s, color="black", linewidth=0.8, linestyle=":")
         axes.set(ylim=(0, 1), xlim=(0, timeline.edges_s[-1]), yticks=[])
@@ -263,9 +263,9 @@ def _draw_timeline(timeline: Timeline, figure: Any) -> None:
         axes.set_ylabel(label, rotation=0, ha="right", va="center")
     rows[0].set_title("one step: forward, backward, and what each resource is busy with")
     rows[-1].set_xlabel("seconds")
-    used = [what for what in _COLOURS if any(what in parts for parts in timeline.busy.values())]
+    used = [what for what in _COLORS if any(what in parts for parts in timeline.busy.values())]
     figure.legend(
-        handles=[Patch(facecolor=_COLOURS[what], label=what) for what in used],
+        handles=[Patch(facecolor=_COLORS[what], label=what) for what in used],
         loc="outside lower center",
         ncol=len(used),
         frameon=False,

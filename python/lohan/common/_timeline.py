@@ -167,7 +167,7 @@ def write_png(
     steps: tuple[int, int],
     title: str,
 ) -> None:
-    """Draw some steps: lanes from top to bottom, time to the right, one colour per block.
+    """Draw some steps: lanes from top to bottom, time to the right, one color per block.
 
     Args:
         path: the path of the PNG.
@@ -211,15 +211,15 @@ def write_png(
     figure.savefig(path)
 
 
-def _colour(span: Span, unit_count: int) -> Any:
+def _color(span: Span, unit_count: int) -> Any:
     if span.lane == TRAINING:
         return _PHASES.get(span.name, _PLAIN)
     if span.lane == WAITS:
         return _WAIT
-    return _unit_colour(span.unit, unit_count) if span.unit >= 0 else _PLAIN
+    return _unit_color(span.unit, unit_count) if span.unit >= 0 else _PLAIN
 
 
-def _unit_colour(unit: int, count: int) -> Any:
+def _unit_color(unit: int, count: int) -> Any:
     from matplotlib import colormaps
 
     return colormaps["turbo"](0.04 + 0.92 * unit / max(count - 1, 1))
@@ -229,11 +229,11 @@ def _draw_lane(
     axis: Any, spans: Sequence[Span], lane: str, rows: int, zero: int, unit_names: Sequence[str]
 ) -> None:
     bars: dict[int, list[tuple[float, float]]] = {}
-    colours: dict[int, list[Any]] = {}
+    colors: dict[int, list[Any]] = {}
     for span in spans:
         left, width = (span.start_ns - zero) / 1e6, (span.end_ns - span.start_ns) / 1e6
         bars.setdefault(span.row, []).append((left, width))
-        colours.setdefault(span.row, []).append(_colour(span, len(unit_names)))
+        colors.setdefault(span.row, []).append(_color(span, len(unit_names)))
         if lane == TRAINING and span.name != "step":
             axis.text(
                 left + width / 2,
@@ -245,7 +245,7 @@ def _draw_lane(
                 clip_on=True,
             )
     for row, row_bars in bars.items():
-        axis.broken_barh(row_bars, (row + 0.06, 0.88), color=colours[row], linewidth=0.3)
+        axis.broken_barh(row_bars, (row + 0.06, 0.88), color=colors[row], linewidth=0.3)
     axis.set_ylim(rows, 0)
     axis.set_yticks([])
     total = sum(s.nbytes for s in spans)
@@ -258,14 +258,13 @@ def _draw_lane(
 
 
 def _draw_legend(figure: Any, unit_names: Sequence[str], height: float) -> None:
-    """Draw a legend that names the colours of at most 32 blocks."""
+    """Draw a legend that names the colors of at most 32 blocks."""
     from matplotlib.patches import Patch
 
     count = len(unit_names)
     stride = max(1, -(-count // 32))
     patches = [
-        Patch(facecolor=_unit_colour(i, count), label=unit_names[i])
-        for i in range(0, count, stride)
+        Patch(facecolor=_unit_color(i, count), label=unit_names[i]) for i in range(0, count, stride)
     ]
     patches.append(Patch(facecolor=_WAIT, label="waiting"))
     figure.legend(

@@ -19,7 +19,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import ModelError, StoreError, UnsupportedError
-from lohan.layout import _quantised
+from lohan.layout import _quantized
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue._buffers import Buffers
@@ -65,7 +65,7 @@ class Folder:
         entries: the tensors, by name.
         doubles: names that are in two files without an index that says which one is valid.
         quantization: quantization_config of the folder's config.json.
-        parts: names of tensors with which quantised parameters are decoded; match() adds them.
+        parts: names of tensors with which quantized parameters are decoded; match() adds them.
     """
 
     files: list[File]
@@ -82,7 +82,7 @@ def read_folder(place: Path) -> Folder:
         StoreError: there are no files, or one is missing or incomplete.
         UnsupportedError: the weights are pickles.
     """
-    folder = Folder([], {}, quantization=_quantised.read_config(place))
+    folder = Folder([], {}, quantization=_quantized.read_config(place))
     paths, file_of = _paths(place)
     for path in paths:
         header, begin, file = read_header(path)
@@ -326,7 +326,7 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
 
     Raises:
         ModelError: a shape differs, a dtype cannot be converted to the model's, or a form of
-            quantisation is not supported.
+            quantization is not supported.
     """
     found: dict[int, Entry] = {}
     prefixes = _prefixes(model)
@@ -337,9 +337,9 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
             continue
         if entry is None:
             keys = [each for one in names for each in _candidates(one, prefixes)]
-            _quantised.refuse_others(folder, keys)
+            _quantized.refuse_others(folder, keys)
             continue
-        entry = _quantised.find(folder, name, entry, tensors[key])
+        entry = _quantized.find(folder, name, entry, tensors[key])
         if entry.packed is not None:
             found[key] = entry
         else:
@@ -397,7 +397,7 @@ def _check_same(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -
             f"{path}: {name} is {entry.dtype}, but the model has"
             f" {str(tensor.dtype).removeprefix('torch.')}: the values cannot be"
             " converted (packed formats need scales, and others may overflow); use files that are"
-            " not quantised, or a model of that dtype"
+            " not quantized, or a model of that dtype"
         )
 
 

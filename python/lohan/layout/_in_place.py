@@ -47,7 +47,7 @@ _DECODED_COUNT = 4 << 20
 def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
     """Return the ids of the frozen parameters that can be read in place.
 
-    They have the same dtype in the files as in the model, or are quantised there. For all other
+    They have the same dtype in the files as in the model, or are quantized there. For all other
     frozen parameters, one line per reason is printed to stderr.
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]

@@ -1,4 +1,4 @@
-"""Tensors in files, and how those that are quantised are decoded.
+"""Tensors in files, and how those that are quantized are decoded.
 
 csrc/compute/unpack.h defines the formats and the decoded values; [Note: Packed units] in
 csrc/sched/in_place.h defines where the parts of such a parameter are in memory.
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """How a parameter is quantised.
+    """How a parameter is quantized.
 
     Attributes:
         format: a key of FORMATS.
@@ -57,8 +57,8 @@ class Packed:
         block: the rows and columns that share a scale.
         scales: the scales.
         table: for "nibbles": the 16 values.
-        nested: if the scales are quantised: their scales.
-        nested_table: if the scales are quantised: their 256 values.
+        nested: if the scales are quantized: their scales.
+        nested_table: if the scales are quantized: their 256 values.
         nested_block: the number of scales that share an element of nested.
         nested_offset: the number that is added to each scale.
     """

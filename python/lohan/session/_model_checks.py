@@ -13,7 +13,7 @@ from torch import nn
 from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import RESIDUAL_BYTES, is_dense
-from lohan.torch_glue._peft import check_quantised
+from lohan.torch_glue._peft import check_quantized
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -30,7 +30,7 @@ def check_model(model: Any, is_filled: bool) -> None:
 
     Raises:
         ModelError: model is not a module, or has a parameter or buffer that lohan cannot use.
-        UnsupportedError: model is compiled, already wrapped or quantised, or has an embedding with
+        UnsupportedError: model is compiled, already wrapped or quantized, or has an embedding with
             max_norm.
     """
     if not isinstance(model, nn.Module):
@@ -89,9 +89,9 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
         raise ModelError(
             f"parameter {name!r} is {param.dtype}: complex parameters are not supported"
         )
-    check_quantised(name, param)
+    check_quantized(name, param)
     if param.is_quantized:
-        raise ModelError(f"parameter {name!r} is quantised: dequantise it before lohan.wrap()")
+        raise ModelError(f"parameter {name!r} is quantized: dequantize it before lohan.wrap()")
     if param.requires_grad and param.dtype not in RESIDUAL_BYTES:
         raise ModelError(
             f"parameter {name!r} is {param.dtype} and requires a gradient: trainable parameters are"

@@ -3,7 +3,7 @@
 `wrap(resume=True)` restores parameters, moments, hyper-parameters and buffers. A script that was
 written for plain torch then loads its own checkpoint, which is usually from an older step. State
 dicts of a wrapped model record their store and step in the metadata that torch.save keeps with
-them, so such a checkpoint is recognised before anything changes.
+them, so such a checkpoint is recognized before anything changes.
 """
 
 from __future__ import annotations

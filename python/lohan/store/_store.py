@@ -236,7 +236,7 @@ def read_params(layout: Layout, extents: Extents, store: _core.Store) -> list[to
 def naming(param: str, array: str) -> Iterator[None]:
     """Return a context that names the parameter in the message of a ChecksumError.
 
-    The wrong byte may belong to a neighbouring parameter, since a checksum covers 1 MiB.
+    The wrong byte may belong to a neighboring parameter, since a checksum covers 1 MiB.
 
     Args:
         param: the parameter's name.

@@ -331,7 +331,7 @@ def _stream_decoded(
     param: Param,
     files: Sequence[File],
 ) -> None:
-    """Write a quantised parameter's values, as a model in its dtype would have loaded them."""
+    """Write a quantized parameter's values, as a model in its dtype would have loaded them."""
     assert param.source is not None and param.source.packed is not None
     packed = param.source.packed
     unit = layout.units[param.unit]

@@ -1,4 +1,4 @@
-"""Support for peft, which is recognised by the structure of its modules and never imported here."""
+"""Support for peft, which is recognized by the structure of its modules and never imported here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_peft(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def check_quantised(name: str, param: nn.Parameter) -> None:
-    """Reject a parameter that bitsandbytes has quantised.
+def check_quantized(name: str, param: nn.Parameter) -> None:
+    """Reject a parameter that bitsandbytes has quantized.
 
     Raises:
         UnsupportedError: names the parameter, and says what to do.
@@ -31,7 +31,7 @@ def check_quantised(name: str, param: nn.Parameter) -> None:
     if names or getattr(param, "quant_state", None) is not None or hasattr(param, "SCB"):
         kind = names.pop() if names else type(param).__name__
         raise UnsupportedError(
-            f"parameter {name!r} is quantised by bitsandbytes ({kind}), whose kernels need it at a"
+            f"parameter {name!r} is quantized by bitsandbytes ({kind}), whose kernels need it at a"
             " fixed address: load the base model in bfloat16 without quantization_config"
             " (lohan.wrap reads it from SSD, so it need not fit in memory), or call"
             " model.dequantize()"

@@ -1,4 +1,4 @@
-"""Quantised forms of a model's weights, written as their libraries write them, and decoded."""
+"""Quantized forms of a model's weights, written as their libraries write them, and decoded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> Any:
 
 
 def is_linear(name: str) -> bool:
-    """Return whether a form below quantises the parameter."""
+    """Return whether a form below quantizes the parameter."""
     return "proj" in name
 
 
@@ -50,7 +50,7 @@ def largest(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def fp8(name: str, values: torch.Tensor, dtype: torch.dtype = torch.float32) -> Any:
-    """Quantise as transformers does in FP8: blocks of 128 x 128, and scales of fp32 or bf16."""
+    """Quantize as transformers does in FP8: blocks of 128 x 128, and scales of fp32 or bf16."""
     scales = (largest(values, (128, 128)) / 448).to(dtype)
     wide = spread(scales.float(), values.shape, (128, 128))
     packed = (values.float() / wide).to(torch.float8_e4m3fn)
@@ -59,7 +59,7 @@ def fp8(name: str, values: torch.Tensor, dtype: torch.dtype = torch.float32) -> 
 
 
 def compressed(name: str, values: torch.Tensor, block: tuple[int, int], kind: Any) -> Any:
-    """Quantise as compressed-tensors does in FP8 and INT8, with scales of bf16."""
+    """Quantize as compressed-tensors does in FP8 and INT8, with scales of bf16."""
     rows, columns = (n if b == 0 else b for n, b in zip(values.shape, block, strict=True))
     is_integer = kind == torch.int8
     scales = (largest(values, (rows, columns)) / (127 if is_integer else 448)).bfloat16()
@@ -71,7 +71,7 @@ def compressed(name: str, values: torch.Tensor, block: tuple[int, int], kind: An
 
 
 def nf4(name: str, values: torch.Tensor, *, is_nested: bool = True, kind: str = "nf4") -> Any:
-    """Quantise as bitsandbytes does in NF4 and FP4, but with other tables."""
+    """Quantize as bitsandbytes does in NF4 and FP4, but with other tables."""
     code = NF4 if kind == "nf4" else torch.linspace(-1, 1, 16)
     flat = values.float().reshape(-1)
     count = flat.numel()
@@ -132,12 +132,12 @@ FORMS = {
 
 
 def save(folder: Path, form: Any, shards: int = 2, **changed: Any) -> tuple[Path, Path]:
-    """Write the model's weights quantised, and decoded to bf16.
+    """Write the model's weights quantized, and decoded to bf16.
 
     Args:
         folder: where to write them: to folders "packed" and "plain".
         form: a function of FORMS.
-        shards: the number of files of the quantised form.
+        shards: the number of files of the quantized form.
         changed: tensors to add to it; None: tensors to leave out.
     """
     state = model().state_dict()

@@ -1,4 +1,4 @@
-"""Frozen parameters whose files are quantised: read as packed bytes, decoded on arrival."""
+"""Frozen parameters whose files are quantized: read as packed bytes, decoded on arrival."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lohan import _core
 from lohan.errors import ChecksumError, LohanError, ModelError, StoreError, StoreMismatchError
 from lohan.layout._in_place import InPlace
 from lora_helper import adapters, logits, lora, shift, train
-from quantise_helper import CONFIG, FORMS, fp8, is_linear, nf4, save
+from quantize_helper import CONFIG, FORMS, fp8, is_linear, nf4, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_helper import host_bytes_min
@@ -35,7 +35,7 @@ def packed_units(model: Any) -> list[Any]:
 
 @pytest.fixture(scope="module", params=["fp8", "nf4"])
 def base(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the folder of a quantised base, and the training on one decoded in memory."""
+    """Return the folder of a quantized base, and the training on one decoded in memory."""
     packed, plain = save(tmp_path_factory.mktemp("base"), FORMS[request.param])
     store = tmp_path_factory.mktemp("memory")
     model = lohan.wrap(lora(empty()), store=store, weights=plain, lr=1e-2, frozen="copy")
@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_a_quantised_base_gives_the_bits_of_the_decoded_one(
+def test_a_quantized_base_gives_the_bits_of_the_decoded_one(
     settings: dict[str, Any], base: Any, store_dir: Path
 ) -> None:
     folder, (before, losses, values) = base

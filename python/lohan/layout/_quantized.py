@@ -1,6 +1,6 @@
-"""Recognise quantised parameters in files: FP8 and INT8 with scales, bitsandbytes' NF4 and FP4.
+"""Recognize quantized parameters in files: FP8 and INT8 with scales, bitsandbytes' NF4 and FP4.
 
-A model that is built as usual has a parameter X.weight; its files have the quantised values under
+A model that is built as usual has a parameter X.weight; its files have the quantized values under
 the same name, and beside them, under longer names, what they are decoded with.
 """
 
@@ -50,7 +50,7 @@ def read_config(place: Path) -> dict[str, Any]:
 
 
 def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
-    """Return the entry with `packed` set if it is a quantised form of a model's tensor.
+    """Return the entry with `packed` set if it is a quantized form of a model's tensor.
 
     Args:
         folder: the files; the names of tensors that belong to the entry are added to its `parts`.
@@ -80,13 +80,13 @@ def refuse_others(folder: Folder, keys: Sequence[str]) -> None:
             if key.endswith(end) and name in folder.entries:
                 path = folder.files[folder.entries[name].file].path
                 raise ModelError(
-                    f"{path}: {key} is quantised as {name} ({what}), which is not supported:"
-                    " use files in FP8, INT8 or bitsandbytes' NF4, or files that are not quantised"
+                    f"{path}: {key} is quantized as {name} ({what}), which is not supported:"
+                    " use files in FP8, INT8 or bitsandbytes' NF4, or files that are not quantized"
                 )
 
 
 class _One:
-    """A quantised tensor in files."""
+    """A quantized tensor in files."""
 
     def __init__(self, folder: Folder, key: str, entry: Entry, shape: tuple[int, ...]) -> None:
         self.folder, self.key, self.entry, self.shape = folder, key, entry, shape
@@ -94,8 +94,8 @@ class _One:
 
     def refuse(self, why: str) -> ModelError:
         return ModelError(
-            f"{self.path}: {self.key} is quantised ({self.entry.dtype}), but {why}. Use files in a"
-            " form that docs/lora.md lists, or files that are not quantised"
+            f"{self.path}: {self.key} is quantized ({self.entry.dtype}), but {why}. Use files in a"
+            " form that docs/lora.md lists, or files that are not quantized"
         )
 
     def part(self, name: str, dtypes: Sequence[str], count: int | None = None) -> Entry:
@@ -123,7 +123,7 @@ class _One:
             raise self.refuse(f"it has {len(self.shape)} dimensions, and only 2 are supported")
         stem = self.key.removesuffix("weight")
         for name, what in (
-            (f"{self.key}_zero_point", "asymmetric quantisation"),
+            (f"{self.key}_zero_point", "asymmetric quantization"),
             (f"{self.key}_g_idx", "groups in another order (actorder)"),
             (f"{self.key}_global_scale", "a global scale"),
             (f"{stem}SCB", "bitsandbytes' LLM.int8"),
