@@ -73,6 +73,7 @@ def main() -> None:
 
 for _command in (
     _cli_stores.export,
+    _cli_stores.quantize,
     _cli_stores.reshard,
     _cli_stores.snapshot,
     _cli_stores.verify,

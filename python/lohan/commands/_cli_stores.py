@@ -1,4 +1,4 @@
-"""The `lohan` commands for stores: export, reshard, snapshot, verify.
+"""The `lohan` commands for stores and models: export, quantize, reshard, snapshot, verify.
 
 cli.py adds them to its group.
 """
@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -92,6 +93,65 @@ def export(
     nbytes = sum(file.stat().st_size for file in files)
     said = {"files": [str(file) for file in files], "bytes": nbytes}
     _say(said, json_wanted, f"{out}: {len(files)} files, {nbytes:,} bytes")
+
+
+@click.command()
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["nf4", "fp8"]),
+    help="nf4: bitsandbytes' NF4, 0.5625 bytes per value. fp8: transformers' FP8, 1 byte.",
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="PATTERN",
+    help="Modules that stay as they are, for example '*.down_proj', in addition to embeddings,"
+    " heads, norms and routers.",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of a file.")
+@click.option("--overwrite", is_flag=True, help="Replace a model that is already in OUT.")
+@JSON
+def quantize(
+    folder: Path,
+    out: Path,
+    to: str,
+    keep: tuple[str, ...],
+    max_shard_size: str,
+    overwrite: bool,
+    json_wanted: bool,
+) -> None:
+    """Write a model with the weights of its linear layers quantized, for lohan.wrap(weights=OUT).
+
+    FOLDER: the model, with config.json and safetensors files. OUT: the output folder. Only a few
+    pieces of a tensor are in memory at once.
+    """
+    from lohan.commands import _quantize
+
+    with _progress("quantize") as progress:
+        made = _quantize.quantize(
+            folder,
+            out,
+            to=to,
+            keep=keep,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    said = {
+        "files": [str(file) for file in made.files],
+        "bytes": made.nbytes,
+        "source_bytes": made.source_nbytes,
+        "quantized": made.quantized,
+    }
+    share = made.nbytes / made.source_nbytes
+    text = (
+        f"{out}: {len(made.quantized)} weights in {to}, {made.nbytes:,} bytes"
+        f" ({share:.2f} of {folder})"
+    )
+    _say(said, json_wanted, text)
 
 
 @click.command()

@@ -336,12 +336,12 @@ def _stream_decoded(
     packed = param.source.packed
     unit = layout.units[param.unit]
     parts = [
-        None if part is None else _bytes_at(files, part, 0, part.nbytes) for part in packed.parts
+        None if part is None else bytes_at(files, part, 0, part.nbytes) for part in packed.parts
     ]
     piece = PIECE_ELEMENTS if param.strides is None else param.count
     for first in range(0, param.count, piece):
         count = min(piece, param.count - first)
-        raw = _bytes_at(files, param.source, packed.nbytes(first), packed.nbytes(count))
+        raw = bytes_at(files, param.source, packed.nbytes(first), packed.nbytes(count))
         values = torch.empty(count, dtype=param.tensor.dtype)
         packed.decode(first, raw, parts, values)
         if param.strides is not None:
@@ -353,7 +353,7 @@ def _stream_decoded(
         write_param(store, unit, extents.units[param.unit], param.first + first * scale, values)
 
 
-def _bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> torch.Tensor:
+def bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> torch.Tensor:
     """Return bytes of a tensor in a file."""
     path = files[entry.file].path
     with path.open("rb") as file:
