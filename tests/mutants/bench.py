@@ -263,13 +263,19 @@ class Overlay:
         if self._package is None:
             self._package = folder = self.folder / "python"
             (folder / "lohan").mkdir(parents=True, exist_ok=True)
-            for path in (ROOT / "python" / "lohan").iterdir():
-                place = folder / "lohan" / path.name
-                if not place.exists() and path.name != "__pycache__":
-                    place.symlink_to(path)
+            self._fill(folder / "lohan", ROOT / "python" / "lohan")
             if self.path.startswith("csrc/"):
                 self._link_extension(folder / "lohan")
         return self._package
+
+    def _fill(self, folder: pathlib.Path, unchanged: pathlib.Path) -> None:
+        """Link everything that the folder lacks, also in the folders that the change is in."""
+        for path in unchanged.iterdir():
+            place = folder / path.name
+            if place.is_dir():
+                self._fill(place, path)
+            elif not place.exists() and path.name != "__pycache__":
+                place.symlink_to(path)
 
     def _link_extension(self, package: pathlib.Path) -> None:
         base = core("release")

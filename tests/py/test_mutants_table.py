@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -70,3 +72,25 @@ def test_a_row_that_does_not_apply_or_names_no_test_is_an_error(
     path.write_text(ROW.format(name="B", old=old.format(once=once), test=test))
     with pytest.raises(sources.TableError, match=f"^B: .*{said}$"):
         sources.table()
+
+
+def test_a_changed_module_is_imported_with_the_unchanged_rest_of_its_package(
+    sources: types.ModuleType, tmp_path: pathlib.Path
+) -> None:
+    """A package that lacked its other modules would fail every test, whatever the change is."""
+    import bench
+
+    path = "python/lohan/commands/_longest.py"
+    text = (ROOT / path).read_text() + "CHANGED = True\n"
+    package = bench.Overlay(tmp_path / "overlay", path, text).package()
+    script = "from lohan.commands import _largest, _longest; print(_longest.CHANGED)"
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
