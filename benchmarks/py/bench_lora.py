@@ -4,6 +4,10 @@ A step reads the base's 2.6 GB twice, in forward and in backward, with a budget 
 It can be no faster than the larger of two times, which are measured in turn with it in every round:
 computing (peft's model in memory, with torch's AdamW) and reading (as many bytes of the same files,
 O_DIRECT, with nothing else running).
+
+With --base nf4 the base has a Llama's shape and is quantized (lora_nf4.py), and its peers are the
+base in bf16 and, with --bitsandbytes-python, peft with bitsandbytes, which has all of the base in
+memory.
 """
 
 from __future__ import annotations
@@ -20,16 +24,39 @@ from pathlib import Path
 from typing import Any
 
 import lohan
+import lora_nf4
 import torch
 from peak_memory import PeakMemory
 from peft import LoraConfig, get_peft_model
 from report import Report
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 SHAPE = {"hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
+# The same number of parameters in more and smaller blocks, of which 300 MB hold more than one.
+DEEP_SHAPE = {
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 24,
+    "vocab_size": 32_000,
+    "tie_word_embeddings": False,
+}
 PIECE_BYTES = 4 << 20
 READERS = 8
+
+
+def empty_deep_model() -> Any:
+    """Make the base of --base nf4 without storage, in bf16."""
+    with lohan.empty():
+        return LlamaForCausalLM(LlamaConfig(**DEEP_SHAPE)).to(torch.bfloat16)
 
 
 def empty_model() -> Any:
@@ -38,15 +65,14 @@ def empty_model() -> Any:
         return OPTForCausalLM(OPTConfig(**SHAPE, dropout=0.0)).to(torch.bfloat16)
 
 
-def write_base(folder: Path) -> None:
+def write_base(folder: Path, model: Any) -> None:
     """Write random weights as a Hugging Face folder, with a shard per layer."""
     torch.manual_seed(0)
-    model = empty_model()
     model.config.save_pretrained(folder)
     shards: dict[str, list[tuple[str, torch.Size]]] = {}
     for name, param in model.named_parameters():
-        part = name.split(".")
-        shards.setdefault(part[3] if "layers" in part else "rest", []).append((name, param.shape))
+        numbers = [part for part in name.split(".") if part.isdigit()]
+        shards.setdefault(numbers[0] if numbers else "rest", []).append((name, param.shape))
     weight_map = {}
     for shard, params in shards.items():
         values = {name: _value(name, shape) for name, shape in params}
@@ -125,23 +151,29 @@ def main() -> None:
     """Parse the arguments and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--base", choices=["bf16", "nf4"], default="bf16")
+    parser.add_argument("--bitsandbytes-python", help="interpreter with bitsandbytes and peft")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--host-bytes", type=int, default=1_000_000_000)
+    parser.add_argument("--host-bytes", type=int, help="[default: 1 GB; with nf4 300 MB]")
     parser.add_argument("--directory", default=None, help="directory on the disk to measure")
     parser.add_argument("--history", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     report = Report(args.history)
+    args.host_bytes = args.host_bytes or (300_000_000 if args.base == "nf4" else 1_000_000_000)
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-lora-") as name:
-        measure(Path(name), args, report)
+        base = Path(name) / "base"
+        base.mkdir()
+        write_base(base, empty_deep_model() if args.base == "nf4" else empty_model())
+        if args.base == "nf4":
+            lora_nf4.measure(Path(name), base, args, report)
+        else:
+            measure(Path(name), base, args, report)
 
 
-def measure(folder: Path, args: Any, report: Report) -> None:
-    """Run the benchmark in an empty folder."""
-    base = folder / "base"
-    base.mkdir()
-    write_base(base)
+def measure(folder: Path, base: Path, args: Any, report: Report) -> None:
+    """Run the benchmark on a base in bf16, with everything else in the folder."""
     tokens = torch.randint(0, 50272, (args.batch, args.length))
     peak = PeakMemory(os.getpid())
     peak.restart()

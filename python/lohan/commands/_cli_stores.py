@@ -102,7 +102,7 @@ def export(
     "--to",
     required=True,
     type=click.Choice(["nf4", "fp8"]),
-    help="nf4: bitsandbytes' NF4, 0.5625 bytes per value. fp8: transformers' FP8, 1 byte.",
+    help="nf4: bitsandbytes' NF4, 0.52 bytes per value. fp8: transformers' FP8, 1 byte.",
 )
 @click.option(
     "--keep",

@@ -40,8 +40,10 @@ _PIECE_ELEMENTS = 4 << 20
 _FP8_LARGEST = 448.0
 _FP8_BLOCK = 128
 _NF4_BLOCK = 64
+_NESTED_BLOCK = 256
+_STATE_BYTES = 320  # more than any state has; JSON may end with spaces
 # The quantiles of a normal distribution: arXiv 2305.14314, appendix E.
-_NF4 = torch.tensor(
+_NF4_VALUES = torch.tensor(
     (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
         *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -49,7 +51,7 @@ _NF4 = torch.tensor(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     )
 )
-_NF4_BOUNDS = (_NF4[1:] + _NF4[:-1]) / 2
+_NF4_BOUNDS = (_NF4_VALUES[1:] + _NF4_VALUES[:-1]) / 2
 # Files that hold weights in some format, and so are not copied.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -90,8 +92,8 @@ def quantize(
     Args:
         source: a folder with config.json and safetensors files.
         out: the new folder.
-        to: "nf4": bitsandbytes' NF4, blocks of 64 values with a scale of fp32: 0.5625 bytes for
-            each value. "fp8": transformers' FP8 (E4M3), blocks of 128 x 128: 1 byte.
+        to: "nf4": bitsandbytes' NF4 with double quantization, 0.516 bytes for each value. "fp8":
+            transformers' FP8 (E4M3), blocks of 128 x 128: 1 byte.
         keep: patterns, as in fnmatch, of further modules that stay as they are.
         overwrite: allow replacing a model in the folder.
         max_shard_size: the size limit of a file, in bytes or as text like "5GB".
@@ -116,7 +118,7 @@ def quantize(
             f"{source}: none of its {len(folder.entries)} tensors can be quantized: lohan quantize"
             " takes weights of two dimensions in float32, bfloat16 or float16"
         )
-    form = {"nf4": _nf4, "fp8": _fp8}[to]
+    form = _fp8 if to == "fp8" else lambda *weight: _NF4(*weight).tensors()
     tensors: list[Tensor] = []
     for name, entry in folder.entries.items():
         tensors += form(folder, name, entry) if name in chosen else [_copied(folder, name, entry)]
@@ -233,40 +235,94 @@ def _each(
     return lambda: (function(values) for values in _values(folder, name, entry, size))
 
 
-def _nf4(folder: Folder, name: str, entry: Entry) -> list[Tensor]:
-    """Return the tensors of a weight in bitsandbytes' NF4."""
-    count = math.prod(entry.shape)
-    blocks = -(-count // _NF4_BLOCK)
-    state = {
-        "quant_type": "nf4",
-        "blocksize": _NF4_BLOCK,
-        "dtype": str(DTYPES[entry.dtype]).removeprefix("torch."),
-        "shape": list(entry.shape),
-    }
-    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+def _dynamic_map() -> torch.Tensor:
+    """Return the 256 values of the scales: "dynamic tree quantization" of arXiv 2110.02861.
 
-    def absmax(values: torch.Tensor) -> torch.Tensor:
-        wide = torch.nn.functional.pad(values, (0, -values.numel() % _NF4_BLOCK))
-        return wide.view(-1, _NF4_BLOCK).abs().amax(1)
+    For each exponent from -6 to 0 there are 1, 2, 4, ..., 64 fractions between 0.1 and 1, each with
+    both signs.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(-6, 1):
+        edges = torch.linspace(0.1, 1, 2 ** (exponent + 6) + 1)
+        for middle in ((edges[1:] + edges[:-1]) / 2 * 10.0**exponent).tolist():
+            values += [middle, -middle]
+    return torch.tensor(sorted(values))
 
-    def codes(values: torch.Tensor) -> torch.Tensor:
-        scales = absmax(values)
-        scales[scales == 0] = 1
-        wide = torch.nn.functional.pad(values, (0, -values.numel() % _NF4_BLOCK))
-        scaled = (wide.view(-1, _NF4_BLOCK) / scales[:, None]).view(-1)
-        found = torch.bucketize(scaled, _NF4_BOUNDS).to(torch.uint8).view(-1, 2)
-        return (found[:, 0] << 4 | found[:, 1])[: -(-values.numel() // 2)]
 
-    pieces = functools.partial(_each, folder, name, entry, _PIECE_ELEMENTS)
-    kind = torch.uint8
-    return [
-        Tensor(name, (-(-count // 2), 1), kind, pieces(codes)),
-        Tensor(f"{name}.absmax", (blocks,), torch.float32, pieces(absmax)),
-        Tensor(f"{name}.quant_map", (len(_NF4),), torch.float32, lambda: [_NF4]),
-        Tensor(
-            f"{name}.quant_state.bitsandbytes__nf4", (text.numel(),), kind, lambda: [text.clone()]
-        ),
-    ]
+_NESTED = _dynamic_map()
+_NESTED_BOUNDS = (_NESTED[1:] + _NESTED[:-1]) / 2
+
+
+def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Return flat values as rows of blocks, the last one filled with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
+
+
+def _codes(blocks: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Return the number of the nearest value for each element of blocks, flat."""
+    scales = blocks.abs().amax(1, keepdim=True)
+    scales[scales == 0] = 1
+    return torch.bucketize((blocks / scales).view(-1), bounds).to(torch.uint8)
+
+
+class _NF4:
+    """A weight in bitsandbytes' NF4 with double quantization.
+
+    The scales of its blocks, less their mean (the offset), are themselves stored in 8 bits, in
+    blocks of 256.
+    """
+
+    def __init__(self, folder: Folder, name: str, entry: Entry) -> None:
+        self.name, self.shape = name, entry.shape
+        self.dtype = str(DTYPES[entry.dtype]).removeprefix("torch.")
+        self.values = functools.partial(_values, folder, name, entry, _PIECE_ELEMENTS)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that files have for the weight."""
+        name, kind = self.name, torch.uint8
+        count = math.prod(self.shape)
+        scale_count = -(-count // _NF4_BLOCK)
+        nested_count = -(-scale_count // _NESTED_BLOCK)
+        return [
+            Tensor(name, (-(-count // 2), 1), kind, self._packed),
+            Tensor(f"{name}.absmax", (scale_count,), kind, self._absmax),
+            Tensor(f"{name}.nested_absmax", (nested_count,), torch.float32, self._nested_absmax),
+            Tensor(f"{name}.nested_quant_map", (256,), torch.float32, lambda: [_NESTED]),
+            Tensor(f"{name}.quant_map", (16,), torch.float32, lambda: [_NF4_VALUES]),
+            Tensor(f"{name}.quant_state.bitsandbytes__nf4", (_STATE_BYTES,), kind, self._state),
+        ]
+
+    def _packed(self) -> Iterator[torch.Tensor]:
+        for values in self.values():
+            pairs = _codes(_blocks(values, _NF4_BLOCK), _NF4_BOUNDS).view(-1, 2)
+            yield (pairs[:, 0] << 4 | pairs[:, 1])[: -(-values.numel() // 2)]
+
+    def _scales(self) -> tuple[torch.Tensor, float]:
+        """Return the scales less the offset, and the offset."""
+        scales = torch.cat([_blocks(v, _NF4_BLOCK).abs().amax(1) for v in self.values()])
+        offset = scales.mean()
+        return scales - offset, offset.item()
+
+    def _absmax(self) -> Iterator[torch.Tensor]:
+        scales, _ = self._scales()
+        yield _codes(_blocks(scales, _NESTED_BLOCK), _NESTED_BOUNDS)[: scales.numel()]
+
+    def _nested_absmax(self) -> Iterator[torch.Tensor]:
+        yield _blocks(self._scales()[0], _NESTED_BLOCK).abs().amax(1)
+
+    def _state(self) -> Iterator[torch.Tensor]:
+        """Return what bitsandbytes calls the state, as text of a fixed length."""
+        said = {
+            "quant_type": "nf4",
+            "blocksize": _NF4_BLOCK,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "nested_blocksize": _NESTED_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": self._scales()[1],
+        }
+        text = json.dumps(said).encode().ljust(_STATE_BYTES)
+        yield torch.tensor(list(text), dtype=torch.uint8)
 
 
 def _fp8(folder: Folder, name: str, entry: Entry) -> list[Tensor]:
@@ -312,7 +368,7 @@ def _config_of(to: str, kept: list[str]) -> dict[str, Any]:
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_compute_dtype": "bfloat16",
-        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_use_double_quant": True,
         "llm_int8_skip_modules": kept,
     }
 
