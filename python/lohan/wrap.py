@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lohan import _core
 from lohan.activations import _activations, _swap
 from lohan.activations._planner import Planner
-from lohan.common import _arguments, _exit
+from lohan.common import _arguments, _exit, _meta
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import (
     ModelError,
@@ -363,7 +363,9 @@ class _Opening:
         _store.check_table(store, extents)
         _store.read_checksums(self.layout, extents, store)
         if self.found is not None:
-            _in_place.check_content(self.layout, self.found.then)
+            # If another process has just filled the store, `then` is empty: only the store has it.
+            then = self.found.then or _in_place.files_of(_meta.of(store))
+            _in_place.check_content(self.layout, then)
         _weights.skip_fill(self.model, self.layout)
 
     def _fill(self, extents: _store.Extents, store: _core.Store, weights: Any, init: Any) -> None:

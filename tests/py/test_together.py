@@ -6,6 +6,7 @@ docs/limits.md has the table of these combinations.
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,19 @@ def test_what_does_not_go_together_is_refused_by_name(
         wrap(store_dir / "s", bases / "nf4", accumulate=accumulate, **settings)
 
 
-@pytest.mark.parametrize("share", ["off", "on"])
-def test_processes_read_a_quantized_base(share: str, bases: Path, tmp_path: Path) -> None:
-    base = str(bases / "nf4")
-    one = run(tmp_path, 1, world_lora.train, str(tmp_path / "one"), base, 2, "off")[0]
-    found = run(tmp_path, 2, world_lora.train, str(tmp_path / share), base, 2, share)
+@pytest.mark.parametrize(
+    ("share", "base"),
+    [("off", "nf4"), ("on", "nf4"), ("on", "plain"), ("on", "nf4, a copy for each")],
+)
+def test_processes_read_a_base_in_place(share: str, base: str, bases: Path, tmp_path: Path) -> None:
+    form, _, copies = base.partition(", ")
+    folder = str(bases / form)
+    one = run(tmp_path, 1, world_lora.train, str(tmp_path / "one"), folder, 2, "off")[0]
+    if copies:
+        for rank in range(2):
+            shutil.copytree(folder, tmp_path / f"base-{rank}")
+        folder = str(tmp_path / "base-{rank}")
+    found = run(tmp_path, 2, world_lora.train, str(tmp_path / share), folder, 2, share)
     assert [each[0] for each in found] == [one[0]] * 2
-    assert one[1] == CONFIG["num_hidden_layers"]
-    assert all(each[1] for each in found)
+    blocks = CONFIG["num_hidden_layers"] if form == "nf4" else 0
+    assert [each[1] for each in (one, *found)] == [blocks] * 3

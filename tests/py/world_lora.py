@@ -38,11 +38,15 @@ def digest(model: Any) -> str:
 
 
 def train(store: str, base: str, steps: int, share: str) -> tuple[str, int]:
-    """Train, and return a hash of the adapters and the number of units that stay packed."""
+    """Train, and return a hash of the adapters and the number of units that stay packed.
+
+    "{rank}" in base is replaced by the rank.
+    """
     rank, count = rank_and_count()
     accumulate = MICRO_BATCHES // count
     settings: dict[str, Any] = {"accumulate": accumulate, "share": share}
-    model = lohan.wrap(build(), store=store, weights=base, lr=1e-2, **settings)
+    weights = base.format(rank=rank)
+    model = lohan.wrap(build(), store=store, weights=weights, lr=1e-2, **settings)
     packed = sum(bool(unit.packs) for unit in model.lohan.layout.units)
     for step in range(steps):
         for number in range(rank, MICRO_BATCHES, count):

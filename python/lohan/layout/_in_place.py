@@ -573,9 +573,9 @@ def check_content(layout: Layout, then: Sequence[File]) -> None:
         StoreMismatchError: a block's bytes have changed; the message names the block and its files.
     """
     files = layout.in_place
-    is_same = all(
-        now.path == was.path and now.mtime_ns == was.mtime_ns
-        for now, was in zip(files.files, then, strict=True)
+    pairs = zip(files.files, then, strict=False)
+    is_same = len(files.files) == len(then) and all(
+        now.path == was.path and now.mtime_ns == was.mtime_ns for now, was in pairs
     )
     if is_same:
         return
