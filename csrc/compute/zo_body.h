@@ -1,10 +1,10 @@
 /*
  * A kernel of zo.h for vectors of any width, with the compiler's own vector types. Each file that
- * includes this header defines the width (VECTOR_BYTES), the names of the functions (KERNEL, WORDS),
- * the asm constraint of a vector (REGISTER), the counters of the lanes of the first of two vectors
- * (LANE_COUNTERS), the schedule (below), and the operations for which the target machine has
- * special instructions. During Philox, a word takes 64 bits per counter, because products have 64
- * bits; the upper halves do not matter, because a product reads only lower halves.
+ * includes this header defines the width (VECTOR_BYTES), the names of its functions (KERNEL and
+ * WORDS), the asm constraint of a vector (REGISTER), the counters of the lanes of the first of two
+ * vectors (LANE_COUNTERS), the schedule (below), and the operations for which the target machine
+ * has special instructions. During Philox, a word takes 64 bits per counter, because products have
+ * 64 bits; the upper halves do not matter, because a product reads only lower halves.
  *
  * [Note: Interleaving] Every operation waits for the previous one: seven cycles for a product, a
  * shift and an exclusive or, eighty for a logarithm and its root. A processor fills the gaps with
