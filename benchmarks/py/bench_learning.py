@@ -5,11 +5,11 @@ with each format: text from Python's own sources, byte by byte, or drawings of t
 the losses on held-out data after the last step, one for each seed, next to those with fp32, and
 whether their mean is in the range of the latter (`is_within_spread`).
 
-The rows named learning_error compare single tensors, so that one step's rounding does not change the
-next gradient: the gradients of a run are recorded and applied by AdamW in fp64, by lohan, and by the
-8-bit AdamW of torchao and of bitsandbytes, if these are installed. The error of a tensor is the
-2-norm of its distance from fp64, divided by the 2-norm of how far fp64 moved it; a row has the root
-mean square over tensors.
+The rows named learning_error compare single tensors, so that one step's rounding does not change
+the next gradient: the gradients of a run are recorded and applied by AdamW in fp64, by lohan, and
+by the 8-bit AdamW of torchao and of bitsandbytes, if these are installed. The error of a tensor is
+the 2-norm of its distance from fp64, divided by the 2-norm of how far fp64 moved it; a row has the
+root mean square over tensors.
 
     python benchmarks/py/bench_learning.py [--seeds 5] [--steps 500] [--models gpt2 llama vit]
 """
