@@ -6,7 +6,9 @@
  *      bench_adam [elements = 50000000] [repetitions = 9] [threads = 2]
  *
  * Each result is a JSON line. value, min, median and max are elements per second; fraction_of_bound
- * is the median over repetitions of (time of the stream / time of the kernel).
+ * is the median over repetitions of (time of the stream / time of the kernel). Rows whose names end
+ * in a format of moments (adam_states.h) are compared with the same kernel for moments in fp32:
+ * their ratio is the median of (time with fp32 / time with that format).
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -25,20 +27,24 @@
 #define REPETITION_COUNT_MAX 101
 #define THREAD_COUNT_MAX 64
 
+#define STATES_COUNT 3
+
 /* WORK_SEAL makes the checksums that WORK_CHECKSUMS then expects; its time does not count. */
 enum work { WORK_STREAM, WORK_UPDATE, WORK_SEAL, WORK_CHECKSUMS, WORK_COUNT };
 
 struct checksums {
-    uint32_t *param, *residual, *moment1, *moment2;
+    uint32_t *param, *residual, *moment1, *moment2, *scales;
 };
 
 struct bench {
     struct lh_adam_run run; /* all elements */
     struct lh_adam_scalars scalars;
     const struct lh_adam_kernel *kernel;
+    struct lh_adam_moments stored[STATES_COUNT]; /* the run's moments in every other format */
     struct checksums read, written;
     int thread_count;
     enum work work;
+    enum lh_adam_states states;
 };
 
 struct worker {
@@ -72,7 +78,7 @@ static struct checksums checksums_create(uint64_t chunk_count)
 {
     uint64_t bytes = chunk_count * CHUNK_CHECKSUMS * sizeof(uint32_t);
 
-    return (struct checksums){pages(bytes), pages(bytes), pages(bytes), pages(bytes)};
+    return (struct checksums){pages(bytes), pages(bytes), pages(bytes), pages(bytes), pages(bytes)};
 }
 
 static struct lh_adam_run part(const struct lh_adam_run *run, uint64_t first, uint64_t count)
@@ -88,12 +94,31 @@ static struct lh_adam_run part(const struct lh_adam_run *run, uint64_t first, ui
     return piece;
 }
 
-static void chunk_work(const struct bench *bench, const struct lh_adam_run *run, uint64_t place)
+/* Point a chunk to its moments, which begin at an element of all. */
+static void chunk_moments(const struct bench *bench, struct lh_adam_chunk *chunk, uint64_t first)
+{
+    const struct lh_adam_moments *stored = bench->stored + bench->states;
+    uint64_t bytes = lh_adam_moment_bytes(bench->states);
+
+    chunk->states = bench->states;
+    chunk->first = first;
+    if (bench->states == LH_ADAM_STATES_F32)
+        return;
+    chunk->count = lh_align_up(chunk->count, LH_ADAM_STATES_BLOCK);
+    chunk->moment1 = (char *)stored->moment1 + first * bytes;
+    chunk->moment2 = (char *)stored->moment2 + first * bytes;
+    if (bench->states == LH_ADAM_STATES_8BIT)
+        chunk->scales = stored->scales + first / LH_ADAM_STATES_BLOCK;
+}
+
+static void chunk_work(const struct bench *bench, const struct lh_adam_run *run, uint64_t index)
 {
     const struct checksums *read = &bench->read, *written = &bench->written;
+    uint64_t place = index * CHUNK_CHECKSUMS;
     struct lh_adam_segment segment = {0, run->count, run->gradient, run->gradient_dtype,
                                       bench->scalars};
-    bool checked = bench->work == WORK_CHECKSUMS;
+    bool checked = bench->work == WORK_CHECKSUMS, made = bench->work != WORK_UPDATE;
+    bool has_scales = bench->states == LH_ADAM_STATES_8BIT;
     struct lh_adam_chunk chunk = {
         .param = run->param,
         .residual = run->residual,
@@ -106,13 +131,16 @@ static void chunk_work(const struct bench *bench, const struct lh_adam_run *run,
         .residual_expected = checked ? read->residual + place : NULL,
         .moment1_expected = checked ? read->moment1 + place : NULL,
         .moment2_expected = checked ? read->moment2 + place : NULL,
-        .param_checksums = written->param + place,
-        .residual_checksums = written->residual + place,
-        .moment1_checksums = written->moment1 + place,
-        .moment2_checksums = written->moment2 + place,
+        .scales_expected = checked && has_scales ? read->scales + place : NULL,
+        .param_checksums = made ? written->param + place : NULL,
+        .residual_checksums = made ? written->residual + place : NULL,
+        .moment1_checksums = made ? written->moment1 + place : NULL,
+        .moment2_checksums = made ? written->moment2 + place : NULL,
+        .scales_checksums = made && has_scales ? written->scales + place : NULL,
     };
     struct lh_adam_mismatch mismatch;
 
+    chunk_moments(bench, &chunk, index * CHUNK_ELEMENTS);
     if (lh_adam_chunk_update(bench->kernel, &chunk, &mismatch) != 0) {
         fprintf(stderr, "array %d, block %llu: a checksum differs\n", (int)mismatch.array,
                 (unsigned long long)mismatch.block);
@@ -139,10 +167,10 @@ static void *worker_run(void *context)
 
         if (bench->work == WORK_STREAM)
             lh_adam_stream(&run);
-        else if (bench->work == WORK_UPDATE)
+        else if (bench->work == WORK_UPDATE && bench->states == LH_ADAM_STATES_F32)
             bench->kernel->run(&run, &bench->scalars);
         else
-            chunk_work(bench, &run, c * CHUNK_CHECKSUMS);
+            chunk_work(bench, &run, c);
     }
     return NULL;
 }
@@ -171,51 +199,73 @@ static int compare(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static void report(const struct bench *bench, enum work work, double seconds[][WORK_COUNT],
+/* The seconds of a repetition, by format and work; the stream is in [0]. */
+typedef double times[STATES_COUNT][WORK_COUNT];
+
+/* Print a result, compared with what WORK_STREAM or, for formats other than fp32, fp32 took. */
+static void report(const struct bench *bench, enum work work, const times *seconds,
                    int repetition_count)
 {
-    double speeds[REPETITION_COUNT_MAX], bounds[REPETITION_COUNT_MAX];
-    double fractions[REPETITION_COUNT_MAX], count = (double)bench->run.count;
+    static const char *const states_names[] = {"", "/bf16_moments", "/8bit_moments"};
+    double speeds[REPETITION_COUNT_MAX], others[REPETITION_COUNT_MAX];
+    double ratios[REPETITION_COUNT_MAX], count = (double)bench->run.count;
+    bool is_fp32 = bench->states == LH_ADAM_STATES_F32;
     int middle = repetition_count / 2;
+    char other[160];
 
     for (int r = 0; r < repetition_count; r++) {
-        speeds[r] = count / seconds[r][work];
-        bounds[r] = count / seconds[r][WORK_STREAM];
-        fractions[r] = seconds[r][WORK_STREAM] / seconds[r][work];
+        double other_seconds = seconds[r][0][is_fp32 ? WORK_STREAM : work];
+
+        speeds[r] = count / seconds[r][bench->states][work];
+        others[r] = count / other_seconds;
+        ratios[r] = other_seconds / seconds[r][bench->states][work];
     }
     qsort(speeds, (size_t)repetition_count, sizeof(*speeds), compare);
-    qsort(bounds, (size_t)repetition_count, sizeof(*bounds), compare);
-    qsort(fractions, (size_t)repetition_count, sizeof(*fractions), compare);
-    printf("{\"name\": \"adam/%s/%s_param_%s_gradient%s\", \"value\": %.4g, "
-           "\"unit\": \"elements/s\", \"peer\": null, \"peer_value\": null, \"ratio\": null, "
-           "\"bound\": %.4g, \"fraction_of_bound\": %.3f, \"n\": %d, \"min\": %.4g, "
-           "\"median\": %.4g, \"max\": %.4g}\n",
+    qsort(others, (size_t)repetition_count, sizeof(*others), compare);
+    qsort(ratios, (size_t)repetition_count, sizeof(*ratios), compare);
+    if (is_fp32)
+        snprintf(other, sizeof(other),
+                 "\"peer\": null, \"peer_value\": null, \"ratio\": null, "
+                 "\"bound\": %.4g, \"fraction_of_bound\": %.3f",
+                 others[middle], ratios[middle]);
+    else
+        snprintf(other, sizeof(other),
+                 "\"peer\": \"fp32_moments\", \"peer_value\": %.4g, \"ratio\": %.3f, "
+                 "\"bound\": null, \"fraction_of_bound\": null",
+                 others[middle], ratios[middle]);
+    printf("{\"name\": \"adam/%s/%s_param_%s_gradient%s%s\", \"value\": %.4g, "
+           "\"unit\": \"elements/s\", %s, \"n\": %d, \"min\": %.4g, \"median\": %.4g, "
+           "\"max\": %.4g}\n",
            bench->kernel->name, bench->run.param_dtype == LH_DTYPE_F32 ? "fp32" : "bf16",
            bench->run.gradient_dtype == LH_DTYPE_F32 ? "fp32" : "bf16",
-           work == WORK_CHECKSUMS ? "/checksums" : "", speeds[middle], bounds[middle],
-           fractions[middle], repetition_count, speeds[0], speeds[middle],
-           speeds[repetition_count - 1]);
+           work == WORK_CHECKSUMS ? "/checksums" : "", states_names[bench->states], speeds[middle],
+           other, repetition_count, speeds[0], speeds[middle], speeds[repetition_count - 1]);
     fflush(stdout);
 }
 
 static void kernel_bench(struct bench *bench, int repetition_count)
 {
-    double seconds[REPETITION_COUNT_MAX + 1][WORK_COUNT];
+    times seconds[REPETITION_COUNT_MAX + 1];
 
     /* The first repetition warms up and is not reported. */
     for (int r = 0; r <= repetition_count; r++) {
-        for (int work = 0; work < WORK_COUNT; work++) {
-            struct checksums swap = bench->read;
+        for (int states = 0; states < STATES_COUNT; states++)
+            for (int work = states == 0 ? 0 : WORK_UPDATE; work < WORK_COUNT; work++) {
+                struct checksums swap = bench->read;
 
-            seconds[r][work] = seconds_of(bench, (enum work)work);
-            if (work == WORK_SEAL) {
-                bench->read = bench->written;
-                bench->written = swap;
+                bench->states = (enum lh_adam_states)states;
+                seconds[r][states][work] = seconds_of(bench, (enum work)work);
+                if (work == WORK_SEAL) {
+                    bench->read = bench->written;
+                    bench->written = swap;
+                }
             }
-        }
     }
-    report(bench, WORK_UPDATE, seconds + 1, repetition_count);
-    report(bench, WORK_CHECKSUMS, seconds + 1, repetition_count);
+    for (int states = 0; states < STATES_COUNT; states++) {
+        bench->states = (enum lh_adam_states)states;
+        report(bench, WORK_UPDATE, seconds + 1, repetition_count);
+        report(bench, WORK_CHECKSUMS, seconds + 1, repetition_count);
+    }
 }
 
 /* Values of the sizes that training has, so that nothing runs into denormals. */
@@ -242,6 +292,33 @@ static void values_make(const struct lh_adam_run *run)
     }
 }
 
+/* Encode the run's moments in every other format. */
+static void stored_make(struct bench *bench)
+{
+    const struct lh_adam_random random = {LH_ADAM_SEED, 0, 0};
+    float moment1[4096], moment2[4096];
+
+    for (int states = LH_ADAM_STATES_BF16; states < STATES_COUNT; states++) {
+        const struct lh_adam_moments *stored = bench->stored + states;
+        uint64_t bytes = lh_adam_moment_bytes((enum lh_adam_states)states);
+
+        for (uint64_t at = 0; at < bench->run.count; at += LH_COUNT_OF(moment1)) {
+            struct lh_adam_moments part = {
+                stored->states, (char *)stored->moment1 + at * bytes,
+                (char *)stored->moment2 + at * bytes,
+                states == LH_ADAM_STATES_8BIT ? stored->scales + at / LH_ADAM_STATES_BLOCK : NULL};
+            uint64_t count = lh_min_u64(LH_COUNT_OF(moment1), bench->run.count - at);
+
+            memset(moment1, 0, sizeof(moment1));
+            memset(moment2, 0, sizeof(moment2));
+            memcpy(moment1, bench->run.moment1 + at, count * sizeof(*moment1));
+            memcpy(moment2, bench->run.moment2 + at, count * sizeof(*moment2));
+            lh_adam_states_root(part.states, moment2, LH_COUNT_OF(moment2));
+            lh_adam_states_encode(NULL, &part, moment1, moment2, at, LH_COUNT_OF(moment1), &random);
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     static const enum lh_dtype modes[][2] = {
@@ -253,6 +330,7 @@ int main(int argc, char **argv)
     uint64_t count = argc > 1 ? strtoull(argv[1], NULL, 10) : 50000000;
     int repetition_count = argc > 2 ? (int)strtol(argv[2], NULL, 10) : 9;
     uint64_t chunk_count = lh_div_ceil(count, CHUNK_ELEMENTS);
+    uint64_t room = lh_align_up(count, CHUNK_ELEMENTS);
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
     struct bench bench = {
@@ -262,6 +340,10 @@ int main(int argc, char **argv)
         .thread_count = argc > 3 ? (int)strtol(argv[3], NULL, 10) : 2,
         .run = {pages(count * 4), pages(count * 2), pages(count * 4), pages(count * 4),
                 pages(count * 4), count, LH_DTYPE_F32, LH_DTYPE_F32},
+        .stored = {[LH_ADAM_STATES_BF16] = {LH_ADAM_STATES_BF16, pages(room * 2), pages(room * 2),
+                                            NULL},
+                   [LH_ADAM_STATES_8BIT] = {LH_ADAM_STATES_8BIT, pages(room), pages(room),
+                                            pages(lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, room))}},
     };
     void *residual = bench.run.residual;
 
@@ -276,6 +358,7 @@ int main(int argc, char **argv)
         bench.run.gradient_dtype = modes[mode][1];
         bench.run.residual = modes[mode][0] == LH_DTYPE_BF16 ? residual : NULL;
         values_make(&bench.run);
+        stored_make(&bench);
         /* The definition is one call of fmaf() after another; its speed says nothing. */
         for (int k = 0; k < kernel_count - 1; k++) {
             bench.kernel = kernels + k;

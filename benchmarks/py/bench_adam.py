@@ -10,6 +10,10 @@ For fp32 gradients, a peer only takes its step. For bf16 gradients, it does what
 cast the gradient to fp32, step, and cast the parameter to bf16. lohan's pass does all of this, with
 the master in two halves (P16 and residual) instead of a separate copy.
 
+Moments in bf16 and in 8 bits are compared with lohan's own pass over moments in fp32, and with the
+8-bit AdamW of torchao and of bitsandbytes on the CPU, if these are installed
+(benchmarks/requirements-peers.txt). torchao compiles its step first, which takes a minute.
+
     python benchmarks/py/bench_adam.py [--deepspeed-python VENV/bin/python]
 
 Prints one JSON line per result; value, min, median and max are in elements per second.
@@ -67,10 +71,22 @@ class Values:
 class Ours:
     """lohan's update with and without checksums, and the bound, on one set of arrays."""
 
-    def __init__(self, core, values: Values, bf16: bool, threads: int, kernel: str | None) -> None:
+    def __init__(
+        self,
+        core,
+        values: Values,
+        bf16: bool,
+        threads: int,
+        kernel: str | None,
+        states: str = "fp32",
+    ) -> None:
         count = values.param.numel()
         self.core, self.threads, self.kernel = core, threads, kernel
-        self.moment1, self.moment2 = huge_like(values.moment1), huge_like(values.moment2)
+        self.states: dict[str, object] = {}
+        if states == "fp32":
+            self.moment1, self.moment2 = huge_like(values.moment1), huge_like(values.moment2)
+        else:
+            self._encode(values, states)
         self.gradient = values.gradient16 if bf16 else values.gradient
         self.residual = huge_tensor(count, torch.int16) if bf16 else None
         if bf16:
@@ -92,6 +108,18 @@ class Ours:
         )
         self.seal: bytes | None = None
 
+    def _encode(self, values: Values, states: str) -> None:
+        """Make moments of another format."""
+        count = values.param.numel()
+        dtype = torch.int16 if states == "bf16" else torch.int8
+        self.moment1, self.moment2 = huge_tensor(count, dtype), huge_tensor(count, dtype)
+        self.scales = torch.empty(count // 16 if states == "8bit" else 0, dtype=torch.uint8)
+        scales = self.scales.data_ptr() if states == "8bit" else 0
+        stored = (self.moment1.data_ptr(), self.moment2.data_ptr(), scales)
+        decoded = (values.moment1.clone(), values.moment2.clone())
+        self.core.adam_encode(states, *stored, *(m.data_ptr() for m in decoded), 0, count, 0, 0)
+        self.states = {"states": states, "scales_ptr": scales}
+
     def _update(self, **kwargs) -> bytes | None:
         return self.core.adam_update(
             self.kernel,
@@ -103,6 +131,7 @@ class Ours:
             10,
             1.0,
             threads=self.threads,
+            **self.states,
             **kwargs,
         )
 
@@ -140,6 +169,8 @@ class Peer:
         self.optimizer = make([self.param])
         self.optimizer.step()
         state = self.optimizer.state[self.param]
+        if type(state.get("exp_avg")) is not torch.Tensor:
+            return  # 8-bit states in a format of its own
         state["exp_avg"] = ours.moment1 if ours else huge_like(values.moment1)
         state["exp_avg_sq"] = ours.moment2 if ours else huge_like(values.moment2)
 
@@ -161,6 +192,19 @@ def deepspeed_adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(params, adamw_mode=True, **HYPER)
+
+
+def eight_bit_peers() -> dict[str, Callable]:
+    """Return the makers of 8-bit AdamW that are installed; print a note for each other one."""
+    makers: dict[str, Callable] = {}
+    for name, module in (("torchao", "torchao.optim"), ("bitsandbytes", "bitsandbytes.optim")):
+        try:
+            kind = importlib.import_module(module).AdamW8bit
+        except ImportError as error:
+            print(f"note: {name} is not compared: {error}", file=sys.stderr)
+            continue
+        makers[name] = lambda params, kind=kind: kind(params, **HYPER)
+    return makers
 
 
 def seconds_of(action: Callable[[], object]) -> float:
@@ -241,6 +285,46 @@ def bench(core, report: Report, args: argparse.Namespace, bf16: bool) -> None:
         add(report, f"adam_py/{mode}/checksums", args.elements, times, "checksums", peer)
 
 
+def bench_states(core, report: Report, args: argparse.Namespace, bf16: bool) -> None:
+    """Compare moments in fewer bits with those in fp32, and with 8-bit optimizers."""
+    count = args.elements // 64 * 64
+    values = Values(count)
+    ours = {
+        states: Ours(core, values, bf16, args.threads, args.kernel, states)
+        for states in ("fp32", "bf16", "8bit")
+    }
+    contestants: dict[str, Callable[[], float]] = {}
+    for states, one in ours.items():
+        contestants[states] = lambda one=one: seconds_of(one.update)
+        contestants[f"{states}/checksums"] = lambda one=one: seconds_of(one.update_checked)
+    for name, make in eight_bit_peers().items():
+        peer = Peer(make, values, bf16, None)
+        contestants[name] = lambda peer=peer: seconds_of(peer.step)
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    for repetition in range(args.repetitions + 1):
+        for name, run in contestants.items():
+            if name.endswith("/checksums"):
+                ours[name.split("/")[0]].make_checksums()
+            time.sleep(0.02)
+            seconds = run()
+            if repetition > 0:
+                speeds[name].append(round(count / seconds))
+    mode = "bf16_residual" if bf16 else "fp32"
+    for states in ("bf16", "8bit"):
+        for checksums in ("", "/checksums"):
+            peers = {"fp32 moments": speeds[f"fp32{checksums}"]}
+            peers |= {name: speeds[name] for name in speeds if name in ("torchao", "bitsandbytes")}
+            for peer_name, peer_values in peers.items():
+                report.add(
+                    f"adam_py/{mode}{checksums}/{states}_moments",
+                    speeds[states + checksums],
+                    "elements/s",
+                    peer=peer_name,
+                    peer_values=peer_values,
+                    less_is_better=False,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--elements", type=int, default=50_000_000)
@@ -263,6 +347,7 @@ def main() -> None:
     report = Report(args.history)
     for bf16 in (False, True):
         bench(core, report, args, bf16)
+        bench_states(core, report, args, bf16)
     if not args.deepspeed_python:
         print("note: DeepSpeed is not compared: --deepspeed-python was not given", file=sys.stderr)
 

@@ -126,12 +126,22 @@ typedef void (*lh_adam_checking_fn)(const struct lh_adam_run *run,
                                     const struct lh_adam_scalars *scalars,
                                     uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 
+/*
+ * An update of whole blocks whose moments are not in fp32, without a pass that decodes them. BF16:
+ * the stored moments are updated, with a random word for each element; those of run are not used.
+ * 8BIT: moment1 and moment2 of run receive the new moments and roots, which are not yet encoded.
+ */
+typedef void (*lh_adam_stored_fn)(const struct lh_adam_run *run,
+                                  const struct lh_adam_scalars *scalars,
+                                  const struct lh_adam_moments *stored, const uint32_t *random);
+
 struct lh_adam_kernel {
     const char *name; /* "avx512", "avx2", "neon", each also with "_tiles"; "ref" */
     lh_adam_fn run;
     lh_adam_checking_fn run_checking; /* NULL: checksums are computed tile by tile */
     /* Like run, but moment2 receives the root of the second moment, which 8-bit states store. */
     lh_adam_fn run_roots;
+    lh_adam_stored_fn run_stored; /* NULL: moments are decoded before run, and encoded after it */
     const struct lh_adam_states_ops *states;
 };
 

@@ -1,6 +1,6 @@
 /*
  * Private parts of adam_states.h: the arithmetic of scales, which all instruction sets share, and
- * the conversions of 8-bit moments, one file for each instruction set.
+ * the conversions of moments, one file for each instruction set.
  */
 #ifndef LH_COMPUTE_ADAM_8BIT_H
 #define LH_COMPUTE_ADAM_8BIT_H
@@ -68,7 +68,10 @@ static inline float lh_adam_8bit_unit2(uint16_t scale)
 
 /* The conversions of one instruction set. count is a multiple of LH_ADAM_STATES_BLOCK. */
 struct lh_adam_states_ops {
-    struct lh_zo_kernel zo; /* rounds and converts bf16 */
+    struct lh_zo_kernel zo; /* makes random words and decodes bf16 */
+    /* Round to bf16 with a random word for each element. */
+    void (*round_bf16)(const struct lh_adam_moments *moments, const float *moment1,
+                       const float *moment2, const uint32_t *random, uint64_t count);
     void (*decode_8bit)(const struct lh_adam_moments *moments, float *moment1, float *moment2,
                         uint64_t count);
     void (*encode_8bit)(const struct lh_adam_moments *moments, const float *moment1,
@@ -76,6 +79,8 @@ struct lh_adam_states_ops {
 };
 
 /* The definition, which runs on any machine. */
+void lh_adam_round_bf16_ref(const struct lh_adam_moments *moments, const float *moment1,
+                            const float *moment2, const uint32_t *random, uint64_t count);
 void lh_adam_8bit_decode_ref(const struct lh_adam_moments *moments, float *moment1, float *moment2,
                              uint64_t count);
 void lh_adam_8bit_encode_ref(const struct lh_adam_moments *moments, const float *moment1,
@@ -83,17 +88,23 @@ void lh_adam_8bit_encode_ref(const struct lh_adam_moments *moments, const float 
 
 #if defined(__x86_64__)
 /* Needs AVX2. */
+void lh_adam_round_bf16_avx2(const struct lh_adam_moments *moments, const float *moment1,
+                             const float *moment2, const uint32_t *random, uint64_t count);
 void lh_adam_8bit_decode_avx2(const struct lh_adam_moments *moments, float *moment1, float *moment2,
                               uint64_t count);
 void lh_adam_8bit_encode_avx2(const struct lh_adam_moments *moments, const float *moment1,
                               const float *roots, uint64_t count);
 /* Needs AVX-512 F, BW and DQ. */
+void lh_adam_round_bf16_avx512(const struct lh_adam_moments *moments, const float *moment1,
+                               const float *moment2, const uint32_t *random, uint64_t count);
 void lh_adam_8bit_decode_avx512(const struct lh_adam_moments *moments, float *moment1,
                                 float *moment2, uint64_t count);
 void lh_adam_8bit_encode_avx512(const struct lh_adam_moments *moments, const float *moment1,
                                 const float *roots, uint64_t count);
 #elif defined(__aarch64__)
 /* Runs on every ARMv8-A. */
+void lh_adam_round_bf16_neon(const struct lh_adam_moments *moments, const float *moment1,
+                             const float *moment2, const uint32_t *random, uint64_t count);
 void lh_adam_8bit_decode_neon(const struct lh_adam_moments *moments, float *moment1, float *moment2,
                               uint64_t count);
 void lh_adam_8bit_encode_neon(const struct lh_adam_moments *moments, const float *moment1,

@@ -1,4 +1,4 @@
-/* 8-bit moments with AVX2, eight elements at a time. */
+/* Moments in 8 bits and in bf16 with AVX2, eight elements at a time. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -8,6 +8,7 @@
 #define REGISTER "+x"
 #define DECODE lh_adam_8bit_decode_avx2
 #define ENCODE lh_adam_8bit_encode_avx2
+#define ROUND_BF16 lh_adam_round_bf16_avx2
 #define DECODE_REF lh_adam_8bit_decode_ref
 #define ENCODE_REF lh_adam_8bit_encode_ref
 
@@ -63,6 +64,14 @@ static INLINE bool has_nan_code(const void *codes1, const void *codes2)
     return _mm256_movemask_epi8(_mm256_or_si256(found1, found2)) != 0;
 }
 
+/* Store the upper halves of all words. */
+static INLINE void uppers_store(uint16_t *target, words low, words high)
+{
+    __m256i packed = _mm256_packus_epi32((__m256i)(low >> 16), (__m256i)(high >> 16));
+    _mm256_storeu_si256((void *)target, _mm256_permute4x64_epi64(packed, 0xD8));
+}
+
 #include "compute/adam_8bit_body.h"
+#include "compute/adam_bf16_body.h"
 
 #endif

@@ -1,4 +1,4 @@
-/* 8-bit moments with AVX-512, sixteen elements at a time. */
+/* Moments in 8 bits and in bf16 with AVX-512, sixteen elements at a time. */
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -8,6 +8,7 @@
 #define REGISTER "+v"
 #define DECODE lh_adam_8bit_decode_avx512
 #define ENCODE lh_adam_8bit_encode_avx512
+#define ROUND_BF16 lh_adam_round_bf16_avx512
 #define DECODE_REF lh_adam_8bit_decode_ref
 #define ENCODE_REF lh_adam_8bit_encode_ref
 
@@ -52,6 +53,16 @@ static INLINE bool has_nan_code(const void *codes1, const void *codes2)
     return (first | second) != 0;
 }
 
+/* Store the upper halves of all words. */
+static INLINE void uppers_store(uint16_t *target, words low, words high)
+{
+    const __m512i odd =
+        _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                         25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    _mm512_storeu_si512(target, _mm512_permutex2var_epi16((__m512i)low, odd, (__m512i)high));
+}
+
 #include "compute/adam_8bit_body.h"
+#include "compute/adam_bf16_body.h"
 
 #endif

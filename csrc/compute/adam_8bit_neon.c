@@ -1,4 +1,4 @@
-/* 8-bit moments with NEON, four elements at a time. */
+/* Moments in 8 bits and in bf16 with NEON, four elements at a time. */
 #if defined(__aarch64__)
 
 #include <arm_neon.h>
@@ -9,6 +9,7 @@
 #define REGISTER "+w"
 #define DECODE lh_adam_8bit_decode_neon
 #define ENCODE lh_adam_8bit_encode_neon
+#define ROUND_BF16 lh_adam_round_bf16_neon
 #define DECODE_REF lh_adam_8bit_decode_ref
 #define ENCODE_REF lh_adam_8bit_encode_ref
 
@@ -67,6 +68,13 @@ static INLINE bool has_nan_code(const void *codes1, const void *codes2)
     return vmaxvq_u8(found) != 0;
 }
 
+/* Store the upper halves of all words. */
+static INLINE void uppers_store(uint16_t *target, words low, words high)
+{
+    vst1q_u16(target, vuzp2q_u16((uint16x8_t)low, (uint16x8_t)high));
+}
+
 #include "compute/adam_8bit_body.h"
+#include "compute/adam_bf16_body.h"
 
 #endif

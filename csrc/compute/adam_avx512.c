@@ -4,7 +4,9 @@
  *
  * One body serves all nine pairs of dtypes, with and without folding: it is inlined into callers
  * that pass constants. An iteration takes 32 elements, a whole 64-byte word of each 2-byte array.
- * The remaining elements are updated by adam_ref.c, with the same bits.
+ * The remaining elements are updated by adam_ref.c, with the same bits. Moments that are stored in
+ * fewer bits (adam_states.h) are decoded in the registers, and bf16 is rounded there: the passes
+ * over a tile that this saves would not fit into the waits for the square root and the division.
  */
 #if defined(__x86_64__)
 
@@ -12,6 +14,7 @@
 
 #include "base/assert.h"
 #include "base/crc32c.h"
+#include "compute/adam_8bit.h"
 #include "compute/adam_kernels.h"
 
 #define HALF_ELEMENTS 16
@@ -37,6 +40,13 @@ struct lanes {
 struct mode {
     enum lh_dtype param, gradient;
     bool folding, roots;
+    enum lh_adam_states states;
+};
+
+/* Stored moments with the random words of their elements: see lh_adam_stored_fn. */
+struct stored {
+    const struct lh_adam_moments *moments;
+    const uint32_t *random;
 };
 
 static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
@@ -79,16 +89,66 @@ static inline __attribute__((always_inline)) __m512 floats_load(const void *arra
     return _mm512_loadu_ps((const float *)array + i);
 }
 
+/* Decode moments of 8 bits: lh_adam_8bit_decode_ref(). */
+static inline void codes_decode(const struct lh_adam_moments *moments, uint64_t i, __m512 *m_out,
+                                __m512 *v_out)
+{
+    const struct lh_adam_scales *scales = moments->scales + i / LH_ADAM_STATES_BLOCK;
+    const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(LH_ADAM_NAN_BITS));
+    __m128i bytes1 = _mm_loadu_si128((const void *)((const int8_t *)moments->moment1 + i));
+    __m128i bytes2 = _mm_loadu_si128((const void *)((const uint8_t *)moments->moment2 + i));
+    __mmask16 is_nan1 = _mm_cmpeq_epi8_mask(bytes1, _mm_set1_epi8(LH_ADAM_8BIT_NAN1));
+    __mmask16 is_nan2 = _mm_cmpeq_epi8_mask(bytes2, _mm_set1_epi8((char)LH_ADAM_8BIT_NAN2));
+    __m512i code = _mm512_cvtepi8_epi32(bytes1);
+    __m512i bits = _mm512_slli_epi32(_mm512_abs_epi32(code), LH_ADAM_8BIT_CODE_SHIFT);
+    __m512 m, root;
+
+    bits = _mm512_add_epi32(bits, _mm512_set1_epi32(LH_ADAM_8BIT_ONE));
+    m = _mm512_sub_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(1));
+    m = _mm512_mul_ps(m, _mm512_set1_ps(lh_adam_8bit_unit1(scales->moment1)));
+    m = _mm512_or_ps(m, _mm512_castsi512_ps(_mm512_and_si512(code, _mm512_set1_epi32(1 << 31))));
+    root = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes2));
+    root = _mm512_mul_ps(root, _mm512_set1_ps(lh_adam_8bit_unit2(scales->moment2)));
+    *m_out = _mm512_mask_mov_ps(m, is_nan1, nan);
+    *v_out = _mm512_mask_mov_ps(_mm512_mul_ps(root, root), is_nan2, nan);
+}
+
+/* Add random bits to a value, of which the upper half is then the rounded value or NaN. */
+static inline __m512 randomized(__m512 value, __m512i random)
+{
+    const __m512 largest = _mm512_castsi512_ps(_mm512_set1_epi32(0x7F7F0000));
+    const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(LH_ADAM_NAN_BITS));
+    __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    __m512 bounded = _mm512_range_ps(value, largest, 2); /* the smaller magnitude, value's sign */
+
+    bounded = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(bounded), random));
+    return _mm512_mask_mov_ps(bounded, is_nan, nan);
+}
+
+static inline __attribute__((always_inline)) void
+moments_load(const struct lh_adam_run *run, const struct stored *stored, uint64_t i,
+             const enum lh_adam_states states, __m512 *m_out, __m512 *v_out)
+{
+    if (states == LH_ADAM_STATES_8BIT) {
+        codes_decode(stored->moments, i, m_out, v_out);
+    } else if (states == LH_ADAM_STATES_BF16) {
+        *m_out = bf16_widened((const uint16_t *)stored->moments->moment1 + i);
+        *v_out = bf16_widened((const uint16_t *)stored->moments->moment2 + i);
+    } else {
+        *m_out = _mm512_loadu_ps(run->moment1 + i);
+        *v_out = _mm512_loadu_ps(run->moment2 + i);
+    }
+}
+
 /* read_out: m, v and the fp32 parameters (or their master) before the update. */
-static inline __attribute__((always_inline)) __m512i
-half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes,
-            const struct mode mode, __m512i *read_out, __m512i *moments_written)
+static inline __attribute__((always_inline)) __m512i half_update(
+    const struct lh_adam_run *run, const struct stored *stored, uint64_t i,
+    const struct lanes *lanes, const struct mode mode, __m512i *read_out, __m512i *moments_written)
 {
     __m512 g = floats_load(run->gradient, i, mode.gradient);
-    __m512 m = _mm512_loadu_ps(run->moment1 + i);
-    __m512 v = _mm512_loadu_ps(run->moment2 + i);
-    __m512 p, d, root;
+    __m512 m, v, p, d, root;
 
+    moments_load(run, stored, i, mode.states, &m, &v);
     if (mode.param == LH_DTYPE_BF16) {
         __m512i high = _mm512_castps_si512(floats_load(run->param, i, LH_DTYPE_BF16));
         __m512i low = _mm512_cvtepi16_epi32(
@@ -108,11 +168,17 @@ half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes
     root = _mm512_sqrt_ps(v);
     d = _mm512_fmadd_ps(root, lanes->bias2_sqrt_inverse, lanes->eps);
     p = _mm512_fnmadd_ps(lanes->step_size, _mm512_div_ps(m, d), _mm512_mul_ps(p, lanes->decay));
-    m = nan_settled(m);
-    v = nan_settled(mode.roots ? root : v);
+    if (mode.states == LH_ADAM_STATES_BF16) {
+        __m512i random = _mm512_loadu_si512(stored->random + i);
 
-    _mm512_storeu_ps(run->moment1 + i, m);
-    _mm512_storeu_ps(run->moment2 + i, v);
+        m = randomized(m, _mm512_srli_epi32(random, 16));
+        v = randomized(v, _mm512_and_si512(random, _mm512_set1_epi32(0xFFFF)));
+    } else {
+        m = nan_settled(m);
+        v = nan_settled(mode.roots ? root : v);
+        _mm512_storeu_ps(run->moment1 + i, m);
+        _mm512_storeu_ps(run->moment2 + i, v);
+    }
     moments_written[0] = _mm512_castps_si512(m);
     moments_written[1] = _mm512_castps_si512(v);
     return _mm512_castps_si512(nan_settled(p));
@@ -124,27 +190,30 @@ static inline __m512i fold(__m512i state, __m512i word, __m512i constants)
                                      _mm512_clmulepi64_epi128(state, constants, 0x11), word, 0x96);
 }
 
-static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_run *run,
-                                                           uint64_t i, const struct mode mode)
+/* Prefetch what follows 32 elements of an array, which has element_bytes 0 if it is NULL. */
+static inline __attribute__((always_inline)) void array_prefetch(const void *array, uint64_t i,
+                                                                 const uint64_t element_bytes)
 {
-    const char *const arrays[4] = {run->param, run->gradient, (const char *)run->moment1,
-                                   (const char *)run->moment2};
-    const bool narrow[4] = {mode.param != LH_DTYPE_F32, mode.gradient != LH_DTYPE_F32, false,
-                            false};
+    if (element_bytes == 0)
+        return;
+    const char *ahead = (const char *)array + (i * 4 + PREFETCH_BYTES) * element_bytes / 4;
+    _mm_prefetch(ahead, _MM_HINT_T0);
+    if (element_bytes == 4)
+        _mm_prefetch(ahead + 64, _MM_HINT_T0);
+}
 
-    for (int a = 0; a < 4; a++) {
-        const char *ahead = arrays[a] + (i * 4 + PREFETCH_BYTES) / (narrow[a] ? 2 : 1);
+static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_run *run,
+                                                           const struct stored *stored, uint64_t i,
+                                                           const struct mode mode)
+{
+    const bool is_stored = mode.states != LH_ADAM_STATES_F32;
+    const uint64_t moment_bytes = lh_adam_moment_bytes(mode.states);
 
-        _mm_prefetch(ahead, _MM_HINT_T0);
-        if (!narrow[a])
-            _mm_prefetch(ahead + 64, _MM_HINT_T0);
-    }
-    if (mode.param == LH_DTYPE_BF16)
-        _mm_prefetch((const char *)run->residual + (i * 4 + PREFETCH_BYTES) / 2, _MM_HINT_T0);
-    if (mode.param == LH_DTYPE_F16) {
-        _mm_prefetch((const char *)run->residual + i * 4 + PREFETCH_BYTES, _MM_HINT_T0);
-        _mm_prefetch((const char *)run->residual + i * 4 + PREFETCH_BYTES + 64, _MM_HINT_T0);
-    }
+    array_prefetch(run->param, i, lh_dtype_bytes(mode.param));
+    array_prefetch(run->gradient, i, lh_dtype_bytes(mode.gradient));
+    array_prefetch(is_stored ? stored->moments->moment1 : run->moment1, i, moment_bytes);
+    array_prefetch(is_stored ? stored->moments->moment2 : run->moment2, i, moment_bytes);
+    array_prefetch(run->residual, i, lh_adam_residual_bytes(mode.param));
 }
 
 /* Index vectors that select the high and the low halves of 2 x 16 dwords. */
@@ -176,6 +245,7 @@ static inline __attribute__((always_inline)) __m512i params_rounded(const __m512
 /* Returns the number of elements updated: a multiple of 32. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
+                                                           const struct stored *stored,
                                                            const struct mode mode,
                                                            __m512i *folds_out)
 {
@@ -190,20 +260,20 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                       : states[LH_ADAM_STREAM_##stream])
 
     for (uint64_t i = 0; i < count; i += LH_ADAM_FOLD_ELEMENTS) {
-        __m512i bits[2], residual = _mm512_setzero_si512();
+        __m512i bits[2], written[2][2], residual = _mm512_setzero_si512();
 
-        prefetch(run, i, mode);
+        prefetch(run, stored, i, mode);
         if (mode.param == LH_DTYPE_BF16 && mode.folding)
             residual = _mm512_loadu_si512((const int16_t *)run->residual + i);
         for (int half = 0; half < 2; half++) {
             const uint64_t at = i + (uint64_t)half * HALF_ELEMENTS;
-            __m512i read[3], written[2];
+            __m512i read[3];
 
-            bits[half] = half_update(run, at, &lanes, mode, read, written);
+            bits[half] = half_update(run, stored, at, &lanes, mode, read, written[half]);
             FOLD(MOMENT1_READ, read[0]);
             FOLD(MOMENT2_READ, read[1]);
-            FOLD(MOMENT1, written[0]);
-            FOLD(MOMENT2, written[1]);
+            FOLD(MOMENT1, written[half][0]);
+            FOLD(MOMENT2, written[half][1]);
             if (mode.param == LH_DTYPE_F32) {
                 _mm512_storeu_si512((float *)run->param + at, bits[half]);
                 FOLD(PARAM, bits[half]);
@@ -212,6 +282,14 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                 FOLD(RESIDUAL_READ, read[2]);
                 FOLD(RESIDUAL, bits[half]);
             }
+        }
+        if (mode.states == LH_ADAM_STATES_BF16) {
+            uint16_t *const targets[2] = {stored->moments->moment1, stored->moments->moment2};
+
+            for (int moment = 0; moment < 2; moment++)
+                _mm512_storeu_si512(targets[moment] + i,
+                                    _mm512_permutex2var_epi16(written[0][moment], word_indices(1),
+                                                              written[1][moment]));
         }
         if (mode.param != LH_DTYPE_F32) {
             __m512i rounded = params_rounded(bits, mode.param);
@@ -234,33 +312,38 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     return count;
 }
 
-static inline __attribute__((always_inline)) uint64_t
-body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                 const enum lh_dtype param, bool folding, bool roots, __m512i *folds_out)
+/* mode: without the dtypes. */
+static inline __attribute__((always_inline)) uint64_t body_by_gradient(
+    const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+    const struct stored *stored, const enum lh_dtype param, struct mode mode, __m512i *folds_out)
 {
+    mode.param = param;
+    mode.gradient = LH_DTYPE_BF16;
     if (run->gradient_dtype == LH_DTYPE_BF16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding, roots}, folds_out);
+        return body(run, scalars, stored, mode, folds_out);
+    mode.gradient = LH_DTYPE_F16;
     if (run->gradient_dtype == LH_DTYPE_F16)
-        return body(run, scalars, (struct mode){param, LH_DTYPE_F16, folding, roots}, folds_out);
-    return body(run, scalars, (struct mode){param, LH_DTYPE_F32, folding, roots}, folds_out);
+        return body(run, scalars, stored, mode, folds_out);
+    mode.gradient = LH_DTYPE_F32;
+    return body(run, scalars, stored, mode, folds_out);
 }
 
 static inline __attribute__((always_inline)) uint64_t
-body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
-               bool roots, __m512i *folds_out)
+body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+               const struct stored *stored, const struct mode mode, __m512i *folds_out)
 {
     LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
     if (run->param_dtype == LH_DTYPE_BF16)
-        return body_by_gradient(run, scalars, LH_DTYPE_BF16, folding, roots, folds_out);
+        return body_by_gradient(run, scalars, stored, LH_DTYPE_BF16, mode, folds_out);
     if (run->param_dtype == LH_DTYPE_F16)
-        return body_by_gradient(run, scalars, LH_DTYPE_F16, folding, roots, folds_out);
-    return body_by_gradient(run, scalars, LH_DTYPE_F32, folding, roots, folds_out);
+        return body_by_gradient(run, scalars, stored, LH_DTYPE_F16, mode, folds_out);
+    return body_by_gradient(run, scalars, stored, LH_DTYPE_F32, mode, folds_out);
 }
 
 void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    uint64_t done = body_by_dtypes(run, scalars, false, false, NULL);
+    uint64_t done = body_by_dtypes(run, scalars, NULL, (struct mode){.folding = false}, NULL);
 
     if (done < run->count) {
         struct lh_adam_run rest = lh_adam_run_from(run, done);
@@ -271,7 +354,7 @@ void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars 
 
 void lh_adam_avx512_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    uint64_t done = body_by_dtypes(run, scalars, false, true, NULL);
+    uint64_t done = body_by_dtypes(run, scalars, NULL, (struct mode){.roots = true}, NULL);
 
     if (done < run->count) {
         struct lh_adam_run rest = lh_adam_run_from(run, done);
@@ -280,11 +363,26 @@ void lh_adam_avx512_roots(const struct lh_adam_run *run, const struct lh_adam_sc
     }
 }
 
+void lh_adam_avx512_stored(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                           const struct lh_adam_moments *moments, const uint32_t *random)
+{
+    const struct stored stored = {moments, random};
+    uint64_t done;
+
+    if (moments->states == LH_ADAM_STATES_BF16)
+        done = body_by_dtypes(run, scalars, &stored, (struct mode){.states = LH_ADAM_STATES_BF16},
+                              NULL);
+    else
+        done = body_by_dtypes(run, scalars, &stored,
+                              (struct mode){.states = LH_ADAM_STATES_8BIT, .roots = true}, NULL);
+    LH_ASSERT(done == run->count);
+}
+
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                             uint32_t crcs_out[LH_ADAM_STREAM_COUNT])
 {
     __m512i folds[LH_ADAM_STREAM_COUNT];
-    uint64_t done = body_by_dtypes(run, scalars, true, false, folds);
+    uint64_t done = body_by_dtypes(run, scalars, NULL, (struct mode){.folding = true}, folds);
 
     LH_ASSERT(done == run->count);
     for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)

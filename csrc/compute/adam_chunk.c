@@ -142,6 +142,23 @@ static void part_prefetch(const struct walk *walk, const struct lh_adam_segment 
         __builtin_prefetch(gradient + at);
 }
 
+/* Update whole blocks that begin at an element of the unit, without decoding them first. */
+static void stored_update(const struct walk *walk, const struct lh_adam_run *run,
+                          const struct lh_adam_scalars *scalars,
+                          const struct lh_adam_moments *moments, uint64_t first)
+{
+    const struct lh_adam_states_ops *states = walk->kernel->states;
+    const struct lh_adam_random *random = &walk->chunk->random;
+    uint32_t words[PART_ELEMENTS] __attribute__((aligned(64)));
+
+    if (moments->states == LH_ADAM_STATES_BF16)
+        lh_adam_states_words(states, words, first, run->count, random);
+    walk->kernel->run_stored(run, scalars, moments, words);
+    if (moments->states == LH_ADAM_STATES_8BIT)
+        lh_adam_states_encode(states, moments, run->moment1, run->moment2, first, run->count,
+                              random);
+}
+
 /* Update the blocks [first, first + count), which are inside segment except for padding. */
 static void part_update(const struct walk *walk, const struct lh_adam_segment *segment,
                         uint64_t first, uint64_t count)
@@ -162,6 +179,10 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
 
     run.moment1 = moment1;
     run.moment2 = moment2;
+    if (walk->kernel->run_stored && run.count == count) {
+        stored_update(walk, &run, &segment->scalars, &moments, chunk->first + first);
+        return;
+    }
     part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
     lh_adam_states_decode(states, &moments, moment1, moment2, count);
     if (chunk->states == LH_ADAM_STATES_8BIT)

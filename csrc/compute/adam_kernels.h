@@ -32,6 +32,8 @@ void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_sc
 /* Needs AVX-512 F, BW, VL and DQ. */
 void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 void lh_adam_avx512_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+void lh_adam_avx512_stored(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                           const struct lh_adam_moments *stored, const uint32_t *random);
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                             uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);

@@ -1,4 +1,4 @@
-/* The definition of the 8-bit format, and the conversions between formats. See adam_states.h. */
+/* The definition of the formats, and the conversions between them. See adam_states.h. */
 #include "compute/adam_states.h"
 
 #include <math.h>
@@ -8,9 +8,10 @@
 #include "base/assert.h"
 #include "compute/adam_8bit.h"
 
-/* Samples of zo.h's streams; zeroth-order training uses others and has other seeds. */
-#define SAMPLE_MOMENT1 65534
-#define SAMPLE_MOMENT2 65533
+/* A sample of zo.h's streams; zeroth-order training uses others and has other seeds. */
+#define SAMPLE_MOMENTS 65534
+/* Elements whose random words are made at a time. */
+#define WORDS_ELEMENTS 256
 
 static uint32_t bits_of(float value)
 {
@@ -103,26 +104,47 @@ void lh_adam_8bit_encode_ref(const struct lh_adam_moments *moments, const float 
                      moments->scales + i / LH_ADAM_STATES_BLOCK, moment1 + i, roots + i);
 }
 
+void lh_adam_round_bf16_ref(const struct lh_adam_moments *moments, const float *moment1,
+                            const float *moment2, const uint32_t *random, uint64_t count)
+{
+    uint16_t *target1 = moments->moment1, *target2 = moments->moment2;
+
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t rounded1 = lh_zo_rounded(bits_of(moment1[i]), random[i], LH_ZO_FORMAT_BF16);
+        uint32_t rounded2 = lh_zo_rounded(bits_of(moment2[i]), random[i] << 16, LH_ZO_FORMAT_BF16);
+
+        target1[i] = (uint16_t)(rounded1 >> 16);
+        target2[i] = (uint16_t)(rounded2 >> 16);
+    }
+}
+
 const struct lh_adam_states_ops lh_adam_states_ref = {
-    .zo = {"ref", lh_zo_ref, lh_zo_widen_ref, lh_zo_narrow_ref, lh_zo_cast_ref},
+    .zo = {"ref", lh_zo_ref, lh_zo_words_ref, lh_zo_widen_ref, lh_zo_narrow_ref, lh_zo_cast_ref},
+    .round_bf16 = lh_adam_round_bf16_ref,
     .decode_8bit = lh_adam_8bit_decode_ref,
     .encode_8bit = lh_adam_8bit_encode_ref,
 };
 
 #if defined(__x86_64__)
 const struct lh_adam_states_ops lh_adam_states_avx2 = {
-    .zo = {"avx2", lh_zo_avx2, lh_zo_widen_avx2, lh_zo_narrow_avx2, lh_zo_cast_avx2},
+    .zo = {"avx2", lh_zo_avx2, lh_zo_words_avx2, lh_zo_widen_avx2, lh_zo_narrow_avx2,
+           lh_zo_cast_avx2},
+    .round_bf16 = lh_adam_round_bf16_avx2,
     .decode_8bit = lh_adam_8bit_decode_avx2,
     .encode_8bit = lh_adam_8bit_encode_avx2,
 };
 const struct lh_adam_states_ops lh_adam_states_avx512 = {
-    .zo = {"avx512", lh_zo_avx512, lh_zo_widen_avx512, lh_zo_narrow_avx512, lh_zo_cast_avx512},
+    .zo = {"avx512", lh_zo_avx512, lh_zo_words_avx512, lh_zo_widen_avx512, lh_zo_narrow_avx512,
+           lh_zo_cast_avx512},
+    .round_bf16 = lh_adam_round_bf16_avx512,
     .decode_8bit = lh_adam_8bit_decode_avx512,
     .encode_8bit = lh_adam_8bit_encode_avx512,
 };
 #elif defined(__aarch64__)
 const struct lh_adam_states_ops lh_adam_states_neon = {
-    .zo = {"neon", lh_zo_neon, lh_zo_widen_neon, lh_zo_narrow_neon, lh_zo_cast_neon},
+    .zo = {"neon", lh_zo_neon, lh_zo_words_neon, lh_zo_widen_neon, lh_zo_narrow_neon,
+           lh_zo_cast_neon},
+    .round_bf16 = lh_adam_round_bf16_neon,
     .decode_8bit = lh_adam_8bit_decode_neon,
     .encode_8bit = lh_adam_8bit_encode_neon,
 };
@@ -158,22 +180,29 @@ void lh_adam_states_root(enum lh_adam_states states, float *moment2, uint64_t co
         moment2[i] = sqrtf(moment2[i]);
 }
 
-/* Round values stochastically and store them as bf16. */
-static void bf16_store(const struct lh_zo_kernel *zo, uint16_t *target, float *values,
-                       uint64_t first, uint64_t count, const struct lh_zo_stream *stream)
+void lh_adam_states_words(const struct lh_adam_states_ops *ops, uint32_t *words, uint64_t first,
+                          uint64_t count, const struct lh_adam_random *random)
 {
-    const struct lh_zo_op round = {
-        .kind = LH_ZO_OP_ROUND, .stream = *stream, .format = LH_ZO_FORMAT_BF16};
+    const struct lh_zo_stream stream = {random->seed, SAMPLE_MOMENTS, random->unit, random->step};
 
-    lh_zo_apply_by(zo, values, values, first, count, &round, 1);
-    zo->narrow(target, values, LH_ZO_FORMAT_BF16, count);
+    ops->zo.words(words, first, count, &stream);
+}
+
+/* The part of moments in bf16 that begins at an element. */
+static struct lh_adam_moments bf16_part(const struct lh_adam_moments *moments, uint64_t first)
+{
+    return (struct lh_adam_moments){
+        .states = moments->states,
+        .moment1 = (uint16_t *)moments->moment1 + first,
+        .moment2 = (uint16_t *)moments->moment2 + first,
+    };
 }
 
 void lh_adam_states_encode(const struct lh_adam_states_ops *ops,
                            const struct lh_adam_moments *moments, float *moment1, float *moment2,
                            uint64_t first, uint64_t count, const struct lh_adam_random *random)
 {
-    struct lh_zo_stream stream = {random->seed, SAMPLE_MOMENT1, random->unit, random->step};
+    uint32_t words[WORDS_ELEMENTS] __attribute__((aligned(64)));
 
     LH_ASSERT(lh_is_aligned(first, LH_ADAM_STATES_BLOCK));
     LH_ASSERT(lh_is_aligned(count, LH_ADAM_STATES_BLOCK));
@@ -184,7 +213,11 @@ void lh_adam_states_encode(const struct lh_adam_states_ops *ops,
         ops->encode_8bit(moments, moment1, moment2, count);
         return;
     }
-    bf16_store(&ops->zo, moments->moment1, moment1, first, count, &stream);
-    stream.sample = SAMPLE_MOMENT2;
-    bf16_store(&ops->zo, moments->moment2, moment2, first, count, &stream);
+    for (uint64_t at = 0; at < count; at += WORDS_ELEMENTS) {
+        const struct lh_adam_moments part = bf16_part(moments, at);
+        uint64_t part_count = lh_min_u64(count - at, WORDS_ELEMENTS);
+
+        lh_adam_states_words(ops, words, first + at, part_count, random);
+        ops->round_bf16(&part, moment1 + at, moment2 + at, words, part_count);
+    }
 }

@@ -15,9 +15,10 @@
  *
  * [Note: Moments in bf16] Moments are rounded stochastically, like the kept parameters of zeroth-
  * order training ([Note: Kept formats] in zo.h). Rounding to nearest would stop the decay of the
- * second moment: a step changes it by a thousandth, and bf16 has 8 bits. The random bits are those
- * of [Note: Counters] in zo.h for (seed, sample, unit, step, element of the unit), with a sample
- * for each moment. Magnitudes above the largest bf16 number become that number.
+ * second moment: a step changes it by a thousandth, and bf16 has 8 bits. The random bits are the
+ * word of [Note: Counters] in zo.h for (seed, sample, unit, step, element of the unit): its upper
+ * half for the first moment, its lower half for the second. Magnitudes above the largest bf16
+ * number become that number.
  *
  * [Note: Moments in 8 bits] A block has a scale for each moment; an element has one byte for each:
  *
@@ -101,6 +102,10 @@ struct lh_adam_states_ops; /* adam_kernels.h */
 void lh_adam_states_decode(const struct lh_adam_states_ops *ops,
                            const struct lh_adam_moments *moments, float *moment1, float *moment2,
                            uint64_t count);
+
+/* Generate the random words of BF16's elements, as lh_adam_states_encode() does; at most 256. */
+void lh_adam_states_words(const struct lh_adam_states_ops *ops, uint32_t *words, uint64_t first,
+                          uint64_t count, const struct lh_adam_random *random);
 
 /* Replace second moments by what lh_adam_states_encode() expects: for 8BIT, their roots. */
 void lh_adam_states_root(enum lh_adam_states states, float *moment2, uint64_t count);

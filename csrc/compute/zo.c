@@ -9,12 +9,13 @@
 /* All kernels, best first. */
 static const struct lh_zo_kernel kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", lh_zo_avx512, lh_zo_widen_avx512, lh_zo_narrow_avx512, lh_zo_cast_avx512},
-    {"avx2", lh_zo_avx2, lh_zo_widen_avx2, lh_zo_narrow_avx2, lh_zo_cast_avx2},
+    {"avx512", lh_zo_avx512, lh_zo_words_avx512, lh_zo_widen_avx512, lh_zo_narrow_avx512,
+     lh_zo_cast_avx512},
+    {"avx2", lh_zo_avx2, lh_zo_words_avx2, lh_zo_widen_avx2, lh_zo_narrow_avx2, lh_zo_cast_avx2},
 #elif defined(__aarch64__)
-    {"neon", lh_zo_neon, lh_zo_widen_neon, lh_zo_narrow_neon, lh_zo_cast_neon},
+    {"neon", lh_zo_neon, lh_zo_words_neon, lh_zo_widen_neon, lh_zo_narrow_neon, lh_zo_cast_neon},
 #endif
-    {"ref", lh_zo_ref, lh_zo_widen_ref, lh_zo_narrow_ref, lh_zo_cast_ref},
+    {"ref", lh_zo_ref, lh_zo_words_ref, lh_zo_widen_ref, lh_zo_narrow_ref, lh_zo_cast_ref},
 };
 
 int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)

@@ -113,6 +113,9 @@ struct lh_zo_kernel {
     /* first and count are multiples of 64. */
     void (*run)(float *values, const float *source, uint64_t first, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count);
+    /* Generate the random words of elements; first, count as in run; words aligned to 64 bytes. */
+    void (*words)(uint32_t *words, uint64_t first, uint64_t count,
+                  const struct lh_zo_stream *stream);
     /* Convert elements of format, which is not F32, to fp32. */
     void (*widen)(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
     /* Convert to format: only numbers that it can represent, or the NaN of LH_ZO_OP_ROUND. */

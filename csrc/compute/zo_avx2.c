@@ -6,6 +6,7 @@
 
 #define VECTOR_BYTES 32
 #define KERNEL lh_zo_avx2
+#define WORDS lh_zo_words_avx2
 #define REGISTER "+x"
 #define LANE_COUNTERS 0, 1, 4, 5
 #define CONSTANT_VECTORS

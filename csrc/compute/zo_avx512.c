@@ -6,6 +6,7 @@
 
 #define VECTOR_BYTES 64
 #define KERNEL lh_zo_avx512
+#define WORDS lh_zo_words_avx512
 #define REGISTER "+v"
 #define LANE_COUNTERS 0, 1, 4, 5, 8, 9, 12, 13
 #define CHAINS 4

@@ -1,10 +1,10 @@
 /*
  * A kernel of zo.h for vectors of any width, with the compiler's own vector types. Each file that
- * includes this header defines the width (VECTOR_BYTES), the name of the kernel (KERNEL), the asm
- * constraint of a vector (REGISTER), the counters of the lanes of the first of two vectors
- * (LANE_COUNTERS), the schedule (below), and the operations for which the target machine has
- * special instructions. During Philox, a word takes 64 bits per counter, because products have 64
- * bits; the upper halves do not matter, because a product reads only lower halves.
+ * includes this header defines the width (VECTOR_BYTES), the names of its functions (KERNEL and
+ * WORDS), the asm constraint of a vector (REGISTER), the counters of the lanes of the first of two
+ * vectors (LANE_COUNTERS), the schedule (below), and the operations for which the target machine
+ * has special instructions. During Philox, a word takes 64 bits per counter, because products have
+ * 64 bits; the upper halves do not matter, because a product reads only lower halves.
  *
  * [Note: Interleaving] Every operation waits for the previous one: seven cycles for a product, a
  * shift and an exclusive or, eighty for a logarithm and its root. A processor fills the gaps with
@@ -501,6 +501,27 @@ void KERNEL(float *values, const float *source, uint64_t first, uint64_t count,
             for (next = i + 1; next < op_count && ops[next].is_same; next++)
                 ;
             draw(values + begin, values + begin, first + begin, end - begin, ops + i, next - i);
+        }
+    }
+}
+
+/* The words of elements that are drawn for nothing else. */
+void WORDS(uint32_t *words_out, uint64_t first, uint64_t count, const struct lh_zo_stream *stream)
+{
+    const uint64_t part_counters = COLUMNS * LANES;
+    struct keys keys;
+    for (uint64_t at = 0, end; at < count; at = end) {
+        uint64_t counter = (first + at) / LH_ZO_WORDS;
+        end = lh_min_u64(count, at + EPOCH - (first + at) % EPOCH);
+        keys_make(&keys, stream, counter);
+        for (; end - at >= SPAN; at += SPAN)
+            for (int part = 0; part < PARTS; part++, counter += part_counters)
+                words_make(&keys, counter, (words *)(words_out + at) + part * COLUMNS);
+        if (at < end) {
+            struct span span;
+            for (int part = 0; part < PARTS; part++, counter += part_counters)
+                words_make(&keys, counter, span.at + part * COLUMNS);
+            memcpy(words_out + at, &span, (end - at) * sizeof(*words_out));
         }
     }
 }

@@ -73,6 +73,8 @@ uint32_t lh_zo_rounded(uint32_t bits, uint32_t word, enum lh_zo_format format);
 /* The definitions, which run on any machine. */
 void lh_zo_ref(float *values, const float *source, uint64_t first, uint64_t count,
                const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_words_ref(uint32_t *words, uint64_t first, uint64_t count,
+                     const struct lh_zo_stream *stream);
 void lh_zo_widen_ref(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
 void lh_zo_narrow_ref(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
 void lh_zo_cast_ref(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
@@ -81,18 +83,24 @@ void lh_zo_cast_ref(void *cast, const float *values, enum lh_zo_format format, u
 /* These need AVX2 and F16C. */
 void lh_zo_avx2(float *values, const float *source, uint64_t first, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_words_avx2(uint32_t *words, uint64_t first, uint64_t count,
+                      const struct lh_zo_stream *stream);
 void lh_zo_widen_avx2(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
 void lh_zo_narrow_avx2(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
 void lh_zo_cast_avx2(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 /* These need AVX-512 F, BW, VL and DQ. */
 void lh_zo_avx512(float *values, const float *source, uint64_t first, uint64_t count,
                   const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_words_avx512(uint32_t *words, uint64_t first, uint64_t count,
+                        const struct lh_zo_stream *stream);
 void lh_zo_widen_avx512(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
 void lh_zo_narrow_avx512(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
 void lh_zo_cast_avx512(void *cast, const float *values, enum lh_zo_format format, uint64_t count);
 #elif defined(__aarch64__)
 void lh_zo_neon(float *values, const float *source, uint64_t first, uint64_t count,
                 const struct lh_zo_op *ops, uint32_t op_count);
+void lh_zo_words_neon(uint32_t *words, uint64_t first, uint64_t count,
+                      const struct lh_zo_stream *stream);
 void lh_zo_widen_neon(float *values, const void *kept, enum lh_zo_format format, uint64_t count);
 void lh_zo_narrow_neon(void *kept, const float *values, enum lh_zo_format format, uint64_t count);
 void lh_zo_cast_neon(void *cast, const float *values, enum lh_zo_format format, uint64_t count);

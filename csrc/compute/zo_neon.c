@@ -6,6 +6,7 @@
 
 #define VECTOR_BYTES 16
 #define KERNEL lh_zo_neon
+#define WORDS lh_zo_words_neon
 #define REGISTER "+w"
 #define LANE_COUNTERS 0, 1
 #define CHAINS 4

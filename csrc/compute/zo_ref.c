@@ -71,6 +71,18 @@ static void words_make(const struct lh_zo_stream *stream, uint64_t counter,
     lh_zo_philox(counters, key, words_out);
 }
 
+void lh_zo_words_ref(uint32_t *words, uint64_t first, uint64_t count,
+                     const struct lh_zo_stream *stream)
+{
+    for (uint64_t i = 0; i < count / LH_ZO_BLOCK * LH_ZO_COUNTERS; i++) {
+        uint32_t *at = words + i / LH_ZO_COUNTERS * LH_ZO_BLOCK + i % LH_ZO_COUNTERS;
+        uint32_t made[LH_ZO_WORDS];
+        words_make(stream, first / LH_ZO_WORDS + i, made);
+        for (int k = 0; k < LH_ZO_WORDS; k++)
+            at[k * LH_ZO_COUNTERS] = made[k];
+    }
+}
+
 /* Generate z for the elements of a block that one counter covers. */
 static void draw(const struct lh_zo_stream *stream, uint64_t counter, float z_out[LH_ZO_WORDS])
 {

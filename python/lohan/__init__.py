@@ -15,6 +15,7 @@ from lohan.errors import LohanError
 from lohan.replicas._reshard import Resharded, reshard
 from lohan.session._optim import Optimizer
 from lohan.session._session import Session
+from lohan.store._convert import Converted, convert
 from lohan.store._export import export
 from lohan.store._snapshot import Snapshot, snapshot
 from lohan.store._verify import Verified, verify
@@ -31,6 +32,7 @@ _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerMixin")
 
 __all__ = [
     "Config",
+    "Converted",
     "LohanError",
     "Optimizer",
     "ReplicaStats",
@@ -42,6 +44,7 @@ __all__ = [
     "Verified",
     "__version__",
     "build_info",
+    "convert",
     "empty",
     "errors",
     "export",

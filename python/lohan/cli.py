@@ -72,6 +72,7 @@ def main() -> None:
 
 
 for _command in (
+    _cli_stores.convert,
     _cli_stores.export,
     _cli_stores.quantize,
     _cli_stores.reshard,

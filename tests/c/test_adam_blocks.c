@@ -1,4 +1,6 @@
 /* Test updates of chunks whose moments are not stored in fp32. */
+#include <math.h>
+
 #include "adam_states_fixture.h"
 #include "base/crc32c.h"
 #include "base/error.h"
@@ -7,6 +9,9 @@
 /* More than the scales of one checksum cover. */
 #define COUNT_MAX (LH_ADAM_SCALES_ELEMENTS + 5 * 4096 + BLOCK)
 #define CHECKSUM_COUNT_MAX 8
+
+/* Moments and gradients that make moments NaN, or larger than any number of their format. */
+static const float rare[] = {NAN, INFINITY, -INFINITY, 0x1.FFp127f, -0x1.FEp127f, 1e30f, -1e19f};
 
 enum { PARAM, RESIDUAL, MOMENT1, MOMENT2, SCALES, ARRAY_COUNT };
 
@@ -47,6 +52,10 @@ static struct arrays arrays_create(enum lh_dtype dtype, enum lh_adam_states stat
 
             m[i] = (float)(int32_t)r * 0x1p-41f;
             v[i] = (float)(r >> 40) * 0x1p-40f;
+            if (i % 499 == 0) {
+                m[i] = rare[r % LH_COUNT_OF(rare)];
+                v[i] = fabsf(rare[(r >> 8) % LH_COUNT_OF(rare)]);
+            }
             if (dtype == LH_DTYPE_BF16) {
                 ((uint16_t *)arrays.at[PARAM])[i] = (uint16_t)((r >> 32 & 0x80FF) + 0x3D00);
                 ((uint16_t *)arrays.at[RESIDUAL])[i] = (uint16_t)(r >> 16);
@@ -357,7 +366,8 @@ int main(void)
     uint64_t random = 1;
 
     for (uint64_t i = 0; i < COUNT_MAX; i++)
-        gradients[i] = (float)(int32_t)lh_test_random(&random) * 0x1p-40f;
+        gradients[i] = i % 211 == 3 ? rare[i / 211 % LH_COUNT_OF(rare)]
+                                    : (float)(int32_t)lh_test_random(&random) * 0x1p-40f;
     test_chunks(gradients);
     test_chunk_boundaries(gradients);
     test_mismatches(gradients);

@@ -123,6 +123,38 @@ static void test_corners(void)
     }
 }
 
+/* The random word of an element: [Note: Counters]. */
+static uint32_t word_at(const struct lh_zo_stream *stream, uint64_t element)
+{
+    const uint64_t counter = element / 64 * 16 + element % 16;
+    const uint32_t key[2] = {(uint32_t)stream->seed, (uint32_t)(stream->seed >> 32)};
+    const uint32_t in[4] = {(uint32_t)counter, (uint32_t)(counter >> 32) | stream->sample << 16,
+                            stream->param, stream->step};
+    uint32_t out[4];
+    lh_zo_philox(in, key, out);
+    return out[element % 64 / 16];
+}
+
+static void test_words(void)
+{
+    static const uint64_t firsts[] = {0, 64, (UINT64_C(1) << 34) - 192, UINT64_C(3) << 34};
+    const struct lh_zo_stream stream = {UINT64_C(0x123456789), 65534, 7, 9};
+    const struct lh_zo_kernel *kernels;
+    int count = lh_zo_kernels(&kernels);
+    lh_test_name("every kernel makes the words of an element's counter, and no others");
+    for (size_t i = 0; i < LH_COUNT_OF(firsts); i++)
+        for (uint64_t length = 0; length <= 512; length += 64)
+            for (int j = 0; j < count; j++) {
+                uint32_t words[576] __attribute__((aligned(64)));
+                memset(words, 0xAB, sizeof(words));
+                kernels[j].words(words, firsts[i], length, &stream);
+                for (uint64_t at = 0; at < length; at++)
+                    LH_CHECK(words[at] == word_at(&stream, firsts[i] + at));
+                for (uint64_t at = length; at < LH_COUNT_OF(words); at++)
+                    LH_CHECK(words[at] == UINT32_C(0xABABABAB));
+            }
+}
+
 static void test_formulas(void)
 {
     float z[COUNT], moved[COUNT];
@@ -228,6 +260,7 @@ int main(void)
     test_values();
     test_kernels();
     test_corners();
+    test_words();
     test_formulas();
     test_zero_factors();
     test_environment();

@@ -1,4 +1,4 @@
-"""The `lohan` commands for stores and models: export, quantize, reshard, snapshot, verify.
+"""The `lohan` commands for stores and models: convert, export, quantize, reshard, snapshot, verify.
 
 cli.py adds them to its group.
 """
@@ -220,6 +220,40 @@ def reshard(
         made = _reshard.reshard(list(store), [out, *others], parts=parts, progress=progress)
     said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
     where = ", ".join(each[0] for each in made.directories)
+    _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
+
+
+@click.command()
+@click.argument("store", metavar="STORE...", nargs=-1, required=True)
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--and",
+    "others",
+    multiple=True,
+    metavar="OUT",
+    help="Another output directory; the new store is striped over all of them.",
+)
+@click.option(
+    "--states",
+    required=True,
+    type=click.Choice(["fp32", "bf16", "8bit"]),
+    help="The format of the new store's moments.",
+)
+@JSON
+def convert(
+    store: tuple[str, ...], out: str, others: tuple[str, ...], states: str, json_wanted: bool
+) -> None:
+    """Write a store again with its moments in another format, for wrap(resume=True, states=).
+
+    STORE: the directories it was created with; it is not changed. OUT: a directory for the new
+    store.
+    """
+    from lohan.store import _convert
+
+    with _progress("convert") as progress:
+        made = _convert.convert(list(store), [out, *others], states=states, progress=progress)
+    said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
+    where = ", ".join(made.directories)
     _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
 
 

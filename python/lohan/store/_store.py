@@ -470,8 +470,8 @@ def check_same_states(theirs: dict[str, Any], layout: Layout) -> None:
     if was != layout.states and (theirs.get("method") or layout.method) is None:
         raise StoreMismatchError(
             f"the store was created with states={was!r}, not {layout.states!r}: pass states={was!r}"
-            " to continue with its moments, or start a new store with"
-            " lohan.export(STORE, OUT, dtype='float32') and weights=OUT (the moments are lost)"
+            f" to continue with its moments, or make a store with converted ones by lohan convert"
+            f" STORE OUT --states {layout.states} (lohan.convert)"
         )
 
 
