@@ -37,7 +37,7 @@ HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": W
 STATES = ("fp32", "bf16", "8bit")
 BATCH, LENGTH, SIDE, KINDS = 8, 64, 16, 10
 HELD_OUT_BATCHES = 16
-# Smaller tensors, and those that are not whole blocks, have fp32 states in the other libraries.
+# Smaller tensors, and those with an incomplete block, have fp32 states in the other libraries.
 LEAST_ELEMENTS, BLOCK = 4096, 256
 Batch = dict[str, torch.Tensor]
 
