@@ -169,6 +169,8 @@ struct lh_adam_segment {
     const void *gradient; /* its first value belongs to element `first` */
     enum lh_dtype gradient_dtype;
     struct lh_adam_scalars scalars;
+    uint64_t param_first;         /* the element of the parameter at `first`; BF16 only */
+    struct lh_adam_random random; /* BF16 only */
 };
 
 /*
@@ -189,8 +191,6 @@ struct lh_adam_chunk {
     uint64_t count;                /* elements */
     enum lh_dtype param_dtype;
     enum lh_adam_states states;
-    uint64_t first;               /* the chunk's first element in the unit; not used by F32 */
-    struct lh_adam_random random; /* BF16 only */
     const struct lh_adam_segment *segments; /* sorted by first, disjoint */
     uint32_t segment_count;
     /* The expected checksums of the bytes read; NULL: the array is not checked. */

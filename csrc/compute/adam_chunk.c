@@ -142,21 +142,20 @@ static void part_prefetch(const struct walk *walk, const struct lh_adam_segment 
         __builtin_prefetch(gradient + at);
 }
 
-/* Update whole blocks that begin at an element of the unit, without decoding them first. */
+/* Update whole blocks that begin at an element of the parameter, without decoding them first. */
 static void stored_update(const struct walk *walk, const struct lh_adam_run *run,
-                          const struct lh_adam_scalars *scalars,
+                          const struct lh_adam_segment *segment,
                           const struct lh_adam_moments *moments, uint64_t first)
 {
     const struct lh_adam_states_ops *states = walk->kernel->states;
-    const struct lh_adam_random *random = &walk->chunk->random;
     uint32_t words[PART_ELEMENTS] __attribute__((aligned(64)));
 
     if (moments->states == LH_ADAM_STATES_BF16)
-        lh_adam_states_words(states, words, first, run->count, random);
-    walk->kernel->run_stored(run, scalars, moments, words);
+        lh_adam_states_words(states, words, first, run->count, &segment->random);
+    walk->kernel->run_stored(run, &segment->scalars, moments, words);
     if (moments->states == LH_ADAM_STATES_8BIT)
         lh_adam_states_encode(states, moments, run->moment1, run->moment2, first, run->count,
-                              random);
+                              &segment->random);
 }
 
 /* Update the blocks [first, first + count), which are inside segment except for padding. */
@@ -177,10 +176,12 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     };
     struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
+    uint64_t param_first = segment->param_first + (first - segment->first);
+
     run.moment1 = moment1;
     run.moment2 = moment2;
     if (walk->kernel->run_stored && run.count == count) {
-        stored_update(walk, &run, &segment->scalars, &moments, chunk->first + first);
+        stored_update(walk, &run, segment, &moments, param_first);
         return;
     }
     part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
@@ -189,8 +190,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
         walk->kernel->run_roots(&run, &segment->scalars);
     else
         walk->kernel->run(&run, &segment->scalars);
-    lh_adam_states_encode(states, &moments, moment1, moment2, chunk->first + first, count,
-                          &chunk->random);
+    lh_adam_states_encode(states, &moments, moment1, moment2, param_first, count, &segment->random);
 }
 
 static void scales_chain(struct walk *walk, int stream_index, uint64_t first, uint64_t count)
@@ -334,8 +334,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
     uint64_t end = 0;
 
     LH_ASSERT((chunk->scales != NULL) == (chunk->states == LH_ADAM_STATES_8BIT));
-    LH_ASSERT(lh_is_aligned(chunk->count, align) && lh_is_aligned(chunk->first, align));
-
+    LH_ASSERT(lh_is_aligned(chunk->count, align));
     LH_ASSERT(chunk->param_dtype <= LH_DTYPE_F16);
     LH_ASSERT((chunk->residual != NULL) == (lh_adam_residual_bytes(chunk->param_dtype) > 0));
     for (uint32_t s = 0; s < chunk->segment_count; s++) {
@@ -344,6 +343,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         LH_ASSERT(segment->gradient_dtype <= LH_DTYPE_F16);
         LH_ASSERT(segment->count > 0 && segment->first >= end);
         LH_ASSERT(lh_is_aligned(segment->first, align));
+        LH_ASSERT(lh_is_aligned(segment->param_first, align));
         end = lh_align_up(segment->first + segment->count, align);
     }
     LH_ASSERT(end <= chunk->count);

@@ -183,7 +183,7 @@ void lh_adam_states_root(enum lh_adam_states states, float *moment2, uint64_t co
 void lh_adam_states_words(const struct lh_adam_states_ops *ops, uint32_t *words, uint64_t first,
                           uint64_t count, const struct lh_adam_random *random)
 {
-    const struct lh_zo_stream stream = {random->seed, SAMPLE_MOMENTS, random->unit, random->step};
+    const struct lh_zo_stream stream = {random->seed, SAMPLE_MOMENTS, random->param, random->step};
 
     ops->zo.words(words, first, count, &stream);
 }

@@ -16,9 +16,9 @@
  * [Note: Moments in bf16] Moments are rounded stochastically, like the kept parameters of zeroth-
  * order training ([Note: Kept formats] in zo.h). Rounding to nearest would stop the decay of the
  * second moment: a step changes it by a thousandth, and bf16 has 8 bits. The random bits are the
- * word of [Note: Counters] in zo.h for (seed, sample, unit, step, element of the unit): its upper
+ * word of [Note: Counters] in zo.h for (seed, sample, param, step, element of it): its upper
  * half for the first moment, its lower half for the second. Magnitudes above the largest bf16
- * number become that number.
+ * number become that number. The place of a parameter in a unit has no influence.
  *
  * [Note: Moments in 8 bits] A block has a scale for each moment; an element has one byte for each:
  *
@@ -67,10 +67,10 @@ struct lh_adam_scales {
 /* The seed of all random bits: a run is reproducible, and its store needs no seed. */
 #define LH_ADAM_SEED UINT64_C(0x6C6F68616E) /* "lohan" */
 
-/* What determines the random bits of a unit's update, in addition to the element. */
+/* What determines the random bits of a parameter's update, in addition to the element. */
 struct lh_adam_random {
     uint64_t seed;
-    uint32_t unit;
+    uint32_t param; /* a number that does not depend on how parameters are placed */
     uint32_t step;
 };
 
@@ -111,8 +111,8 @@ void lh_adam_states_words(const struct lh_adam_states_ops *ops, uint32_t *words,
 void lh_adam_states_root(enum lh_adam_states states, float *moment2, uint64_t count);
 
 /*
- * Convert fp32 moments to their stored format. first: the element of the unit at which the arrays
- * begin, a multiple of LH_ADAM_STATES_BLOCK like count. For 8BIT, moment2 has the roots of the
+ * Convert fp32 moments to their stored format. first: the element of the parameter at which the
+ * arrays begin, a multiple of LH_ADAM_STATES_BLOCK like count. For 8BIT, moment2 has the roots of the
  * second moments, which an update computes anyway. The fp32 arrays are garbage afterwards.
  */
 void lh_adam_states_encode(const struct lh_adam_states_ops *ops,

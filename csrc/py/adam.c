@@ -64,8 +64,8 @@ static int chunk_update(const struct work *work, const struct lh_adam_run *run, 
     uint64_t first = index * CHUNK_ELEMENTS;
     uint64_t moment_bytes = lh_adam_moment_bytes(moments->states);
     bool has_scales = moments->states == LH_ADAM_STATES_8BIT;
-    struct lh_adam_segment segment = {0, run->count, run->gradient, run->gradient_dtype,
-                                      work->scalars};
+    struct lh_adam_segment segment = {
+        0, run->count, run->gradient, run->gradient_dtype, work->scalars, first, work->random};
     struct lh_adam_chunk chunk = {
         .param = run->param,
         .residual = run->residual,
@@ -75,8 +75,6 @@ static int chunk_update(const struct work *work, const struct lh_adam_run *run, 
         .count = run->count,
         .param_dtype = run->param_dtype,
         .states = moments->states,
-        .first = first,
-        .random = work->random,
         .segments = &segment,
         .segment_count = 1,
         .residual_expected = expected ? expected->residual : NULL,
@@ -339,7 +337,7 @@ static PyObject *adam_encode(PyObject *Py_UNUSED(module), PyObject *args)
     uint64_t first, count;
 
     if (LHPY_ARGS(args, NULL, MOMENTS_ARGS(moments, scales), LHPY_ARG(moment1), LHPY_ARG(moment2),
-                  LHPY_ARG(first), LHPY_ARG(count), LHPY_ARG_AS("unit", random.unit),
+                  LHPY_ARG(first), LHPY_ARG(count), LHPY_ARG_AS("param", random.param),
                   LHPY_ARG_AS("step", random.step)) < 0)
         return NULL;
     moments.scales = scales;

@@ -19,8 +19,8 @@ static const struct lhpy_table unit_table =
                LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
                LHPY_FIELD(struct lh_engine_unit, store_group));
 
-static const struct lhpy_table param_table =
-    LHPY_TABLE_PLAIN("a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group);
+static const struct lhpy_table param_table = LHPY_TABLE_PLAIN(
+    "a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group, number);
 
 static const struct lhpy_table budget_table =
     LHPY_TABLE_PLAIN("a budget", LHPY_FORM_DICT, struct lh_budget, host_bytes, region_bytes,

@@ -181,6 +181,8 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
             .gradient_dtype = gradient->dtype,
             .scalars = lh_adam_scalars_make(&hypers[param->group], engine->param_steps[index] + 1,
                                             engine->gradient_scales[lh_core_step(engine) % 2]),
+            .param_first = first - param->first,
+            .random = {LH_ADAM_SEED, param->number, (uint32_t)lh_core_step(engine)},
         };
     }
     return count;
@@ -262,8 +264,6 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .count = chunk->count,
         .param_dtype = unit->desc.dtype,
         .states = unit->desc.states,
-        .first = chunk->first,
-        .random = {LH_ADAM_SEED, chunk->unit, (uint32_t)lh_core_step(engine)},
         .segments = slab->segments,
         .segment_count = segments_fill(engine, chunk, slab->segments),
         .residual_expected = expected[0],

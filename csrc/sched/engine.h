@@ -59,9 +59,10 @@
 
 struct lh_engine_param {
     uint32_t unit;
-    uint64_t first; /* trainable: first element in the unit; frozen: first byte in the unit */
-    uint64_t count; /* elements */
-    uint32_t group; /* index of the parameter's group of hyper-parameters */
+    uint64_t first;  /* trainable: first element in the unit; frozen: first byte in the unit */
+    uint64_t count;  /* elements */
+    uint32_t group;  /* index of the parameter's group of hyper-parameters */
+    uint32_t number; /* selects the random bits of its moments (struct lh_adam_random) */
 };
 
 struct lh_engine_unit {

@@ -19,8 +19,8 @@ TRACE_COUNT_MAX: int
 _Raiser = Callable[[int, str, bool], Exception]
 # (bytes, elements, dtype, always, param_first, param_count, extents P R M V, store group)
 _Unit = tuple[Any, ...]
-# (unit, first, count, group)
-_Param = tuple[int, int, int, int]
+# (unit, first, count, group, number)
+_Param = tuple[int, ...]
 _T = TypeVar("_T")
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _States = Literal["fp32", "bf16", "8bit"]
@@ -286,7 +286,7 @@ def adam_encode(
     v: int,
     first: int,
     count: int,
-    unit: int,
+    param: int,
     step: int,
     /,
 ) -> None: ...

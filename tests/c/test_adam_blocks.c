@@ -121,8 +121,15 @@ static uint32_t segments_cut(struct lh_adam_segment *segments, const float *grad
         uint64_t length = lh_min_u64(lengths[i % LH_COUNT_OF(lengths)], count - at);
 
         if (i % 3 != 1)
-            segments[s++] = (struct lh_adam_segment){at, length, gradients + at, LH_DTYPE_F32,
-                                                     scalars_any(1.0 + (double)i)};
+            segments[s++] = (struct lh_adam_segment){
+                .first = at,
+                .count = length,
+                .gradient = gradients + at,
+                .scalars = scalars_any(1.0 + (double)i),
+                /* The first one began in an earlier chunk. */
+                .param_first = i == 0 ? 4096 : 0,
+                .random = {random_bits.seed, random_bits.param + (uint32_t)i, random_bits.step},
+            };
         at = lh_align_up(at + length, BLOCK);
     }
     return s;
@@ -159,8 +166,9 @@ static void chunk_define(struct arrays *arrays, enum lh_dtype dtype, enum lh_ada
 
         kernel_ref()->run(&run, &segments[s].scalars);
         lh_adam_states_root(states, v + first, lh_align_up(run.count, BLOCK));
-        lh_adam_states_encode(kernel_ref()->states, &part, m + first, v + first, 4096 + first,
-                              lh_align_up(run.count, BLOCK), &random_bits);
+        lh_adam_states_encode(kernel_ref()->states, &part, m + first, v + first,
+                              segments[s].param_first, lh_align_up(run.count, BLOCK),
+                              &segments[s].random);
     }
     free(m);
     free(v);
@@ -197,8 +205,6 @@ static struct lh_adam_chunk chunk_of(const struct arrays *arrays, enum lh_dtype 
         .count = count,
         .param_dtype = dtype,
         .states = states,
-        .first = 4096,
-        .random = random_bits,
         .residual_expected = expected ? expected[RESIDUAL] : NULL,
         .moment1_expected = expected ? expected[MOMENT1] : NULL,
         .moment2_expected = expected ? expected[MOMENT2] : NULL,
@@ -267,7 +273,11 @@ static void test_chunks(const float *gradients)
 static void test_chunk_boundaries(const float *gradients)
 {
     const uint64_t count = 30 * 4096, first_counts[] = {BLOCK, 4096, 17 * BLOCK};
-    const struct lh_adam_segment whole = {0, count - 5, gradients, LH_DTYPE_F32, scalars_any(1)};
+    const struct lh_adam_segment whole = {.count = count - 5,
+                                          .gradient = gradients,
+                                          .scalars = scalars_any(1),
+                                          .param_first = 4096,
+                                          .random = random_bits};
 
     lh_test_name("where chunks begin does not change the bits");
     for (size_t f = 0; f < LH_COUNT_OF(formats); f++)
@@ -288,14 +298,14 @@ static void test_chunk_boundaries(const float *gradients)
             chunk.segments = &part;
             part.count = cut;
             LH_CHECK(lh_adam_chunk_update(NULL, &chunk, &mismatch) == 0);
-            part = (struct lh_adam_segment){0, count - 5 - cut, gradients + cut, LH_DTYPE_F32,
-                                            whole.scalars};
+            part.count = count - 5 - cut;
+            part.gradient = gradients + cut;
+            part.param_first += cut;
             chunk.param = two.at[PARAM] + cut * 2;
             chunk.residual = two.at[RESIDUAL] + cut * 2;
             chunk.moment1 = two.at[MOMENT1] + cut * lh_adam_moment_bytes(formats[f]);
             chunk.moment2 = two.at[MOMENT2] + cut * lh_adam_moment_bytes(formats[f]);
             chunk.scales = chunk.scales ? chunk.scales + cut / BLOCK : NULL;
-            chunk.first += cut;
             chunk.count = count - cut;
             LH_CHECK(lh_adam_chunk_update(NULL, &chunk, &mismatch) == 0);
             LH_CHECK(arrays_equal(&one, &two, LH_DTYPE_BF16, formats[f], count));
@@ -311,8 +321,11 @@ static void test_mismatches(const float *gradients)
                                                [MOMENT2] = LH_ADAM_ARRAY_MOMENT2,
                                                [SCALES] = LH_ADAM_ARRAY_SCALES};
     const enum lh_adam_states states = LH_ADAM_STATES_8BIT;
-    const struct lh_adam_segment segment = {4096, COUNT_MAX - 4096, gradients, LH_DTYPE_F32,
-                                            scalars_any(1)};
+    const struct lh_adam_segment segment = {.first = 4096,
+                                            .count = COUNT_MAX - 4096,
+                                            .gradient = gradients,
+                                            .scalars = scalars_any(1),
+                                            .random = random_bits};
 
     lh_test_name("a flipped bit of a residual, moment or scale is found with its block");
     for (int array = RESIDUAL; array <= SCALES; array++)

@@ -55,7 +55,7 @@ class Net(nn.Module):
         return x
 
 
-def build(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def build(dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
     return Net().to(dtype).train()
 
@@ -103,6 +103,15 @@ def test_no_setting_changes_the_bits(states: str, number: int, store_dir: pathli
     )
     assert number % 2 or model.lohan.budget["kept_chunk_count"] == 0
     helper.assert_same(helper.train(model, STEPS, loss_of), reference)
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_blocks_do_not_change_the_bits(states: str, store_dir: pathlib.Path) -> None:
+    model = build()
+    blocks = [layer for block in model.blocks for layer in (block.sometimes, block.always)]
+    model = lohan.wrap(model, store=store_dir / "s", blocks=blocks, states=states, **helper.HYPER)
+    assert len(model.lohan.layout.units) == len(blocks)
+    helper.assert_same(helper.train(model, STEPS, loss_of), expected(states, store_dir))
 
 
 @pytest.mark.parametrize("states", STATE_BYTES)

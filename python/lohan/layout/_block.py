@@ -21,6 +21,7 @@ are made contiguous, and a note is printed once.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,15 @@ class Param:
     def count(self) -> int:
         """The number of elements."""
         return self.tensor.numel()
+
+    @property
+    def number(self) -> int:
+        """What selects the random bits that round its moments.
+
+        It is a function of the name alone, because the bits must not depend on units, whose number
+        and order depend on blocks= and on the budget.
+        """
+        return zlib.crc32(self.name.encode())
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ def write(
             target[: part.count] = flat[part.begin : part.begin + part.count]
         pointers = padded[0].data_ptr(), padded[1].data_ptr()
         _core.adam_encode(
-            unit.states, *part.pointers, *pointers, part.first, part.padded, param.unit, 0
+            unit.states, *part.pointers, *pointers, part.begin, part.padded, param.number, 0
         )
         for extent, offset, values in part.stored:
             store.write(extent, offset, values.data_ptr(), nbytes_of(values))
