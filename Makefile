@@ -13,7 +13,7 @@ DEVICE ?=
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread lag lint lint-quick \
 	analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
-	bench-policies bench-lora bench-loss sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
+	bench-policies bench-lora bench-loss bench-accumulate sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
 	interrupts troubles paper parity docs wheel matrix coverage build clean
 
 help:
@@ -38,7 +38,8 @@ help:
 	@echo '               stopped: ARGS="--seeds 0:200000 --jobs 2"'
 	@echo 'make kills     10,000 kills of engine, store and sessions; also powercuts (500 cuts), interrupts'
 	@echo '               (1,000 times Ctrl-C) and troubles (full disk, EIO, SIGSTOP, out of memory)'
-	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora, -loss'
+	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora, -loss,'
+	@echo '               -accumulate'
 	@echo 'make paper     docs/paper-results.md: the papers compared with the simulator, some minutes'
 	@echo 'make parity    docs/parity.md: lohan compared with torch in all settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
@@ -97,7 +98,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss: build
+bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 sanitize: $(VENV)/.installed
