@@ -374,6 +374,18 @@ def test_settings_that_do_not_go_together_are_refused(
         lohan.wrap(build(), store=store_dir, **settings)
 
 
+def test_steps_that_cannot_be_predicted_are_counted_in_a_row(workshop: Workshop) -> None:
+    model = workshop.wrap(build(Noisy), accumulate=2, order="vertical")
+    session: Any = model.lohan
+    torch.manual_seed(3)
+    for step in range(12):  # the amounts change in every second step
+        skipped = 0 if step % 4 < 2 else -1
+        losses = [lambda s=skipped, n=n: model(vectors(n), s) for n in range(2)]
+        session.accumulate(losses)
+        model.optimizer.step()
+        assert session._miss_count == (step + 1) % 2
+
+
 def test_the_counter_of_nodes_can_only_be_raised() -> None:
     before = _core.sequence_peek()
     _core.sequence_raise(before + 1000)

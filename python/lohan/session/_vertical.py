@@ -38,7 +38,7 @@ from lohan import _core
 from lohan.errors import UnsupportedError
 from lohan.session._micro_batches import Loss, checked_loss
 from lohan.session._session import Session
-from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState
+from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState, Visit
 from lohan.torch_glue._random_starts import RandomStarts
 from lohan.torch_glue._recompute_state import random_states, set_random_states
 from lohan.torch_glue._tensor import hollow, version_of, without_classes
@@ -46,7 +46,7 @@ from lohan.torch_glue._tensor import hollow, version_of, without_classes
 if TYPE_CHECKING:
     from lohan.layout._block import Param
 
-# After this many steps whose random numbers could not be predicted, no further step tries to.
+# After this many steps in a row whose random numbers could not be predicted, no step tries to.
 _MISS_COUNT_MAX = 3
 _LOOK_S = 1.0
 
@@ -109,7 +109,7 @@ class VerticalSession(Session):
         # The units of the modules around blocks, each run's, that the run is inside of.
         self._inside: list[list[list[int]]] = []
         self._starts = RandomStarts()
-        self._miss_count = 0
+        self._miss_count = 0  # in a row
         self._model: Callable[[], nn.Module | None] = lambda: None
 
     def hook(self, model: nn.Module, planner: Any) -> None:
@@ -212,8 +212,11 @@ class VerticalSession(Session):
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
         if any(self.layout.units[unit].always for unit in units):
-            return _Around(self, units, scope)  # turns are taken at the blocks inside it
-        return _Visit(self, units, scope)
+            # Turns are taken at the blocks inside it.
+            begin, end = VerticalSession.inside_begin, VerticalSession.inside_end
+        else:
+            begin, end = VerticalSession.visit_begin, VerticalSession.visit_end
+        return Visit(self, units, scope, begin, end)
 
     def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._turns is None or not self._turns.is_led():
@@ -309,6 +312,7 @@ class VerticalSession(Session):
         if not _are_same(ends[:-1], starts[1:]):
             del losses
             return self._learn(functions, begin)
+        self._miss_count = 0
         set_random_states(ends[-1], device)
         is_even = all(each == self._visited[FIRST] for each in self._visited)
         around = {p.index for p in self.layout.params if self.layout.units[p.unit].always}
@@ -452,43 +456,6 @@ class _Arrivals:
             for micro_batch in sorted(waiting):
                 waiting[micro_batch]()
         self._early.clear()
-
-
-class _Visit:
-    """The hooks of a block: the hooks of its scope, extended by the changes of turn."""
-
-    def __init__(self, session: VerticalSession, units: list[int], scope: _core.Scope) -> None:
-        self._session = weakref.ref(session)
-        self._units = units
-        self._scope = scope
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        session = self._session()
-        assert session is not None
-        session.visit_begin(self._units, lambda: self._scope.enter(module, args))
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook."""
-        session = self._session()
-        assert session is not None
-        session.visit_end(self._units, lambda: self._scope.leave(module, args, output))
-
-
-class _Around(_Visit):
-    """The hooks of a module that contains blocks and has parameters of its own."""
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        session = self._session()
-        assert session is not None
-        session.inside_begin(self._units, lambda: self._scope.enter(module, args))
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook."""
-        session = self._session()
-        assert session is not None
-        session.inside_end(self._units, lambda: self._scope.leave(module, args, output))
 
 
 def _run_on_thread(function: Callable[[], None], turns: _Turns) -> None:
