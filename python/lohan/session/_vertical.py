@@ -36,6 +36,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import UnsupportedError
+from lohan.session import _order
 from lohan.session._micro_batches import Loss, checked_loss
 from lohan.session._session import Session
 from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState, Visit
@@ -94,10 +95,11 @@ class _Turns(Lockstep):
 
 
 class VerticalSession(Session):
-    """A session with order="vertical"."""
+    """A session with order="vertical", or with order="auto" if that may become vertical."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.order = self.config.order
         self._turns: _Turns | None = None
         self._nothing = self._engine.scope([])
         # The places of each trained parameter: modules and names.
@@ -161,6 +163,14 @@ class VerticalSession(Session):
                 session._arrivals.came(index, who, alias, take)
 
         return hook
+
+    def _on_backward(self) -> None:
+        if self._turns is not None:
+            raise UnsupportedError(
+                "a function of accumulate() ran a backward: each must return its loss instead, and"
+                ' accumulate() runs one backward for all; or wrap with order="horizontal"'
+            )
+        super()._on_backward()
 
     def _on_backward_end(self) -> None:
         if self._arrivals is not None:
@@ -303,8 +313,10 @@ class VerticalSession(Session):
         self.check_open()
         self._check_functions(functions)
         is_short = len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX
-        if is_short or self._has_user_hooks():
+        if self.order == "horizontal" or is_short or self._has_user_hooks():
             return super().accumulate(functions)
+        if self.order == "auto":
+            return self._choose(functions)
         device = self.device.torch_device
         begin = random_states(device)
         starts = self._starts.predict(begin, len(functions))
@@ -324,6 +336,30 @@ class VerticalSession(Session):
         for _ in losses[1:]:
             self._accumulation.backward_end()
         return [loss.detach() for loss in losses]
+
+    def _choose(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
+        """Run the functions one after the other, and choose the order of the next steps."""
+        counter = self.saving.counter
+        assert counter is not None
+        before = _buffer_versions(self._model())
+
+        def counted(function: Loss) -> Loss:
+            def run() -> torch.Tensor:
+                counter.begin()
+                try:
+                    return function()
+                finally:
+                    counter.is_on = False
+
+            return run
+
+        counter.nbytes = 0
+        begin = random_states(self.device.torch_device)
+        losses = self._learn([counted(function) for function in functions], begin)
+        self._miss_count = 0 if self._miss_count < _MISS_COUNT_MAX else _MISS_COUNT_MAX
+        can = _buffer_versions(self._model()) == before
+        self.order = "vertical" if can and _order.fits(self, counter.nbytes) else "horizontal"
+        return losses
 
     def _has_user_hooks(self) -> bool:
         """Return whether a parameter has hooks of register_hook(), which its aliases lack."""
