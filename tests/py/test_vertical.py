@@ -15,7 +15,7 @@ import pytest
 import torch
 import train_helper as helper
 from lohan import _core
-from lohan.errors import ModelError, SecondBackwardError, UnsupportedError
+from lohan.errors import DeviceMemoryError, ModelError, SecondBackwardError, UnsupportedError
 from lohan.session import _order
 from lohan.torch_glue import _random_starts
 from quick_helper import half_quick
@@ -412,6 +412,22 @@ def test_a_function_that_runs_a_backward_is_refused(workshop: Workshop) -> None:
 
     with pytest.raises(UnsupportedError, match="ran a backward: each must return its loss"):
         model.lohan.accumulate([loss_of, loss_of])
+
+
+def test_an_error_for_lack_of_memory_counts_the_micro_batches(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"device": "emu", "device_bytes": 48 << 20, "accumulate": COUNT}
+    settings["device_param_bytes"] = 4 << 20
+    large = torch.ones(8192, WIDTH)
+    for order in ("horizontal", "vertical"):
+        model = workshop.wrap(build(), order=order, **settings)
+        functions = [lambda m=model: m(large).square().mean()] * COUNT
+        if order == "vertical":
+            with pytest.raises(DeviceMemoryError) as refused:
+                model.lohan.accumulate(functions)
+            assert "the activations of 4 micro-batches at once" in refused.value.__notes__[0]
+        else:
+            model.lohan.accumulate(functions)
+        model.optimizer.zero_grad()
 
 
 def auto(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, free: float, **settings: Any) -> str:

@@ -398,6 +398,12 @@ class VerticalSession(Session):
                 self._remove(self._root_units, who)
             self._turns = None
         if errors:
+            if isinstance(errors[0], MemoryError | torch.OutOfMemoryError):
+                errors[0].add_note(
+                    f'order="vertical" keeps the activations of {len(functions)} micro-batches at'
+                    " once: offload or recompute them (swap_bytes=, activations="
+                    '"recompute"), or pass order="auto" or "horizontal"'
+                )
             raise errors[0]
         if _buffer_versions(self._model()) != before:
             raise UnsupportedError(
