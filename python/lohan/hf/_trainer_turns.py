@@ -110,7 +110,8 @@ class Turns:
         losses: dict[int, torch.Tensor] = {}
 
         def function(number: int) -> torch.Tensor:
-            self._local.scaled = scaled = []
+            scaled: list[torch.Tensor] = []
+            self._local.scaled = scaled
             losses[number] = step(batches[number])
             if len(scaled) != 1:
                 raise UnsupportedError(
@@ -119,8 +120,7 @@ class Turns:
                     " and loss.backward() never. Move what it does into compute_loss, or leave"
                     " order= out"
                 )
-            only: torch.Tensor = scaled[0]
-            return only
+            return scaled[0]
 
         attributes = self._trainer.accelerator.__dict__
         before = attributes.get("backward")
