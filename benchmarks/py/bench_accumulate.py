@@ -40,7 +40,7 @@ BUILD = Path(os.environ.get("LOHAN_BUILD", HERE.parent.parent / "build"))
 # In bytes: little more than the least. Full fine-tuning sums gradients in fp32 in main memory.
 FIXED_BYTES = {"lora": 80_000_000, "full": 140_000_000}
 FULL_BYTES_PER_PARAMETER = 4.4
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 3  # from the third step on, lohan reads what its plan says
 
 
 def note(text: str) -> None:
