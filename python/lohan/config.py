@@ -62,7 +62,9 @@ class Config:
             one after the other. "vertical": each block runs all of them before the next block
             does, so the parameters are read once for all; the inputs of the blocks of all
             micro-batches are kept until backward, as are the activations unless `activations` says
-            otherwise. The numbers are the same.
+            otherwise. "auto": "vertical" if parameters do not stay in memory and what the
+            micro-batches keep fits there together, which the first call of accumulate() measures.
+            The numbers are the same.
         loss_scaling: True if torch.amp.GradScaler scales the loss. Updates then wait for `step()`,
             as with accumulate, and for the norm that shows whether a gradient overflowed.
         activations: what autograd keeps of a block's forward. "keep": everything that operations
@@ -159,7 +161,7 @@ class Config:
     commit_every: int | Literal["auto", "never", "manual"] = "auto"
     schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
     accumulate: int | Literal["manual"] = 1
-    order: Literal["horizontal", "vertical"] = "horizontal"
+    order: Literal["horizontal", "vertical", "auto"] = "horizontal"
     loss_scaling: bool = False
     activations: str | Mapping[str, str] = "keep"
     profile: Literal["reuse", "again"] = "reuse"

@@ -31,7 +31,7 @@ from lohan.layout import _in_place
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.replicas import _join, _places
-from lohan.session import _adopt, _division, _notes, _settings
+from lohan.session import _adopt, _division, _notes, _order, _settings
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
@@ -335,11 +335,12 @@ class _Opening:
         self, extents: _store.Extents, store: _core.Store, directories: list[str]
     ) -> Session:
         make: Any = Session
+        device = _division.plan_device(self.layout, self.config)
         if self.zeroth is not None:
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
         elif self.shared.world is not None:
             make = self.shared.session_kind(self.layout)
-        elif self.config.order == "vertical":
+        elif _order.is_vertical(self.config, self.layout, self.budget, device):
             make = VerticalSession
         session: Session = make(
             self.layout,
@@ -351,7 +352,7 @@ class _Opening:
             self.group_of,
             len(self.optimizer.param_groups),
             norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
-            device=_division.plan_device(self.layout, self.config),
+            device=device,
             room=self.room,
         )
         return session

@@ -15,7 +15,8 @@ import pytest
 import torch
 import train_helper as helper
 from lohan import _core
-from lohan.errors import ModelError, SecondBackwardError, UnsupportedError
+from lohan.errors import DeviceMemoryError, ModelError, SecondBackwardError, UnsupportedError
+from lohan.session import _order
 from lohan.torch_glue import _random_starts
 from quick_helper import half_quick
 from rules_helper import WIDTH, Workshop, assert_same_state, build, vectors
@@ -362,7 +363,7 @@ def test_what_is_no_loss_and_what_does_not_fit_is_refused(order: str, workshop: 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"order": "diagonal", "accumulate": 2}, "must be 'horizontal' or 'vertical'"),
+        ({"order": "diagonal", "accumulate": 2}, "must be 'horizontal', 'vertical' or 'auto'"),
         ({"order": "vertical"}, "needs several micro-batches"),
         ({"order": "vertical", "accumulate": 2, "activations": "lohan"}, "a policy"),
     ],
@@ -372,6 +373,130 @@ def test_settings_that_do_not_go_together_are_refused(
 ) -> None:
     with pytest.raises((ModelError, UnsupportedError), match=said):
         lohan.wrap(build(), store=store_dir, **settings)
+
+
+def test_a_torch_without_a_counter_of_nodes_is_refused_before_there_is_a_store(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> int:
+        raise NotImplementedError("this build of torch does not export the counter")
+
+    monkeypatch.setattr(_core, "sequence_peek", missing)
+    with pytest.raises(UnsupportedError, match="does not export the counter"):
+        lohan.wrap(build(), store=store_dir, accumulate=2, order="vertical")
+    assert not list(store_dir.iterdir())
+    model = lohan.wrap(build(), store=store_dir, accumulate=2, order="auto")
+    assert model.lohan.order == "horizontal"
+    model.lohan.close()
+
+
+def test_steps_that_cannot_be_predicted_are_counted_in_a_row(workshop: Workshop) -> None:
+    model = workshop.wrap(build(Noisy), accumulate=2, order="vertical")
+    session: Any = model.lohan
+    torch.manual_seed(3)
+    for step in range(12):  # the amounts change in every second step
+        skipped = 0 if step % 4 < 2 else -1
+        losses = [lambda s=skipped, n=n: model(vectors(n), s) for n in range(2)]
+        session.accumulate(losses)
+        model.optimizer.step()
+        assert session._miss_count == (step + 1) % 2
+
+
+def test_a_function_that_runs_a_backward_is_refused(workshop: Workshop) -> None:
+    model = workshop.wrap(build(), accumulate=2, order="vertical")
+
+    def loss_of() -> torch.Tensor:
+        loss: torch.Tensor = model(vectors(0)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(UnsupportedError, match="ran a backward: each must return its loss"):
+        model.lohan.accumulate([loss_of, loss_of])
+
+
+def test_an_error_for_lack_of_memory_counts_the_micro_batches(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"device": "emu", "device_bytes": 48 << 20, "accumulate": COUNT}
+    settings["device_param_bytes"] = 4 << 20
+    large = torch.ones(8192, WIDTH)
+    for order in ("horizontal", "vertical"):
+        model = workshop.wrap(build(), order=order, **settings)
+        functions = [lambda m=model: m(large).square().mean()] * COUNT
+        if order == "vertical":
+            with pytest.raises(DeviceMemoryError) as refused:
+                model.lohan.accumulate(functions)
+            assert "the activations of 4 micro-batches at once" in refused.value.__notes__[0]
+        else:
+            model.lohan.accumulate(functions)
+        model.optimizer.zero_grad()
+
+
+def auto(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, free: float, **settings: Any) -> str:
+    """Train for some steps with order="auto", and return the order that was chosen.
+
+    Args:
+        workshop: wraps the models.
+        monkeypatch: sets the free memory.
+        free: the free memory, as a multiple of what the micro-batches keep at once.
+        settings: settings of lohan.wrap().
+    """
+    plain = _order.fits
+    asked = []
+
+    def fits(session: Any, kept_bytes: int) -> bool:
+        asked.append(kept_bytes)
+        monkeypatch.setattr(_order, "_free_bytes", lambda session: int(free * kept_bytes))
+        return plain(session, kept_bytes)
+
+    monkeypatch.setattr(_order, "fits", fits)
+    found = []
+    for order in ("horizontal", "auto"):
+        model = workshop.wrap(build(), accumulate=COUNT, order=order, **settings)
+        for _ in range(STEP_COUNT):
+            model.lohan.accumulate([lambda f=f: f().square().mean() for f in some(model)])
+            model.optimizer.step()
+        found.append(dict(model.state_dict()))
+    assert_same_state(found[1], found[0])
+    monkeypatch.setattr(_order, "fits", plain)
+    assert len(asked) <= 1
+    # Each micro-batch keeps its inputs of 4 blocks at least, and of the head.
+    assert all(kept >= COUNT * 5 * vectors(0).nbytes for kept in asked)
+    chosen: str = model.lohan.order
+    return chosen
+
+
+@pytest.mark.parametrize("kept", ["keep", "recompute"])
+def test_auto_takes_the_order_that_reads_less_if_it_fits(
+    kept: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed: dict[str, Any] = {"activations": kept}
+    assert auto(workshop, monkeypatch, 2.1, host_bytes="minimal", **fixed) == "vertical"
+    assert auto(workshop, monkeypatch, 1.9, host_bytes="minimal", **fixed) == "horizontal"
+    assert auto(workshop, monkeypatch, 100.0, **fixed) == "horizontal"  # nothing is read
+
+
+class CountingStack(nn.Module):
+    """Blocks that count their forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+            self.count += 1
+        return x.square().mean()
+
+
+def test_auto_is_horizontal_for_a_model_that_changes_buffers(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"accumulate": COUNT, "host_bytes": "minimal"}
+    model = workshop.wrap(build(CountingStack), order="auto", **settings)
+    assert model.lohan.order == "auto"
+    for _ in range(2):
+        model.lohan.accumulate(some(model))
+        model.optimizer.step()
+        assert model.lohan.order == "horizontal"
 
 
 def test_the_counter_of_nodes_can_only_be_raised() -> None:

@@ -464,6 +464,39 @@ class Swap:
             before = before.before() if before.before is not None else None
 
 
+class Counter:
+    """Counts what forwards keep for backward, to choose the order of micro-batches.
+
+    Attributes:
+        is_on: whether it counts.
+        nbytes: the bytes of all storages of saved tensors but parameters.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.nbytes = 0
+        self._seen: set[int] = set()  # the addresses of the storages of one forward
+
+    def begin(self) -> None:
+        """Begin to count a forward."""
+        self.is_on = True
+        self._seen.clear()
+
+    def wrap(self, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a pack hook that counts the tensors that `pack` keeps."""
+
+        def counted(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            if self.is_on and not isinstance(packed, _core.Handle) and has_storage(tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._seen:
+                    self._seen.add(storage.data_ptr())
+                    self.nbytes += storage.nbytes()
+            return packed
+
+        return counted
+
+
 class Saving:
     """The saved-tensor hooks of a session, one pair for each destination of the tensors.
 
@@ -471,6 +504,7 @@ class Saving:
         options: (memory, transit, store, most): the main memory for activations, and the part for
             those in transit to SSD, in bytes; the store on SSD, or None; the most items at once.
         meter: counts the device's memory; None if nothing limits it.
+        counter: counts what forwards keep; None unless order="auto".
         stay: keeps activations where they are.
         saved: offloads activations to main memory, or to SSD if main memory is full.
         to_ssd: offloads activations to SSD. Without swap_bytes, this and `saved` keep them.
@@ -479,6 +513,7 @@ class Saving:
     def __init__(self, config: Config, device: Device, room: _core.Store | None) -> None:
         self.options = options(config, device, room)
         self.meter: Meter | None = None
+        self.counter = Counter() if config.order == "auto" else None
         self._swap: Swap | None = None
 
     def start(self, engine: _core.Engine, device: Device) -> None:
@@ -487,6 +522,8 @@ class Saving:
         if device.has_meter:
             self.meter = Meter(device, engine.held_bytes)
             pack, unpack = self.meter.wrap(pack), self.meter.unwrap(unpack)
+        if self.counter is not None:
+            pack = self.counter.wrap(pack)
         self.stay = self.to_ssd = SavedTensors(pack, unpack)
         memory, transit, *_ = self.options
         if memory:

@@ -6,9 +6,9 @@ Trainer's constructor, the callback replaces methods of that Trainer: `create_op
 that the model is wrapped with the parameter groups of the Trainer's AdamW; `_load_from_checkpoint`,
 which compares the store with the checkpoint and loads nothing; `train`, because the Trainer
 resolves resume_from_checkpoint=True to the last folder, even if it is incomplete; and, in several
-processes, `_save_checkpoint`, so that all of them commit (_trainer_world.py). Clipping, scaling and
-schedulers remain the Trainer's own: by default, updates wait for `step()` (docs/architecture.md,
-Clipping).
+processes, `_save_checkpoint`, so that all of them commit (_trainer_world.py); with order= the two
+methods that _trainer_turns.py names. Clipping, scaling and schedulers remain the Trainer's own: by
+default, updates wait for `step()` (docs/architecture.md, Clipping).
 
 [Note: A checkpoint and its store]
 A checkpoint folder contains the small states (scheduler, random generators, position in the data,
@@ -38,7 +38,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
-from lohan.hf import _trainer_args, _trainer_world, _zo_trainer
+from lohan.hf import _trainer_args, _trainer_turns, _trainer_world, _zo_trainer
 from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync
 from lohan.session import _settings
 from lohan.session._optim import DEFAULTS
@@ -68,7 +68,10 @@ _SAID_BY_ARGS = {
 }
 
 # The methods of a Trainer that the callback replaces.
-_SHADOWED = ("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint")
+_SHADOWED = (
+    *("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint"),
+    *_trainer_turns.REPLACED,
+)
 
 
 class TrainerCallback(transformers.TrainerCallback):
@@ -134,6 +137,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._trainer: Any = None
         self._model: nn.Module | None = None
         self._steps: _zo_trainer.Steps | None = None  # for zeroth-order training
+        self._turns: _trainer_turns.Turns | None = None  # for order= and several micro-batches
         self._group: _trainer_world.Group | None = None  # if there are several processes
         self._has_optimizer = False
         self._is_fused = False
@@ -161,6 +165,8 @@ class TrainerCallback(transformers.TrainerCallback):
                 self._trainer.__dict__.pop(name, None)
         self._trainer = trainer
         self._check_place(args)
+        has_turns = _trainer_turns.check(args, self._config, is_zeroth=self._is_zeroth)
+        self._turns = _trainer_turns.Turns(trainer, self._open) if has_turns else None
         self._has_optimizer = trainer.optimizer is not None
         plain = trainer.create_optimizer
         trainer.create_optimizer = functools.partial(self._create_optimizer, plain)
@@ -192,6 +198,8 @@ class TrainerCallback(transformers.TrainerCallback):
             )
         if self._steps is not None:
             self._steps.begin()
+        if self._turns is not None:
+            self._turns.begin()
 
         def save_to_json(state: Any, json_path: str) -> None:
             type(state).save_to_json(state, json_path)
@@ -327,16 +335,18 @@ class TrainerCallback(transformers.TrainerCallback):
         default = Path(self._trainer.args.output_dir) / "lohan"
         return directories_of(default if self._store is None else self._store)
 
+    def _open(self) -> Session | None:
+        return None if self.session is None or self.session.closed else self.session
+
     def _open_session(self) -> Session | None:
         """Return the session if it is open, as in a second train() of one process."""
-        if self.session is None or self.session.closed:
-            return None
-        if self.session.has_edits:
+        session = self._open()
+        if session is not None and session.has_edits:
             raise StoreMismatchError(
                 "train(resume_from_checkpoint=...) was called in a process that has changed the"
                 " model's parameters since (load_best_model_at_end does): start a new process"
             )
-        return self.session
+        return session
 
     def _committed(self) -> list[Reference]:
         """Return the reference of the store, then of the stores that it was copied from."""
@@ -364,7 +374,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def _can_take_back(self, asked: Reference, found: Reference) -> bool:
         if not self._is_zeroth or found["store"] not in stores_of(asked):
             return False
-        if self.session is not None and not self.session.closed:
+        if self._open() is not None:
             return False
         base = _zo_trainer.base_of(self._directories(), self._config)
         return bool(base <= asked["step"] < found["step"])

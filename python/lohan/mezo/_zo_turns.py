@@ -8,7 +8,6 @@ are checked again.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +17,7 @@ from torch import nn
 
 from lohan.errors import UnsupportedError
 from lohan.mezo import _zo_device, _zo_probe
-from lohan.torch_glue._lockstep import FIRST, Lockstep
+from lohan.torch_glue._lockstep import FIRST, Lockstep, Visit
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -153,7 +152,7 @@ class TurnRules(_Base):
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
         if any(self.layout.units[unit].always for unit in units):
             return scope  # turns are taken at the blocks inside it
-        return _Visit(self, units, scope)
+        return Visit(self, units, scope, TurnRules.visit_begin, TurnRules.visit_end)
 
     def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._lockstep is None or not self._lockstep.is_led():
@@ -174,13 +173,12 @@ class TurnRules(_Base):
     def _is_other(self) -> bool:
         return self._lockstep is not None and self._lockstep.is_other()
 
-    def visit_begin(self, units: list[int]) -> None:
-        """Begin a visit of a block, after waiting for this run's turn."""
-        lockstep = self._lockstep
-        if lockstep is None:
-            return
-        lockstep.visit_begin()
-        self._go_back(units)
+    def visit_begin(self, units: list[int], enter: Callable[[], None]) -> None:
+        """Enter a block's scope when it is this run's turn."""
+        if self._lockstep is not None:
+            self._lockstep.visit_begin()
+            self._go_back(units)
+        enter()
 
     def _go_back(self, units: Iterable[int]) -> None:
         """Evict units that another run has advanced too far, if no copy allows them to go back."""
@@ -236,25 +234,3 @@ class TurnRules(_Base):
             self._held.difference_update(held)
             for unit in held:
                 self._engine.release(unit)
-
-
-class _Visit:
-    """The hooks of a block: the hooks of its scope, extended by the changes of turn."""
-
-    def __init__(self, session: TurnRules, units: list[int], scope: _core.Scope) -> None:
-        self._session = weakref.ref(session)
-        self._units = units
-        self._scope = scope
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        session = self._session()
-        assert session is not None
-        session.visit_begin(self._units)
-        self._scope.enter(module, args)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook."""
-        session = self._session()
-        assert session is not None
-        session.visit_end(self._units, lambda: self._scope.leave(module, args, output))

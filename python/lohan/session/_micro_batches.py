@@ -20,6 +20,8 @@ class MicroBatches(SessionPart):
     """A base class of Session: it runs the forwards and backwards of an accumulated step."""
 
     _accumulation: Accumulation
+    # The order of micro-batches; "auto" until accumulate() has chosen one: _order.py.
+    order = "horizontal"
 
     def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """Run the forwards and backwards of a step's micro-batches; then call optimizer.step().

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from lohan.activations import _activations, _swap
 from lohan.config import SCHEDULES, Config
 from lohan.errors import ModelError, UnsupportedError
+from lohan.session import _order
 from lohan.torch_glue import _device
 
 _RANGES = {
@@ -138,10 +139,12 @@ def check(config: Config) -> None:
 
 
 def _check_order(config: Config) -> None:
-    if config.order not in ("horizontal", "vertical"):
-        raise ModelError(f"order {config.order!r} must be 'horizontal' or 'vertical'")
-    if config.order == "horizontal":
+    if config.order not in ("horizontal", "vertical", "auto"):
+        raise ModelError(f"order {config.order!r} must be 'horizontal', 'vertical' or 'auto'")
+    if config.order != "vertical":
         return
+    if reason := _order.why_no_turns():
+        raise UnsupportedError(reason)
     if config.accumulate == 1:
         raise ModelError(
             "order='vertical' needs several micro-batches in a step: pass accumulate= to"

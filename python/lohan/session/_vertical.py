@@ -36,9 +36,10 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import UnsupportedError
+from lohan.session import _order
 from lohan.session._micro_batches import Loss, checked_loss
 from lohan.session._session import Session
-from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState
+from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState, Visit
 from lohan.torch_glue._random_starts import RandomStarts
 from lohan.torch_glue._recompute_state import random_states, set_random_states
 from lohan.torch_glue._tensor import hollow, version_of, without_classes
@@ -46,7 +47,7 @@ from lohan.torch_glue._tensor import hollow, version_of, without_classes
 if TYPE_CHECKING:
     from lohan.layout._block import Param
 
-# After this many steps whose random numbers could not be predicted, no further step tries to.
+# After this many steps in a row whose random numbers could not be predicted, no step tries to.
 _MISS_COUNT_MAX = 3
 _LOOK_S = 1.0
 
@@ -94,10 +95,11 @@ class _Turns(Lockstep):
 
 
 class VerticalSession(Session):
-    """A session with order="vertical"."""
+    """A session with order="vertical", or with order="auto" if that may become vertical."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.order = self.config.order
         self._turns: _Turns | None = None
         self._nothing = self._engine.scope([])
         # The places of each trained parameter: modules and names.
@@ -109,7 +111,7 @@ class VerticalSession(Session):
         # The units of the modules around blocks, each run's, that the run is inside of.
         self._inside: list[list[list[int]]] = []
         self._starts = RandomStarts()
-        self._miss_count = 0
+        self._miss_count = 0  # in a row
         self._model: Callable[[], nn.Module | None] = lambda: None
 
     def hook(self, model: nn.Module, planner: Any) -> None:
@@ -162,6 +164,14 @@ class VerticalSession(Session):
 
         return hook
 
+    def _on_backward(self) -> None:
+        if self._turns is not None:
+            raise UnsupportedError(
+                "a function of accumulate() ran a backward: each must return its loss instead, and"
+                ' accumulate() runs one backward for all; or wrap with order="horizontal"'
+            )
+        super()._on_backward()
+
     def _on_backward_end(self) -> None:
         if self._arrivals is not None:
             self._arrivals.end()
@@ -212,8 +222,11 @@ class VerticalSession(Session):
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
         if any(self.layout.units[unit].always for unit in units):
-            return _Around(self, units, scope)  # turns are taken at the blocks inside it
-        return _Visit(self, units, scope)
+            # Turns are taken at the blocks inside it.
+            begin, end = VerticalSession.inside_begin, VerticalSession.inside_end
+        else:
+            begin, end = VerticalSession.visit_begin, VerticalSession.visit_end
+        return Visit(self, units, scope, begin, end)
 
     def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._turns is None or not self._turns.is_led():
@@ -300,8 +313,10 @@ class VerticalSession(Session):
         self.check_open()
         self._check_functions(functions)
         is_short = len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX
-        if is_short or self._has_user_hooks():
+        if self.order == "horizontal" or is_short or self._has_user_hooks():
             return super().accumulate(functions)
+        if self.order == "auto":
+            return self._choose(functions)
         device = self.device.torch_device
         begin = random_states(device)
         starts = self._starts.predict(begin, len(functions))
@@ -309,6 +324,7 @@ class VerticalSession(Session):
         if not _are_same(ends[:-1], starts[1:]):
             del losses
             return self._learn(functions, begin)
+        self._miss_count = 0
         set_random_states(ends[-1], device)
         is_even = all(each == self._visited[FIRST] for each in self._visited)
         around = {p.index for p in self.layout.params if self.layout.units[p.unit].always}
@@ -320,6 +336,30 @@ class VerticalSession(Session):
         for _ in losses[1:]:
             self._accumulation.backward_end()
         return [loss.detach() for loss in losses]
+
+    def _choose(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
+        """Run the functions one after the other, and choose the order of the next steps."""
+        counter = self.saving.counter
+        assert counter is not None
+        before = _buffer_versions(self._model())
+
+        def counted(function: Loss) -> Loss:
+            def run() -> torch.Tensor:
+                counter.begin()
+                try:
+                    return function()
+                finally:
+                    counter.is_on = False
+
+            return run
+
+        counter.nbytes = 0
+        begin = random_states(self.device.torch_device)
+        losses = self._learn([counted(function) for function in functions], begin)
+        self._miss_count = 0 if self._miss_count < _MISS_COUNT_MAX else _MISS_COUNT_MAX
+        can = _buffer_versions(self._model()) == before
+        self.order = "vertical" if can and _order.fits(self, counter.nbytes) else "horizontal"
+        return losses
 
     def _has_user_hooks(self) -> bool:
         """Return whether a parameter has hooks of register_hook(), which its aliases lack."""
@@ -358,6 +398,12 @@ class VerticalSession(Session):
                 self._remove(self._root_units, who)
             self._turns = None
         if errors:
+            if isinstance(errors[0], MemoryError | torch.OutOfMemoryError):
+                errors[0].add_note(
+                    f'order="vertical" keeps the activations of {len(functions)} micro-batches at'
+                    " once: offload or recompute them (swap_bytes=, activations="
+                    '"recompute"), or pass order="auto" or "horizontal"'
+                )
             raise errors[0]
         if _buffer_versions(self._model()) != before:
             raise UnsupportedError(
@@ -452,43 +498,6 @@ class _Arrivals:
             for micro_batch in sorted(waiting):
                 waiting[micro_batch]()
         self._early.clear()
-
-
-class _Visit:
-    """The hooks of a block: the hooks of its scope, extended by the changes of turn."""
-
-    def __init__(self, session: VerticalSession, units: list[int], scope: _core.Scope) -> None:
-        self._session = weakref.ref(session)
-        self._units = units
-        self._scope = scope
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        session = self._session()
-        assert session is not None
-        session.visit_begin(self._units, lambda: self._scope.enter(module, args))
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook."""
-        session = self._session()
-        assert session is not None
-        session.visit_end(self._units, lambda: self._scope.leave(module, args, output))
-
-
-class _Around(_Visit):
-    """The hooks of a module that contains blocks and has parameters of its own."""
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        session = self._session()
-        assert session is not None
-        session.inside_begin(self._units, lambda: self._scope.enter(module, args))
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook."""
-        session = self._session()
-        assert session is not None
-        session.inside_end(self._units, lambda: self._scope.leave(module, args, output))
 
 
 def _run_on_thread(function: Callable[[], None], turns: _Turns) -> None:

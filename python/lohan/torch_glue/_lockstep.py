@@ -19,13 +19,20 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import overrides
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lohan import _core
+
 T = TypeVar("T")
+S = TypeVar("S")
 
 FIRST, SECOND = 0, 1
 
@@ -173,6 +180,45 @@ class Lockstep:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+class Visit(Generic[S]):
+    """The hooks of a module: the hooks of its scope, each called by a method of the session."""
+
+    def __init__(
+        self,
+        session: S,
+        units: list[int],
+        scope: _core.Scope,
+        begin: Callable[[S, list[int], Callable[[], None]], None],
+        end: Callable[[S, list[int], Callable[[], None]], None],
+    ) -> None:
+        """Set what the hooks call.
+
+        Args:
+            session: the session, which may be freed before the module.
+            units: the units of the scope.
+            scope: the scope of the module.
+            begin: the session's method that enters the scope, by calling its last argument.
+            end: the session's method that leaves the scope.
+        """
+        self._session = weakref.ref(session)
+        self._units = units
+        self._scope = scope
+        self._begin = begin
+        self._end = end
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        session = self._session()
+        assert session is not None
+        self._begin(session, self._units, lambda: self._scope.enter(module, args))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook."""
+        session = self._session()
+        assert session is not None
+        self._end(session, self._units, lambda: self._scope.leave(module, args, output))
 
 
 class ThreadState:
