@@ -275,13 +275,15 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && chunk->slab < engine->budget.slab_count);
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t element_bytes =
-        2 * lh_dtype_bytes(unit->desc.dtype) + 16 + 2 * unit->states[0].element_bytes;
+    bool is_given = lh_given_is(unit);
+    /* P is read and written, and without new values from elsewhere so are R, M and V. */
+    uint64_t element_bytes = 2 * lh_dtype_bytes(unit->desc.dtype) +
+                             (is_given ? 0 : 16 + 2 * unit->states[0].element_bytes);
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
     slab->job = (struct lh_job){
-        .exec = {.run = lh_given_is(unit) ? lh_given_run : update_run,
+        .exec = {.run = is_given ? lh_given_run : update_run,
                  .context = slab,
                  .work_bytes = chunk->count * element_bytes},
         .done = computed,

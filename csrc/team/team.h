@@ -76,6 +76,8 @@ struct lh_team_opts {
     uint32_t unit_count;
     uint32_t mate_count; /* at least 1 */
     uint64_t region_bytes;
+    bool
+        is_untouched; /* nobody reads or writes the region (a simulation): allocate no page of it */
 };
 
 /*
