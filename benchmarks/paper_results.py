@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import mirror_tables
 import paper_tables
 import world_tables
 import zo2_tables
@@ -56,7 +57,8 @@ TEXT = """# The papers' measurements and the simulator
 `make paper` made this page. The training engine runs in virtual time on LoHan's server. Five
 constants of the server are fitted on the rows of batch 32 of the first table (docs/machines.md),
 and nothing else. The sections about zeroth-order steps on ZO2's machine, and those about several
-GPUs and nodes (FCDP's, Elixir's and LoHan's figures; plans, not the engine), state what is fitted.
+GPUs and nodes (FCDP's, Elixir's and LoHan's figures; plans, except for the last section, which has
+the engine), state what is fitted.
 """
 
 SWAPPED_TEXT = """\
@@ -321,6 +323,7 @@ def main() -> None:
             ),
             *zo2_tables.parts(zo2_tables.rows_read(), _machines.load(zo2_tables.MACHINE)),
             *world_tables.parts(),
+            *mirror_tables.parts(pool),
         ]
         words.out.write_text("\n".join(parts), encoding="utf-8")
     print(f"{words.out} is written")

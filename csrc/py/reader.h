@@ -120,11 +120,12 @@ struct lhpy_field {
      .place = offsetof(type, member),                                                              \
      .count_place = offsetof(type, count_member),                                                  \
      .table = &(row_table)}
-#define LHPY_ARG_STRUCT(text, variable, member_table)                                              \
+#define LHPY_ARG_STRUCT(text, variable, member_table, ...)                                         \
     {.name = (text),                                                                               \
      .kind = LHPY_KIND_STRUCT,                                                                     \
      .place = (uintptr_t)&(variable),                                                              \
-     .table = &(member_table)}
+     .table = &(member_table),                                                                     \
+     __VA_ARGS__}
 #define LHPY_ARG_ROWS(text, variable, count, row_table, ...)                                       \
     {.name = (text),                                                                               \
      .kind = LHPY_KIND_ROWS,                                                                       \

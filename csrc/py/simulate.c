@@ -13,6 +13,8 @@
 #define PART_COUNT_MAX 65536
 #define SAVED_COUNT_MAX 65536
 #define COPY_COUNT 64
+#define CARD_QUEUE_DEPTH 64
+#define MICRO_STEP_COUNT_MAX 1024
 #define TRACE_COUNT_MAX (UINT32_C(1) << 24)
 
 /* Room for saved tensors. */
@@ -42,6 +44,19 @@ static const struct lhpy_table machine_table = LHPY_TABLE(
     MACHINE("copy_in_bytes_per_s", accelerator.link.bytes_per_s[0], .min = 1, .max = NUMBER_MAX),
     MACHINE("copy_out_bytes_per_s", accelerator.link.bytes_per_s[1], .min = 1, .max = NUMBER_MAX),
     MACHINE("copy_latency_ns", accelerator.link.latency_ns, .max = LATENCY_NS_MAX));
+
+#define CLUSTER(name, member, ...)                                                                 \
+    LHPY_FIELD_AS(name, struct lh_sim_cluster_opts, member, __VA_ARGS__)
+static const char *const division_names[] = {"whole", "shards", NULL};
+static const struct lhpy_table cluster_table = LHPY_TABLE(
+    "a cluster", LHPY_FORM_DICT, struct lh_sim_cluster_opts,
+    CLUSTER("node_count", node_count, .min = 1, .max = LH_SIM_NODE_COUNT_MAX),
+    CLUSTER("gpu_count", gpu_count, .min = 1, .max = LH_SIM_GPU_COUNT_MAX),
+    CLUSTER("micro_steps", micro_steps, .min = 1, .max = MICRO_STEP_COUNT_MAX),
+    CLUSTER("division", division, .names = division_names),
+    CLUSTER("net_bytes_per_s", card.bytes_per_s[LH_SIM_DIRECTION_WRITE], .max = NUMBER_MAX),
+    CLUSTER("net_latency_ns", card.latency_ns, .max = LATENCY_NS_MAX),
+    CLUSTER("is_mirror", is_mirror));
 
 /* One parameter. */
 struct unit {
@@ -182,18 +197,18 @@ static int model_make(const struct input *input, struct lh_alloc *alloc, struct 
     return rc;
 }
 
-static const struct lhpy_table timing_table =
-    LHPY_TABLE("a timing", LHPY_FORM_DICT, struct lh_sim_timing,
-               LHPY_FIELDS(struct lh_sim_timing, begin_ns, step_ns, commit_ns, commit_write_bytes,
-                           forward_ns, backward_ns, close_wait_ns, compute_ns, forward_wait_ns,
-                           backward_wait_ns, gradient_wait_ns, saved_wait_ns),
-               LHPY_FIELD_AS("update_busy_ns", struct lh_sim_timing, stats.update_busy_ns),
-               LHPY_FIELD_AS("deferred_units", struct lh_sim_timing, stats.deferred_units),
-               LHPY_FIELD_AS("host_bytes", struct lh_sim_timing, budget.host_bytes),
-               LHPY_FIELD_AS("host_bytes_min", struct lh_sim_timing, budget.host_bytes_min),
-               LHPY_FIELD_AS("region_bytes", struct lh_sim_timing, budget.region_bytes),
-               LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
-               LHPY_FIELD(struct lh_sim_timing, ssd_bytes));
+static const struct lhpy_table timing_table = LHPY_TABLE(
+    "a timing", LHPY_FORM_DICT, struct lh_sim_timing,
+    LHPY_FIELDS(struct lh_sim_timing, begin_ns, step_ns, commit_ns, commit_write_bytes, forward_ns,
+                backward_ns, close_wait_ns, compute_ns, forward_wait_ns, backward_wait_ns,
+                gradient_wait_ns, saved_wait_ns),
+    LHPY_FIELD_AS("update_busy_ns", struct lh_sim_timing, stats.update_busy_ns),
+    LHPY_FIELD_AS("deferred_units", struct lh_sim_timing, stats.deferred_units),
+    LHPY_FIELD_AS("host_bytes", struct lh_sim_timing, budget.host_bytes),
+    LHPY_FIELD_AS("host_bytes_min", struct lh_sim_timing, budget.host_bytes_min),
+    LHPY_FIELD_AS("region_bytes", struct lh_sim_timing, budget.region_bytes),
+    LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
+    LHPY_FIELD(struct lh_sim_timing, ssd_bytes), LHPY_FIELD(struct lh_sim_timing, net_bytes));
 
 /* Make the result's dict; its trace is bytes with the events (struct lh_engine_trace_event). */
 static PyObject *timing_dict(const struct lh_sim_timing *timing,
@@ -257,22 +272,26 @@ PyObject *lhpy_simulate(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
 {
     struct input input = {0};
     struct lh_sim_timing_opts opts = {0};
+    struct lh_sim_cluster_opts cluster = {0};
     PyObject *raiser = NULL;
-    if (LHPY_ARGS(args, kwargs, LHPY_ARG_ROWS("units", input.units, input.unit_count, unit_table),
-                  LHPY_ARG_ROWS("blocks", input.blocks, input.block_count, block_table),
-                  LHPY_ARG_STRUCT("machine", opts.machine, machine_table),
-                  LHPY_ARG_STRUCT("saved", opts.saved, saved_opts_table),
-                  LHPY_ARG_AS("host_bytes", opts.host_bytes, .max = NUMBER_MAX),
-                  LHPY_ARG_AS("schedule", opts.schedule, .max = LH_ENGINE_SCHEDULE_COUNT - 1),
-                  LHPY_ARG_AS("commit_every", opts.commit_every),
-                  LHPY_ARG_AS("io_depth", opts.io_depth, .min = 1, .max = QUEUE_DEPTH_MAX),
-                  LHPY_ARG_AS("transfer_bytes", opts.transfer_bytes, .min = LH_MIB, .max = LH_GIB),
-                  LHPY_ARG_AS("only_checks", opts.only_checks), LHPY_ARG(raiser),
-                  LHPY_ARG_AS("trace_count", opts.trace_max, .is_optional = true,
-                              .max = TRACE_COUNT_MAX)) < 0)
+    if (LHPY_ARGS(
+            args, kwargs, LHPY_ARG_ROWS("units", input.units, input.unit_count, unit_table),
+            LHPY_ARG_ROWS("blocks", input.blocks, input.block_count, block_table),
+            LHPY_ARG_STRUCT("machine", opts.machine, machine_table),
+            LHPY_ARG_STRUCT("saved", opts.saved, saved_opts_table),
+            LHPY_ARG_AS("host_bytes", opts.host_bytes, .max = NUMBER_MAX),
+            LHPY_ARG_AS("schedule", opts.schedule, .max = LH_ENGINE_SCHEDULE_COUNT - 1),
+            LHPY_ARG_AS("commit_every", opts.commit_every),
+            LHPY_ARG_AS("io_depth", opts.io_depth, .min = 1, .max = QUEUE_DEPTH_MAX),
+            LHPY_ARG_AS("transfer_bytes", opts.transfer_bytes, .min = LH_MIB, .max = LH_GIB),
+            LHPY_ARG_AS("only_checks", opts.only_checks), LHPY_ARG(raiser),
+            LHPY_ARG_AS("trace_count", opts.trace_max, .is_optional = true, .max = TRACE_COUNT_MAX),
+            LHPY_ARG_STRUCT("cluster", cluster, cluster_table, .is_optional = true)) < 0)
         return NULL;
     PyObject *made = NULL;
     machine_complete(&opts.machine);
+    cluster.card.queue_depth = CARD_QUEUE_DEPTH;
+    opts.cluster = cluster;
     if (opts.transfer_bytes % LH_MIB != 0)
         PyErr_Format(PyExc_ValueError, "transfer_bytes is %llu: must be a multiple of 1 MiB",
                      (unsigned long long)opts.transfer_bytes);

@@ -283,14 +283,16 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && chunk->slab < engine->budget.slab_count);
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
+    bool is_given = lh_given_is(unit);
+    /* P is read and written, and without new values from elsewhere so are the states. */
     uint64_t work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc.dtype);
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT && !is_given; i++)
         work_bytes += 2 * lh_unit_state_bytes(&unit->states[i], chunk->count);
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
     slab->job = (struct lh_job){
-        .exec = {.run = lh_given_is(unit) ? lh_given_run : update_run,
+        .exec = {.run = is_given ? lh_given_run : update_run,
                  .context = slab,
                  .work_bytes = work_bytes},
         .done = computed,

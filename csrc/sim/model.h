@@ -123,6 +123,11 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t unit,
                              enum lh_sim_array array);
 /* The hyper-parameters of a group in a step; they change from step to step. */
 struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step);
+/*
+ * Give the states of units to other processes: the store has no extents for them. is_given is by
+ * unit, and is ignored for frozen units.
+ */
+void lh_sim_model_give(struct lh_sim_model *model, const bool *is_given);
 /* Whether another process has the unit's states. */
 bool lh_sim_model_is_given(const struct lh_sim_model *model, uint32_t unit);
 /*

@@ -179,6 +179,19 @@ static int saved_store_create(struct lh_sim_run *run, struct lh_error *err)
                                err);
 }
 
+int lh_sim_run_device_check(const struct lh_sim_machine *machine, const struct lh_sim_model *model,
+                            struct lh_error *err)
+{
+    const struct lh_sim_accelerator *accelerator = &machine->accelerator;
+    uint64_t least = lh_sim_model_region_bytes_min(model);
+    if (accelerator->copy_count == 0 || accelerator->bytes >= least)
+        return 0;
+    return lh_error_set(err, -ENOSPC,
+                        "device memory for parameters is too small: %" PRIu64
+                        " bytes, but this model needs at least %" PRIu64,
+                        accelerator->bytes, least);
+}
+
 int lh_sim_run_prepare(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
                        struct lh_alloc *alloc, struct lh_error *err)
 {

@@ -129,6 +129,9 @@ int lh_sim_run_prepare(struct lh_sim_run *run, const struct lh_sim_run_opts *opt
                        struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 /* Create all parts that run on run->store, which is open. */
 int lh_sim_run_parts_create(struct lh_sim_run *run, struct lh_error *err) LH_MUST_CHECK;
+/* Check that the accelerator has room for any block of a model. Errors: -ENOSPC. */
+int lh_sim_run_device_check(const struct lh_sim_machine *machine, const struct lh_sim_model *model,
+                            struct lh_error *err) LH_MUST_CHECK;
 /* The number of slots for the run's requests (sim/hooks.h). */
 uint32_t lh_sim_run_request_count_max(const struct lh_sim_run *run);
 /* End the process, whether training is over or not: destroy the parts that run on the store, and

@@ -33,18 +33,6 @@ static struct window window_of(const struct lh_sim_timing_opts *opts)
     return window;
 }
 
-static int device_check(const struct lh_sim_timing_opts *opts, struct lh_error *err)
-{
-    const struct lh_sim_accelerator *accelerator = &opts->machine.accelerator;
-    uint64_t least = lh_sim_model_region_bytes_min(opts->model);
-    if (accelerator->copy_count == 0 || accelerator->bytes >= least)
-        return 0;
-    return lh_error_set(err, -ENOSPC,
-                        "device memory for parameters is too small: %" PRIu64
-                        " bytes, but this model needs at least %" PRIu64,
-                        accelerator->bytes, least);
-}
-
 /* Drive the run in slices, so that it can be cancelled. */
 static int drive(struct lh_sim_run *run, const struct lh_sim_timing_opts *opts,
                  struct lh_error *err)
@@ -130,14 +118,71 @@ static void timing_read(const struct lh_sim_run *run, const struct window *windo
         timing->compute_ns += model->blocks[i].forward_ns + model->blocks[i].backward_ns;
 }
 
+/* Like drive(), for a cluster. */
+static int cluster_drive(struct lh_sim_cluster *cluster, const struct lh_sim_timing_opts *opts,
+                         struct lh_error *err)
+{
+    enum lh_sim_end end = LH_SIM_END_STOPPED;
+    while (end == LH_SIM_END_STOPPED) {
+        end = lh_sim_cluster_drive(cluster, err);
+        if (end == LH_SIM_END_STOPPED && opts->is_cancelled && opts->is_cancelled(opts->context))
+            return lh_error_set(err, -EINTR, "the simulation was interrupted");
+    }
+    if (end == LH_SIM_END_BROKEN) {
+        (void)lh_error_prefix(err, "a bug in lohan, please report it");
+        return -EPROTO;
+    }
+    return end == LH_SIM_END_DONE ? 0 : err->code;
+}
+
+static int cluster_time(const struct lh_sim_timing_opts *opts,
+                        const struct lh_sim_run_opts *run_opts, const struct window *window,
+                        struct lh_alloc *alloc, struct lh_sim_timing *timing_out,
+                        struct lh_error *err)
+{
+    struct lh_sim_cluster *cluster = lh_alloc_zeroed(alloc, 1, sizeof(*cluster));
+    if (!cluster)
+        return lh_error_set(err, -ENOMEM, "no memory for a simulated cluster");
+    struct lh_sim_cluster_opts cluster_opts = opts->cluster;
+    cluster_opts.event_count_max = EVENT_COUNT;
+    int rc = lh_sim_cluster_init(cluster, &cluster_opts, run_opts, alloc, err);
+    if (rc == 0 && !opts->only_checks)
+        rc = cluster_drive(cluster, opts, err);
+    if (rc == 0 && !opts->only_checks) {
+        const struct lh_sim_run *run = &lh_sim_cluster_member(cluster, 0, 0)->run;
+        timing_read(run, window, timing_out);
+        timing_out->net_bytes = cluster->mail.nodes[0].sent_bytes / run->opts.step_last;
+        timing_out->trace_count = lh_engine_trace(run->engine, opts->trace, opts->trace_max);
+    }
+    lh_sim_cluster_deinit(cluster);
+    lh_free(alloc, cluster);
+    return rc;
+}
+
+static int one_time(const struct lh_sim_timing_opts *opts, const struct lh_sim_run_opts *run_opts,
+                    const struct window *window, struct lh_alloc *alloc,
+                    struct lh_sim_timing *timing_out, struct lh_error *err)
+{
+    LH_TRY(lh_sim_run_device_check(&opts->machine, opts->model, err));
+    struct lh_sim_run *run = lh_alloc_zeroed(alloc, 1, sizeof(*run));
+    if (!run)
+        return lh_error_set(err, -ENOMEM, "no memory for a simulation");
+    int rc = lh_sim_run_init(run, run_opts, alloc, err);
+    if (rc == 0 && !opts->only_checks)
+        rc = drive(run, opts, err);
+    if (rc == 0 && !opts->only_checks) {
+        timing_read(run, window, timing_out);
+        timing_out->trace_count = lh_engine_trace(run->engine, opts->trace, opts->trace_max);
+    }
+    lh_sim_run_deinit(run);
+    lh_free(alloc, run);
+    return rc;
+}
+
 int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *alloc,
                       struct lh_sim_timing *timing_out, struct lh_error *err)
 {
     *timing_out = (struct lh_sim_timing){0};
-    LH_TRY(device_check(opts, err));
-    struct lh_sim_run *run = lh_alloc_zeroed(alloc, 1, sizeof(*run));
-    if (!run)
-        return lh_error_set(err, -ENOMEM, "no memory for a simulation");
     struct window window = window_of(opts);
     struct lh_sim_run_opts run_opts = {
         .machine = opts->machine,
@@ -152,14 +197,7 @@ int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *al
         .event_count_max = EVENT_COUNT,
         .trace_count = opts->trace_max,
     };
-    int rc = lh_sim_run_init(run, &run_opts, alloc, err);
-    if (rc == 0 && !opts->only_checks)
-        rc = drive(run, opts, err);
-    if (rc == 0 && !opts->only_checks) {
-        timing_read(run, &window, timing_out);
-        timing_out->trace_count = lh_engine_trace(run->engine, opts->trace, opts->trace_max);
-    }
-    lh_sim_run_deinit(run);
-    lh_free(alloc, run);
-    return rc;
+    return opts->cluster.node_count > 0
+               ? cluster_time(opts, &run_opts, &window, alloc, timing_out, err)
+               : one_time(opts, &run_opts, &window, alloc, timing_out, err);
 }

@@ -12,6 +12,8 @@
  * rarer, the simulation still commits as often as this requires, and the caller spreads the cost
  * over the actual number of steps.
  *
+ * A cluster (sim/cluster.h) is measured in the same way.
+ *
  * No bytes exist, so a model may have any size. The engine and all checkers run as in the tests; a
  * checker that finds a failure ends the run with an error.
  *
@@ -20,7 +22,7 @@
 #ifndef LH_SIM_TIMING_H
 #define LH_SIM_TIMING_H
 
-#include "sim/run.h"
+#include "sim/cluster.h"
 
 struct lh_sim_timing_opts {
     struct lh_sim_machine machine;
@@ -34,7 +36,10 @@ struct lh_sim_timing_opts {
     /* Owned by the caller: receives the newest events of the run, to plot its last steps. */
     struct lh_engine_trace_event *trace;
     uint32_t trace_max; /* 0: none */
-    bool only_checks;   /* only check whether the model fits: run no step, all times are 0 */
+    /* Several nodes or accelerators: the times are those of node 0's owner. If node_count is 0,
+     * there is one engine, which gets its gradients directly. */
+    struct lh_sim_cluster_opts cluster;
+    bool only_checks; /* only check whether the model fits: run no step, all times are 0 */
     /* Called at intervals; returning true ends the run with -EINTR. May be NULL. */
     bool (*is_cancelled)(void *context);
     void *context;
@@ -60,14 +65,15 @@ struct lh_sim_timing {
     uint64_t ssd_bytes;         /* the size of the model's store, with all slots */
     uint64_t plan_around_count; /* how often the engine was stuck until it replanned */
     uint64_t step;              /* the number of the measured step */
+    uint64_t net_bytes;         /* what a node of a cluster sends in a step */
 };
 
 /*
  * Measure a step.
  *
  * Errors: -ENOMEM; -ENOSPC: host_bytes, or the accelerator's memory, is below what the model needs
- *         (the message has both numbers); -EINTR; -EPROTO: a checker found a failure, which is a
- *         bug in lohan. *timing_out is all 0 then.
+ *         (the message has both numbers); -EINVAL: the cluster cannot be simulated; -EINTR;
+ *         -EPROTO: a checker found a failure, which is a bug in lohan. *timing_out is all 0 then.
  */
 int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *alloc,
                       struct lh_sim_timing *timing_out, struct lh_error *err) LH_MUST_CHECK;

@@ -128,6 +128,15 @@ enum lh_sim_look lh_sim_train_begin(struct lh_sim_train *train)
     return lh_sim_train_forward_begin(train);
 }
 
+enum lh_sim_look lh_sim_train_forward_repeat(struct lh_sim_train *train)
+{
+    int rc = lh_engine_begin(train->opts.engine, LH_ENGINE_MODE_TRAIN);
+    if (rc < 0)
+        return lh_sim_train_failed(train, rc);
+    train->phase = LH_SIM_TRAIN_PHASE_FORWARD;
+    return lh_sim_train_forward_begin(train);
+}
+
 bool lh_sim_train_is_worth_asking(struct lh_sim_train *train, bool is_there)
 {
     bool is_first = !train->is_asked;

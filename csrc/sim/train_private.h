@@ -19,6 +19,8 @@ enum lh_sim_look lh_sim_train_begin(struct lh_sim_train *train);
 enum lh_sim_look lh_sim_train_block_begin(struct lh_sim_train *train, uint32_t block);
 /* Begin the first block of a forward, of a step or of an evaluation. */
 enum lh_sim_look lh_sim_train_forward_begin(struct lh_sim_train *train);
+/* Begin the forward of the step's next micro-batch. */
+enum lh_sim_look lh_sim_train_forward_repeat(struct lh_sim_train *train);
 /* Use all blocks, in the order of the model. */
 void lh_sim_train_order_reset(struct lh_sim_train *train);
 /* Enter backward. The caller then begins the first block of backward. */

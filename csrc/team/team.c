@@ -132,7 +132,7 @@ int lh_team_create(const struct lh_team_opts *opts, struct lh_team *team, struct
         rc = fd_error(err, "seal shared memory", bytes);
     /* Allocate all pages now: if one were missing later, the process that touches it would end. */
     if (rc == 0)
-        rc = reserve(team->fd, bytes, err);
+        rc = reserve(team->fd, opts->is_untouched ? region_offset : bytes, err);
     if (rc == 0)
         rc = map(team, bytes, err);
     if (rc < 0) {

@@ -76,6 +76,8 @@ struct lh_team_opts {
     uint32_t unit_count;
     uint32_t mate_count; /* at least 1 */
     uint64_t region_bytes;
+    /* Nobody reads or writes the region, as in a simulation: none of its pages is allocated. */
+    bool is_untouched;
 };
 
 /*

@@ -295,6 +295,28 @@ def _predict(machine: Any, words: dict[str, Any], console: Console | None) -> di
     return _world_show.run(load, machine, console)
 
 
+def _mirrored(
+    machine: Any,
+    words: dict[str, Any],
+    others: tuple[str | None, ...],
+    division: str,
+    console: Console | None,
+) -> dict[str, Any]:
+    """Simulate a step of a cluster by the engines of one node."""
+    from lohan.commands import _mirror_show
+
+    limits = ("schedule", "commit_every", "sweep", "plot", "adapter_params")
+    given = [name for name in limits if words[name]]
+    given += ["policy"] if words["policy"] != "auto" else []
+    given += [
+        name for name, value in zip(("zeroth", "dtype", "link"), others, strict=True) if value
+    ]
+    if given:
+        raise click.UsageError(f"--mirror cannot be combined with --{given[0].replace('_', '-')}")
+    shape = {name: words[name] for name in ("model", "batch", "seq")}
+    return _mirror_show.run(shape, machine, division, words["accumulate"] or 1, console)
+
+
 MODEL_HELP = "A name such as gpt-13b, a transformers config.json, or a transformers class."
 POSITIVE = click.IntRange(1)
 SEQ_HELP = "Tokens per sequence."
@@ -339,11 +361,23 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
     help="With --zeroth: format in which blocks cross the link: fp32, fp16, bf16 or fp8."
     " [default: the format in which they are stored]",
 )
+@click.option(
+    "--mirror",
+    is_flag=True,
+    help="Simulate the engines of one node; all other nodes are its images.",
+)
+@click.option(
+    "--division",
+    help="With --mirror: how nodes divide the optimizer's states, shards or whole."
+    " [default: shards]",
+)
 @_step_options
 def simulate(
     machine: str,
     changes: tuple[str, ...],
     json_wanted: bool,
+    mirror: bool,
+    division: str | None,
     zeroth: str | None,
     dtype: str | None,
     link: str | None,
@@ -352,15 +386,20 @@ def simulate(
     """Simulate a training step on any machine: how long it takes, and what limits it.
 
     The simulation runs the real training engine in virtual time. With --nodes or --gpus, the steps
-    of several GPUs are calculated instead, for each setting of share= and replicas=.
-    docs/machines.md describes how to specify a machine.
+    of several GPUs are calculated instead, for each setting of share= and replicas=; with --mirror
+    as well, the engines of one node are simulated. docs/machines.md describes how to specify a
+    machine.
     """
     from lohan.commands import _simulate_show
     from lohan.planning import _machines
 
     here = _with_world(_machines.change(_machines.load(machine), changes), words)
     console = None if json_wanted else Console()
-    if zeroth is not None:
+    if division is not None and not mirror:
+        raise click.UsageError("--division needs --mirror")
+    if mirror:
+        answer = _mirrored(here, words, (zeroth, dtype, link), division or "shards", console)
+    elif zeroth is not None:
         limits = ("schedule", "commit_every", "sweep", "plot", "accumulate", "adapter_params")
         others = [name for name in limits if words[name]]
         if others or words["policy"] != "auto":

@@ -8,16 +8,15 @@ follow from the machine's rates.
 from __future__ import annotations
 
 import dataclasses
-import errno
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lohan import _core
 from lohan.common._stats import READS, WRITES
-from lohan.errors import BudgetError, LohanError, MachineError
+from lohan.errors import BudgetError, MachineError
 from lohan.planning import _machines, _models, _simulate_timeline
-from lohan.planning._pieces import NS_PER_S, block_params
+from lohan.planning._engine import RARELY, SCHEDULES, arguments, rare_commits
+from lohan.planning._pieces import NS_PER_S
 from lohan.planning._placement import SWITCHES, place
 
 if TYPE_CHECKING:
@@ -26,26 +25,17 @@ if TYPE_CHECKING:
     from lohan.planning._plan import Model
     from lohan.planning._simulate_timeline import Timeline
 
-SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 _SECONDS_PER_DAY = 86400
-# The bytes of main memory that AdamW reads and writes per parameter: csrc/sched/update.c.
-_ADAM_BYTES_PER_PARAM = {"bfloat16": 24, "float16": 28, "float32": 24}
 # The parameter, what is stored in addition for its fp32 master, and two moments. Each of them is in
 # two slots: the committed one and the one being written.
 _STATE_BYTES_PER_PARAM = {"bfloat16": 12, "float16": 14, "float32": 12}
 _SLOT_COUNT = 2
-_TRANSFER_BYTES = 4 << 20
-# The default of lohan.wrap.
-_IO_DEPTH = 16
-_RARELY = 1 << 20
 # The number of events to keep for a picture. It is enough for two steps, because requests are
 # seldom smaller than _TRACE_EVENT_BYTES.
 _TRACE_COUNT_LEAST = 1 << 16
 _TRACE_COUNT_MAX = 1 << 24
 _TRACE_EVENT_BYTES = 1 << 20
 _STEP_BYTES_PER_PARAM = 32
-# Commits may take this share of the time if `auto` chooses their interval.
-_COMMIT_SHARE = 0.005
 
 _T = TypeVar("_T")
 
@@ -166,38 +156,11 @@ class Step:
         }
 
 
-def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
-    if code in (-errno.ENOSPC, -errno.ENOMEM):
-        return BudgetError(f"{message}: raise host_bytes or gpu_bytes, or use a smaller model")
-    return LohanError(message)
-
-
-def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
-    per_param = _ADAM_BYTES_PER_PARAM[placement.dtype]
-    worker = machine.adam_params_per_s * per_param // machine.worker_count
-    return {
-        "ssd_count": machine.ssd_count,
-        "ssd_read_bytes_per_s": machine.ssd_read_bytes_per_s,
-        "ssd_write_bytes_per_s": machine.ssd_write_bytes_per_s,
-        "ssd_total_bytes_per_s": machine.ssd_total_bytes_per_s,
-        "ssd_latency_ns": machine.ssd_latency_ns,
-        "ssd_queue_depth": 64,
-        "ssd_sync_ns": machine.ssd_sync_ns,
-        "worker_count": machine.worker_count,
-        "worker_bytes_per_s": max(worker, 1),
-        "device_bytes": placement.slot_bytes,
-        "copy_in_bytes_per_s": machine.link_in_bytes_per_s,
-        "copy_out_bytes_per_s": machine.link_out_bytes_per_s,
-        "copy_latency_ns": machine.link_latency_ns,
-    }
-
-
 def _commit_every(raw: dict[str, Any], options: Options) -> int:
     """Return the number of steps between commits; by default, it follows from a commit's cost."""
     if options.commit_every is not None:
         return options.commit_every
-    every: int = math.ceil(raw["commit_ns"] / (_COMMIT_SHARE * raw["step_ns"]))
-    return max(every, 1)
+    return rare_commits(raw)
 
 
 def _resources(
@@ -232,16 +195,6 @@ def _capacity_check(model: Model, machine: Machine, per_param: int, others: int 
             f" written), its activations {others:,}; {machine.ssd_count} SSD(s) of"
             f" {machine.ssd_bytes:,} bytes hold {capacity:,}: raise ssd_count or ssd_bytes"
         )
-
-
-def _saved(placement: Placement) -> dict[str, int]:
-    return {
-        "memory_bytes": placement.saved_bytes,
-        "transit_bytes": placement.transit_bytes,
-        "ssd_bytes": placement.ssd_bytes,
-        "out_bytes": placement.room_bytes,
-        "ahead_bytes": placement.room_bytes,
-    }
 
 
 def _is_rare(options: Options) -> bool:
@@ -284,21 +237,11 @@ def _run(
     per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
     _capacity_check(model, machine, per_param, placement.ssd_bytes)
     raw = _core.simulate(
-        units=[
-            (placement.dtype, False, block_params(block))
-            for block in model.blocks
-            if block_params(block)
-        ],
-        blocks=placement.blocks,
-        machine=_core_machine(machine, placement),
-        saved=_saved(placement),
+        **arguments(model, machine, placement),
         host_bytes=placement.engine_bytes,
         schedule=SCHEDULES.index(options.schedule or placement.schedule),
-        commit_every=options.commit_every or (_RARELY if _is_rare(options) else 1),
-        io_depth=_IO_DEPTH,
-        transfer_bytes=_TRANSFER_BYTES,
+        commit_every=options.commit_every or (RARELY if _is_rare(options) else 1),
         only_checks=only_checks,
-        raiser=_raiser,
         trace_count=trace_count,
     )
     return placement, raw

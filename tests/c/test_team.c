@@ -86,6 +86,13 @@ static void test_reserved(void)
     LH_CHECK(fstat(owner.fd, &facts) == 0);
     LH_CHECK((uint64_t)facts.st_blocks * 512 == owner.map_bytes);
     lh_team_leave(&owner);
+    lh_test_name("no page is allocated of a region that nobody touches");
+    const struct lh_team_opts untouched = {
+        .unit_count = UNITS, .mate_count = 1, .region_bytes = LH_GIB / 16, .is_untouched = true};
+    LH_CHECK(lh_team_create(&untouched, &owner, NULL) == 0);
+    LH_CHECK(owner.region_bytes == LH_GIB / 16 && fstat(owner.fd, &facts) == 0);
+    LH_CHECK((uint64_t)facts.st_blocks * 512 < owner.region_bytes);
+    lh_team_leave(&owner);
     lh_test_name("without room for all pages, creation fails and leaves nothing mapped");
     struct rlimit all;
     struct rlimit few = {.rlim_cur = LH_HUGE_PAGE_BYTES};

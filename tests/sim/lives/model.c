@@ -53,22 +53,3 @@ int lh_sim_model_random(struct lh_sim_model *model, const struct lh_sim_sizes *s
     }
     return 0;
 }
-
-void lh_sim_model_give(struct lh_sim_model *model, const bool *is_given)
-{
-    model->extent_count = 0;
-    for (uint32_t i = 0; i < model->unit_count; i++) {
-        struct lh_engine_unit *unit = &model->units[i];
-        uint32_t *const targets[LH_SIM_ARRAY_COUNT] = {&unit->param_extent, &unit->residual_extent,
-                                                       &unit->moment1_extent,
-                                                       &unit->moment2_extent};
-        for (uint32_t j = 0; j < LH_SIM_ARRAY_COUNT; j++) {
-            uint64_t bytes = lh_sim_model_array_bytes(model, i, (enum lh_sim_array)j);
-            bool is_here = bytes > 0 && (j == LH_SIM_ARRAY_PARAM || !is_given[i]);
-            *targets[j] = is_here ? model->extent_count : LH_ENGINE_EXTENT_NONE;
-            if (is_here)
-                model->extents[model->extent_count++] =
-                    (struct lh_store_extent_desc){.bytes = bytes, .group = i};
-        }
-    }
-}

@@ -19,10 +19,4 @@ int lh_sim_model_random(struct lh_sim_model *model, const struct lh_sim_sizes *s
                         struct lh_sim_random *random, struct lh_alloc *alloc, struct lh_error *err)
     LH_MUST_CHECK;
 
-/*
- * Give the states of units to other processes: the store has no extents for them. is_given is by
- * unit, and is ignored for frozen units.
- */
-void lh_sim_model_give(struct lh_sim_model *model, const bool *is_given);
-
 #endif

@@ -1,0 +1,81 @@
+"""What the simulator of the engine (`_core.simulate`) needs to know of a model and a machine."""
+
+from __future__ import annotations
+
+import errno
+import math
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import BudgetError, LohanError
+from lohan.planning._pieces import block_params
+
+if TYPE_CHECKING:
+    from lohan.planning._machines import Machine
+    from lohan.planning._placement import Placement
+    from lohan.planning._plan import Model
+
+SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
+# The interval of commits that are too rare to be simulated one by one.
+RARELY = 1 << 20
+# The bytes of main memory that AdamW reads and writes per parameter: csrc/sched/update.c.
+_ADAM_BYTES_PER_PARAM = {"bfloat16": 24, "float16": 28, "float32": 24}
+_TRANSFER_BYTES = 4 << 20
+# The default of lohan.wrap.
+_IO_DEPTH = 16
+# Commits may take this share of the time if their interval is chosen.
+_COMMIT_SHARE = 0.005
+
+
+def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
+    if code in (-errno.ENOSPC, -errno.ENOMEM):
+        return BudgetError(f"{message}: raise host_bytes or gpu_bytes, or use a smaller model")
+    return LohanError(message)
+
+
+def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
+    per_param = _ADAM_BYTES_PER_PARAM[placement.dtype]
+    worker = machine.adam_params_per_s * per_param // machine.worker_count
+    return {
+        "ssd_count": machine.ssd_count,
+        "ssd_read_bytes_per_s": machine.ssd_read_bytes_per_s,
+        "ssd_write_bytes_per_s": machine.ssd_write_bytes_per_s,
+        "ssd_total_bytes_per_s": machine.ssd_total_bytes_per_s,
+        "ssd_latency_ns": machine.ssd_latency_ns,
+        "ssd_queue_depth": 64,
+        "ssd_sync_ns": machine.ssd_sync_ns,
+        "worker_count": machine.worker_count,
+        "worker_bytes_per_s": max(worker, 1),
+        "device_bytes": placement.slot_bytes,
+        "copy_in_bytes_per_s": machine.link_in_bytes_per_s,
+        "copy_out_bytes_per_s": machine.link_out_bytes_per_s,
+        "copy_latency_ns": machine.link_latency_ns,
+    }
+
+
+def arguments(model: Model, machine: Machine, placement: Placement) -> dict[str, Any]:
+    """Return the arguments of `_core.simulate` that follow from these three."""
+    return {
+        "units": [
+            (placement.dtype, False, block_params(block))
+            for block in model.blocks
+            if block_params(block)
+        ],
+        "blocks": placement.blocks,
+        "machine": _core_machine(machine, placement),
+        "saved": {
+            "memory_bytes": placement.saved_bytes,
+            "transit_bytes": placement.transit_bytes,
+            "ssd_bytes": placement.ssd_bytes,
+            "out_bytes": placement.room_bytes,
+            "ahead_bytes": placement.room_bytes,
+        },
+        "io_depth": _IO_DEPTH,
+        "transfer_bytes": _TRANSFER_BYTES,
+        "raiser": _raiser,
+    }
+
+
+def rare_commits(raw: dict[str, Any]) -> int:
+    """Return the number of steps between commits with which these take half a percent."""
+    every: int = math.ceil(raw["commit_ns"] / (_COMMIT_SHARE * raw["step_ns"]))
+    return max(every, 1)
