@@ -19,11 +19,11 @@ bool lh_unpack_is_valid(const struct lh_unpack *unpack)
     if (unpack->format == LH_UNPACK_FORMAT_RAW)
         return unpack->rows == 1;
     return unpack->dtype < LH_DTYPE_BYTES && unpack->rounding < LH_DTYPE_BYTES &&
-           unpack->scale_dtype <= LH_DTYPE_BYTES && unpack->block_rows > 0 &&
+           unpack->scale_type < LH_UNPACK_SCALE_COUNT && unpack->block_rows > 0 &&
            unpack->block_columns > 0 && unpack->block_rows <= most &&
            unpack->block_columns <= most &&
-           (unpack->scale_dtype != LH_DTYPE_BYTES || unpack->nested_block > 0) &&
-           (unpack->format != LH_UNPACK_FORMAT_NIBBLES || unpack->rows == 1);
+           (unpack->scale_type != LH_UNPACK_SCALE_NESTED || unpack->nested_block > 0) &&
+           (!lh_unpack_is_narrow(unpack) || unpack->rows == 1);
 }
 
 uint64_t lh_unpack_count(const struct lh_unpack *unpack)
@@ -38,7 +38,12 @@ uint64_t lh_unpack_element_bytes(const struct lh_unpack *unpack)
 
 uint64_t lh_unpack_packed_bytes(const struct lh_unpack *unpack, uint64_t count)
 {
-    return unpack->format == LH_UNPACK_FORMAT_NIBBLES ? lh_div_ceil(count, 2) : count;
+    return lh_unpack_is_narrow(unpack) ? lh_div_ceil(count, 2) : count;
+}
+
+bool lh_unpack_is_narrow(const struct lh_unpack *unpack)
+{
+    return unpack->format == LH_UNPACK_FORMAT_NIBBLES || unpack->format == LH_UNPACK_FORMAT_E2M1;
 }
 
 uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack)
@@ -49,10 +54,17 @@ uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack)
            lh_div_ceil(unpack->columns, unpack->block_columns);
 }
 
+uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack)
+{
+    if (unpack->scale_type == LH_UNPACK_SCALE_F32)
+        return sizeof(float);
+    return unpack->scale_type <= LH_UNPACK_SCALE_F16 ? sizeof(uint16_t) : 1;
+}
+
 uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack)
 {
     bool is_nested =
-        unpack->format != LH_UNPACK_FORMAT_RAW && unpack->scale_dtype == LH_DTYPE_BYTES;
+        unpack->format != LH_UNPACK_FORMAT_RAW && unpack->scale_type == LH_UNPACK_SCALE_NESTED;
     return is_nested ? lh_div_ceil(lh_unpack_scale_count(unpack), unpack->nested_block) : 0;
 }
 
@@ -73,17 +85,25 @@ static float float_at(const uint8_t *floats, uint64_t index)
 static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                       uint64_t index)
 {
+    const uint8_t *at = source->scales + index * lh_unpack_scale_bytes(unpack);
     uint16_t narrow = 0;
-    if (unpack->scale_dtype == LH_DTYPE_F32)
-        return float_at(source->scales, index);
-    if (unpack->scale_dtype == LH_DTYPE_BYTES) {
-        float value = float_at(source->nested_table, source->scales[index]);
+    float value;
+    switch ((enum lh_unpack_scale)unpack->scale_type) {
+    case LH_UNPACK_SCALE_F32:
+        return float_at(at, 0);
+    case LH_UNPACK_SCALE_NESTED:
+        value = float_at(source->nested_table, *at);
         value *= float_at(source->nested, index / unpack->nested_block);
         return value + unpack->nested_offset;
+    case LH_UNPACK_SCALE_E8M0:
+        return *at == 0 ? 0x1p-127f : float_of((uint32_t)*at << 23);
+    case LH_UNPACK_SCALE_BF16:
+    case LH_UNPACK_SCALE_F16:
+        break;
     }
-    memcpy(&narrow, source->scales + index * sizeof(narrow), sizeof(narrow));
-    return float_of(unpack->scale_dtype == LH_DTYPE_F16 ? lh_half_widen(narrow)
-                                                        : (uint32_t)narrow << 16);
+    memcpy(&narrow, at, sizeof(narrow));
+    return float_of(unpack->scale_type == LH_UNPACK_SCALE_F16 ? lh_half_widen(narrow)
+                                                              : (uint32_t)narrow << 16);
 }
 
 /* The number that a byte of format E4M3 (without infinities) encodes. */
@@ -103,7 +123,13 @@ static float e4m3_value(uint8_t byte)
 static float value_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                       uint64_t at)
 {
-    uint8_t byte = source->packed[unpack->format == LH_UNPACK_FORMAT_NIBBLES ? at / 2 : at];
+    static const float e2m1[LH_UNPACK_TABLE_COUNT] = {
+        0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+        -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f,
+    };
+    uint8_t byte = source->packed[lh_unpack_is_narrow(unpack) ? at / 2 : at];
+    if (unpack->format == LH_UNPACK_FORMAT_E2M1)
+        return e2m1[at % 2 == 0 ? byte & 15 : byte >> 4];
     if (unpack->format == LH_UNPACK_FORMAT_F8_E4M3)
         return e4m3_value(byte);
     if (unpack->format == LH_UNPACK_FORMAT_I8)
@@ -153,7 +179,7 @@ static uint64_t run_by(const struct lh_unpack_kernel *kernel, const struct lh_un
 {
     uint64_t batches = count - count % LH_UNPACK_BATCH;
     uint8_t *to = out + at * lh_dtype_bytes((enum lh_dtype)unpack->dtype);
-    if (!kernel || batches == 0)
+    if (!kernel || batches == 0 || unpack->format == LH_UNPACK_FORMAT_E2M1)
         return 0;
     if (unpack->format != LH_UNPACK_FORMAT_NIBBLES) {
         kernel->bytes(unpack, source->packed + at, scale, batches, to);
@@ -171,7 +197,7 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
 {
     const uint64_t scale_columns = lh_div_ceil(unpack->columns, unpack->block_columns);
     float table[LH_UNPACK_TABLE_COUNT] = {0};
-    LH_ASSERT(unpack->format != LH_UNPACK_FORMAT_NIBBLES || first % 2 == 0);
+    LH_ASSERT(!lh_unpack_is_narrow(unpack) || first % 2 == 0);
     if (unpack->format == LH_UNPACK_FORMAT_NIBBLES)
         memcpy(table, source->table, sizeof(table));
     uint64_t row = first / unpack->columns;
@@ -193,6 +219,51 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
     }
 }
 
+/*
+ * Decode the whole blocks of E2M1 from element `first` on, which begins a block. Returns how many
+ * elements the kernel has decoded. It stops at scales that are not finite, and before the last few.
+ */
+static uint64_t blocks_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                          uint8_t *out)
+{
+    uint64_t block = unpack->block_columns;
+    LH_ASSERT(first % block == 0);
+    uint64_t batches = count / block / LH_UNPACK_SCALE_BATCH;
+    return block * LH_UNPACK_SCALE_BATCH *
+           kernel->e2m1(unpack, source->packed, source->scales + first / block, batches, out);
+}
+
+/* The definition decodes what is before the first whole block, and what the kernel leaves. */
+static void e2m1_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                    const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                    uint8_t *out)
+{
+    uint64_t block = unpack->block_columns, at = 0;
+    struct lh_unpack_source rest = *source;
+    while (at < count) {
+        uint64_t step = lh_min_u64(block - (first + at) % block, count - at);
+        uint64_t done = 0;
+        if (step == block)
+            done = blocks_by(kernel, unpack, &rest, first + at, count - at,
+                             out + at * lh_unpack_element_bytes(unpack));
+        if (done == 0) {
+            unpack_by(NULL, unpack, &rest, first + at, step,
+                      out + at * lh_unpack_element_bytes(unpack));
+            done = step;
+        }
+        at += done;
+        rest.packed = source->packed + at / 2;
+    }
+}
+
+static bool has_e2m1(const struct lh_unpack *unpack)
+{
+    return unpack->format == LH_UNPACK_FORMAT_E2M1 &&
+           (unpack->block_columns == 16 || unpack->block_columns == 32) &&
+           unpack->scale_type == LH_UNPACK_SCALE_E8M0;
+}
+
 static void unpack_range(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                          void *out)
@@ -205,7 +276,10 @@ static void unpack_range(const struct lh_unpack_kernel *kernel, const struct lh_
     }
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);
-    unpack_by(kernel, unpack, source, first, count, out);
+    if (kernel && has_e2m1(unpack))
+        e2m1_by(kernel, unpack, source, first, count, out);
+    else
+        unpack_by(kernel, unpack, source, first, count, out);
     fesetenv(&environment);
 }
 

@@ -6,21 +6,24 @@
  *      F8_E4M3   the number that the byte encodes        scales[row / block_rows]
  *      I8        the byte as a signed integer                  [column / block_columns]
  *      NIBBLES   table[4 bits], the high ones first      the same
+ *      E2M1      the number that 4 bits encode, the      the same
+ *                low ones first
  *
  * [Note: Decoding] An element is (float)value * scale, one multiplication in fp32, which is then
  * rounded to `rounding`, and the result to `dtype`; every rounding is to nearest, ties to even. A
- * scale of fp32, bf16 or fp16 is widened exactly. A scale of type BYTES is itself quantized: it is
+ * scale of fp32, bf16 or fp16 is widened exactly. A scale of type NESTED is itself quantized: it is
  * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
- * Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
+ * A scale of type E8M0 is 2^(byte - 127), and infinite if the byte is 255. Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
  *
  *      files                                  reference                          rounding
  *      weight_scale_inv (transformers' FP8)   Fp8Dequantize of transformers      F32
  *      weight_scale (compressed-tensors)      dequantize() of compressed-tensors the scales' type
  *      absmax (bitsandbytes' NF4 and FP4)     dequantize_4bit() of bitsandbytes  quant_state's type
+ *      weight_packed (MXFP4)                  decompress() of compressed-tensors BF16
  *
  * A tensor is a matrix of rows and columns. The scales form a matrix with one element for each
  * block of block_rows rows and block_columns columns; blocks at the edges may be smaller. NIBBLES
- * has one row.
+ * and E2M1 have one row.
  *
  * Sources may have any alignment. Thread: any. The floating-point environment does not matter.
  */
@@ -34,8 +37,19 @@ enum lh_unpack_format {
     LH_UNPACK_FORMAT_F8_E4M3,
     LH_UNPACK_FORMAT_I8,
     LH_UNPACK_FORMAT_NIBBLES,
+    LH_UNPACK_FORMAT_E2M1,
 };
-#define LH_UNPACK_FORMAT_COUNT 4
+#define LH_UNPACK_FORMAT_COUNT 5
+
+/* The types of scales; the first three have the numbers of enum lh_dtype. */
+enum lh_unpack_scale {
+    LH_UNPACK_SCALE_F32 = LH_DTYPE_F32,
+    LH_UNPACK_SCALE_BF16 = LH_DTYPE_BF16,
+    LH_UNPACK_SCALE_F16 = LH_DTYPE_F16,
+    LH_UNPACK_SCALE_NESTED,
+    LH_UNPACK_SCALE_E8M0,
+};
+#define LH_UNPACK_SCALE_COUNT 5
 
 #define LH_UNPACK_TABLE_COUNT 16
 #define LH_UNPACK_NESTED_TABLE_COUNT 256
@@ -48,9 +62,9 @@ struct lh_unpack {
     uint64_t columns;
     uint64_t block_rows;
     uint64_t block_columns;
-    uint32_t scale_dtype;  /* F32, BF16, F16; BYTES: quantized */
-    uint64_t nested_block; /* with BYTES */
-    float nested_offset;   /* with BYTES */
+    uint32_t scale_type;   /* enum lh_unpack_scale */
+    uint64_t nested_block; /* with NESTED */
+    float nested_offset;   /* with NESTED */
 };
 
 /* What a tensor is decoded from. */
@@ -68,14 +82,17 @@ uint64_t lh_unpack_count(const struct lh_unpack *unpack);
 uint64_t lh_unpack_element_bytes(const struct lh_unpack *unpack);
 /* The bytes of `count` elements, packed and decoded. */
 uint64_t lh_unpack_packed_bytes(const struct lh_unpack *unpack, uint64_t count);
+/* Whether an element has 4 bits. */
+bool lh_unpack_is_narrow(const struct lh_unpack *unpack);
 uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack);
+uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack); /* of one scale */
 uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack);
 
 /*
- * Decode `count` elements from element `first` on, which with NIBBLES must be even. `out` may
- * overlap source->packed if it ends at or before the end of what is decoded: elements are decoded
- * from front to back, and each is read before its bytes are overwritten. It must not overlap the
- * other sources.
+ * Decode `count` elements from element `first` on, which must be even if elements have 4 bits. `out`
+ * may overlap source->packed if it ends at or before the end of what is decoded: elements are
+ * decoded from front to back, and each is read before its bytes are overwritten. It must not
+ * overlap the other sources.
  */
 void lh_unpack(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                uint64_t first, uint64_t count, void *out);

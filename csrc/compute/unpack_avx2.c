@@ -120,6 +120,108 @@ static void nibbles(const struct lh_unpack *unpack, const uint8_t *packed, const
     }
 }
 
-const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = bytes, .nibbles = nibbles};
+/* Eight scales of E8M0. */
+static inline __m256 e8m0_scales(const uint8_t *scales)
+{
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)scales));
+    __m256i least = _mm256_set1_epi32(0x00400000);
+    __m256i is_least = _mm256_cmpeq_epi32(wide, _mm256_setzero_si256());
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(_mm256_slli_epi32(wide, 23), least, is_least));
+}
+
+/* The products of the eight magnitudes of E2M1 and a finite scale, rounded to `rounding`. */
+static inline __m256 e2m1_products(float scale, uint32_t rounding)
+{
+    const __m256 magnitudes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+    return product(magnitudes, _mm256_set1_ps(scale), rounding);
+}
+
+/* 16 codes from 8 bytes, in each half. */
+static inline __m256i e2m1_codes(const uint8_t *packed)
+{
+    const __m128i low_nibbles = _mm_set1_epi8(15);
+    __m128i pairs = _mm_loadu_si128((const void *)packed);
+    __m128i even = _mm_and_si128(pairs, low_nibbles);
+    __m128i odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), low_nibbles);
+    return _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+}
+
+/*
+ * Decode 32 elements, of which each half has its own products, to 16 bits: look up the low bytes
+ * and the high bytes of the rounded products, and change the sign.
+ */
+static inline __attribute__((always_inline)) void
+e2m1_narrow(const uint8_t *packed, __m256 first, __m256 second, uint32_t dtype, uint16_t *out)
+{
+    const __m256i split = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    __m256i codes = e2m1_codes(packed);
+    __m256i table = _mm256_set_m128i(narrowed(second, dtype), narrowed(first, dtype));
+    table = _mm256_shuffle_epi8(table, split);
+    __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(7));
+    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(codes, _mm256_set1_epi8(8)), 4);
+    __m256i low = _mm256_shuffle_epi8(table, index);
+    __m256i high = _mm256_shuffle_epi8(table, _mm256_or_si256(index, _mm256_set1_epi8(8)));
+    high = _mm256_xor_si256(high, sign);
+    __m256i begin = _mm256_unpacklo_epi8(low, high);
+    __m256i end = _mm256_unpackhi_epi8(low, high);
+    _mm256_storeu_si256((void *)out, _mm256_permute2x128_si256(begin, end, 0x20));
+    _mm256_storeu_si256((void *)(out + 16), _mm256_permute2x128_si256(begin, end, 0x31));
+}
+
+/* The same to fp32. */
+static inline void e2m1_wide(const uint8_t *packed, __m256 first, __m256 second, float *out)
+{
+    __m256i codes = e2m1_codes(packed);
+    for (int i = 0; i < 4; i++) {
+        __m128i half = i < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
+        __m256i code = _mm256_cvtepu8_epi32(i % 2 == 0 ? half : _mm_srli_si128(half, 8));
+        __m256 value = _mm256_permutevar8x32_ps(i < 2 ? first : second, code);
+        __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(8)), 28);
+        _mm256_storeu_ps(out + 8 * i, _mm256_xor_ps(value, _mm256_castsi256_ps(sign)));
+    }
+}
+
+static inline __attribute__((always_inline)) uint64_t e2m1_unpack(const struct lh_unpack *unpack,
+                                                                  const uint8_t *packed,
+                                                                  const uint8_t *scales,
+                                                                  uint64_t batches, void *out,
+                                                                  uint32_t rounding, uint32_t dtype)
+{
+    const __m256 infinite = _mm256_set1_ps(__builtin_inff());
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
+    const uint64_t steps = unpack->block_columns == 16 ? 4 : 8;
+    float *wide = out;
+    uint16_t *narrow = out;
+    for (uint64_t i = 0; i < batches; i++) {
+        float values[LH_UNPACK_SCALE_BATCH];
+        __m256 eight = e8m0_scales(scales + i * LH_UNPACK_SCALE_BATCH);
+        _mm256_storeu_ps(values, eight);
+        __m256 is_finite = _mm256_cmp_ps(_mm256_and_ps(eight, magnitude), infinite, _CMP_LT_OQ);
+        if (_mm256_movemask_ps(is_finite) != 0xFF)
+            return i;
+        for (uint64_t j = 0; j < steps; j++) {
+            uint64_t at = i * steps + j; /* in steps of 32 elements */
+            __m256 first = e2m1_products(values[steps == 4 ? 2 * j : j], rounding);
+            __m256 second = steps == 4 ? e2m1_products(values[2 * j + 1], rounding) : first;
+            if (dtype == LH_DTYPE_F32)
+                e2m1_wide(packed + at * 16, first, second, wide + at * 32);
+            else
+                e2m1_narrow(packed + at * 16, first, second, dtype, narrow + at * 32);
+        }
+    }
+    return batches;
+}
+
+static uint64_t e2m1(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
+                     uint64_t batches, void *out)
+{
+    bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
+    if (unpack->dtype == LH_DTYPE_BF16 && is_plain)
+        return e2m1_unpack(unpack, packed, scales, batches, out, LH_DTYPE_F32, LH_DTYPE_BF16);
+    return e2m1_unpack(unpack, packed, scales, batches, out, unpack->rounding, unpack->dtype);
+}
+
+const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = bytes, .nibbles = nibbles, .e2m1 = e2m1};
 
 #endif

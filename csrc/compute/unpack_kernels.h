@@ -9,6 +9,8 @@
 
 /* Elements per step of a kernel; a count is a multiple of it. */
 #define LH_UNPACK_BATCH 32
+/* Scales per step of e2m1(). */
+#define LH_UNPACK_SCALE_BATCH 8
 
 /*
  * All elements have one scale; the caller has set the default floating-point environment. Kernels
@@ -22,6 +24,13 @@ struct lh_unpack_kernel {
     /* Format NIBBLES with a result of 16 bits; `packed` begins with an even element. */
     void (*nibbles)(const struct lh_unpack *unpack, const uint8_t *packed, const float *table,
                     float scale, uint64_t count, uint16_t *out);
+    /*
+     * Format E2M1 with scales of E8M0 and blocks of 16 or 32 elements: decode batches of
+     * LH_UNPACK_SCALE_BATCH blocks, up to the first batch with a scale that is not finite. Returns
+     * how many batches are decoded.
+     */
+    uint64_t (*e2m1)(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
+                     uint64_t batches, void *out);
 };
 
 #if defined(__x86_64__)

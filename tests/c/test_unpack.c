@@ -44,19 +44,25 @@ static uint32_t bits_of(float value)
 static struct lh_unpack any(uint64_t *seed)
 {
     struct lh_unpack made = {
-        .format = 1 + (uint32_t)(lh_test_random(seed) % 3),
+        .format = 1 + (uint32_t)(lh_test_random(seed) % (LH_UNPACK_FORMAT_COUNT - 1)),
         .dtype = (uint32_t)(lh_test_random(seed) % 3),
         .rounding = (uint32_t)(lh_test_random(seed) % 3),
         .rows = 1 + lh_test_random(seed) % 40,
         .columns = 1 + lh_test_random(seed) % 900,
         .block_rows = 1 + lh_test_random(seed) % 20,
         .block_columns = 1 + lh_test_random(seed) % 300,
-        .scale_dtype = (uint32_t)(lh_test_random(seed) % 4),
+        .scale_type = (uint32_t)(lh_test_random(seed) % LH_UNPACK_SCALE_COUNT),
         .nested_block = 1 + lh_test_random(seed) % 20,
         .nested_offset = 0.37f,
     };
-    if (made.format == LH_UNPACK_FORMAT_NIBBLES)
+    if (lh_unpack_is_narrow(&made)) {
+        made.columns *= made.rows;
         made.rows = 1;
+    }
+    if (made.format == LH_UNPACK_FORMAT_E2M1 && lh_test_random(seed) % 4 > 0) {
+        made.block_columns = lh_test_random(seed) % 2 ? 16 : 32; /* as in files */
+        made.scale_type = LH_UNPACK_SCALE_E8M0;
+    }
     while (lh_unpack_scale_count(&made) > SCALE_COUNT_MAX)
         made.block_columns *= 2;
     return made;
@@ -114,6 +120,14 @@ static void test_values(void)
     lh_unpack_ref(&unpack, &source, 0, 256, values);
     for (int i = 0; i < 256; i++)
         LH_CHECK(values[i] == (float)(i % 2 ? packed[i / 2] & 15 : packed[i / 2] >> 4) - 5);
+    unpack.format = LH_UNPACK_FORMAT_E2M1;
+    lh_unpack_ref(&unpack, &source, 0, 256, values);
+    for (int i = 0; i < 256; i++) {
+        int code = i % 2 ? packed[i / 2] >> 4 : packed[i / 2] & 15;
+        int exponent = code >> 1 & 3;
+        double meaning = exponent == 0 ? (code & 1) / 2.0 : ldexp(2 + (code & 1), exponent - 2);
+        LH_CHECK((double)fabsf(values[i]) == meaning && !signbit(values[i]) == !(code & 8));
+    }
 }
 
 static float scale_of(const struct lh_unpack *unpack, uint64_t index)
@@ -121,14 +135,16 @@ static float scale_of(const struct lh_unpack *unpack, uint64_t index)
     uint16_t narrow = (uint16_t)(scales[2 * index] | scales[2 * index + 1] << 8);
     float wide;
     memcpy(&wide, scales + 4 * index, sizeof(wide));
-    if (unpack->scale_dtype == LH_DTYPE_BYTES) {
+    if (unpack->scale_type == LH_UNPACK_SCALE_E8M0)
+        return (float)ldexp(1, scales[index] - 127);
+    if (unpack->scale_type == LH_UNPACK_SCALE_NESTED) {
         volatile float scaled = nested_table[scales[index]] * nested[index / unpack->nested_block];
         return scaled + unpack->nested_offset;
     }
-    if (unpack->scale_dtype == LH_DTYPE_F32)
+    if (unpack->scale_type == LH_UNPACK_SCALE_F32)
         return wide;
-    return float_of(unpack->scale_dtype == LH_DTYPE_F16 ? lh_half_widen(narrow)
-                                                        : (uint32_t)narrow << 16);
+    return float_of(unpack->scale_type == LH_UNPACK_SCALE_F16 ? lh_half_widen(narrow)
+                                                              : (uint32_t)narrow << 16);
 }
 
 static void test_definition(void)
@@ -146,7 +162,8 @@ static void test_definition(void)
         memcpy(ones, &one, sizeof(one));
         struct lh_unpack_source unit = source;
         unit.scales = ones;
-        plain.rounding = plain.dtype = plain.scale_dtype = LH_DTYPE_F32;
+        plain.rounding = plain.dtype = LH_DTYPE_F32;
+        plain.scale_type = LH_UNPACK_SCALE_F32;
         plain.block_rows = plain.rows;
         plain.block_columns = plain.columns;
         lh_unpack_ref(&plain, &unit, 0, count, values);
@@ -236,7 +253,7 @@ static void test_refusals(void)
                                    .columns = 3,
                                    .block_rows = 1,
                                    .block_columns = 3,
-                                   .scale_dtype = LH_DTYPE_BYTES,
+                                   .scale_type = LH_UNPACK_SCALE_NESTED,
                                    .nested_block = 1};
     lh_test_name("descriptions without sizes, with unknown types or with an overflow are invalid");
     LH_CHECK(lh_unpack_is_valid(&good));
@@ -254,7 +271,7 @@ static void test_refusals(void)
             bad.rounding = LH_DTYPE_BYTES;
             break;
         case 3:
-            bad.scale_dtype = LH_DTYPE_BYTES + 1;
+            bad.scale_type = LH_UNPACK_SCALE_COUNT;
             break;
         case 4:
             bad.rows = 0;

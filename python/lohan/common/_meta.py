@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _FORMATS = (1, 2, 3)
 _STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
-_PACKED = ("f8_e4m3", "i8", "nibbles")
-_SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}  # the bytes of an element
+_PACKED = ("f8_e4m3", "i8", "nibbles", "e2m1")
+_NARROW = ("nibbles", "e2m1")  # those of 4 bits
+_SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1}  # the bytes of an element
 # Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -302,7 +303,7 @@ def _check_in_place(meta: dict[str, Any]) -> None:
         size = count * (dtype.itemsize if dtype is not None else 0)
         if is_packed:
             is_place = is_place and dtype in _TRAINED and _is_packed(place[3], count, files or [])
-            size = -(-count // 2) if is_place and place[3]["format"] == "nibbles" else count
+            size = -(-count // 2) if is_place and place[3]["format"] in _NARROW else count
         is_place = is_place and place[2] == size > 0 and not params[index][3]
         _need(is_place, f"in_place.params[{index}]", place)
     _need(
@@ -354,7 +355,7 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
             return False
         if is_there and not (_is_place(said[name], files) and said[name][2] == needed[name]):
             return False
-    return bool(said["format"] != "nibbles" or sizes[0] == 1)
+    return bool(said["format"] not in _NARROW or sizes[0] == 1)
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:

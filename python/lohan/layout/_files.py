@@ -337,9 +337,11 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
             continue
         if entry is None:
             keys = [each for one in names for each in _candidates(one, prefixes)]
-            _quantized.refuse_others(folder, keys)
-            continue
-        entry = _quantized.find(folder, name, entry, tensors[key])
+            entry = _quantized.find_other(folder, keys, tensors[key])
+            if entry is None:
+                continue
+        else:
+            entry = _quantized.find(folder, name, entry, tensors[key])
         if entry.packed is not None:
             found[key] = entry
         else:

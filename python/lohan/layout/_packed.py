@@ -16,10 +16,11 @@ from lohan import _core
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# The numbers of enum lh_unpack_format and enum lh_dtype.
-FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3}
+# The numbers of enum lh_unpack_format, enum lh_dtype and enum lh_unpack_scale.
+FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3, "e2m1": 4}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3}
+_SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4}
+_NARROW = ("nibbles", "e2m1")  # formats of 4 bits
 TABLE_COUNT = 16
 NESTED_TABLE_COUNT = 256
 
@@ -55,7 +56,7 @@ class Packed:
         rows: the rows of the matrix of values.
         columns: its columns.
         block: the rows and columns that share a scale.
-        scales: the scales.
+        scales: the scales; dtype "U8": they are quantized, "F8_E8M0": powers of two.
         table: for "nibbles": the 16 values.
         nested: if the scales are quantized: their scales.
         nested_table: if the scales are quantized: their 256 values.
@@ -87,7 +88,7 @@ class Packed:
 
     def nbytes(self, count: int) -> int:
         """Return the number of packed bytes of `count` values."""
-        return -(-count // 2) if self.format == "nibbles" else count
+        return -(-count // 2) if self.format in _NARROW else count
 
     def moved(self, file: Callable[[int], int]) -> Packed:
         """Return the same with other numbers of files."""
@@ -121,7 +122,7 @@ class Packed:
         """Decode values into a contiguous tensor.
 
         Args:
-            first: the number of the first value; for "nibbles", even.
+            first: the number of the first value; for formats of 4 bits, even.
             packed: the bytes of the values from it on.
             parts: the bytes of `parts`.
             out: the result, of any shape.
