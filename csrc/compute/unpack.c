@@ -63,8 +63,11 @@ uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack)
 
 uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack)
 {
-    bool is_nested =
-        unpack->format != LH_UNPACK_FORMAT_RAW && unpack->scale_type == LH_UNPACK_SCALE_NESTED;
+    if (unpack->format == LH_UNPACK_FORMAT_RAW)
+        return 0;
+    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3)
+        return 1;
+    bool is_nested = unpack->scale_type == LH_UNPACK_SCALE_NESTED;
     return is_nested ? lh_div_ceil(lh_unpack_scale_count(unpack), unpack->nested_block) : 0;
 }
 
@@ -82,6 +85,20 @@ static float float_at(const uint8_t *floats, uint64_t index)
     return value;
 }
 
+/* The number that a byte of format E4M3 (without infinities) encodes. */
+static float e4m3_value(uint8_t byte)
+{
+    uint32_t magnitude = byte & 0x7F;
+    uint32_t sign = (uint32_t)(byte & 0x80) << 24;
+    uint32_t bits = (magnitude << 20) + (UINT32_C(120) << 23);
+    float denormal = (float)magnitude * 0x1p-9f;
+    if (magnitude == 0x7F)
+        bits = UINT32_C(0x7FC00000);
+    else if (magnitude < 8)
+        memcpy(&bits, &denormal, sizeof(bits));
+    return float_of(sign | bits);
+}
+
 static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                       uint64_t index)
 {
@@ -97,6 +114,8 @@ static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_sou
         return value + unpack->nested_offset;
     case LH_UNPACK_SCALE_E8M0:
         return *at == 0 ? 0x1p-127f : float_of((uint32_t)*at << 23);
+    case LH_UNPACK_SCALE_E4M3:
+        return e4m3_value(*at) / float_at(source->nested, 0);
     case LH_UNPACK_SCALE_BF16:
     case LH_UNPACK_SCALE_F16:
         break;
@@ -104,20 +123,6 @@ static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_sou
     memcpy(&narrow, at, sizeof(narrow));
     return float_of(unpack->scale_type == LH_UNPACK_SCALE_F16 ? lh_half_widen(narrow)
                                                               : (uint32_t)narrow << 16);
-}
-
-/* The number that a byte of format E4M3 (without infinities) encodes. */
-static float e4m3_value(uint8_t byte)
-{
-    uint32_t magnitude = byte & 0x7F;
-    uint32_t sign = (uint32_t)(byte & 0x80) << 24;
-    uint32_t bits = (magnitude << 20) + (UINT32_C(120) << 23);
-    float denormal = (float)magnitude * 0x1p-9f;
-    if (magnitude == 0x7F)
-        bits = UINT32_C(0x7FC00000);
-    else if (magnitude < 8)
-        memcpy(&bits, &denormal, sizeof(bits));
-    return float_of(sign | bits);
 }
 
 static float value_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
@@ -230,8 +235,11 @@ static uint64_t blocks_by(const struct lh_unpack_kernel *kernel, const struct lh
     uint64_t block = unpack->block_columns;
     LH_ASSERT(first % block == 0);
     uint64_t batches = count / block / LH_UNPACK_SCALE_BATCH;
+    bool is_divided = unpack->scale_type == LH_UNPACK_SCALE_E4M3;
+    float divisor = is_divided ? float_at(source->nested, 0) : 1;
     return block * LH_UNPACK_SCALE_BATCH *
-           kernel->e2m1(unpack, source->packed, source->scales + first / block, batches, out);
+           kernel->e2m1(unpack, source->packed, source->scales + first / block, divisor, batches,
+                        out);
 }
 
 /* The definition decodes what is before the first whole block, and what the kernel leaves. */
@@ -261,7 +269,7 @@ static bool has_e2m1(const struct lh_unpack *unpack)
 {
     return unpack->format == LH_UNPACK_FORMAT_E2M1 &&
            (unpack->block_columns == 16 || unpack->block_columns == 32) &&
-           unpack->scale_type == LH_UNPACK_SCALE_E8M0;
+           unpack->scale_type >= LH_UNPACK_SCALE_E8M0;
 }
 
 static void unpack_range(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,

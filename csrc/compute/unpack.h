@@ -13,13 +13,14 @@
  * rounded to `rounding`, and the result to `dtype`; every rounding is to nearest, ties to even. A
  * scale of fp32, bf16 or fp16 is widened exactly. A scale of type NESTED is itself quantized: it is
  * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
- * A scale of type E8M0 is 2^(byte - 127), and infinite if the byte is 255. Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
+ * A scale of type E8M0 is 2^(byte - 127), and infinite if the byte is 255; one of type E4M3 is the
+ * number that the byte encodes, divided by nested[0]. Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
  *
  *      files                                  reference                          rounding
  *      weight_scale_inv (transformers' FP8)   Fp8Dequantize of transformers      F32
  *      weight_scale (compressed-tensors)      dequantize() of compressed-tensors the scales' type
  *      absmax (bitsandbytes' NF4 and FP4)     dequantize_4bit() of bitsandbytes  quant_state's type
- *      weight_packed (MXFP4)                  decompress() of compressed-tensors BF16
+ *      weight_packed (MXFP4 and NVFP4)        decompress() of compressed-tensors BF16
  *
  * A tensor is a matrix of rows and columns. The scales form a matrix with one element for each
  * block of block_rows rows and block_columns columns; blocks at the edges may be smaller. NIBBLES
@@ -48,8 +49,9 @@ enum lh_unpack_scale {
     LH_UNPACK_SCALE_F16 = LH_DTYPE_F16,
     LH_UNPACK_SCALE_NESTED,
     LH_UNPACK_SCALE_E8M0,
+    LH_UNPACK_SCALE_E4M3,
 };
-#define LH_UNPACK_SCALE_COUNT 5
+#define LH_UNPACK_SCALE_COUNT 6
 
 #define LH_UNPACK_TABLE_COUNT 16
 #define LH_UNPACK_NESTED_TABLE_COUNT 256

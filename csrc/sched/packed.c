@@ -30,11 +30,12 @@ static bool pack_is_good(const struct lh_in_place_unit *made, const struct lh_in
     const struct lh_unpack *unpack = &pack->unpack;
     bool has_table = unpack->format == LH_UNPACK_FORMAT_NIBBLES;
     uint64_t nested_count = lh_unpack_nested_count(unpack);
+    bool is_nested = nested_count > 0 && unpack->scale_type == LH_UNPACK_SCALE_NESTED;
     return stays(made, end, pack->scales, lh_unpack_scale_count(unpack),
                  lh_unpack_scale_bytes(unpack)) &&
            stays(made, end, pack->table, has_table ? LH_UNPACK_TABLE_COUNT : 0, sizeof(float)) &&
            stays(made, end, pack->nested, nested_count, sizeof(float)) &&
-           stays(made, end, pack->nested_table, nested_count > 0 ? LH_UNPACK_NESTED_TABLE_COUNT : 0,
+           stays(made, end, pack->nested_table, is_nested ? LH_UNPACK_NESTED_TABLE_COUNT : 0,
                  sizeof(float));
 }
 

@@ -61,7 +61,7 @@ static struct lh_unpack any(uint64_t *seed)
     }
     if (made.format == LH_UNPACK_FORMAT_E2M1 && lh_test_random(seed) % 4 > 0) {
         made.block_columns = lh_test_random(seed) % 2 ? 16 : 32; /* as in files */
-        made.scale_type = LH_UNPACK_SCALE_E8M0;
+        made.scale_type = LH_UNPACK_SCALE_E8M0 + (uint32_t)(lh_test_random(seed) % 2);
     }
     while (lh_unpack_scale_count(&made) > SCALE_COUNT_MAX)
         made.block_columns *= 2;
@@ -137,6 +137,13 @@ static float scale_of(const struct lh_unpack *unpack, uint64_t index)
     memcpy(&wide, scales + 4 * index, sizeof(wide));
     if (unpack->scale_type == LH_UNPACK_SCALE_E8M0)
         return (float)ldexp(1, scales[index] - 127);
+    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3) {
+        int exponent = scales[index] >> 3 & 15, mantissa = scales[index] & 7;
+        double value = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
+        if ((scales[index] & 0x7F) == 0x7F)
+            return NAN;
+        return (float)(scales[index] & 0x80 ? -value : value) / nested[0];
+    }
     if (unpack->scale_type == LH_UNPACK_SCALE_NESTED) {
         volatile float scaled = nested_table[scales[index]] * nested[index / unpack->nested_block];
         return scaled + unpack->nested_offset;

@@ -142,6 +142,21 @@ def mxfp4(name: str, values: torch.Tensor) -> Any:
     return made, decoded.to(values.dtype)
 
 
+def nvfp4(name: str, values: torch.Tensor) -> Any:
+    """Quantize as compressed-tensors does in NVFP4: scales of FP8, by 16, and a global one."""
+    divisor = 448 * 6 / values.float().abs().max().reshape(1)
+    scales = (largest(values, (1, 16)) * divisor / 6).to(E4M3)
+    wide = spread(scales.float() / divisor, values.shape, (1, 16))
+    codes = nearest((values.float() / wide).nan_to_num(0))
+    decoded = (E2M1[codes.long()] * wide).to(torch.bfloat16)
+    made = {
+        f"{name}_packed": packed_fours(codes),
+        f"{name}_scale": scales,
+        f"{name}_global_scale": divisor,
+    }
+    return made, decoded.to(values.dtype)
+
+
 E4M3 = torch.float8_e4m3fn
 FORMS = {
     "fp8": fp8,
@@ -154,6 +169,7 @@ FORMS = {
     "nf4 with plain scales": lambda n, v: nf4(n, v, is_nested=False),
     "fp4": lambda n, v: nf4(n, v, kind="fp4"),
     "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
 }
 
 

@@ -15,7 +15,7 @@ from lohan import _core
 from lohan.errors import ChecksumError, LohanError, ModelError, StoreError, StoreMismatchError
 from lohan.layout._in_place import InPlace
 from lora_helper import adapters, logits, lora, shift, train
-from quantize_helper import CONFIG, FORMS, fp8, is_linear, mxfp4, nf4, save
+from quantize_helper import CONFIG, FORMS, fp8, is_linear, mxfp4, nf4, nvfp4, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_helper import host_bytes_min
@@ -33,7 +33,7 @@ def packed_units(model: Any) -> list[Any]:
     return [unit for unit in model.lohan.layout.units if unit.packs]
 
 
-@pytest.fixture(scope="module", params=["fp8", "nf4", "mxfp4"])
+@pytest.fixture(scope="module", params=["fp8", "nf4", "mxfp4", "nvfp4"])
 def base(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the folder of a quantized base, and the training on one decoded in memory."""
     packed, plain = save(tmp_path_factory.mktemp("base"), FORMS[request.param])
@@ -289,6 +289,19 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {f"{PROJ}_packed": torch.zeros(224, 40, dtype=torch.uint8)},
         r"packed as \[224, 40\]",
     ),
+    "MXFP4 with a global scale": (mxfp4, {f"{PROJ}_global_scale": torch.ones(1)}, "global scale"),
+    "no global scale": (nvfp4, {f"{PROJ}_global_scale": None}, "do not have .*_global_scale"),
+    "two global scales": (nvfp4, {f"{PROJ}_global_scale": torch.ones(2)}, r"\[2\], not \[1\]"),
+    "a global scale without dimensions": (
+        nvfp4,
+        {f"{PROJ}_global_scale": torch.tensor(1.0)},
+        r"\[\], not \[1\]",
+    ),
+    "FP8 scales of another shape": (
+        nvfp4,
+        {f"{PROJ}_scale": torch.zeros(224, 3, dtype=torch.float8_e4m3fn)},
+        "one for each group of 16",
+    ),
     "FP4 with zero points": (mxfp4, {f"{PROJ}_zero_point": torch.zeros(1)}, "asymmetric"),
     "no absmax": (nf4, {f"{PROJ}.absmax": None}, r"do not have .*absmax"),
     "short absmax": (nf4, {f"{PROJ}.absmax": torch.zeros(5, dtype=torch.uint8)}, "not 336"),
@@ -409,7 +422,7 @@ def test_the_layout_decodes_in_place_at_any_alignment(tmp_path: Path, store_dir:
         model.requires_grad_(False)
         tensors, decoded = {}, {}
         for index, layer in enumerate(layers):
-            name, form = f"{index}.weight", generator.choice([fp8, nf4, mxfp4, None])
+            name, form = f"{index}.weight", generator.choice([fp8, nf4, mxfp4, nvfp4, None])
             made, values = form(name, layer.weight) if form else ({}, layer.weight.detach())
             tensors |= made or {name: values}
             decoded[name] = values

@@ -28,7 +28,8 @@ _STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
 _PACKED = ("f8_e4m3", "i8", "nibbles", "e2m1")
 _NARROW = ("nibbles", "e2m1")  # those of 4 bits
-_SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1}  # the bytes of an element
+# The bytes of an element.
+_SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
 # Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -347,6 +348,8 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
     needed = {"scales": scales * _SCALES[said["scale_dtype"]]}
     if said["format"] == "nibbles":
         needed["table"] = 16 * 4
+    if said["scale_dtype"] == "F8_E4M3":
+        needed["nested"] = 4
     if said["scale_dtype"] == "U8":
         needed |= {"nested": -(-scales // said["nested_block"]) * 4, "nested_table": 256 * 4}
     for name in ("scales", "table", "nested", "nested_table"):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The numbers of enum lh_unpack_format, enum lh_dtype and enum lh_unpack_scale.
 FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3, "e2m1": 4}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4}
+_SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4, "F8_E4M3": 5}
 _NARROW = ("nibbles", "e2m1")  # formats of 4 bits
 TABLE_COUNT = 16
 NESTED_TABLE_COUNT = 256
@@ -56,9 +56,10 @@ class Packed:
         rows: the rows of the matrix of values.
         columns: its columns.
         block: the rows and columns that share a scale.
-        scales: the scales; dtype "U8": they are quantized, "F8_E8M0": powers of two.
+        scales: the scales; dtype "U8": they are quantized, "F8_E8M0": powers of two,
+            "F8_E4M3": numbers to be divided by the one of `nested`.
         table: for "nibbles": the 16 values.
-        nested: if the scales are quantized: their scales.
+        nested: if the scales are quantized: their scales; with "F8_E4M3" a divisor.
         nested_table: if the scales are quantized: their 256 values.
         nested_block: the number of scales that share an element of nested.
         nested_offset: the number that is added to each scale.

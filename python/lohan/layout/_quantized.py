@@ -45,7 +45,8 @@ _OTHERS = (
     ("weight", "qweight", "GPTQ's or AWQ's integers"),
     ("", "_blocks", "gpt-oss' MXFP4: each of its matrices is transposed while it is decoded"),
 )
-_GROUP = 32  # the values of MXFP4 that share a scale
+# The values of MXFP4 and NVFP4 that share a scale, by the dtype of the scales.
+_GROUPS = {"U8": 32, "F8_E4M3": 16}
 
 
 def read_config(place: Path) -> dict[str, Any]:
@@ -208,27 +209,36 @@ class _One:
     # --- compressed-tensors' FP4 ----------------------------------------------------------------
 
     def fours(self, dtype: torch.dtype) -> Packed:
-        """Describe MXFP4 values."""
+        """Describe MXFP4 or NVFP4 values."""
         if dtype not in _MODEL_DTYPES:
             raise self.refuse(f"the model's parameter is {dtype}")
         if len(self.shape) != 2:
             raise self.refuse(f"it has {len(self.shape)} dimensions, and only 2 are supported")
-        self._refuse_parts("_zero_point", "_g_idx", "_global_scale")
+        self._refuse_parts("_zero_point", "_g_idx")
         rows, columns = self.shape
         packed = self.part("_packed", ("U8",))
-        if packed.shape != (rows, columns // 2) or columns % _GROUP:
+        scales = self.part("_scale", tuple(_GROUPS))
+        group = _GROUPS[scales.dtype]
+        if packed.shape != (rows, columns // 2) or columns % group:
             raise self.refuse(
                 f"it is packed as {list(packed.shape)}, which is not half of {list(self.shape)} in"
-                f" groups of {_GROUP}"
+                f" groups of {group}"
             )
-        scales = self.part("_scale", ("U8",))
-        if scales.shape != (rows, columns // _GROUP):
+        if scales.shape != (rows, columns // group):
             raise self.refuse(
-                f"its scales are {list(scales.shape)}, not one for each group of {_GROUP} values"
+                f"its scales are {list(scales.shape)}, not one for each group of {group} values"
             )
-        powers = dataclasses.replace(scales, dtype="F8_E8M0")
+        divisor = None
+        if scales.dtype == "U8":
+            self._refuse_parts("_global_scale")
+            scales = dataclasses.replace(scales, dtype="F8_E8M0")
+        else:
+            divisor = self.part("_global_scale", ("F32",))
+            if divisor.shape != (1,):  # compressed-tensors would round differently
+                raise self.refuse(f"its global scale is {list(divisor.shape)}, not [1]")
         # compressed-tensors decodes to bf16, whatever the model's dtype.
-        return Packed("e2m1", torch.bfloat16, 1, rows * columns, (1, _GROUP), powers)
+        count, block = rows * columns, (1, group)
+        return Packed("e2m1", torch.bfloat16, 1, count, block, scales, nested=divisor)
 
     # --- bitsandbytes' 4 bits -------------------------------------------------------------------
 
