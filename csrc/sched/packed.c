@@ -52,12 +52,12 @@ bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes)
             return false;
         uint64_t count = lh_unpack_count(&pack->unpack);
         uint64_t bytes = lh_unpack_packed_bytes(&pack->unpack, count);
-        if (!is_in_a_run(made, pack->from, bytes))
+        if (!is_in_a_run(made, pack->from, bytes) ||
+            !lh_unpack_fits(&pack->unpack, pack->from, pack->to))
             return false;
         read = pack->from + bytes;
         decoded = pack->to + count * lh_unpack_element_bytes(&pack->unpack);
-        if (decoded > read)
-            return false;
+        LH_ASSERT(decoded <= read);
     }
     LH_ASSERT(read <= unit_bytes);
     for (uint32_t i = 0; i < made->pack_count; i++) {
@@ -99,7 +99,7 @@ static uint64_t needed_from(const struct lh_in_place_unit *made, uint64_t offset
     const struct lh_in_place_pack *pack = &made->packs[i];
     uint64_t bytes = offset > pack->to ? offset - pack->to : 0;
     return pack->from +
-           lh_unpack_packed_bytes(&pack->unpack, bytes / lh_unpack_element_bytes(&pack->unpack));
+           lh_unpack_needed(&pack->unpack, bytes / lh_unpack_element_bytes(&pack->unpack));
 }
 
 /* Runs on a worker: decode what belongs to the offsets of the job. */
@@ -118,7 +118,7 @@ static void decode_run(struct lh_exec_job *exec)
             continue;
         uint64_t first = (begin - pack->to) / element_bytes;
         const struct lh_unpack_source source = {
-            .packed = memory + pack->from + lh_unpack_packed_bytes(&pack->unpack, first),
+            .packed = memory + pack->from + lh_unpack_needed(&pack->unpack, first),
             .scales = memory + pack->scales,
             .table = memory + pack->table,
             .nested = memory + pack->nested,

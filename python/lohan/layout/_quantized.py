@@ -45,6 +45,7 @@ _OTHERS = (
     ("weight", "qweight", "GPTQ's or AWQ's integers"),
     ("", "_blocks", "gpt-oss' MXFP4: each of its matrices is transposed while it is decoded"),
 )
+_GRAINS = ("q8_0", "q4_k", "q6_k", "f32", "bf16", "f16")  # GGUF's types, in lower case
 # The values of MXFP4 and NVFP4 that share a scale, by the dtype of the scales.
 _GROUPS = {"U8": 32, "F8_E4M3": 16}
 
@@ -80,6 +81,30 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
     one = _One(folder, key, entry, tuple(tensor.shape))
     made = one.nibbles(states) if entry.dtype == "U8" else one.scaled()
     return dataclasses.replace(entry, shape=one.shape, packed=made)
+
+
+def find_grains(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
+    """Return the entry with `packed` set if a tensor of a GGUF file must be decoded.
+
+    Args:
+        folder: the file.
+        key: the tensor's name.
+        entry: its entry.
+        tensor: the model's parameter.
+    """
+    group, kind = folder.groups.get(key, 0), entry.dtype.lower()
+    shape = tuple(tensor.shape)
+    if kind not in _GRAINS or tensor.dtype not in _MODEL_DTYPES or entry.shape != shape:
+        return entry  # the caller compares them, and raises the error
+    theirs = _SCALE_DTYPES.get(entry.dtype)
+    # A trained parameter is converted later: it keeps as many bits as its master can hold.
+    is_plain = theirs == tensor.dtype or tensor.requires_grad
+    if theirs is not None and group == 0 and is_plain:
+        return entry
+    columns = shape[-1] if len(shape) > 1 else 1 if group else tensor.numel()
+    rows = tensor.numel() // columns
+    made = Packed(kind, torch.float32, rows, columns, (1, 1), None, group_rows=group)
+    return dataclasses.replace(entry, packed=made)
 
 
 def find_other(folder: Folder, keys: Sequence[str], tensor: torch.Tensor) -> Entry | None:
