@@ -260,7 +260,7 @@ static uint64_t run_by(const struct lh_unpack_kernel *kernel, const struct lh_un
     if (!kernel || batches == 0 || unpack->format == LH_UNPACK_FORMAT_E2M1)
         return 0;
     if (unpack->format != LH_UNPACK_FORMAT_NIBBLES) {
-        kernel->bytes(unpack, source->packed + lh_unpack_needed(unpack, at), scale, batches, to);
+        kernel->bytes(unpack, source->packed + at * grain_of(unpack).bytes, scale, batches, to);
         return batches;
     }
     if (unpack->dtype == LH_DTYPE_F32 || at % 2 != 0)
@@ -274,6 +274,7 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
                       uint8_t *out)
 {
     const uint64_t block_columns = has_scales(unpack) ? unpack->block_columns : unpack->columns;
+    const uint64_t block_rows = has_scales(unpack) ? unpack->block_rows : unpack->rows;
     const uint64_t scale_columns = lh_div_ceil(unpack->columns, block_columns);
     float table[LH_UNPACK_TABLE_COUNT] = {0};
     LH_ASSERT(!lh_unpack_is_narrow(unpack) || first % 2 == 0);
@@ -282,16 +283,18 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
     uint64_t row = first / unpack->columns;
     uint64_t column = first % unpack->columns;
     uint64_t block = column / block_columns;
+    uint64_t row_scales = row / block_rows * scale_columns;
     for (uint64_t at = 0; at < count; block++) {
         if (column == unpack->columns) {
             row++;
             column = block = 0;
+            row_scales = row / block_rows * scale_columns;
         }
         uint64_t end = lh_min_u64(unpack->columns, (block + 1) * block_columns);
         uint64_t run = lh_min_u64(end - column, count - at);
         float scale = 1;
         if (has_scales(unpack))
-            scale = scale_at(unpack, source, row / unpack->block_rows * scale_columns + block);
+            scale = scale_at(unpack, source, row_scales + block);
         uint64_t done = run_by(kernel, unpack, source, table, scale, at, run, out);
         for (uint64_t i = at + done; i < at + run; i++)
             element_put(unpack, value_at(unpack, source, i) * scale, i, out);

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 
 #include <immintrin.h>
+#include <math.h>
 #include <string.h>
 
 #include "compute/unpack_kernels.h"
@@ -95,8 +96,65 @@ static inline __attribute__((always_inline)) void bytes_unpack(const uint8_t *pa
     }
 }
 
-static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
-                  uint64_t count, void *out)
+/* Store 16 values, which are not NaNs. */
+static inline __attribute__((always_inline)) void
+sixteen_put(__m256 first, __m256 second, uint32_t dtype, void *out, uint64_t at)
+{
+    if (dtype == LH_DTYPE_F32) {
+        _mm256_storeu_ps((float *)out + at, first);
+        _mm256_storeu_ps((float *)out + at + 8, second);
+        return;
+    }
+    __m256i narrow;
+    if (dtype == LH_DTYPE_F16)
+        narrow = _mm256_set_m128i(half_rounded(second), half_rounded(first));
+    else
+        narrow = _mm256_permute4x64_epi64(
+            _mm256_packus_epi32(bf16_rounded(first), bf16_rounded(second)), 0xD8);
+    _mm256_storeu_si256((void *)((uint16_t *)out + at), narrow);
+}
+
+/*
+ * Decode E4M3 with a scale below 2^119, in steps of 32 elements up to one with a NaN. Returns how many
+ * elements are decoded. No product is a NaN, and 2^8 may be a factor of the scale: see e4m3_values().
+ */
+static inline __attribute__((always_inline)) uint64_t numbers_unpack(const uint8_t *packed,
+                                                                     float scale, uint64_t count,
+                                                                     void *out, uint32_t dtype)
+{
+    const __m256 factor = _mm256_set1_ps(scale * 0x1p8f);
+    const __m256i most = _mm256_set1_epi8(0x7F), mask = _mm256_set1_epi16((int16_t)0xBFFF);
+    for (uint64_t i = 0; i < count; i += 32) {
+        __m256i bytes = _mm256_loadu_si256((const void *)(packed + i));
+        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, most), most)) != 0)
+            return i;
+        __m128i parts[2] = {_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)};
+        for (uint64_t j = 0; j < 2; j++) {
+            __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(parts[j]), 7);
+            half = _mm256_and_si256(half, mask); /* the sign is in two bits */
+            __m256 first = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+            __m256 second = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+            sixteen_put(_mm256_mul_ps(first, factor), _mm256_mul_ps(second, factor), dtype, out,
+                        i + 16 * j);
+        }
+    }
+    return count;
+}
+
+/* The same for a result of any dtype; 0 if the scale or the rounding do not allow it. */
+static uint64_t numbers(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                        uint64_t count, void *out)
+{
+    bool is_once = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == unpack->dtype;
+    if (unpack->format != LH_UNPACK_FORMAT_F8_E4M3 || !is_once || !(fabsf(scale) < 0x1p119f))
+        return 0;
+    if (unpack->dtype == LH_DTYPE_BF16)
+        return numbers_unpack(packed, scale, count, out, LH_DTYPE_BF16);
+    return numbers_unpack(packed, scale, count, out, unpack->dtype);
+}
+
+static void bytes_any(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                      uint64_t count, void *out)
 {
     /* Rounding to bf16 twice is rounding to bf16 once. */
     bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
@@ -110,6 +168,21 @@ static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float s
         bytes_unpack(packed, scale, count, out, LH_UNPACK_FORMAT_F16, LH_DTYPE_F32, LH_DTYPE_BF16);
     else
         bytes_unpack(packed, scale, count, out, unpack->format, unpack->rounding, unpack->dtype);
+}
+
+static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                  uint64_t count, void *out)
+{
+    uint8_t *to = out;
+    for (uint64_t done = 0; done < count;) {
+        void *at = to + done * lh_unpack_element_bytes(unpack);
+        uint64_t more = numbers(unpack, packed + done, scale, count - done, at);
+        if (more == 0) {
+            more = unpack->format == LH_UNPACK_FORMAT_F8_E4M3 ? LH_UNPACK_BATCH : count;
+            bytes_any(unpack, packed + done, scale, more, at);
+        }
+        done += more;
+    }
 }
 
 /*
@@ -263,24 +336,6 @@ static inline bool half_is_finite(uint16_t half)
 static inline float half_value(uint16_t half)
 {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
-}
-
-/* Store 16 values, which are not NaNs. */
-static inline __attribute__((always_inline)) void
-sixteen_put(__m256 first, __m256 second, uint32_t dtype, void *out, uint64_t at)
-{
-    if (dtype == LH_DTYPE_F32) {
-        _mm256_storeu_ps((float *)out + at, first);
-        _mm256_storeu_ps((float *)out + at + 8, second);
-        return;
-    }
-    __m256i narrow;
-    if (dtype == LH_DTYPE_F16)
-        narrow = _mm256_set_m128i(half_rounded(second), half_rounded(first));
-    else
-        narrow = _mm256_permute4x64_epi64(
-            _mm256_packus_epi32(bf16_rounded(first), bf16_rounded(second)), 0xD8);
-    _mm256_storeu_si256((void *)((uint16_t *)out + at), narrow);
 }
 
 /* Eight of the signed bytes, from the low end of a half on. */
