@@ -18,7 +18,8 @@
  * scale of fp32, bf16 or fp16 is widened exactly. A scale of type NESTED is itself quantized: it is
  * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
  * A scale of type E8M0 is 2^(byte - 127), and infinite if the byte is 255; one of type E4M3 is the
- * number that the byte encodes, divided by nested[0]. Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
+ * number that the byte encodes, divided by nested[0]. Every NaN becomes the positive quiet NaN of
+ * the result's type. These are the bits of
  *
  *      files                                  reference                          rounding
  *      weight_scale_inv (transformers' FP8)   Fp8Dequantize of transformers      F32
@@ -37,8 +38,8 @@
  * Q4_K is its scale times its bits, minus its minimum, with two roundings. Formats with scales in
  * grains, and F32, BF16 and F16, have none elsewhere, and no rounding of their own.
  *
- * [Note: Groups of rows] With group_rows, a file has the rows of each group of that many in
- * another order: the rows of its two halves alternate. GGUF files have the rows of each head of Llama's
+ * [Note: Groups of rows] With group_rows, a file has the rows of each group of that many in another
+ * order: the rows of its two halves alternate. GGUF files have the rows of each head of Llama's
  * queries and keys so, because llama.cpp rotates neighbors. Row i of half j is row 2 * i + j of the
  * group in the file.
  *
@@ -119,9 +120,10 @@ uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack); /* of one scale 
 uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack);
 
 /*
- * Decode `count` elements from element `first` on, which must be even if elements have 4 bits. `out`
- * may overlap source->packed as lh_unpack_fits() permits: elements are decoded from front to back,
- * and each grain is read before its bytes are overwritten. It must not overlap the other sources.
+ * Decode `count` elements from element `first` on, which must be even if elements have 4 bits.
+ * `out` may overlap source->packed as lh_unpack_fits() permits: elements are decoded from front to
+ * back, and each grain is read before its bytes are overwritten. It must not overlap the other
+ * sources.
  */
 void lh_unpack(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                uint64_t first, uint64_t count, void *out);

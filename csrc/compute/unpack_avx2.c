@@ -115,8 +115,9 @@ sixteen_put(__m256 first, __m256 second, uint32_t dtype, void *out, uint64_t at)
 }
 
 /*
- * Decode E4M3 with a scale below 2^119, in steps of 32 elements up to one with a NaN. Returns how many
- * elements are decoded. No product is a NaN, and 2^8 may be a factor of the scale: see e4m3_values().
+ * Decode E4M3 with a scale below 2^119, in steps of 32 elements up to one with a NaN. Returns how
+ * many elements are decoded. No product is a NaN, and 2^8 may be a factor of the scale: see
+ * e4m3_values().
  */
 static inline __attribute__((always_inline)) uint64_t numbers_unpack(const uint8_t *packed,
                                                                      float scale, uint64_t count,

@@ -1,7 +1,6 @@
 /*
- * The definition of formats with scales in grains: blocks of GGUF.
- *
- * Source: gguf.quants.Q8_0, Q4_K and Q6_K of gguf-py.
+ * The definition of formats with scales in grains: blocks of GGUF. The values are those of classes
+ * Q8_0, Q4_K and Q6_K in gguf-py's gguf/quants.py.
  */
 #include <string.h>
 

@@ -380,69 +380,31 @@ static void test_refusals(void)
     lh_test_name("descriptions without sizes, with unknown types or with an overflow are invalid");
     LH_CHECK(lh_unpack_is_valid(&good));
     LH_CHECK(lh_unpack_scale_count(&good) == 2 && lh_unpack_nested_count(&good) == 2);
-    for (int turn = 0; turn < 18; turn++) {
-        struct lh_unpack bad = good;
-        switch (turn) {
-        case 0:
-            bad.format = LH_UNPACK_FORMAT_COUNT;
-            break;
-        case 1:
-            bad.dtype = LH_DTYPE_BYTES;
-            break;
-        case 2:
-            bad.rounding = LH_DTYPE_BYTES;
-            break;
-        case 3:
-            bad.scale_type = LH_UNPACK_SCALE_COUNT;
-            break;
-        case 4:
-            bad.rows = 0;
-            break;
-        case 5:
-            bad.columns = 0;
-            break;
-        case 6:
-            bad.block_rows = 0;
-            break;
-        case 7:
-            bad.block_columns = 0;
-            break;
-        case 8:
-            bad.nested_block = 0;
-            break;
-        case 9:
-            bad.rows = UINT64_MAX / 2;
-            break;
-        case 10:
-            bad.block_columns = UINT64_MAX;
-            break;
-        case 11:
-            bad.group_rows = 2; /* with scales */
-            break;
-        case 12:
-            bad.format = LH_UNPACK_FORMAT_Q8_0; /* three columns */
-            break;
-        case 13:
-            bad.format = LH_UNPACK_FORMAT_F16;
-            bad.group_rows = 1;
-            break;
-        case 14:
-            bad.format = LH_UNPACK_FORMAT_F16;
-            bad.group_rows = 4; /* of two rows */
-            break;
-        case 15:
-            bad.format = LH_UNPACK_FORMAT_F32;
-            bad.rounding = LH_DTYPE_BF16;
-            break;
-        case 16:
-            bad = (struct lh_unpack){.rows = 1, .columns = 4, .group_rows = 2};
-            break;
-        default:
-            bad.format = LH_UNPACK_FORMAT_NIBBLES;
-            break; /* two rows */
-        }
-        LH_CHECK(!lh_unpack_is_valid(&bad));
-    }
+    struct lh_unpack bad[18];
+    for (int turn = 0; turn < 18; turn++)
+        bad[turn] = good;
+    bad[0].format = LH_UNPACK_FORMAT_COUNT;
+    bad[1].dtype = LH_DTYPE_BYTES;
+    bad[2].rounding = LH_DTYPE_BYTES;
+    bad[3].scale_type = LH_UNPACK_SCALE_COUNT;
+    bad[4].rows = 0;
+    bad[5].columns = 0;
+    bad[6].block_rows = 0;
+    bad[7].block_columns = 0;
+    bad[8].nested_block = 0;
+    bad[9].rows = UINT64_MAX / 2;
+    bad[10].block_columns = UINT64_MAX;
+    bad[11].group_rows = 2;                 /* with scales */
+    bad[12].format = LH_UNPACK_FORMAT_Q8_0; /* three columns */
+    bad[13].format = bad[14].format = LH_UNPACK_FORMAT_F16;
+    bad[13].group_rows = 1;
+    bad[14].group_rows = 4; /* of two rows */
+    bad[15].format = LH_UNPACK_FORMAT_F32;
+    bad[15].rounding = LH_DTYPE_BF16;
+    bad[16] = (struct lh_unpack){.rows = 1, .columns = 4, .group_rows = 2};
+    bad[17].format = LH_UNPACK_FORMAT_NIBBLES; /* two rows */
+    for (int turn = 0; turn < 18; turn++)
+        LH_CHECK(!lh_unpack_is_valid(&bad[turn]));
 }
 
 int main(void)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gguf_files
 import lohan
 import mutate
 import torch
@@ -27,7 +28,7 @@ from lohan.errors import LohanError
 from lohan.hf import _trainer_folders
 from lohan.journal import _journal
 from lohan.journal._zeroth import Record, Rule
-from lohan.layout import _block, _files, _gguf, _safetensors
+from lohan.layout import _block, _files, _safetensors
 from lohan.planning import _machines
 from lohan.session import _trace
 from lohan.store import _contents, _requests, _scalars, _store
@@ -177,67 +178,6 @@ def weights_run(data: bytes, folder: pathlib.Path) -> None:
     for entry in found.entries.values():
         assert 0 <= entry.offset and entry.nbytes >= 0 and entry.offset + entry.nbytes <= size
     _files.match(nn.ParameterDict({"a": nn.Parameter(torch.zeros(2, 2))}), found)
-
-
-def gguf_text(value: bytes) -> bytes:
-    """A text as GGUF has it."""
-    return struct.pack("<Q", len(value)) + value
-
-
-def gguf_make(folder: pathlib.Path) -> list[bytes]:
-    """Files with metadata of each form, and tensors of several types."""
-    values = [
-        (b"general.architecture", struct.pack("<I", 8) + gguf_text(b"llama")),
-        (b"general.alignment", struct.pack("<II", 4, 32)),
-        (b"llama.attention.head_count", struct.pack("<II", 4, 2)),
-        (b"llama.attention.head_count_kv", struct.pack("<IQ", 10, 1)),
-        (b"tokens", struct.pack("<IIQ", 9, 8, 2) + gguf_text(b"a") + gguf_text(b"bc")),
-        (b"kinds", struct.pack("<IIQ3i", 9, 5, 3, 1, 2, -3)),
-        (b"eps", struct.pack("<Id", 12, 1e-6)),
-    ]
-    tensors = [
-        (b"token_embd.weight", 0, (2, 2)),
-        (b"blk.0.attn_q.weight", 8, (8, 32)),
-        (b"blk.0.attn_k.weight", 30, (4, 3)),
-        (b"blk.0.ffn_up.weight", 12, (2, 256)),
-        (b"blk.0.ffn_down.bias", 13, (256,)),
-    ]
-    made = []
-    for count in (len(values), 1):
-        text = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), count)
-        text += b"".join(gguf_text(key) + value for key, value in values[:count])
-        for name, kind, shape in tensors:
-            sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-            text += gguf_text(name) + sizes + struct.pack("<IQ", kind, 0)
-        made.append(text + bytes(400))
-    return made
-
-
-def gguf_run(data: bytes, folder: pathlib.Path) -> None:
-    path = folder / "model.gguf"
-    path.write_bytes(data)
-    found = _files.read_folder(path)
-    for entry in found.entries.values():
-        assert 0 <= entry.offset and entry.nbytes >= 0
-        assert entry.offset + entry.nbytes <= len(data)
-    table = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(2, 2))})
-    inner = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(8, 32, dtype=torch.bfloat16))})
-    model = nn.ModuleDict(
-        {
-            "model": nn.ModuleDict(
-                {
-                    "embed_tokens": table,
-                    "layers": nn.ModuleList(
-                        [nn.ModuleDict({"self_attn": nn.ModuleDict({"q_proj": inner})})]
-                    ),
-                }
-            )
-        }
-    )
-    for entry in _files.match(model.requires_grad_(False), found).values():
-        if entry.packed is not None:
-            assert entry.packed.nbytes(entry.packed.count) == entry.nbytes
-            entry.packed.native(torch.bfloat16)
 
 
 def index_make(folder: pathlib.Path) -> list[Any]:
@@ -596,20 +536,7 @@ TARGETS = [
         is_json=False,
         strategy=weights_changes,
     ),
-    Target(
-        "gguf",
-        gguf_make,
-        gguf_run,
-        (
-            _gguf.parse,
-            _gguf._tensor,
-            _gguf._Reader.skip,
-            _gguf._Reader.value,
-            _gguf.groups,
-            _files._read_gguf,
-        ),
-        is_json=False,
-    ),
+    Target("gguf", gguf_files.make, gguf_files.run, gguf_files.FUNCTIONS, is_json=False),
     Target("index", index_make, index_run, (_files._of_index, _files.read_folder)),
     Target(
         "profile",
