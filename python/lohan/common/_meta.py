@@ -372,7 +372,7 @@ def _is_alone(said: dict[str, Any]) -> bool:
     rows, parts = said.get("group_rows", 0), ("scales", "table", "nested", "nested_table")
     is_good = said["columns"] % _ALONE[said["format"]][0] == 0 and not any(p in said for p in parts)
     is_good = is_good and said["rounding"] == "torch.float32" and _is_count(rows) and rows % 2 == 0
-    return is_good and (rows == 0 or said["rows"] % rows == 0)
+    return bool(is_good and (rows == 0 or said["rows"] % rows == 0))
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:
