@@ -176,7 +176,13 @@ def metadata(kind: str) -> dict[str, Any]:
 
 
 def save(
-    folder: Path, kind: str = "llama", align: int = 32, extra: Any = (), **changed: Any
+    folder: Path,
+    kind: str = "llama",
+    align: int = 32,
+    extra: Any = (),
+    *,
+    is_reversed: bool = False,
+    **changed: Any,
 ) -> tuple[Path, Path]:
     """Write a model as GGUF, and decoded to bf16 as safetensors.
 
@@ -185,6 +191,7 @@ def save(
         kind: the architecture.
         align: the alignment of tensors.
         extra: more tensors: name, type, shape, bytes.
+        is_reversed: write the tensors from the last one to the first.
         changed: metadata to add; None: metadata to leave out.
     """
     torch.manual_seed(3)
@@ -194,7 +201,8 @@ def save(
     said |= {key.replace("__", "."): item for key, item in changed.items()}
     said = {key: item for key, item in said.items() if item is not None}
     plain, rows, pieces, at = {}, [], [], 0
-    for name, param in model.named_parameters():
+    params = [*model.named_parameters()]
+    for name, param in reversed(params) if is_reversed else params:
         ours, shape = gguf_name(name), tuple(param.shape)
         of_kind = "F32" if len(shape) == 1 else KINDS.get(ours.removesuffix(".weight"), "Q4_K")
         raw, values = random(of_kind, shape)

@@ -75,7 +75,7 @@ def test_a_base_in_gguf_gives_the_bits_of_the_decoded_one(
 def test_each_type_is_decoded_to_the_values_of_its_definition(
     kind: str, dtype: torch.dtype, align: int, tmp_path: Path, store_dir: Path
 ) -> None:
-    path, _ = save(tmp_path, kind, align)
+    path, _ = save(tmp_path, kind, align, is_reversed=align == 64)
     model = empty(kind, dtype).requires_grad_(False)
     model.lm_head.requires_grad_(True)
     model = lohan.wrap(model, store=store_dir, weights=path)

@@ -262,7 +262,7 @@ def test_an_invalid_description_is_refused_by_every_reader(
         ("packed", ("in_place", "params", 0, 3, "scales", 1), 10**9, "in_place.params"),
         ("packed", ("in_place", "params", 0, 3, "nested_offset"), 1e39, "in_place.params"),
         ("gguf", ("in_place", "params", 0, 3, "format"), "f32", r"in_place.params\[0\]"),
-        ("gguf", ("in_place", "params", 0, 3, "group_rows"), 3, r"in_place.params\[0\]"),
+        ("gguf", ("in_place", "params", 0, 3, "group_rows"), 1, r"in_place.params\[0\]"),
         ("gguf", ("in_place", "params", 0, 3, "rounding"), "torch.bfloat16", "in_place.params"),
         ("gguf", ("in_place", "params", 0, 3, "scales"), [0, 0, 1], "in_place.params"),
         ("gguf", ("in_place", "params", 0, 2), 34, "in_place.params"),
