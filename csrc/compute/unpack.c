@@ -9,6 +9,45 @@
 
 #define SIZE_MAX_LOG2 48
 
+struct grain {
+    uint32_t elements;
+    uint32_t bytes;
+};
+
+static struct grain grain_of(const struct lh_unpack *unpack)
+{
+    static const struct grain grains[LH_UNPACK_FORMAT_COUNT] = {
+        [LH_UNPACK_FORMAT_RAW] = {1, 1},
+        [LH_UNPACK_FORMAT_F8_E4M3] = {1, 1},
+        [LH_UNPACK_FORMAT_I8] = {1, 1},
+        [LH_UNPACK_FORMAT_NIBBLES] = {2, 1},
+        [LH_UNPACK_FORMAT_E2M1] = {2, 1},
+        [LH_UNPACK_FORMAT_Q8_0] = {32, LH_UNPACK_Q8_0_BYTES},
+        [LH_UNPACK_FORMAT_Q4_K] = {LH_UNPACK_GRAIN_MAX, LH_UNPACK_Q4_K_BYTES},
+        [LH_UNPACK_FORMAT_Q6_K] = {LH_UNPACK_GRAIN_MAX, LH_UNPACK_Q6_K_BYTES},
+        [LH_UNPACK_FORMAT_F32] = {1, 4},
+        [LH_UNPACK_FORMAT_BF16] = {1, 2},
+        [LH_UNPACK_FORMAT_F16] = {1, 2},
+    };
+    LH_ASSERT(unpack->format < LH_UNPACK_FORMAT_COUNT);
+    return grains[unpack->format];
+}
+
+/* Whether elements have scales of their own, outside of what is packed. */
+static bool has_scales(const struct lh_unpack *unpack)
+{
+    return unpack->format >= LH_UNPACK_FORMAT_F8_E4M3 && unpack->format <= LH_UNPACK_FORMAT_E2M1;
+}
+
+static bool scales_are_valid(const struct lh_unpack *unpack)
+{
+    const uint64_t most = UINT64_C(1) << SIZE_MAX_LOG2;
+    return unpack->scale_type < LH_UNPACK_SCALE_COUNT && unpack->block_rows > 0 &&
+           unpack->block_columns > 0 && unpack->block_rows <= most &&
+           unpack->block_columns <= most && unpack->group_rows == 0 &&
+           (unpack->scale_type != LH_UNPACK_SCALE_NESTED || unpack->nested_block > 0);
+}
+
 bool lh_unpack_is_valid(const struct lh_unpack *unpack)
 {
     const uint64_t most = UINT64_C(1) << SIZE_MAX_LOG2;
@@ -17,13 +56,16 @@ bool lh_unpack_is_valid(const struct lh_unpack *unpack)
     if (unpack->columns > most || unpack->rows > most / unpack->columns)
         return false;
     if (unpack->format == LH_UNPACK_FORMAT_RAW)
-        return unpack->rows == 1;
-    return unpack->dtype < LH_DTYPE_BYTES && unpack->rounding < LH_DTYPE_BYTES &&
-           unpack->scale_dtype <= LH_DTYPE_BYTES && unpack->block_rows > 0 &&
-           unpack->block_columns > 0 && unpack->block_rows <= most &&
-           unpack->block_columns <= most &&
-           (unpack->scale_dtype != LH_DTYPE_BYTES || unpack->nested_block > 0) &&
-           (unpack->format != LH_UNPACK_FORMAT_NIBBLES || unpack->rows == 1);
+        return unpack->rows == 1 && unpack->group_rows == 0;
+    if (unpack->dtype >= LH_DTYPE_BYTES || unpack->rounding >= LH_DTYPE_BYTES)
+        return false;
+    if (lh_unpack_is_narrow(unpack))
+        return unpack->rows == 1 && scales_are_valid(unpack);
+    if (has_scales(unpack))
+        return scales_are_valid(unpack);
+    return unpack->rounding == LH_DTYPE_F32 && unpack->columns % grain_of(unpack).elements == 0 &&
+           unpack->group_rows % 2 == 0 &&
+           (unpack->group_rows == 0 || unpack->rows % unpack->group_rows == 0);
 }
 
 uint64_t lh_unpack_count(const struct lh_unpack *unpack)
@@ -38,21 +80,54 @@ uint64_t lh_unpack_element_bytes(const struct lh_unpack *unpack)
 
 uint64_t lh_unpack_packed_bytes(const struct lh_unpack *unpack, uint64_t count)
 {
-    return unpack->format == LH_UNPACK_FORMAT_NIBBLES ? lh_div_ceil(count, 2) : count;
+    struct grain grain = grain_of(unpack);
+    return lh_div_ceil(count, grain.elements) * grain.bytes;
+}
+
+uint64_t lh_unpack_needed(const struct lh_unpack *unpack, uint64_t first)
+{
+    uint64_t group = unpack->group_rows * unpack->columns;
+    return lh_unpack_packed_bytes(unpack,
+                                  first - first % (group > 0 ? group : grain_of(unpack).elements));
+}
+
+bool lh_unpack_fits(const struct lh_unpack *unpack, uint64_t from, uint64_t to)
+{
+    uint64_t count = lh_unpack_count(unpack), group = unpack->group_rows * unpack->columns;
+    uint64_t element_bytes = lh_unpack_element_bytes(unpack);
+    /* Rows of a group are read in another order: no group is decoded over its own bytes. */
+    return to <= from && group * element_bytes <= from - to &&
+           to + count * element_bytes + lh_unpack_packed_bytes(unpack, group) <=
+               from + lh_unpack_packed_bytes(unpack, count);
+}
+
+bool lh_unpack_is_narrow(const struct lh_unpack *unpack)
+{
+    return unpack->format == LH_UNPACK_FORMAT_NIBBLES || unpack->format == LH_UNPACK_FORMAT_E2M1;
 }
 
 uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack)
 {
-    if (unpack->format == LH_UNPACK_FORMAT_RAW)
+    if (!has_scales(unpack))
         return 0;
     return lh_div_ceil(unpack->rows, unpack->block_rows) *
            lh_div_ceil(unpack->columns, unpack->block_columns);
 }
 
+uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack)
+{
+    if (unpack->scale_type == LH_UNPACK_SCALE_F32)
+        return sizeof(float);
+    return unpack->scale_type <= LH_UNPACK_SCALE_F16 ? sizeof(uint16_t) : 1;
+}
+
 uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack)
 {
-    bool is_nested =
-        unpack->format != LH_UNPACK_FORMAT_RAW && unpack->scale_dtype == LH_DTYPE_BYTES;
+    if (!has_scales(unpack))
+        return 0;
+    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3)
+        return 1;
+    bool is_nested = unpack->scale_type == LH_UNPACK_SCALE_NESTED;
     return is_nested ? lh_div_ceil(lh_unpack_scale_count(unpack), unpack->nested_block) : 0;
 }
 
@@ -70,22 +145,6 @@ static float float_at(const uint8_t *floats, uint64_t index)
     return value;
 }
 
-static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
-                      uint64_t index)
-{
-    uint16_t narrow = 0;
-    if (unpack->scale_dtype == LH_DTYPE_F32)
-        return float_at(source->scales, index);
-    if (unpack->scale_dtype == LH_DTYPE_BYTES) {
-        float value = float_at(source->nested_table, source->scales[index]);
-        value *= float_at(source->nested, index / unpack->nested_block);
-        return value + unpack->nested_offset;
-    }
-    memcpy(&narrow, source->scales + index * sizeof(narrow), sizeof(narrow));
-    return float_of(unpack->scale_dtype == LH_DTYPE_F16 ? lh_half_widen(narrow)
-                                                        : (uint32_t)narrow << 16);
-}
-
 /* The number that a byte of format E4M3 (without infinities) encodes. */
 static float e4m3_value(uint8_t byte)
 {
@@ -100,15 +159,60 @@ static float e4m3_value(uint8_t byte)
     return float_of(sign | bits);
 }
 
+/* The number of fp16, or else bf16, at an address. */
+static float narrow_at(const uint8_t *at, bool is_half)
+{
+    uint16_t bits;
+    memcpy(&bits, at, sizeof(bits));
+    return float_of(is_half ? lh_half_widen(bits) : (uint32_t)bits << 16);
+}
+
+static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                      uint64_t index)
+{
+    const uint8_t *at = source->scales + index * lh_unpack_scale_bytes(unpack);
+    float value;
+    switch ((enum lh_unpack_scale)unpack->scale_type) {
+    case LH_UNPACK_SCALE_F32:
+        return float_at(at, 0);
+    case LH_UNPACK_SCALE_NESTED:
+        value = float_at(source->nested_table, *at);
+        value *= float_at(source->nested, index / unpack->nested_block);
+        return value + unpack->nested_offset;
+    case LH_UNPACK_SCALE_E8M0:
+        return *at == 0 ? 0x1p-127f : float_of((uint32_t)*at << 23);
+    case LH_UNPACK_SCALE_E4M3:
+        return e4m3_value(*at) / float_at(source->nested, 0);
+    case LH_UNPACK_SCALE_BF16:
+    case LH_UNPACK_SCALE_F16:
+        break;
+    }
+    return narrow_at(at, unpack->scale_type == LH_UNPACK_SCALE_F16);
+}
+
 static float value_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                       uint64_t at)
 {
-    uint8_t byte = source->packed[unpack->format == LH_UNPACK_FORMAT_NIBBLES ? at / 2 : at];
-    if (unpack->format == LH_UNPACK_FORMAT_F8_E4M3)
-        return e4m3_value(byte);
-    if (unpack->format == LH_UNPACK_FORMAT_I8)
-        return (float)(int8_t)byte;
-    return float_at(source->table, at % 2 == 0 ? byte >> 4 : byte & 15);
+    static const float e2m1[LH_UNPACK_TABLE_COUNT] = {
+        0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+        -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f,
+    };
+    const uint8_t *packed = source->packed;
+    switch ((enum lh_unpack_format)unpack->format) {
+    case LH_UNPACK_FORMAT_F8_E4M3:
+        return e4m3_value(packed[at]);
+    case LH_UNPACK_FORMAT_I8:
+        return (float)(int8_t)packed[at];
+    case LH_UNPACK_FORMAT_E2M1:
+        return e2m1[at % 2 == 0 ? packed[at / 2] & 15 : packed[at / 2] >> 4];
+    case LH_UNPACK_FORMAT_F32:
+        return float_at(packed, at);
+    case LH_UNPACK_FORMAT_BF16:
+    case LH_UNPACK_FORMAT_F16:
+        return narrow_at(packed + 2 * at, unpack->format == LH_UNPACK_FORMAT_F16);
+    default:
+        return float_at(source->table, at % 2 == 0 ? packed[at / 2] >> 4 : packed[at / 2] & 15);
+    }
 }
 
 /* Round to dtype; the result is the bits of a float. */
@@ -153,10 +257,10 @@ static uint64_t run_by(const struct lh_unpack_kernel *kernel, const struct lh_un
 {
     uint64_t batches = count - count % LH_UNPACK_BATCH;
     uint8_t *to = out + at * lh_dtype_bytes((enum lh_dtype)unpack->dtype);
-    if (!kernel || batches == 0)
+    if (!kernel || batches == 0 || unpack->format == LH_UNPACK_FORMAT_E2M1)
         return 0;
     if (unpack->format != LH_UNPACK_FORMAT_NIBBLES) {
-        kernel->bytes(unpack, source->packed + at, scale, batches, to);
+        kernel->bytes(unpack, source->packed + at * grain_of(unpack).bytes, scale, batches, to);
         return batches;
     }
     if (unpack->dtype == LH_DTYPE_F32 || at % 2 != 0)
@@ -169,27 +273,141 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
                       const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                       uint8_t *out)
 {
-    const uint64_t scale_columns = lh_div_ceil(unpack->columns, unpack->block_columns);
+    const uint64_t block_columns = has_scales(unpack) ? unpack->block_columns : unpack->columns;
+    const uint64_t block_rows = has_scales(unpack) ? unpack->block_rows : unpack->rows;
+    const uint64_t scale_columns = lh_div_ceil(unpack->columns, block_columns);
     float table[LH_UNPACK_TABLE_COUNT] = {0};
-    LH_ASSERT(unpack->format != LH_UNPACK_FORMAT_NIBBLES || first % 2 == 0);
+    LH_ASSERT(!lh_unpack_is_narrow(unpack) || first % 2 == 0);
     if (unpack->format == LH_UNPACK_FORMAT_NIBBLES)
         memcpy(table, source->table, sizeof(table));
     uint64_t row = first / unpack->columns;
     uint64_t column = first % unpack->columns;
-    uint64_t block = column / unpack->block_columns;
+    uint64_t block = column / block_columns;
+    uint64_t row_scales = row / block_rows * scale_columns;
     for (uint64_t at = 0; at < count; block++) {
         if (column == unpack->columns) {
             row++;
             column = block = 0;
+            row_scales = row / block_rows * scale_columns;
         }
-        uint64_t end = lh_min_u64(unpack->columns, (block + 1) * unpack->block_columns);
+        uint64_t end = lh_min_u64(unpack->columns, (block + 1) * block_columns);
         uint64_t run = lh_min_u64(end - column, count - at);
-        float scale = scale_at(unpack, source, row / unpack->block_rows * scale_columns + block);
+        float scale = 1;
+        if (has_scales(unpack))
+            scale = scale_at(unpack, source, row_scales + block);
         uint64_t done = run_by(kernel, unpack, source, table, scale, at, run, out);
         for (uint64_t i = at + done; i < at + run; i++)
             element_put(unpack, value_at(unpack, source, i) * scale, i, out);
         at += run;
         column += run;
+    }
+}
+
+/*
+ * Decode the whole blocks of E2M1 from element `first` on, which begins a block. Returns how many
+ * elements the kernel has decoded. It stops at scales that are not finite, and before the last few.
+ */
+static uint64_t blocks_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                          uint8_t *out)
+{
+    uint64_t block = unpack->block_columns;
+    LH_ASSERT(first % block == 0);
+    uint64_t batches = count / block / LH_UNPACK_SCALE_BATCH;
+    bool is_divided = unpack->scale_type == LH_UNPACK_SCALE_E4M3;
+    float divisor = is_divided ? float_at(source->nested, 0) : 1;
+    return block * LH_UNPACK_SCALE_BATCH *
+           kernel->e2m1(unpack, source->packed, source->scales + first / block, divisor, batches,
+                        out);
+}
+
+/* The definition decodes what is before the first whole block, and what the kernel leaves. */
+static void e2m1_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                    const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                    uint8_t *out)
+{
+    uint64_t block = unpack->block_columns, at = 0;
+    struct lh_unpack_source rest = *source;
+    while (at < count) {
+        uint64_t step = lh_min_u64(block - (first + at) % block, count - at);
+        uint64_t done = 0;
+        if (step == block)
+            done = blocks_by(kernel, unpack, &rest, first + at, count - at,
+                             out + at * lh_unpack_element_bytes(unpack));
+        if (done == 0) {
+            unpack_by(NULL, unpack, &rest, first + at, step,
+                      out + at * lh_unpack_element_bytes(unpack));
+            done = step;
+        }
+        at += done;
+        rest.packed = source->packed + at / 2;
+    }
+}
+
+static bool has_e2m1(const struct lh_unpack *unpack)
+{
+    return unpack->format == LH_UNPACK_FORMAT_E2M1 &&
+           (unpack->block_columns == 16 || unpack->block_columns == 32) &&
+           unpack->scale_type >= LH_UNPACK_SCALE_E8M0;
+}
+
+/* Decode elements of formats with scales in grains. */
+static void grains_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                      const uint8_t *packed, uint64_t first, uint64_t count, uint8_t *out)
+{
+    const struct grain grain = grain_of(unpack);
+    uint64_t skip = first % grain.elements;
+    for (uint64_t at = 0; at < count;) {
+        uint64_t whole = skip == 0 ? (count - at) / grain.elements : 0, done = 0;
+        if (kernel && whole > 0)
+            done =
+                kernel->grains(unpack, packed, whole, out + at * lh_unpack_element_bytes(unpack));
+        at += done * grain.elements;
+        packed += done * grain.bytes;
+        if (done > 0)
+            continue;
+        float values[LH_UNPACK_GRAIN_MAX];
+        uint64_t end = lh_min_u64(grain.elements, skip + count - at);
+        lh_unpack_grain_ref(unpack->format, packed, values);
+        for (; skip < end; skip++)
+            element_put(unpack, values[skip], at++, out);
+        skip = 0;
+        packed += grain.bytes;
+    }
+}
+
+/* Decode elements whose rows are in order. */
+static void rows_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                    const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                    uint8_t *out)
+{
+    if (grain_of(unpack).elements > 2)
+        grains_by(kernel, unpack, source->packed, first, count, out);
+    else if (kernel && has_e2m1(unpack))
+        e2m1_by(kernel, unpack, source, first, count, out);
+    else
+        unpack_by(kernel, unpack, source, first, count, out);
+}
+
+/* See [Note: Groups of rows]. */
+static void groups_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                      const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                      uint8_t *out)
+{
+    const uint64_t rows = unpack->group_rows, columns = unpack->columns;
+    const uint64_t row_bytes = lh_unpack_packed_bytes(unpack, columns);
+    struct lh_unpack one = *unpack;
+    one.rows = 1;
+    one.group_rows = 0;
+    for (uint64_t at = 0; at < count;) {
+        uint64_t row = (first + at) / columns, column = (first + at) % columns;
+        uint64_t groups = row / rows - first / (columns * rows);
+        uint64_t index = 2 * (row % rows % (rows / 2)) + row % rows / (rows / 2);
+        uint64_t step = lh_min_u64(columns - column, count - at);
+        struct lh_unpack_source piece = *source;
+        piece.packed += (groups * rows + index) * row_bytes + lh_unpack_needed(&one, column);
+        rows_by(kernel, &one, &piece, column, step, out + at * lh_unpack_element_bytes(unpack));
+        at += step;
     }
 }
 
@@ -205,7 +423,10 @@ static void unpack_range(const struct lh_unpack_kernel *kernel, const struct lh_
     }
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);
-    unpack_by(kernel, unpack, source, first, count, out);
+    if (unpack->group_rows > 0)
+        groups_by(kernel, unpack, source, first, count, out);
+    else
+        rows_by(kernel, unpack, source, first, count, out);
     fesetenv(&environment);
 }
 

@@ -6,21 +6,42 @@
  *      F8_E4M3   the number that the byte encodes        scales[row / block_rows]
  *      I8        the byte as a signed integer                  [column / block_columns]
  *      NIBBLES   table[4 bits], the high ones first      the same
+ *      E2M1      the number that 4 bits encode, the      the same
+ *                low ones first
+ *      F32, BF16, F16    the number itself               1
+ *      Q8_0      the byte as a signed integer            in each grain, one
+ *      Q4_K      4 bits                                  in each grain, 8, and 8 minima
+ *      Q6_K      6 bits minus 32                         in each grain, 16
  *
  * [Note: Decoding] An element is (float)value * scale, one multiplication in fp32, which is then
  * rounded to `rounding`, and the result to `dtype`; every rounding is to nearest, ties to even. A
- * scale of fp32, bf16 or fp16 is widened exactly. A scale of type BYTES is itself quantized: it is
+ * scale of fp32, bf16 or fp16 is widened exactly. A scale of type NESTED is itself quantized: it is
  * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
- * Every NaN becomes the positive quiet NaN of the result's type. These are the bits of
+ * A scale of type E8M0 is 2^(byte - 127), and infinite if the byte is 255; one of type E4M3 is the
+ * number that the byte encodes, divided by nested[0]. Every NaN becomes the positive quiet NaN of
+ * the result's type. These are the bits of
  *
  *      files                                  reference                          rounding
  *      weight_scale_inv (transformers' FP8)   Fp8Dequantize of transformers      F32
  *      weight_scale (compressed-tensors)      dequantize() of compressed-tensors the scales' type
  *      absmax (bitsandbytes' NF4 and FP4)     dequantize_4bit() of bitsandbytes  quant_state's type
+ *      weight_packed (MXFP4 and NVFP4)        decompress() of compressed-tensors BF16
+ *      GGUF                                   dequantize() of gguf-py            F32
  *
  * A tensor is a matrix of rows and columns. The scales form a matrix with one element for each
  * block of block_rows rows and block_columns columns; blocks at the edges may be smaller. NIBBLES
- * has one row.
+ * and E2M1 have one row.
+ *
+ * [Note: Grains] A grain is the shortest run of elements that begins and ends at a whole byte: 32
+ * elements of Q8_0, 256 of Q4_K and Q6_K, 2 of 4-bit formats, otherwise one. Scales and minima in a
+ * grain are products, in fp32, of a small integer and the grain's own scale of fp16; an element of
+ * Q4_K is its scale times its bits, minus its minimum, with two roundings. Formats with scales in
+ * grains, and F32, BF16 and F16, have none elsewhere, and no rounding of their own.
+ *
+ * [Note: Groups of rows] With group_rows, a file has the rows of each group of that many in another
+ * order: the rows of its two halves alternate. GGUF files have the rows of each head of Llama's
+ * queries and keys so, because llama.cpp rotates neighbors. Row i of half j is row 2 * i + j of the
+ * group in the file.
  *
  * Sources may have any alignment. Thread: any. The floating-point environment does not matter.
  */
@@ -34,8 +55,27 @@ enum lh_unpack_format {
     LH_UNPACK_FORMAT_F8_E4M3,
     LH_UNPACK_FORMAT_I8,
     LH_UNPACK_FORMAT_NIBBLES,
+    LH_UNPACK_FORMAT_E2M1,
+    LH_UNPACK_FORMAT_Q8_0,
+    LH_UNPACK_FORMAT_Q4_K,
+    LH_UNPACK_FORMAT_Q6_K,
+    LH_UNPACK_FORMAT_F32,
+    LH_UNPACK_FORMAT_BF16,
+    LH_UNPACK_FORMAT_F16,
 };
-#define LH_UNPACK_FORMAT_COUNT 4
+#define LH_UNPACK_FORMAT_COUNT 11
+#define LH_UNPACK_GRAIN_MAX 256 /* elements */
+
+/* The types of scales; the first three have the numbers of enum lh_dtype. */
+enum lh_unpack_scale {
+    LH_UNPACK_SCALE_F32 = LH_DTYPE_F32,
+    LH_UNPACK_SCALE_BF16 = LH_DTYPE_BF16,
+    LH_UNPACK_SCALE_F16 = LH_DTYPE_F16,
+    LH_UNPACK_SCALE_NESTED,
+    LH_UNPACK_SCALE_E8M0,
+    LH_UNPACK_SCALE_E4M3,
+};
+#define LH_UNPACK_SCALE_COUNT 6
 
 #define LH_UNPACK_TABLE_COUNT 16
 #define LH_UNPACK_NESTED_TABLE_COUNT 256
@@ -48,14 +88,15 @@ struct lh_unpack {
     uint64_t columns;
     uint64_t block_rows;
     uint64_t block_columns;
-    uint32_t scale_dtype;  /* F32, BF16, F16; BYTES: quantized */
-    uint64_t nested_block; /* with BYTES */
-    float nested_offset;   /* with BYTES */
+    uint32_t scale_type;   /* enum lh_unpack_scale */
+    uint64_t nested_block; /* with NESTED */
+    float nested_offset;   /* with NESTED */
+    uint64_t group_rows;   /* see [Note: Groups of rows]; 0: the rows are in order */
 };
 
 /* What a tensor is decoded from. */
 struct lh_unpack_source {
-    const uint8_t *packed;       /* the elements from the first one to be decoded on */
+    const uint8_t *packed;       /* what is at lh_unpack_needed() of the first element to decode */
     const uint8_t *scales;       /* all scales of the tensor, as are the next three */
     const uint8_t *table;        /* NIBBLES: 16 floats */
     const uint8_t *nested;       /* floats */
@@ -68,14 +109,21 @@ uint64_t lh_unpack_count(const struct lh_unpack *unpack);
 uint64_t lh_unpack_element_bytes(const struct lh_unpack *unpack);
 /* The bytes of `count` elements, packed and decoded. */
 uint64_t lh_unpack_packed_bytes(const struct lh_unpack *unpack, uint64_t count);
+/* The offset of the first packed byte that elements from `first` on are decoded from. */
+uint64_t lh_unpack_needed(const struct lh_unpack *unpack, uint64_t first);
+/* Whether what is packed at offset `from` can be decoded to offset `to` of the same memory. */
+bool lh_unpack_fits(const struct lh_unpack *unpack, uint64_t from, uint64_t to);
+/* Whether an element has 4 bits. */
+bool lh_unpack_is_narrow(const struct lh_unpack *unpack);
 uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack);
+uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack); /* of one scale */
 uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack);
 
 /*
- * Decode `count` elements from element `first` on, which with NIBBLES must be even. `out` may
- * overlap source->packed if it ends at or before the end of what is decoded: elements are decoded
- * from front to back, and each is read before its bytes are overwritten. It must not overlap the
- * other sources.
+ * Decode `count` elements from element `first` on, which must be even if elements have 4 bits.
+ * `out` may overlap source->packed as lh_unpack_fits() permits: elements are decoded from front to
+ * back, and each grain is read before its bytes are overwritten. It must not overlap the other
+ * sources.
  */
 void lh_unpack(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                uint64_t first, uint64_t count, void *out);

@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 
 #include <immintrin.h>
+#include <math.h>
+#include <string.h>
 
 #include "compute/unpack_kernels.h"
 
@@ -56,19 +58,37 @@ static inline __m256 e4m3_values(__m128i bytes)
     return _mm256_or_ps(value, _mm256_castsi256_ps(is_nan)); /* all bits set: a NaN */
 }
 
+/* Eight elements of a format of which each begins at a byte. */
+static inline __attribute__((always_inline)) __m256 eight_values(const uint8_t *packed,
+                                                                 uint32_t format)
+{
+    switch (format) {
+    case LH_UNPACK_FORMAT_I8:
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)packed)));
+    case LH_UNPACK_FORMAT_F32:
+        return _mm256_loadu_ps((const void *)packed);
+    case LH_UNPACK_FORMAT_F16:
+        return _mm256_cvtph_ps(_mm_loadu_si128((const void *)packed));
+    case LH_UNPACK_FORMAT_BF16:
+        return _mm256_castsi256_ps(
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)packed)), 16));
+    default:
+        return e4m3_values(_mm_loadl_epi64((const void *)packed));
+    }
+}
+
 static inline __attribute__((always_inline)) void bytes_unpack(const uint8_t *packed, float scale,
                                                                uint64_t count, void *out,
-                                                               bool is_integer, uint32_t rounding,
+                                                               uint32_t format, uint32_t rounding,
                                                                uint32_t dtype)
 {
     const __m256 factor = _mm256_set1_ps(scale);
+    const bool is_float = format == LH_UNPACK_FORMAT_BF16 || format == LH_UNPACK_FORMAT_F16;
+    const uint64_t step = format == LH_UNPACK_FORMAT_F32 ? 4 : is_float ? 2 : 1;
     float *wide = out;
     uint16_t *narrow = out;
     for (uint64_t i = 0; i < count; i += 8) {
-        __m128i bytes = _mm_loadl_epi64((const void *)(packed + i));
-        __m256 value =
-            is_integer ? _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)) : e4m3_values(bytes);
-        value = product(value, factor, rounding);
+        __m256 value = product(eight_values(packed + i * step, format), factor, rounding);
         if (dtype == LH_DTYPE_F32)
             _mm256_storeu_ps(wide + i, value);
         else
@@ -76,18 +96,94 @@ static inline __attribute__((always_inline)) void bytes_unpack(const uint8_t *pa
     }
 }
 
+/* Store 16 values, which are not NaNs. */
+static inline __attribute__((always_inline)) void
+sixteen_put(__m256 first, __m256 second, uint32_t dtype, void *out, uint64_t at)
+{
+    if (dtype == LH_DTYPE_F32) {
+        _mm256_storeu_ps((float *)out + at, first);
+        _mm256_storeu_ps((float *)out + at + 8, second);
+        return;
+    }
+    __m256i narrow;
+    if (dtype == LH_DTYPE_F16)
+        narrow = _mm256_set_m128i(half_rounded(second), half_rounded(first));
+    else
+        narrow = _mm256_permute4x64_epi64(
+            _mm256_packus_epi32(bf16_rounded(first), bf16_rounded(second)), 0xD8);
+    _mm256_storeu_si256((void *)((uint16_t *)out + at), narrow);
+}
+
+/*
+ * Decode E4M3 with a scale below 2^119, in steps of 32 elements up to one with a NaN. Returns how
+ * many elements are decoded. No product is a NaN, and 2^8 may be a factor of the scale: see
+ * e4m3_values().
+ */
+static inline __attribute__((always_inline)) uint64_t numbers_unpack(const uint8_t *packed,
+                                                                     float scale, uint64_t count,
+                                                                     void *out, uint32_t dtype)
+{
+    const __m256 factor = _mm256_set1_ps(scale * 0x1p8f);
+    const __m256i most = _mm256_set1_epi8(0x7F), mask = _mm256_set1_epi16((int16_t)0xBFFF);
+    for (uint64_t i = 0; i < count; i += 32) {
+        __m256i bytes = _mm256_loadu_si256((const void *)(packed + i));
+        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, most), most)) != 0)
+            return i;
+        __m128i parts[2] = {_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)};
+        for (uint64_t j = 0; j < 2; j++) {
+            __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(parts[j]), 7);
+            half = _mm256_and_si256(half, mask); /* the sign is in two bits */
+            __m256 first = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+            __m256 second = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+            sixteen_put(_mm256_mul_ps(first, factor), _mm256_mul_ps(second, factor), dtype, out,
+                        i + 16 * j);
+        }
+    }
+    return count;
+}
+
+/* The same for a result of any dtype; 0 if the scale or the rounding do not allow it. */
+static uint64_t numbers(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                        uint64_t count, void *out)
+{
+    bool is_once = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == unpack->dtype;
+    if (unpack->format != LH_UNPACK_FORMAT_F8_E4M3 || !is_once || !(fabsf(scale) < 0x1p119f))
+        return 0;
+    if (unpack->dtype == LH_DTYPE_BF16)
+        return numbers_unpack(packed, scale, count, out, LH_DTYPE_BF16);
+    return numbers_unpack(packed, scale, count, out, unpack->dtype);
+}
+
+static void bytes_any(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                      uint64_t count, void *out)
+{
+    /* Rounding to bf16 twice is rounding to bf16 once. */
+    bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
+    uint32_t format = unpack->dtype == LH_DTYPE_BF16 && is_plain ? unpack->format : UINT32_MAX;
+    if (format == LH_UNPACK_FORMAT_I8)
+        bytes_unpack(packed, scale, count, out, LH_UNPACK_FORMAT_I8, LH_DTYPE_F32, LH_DTYPE_BF16);
+    else if (format == LH_UNPACK_FORMAT_F8_E4M3)
+        bytes_unpack(packed, scale, count, out, LH_UNPACK_FORMAT_F8_E4M3, LH_DTYPE_F32,
+                     LH_DTYPE_BF16);
+    else if (format == LH_UNPACK_FORMAT_F16)
+        bytes_unpack(packed, scale, count, out, LH_UNPACK_FORMAT_F16, LH_DTYPE_F32, LH_DTYPE_BF16);
+    else
+        bytes_unpack(packed, scale, count, out, unpack->format, unpack->rounding, unpack->dtype);
+}
+
 static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
                   uint64_t count, void *out)
 {
-    bool is_integer = unpack->format == LH_UNPACK_FORMAT_I8;
-    /* Rounding to bf16 twice is rounding to bf16 once. */
-    bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
-    if (unpack->dtype == LH_DTYPE_BF16 && is_plain && is_integer)
-        bytes_unpack(packed, scale, count, out, true, LH_DTYPE_F32, LH_DTYPE_BF16);
-    else if (unpack->dtype == LH_DTYPE_BF16 && is_plain)
-        bytes_unpack(packed, scale, count, out, false, LH_DTYPE_F32, LH_DTYPE_BF16);
-    else
-        bytes_unpack(packed, scale, count, out, is_integer, unpack->rounding, unpack->dtype);
+    uint8_t *to = out;
+    for (uint64_t done = 0; done < count;) {
+        void *at = to + done * lh_unpack_element_bytes(unpack);
+        uint64_t more = numbers(unpack, packed + done, scale, count - done, at);
+        if (more == 0) {
+            more = unpack->format == LH_UNPACK_FORMAT_F8_E4M3 ? LH_UNPACK_BATCH : count;
+            bytes_any(unpack, packed + done, scale, more, at);
+        }
+        done += more;
+    }
 }
 
 /*
@@ -120,6 +216,287 @@ static void nibbles(const struct lh_unpack *unpack, const uint8_t *packed, const
     }
 }
 
-const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = bytes, .nibbles = nibbles};
+/* Eight scales of E8M0. */
+static inline __m256 e8m0_scales(const uint8_t *scales)
+{
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)scales));
+    __m256i least = _mm256_set1_epi32(0x00400000);
+    __m256i is_least = _mm256_cmpeq_epi32(wide, _mm256_setzero_si256());
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(_mm256_slli_epi32(wide, 23), least, is_least));
+}
+
+static inline __m256 scales_by(const struct lh_unpack *unpack, const uint8_t *scales, float divisor)
+{
+    if (unpack->scale_type == LH_UNPACK_SCALE_E8M0)
+        return e8m0_scales(scales);
+    __m256 values = e4m3_values(_mm_loadl_epi64((const void *)scales));
+    return _mm256_div_ps(values, _mm256_set1_ps(divisor));
+}
+
+/* The products of the eight magnitudes of E2M1 and a finite scale, rounded to `rounding`. */
+static inline __m256 e2m1_products(float scale, uint32_t rounding)
+{
+    const __m256 magnitudes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+    return product(magnitudes, _mm256_set1_ps(scale), rounding);
+}
+
+/* 16 codes from 8 bytes, in each half. */
+static inline __m256i e2m1_codes(const uint8_t *packed)
+{
+    const __m128i low_nibbles = _mm_set1_epi8(15);
+    __m128i pairs = _mm_loadu_si128((const void *)packed);
+    __m128i even = _mm_and_si128(pairs, low_nibbles);
+    __m128i odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), low_nibbles);
+    return _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+}
+
+/*
+ * Decode 32 elements, of which each half has its own products, to 16 bits: look up the low bytes
+ * and the high bytes of the rounded products, and change the sign.
+ */
+static inline __attribute__((always_inline)) void
+e2m1_narrow(const uint8_t *packed, __m256 first, __m256 second, uint32_t dtype, uint16_t *out)
+{
+    const __m256i split = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    __m256i codes = e2m1_codes(packed);
+    __m256i table = _mm256_set_m128i(narrowed(second, dtype), narrowed(first, dtype));
+    table = _mm256_shuffle_epi8(table, split);
+    __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(7));
+    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(codes, _mm256_set1_epi8(8)), 4);
+    __m256i low = _mm256_shuffle_epi8(table, index);
+    __m256i high = _mm256_shuffle_epi8(table, _mm256_or_si256(index, _mm256_set1_epi8(8)));
+    high = _mm256_xor_si256(high, sign);
+    __m256i begin = _mm256_unpacklo_epi8(low, high);
+    __m256i end = _mm256_unpackhi_epi8(low, high);
+    _mm256_storeu_si256((void *)out, _mm256_permute2x128_si256(begin, end, 0x20));
+    _mm256_storeu_si256((void *)(out + 16), _mm256_permute2x128_si256(begin, end, 0x31));
+}
+
+/* The same to fp32. */
+static inline void e2m1_wide(const uint8_t *packed, __m256 first, __m256 second, float *out)
+{
+    __m256i codes = e2m1_codes(packed);
+    for (int i = 0; i < 4; i++) {
+        __m128i half = i < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
+        __m256i code = _mm256_cvtepu8_epi32(i % 2 == 0 ? half : _mm_srli_si128(half, 8));
+        __m256 value = _mm256_permutevar8x32_ps(i < 2 ? first : second, code);
+        __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(8)), 28);
+        _mm256_storeu_ps(out + 8 * i, _mm256_xor_ps(value, _mm256_castsi256_ps(sign)));
+    }
+}
+
+static inline __attribute__((always_inline)) uint64_t
+e2m1_unpack(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
+            float divisor, uint64_t batches, void *out, uint32_t rounding, uint32_t dtype)
+{
+    const __m256 infinite = _mm256_set1_ps(__builtin_inff());
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
+    const uint64_t steps = unpack->block_columns == 16 ? 4 : 8;
+    float *wide = out;
+    uint16_t *narrow = out;
+    for (uint64_t i = 0; i < batches; i++) {
+        float values[LH_UNPACK_SCALE_BATCH];
+        __m256 eight = scales_by(unpack, scales + i * LH_UNPACK_SCALE_BATCH, divisor);
+        _mm256_storeu_ps(values, eight);
+        __m256 is_finite = _mm256_cmp_ps(_mm256_and_ps(eight, magnitude), infinite, _CMP_LT_OQ);
+        if (_mm256_movemask_ps(is_finite) != 0xFF)
+            return i;
+        for (uint64_t j = 0; j < steps; j++) {
+            uint64_t at = i * steps + j; /* in steps of 32 elements */
+            __m256 first = e2m1_products(values[steps == 4 ? 2 * j : j], rounding);
+            __m256 second = steps == 4 ? e2m1_products(values[2 * j + 1], rounding) : first;
+            if (dtype == LH_DTYPE_F32)
+                e2m1_wide(packed + at * 16, first, second, wide + at * 32);
+            else
+                e2m1_narrow(packed + at * 16, first, second, dtype, narrow + at * 32);
+        }
+    }
+    return batches;
+}
+
+static uint64_t e2m1(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
+                     float divisor, uint64_t batches, void *out)
+{
+    bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
+    if (unpack->dtype == LH_DTYPE_BF16 && is_plain)
+        return e2m1_unpack(unpack, packed, scales, divisor, batches, out, LH_DTYPE_F32,
+                           LH_DTYPE_BF16);
+    return e2m1_unpack(unpack, packed, scales, divisor, batches, out, unpack->rounding,
+                       unpack->dtype);
+}
+
+/* --- Scales in grains ------------------------------------------------------------------------- */
+
+/* Whether a number of fp16 is finite. */
+static inline bool half_is_finite(uint16_t half)
+{
+    return (half & 0x7C00) != 0x7C00;
+}
+
+static inline float half_value(uint16_t half)
+{
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+}
+
+/* Eight of the signed bytes, from the low end of a half on. */
+static inline __m256 byte_values(__m128i bytes)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+
+/* Store 32 signed bytes times a scale for each 16. */
+static inline __attribute__((always_inline)) void
+scaled_put(__m256i bytes, float first, float second, uint32_t dtype, void *out, uint64_t at)
+{
+    __m256 factors[2] = {_mm256_set1_ps(first), _mm256_set1_ps(second)};
+    __m128i halves[2] = {_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)};
+    for (int i = 0; i < 2; i++)
+        sixteen_put(_mm256_mul_ps(byte_values(halves[i]), factors[i]),
+                    _mm256_mul_ps(byte_values(_mm_srli_si128(halves[i], 8)), factors[i]), dtype,
+                    out, at + 16 * (uint64_t)i);
+}
+
+static inline __attribute__((always_inline)) uint64_t q8_0_unpack(const uint8_t *packed,
+                                                                  uint64_t count, void *out,
+                                                                  uint32_t dtype)
+{
+    for (uint64_t i = 0; i < count; i++, packed += LH_UNPACK_Q8_0_BYTES) {
+        uint16_t half;
+        memcpy(&half, packed, sizeof(half));
+        if (!half_is_finite(half))
+            return i;
+        float scale = half_value(half);
+        scaled_put(_mm256_loadu_si256((const void *)(packed + 2)), scale, scale, dtype, out,
+                   32 * i);
+    }
+    return count;
+}
+
+/* Store 32 values of which each is one of 16, by its code. */
+static inline void looked_up_put(__m256i codes, __m256 first, __m256 second, uint32_t dtype,
+                                 uint16_t *out)
+{
+    const __m256i low_bits = _mm256_set1_epi16(0xFF);
+    __m256i words; /* 0 to 3 and 8 to 11, 4 to 7 and 12 to 15 */
+    if (dtype == LH_DTYPE_F16)
+        words = _mm256_permute4x64_epi64(
+            _mm256_set_m128i(half_rounded(second), half_rounded(first)), 0xD8);
+    else
+        words = _mm256_packus_epi32(bf16_rounded(first), bf16_rounded(second));
+    words = _mm256_permute4x64_epi64(words, 0xD8); /* in order */
+    __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(words, low_bits),
+                                        _mm256_srli_epi16(words, 8)); /* l 0-7, h 0-7 | l, h */
+    bytes = _mm256_permute4x64_epi64(bytes, 0xD8);                    /* l 0-15 | h 0-15 */
+    __m256i low = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(bytes, 0x44), codes);
+    __m256i high = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(bytes, 0xEE), codes);
+    __m256i begin = _mm256_unpacklo_epi8(low, high);
+    __m256i end = _mm256_unpackhi_epi8(low, high);
+    _mm256_storeu_si256((void *)out, _mm256_permute2x128_si256(begin, end, 0x20));
+    _mm256_storeu_si256((void *)(out + 16), _mm256_permute2x128_si256(begin, end, 0x31));
+}
+
+static inline __attribute__((always_inline)) void
+q4_k_part(__m256i codes, float scale, float minimum, uint32_t dtype, void *out, uint64_t at)
+{
+    const __m256 factor = _mm256_set1_ps(scale), less = _mm256_set1_ps(minimum);
+    if (dtype != LH_DTYPE_F32) {
+        __m256 first = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+        __m256 second = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
+        looked_up_put(codes, _mm256_sub_ps(_mm256_mul_ps(first, factor), less),
+                      _mm256_sub_ps(_mm256_mul_ps(second, factor), less), dtype,
+                      (uint16_t *)out + at);
+        return;
+    }
+    __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
+    for (int i = 0; i < 4; i++) {
+        __m128i eight = i % 2 == 0 ? halves[i / 2] : _mm_srli_si128(halves[i / 2], 8);
+        _mm256_storeu_ps((float *)out + at + 8 * i,
+                         _mm256_sub_ps(_mm256_mul_ps(byte_values(eight), factor), less));
+    }
+}
+
+static inline __attribute__((always_inline)) uint64_t q4_k_unpack(const uint8_t *packed,
+                                                                  uint64_t count, void *out,
+                                                                  uint32_t dtype)
+{
+    const __m256i low_nibbles = _mm256_set1_epi8(15);
+    for (uint64_t i = 0; i < count; i++, packed += LH_UNPACK_Q4_K_BYTES) {
+        uint8_t grain[LH_UNPACK_Q4_K_BYTES]; /* `out` may overlap what is packed */
+        uint16_t halves[2];
+        memcpy(grain, packed, sizeof(grain));
+        memcpy(halves, grain, sizeof(halves));
+        if (!half_is_finite(halves[0]) || !half_is_finite(halves[1]))
+            return i;
+        float scale = half_value(halves[0]), minimum = half_value(halves[1]);
+        for (uint32_t part = 0; part < 8; part++) {
+            uint8_t times, less;
+            lh_unpack_q4_k_scale(grain, part, &times, &less);
+            __m256i pairs = _mm256_loadu_si256((const void *)(grain + 16 + part / 2 * 32));
+            if (part % 2 != 0)
+                pairs = _mm256_srli_epi16(pairs, 4);
+            q4_k_part(_mm256_and_si256(pairs, low_nibbles), scale * (float)times,
+                      minimum * (float)less, dtype, out, LH_UNPACK_GRAIN_MAX * i + 32 * part);
+        }
+    }
+    return count;
+}
+
+static inline __attribute__((always_inline)) uint64_t q6_k_unpack(const uint8_t *packed,
+                                                                  uint64_t count, void *out,
+                                                                  uint32_t dtype)
+{
+    const __m256i low_nibbles = _mm256_set1_epi8(15), high_bits = _mm256_set1_epi8(0x30);
+    for (uint64_t i = 0; i < count; i++, packed += LH_UNPACK_Q6_K_BYTES) {
+        uint8_t grain[LH_UNPACK_Q6_K_BYTES]; /* `out` may overlap what is packed */
+        uint16_t half;
+        memcpy(grain, packed, sizeof(grain));
+        memcpy(&half, grain + 208, sizeof(half));
+        if (!half_is_finite(half))
+            return i;
+        float scale = half_value(half);
+        const int8_t *scales = (const int8_t *)(grain + 192);
+        for (uint32_t part = 0; part < 8; part++) {
+            uint32_t quarter = part % 4;
+            __m256i low =
+                _mm256_loadu_si256((const void *)(grain + part / 4 * 64 + quarter % 2 * 32));
+            __m256i high = _mm256_loadu_si256((const void *)(grain + 128 + part / 4 * 32));
+            if (quarter >= 2)
+                low = _mm256_srli_epi16(low, 4);
+            high = quarter == 3   ? _mm256_srli_epi16(high, 2)
+                   : quarter == 2 ? high
+                   : quarter == 1 ? _mm256_slli_epi16(high, 2)
+                                  : _mm256_slli_epi16(high, 4);
+            __m256i bits = _mm256_or_si256(_mm256_and_si256(low, low_nibbles),
+                                           _mm256_and_si256(high, high_bits));
+            scaled_put(_mm256_sub_epi8(bits, _mm256_set1_epi8(32)), scale * (float)scales[2 * part],
+                       scale * (float)scales[2 * part + 1], dtype, out,
+                       LH_UNPACK_GRAIN_MAX * i + 32 * part);
+        }
+    }
+    return count;
+}
+
+static inline __attribute__((always_inline)) uint64_t grains_unpack(uint32_t format,
+                                                                    const uint8_t *packed,
+                                                                    uint64_t count, void *out,
+                                                                    uint32_t dtype)
+{
+    if (format == LH_UNPACK_FORMAT_Q8_0)
+        return q8_0_unpack(packed, count, out, dtype);
+    return format == LH_UNPACK_FORMAT_Q4_K ? q4_k_unpack(packed, count, out, dtype)
+                                           : q6_k_unpack(packed, count, out, dtype);
+}
+
+static uint64_t grains(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t count,
+                       void *out)
+{
+    if (unpack->dtype == LH_DTYPE_BF16)
+        return grains_unpack(unpack->format, packed, count, out, LH_DTYPE_BF16);
+    return grains_unpack(unpack->format, packed, count, out, unpack->dtype);
+}
+
+const struct lh_unpack_kernel lh_unpack_avx2 = {
+    .bytes = bytes, .nibbles = nibbles, .e2m1 = e2m1, .grains = grains};
 
 #endif

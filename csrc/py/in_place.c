@@ -3,7 +3,7 @@
 
 const struct lhpy_table lhpy_unpack_table = LHPY_TABLE_PLAIN(
     "a packed tensor", LHPY_FORM_TUPLE, struct lh_unpack, format, dtype, rounding, rows, columns,
-    block_rows, block_columns, scale_dtype, nested_block, nested_offset);
+    block_rows, block_columns, scale_type, nested_block, nested_offset, group_rows);
 
 static const struct lhpy_table run_table =
     LHPY_TABLE_PLAIN("a run", LHPY_FORM_TUPLE, struct lh_in_place_run, file, file_offset, offset,
@@ -64,8 +64,7 @@ static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
                   LHPY_ARG(nested), LHPY_ARG(nested_table), LHPY_ARG(out)) < 0)
         return NULL;
     if (!lh_unpack_is_valid(&what) || first > lh_unpack_count(&what) ||
-        count > lh_unpack_count(&what) - first ||
-        (what.format == LH_UNPACK_FORMAT_NIBBLES && first % 2 != 0)) {
+        count > lh_unpack_count(&what) - first || (lh_unpack_is_narrow(&what) && first % 2 != 0)) {
         PyErr_Format(PyExc_ValueError, "%llu elements from %llu on of a packed tensor are invalid",
                      (unsigned long long)count, (unsigned long long)first);
         return NULL;

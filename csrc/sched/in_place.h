@@ -26,11 +26,11 @@
  *      memory      |.............|ppp.ppppp.|ss.s|     p: packed parameters; s: scales
  *      decoded     |PPPPPP.PPPPPPPPPP...ppp.|ss.s|     P: parameters as they are lent
  *
- * A parameter's decoded bytes end at or before the end of its packed bytes, and before all scales.
- * A decoded element is at least as long as a packed one, so nothing is overwritten that is still
- * needed. Parameters that are not quantized are moved in the same way. Reads, checksums and plans
- * count the runs' bytes; the unit's place in memory, and its copy on an accelerator, have all of
- * the unit's bytes.
+ * A parameter's decoded bytes begin at or before its packed bytes, end at or before their end, and
+ * before all scales, so nothing is overwritten that is still needed (lh_unpack_fits() has the exact
+ * condition). Parameters that are not quantized are moved in the same way. Reads, checksums and
+ * plans count the runs' bytes; the unit's place in memory, and its copy on an accelerator, have all
+ * of the unit's bytes.
  *
  * The engine borrows everything declared here until it is stopped.
  */

@@ -30,11 +30,12 @@ static bool pack_is_good(const struct lh_in_place_unit *made, const struct lh_in
     const struct lh_unpack *unpack = &pack->unpack;
     bool has_table = unpack->format == LH_UNPACK_FORMAT_NIBBLES;
     uint64_t nested_count = lh_unpack_nested_count(unpack);
+    bool is_nested = nested_count > 0 && unpack->scale_type == LH_UNPACK_SCALE_NESTED;
     return stays(made, end, pack->scales, lh_unpack_scale_count(unpack),
-                 lh_dtype_bytes((enum lh_dtype)unpack->scale_dtype)) &&
+                 lh_unpack_scale_bytes(unpack)) &&
            stays(made, end, pack->table, has_table ? LH_UNPACK_TABLE_COUNT : 0, sizeof(float)) &&
            stays(made, end, pack->nested, nested_count, sizeof(float)) &&
-           stays(made, end, pack->nested_table, nested_count > 0 ? LH_UNPACK_NESTED_TABLE_COUNT : 0,
+           stays(made, end, pack->nested_table, is_nested ? LH_UNPACK_NESTED_TABLE_COUNT : 0,
                  sizeof(float));
 }
 
@@ -51,12 +52,12 @@ bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes)
             return false;
         uint64_t count = lh_unpack_count(&pack->unpack);
         uint64_t bytes = lh_unpack_packed_bytes(&pack->unpack, count);
-        if (!is_in_a_run(made, pack->from, bytes))
+        if (!is_in_a_run(made, pack->from, bytes) ||
+            !lh_unpack_fits(&pack->unpack, pack->from, pack->to))
             return false;
         read = pack->from + bytes;
         decoded = pack->to + count * lh_unpack_element_bytes(&pack->unpack);
-        if (decoded > read)
-            return false;
+        LH_ASSERT(decoded <= read);
     }
     LH_ASSERT(read <= unit_bytes);
     for (uint32_t i = 0; i < made->pack_count; i++) {
@@ -98,7 +99,7 @@ static uint64_t needed_from(const struct lh_in_place_unit *made, uint64_t offset
     const struct lh_in_place_pack *pack = &made->packs[i];
     uint64_t bytes = offset > pack->to ? offset - pack->to : 0;
     return pack->from +
-           lh_unpack_packed_bytes(&pack->unpack, bytes / lh_unpack_element_bytes(&pack->unpack));
+           lh_unpack_needed(&pack->unpack, bytes / lh_unpack_element_bytes(&pack->unpack));
 }
 
 /* Runs on a worker: decode what belongs to the offsets of the job. */
@@ -117,7 +118,7 @@ static void decode_run(struct lh_exec_job *exec)
             continue;
         uint64_t first = (begin - pack->to) / element_bytes;
         const struct lh_unpack_source source = {
-            .packed = memory + pack->from + lh_unpack_packed_bytes(&pack->unpack, first),
+            .packed = memory + pack->from + lh_unpack_needed(&pack->unpack, first),
             .scales = memory + pack->scales,
             .table = memory + pack->table,
             .nested = memory + pack->nested,

@@ -87,7 +87,7 @@ def wrap(
         optimizer: a torch.optim.AdamW or Adam to continue from, instead of lr to params. It is
             emptied; its scheduler keeps working. With resume=, only its groups are used.
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
-        weights: safetensors file or folder with the values; frozen parameters are read in place.
+        weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
         method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         states: the moments' format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).

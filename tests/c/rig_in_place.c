@@ -125,7 +125,7 @@ static void packs_make(struct rig_in_place *made, const struct packed_sizes *siz
                                              .columns = PACK_NIBBLES,
                                              .block_rows = 1,
                                              .block_columns = 64,
-                                             .scale_dtype = LH_DTYPE_BYTES,
+                                             .scale_type = LH_UNPACK_SCALE_NESTED,
                                              .nested_block = 16,
                                              .nested_offset = 0.25f},
                                   .from = from + count + PACK_BYTES_FROM + PACK_NIBBLES_FROM,

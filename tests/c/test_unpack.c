@@ -44,19 +44,37 @@ static uint32_t bits_of(float value)
 static struct lh_unpack any(uint64_t *seed)
 {
     struct lh_unpack made = {
-        .format = 1 + (uint32_t)(lh_test_random(seed) % 3),
+        .format = 1 + (uint32_t)(lh_test_random(seed) % (LH_UNPACK_FORMAT_COUNT - 1)),
         .dtype = (uint32_t)(lh_test_random(seed) % 3),
         .rounding = (uint32_t)(lh_test_random(seed) % 3),
         .rows = 1 + lh_test_random(seed) % 40,
         .columns = 1 + lh_test_random(seed) % 900,
         .block_rows = 1 + lh_test_random(seed) % 20,
         .block_columns = 1 + lh_test_random(seed) % 300,
-        .scale_dtype = (uint32_t)(lh_test_random(seed) % 4),
+        .scale_type = (uint32_t)(lh_test_random(seed) % LH_UNPACK_SCALE_COUNT),
         .nested_block = 1 + lh_test_random(seed) % 20,
         .nested_offset = 0.37f,
     };
-    if (made.format == LH_UNPACK_FORMAT_NIBBLES)
+    if (made.format >= LH_UNPACK_FORMAT_Q8_0) {
+        uint64_t rows = 2 * (1 + lh_test_random(seed) % 4); /* of a group, at most */
+        uint64_t grain = made.format == LH_UNPACK_FORMAT_Q8_0 ? 32
+                         : made.format < LH_UNPACK_FORMAT_F32 ? 256
+                                                              : 1;
+        made.columns = lh_max_u64(1, made.columns / grain) * grain;
+        made.rows = rows * (1 + made.rows % 30 / rows);
+        if (grain == 1)
+            made.columns = 1 + made.columns % 200;
+        made.group_rows = lh_test_random(seed) % 2 ? rows : 0;
+        made.rounding = LH_DTYPE_F32;
+    }
+    if (lh_unpack_is_narrow(&made)) {
+        made.columns *= made.rows;
         made.rows = 1;
+    }
+    if (made.format == LH_UNPACK_FORMAT_E2M1 && lh_test_random(seed) % 4 > 0) {
+        made.block_columns = lh_test_random(seed) % 2 ? 16 : 32; /* as in files */
+        made.scale_type = LH_UNPACK_SCALE_E8M0 + (uint32_t)(lh_test_random(seed) % 2);
+    }
     while (lh_unpack_scale_count(&made) > SCALE_COUNT_MAX)
         made.block_columns *= 2;
     return made;
@@ -114,6 +132,19 @@ static void test_values(void)
     lh_unpack_ref(&unpack, &source, 0, 256, values);
     for (int i = 0; i < 256; i++)
         LH_CHECK(values[i] == (float)(i % 2 ? packed[i / 2] & 15 : packed[i / 2] >> 4) - 5);
+    unpack.format = LH_UNPACK_FORMAT_E2M1;
+    lh_unpack_ref(&unpack, &source, 0, 256, values);
+    for (int i = 0; i < 256; i++) {
+        int code = i % 2 ? packed[i / 2] >> 4 : packed[i / 2] & 15;
+        int exponent = code >> 1 & 3;
+        double meaning = exponent == 0 ? (code & 1) / 2.0 : ldexp(2 + (code & 1), exponent - 2);
+        LH_CHECK((double)fabsf(values[i]) == meaning && !signbit(values[i]) == !(code & 8));
+    }
+}
+
+static float half_of(const uint8_t *at)
+{
+    return float_of(lh_half_widen((uint16_t)(at[0] | at[1] << 8)));
 }
 
 static float scale_of(const struct lh_unpack *unpack, uint64_t index)
@@ -121,22 +152,33 @@ static float scale_of(const struct lh_unpack *unpack, uint64_t index)
     uint16_t narrow = (uint16_t)(scales[2 * index] | scales[2 * index + 1] << 8);
     float wide;
     memcpy(&wide, scales + 4 * index, sizeof(wide));
-    if (unpack->scale_dtype == LH_DTYPE_BYTES) {
+    if (unpack->scale_type == LH_UNPACK_SCALE_E8M0)
+        return (float)ldexp(1, scales[index] - 127);
+    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3) {
+        int exponent = scales[index] >> 3 & 15, mantissa = scales[index] & 7;
+        double value = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
+        if ((scales[index] & 0x7F) == 0x7F)
+            return NAN;
+        return (float)(scales[index] & 0x80 ? -value : value) / nested[0];
+    }
+    if (unpack->scale_type == LH_UNPACK_SCALE_NESTED) {
         volatile float scaled = nested_table[scales[index]] * nested[index / unpack->nested_block];
         return scaled + unpack->nested_offset;
     }
-    if (unpack->scale_dtype == LH_DTYPE_F32)
+    if (unpack->scale_type == LH_UNPACK_SCALE_F32)
         return wide;
-    return float_of(unpack->scale_dtype == LH_DTYPE_F16 ? lh_half_widen(narrow)
-                                                        : (uint32_t)narrow << 16);
+    return float_of(unpack->scale_type == LH_UNPACK_SCALE_F16 ? lh_half_widen(narrow)
+                                                              : (uint32_t)narrow << 16);
 }
 
 static void test_definition(void)
 {
     uint64_t seed = 3;
     lh_test_name("an element is its value times the scale of its block, rounded twice");
-    for (int turn = 0; turn < 60; turn++) {
+    for (int turn = 0; turn < 120; turn++) {
         struct lh_unpack unpack = any(&seed);
+        if (unpack.format >= LH_UNPACK_FORMAT_Q8_0)
+            continue;
         struct lh_unpack plain = unpack;
         fill(&seed, false);
         uint64_t count = lh_unpack_count(&unpack);
@@ -146,7 +188,8 @@ static void test_definition(void)
         memcpy(ones, &one, sizeof(one));
         struct lh_unpack_source unit = source;
         unit.scales = ones;
-        plain.rounding = plain.dtype = plain.scale_dtype = LH_DTYPE_F32;
+        plain.rounding = plain.dtype = LH_DTYPE_F32;
+        plain.scale_type = LH_UNPACK_SCALE_F32;
         plain.block_rows = plain.rows;
         plain.block_columns = plain.columns;
         lh_unpack_ref(&plain, &unit, 0, count, values);
@@ -172,6 +215,81 @@ static void test_definition(void)
     }
 }
 
+/* A number of `count` bits that begins at bit `at` of a grain. */
+static int bits_at(const uint8_t *grain, int at, int count)
+{
+    int value = 0;
+    for (int i = 0; i < count; i++)
+        value |= (grain[(at + i) / 8] >> (at + i) % 8 & 1) << i;
+    return value;
+}
+
+/* Element `i` of a grain, from the picture in ggml's sources. */
+static float grain_value(uint32_t format, const uint8_t *grain, int i)
+{
+    const uint8_t *small = grain + 4;
+    int part = i / 32, low, high, scale, less;
+    if (format == LH_UNPACK_FORMAT_Q8_0)
+        return half_of(grain) * (float)(int8_t)grain[2 + i];
+    if (format == LH_UNPACK_FORMAT_Q4_K) {
+        int value = bits_at(grain + 16, 8 * (i % 32 + i / 64 * 32) + i / 32 % 2 * 4, 4);
+        int four = 8 * (part % 4);
+        scale = part < 4 ? bits_at(small, four, 6)
+                         : bits_at(small + 8, four, 4) | bits_at(small, four + 6, 2) << 4;
+        less = part < 4 ? bits_at(small + 4, four, 6)
+                        : bits_at(small + 8, four + 4, 4) | bits_at(small + 4, four + 6, 2) << 4;
+        volatile float factor = half_of(grain) * (float)scale;
+        volatile float product = factor * (float)value, minimum = half_of(grain + 2) * (float)less;
+        return product - minimum;
+    }
+    low = bits_at(grain, 8 * (i / 128 * 64 + i % 64) + i / 64 % 2 * 4, 4);
+    high = bits_at(grain + 128, 8 * (i / 128 * 32 + i % 32) + i / 32 % 4 * 2, 2);
+    volatile float factor = half_of(grain + 208) * (float)(int8_t)grain[192 + i / 16];
+    return factor * (float)((low | high << 4) - 32);
+}
+
+static void test_grains(void)
+{
+    static float values[COUNT_MAX];
+    static const uint32_t bytes[] = {34, 144, 210};
+    uint64_t seed = 6;
+    lh_test_name("grains have the values that their formats define; rows of a group alternate");
+    for (uint32_t turn = 0; turn < 60; turn++) {
+        uint32_t format = LH_UNPACK_FORMAT_Q8_0 + turn % 3, size = turn % 3 == 0 ? 32 : 256;
+        struct lh_unpack unpack = {
+            .format = format, .rows = 12, .columns = 2 * size, .group_rows = turn % 2 ? 6 : 0};
+        fill(&seed, false);
+        LH_CHECK(lh_unpack_is_valid(&unpack));
+        lh_unpack_ref(&unpack, &source, 0, lh_unpack_count(&unpack), values);
+        for (uint32_t i = 0; i < lh_unpack_count(&unpack); i++) {
+            uint32_t row = i / unpack.columns, column = i % unpack.columns;
+            if (unpack.group_rows)
+                row = row / 6 * 6 + row % 3 * 2 + row / 3 % 2;
+            float value = grain_value(format, packed + (row * 2 + column / size) * bytes[turn % 3],
+                                      (int)(column % size));
+            LH_CHECK(isnan(value) ? bits_of(values[i]) == 0x7FC00000
+                                  : bits_of(values[i]) == bits_of(value));
+        }
+    }
+    lh_test_name("floats keep their values");
+    const float numbers[] = {1.5f, -0.0f, INFINITY, 0x1p-149f, 65504, -NAN, 3, 4, 5, 6, 7};
+    struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_F32, .rows = 1, .columns = 11};
+    memcpy(packed, numbers, sizeof(numbers));
+    lh_unpack(&unpack, &source, 0, 11, values);
+    for (int i = 0; i < 11; i++)
+        LH_CHECK(bits_of(values[i]) == (i == 5 ? 0x7FC00000 : bits_of(numbers[i])));
+    const uint16_t narrow[] = {0x3C00, 0x8000, 0x7C00, 1, 0x3F80};
+    const float halves[] = {1, -0.0f, INFINITY, 0x1p-24f, 1.875f};
+    const float brains[] = {0x1p-7f, -0.0f, 0x1p121f, 0x1p-133f, 1};
+    memcpy(packed, narrow, sizeof(narrow));
+    for (int i = 0; i < 2; i++) {
+        unpack.format = i == 0 ? LH_UNPACK_FORMAT_F16 : LH_UNPACK_FORMAT_BF16;
+        unpack.columns = 5;
+        lh_unpack(&unpack, &source, 0, 5, values);
+        LH_CHECK(memcmp(values, i == 0 ? halves : brains, sizeof(halves)) == 0);
+    }
+}
+
 static void test_kernels(void)
 {
     uint64_t seed = 4;
@@ -184,7 +302,7 @@ static void test_kernels(void)
         uint64_t first = lh_test_random(&seed) % lh_unpack_count(&unpack) / 2 * 2;
         uint64_t count = 1 + lh_test_random(&seed) % (lh_unpack_count(&unpack) - first);
         struct lh_unpack_source range = source;
-        range.packed += lh_unpack_packed_bytes(&unpack, first);
+        range.packed += lh_unpack_needed(&unpack, first);
         uint64_t bytes = count * lh_unpack_element_bytes(&unpack);
         memset(found, 0xA5, sizeof(found));
         memset(expected, 0xA5, sizeof(expected));
@@ -199,9 +317,26 @@ static void test_kernels(void)
     }
 }
 
+static void test_places(void)
+{
+    lh_test_name("a tensor fits where no byte is overwritten that is still needed");
+    struct lh_unpack wide = {.format = LH_UNPACK_FORMAT_Q8_0, .rows = 8, .columns = 32};
+    wide.dtype = LH_DTYPE_BF16;
+    LH_CHECK(lh_unpack_fits(&wide, 8 * 64 - 8 * 34, 0) && !lh_unpack_fits(&wide, 239, 0));
+    LH_CHECK(lh_unpack_needed(&wide, 33) == 34 && lh_unpack_needed(&wide, 64) == 68);
+    wide.group_rows = 4; /* of 136 bytes */
+    LH_CHECK(lh_unpack_fits(&wide, 240 + 136, 0) && !lh_unpack_fits(&wide, 240 + 135, 0));
+    LH_CHECK(lh_unpack_needed(&wide, 127) == 0 && lh_unpack_needed(&wide, 128) == 136);
+    struct lh_unpack narrow = {.format = LH_UNPACK_FORMAT_F32, .rows = 8, .columns = 4};
+    narrow.dtype = LH_DTYPE_F16;
+    LH_CHECK(lh_unpack_fits(&narrow, 64, 64) && !lh_unpack_fits(&narrow, 63, 64));
+    narrow.group_rows = 4; /* of 32 decoded bytes */
+    LH_CHECK(lh_unpack_fits(&narrow, 96, 64) && !lh_unpack_fits(&narrow, 95, 64));
+}
+
 static void test_overlap(void)
 {
-    static uint8_t memory[4 * COUNT_MAX + 64];
+    static uint8_t memory[6 * COUNT_MAX];
     uint64_t seed = 5;
     lh_test_name("a tensor is decoded over its own bytes, down to the least distance");
     for (uint64_t turn = 0; turn < 300; turn++) {
@@ -212,20 +347,24 @@ static void test_overlap(void)
         uint64_t count = lh_unpack_count(&unpack);
         uint64_t out_bytes = count * lh_unpack_element_bytes(&unpack);
         uint64_t packed_bytes = lh_unpack_packed_bytes(&unpack, count);
-        uint64_t gap = turn % 3 == 0 ? 0 : turn % 64;
+        uint64_t from = turn % 3 == 0 ? 0 : turn % 64;
         struct lh_unpack_source moved = source;
-        moved.packed = memory + out_bytes + gap - packed_bytes;
-        memcpy(memory + out_bytes + gap - packed_bytes, packed, packed_bytes);
-        memory[out_bytes + gap] = 0x77;
+        from = lh_max_u64(from, out_bytes) - lh_min_u64(out_bytes, packed_bytes);
+        while (!lh_unpack_fits(&unpack, from, 0))
+            from++;
+        LH_CHECK(from + packed_bytes < sizeof(memory));
+        moved.packed = memory + from;
+        memcpy(memory + from, packed, packed_bytes);
+        memory[from + packed_bytes] = 0x77;
         uint64_t first = lh_test_random(&seed) % count / 2 * 2;
-        uint64_t skip = lh_unpack_packed_bytes(&unpack, first);
+        uint64_t skip = lh_unpack_needed(&unpack, first);
         uint8_t *middle = memory + first * lh_unpack_element_bytes(&unpack);
         lh_unpack_ref(&unpack, &source, 0, count, expected);
         lh_unpack(&unpack, &moved, 0, first, memory);
         moved.packed += skip;
         lh_unpack(&unpack, &moved, first, count - first, middle);
         LH_CHECK(memcmp(memory, expected, out_bytes) == 0);
-        LH_CHECK(memory[out_bytes + gap] == 0x77);
+        LH_CHECK(memory[from + packed_bytes] == 0x77);
     }
 }
 
@@ -236,60 +375,45 @@ static void test_refusals(void)
                                    .columns = 3,
                                    .block_rows = 1,
                                    .block_columns = 3,
-                                   .scale_dtype = LH_DTYPE_BYTES,
+                                   .scale_type = LH_UNPACK_SCALE_NESTED,
                                    .nested_block = 1};
     lh_test_name("descriptions without sizes, with unknown types or with an overflow are invalid");
     LH_CHECK(lh_unpack_is_valid(&good));
     LH_CHECK(lh_unpack_scale_count(&good) == 2 && lh_unpack_nested_count(&good) == 2);
-    for (int turn = 0; turn < 12; turn++) {
-        struct lh_unpack bad = good;
-        switch (turn) {
-        case 0:
-            bad.format = LH_UNPACK_FORMAT_COUNT;
-            break;
-        case 1:
-            bad.dtype = LH_DTYPE_BYTES;
-            break;
-        case 2:
-            bad.rounding = LH_DTYPE_BYTES;
-            break;
-        case 3:
-            bad.scale_dtype = LH_DTYPE_BYTES + 1;
-            break;
-        case 4:
-            bad.rows = 0;
-            break;
-        case 5:
-            bad.columns = 0;
-            break;
-        case 6:
-            bad.block_rows = 0;
-            break;
-        case 7:
-            bad.block_columns = 0;
-            break;
-        case 8:
-            bad.nested_block = 0;
-            break;
-        case 9:
-            bad.rows = UINT64_MAX / 2;
-            break;
-        case 10:
-            bad.block_columns = UINT64_MAX;
-            break;
-        default:
-            bad.format = LH_UNPACK_FORMAT_NIBBLES;
-            break; /* two rows */
-        }
-        LH_CHECK(!lh_unpack_is_valid(&bad));
-    }
+    struct lh_unpack bad[18];
+    for (int turn = 0; turn < 18; turn++)
+        bad[turn] = good;
+    bad[0].format = LH_UNPACK_FORMAT_COUNT;
+    bad[1].dtype = LH_DTYPE_BYTES;
+    bad[2].rounding = LH_DTYPE_BYTES;
+    bad[3].scale_type = LH_UNPACK_SCALE_COUNT;
+    bad[4].rows = 0;
+    bad[5].columns = 0;
+    bad[6].block_rows = 0;
+    bad[7].block_columns = 0;
+    bad[8].nested_block = 0;
+    bad[9].rows = UINT64_MAX / 2;
+    bad[10].block_columns = UINT64_MAX;
+    bad[11].group_rows = 2;                 /* with scales */
+    bad[12].format = LH_UNPACK_FORMAT_Q8_0; /* three columns */
+    bad[13].format = bad[14].format = LH_UNPACK_FORMAT_F16;
+    bad[13].group_rows = 1;
+    bad[14].group_rows = 4; /* of two rows */
+    bad[15].format = LH_UNPACK_FORMAT_F32;
+    bad[15].rounding = LH_DTYPE_BF16;
+    bad[16] = (struct lh_unpack){.rows = 1, .columns = 4, .group_rows = 2};
+    bad[17].format = LH_UNPACK_FORMAT_NIBBLES; /* two rows */
+    for (int turn = 0; turn < 18; turn++)
+        LH_CHECK(!lh_unpack_is_valid(&bad[turn]));
 }
 
 int main(void)
 {
     test_values();
     test_definition();
+    test_grains();
     test_kernels();
+    test_places();
     test_overlap();
     test_refusals();
     return 0;

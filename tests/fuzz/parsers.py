@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import gguf_files
 import lohan
 import mutate
 import torch
@@ -535,6 +536,7 @@ TARGETS = [
         is_json=False,
         strategy=weights_changes,
     ),
+    Target("gguf", gguf_files.make, gguf_files.run, gguf_files.FUNCTIONS, is_json=False),
     Target("index", index_make, index_run, (_files._of_index, _files.read_folder)),
     Target(
         "profile",

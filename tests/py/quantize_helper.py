@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 CONFIG = {
     "hidden_size": 96,
-    "intermediate_size": 200,
+    "intermediate_size": 224,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -117,6 +117,46 @@ def nf4(name: str, values: torch.Tensor, *, is_nested: bool = True, kind: str = 
     return made, decoded.to(torch.bfloat16).to(values.dtype)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nearest(values: torch.Tensor) -> torch.Tensor:
+    """Return the codes of the nearest values of E2M1."""
+    codes = (values.abs()[..., None] - E2M1[:8]).abs().argmin(-1)
+    return (codes + 8 * values.signbit()).to(torch.uint8)
+
+
+def packed_fours(codes: torch.Tensor) -> torch.Tensor:
+    """Return two codes in each byte, the first one in the low bits."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def mxfp4(name: str, values: torch.Tensor) -> Any:
+    """Quantize as compressed-tensors does in MXFP4: scales that are powers of two, by 32."""
+    top = largest(values, (1, 32)).clamp(min=2**-100)
+    powers = (top.log2().floor() - 2 + 127).to(torch.uint8)
+    wide = spread(torch.exp2(powers.float() - 127), values.shape, (1, 32))
+    codes = nearest(values.float() / wide)
+    decoded = (E2M1[codes.long()] * wide).to(torch.bfloat16)
+    made = {f"{name}_packed": packed_fours(codes), f"{name}_scale": powers}
+    return made, decoded.to(values.dtype)
+
+
+def nvfp4(name: str, values: torch.Tensor) -> Any:
+    """Quantize as compressed-tensors does in NVFP4: scales of FP8, by 16, and a global one."""
+    divisor = 448 * 6 / values.float().abs().max().reshape(1)
+    scales = (largest(values, (1, 16)) * divisor / 6).to(E4M3)
+    wide = spread(scales.float() / divisor, values.shape, (1, 16))
+    codes = nearest((values.float() / wide).nan_to_num(0))
+    decoded = (E2M1[codes.long()] * wide).to(torch.bfloat16)
+    made = {
+        f"{name}_packed": packed_fours(codes),
+        f"{name}_scale": scales,
+        f"{name}_global_scale": divisor,
+    }
+    return made, decoded.to(values.dtype)
+
+
 E4M3 = torch.float8_e4m3fn
 FORMS = {
     "fp8": fp8,
@@ -128,6 +168,8 @@ FORMS = {
     "nf4": nf4,
     "nf4 with plain scales": lambda n, v: nf4(n, v, is_nested=False),
     "fp4": lambda n, v: nf4(n, v, kind="fp4"),
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
 }
 
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import gguf_helper
 import lohan
 import pytest
 import torch
@@ -124,10 +125,16 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     state = _build().state_dict()
     save_file(state, weights)
     save_file({**state, **nf4("0.weight", state["0.weight"])[0]}, packed)
+    gguf = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    header = gguf_helper.header(
+        {"general.architecture": "qwen2"}, [("0.weight", 1, (WIDTH, WIDTH), 0)]
+    )
+    gguf.write_bytes(header + bytes(-len(header) % 32) + bytes(2 * WIDTH * WIDTH))
     kinds: dict[str, dict[str, Any]] = {
         "adamw": {},
         "in place": {"weights": weights},
         "packed": {"weights": packed},
+        "gguf": {"weights": gguf},
         "mezo": {"method": "mezo", "storage": "fp8"},
     }
     return {name: Made(tmp_path_factory.mktemp("made"), kind) for name, kind in kinds.items()}
@@ -174,7 +181,7 @@ VALUES = st.one_of(
 )
 
 
-@pytest.mark.parametrize("kind", ["adamw", "in place", "packed", "mezo"])
+@pytest.mark.parametrize("kind", ["adamw", "in place", "packed", "gguf", "mezo"])
 @settings(
     max_examples=60,
     deadline=None,
@@ -205,7 +212,7 @@ def test_a_description_that_is_changed_anywhere_is_read_or_refused_by_name(
         made.write(json.dumps(made.meta).encode())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "in place", "packed", "mezo"])
+@pytest.mark.parametrize("kind", ["adamw", "in place", "packed", "gguf", "mezo"])
 def test_a_whole_description_is_read_by_all(kind: str, stores: dict[str, Made]) -> None:
     said = _outcomes(stores[kind])
     assert said.pop("snapshot") is None
@@ -254,6 +261,11 @@ def test_an_invalid_description_is_refused_by_every_reader(
         ("packed", ("in_place", "params", 0, 3, "rounding"), "torch.int8", "in_place.params"),
         ("packed", ("in_place", "params", 0, 3, "scales", 1), 10**9, "in_place.params"),
         ("packed", ("in_place", "params", 0, 3, "nested_offset"), 1e39, "in_place.params"),
+        ("gguf", ("in_place", "params", 0, 3, "format"), "f32", r"in_place.params\[0\]"),
+        ("gguf", ("in_place", "params", 0, 3, "group_rows"), 1, r"in_place.params\[0\]"),
+        ("gguf", ("in_place", "params", 0, 3, "rounding"), "torch.bfloat16", "in_place.params"),
+        ("gguf", ("in_place", "params", 0, 3, "scales"), [0, 0, 1], "in_place.params"),
+        ("gguf", ("in_place", "params", 0, 2), 34, "in_place.params"),
         ("mezo", ("method", "streams"), [], "method.streams"),
         ("mezo", ("method", "kept", 0), "fp4", "method.kept"),
         ("mezo", ("method", "write_every"), "auto", "method.write_every"),

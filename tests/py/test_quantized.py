@@ -15,7 +15,7 @@ from lohan import _core
 from lohan.errors import ChecksumError, LohanError, ModelError, StoreError, StoreMismatchError
 from lohan.layout._in_place import InPlace
 from lora_helper import adapters, logits, lora, shift, train
-from quantize_helper import CONFIG, FORMS, fp8, is_linear, nf4, save
+from quantize_helper import CONFIG, FORMS, fp8, is_linear, mxfp4, nf4, nvfp4, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_helper import host_bytes_min
@@ -33,7 +33,7 @@ def packed_units(model: Any) -> list[Any]:
     return [unit for unit in model.lohan.layout.units if unit.packs]
 
 
-@pytest.fixture(scope="module", params=["fp8", "nf4"])
+@pytest.fixture(scope="module", params=["fp8", "nf4", "mxfp4", "nvfp4"])
 def base(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the folder of a quantized base, and the training on one decoded in memory."""
     packed, plain = save(tmp_path_factory.mktemp("base"), FORMS[request.param])
@@ -98,16 +98,16 @@ def test_each_form_is_decoded_to_the_values_of_its_definition(
     form: Any, dtype: torch.dtype, tmp_path: Path, store_dir: Path
 ) -> None:
     torch.manual_seed(1)
-    weight = torch.randn(200, 264, dtype=dtype)
+    weight = torch.randn(200, 288, dtype=dtype)
     made, decoded = form("weight", weight)
     save_file({**made, "bias": weight[:, 0].contiguous()}, tmp_path / "model.safetensors")
-    model = nn.Linear(264, 200, dtype=dtype).requires_grad_(False)
+    model = nn.Linear(288, 200, dtype=dtype).requires_grad_(False)
     whole = lohan.wrap(nn.Sequential(model), store=store_dir / "s", weights=_renamed(tmp_path))
     assert packed_units(whole)
     state = whole.state_dict()
     assert torch.equal(state["0.weight"].view(torch.uint8), decoded.view(torch.uint8))
     assert torch.equal(state["0.bias"], weight[:, 0])
-    x = torch.randn(3, 264, dtype=dtype)
+    x = torch.randn(3, 288, dtype=dtype)
     with torch.no_grad():
         assert torch.equal(whole(x), nn.functional.linear(x, decoded, weight[:, 0].contiguous()))
     whole.lohan.close()
@@ -249,12 +249,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "asymmetric": (fp8, {f"{PROJ}_zero_point": torch.zeros(1)}, "asymmetric"),
     "actorder": (fp8, {f"{PROJ}_g_idx": torch.zeros(1)}, "actorder"),
     "another shape": (fp8, {PROJ: torch.zeros(4, 4, dtype=torch.float8_e4m3fn)}, r"it is \[4, 4\]"),
-    "E5M2": (fp8, {PROJ: torch.zeros(200, 96, dtype=torch.float8_e5m2)}, "F8_E5M2"),
+    "E5M2": (fp8, {PROJ: torch.zeros(224, 96, dtype=torch.float8_e5m2)}, "F8_E5M2"),
     "LLM.int8": (
         fp8,
         {
-            PROJ: torch.zeros(200, 96, dtype=torch.int8),
-            PROJ.replace("weight", "SCB"): torch.zeros(200),
+            PROJ: torch.zeros(224, 96, dtype=torch.int8),
+            PROJ.replace("weight", "SCB"): torch.zeros(224),
         },
         r"LLM\.int8",
     ),
@@ -268,10 +268,45 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {PROJ: None, f"{PROJ}_packed": torch.zeros(1, dtype=torch.int32)},
         "compressed-tensors' packed",
     ),
+    "gpt-oss": (
+        fp8,
+        {
+            PROJ: None,
+            f"{PROJ}_blocks": torch.zeros(2, 3, 4, 16, dtype=torch.uint8),
+            f"{PROJ}_scales": torch.zeros(2, 3, 4, dtype=torch.uint8),
+        },
+        "transposed",
+    ),
+    "no powers": (mxfp4, {f"{PROJ}_scale": None}, "do not have .*up_proj.weight_scale"),
+    "powers of another shape": (
+        mxfp4,
+        {f"{PROJ}_scale": torch.zeros(224, 6, dtype=torch.uint8)},
+        "one for each group of 32",
+    ),
+    "powers of another dtype": (mxfp4, {f"{PROJ}_scale": torch.zeros(224, 3)}, "dtype F32"),
+    "FP4 of another shape": (
+        mxfp4,
+        {f"{PROJ}_packed": torch.zeros(224, 40, dtype=torch.uint8)},
+        r"packed as \[224, 40\]",
+    ),
+    "MXFP4 with a global scale": (mxfp4, {f"{PROJ}_global_scale": torch.ones(1)}, "global scale"),
+    "no global scale": (nvfp4, {f"{PROJ}_global_scale": None}, "do not have .*_global_scale"),
+    "two global scales": (nvfp4, {f"{PROJ}_global_scale": torch.ones(2)}, r"\[2\], not \[1\]"),
+    "a global scale without dimensions": (
+        nvfp4,
+        {f"{PROJ}_global_scale": torch.tensor(1.0)},
+        r"\[\], not \[1\]",
+    ),
+    "FP8 scales of another shape": (
+        nvfp4,
+        {f"{PROJ}_scale": torch.zeros(224, 3, dtype=torch.float8_e4m3fn)},
+        "one for each group of 16",
+    ),
+    "FP4 with zero points": (mxfp4, {f"{PROJ}_zero_point": torch.zeros(1)}, "asymmetric"),
     "no absmax": (nf4, {f"{PROJ}.absmax": None}, r"do not have .*absmax"),
-    "short absmax": (nf4, {f"{PROJ}.absmax": torch.zeros(5, dtype=torch.uint8)}, "not 300"),
+    "short absmax": (nf4, {f"{PROJ}.absmax": torch.zeros(5, dtype=torch.uint8)}, "not 336"),
     "short table": (nf4, {f"{PROJ}.quant_map": torch.zeros(15)}, "not 16"),
-    "too few bytes": (nf4, {PROJ: torch.zeros(9, 1, dtype=torch.uint8)}, "9 bytes for 19200"),
+    "too few bytes": (nf4, {PROJ: torch.zeros(9, 1, dtype=torch.uint8)}, "9 bytes for 21504"),
     "no state": (nf4, {f"{PROJ}.quant_state.bitsandbytes__nf4": None}, "quant_state"),
 }
 
@@ -296,7 +331,7 @@ def test_what_cannot_be_decoded_is_refused_by_name(
         ("blocksize", 64.0),
         ("dtype", "int8"),
         ("dtype", None),
-        ("shape", [96, 200]),
+        ("shape", [96, 224]),
         ("nested_blocksize", 0),
         ("nested_blocksize", 100),
         ("nested_offset", "1"),
@@ -307,7 +342,7 @@ def test_what_cannot_be_decoded_is_refused_by_name(
 def test_a_wrong_quant_state_is_refused(
     key: str, value: Any, tmp_path: Path, store_dir: Path
 ) -> None:
-    made, _ = nf4(PROJ, torch.randn(200, 96, dtype=torch.bfloat16))
+    made, _ = nf4(PROJ, torch.randn(224, 96, dtype=torch.bfloat16))
     name = f"{PROJ}.quant_state.bitsandbytes__nf4"
     state = {**json.loads(bytes(made[name].tolist())), key: value}
     text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
@@ -381,13 +416,13 @@ def test_block_sizes_of_the_configuration_are_used(tmp_path: Path, store_dir: Pa
 def test_the_layout_decodes_in_place_at_any_alignment(tmp_path: Path, store_dir: Path) -> None:
     generator = random.Random(7)
     for turn in range(12):
-        sizes = [(generator.randint(1, 90), 2 * generator.randint(1, 90)) for _ in range(5)]
+        sizes = [(generator.randint(1, 90), 32 * generator.randint(1, 6)) for _ in range(5)]
         layers = [nn.Linear(b, a, bias=False, dtype=torch.bfloat16) for a, b in sizes]
         model = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         model.requires_grad_(False)
         tensors, decoded = {}, {}
         for index, layer in enumerate(layers):
-            name, form = f"{index}.weight", generator.choice([fp8, nf4, None])
+            name, form = f"{index}.weight", generator.choice([fp8, nf4, mxfp4, nvfp4, None])
             made, values = form(name, layer.weight) if form else ({}, layer.weight.detach())
             tensors |= made or {name: values}
             decoded[name] = values
@@ -445,12 +480,12 @@ def test_pieces_of_a_parameter_are_decoded_like_the_whole(
 
 
 def test_the_core_refuses_ranges_outside_a_tensor() -> None:
-    what = (2, 0, 0, 2, 3, 1, 3, 0, 1, 0.0)
+    what = (2, 0, 0, 2, 3, 1, 3, 0, 1, 0.0, 0)
     buffer = torch.zeros(64, dtype=torch.uint8)
     address = buffer.data_ptr()
     for first, count in ((0, 7), (7, 0), (5, 2)):
         with pytest.raises(ValueError, match="invalid"):
             _core.unpack(what, first, count, address, address, 0, 0, 0, address)
-    nibbles = (3, 0, 0, 1, 6, 1, 3, 0, 1, 0.0)
+    nibbles = (3, 0, 0, 1, 6, 1, 3, 0, 1, 0.0, 0)
     with pytest.raises(ValueError, match="invalid"):
         _core.unpack(nibbles, 1, 2, address, address, address, 0, 0, address)

@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 _FORMATS = (1, 2, 3)
 _STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
-_PACKED = ("f8_e4m3", "i8", "nibbles")
-_SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}  # the bytes of an element
+# The formats of quantized parameters: the elements and bytes of a grain.
+_PACKED = {"f8_e4m3": (1, 1), "i8": (1, 1), "nibbles": (2, 1), "e2m1": (2, 1)}
+# Those that have no scales outside of it.
+_ALONE = {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
+_ALONE |= {"f32": (1, 4), "bf16": (1, 2), "f16": (1, 2)}
+# The bytes of an element.
+_SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
 # Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -302,7 +307,8 @@ def _check_in_place(meta: dict[str, Any]) -> None:
         size = count * (dtype.itemsize if dtype is not None else 0)
         if is_packed:
             is_place = is_place and dtype in _TRAINED and _is_packed(place[3], count, files or [])
-            size = -(-count // 2) if is_place and place[3]["format"] == "nibbles" else count
+            elements, nbytes = (_PACKED | _ALONE)[place[3]["format"]] if is_place else (1, 0)
+            size = -(-count // elements) * nbytes
         is_place = is_place and place[2] == size > 0 and not params[index][3]
         _need(is_place, f"in_place.params[{index}]", place)
     _need(
@@ -332,7 +338,7 @@ def _is_place(place: Any, files: list[Any]) -> bool:
 
 def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
     """Return whether said describes how a parameter with `count` values is decoded."""
-    if not isinstance(said, dict) or said.get("format") not in _PACKED:
+    if not isinstance(said, dict) or said.get("format") not in [*_PACKED, *_ALONE]:
         return False
     sizes: list[Any] = [said.get(name) for name in ("rows", "columns", "nested_block")]
     is_good = all(_is_count(size, 1) for size in sizes) and sizes[0] * sizes[1] == count
@@ -340,12 +346,16 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
     is_good = is_good and _is_number(said.get("nested_offset"))
     is_good = is_good and abs(said["nested_offset"]) < 3e38
     is_good = is_good and _is_text(said.get("rounding")) and dtype_of(said["rounding"]) in _TRAINED
-    if not is_good or said.get("scale_dtype") not in _SCALES:
+    if is_good and said["format"] in _ALONE:
+        return _is_alone(said)
+    if not is_good or said.get("scale_dtype") not in _SCALES or "group_rows" in said:
         return False
     scales = -(-said["rows"] // said["block"][0]) * -(-said["columns"] // said["block"][1])
     needed = {"scales": scales * _SCALES[said["scale_dtype"]]}
     if said["format"] == "nibbles":
         needed["table"] = 16 * 4
+    if said["scale_dtype"] == "F8_E4M3":
+        needed["nested"] = 4
     if said["scale_dtype"] == "U8":
         needed |= {"nested": -(-scales // said["nested_block"]) * 4, "nested_table": 256 * 4}
     for name in ("scales", "table", "nested", "nested_table"):
@@ -354,7 +364,15 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
             return False
         if is_there and not (_is_place(said[name], files) and said[name][2] == needed[name]):
             return False
-    return bool(said["format"] != "nibbles" or sizes[0] == 1)
+    return bool(_PACKED[said["format"]][0] == 1 or sizes[0] == 1)
+
+
+def _is_alone(said: dict[str, Any]) -> bool:
+    """Return whether said is valid for a format without scales outside of its grains."""
+    rows, parts = said.get("group_rows", 0), ("scales", "table", "nested", "nested_table")
+    is_good = said["columns"] % _ALONE[said["format"]][0] == 0 and not any(p in said for p in parts)
+    is_good = is_good and said["rounding"] == "torch.float32" and _is_count(rows) and rows % 2 == 0
+    return bool(is_good and (rows == 0 or said["rows"] % rows == 0))
 
 
 def copied_from(store: _core.Store) -> list[list[Any]]:

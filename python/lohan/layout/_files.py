@@ -1,7 +1,8 @@
-"""A folder of safetensors: the place of each tensor, and the model parameter that it is for."""
+"""Files of weights: the place of each tensor, and the model parameter that it is for."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,14 +13,14 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 
 from lohan import _core
 from lohan.errors import ModelError, StoreError, UnsupportedError
-from lohan.layout import _quantized
+from lohan.layout import _gguf, _quantized
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue._buffers import Buffers
@@ -38,12 +39,12 @@ _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 # Older files contain this buffer, but current models compute it.
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$")
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A safetensors file, with what identifies it without reading all of it.
+    """A file of weights, with what identifies it without reading all of it.
 
     Attributes:
         inode: device and inode number of the file that was read; None: not read yet.
@@ -58,7 +59,7 @@ class File:
 
 @dataclasses.dataclass
 class Folder:
-    """Safetensors files and the tensors in them.
+    """Files and the tensors in them.
 
     Attributes:
         files: the files; Entry.file is an index into them.
@@ -66,6 +67,8 @@ class Folder:
         doubles: names that are in two files without an index that says which one is valid.
         quantization: quantization_config of the folder's config.json.
         parts: names of tensors with which quantized parameters are decoded; match() adds them.
+        groups: of GGUF: the rows of a group, for tensors whose rows are not in order.
+        is_gguf: whether the tensors are in a GGUF file; their names are those of transformers.
     """
 
     files: list[File]
@@ -73,15 +76,20 @@ class Folder:
     doubles: dict[str, tuple[Path, Path]] = dataclasses.field(default_factory=dict)
     quantization: dict[str, Any] = dataclasses.field(default_factory=dict)
     parts: set[str] = dataclasses.field(default_factory=set)
+    groups: dict[str, int] = dataclasses.field(default_factory=dict)
+    is_gguf: bool = False
 
 
 def read_folder(place: Path) -> Folder:
-    """Read the headers of a folder of safetensors, or of one file.
+    """Read the headers of a folder of safetensors, or of one file of safetensors or GGUF.
 
     Raises:
         StoreError: there are no files, or one is missing or incomplete.
+        ModelError: the file is a GGUF file that is not supported.
         UnsupportedError: the weights are pickles.
     """
+    if _is_gguf(place):
+        return _read_gguf(place)
     folder = Folder([], {}, quantization=_quantized.read_config(place))
     paths, file_of = _paths(place)
     for path in paths:
@@ -96,6 +104,58 @@ def read_folder(place: Path) -> Folder:
                 folder.entries[name] = made
             elif file_of.get(name) != paths[first.file]:
                 folder.doubles[name] = (folder.files[first.file].path, path)
+    return folder
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with _opened(path) as (file, _):
+        return file.read(len(_gguf.MAGIC)) == _gguf.MAGIC
+
+
+def identify(path: Path) -> File:
+    """Return what identifies a file of safetensors or GGUF.
+
+    Raises:
+        StoreError: the file is missing, damaged or of another kind.
+    """
+    return _gguf_header(path)[1] if _is_gguf(path) else read_header(path)[2]
+
+
+def _gguf_header(path: Path) -> tuple[_gguf.Header, File]:
+    with _opened(path) as (file, found):
+        try:
+            end = min(found.st_size, _HEADER_BYTES_MAX)
+            header = _gguf.parse(file, file.read(len(_gguf.MAGIC)), end)
+        except ValueError as error:
+            raise StoreError(f"{path} is not a valid GGUF file: {error}") from error
+    crc, inode = _core.crc32c(header.raw), (found.st_dev, found.st_ino)
+    return header, File(path.absolute(), found.st_size, found.st_mtime_ns, crc, inode)
+
+
+def _read_gguf(path: Path) -> Folder:
+    """Read the header of a GGUF file."""
+    header, file = _gguf_header(path)
+
+    def refuse(why: str) -> ModelError:
+        return ModelError(f"{path}: {why}. Use a GGUF file that docs/lora.md lists, or safetensors")
+
+    _gguf.check(header, refuse)
+    folder = Folder([file], {}, is_gguf=True)
+    for name, rows in _gguf.groups(header, refuse).items():
+        folder.groups[_gguf.name_of(name)] = rows
+    for tensor in header.tensors:
+        begin = header.begin + tensor.offset
+        if begin + tensor.nbytes > file.nbytes:
+            raise StoreError(
+                f"{path} ends inside {tensor.name}: it has {file.nbytes} bytes, but its header says"
+                f" that {tensor.type} {list(tensor.shape)} is at {begin} to"
+                f" {begin + tensor.nbytes}: the file was truncated; replace it by a complete one"
+            )
+        made = Entry(0, begin, tensor.nbytes, tensor.type, tensor.shape)
+        if folder.entries.setdefault(_gguf.name_of(tensor.name), made) is not made:
+            raise StoreError(f"{path} is not a valid GGUF file: {tensor.name} is in it twice")
     return folder
 
 
@@ -151,27 +211,17 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, File]:
     Raises:
         StoreError: the file is missing, is not safetensors, or was truncated.
     """
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path} is not a safetensors file: it is not a regular file")
-            size = found.st_size
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-            if 8 + length > size:
-                raise StoreError(f"{path}: {size} bytes are too few for its header of {length}")
-            if length > _HEADER_BYTES_MAX:
-                raise StoreError(f"{path} is not a safetensors file: a header of {length} bytes")
-            text = file.read(length)
-            if len(text) != length:
-                raise StoreError(f"{path} was truncated while it was being read: try again")
-    except FileNotFoundError as error:
-        raise StoreError(error.errno, _missing(path)) from error
-    except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
+    with _opened(path) as (file, found):
+        size = found.st_size
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if 8 + length > size:
+            raise StoreError(f"{path}: {size} bytes are too few for its header of {length}")
+        if length > _HEADER_BYTES_MAX:
+            raise StoreError(f"{path} is not a safetensors file: a header of {length} bytes")
+        text = file.read(length)
+        if len(text) != length:
+            raise StoreError(f"{path} was truncated while it was being read: try again")
     try:
         header = json.loads(text, object_pairs_hook=_once)
         if not isinstance(header, dict):
@@ -184,6 +234,23 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, File]:
     inode = found.st_dev, found.st_ino
     crc = _core.crc32c(head + text)
     return header, 8 + length, File(path.absolute(), size, found.st_mtime_ns, crc, inode)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, os.stat_result]]:
+    """Return a context with a file and its status."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{path} is not a safetensors file: it is not a regular file")
+            yield file, found
+    except FileNotFoundError as error:
+        raise StoreError(error.errno, _missing(path)) from error
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
 
 
 def _missing(path: Path) -> str:
@@ -244,7 +311,9 @@ def _paths(place: Path) -> tuple[list[Path], dict[str, Path]]:
             " for a model on the Hub, huggingface_hub.snapshot_download(NAME) downloads the folder"
             " and returns its path"
         )
-    raise StoreError(f"weights={place}: the folder contains no .safetensors file")
+    ggufs = sorted(path.name for path in place.glob("*.gguf"))
+    more = f"; a GGUF file is passed by its name: weights={place / ggufs[0]}" if ggufs else ""
+    raise StoreError(f"weights={place}: the folder contains no .safetensors file{more}")
 
 
 def _of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -337,9 +406,12 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
             continue
         if entry is None:
             keys = [each for one in names for each in _candidates(one, prefixes)]
-            _quantized.refuse_others(folder, keys)
-            continue
-        entry = _quantized.find(folder, name, entry, tensors[key])
+            entry = _quantized.find_other(folder, keys, tensors[key])
+            if entry is None:
+                continue
+        else:
+            find = _quantized.find_grains if folder.is_gguf else _quantized.find
+            entry = find(folder, name, entry, tensors[key])
         if entry.packed is not None:
             found[key] = entry
         else:

@@ -1,4 +1,4 @@
-"""Frozen parameters that are read in place from their safetensors files, never copied or written.
+"""Frozen parameters that are read in place from the user's files, never copied or written.
 
 _in_place_units.py decides their layout in memory. This module opens the files, verifies and reads
 what is in them, and checks that the files are still those that the store was created with.
@@ -274,8 +274,9 @@ class InPlace:
                 self._read_at(layout, param, begin, part)
         for first in range(0, param.count, count):
             values = torch.empty(min(count, param.count - first), dtype=unit.dtype)
-            raw = torch.empty(packed.nbytes(values.numel()), dtype=torch.uint8)
-            self._read_at(layout, param, pack.begin + packed.nbytes(first), raw)
+            begin, nbytes = packed.span(first, values.numel())
+            raw = torch.empty(nbytes, dtype=torch.uint8)
+            self._read_at(layout, param, pack.begin + begin, raw)
             packed.decode(first, raw, parts, values)
             yield first, values
 
@@ -438,7 +439,7 @@ class Found:
 
 
 def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
-    """Look for a model's parameters and buffers in a folder of safetensors.
+    """Look for a model's parameters and buffers in a folder of safetensors, or in a file.
 
     Raises:
         StoreError: there are no files, or one is incomplete.
@@ -552,7 +553,7 @@ def _look(file: File, weights: Path | None) -> File:
             " Restore the file or a link to it, or pass weights=FOLDER to lohan.wrap(...,"
             " resume=True), the folder where it is now"
         )
-    now = _files.read_header(path)[2]
+    now = _files.identify(path)
     for what, is_now, was in (
         ("bytes", now.nbytes, file.nbytes),
         ("header_crc32c", now.header_crc32c, file.header_crc32c),

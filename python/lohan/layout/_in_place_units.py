@@ -79,7 +79,7 @@ def place_packed(params: Sequence[Param]) -> tuple[list[Run], dict[str, Pack]]:
         source = source_of(param)
         param.first = at
         end = at + param.count * param.tensor.element_size()
-        distance = max(distance, end - (begins[source] + source.nbytes))
+        distance = max(distance, _least(param, at, begins[source]))
         at = -(-end // _core.IN_PLACE_ALIGN) * _core.IN_PLACE_ALIGN
     distance = -(-distance // BLOCK) * BLOCK
     made = [dataclasses.replace(run, offset=run.offset + distance) for run in [*runs, *part_runs]]
@@ -90,6 +90,16 @@ def place_packed(params: Sequence[Param]) -> tuple[list[Run], dict[str, Pack]]:
     return made, packs
 
 
+def _least(param: Param, to: int, begin: int) -> int:
+    """Return the least distance by which packed bytes must move up, as lh_unpack_fits() has it."""
+    source, item = source_of(param), param.tensor.element_size()
+    group = 0 if source.packed is None else source.packed.group
+    packed_group = 0 if source.packed is None else source.packed.nbytes(group)
+    at_first = to + group * item - begin
+    at_end = to + param.count * item + packed_group - (begin + source.nbytes)
+    return max(at_first, at_end)
+
+
 def native(unit: Unit) -> list[tuple[Any, ...]]:
     """Return a unit's packs as the engine takes them."""
     by_name = {param.name: param for param in unit.params}
@@ -97,7 +107,7 @@ def native(unit: Unit) -> list[tuple[Any, ...]]:
     for name, pack in unit.packs.items():
         param = by_name[name]
         source = source_of(param)
-        raw = (FORMATS["raw"], 0, 0, 1, source.nbytes, 0, 0, 0, 0, 0.0)
+        raw = (FORMATS["raw"], 0, 0, 1, source.nbytes, 0, 0, 0, 0, 0.0, 0)
         what = raw if source.packed is None else source.packed.native(unit.dtype)
         rows.append((what, pack.begin, param.first, *pack.parts))
     return rows

@@ -16,10 +16,15 @@ from lohan import _core
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# The numbers of enum lh_unpack_format and enum lh_dtype.
-FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3}
+# The numbers of enum lh_unpack_format, enum lh_dtype and enum lh_unpack_scale.
+FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3, "e2m1": 4}
+FORMATS |= {"q8_0": 5, "q4_k": 6, "q6_k": 7, "f32": 8, "bf16": 9, "f16": 10}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3}
+_SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4, "F8_E4M3": 5}
+# The elements and bytes of a grain.
+GRAINS = dict.fromkeys(FORMATS, (1, 1)) | {"nibbles": (2, 1), "e2m1": (2, 1)}
+GRAINS |= {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
+GRAINS |= {"f32": (1, 4), "bf16": (1, 2), "f16": (1, 2)}
 TABLE_COUNT = 16
 NESTED_TABLE_COUNT = 256
 
@@ -55,12 +60,14 @@ class Packed:
         rows: the rows of the matrix of values.
         columns: its columns.
         block: the rows and columns that share a scale.
-        scales: the scales.
+        scales: the scales, unless the format has them in its grains; dtype "U8": they are
+            quantized, "F8_E8M0": powers of two, "F8_E4M3": to be divided by the one of `nested`.
         table: for "nibbles": the 16 values.
-        nested: if the scales are quantized: their scales.
+        nested: if the scales are quantized: their scales; with "F8_E4M3" a divisor.
         nested_table: if the scales are quantized: their 256 values.
         nested_block: the number of scales that share an element of nested.
         nested_offset: the number that is added to each scale.
+        group_rows: the rows of a group whose rows are in another order; 0: all are in order.
     """
 
     format: str
@@ -68,12 +75,13 @@ class Packed:
     rows: int
     columns: int
     block: tuple[int, int]
-    scales: Entry
+    scales: Entry | None
     table: Entry | None = None
     nested: Entry | None = None
     nested_table: Entry | None = None
     nested_block: int = 1
     nested_offset: float = 0.0
+    group_rows: int = 0
 
     @property
     def parts(self) -> tuple[Entry | None, ...]:
@@ -87,7 +95,20 @@ class Packed:
 
     def nbytes(self, count: int) -> int:
         """Return the number of packed bytes of `count` values."""
-        return -(-count // 2) if self.format == "nibbles" else count
+        elements, nbytes = GRAINS[self.format]
+        return -(-count // elements) * nbytes
+
+    @property
+    def group(self) -> int:
+        """The number of values in a group of rows, or 0."""
+        return self.group_rows * self.columns
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Return the offset and the number of the packed bytes that some values need."""
+        step = self.group or GRAINS[self.format][0]
+        begin = self.nbytes(first // step * step)
+        end = min(self.count, -(-(first + count) // step) * step)
+        return begin, self.nbytes(end) - begin
 
     def moved(self, file: Callable[[int], int]) -> Packed:
         """Return the same with other numbers of files."""
@@ -106,9 +127,10 @@ class Packed:
             self.rows,
             self.columns,
             *self.block,
-            _SCALES[self.scales.dtype],
+            0 if self.scales is None else _SCALES[self.scales.dtype],
             self.nested_block,
             self.nested_offset,
+            self.group_rows,
         )
 
     def decode(
@@ -121,8 +143,8 @@ class Packed:
         """Decode values into a contiguous tensor.
 
         Args:
-            first: the number of the first value; for "nibbles", even.
-            packed: the bytes of the values from it on.
+            first: the number of the first value; for formats of 4 bits, even.
+            packed: the bytes of span().
             parts: the bytes of `parts`.
             out: the result, of any shape.
         """
@@ -147,7 +169,10 @@ class Packed:
         """Return the form that a store's meta has; see `in_place` in docs/store-format.md."""
         made = {name: getattr(self, name) for name in _PLAIN}
         made["rounding"] = str(self.rounding)
-        made["scale_dtype"] = self.scales.dtype
+        if self.scales is not None:
+            made["scale_dtype"] = self.scales.dtype
+        if self.group_rows > 0:
+            made["group_rows"] = self.group_rows
         for name, part in zip(_PARTS, self.parts, strict=True):
             if part is not None:
                 made[name] = [part.file, part.offset, part.nbytes]
@@ -167,6 +192,8 @@ def restored(said: dict[str, Any], dtype: Callable[[str], torch.dtype]) -> Packe
     """
     made: dict[str, Any] = {name: said[name] for name in _PLAIN}
     made["block"] = tuple(said["block"])
+    made["scales"] = None
+    made["group_rows"] = said.get("group_rows", 0)
     for name in _PARTS:
         if name in said:
             file, offset, nbytes = said[name]

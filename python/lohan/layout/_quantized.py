@@ -1,7 +1,8 @@
-"""Recognize quantized parameters in files: FP8 and INT8 with scales, bitsandbytes' NF4 and FP4.
+"""Recognize quantized parameters in files: FP8 and INT8 with scales, and formats of 4 bits.
 
 A model that is built as usual has a parameter X.weight; its files have the quantized values under
-the same name, and beside them, under longer names, what they are decoded with.
+the same name or as X.weight_packed, and beside them, under longer names, what they are decoded
+with.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ _BLOCK = (128, 128)  # transformers' default
 _STATE = ".quant_state.bitsandbytes__"
 _STATE_BYTES_MAX = 1 << 16
 _BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+# What parts mean that are not supported.
+_PARTS = {
+    "_zero_point": "asymmetric quantization",
+    "_g_idx": "groups in another order (actorder)",
+    "_global_scale": "a global scale",
+    "SCB": "bitsandbytes' LLM.int8",
+}
 # Names that replace X.weight in formats that are not supported.
 _OTHERS = (
-    ("weight", "weight_packed", "compressed-tensors' packed integers or FP4"),
+    ("weight", "weight_packed", "compressed-tensors' packed integers"),
     ("weight", "qweight", "GPTQ's or AWQ's integers"),
-    ("", "_blocks", "MXFP4"),
+    ("", "_blocks", "gpt-oss' MXFP4: each of its matrices is transposed while it is decoded"),
 )
+_GRAINS = ("q8_0", "q4_k", "q6_k", "f32", "bf16", "f16")  # GGUF's types, in lower case
+# The values of MXFP4 and NVFP4 that share a scale, by the dtype of the scales.
+_GROUPS = {"U8": 32, "F8_E4M3": 16}
 
 
 def read_config(place: Path) -> dict[str, Any]:
@@ -72,7 +83,52 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
     return dataclasses.replace(entry, shape=one.shape, packed=made)
 
 
-def refuse_others(folder: Folder, keys: Sequence[str]) -> None:
+def find_grains(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
+    """Return the entry with `packed` set if a tensor of a GGUF file must be decoded.
+
+    Args:
+        folder: the file.
+        key: the tensor's name.
+        entry: its entry.
+        tensor: the model's parameter.
+    """
+    group, kind = folder.groups.get(key, 0), entry.dtype.lower()
+    shape = tuple(tensor.shape)
+    if kind not in _GRAINS or tensor.dtype not in _MODEL_DTYPES or entry.shape != shape:
+        return entry  # the caller compares them, and raises the error
+    theirs = _SCALE_DTYPES.get(entry.dtype)
+    # A trained parameter is converted later: it keeps as many bits as its master can hold.
+    is_plain = theirs == tensor.dtype or tensor.requires_grad
+    if theirs is not None and group == 0 and is_plain:
+        return entry
+    columns = shape[-1] if len(shape) > 1 else 1 if group else tensor.numel()
+    rows = tensor.numel() // columns
+    made = Packed(kind, torch.float32, rows, columns, (1, 1), None, group_rows=group)
+    return dataclasses.replace(entry, packed=made)
+
+
+def find_other(folder: Folder, keys: Sequence[str], tensor: torch.Tensor) -> Entry | None:
+    """Return the entry of a tensor that the files have only under another name, or None.
+
+    Args:
+        folder: as for find().
+        keys: the names that the tensor may have in the files.
+        tensor: the model's parameter.
+
+    Raises:
+        ModelError: as for find().
+    """
+    for key in keys:
+        entry = folder.entries.get(f"{key}_packed")
+        if key.endswith("weight") and entry is not None and entry.dtype == "U8":
+            one = _One(folder, key, entry, tuple(tensor.shape))
+            made = one.fours(tensor.dtype)
+            return dataclasses.replace(entry, shape=one.shape, packed=made)
+    _refuse_others(folder, keys)
+    return None
+
+
+def _refuse_others(folder: Folder, keys: Sequence[str]) -> None:
     """Raise ModelError if the files have a tensor only in a form that is not supported."""
     for key in keys:
         for end, other, what in _OTHERS:
@@ -81,7 +137,7 @@ def refuse_others(folder: Folder, keys: Sequence[str]) -> None:
                 path = folder.files[folder.entries[name].file].path
                 raise ModelError(
                     f"{path}: {key} is quantized as {name} ({what}), which is not supported:"
-                    " use files in FP8, INT8 or bitsandbytes' NF4, or files that are not quantized"
+                    " use files in a form that docs/lora.md lists, or files that are not quantized"
                 )
 
 
@@ -121,15 +177,7 @@ class _One:
             raise self.refuse(f"it is {list(self.entry.shape)}, not {list(self.shape)} as here")
         if len(self.shape) != 2:
             raise self.refuse(f"it has {len(self.shape)} dimensions, and only 2 are supported")
-        stem = self.key.removesuffix("weight")
-        for name, what in (
-            (f"{self.key}_zero_point", "asymmetric quantization"),
-            (f"{self.key}_g_idx", "groups in another order (actorder)"),
-            (f"{self.key}_global_scale", "a global scale"),
-            (f"{stem}SCB", "bitsandbytes' LLM.int8"),
-        ):
-            if name in self.folder.entries:
-                raise self.refuse(f"{name} means {what}, which is not supported")
+        self._refuse_parts("_zero_point", "_g_idx", "_global_scale", "SCB")
         is_inverse = f"{self.key}_scale_inv" in self.folder.entries
         scales = self.part("_scale_inv" if is_inverse else "_scale", tuple(_SCALE_DTYPES))
         rows, columns = self.shape
@@ -138,6 +186,13 @@ class _One:
         block = self._block(scales.shape, self._blocks(is_inverse))
         kind = _BYTES[self.entry.dtype]
         return Packed(kind, rounding, rows, columns, block, scales)
+
+    def _refuse_parts(self, *names: str) -> None:
+        """Raise ModelError if the files have parts that are not supported."""
+        for end in names:
+            name = (self.key.removesuffix("weight") if end == "SCB" else self.key) + end
+            if name in self.folder.entries:
+                raise self.refuse(f"{name} means {_PARTS[end]}, which is not supported")
 
     def _blocks(self, is_inverse: bool) -> list[tuple[int, int]]:
         """Return the block sizes that the configuration allows for scales of two dimensions."""
@@ -175,6 +230,40 @@ class _One:
             f"its scales are {list(scales)}: with {list(self.shape)} values they must be one, one"
             f" for each row, or one for each block (of {' or '.join(map(str, allowed))} values)"
         )
+
+    # --- compressed-tensors' FP4 ----------------------------------------------------------------
+
+    def fours(self, dtype: torch.dtype) -> Packed:
+        """Describe MXFP4 or NVFP4 values."""
+        if dtype not in _MODEL_DTYPES:
+            raise self.refuse(f"the model's parameter is {dtype}")
+        if len(self.shape) != 2:
+            raise self.refuse(f"it has {len(self.shape)} dimensions, and only 2 are supported")
+        self._refuse_parts("_zero_point", "_g_idx")
+        rows, columns = self.shape
+        packed = self.part("_packed", ("U8",))
+        scales = self.part("_scale", tuple(_GROUPS))
+        group = _GROUPS[scales.dtype]
+        if packed.shape != (rows, columns // 2) or columns % group:
+            raise self.refuse(
+                f"it is packed as {list(packed.shape)}, which is not half of {list(self.shape)} in"
+                f" groups of {group}"
+            )
+        if scales.shape != (rows, columns // group):
+            raise self.refuse(
+                f"its scales are {list(scales.shape)}, not one for each group of {group} values"
+            )
+        divisor = None
+        if scales.dtype == "U8":
+            self._refuse_parts("_global_scale")
+            scales = dataclasses.replace(scales, dtype="F8_E8M0")
+        else:
+            divisor = self.part("_global_scale", ("F32",))
+            if divisor.shape != (1,):  # compressed-tensors would round differently
+                raise self.refuse(f"its global scale is {list(divisor.shape)}, not [1]")
+        # compressed-tensors decodes to bf16, whatever the model's dtype.
+        count, block = rows * columns, (1, group)
+        return Packed("e2m1", torch.bfloat16, 1, count, block, scales, nested=divisor)
 
     # --- bitsandbytes' 4 bits -------------------------------------------------------------------
 

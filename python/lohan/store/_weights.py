@@ -341,7 +341,7 @@ def _stream_decoded(
     piece = PIECE_ELEMENTS if param.strides is None else param.count
     for first in range(0, param.count, piece):
         count = min(piece, param.count - first)
-        raw = bytes_at(files, param.source, packed.nbytes(first), packed.nbytes(count))
+        raw = bytes_at(files, param.source, *packed.span(first, count))
         values = torch.empty(count, dtype=param.tensor.dtype)
         packed.decode(first, raw, parts, values)
         if param.strides is not None:

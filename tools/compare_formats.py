@@ -1,0 +1,160 @@
+"""Compare decoded values with those of the libraries that define quantized formats.
+
+    PYTHONPATH=python:FOLDER python tools/compare_formats.py
+
+FOLDER has compressed-tensors, loguru and gguf (`pip install --no-deps --target FOLDER ...`), which
+no test needs. Each line names a comparison, which is of every bit; NaNs count as equal. The exit
+status is 1 if one differs.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from lohan.layout import _files
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "py"))
+
+import gguf_helper  # noqa: E402  (its folder has just been named)
+
+ROWS, COLUMNS = 96, 768
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+bad = 0
+
+
+def decoded(path: pathlib.Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the values of a model's parameters in files."""
+    folder = _files.read_folder(path)
+    found = _files.match(model, folder)
+    made = {}
+    for name, param in model.named_parameters():
+        entry = found[id(param)]
+        values = torch.empty(param.shape, dtype=param.dtype)
+
+        def raw(entry: Any) -> Any:
+            with folder.files[entry.file].path.open("rb") as file:
+                file.seek(entry.offset)
+                return torch.frombuffer(bytearray(file.read(entry.nbytes)), dtype=torch.uint8)
+
+        if entry.packed is None:
+            values = raw(entry).view(_files.DTYPES[entry.dtype]).reshape(param.shape)
+            values = values.to(param.dtype)
+        else:
+            parts = [None if part is None else raw(part) for part in entry.packed.parts]
+            entry.packed.decode(0, raw(entry), parts, values)
+        made[name] = values
+    return made
+
+
+def compare(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Print whether two tensors are equal."""
+    global bad
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, what
+    kind = torch.int32 if ours.itemsize == 4 else torch.int16
+    is_nan = theirs.isnan()
+    is_same = torch.equal(is_nan, ours.isnan())
+    is_same = is_same and torch.equal(ours[~is_nan].view(kind), theirs[~is_nan].view(kind))
+    bad += not is_same
+    print(f"{'equal' if is_same else 'DIFFERENT'}: {what}, {ours.dtype}, {ours.numel()} values")
+
+
+def fours(folder: pathlib.Path) -> None:
+    """Compare MXFP4 and NVFP4."""
+    common: dict[str, Any] = {"num_bits": 4, "type": "float", "symmetric": True}
+    for name, made, size, scale, strategy in (
+        ("MXFP4", MXFP4PackedCompressor, 32, torch.uint8, "group"),
+        ("NVFP4", NVFP4PackedCompressor, 16, torch.float8_e4m3fn, "tensor_group"),
+    ):
+        compressor: Any = made
+        weights = QuantizationArgs(**common, strategy=strategy, group_size=size, scale_dtype=scale)
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+        noise = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)
+        scales = torch.randint(0, 256, (ROWS, COLUMNS // size), dtype=torch.uint8)
+        random = {"weight_packed": noise, "weight_scale": scales.view(scale)}
+        real = {"weight": torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16) * 0.02}
+        largest = real["weight"].float().reshape(ROWS, -1, size).abs().amax(-1) / 6
+        if name == "NVFP4":
+            random["weight_global_scale"] = torch.rand(1) * 1000
+            divisor = 448 / largest.max().reshape(1)
+            real["weight_global_scale"] = divisor
+            largest = (largest * divisor).to(scale).float()
+        else:
+            largest = torch.exp2(largest.log2().ceil())
+        real = compressor.compress({**real, "weight_scale": largest.bfloat16()}, scheme)
+        for kind, state in (("random", random), ("real", real)):
+            theirs = compressor.decompress(dict(state), scheme)["weight"]
+            save_file(
+                {key: value.contiguous() for key, value in state.items()},
+                folder / "model.safetensors",
+            )
+            for dtype in DTYPES:
+                model = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
+                ours = decoded(folder, model)["weight"]
+                compare(f"{name}, {kind}", ours, theirs.to(dtype))
+
+
+def grains(folder: pathlib.Path) -> None:
+    """Compare GGUF's types."""
+    for name, (_, size) in gguf_helper.GRAINS.items():
+        kind = GGMLQuantizationType[name]
+        count, width = ROWS * COLUMNS // size, {"Q8_0": 34, "Q4_K": 144, "Q6_K": 210}[name]
+        random = np.random.default_rng(1).integers(0, 256, (count, width), dtype=np.uint8)
+        made = {"random": random, "plausible": gguf_helper.GRAINS[name][0](count)[0].numpy()}
+        if name == "Q8_0":
+            values = np.random.default_rng(2).normal(0, 0.02, (count, size))
+            made["real"] = quantize(values.astype(np.float32), kind)
+        for what, raw in made.items():
+            with np.errstate(all="ignore"):
+                theirs = torch.from_numpy(dequantize(raw, kind)).reshape(ROWS, COLUMNS)
+            said = {"general.architecture": "qwen2"}
+            header = gguf_helper.header(said, [("output.weight", kind.value, (ROWS, COLUMNS), 0)])
+            path = folder / "model.gguf"
+            path.write_bytes(header + bytes(-len(header) % 32) + raw.tobytes())
+            for dtype in DTYPES:
+                head = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
+                model = nn.ModuleDict({"lm_head": head}).requires_grad_(False)
+                compare(f"{name}, {what}", decoded(path, model)["lm_head.weight"], theirs.to(dtype))
+
+
+def models(folder: pathlib.Path) -> None:
+    """Compare models that transformers reads from GGUF: their names, and the order of rows."""
+    for kind, config in gguf_helper.CONFIGS.items():
+        place = folder / kind
+        place.mkdir()
+        path, _ = gguf_helper.save(place, kind)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        theirs = load_gguf_checkpoint(str(path), True, model, torch.bfloat16)["tensors"]
+        ours = decoded(path, model.requires_grad_(False))
+        assert theirs.keys() == ours.keys(), kind
+        for name, values in theirs.items():
+            compare(f"{kind}, {name}", ours[name], values)
+
+
+def main() -> int:
+    """Run all comparisons."""
+    torch.manual_seed(0)
+    for part in (fours, grains, models):
+        with tempfile.TemporaryDirectory() as folder:
+            part(pathlib.Path(folder))
+    print(f"{bad} comparisons differ")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
