@@ -86,8 +86,7 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
 def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return the parameters as _core.Engine takes them."""
     return [
-        (p.unit, p.engine_first, p.count, group_of.get(p.index, 0), p.number)
-        for p in layout.params
+        (p.unit, p.engine_first, p.count, group_of.get(p.index, 0), p.number) for p in layout.params
     ]
 
 
