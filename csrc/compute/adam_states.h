@@ -112,8 +112,8 @@ void lh_adam_states_root(enum lh_adam_states states, float *moment2, uint64_t co
 
 /*
  * Convert fp32 moments to their stored format. first: the element of the parameter at which the
- * arrays begin, a multiple of LH_ADAM_STATES_BLOCK like count. For 8BIT, moment2 has the roots of the
- * second moments, which an update computes anyway. The fp32 arrays are garbage afterwards.
+ * arrays begin, a multiple of LH_ADAM_STATES_BLOCK like count. For 8BIT, moment2 has the roots of
+ * the second moments, which an update computes anyway. The fp32 arrays are garbage afterwards.
  */
 void lh_adam_states_encode(const struct lh_adam_states_ops *ops,
                            const struct lh_adam_moments *moments, float *moment1, float *moment2,
