@@ -1,6 +1,6 @@
 """Features together: kinds of states, quantized bases, orders, places, resume, Trainer, processes.
 
-docs/limits.md has the table of these combinations.
+docs/limits.md has a table of these combinations.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 import lohan
 import pytest
 import torch
+import trainer_helper
 import world_lora
 from lohan.commands import _quantize
-from lohan.errors import LohanError
+from lohan.common import _arguments
+from lohan.errors import LohanError, UnsupportedError
 from lohan.store import _snapshot
 from quantize_helper import CONFIG, model
 from train_helper import host_bytes_min
@@ -25,6 +27,7 @@ from world_lora import build, digest, tokens
 STATES = ("fp32", "bf16", "8bit")
 BASES = ("plain", "nf4", "fp8")
 COUNT = 3  # micro-batches of a step
+BLOCKS = CONFIG["num_hidden_layers"]
 # How a step runs and where; none of it may change a bit.
 WAYS: dict[str, dict[str, Any]] = {
     "vertical": {"order": "vertical"},
@@ -93,7 +96,7 @@ def test_states_and_bases_differ(expected: dict[tuple[str, str], str]) -> None:
     assert len(set(expected.values())) == len(STATES) * len(BASES)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["plain", "nf4", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_way_changes_a_bit(
@@ -141,6 +144,37 @@ def test_zeroth_order_training_keeps_a_quantized_base(bases: Path, store_dir: Pa
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("states", STATES)
+def test_a_trainer_has_the_bits_of_both_orders(states: str, bases: Path, store_dir: Path) -> None:
+    losses = []
+    for order in ("horizontal", "vertical"):
+        takes = {
+            "store": store_dir / order,
+            "weights": bases / "nf4",
+            "states": states,
+            "order": order,
+        }
+        trainer = trainer_helper.make(
+            store_dir / f"{order}-out",
+            takes,
+            model=build(),
+            cls=lohan.Trainer,
+            max_steps=2,
+            gradient_accumulation_steps=COUNT,
+        )
+        trainer.train()
+        session = trainer_helper.session_of(trainer)
+        assert sum(bool(unit.packs) for unit in session.layout.units) == BLOCKS
+        losses.append(trainer_helper.logged(trainer, "loss"))
+        session.close()
+    assert losses[0] == losses[1]
+
+
+def test_states_of_several_processes_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="not supported in several processes"):
+        _arguments.check_states("8bit", has_moments=True, is_alone=False)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "states with zeroth-order training": ({"states": "8bit", "method": "mezo"}, "states"),
     "the order with zeroth-order training": ({"order": "vertical", "method": "mezo"}, "order"),
@@ -172,5 +206,5 @@ def test_processes_read_a_base_in_place(share: str, base: str, bases: Path, tmp_
         folder = str(tmp_path / "base-{rank}")
     found = run(tmp_path, 2, world_lora.train, str(tmp_path / share), folder, 2, share)
     assert [each[0] for each in found] == [one[0]] * 2
-    blocks = CONFIG["num_hidden_layers"] if form == "nf4" else 0
-    assert [each[1] for each in (one, *found)] == [blocks] * 3
+    packed = BLOCKS if form == "nf4" else 0
+    assert [each[1] for each in (one, *found)] == [packed] * 3

@@ -106,9 +106,9 @@ class TrainerCallback(transformers.TrainerCallback):
                 in the Trainer's output_dir.
             config: settings that do not change the numbers.
             **settings: fields of Config by name (host_bytes=, activations=, ...), weights=, init=,
-                blocks=. Without commit_every=, the store commits with the Trainer's checkpoints, or
-                at the end of `train()` if there are none. Updates wait for the norm of all
-                gradients, which a Trainer computes. With max_grad_norm=0 in its arguments,
+                blocks=, states=. Without commit_every=, the store commits with the Trainer's
+                checkpoints, or at the end of `train()` if there are none. Updates wait for the norm
+                of all gradients, which a Trainer computes. With max_grad_norm=0 in its arguments,
                 schedule="optimized" or "auto" updates without the norm; grad_norm is then not
                 logged. method="mezo" (eps=, seed=, num_samples=, rng=, storage=) is described in
                 docs/zeroth-order.md.
@@ -131,7 +131,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self.session: Session | None = None
         self._store = store
         self._settings = settings
-        others = ("weights", "init", "blocks", *_zo_trainer.KEYWORDS)
+        others = ("weights", "init", "blocks", "states", *_zo_trainer.KEYWORDS)
         fields = {k: v for k, v in settings.items() if k not in others}
         self._config = _settings.make(config, fields, wrap)
         self._trainer: Any = None
