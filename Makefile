@@ -11,10 +11,11 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread lag lint lint-quick \
-	analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
-	bench-policies bench-lora bench-loss bench-accumulate bench-states bench-learning sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts \
-	interrupts troubles paper parity docs wheel matrix coverage build clean
+.PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread lag lint \
+	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
+	bench-policies bench-lora bench-loss bench-accumulate bench-states bench-learning bench-unpack \
+	sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
+	troubles paper parity docs wheel matrix coverage build clean
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -39,7 +40,7 @@ help:
 	@echo 'make kills     10,000 kills of engine, store and sessions; also powercuts (500 cuts), interrupts'
 	@echo '               (1,000 times Ctrl-C) and troubles (full disk, EIO, SIGSTOP, out of memory)'
 	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora, -loss,'
-	@echo '               -accumulate, -states, -learning'
+	@echo '               -accumulate, -states, -learning, -unpack'
 	@echo 'make paper     docs/paper-results.md: the papers compared with the simulator, some minutes'
 	@echo 'make parity    docs/parity.md: lohan compared with torch in all settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'

@@ -1,8 +1,8 @@
 /*
  * Compare the decoding of quantized tensors with memory: each format is decoded to bf16 by
- * lh_unpack(), and beside it the same bytes are moved and nothing is computed: packed bytes are
- * copied to the result, whose other bytes are set. Both use the same threads and arrays and take
- * turns, so that a drift of the machine affects both.
+ * lh_unpack(), and beside it the same bytes are moved and nothing is computed: the packed bytes are
+ * read once, and the bytes of the result written once. Both use the same threads and arrays and
+ * take turns, so that a drift of the machine affects both.
  *
  *      bench_unpack [elements = 67108864] [repetitions = 9] [threads = 2]
  *
@@ -19,7 +19,7 @@
 #include "measure.h"
 
 #define PIECE_ELEMENTS (UINT64_C(1) << 18) /* what a worker of an engine decodes at once */
-#define COPY_BYTES (UINT64_C(1) << 14)     /* of the result, moved at once */
+#define LINE_BYTES 64
 #define COLUMNS 4096
 #define REPETITION_COUNT_MAX 101
 
@@ -67,17 +67,12 @@ static struct lh_unpack unpack_make(const struct form *form, uint64_t elements)
     };
 }
 
-/* Move the bytes of a piece: those of the packed elements, and all of the result's. */
+/* Write a piece's result by lines, which together have all bytes of the packed elements. */
 static void move(const uint8_t *packed, uint64_t packed_bytes, uint8_t *out, uint64_t out_bytes)
 {
-    for (uint64_t at = 0; at < out_bytes; at += COPY_BYTES) {
-        uint64_t count = lh_min_u64(COPY_BYTES, out_bytes - at);
-        uint64_t from = packed_bytes * at / out_bytes;
-        uint64_t bytes = packed_bytes * (at + count) / out_bytes - from;
-        LH_ASSERT(bytes <= count);
-        memcpy(out + at, packed + from, bytes);
-        memset(out + at + bytes, 1, count - bytes);
-    }
+    uint64_t step = lh_div_ceil(packed_bytes * LINE_BYTES, out_bytes);
+    for (uint64_t at = 0; at < out_bytes; at += LINE_BYTES, packed += step)
+        memcpy(out + at, packed, LINE_BYTES);
 }
 
 static void work(void *context, int index)
@@ -123,16 +118,30 @@ static void form_bench(struct bench *bench, const char *name, int repetition_cou
     fflush(stdout);
 }
 
-/* Fill memory with bytes that are small as exponents, so that no scale is infinite. */
+static uint64_t state = 1;
+
+static uint32_t draw(void)
+{
+    state = state * UINT64_C(6364136223846793005) + 1442695040888963407;
+    return (uint32_t)(state >> 32);
+}
+
+/* Fill memory with bytes that are finite numbers of fp16, E4M3 and E8M0: one bit is never set. */
 static uint8_t *bytes_make(uint64_t bytes)
 {
     uint8_t *memory = measure_pages(bytes);
-    uint64_t state = 1;
-    for (uint64_t i = 0; i < bytes; i++) {
-        state = state * UINT64_C(6364136223846793005) + 1442695040888963407;
-        memory[i] = (uint8_t)(state >> 57);
-    }
+    for (uint64_t i = 0; i < bytes; i++)
+        memory[i] = (uint8_t)(draw() >> 24 & 0xBF);
     return memory;
+}
+
+/* Make floats of the sizes that scales have, so that nothing runs into denormals. */
+static uint8_t *floats_make(uint64_t count)
+{
+    float *values = measure_pages(count * sizeof(*values));
+    for (uint64_t i = 0; i < count; i++)
+        values[i] = 0.5f + (float)(draw() >> 8) * 0x1p-24f;
+    return (uint8_t *)values;
 }
 
 int main(int argc, char **argv)
@@ -149,11 +158,12 @@ int main(int argc, char **argv)
                 (int)PIECE_ELEMENTS * 2, REPETITION_COUNT_MAX, MEASURE_THREAD_COUNT_MAX);
         return 1;
     }
-    uint8_t *packed = bytes_make(elements * 2), *scales = bytes_make(elements / 8);
-    uint8_t *tables = bytes_make(elements), *out = measure_pages(elements * 2);
+    uint8_t *packed = bytes_make(elements * 2), *out = measure_pages(elements * 2);
+    uint8_t *bytes = bytes_make(elements / 8), *floats = floats_make(elements / 32 + 256);
     for (size_t f = 0; f < LH_COUNT_OF(forms); f++) {
+        uint8_t *scales = forms[f].scale_type == LH_UNPACK_SCALE_F32 ? floats : bytes;
         struct bench bench = {.unpack = unpack_make(forms + f, elements),
-                              .source = {packed, scales, tables, tables, tables},
+                              .source = {packed, scales, floats, floats, floats},
                               .out = out,
                               .thread_count = thread_count};
         LH_ASSERT(lh_unpack_is_valid(&bench.unpack));

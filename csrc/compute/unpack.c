@@ -167,6 +167,13 @@ static float narrow_at(const uint8_t *at, bool is_half)
     return float_of(is_half ? lh_half_widen(bits) : (uint32_t)bits << 16);
 }
 
+/* Which element of `nested` a scale is multiplied by; bitsandbytes' blocks are powers of two. */
+static uint64_t nested_index(uint64_t index, uint64_t block)
+{
+    bool is_power = (block & (block - 1)) == 0;
+    return is_power ? index >> __builtin_ctzll(block) : index / block;
+}
+
 static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                       uint64_t index)
 {
@@ -177,7 +184,7 @@ static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_sou
         return float_at(at, 0);
     case LH_UNPACK_SCALE_NESTED:
         value = float_at(source->nested_table, *at);
-        value *= float_at(source->nested, index / unpack->nested_block);
+        value *= float_at(source->nested, nested_index(index, unpack->nested_block));
         return value + unpack->nested_offset;
     case LH_UNPACK_SCALE_E8M0:
         return *at == 0 ? 0x1p-127f : float_of((uint32_t)*at << 23);
