@@ -78,7 +78,8 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
     }
     is_good = is_good && at == desc->bytes;
     if (is_good)
-        is_good = is_packed(made) ? lh_packed_is_good(made, desc->bytes) : moves_are_good(made);
+        is_good = is_packed(made) ? lh_packed_is_good(made, desc->bytes)
+                                  : !made->is_kept && moves_are_good(made);
     if (!is_good || checksum_count != made->checksum_count)
         return lh_error_set(
             err, -EINVAL,
@@ -280,26 +281,38 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t seam_count = 0;
     uint64_t packed_count = 0;
+    uint64_t kept_bytes = 0;
     LH_TRY(jobs_create(engine, err));
     engine->in_place.source = (struct lh_source){
         .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
     engine->in_place.packed_source = engine->in_place.source;
     engine->in_place.packed_source.ops = &packed_source_ops;
+    engine->in_place.kept_source = engine->in_place.source;
+    engine->in_place.kept_source.ops = &lh_kept_source_ops;
     for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
         const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
         LH_TRY(unit_validate(engine, made, err));
         struct lh_unit *unit = &engine->units[made->unit];
         unit->in_place.made = made;
         unit->source = &engine->in_place.source;
+        unit->in_place.moves = unit_moves(made);
+        unit->in_place.seam_first = seam_count;
+        if (unit->in_place.moves)
+            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
         if (is_packed(made)) {
             unit->in_place.jobs = engine->in_place.jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
             unit->source = &engine->in_place.packed_source;
             unit->in_place.first = lh_borrow_is_on(engine) ? 0 : made->runs[0].offset;
         }
-        unit->in_place.moves = unit_moves(made);
-        unit->in_place.seam_first = seam_count;
-        if (unit->in_place.moves)
-            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
+        if (!made->is_kept || lh_borrow_is_on(engine))
+            continue;
+        uint64_t bytes = lh_in_place_kept_bytes(made);
+        if (bytes > engine->opts.in_place.kept_bytes - kept_bytes)
+            return lh_error_set(err, -EINVAL,
+                                "kept_bytes %" PRIu64 " is less than the units' packed bytes",
+                                engine->opts.in_place.kept_bytes);
+        lh_kept_add(engine, unit, kept_bytes);
+        kept_bytes += bytes;
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];

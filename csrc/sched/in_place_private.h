@@ -23,6 +23,8 @@ struct lh_in_place_part {
     bool moves;
     uint64_t seam_first;
     uint64_t first; /* where in the unit a load begins: 0 unless it is packed */
+    uint8_t *kept;  /* the packed bytes, if they stay in main memory; or NULL */
+    bool is_filled; /* all of them have been read */
     /* of a packed unit that is being decoded: [Note: Rounds] in packed.c */
     struct lh_packed_job *jobs; /* LH_IN_PLACE_JOB_COUNT */
     uint32_t job_count;         /* those in flight */
@@ -32,6 +34,7 @@ struct lh_in_place_part {
 struct lh_in_place {
     struct lh_source source;
     struct lh_source packed_source;
+    struct lh_source kept_source;
     struct lh_packed_job *jobs;
     uint8_t *seams; /* [Note: Seams] in in_place.c */
 };
@@ -46,7 +49,13 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err);
  * needed. The unit's runs must be valid.
  */
 bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes);
-/* All of a LOADING unit was read: decode it on workers. */
+/* All of a LOADING unit was read, or its packed bytes are kept: decode it on workers. */
 void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit);
+
+/* kept.c: see [Note: Kept bytes] in in_place.h. */
+
+extern const struct lh_source_ops lh_kept_source_ops;
+/* Keep a unit's packed bytes from an offset of the memory for them on, and begin to read them. */
+void lh_kept_add(struct lh_engine *engine, struct lh_unit *unit, uint64_t offset);
 
 #endif

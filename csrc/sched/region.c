@@ -533,9 +533,10 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
     for (uint32_t i = 0; i < units; i++) {
         const struct lh_engine_unit *desc = &engine->units[i].desc;
         bool is_served = engine->copies_units && !is_device(engine, region);
+        uint64_t unit_bytes = is_served ? desc->bytes : desc->place_bytes;
         region->units[i] = (struct lh_residency_unit){
-            .bytes = is_served ? desc->bytes : desc->place_bytes,
-            .load_bytes = load_bytes(engine, region, i),
+            .bytes = unit_bytes,
+            .unread_bytes = unit_bytes - load_bytes(engine, region, i),
             .always = desc->always && !is_served,
         };
     }

@@ -359,7 +359,7 @@ int rig_acquire(struct rig *rig, uint32_t unit)
         return 0;
     }
     uint8_t *found = lh_engine_address(rig->engine, unit);
-    LH_CHECK(memcmp(found, expected, rig->units[unit].bytes) == 0);
+    LH_CHECK(memcmp(found, expected, rig_in_place_param_bytes(rig, unit)) == 0);
     memset(found + rig->units[unit].bytes, 0x5a, rig->opts.beside_bytes);
     return 0;
 }

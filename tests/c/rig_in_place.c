@@ -42,6 +42,7 @@ struct rig_in_place {
     char paths[2][8192];
     int fds[2];
     uint32_t file_first;
+    uint8_t *kept_memory;
 };
 
 /* Write bytes of content at offset, in a file that ends after them. */
@@ -99,6 +100,11 @@ uint64_t rig_in_place_packed_bytes(const struct rig *rig)
 {
     struct packed_sizes sizes = packed_sizes_of(rig);
     return sizes.first + sizes.packed_bytes + sizes.scale_bytes;
+}
+
+uint64_t rig_in_place_param_bytes(const struct rig *rig, uint32_t unit)
+{
+    return rig->opts.kept && unit == UNIT ? packed_sizes_of(rig).out_bytes : rig->units[unit].bytes;
 }
 
 static void packs_make(struct rig_in_place *made, const struct packed_sizes *sizes)
@@ -190,8 +196,12 @@ static void packed_make(struct rig_in_place *made, const struct rig *rig, uint8_
                                            .run_count = 2,
                                            .packs = made->packs,
                                            .pack_count = PACK_COUNT,
+                                           .is_kept = rig->opts.kept,
                                            .checksums = made->checksums,
                                            .checksum_count = count};
+    if (rig->opts.kept)
+        LH_CHECK(posix_memalign((void **)&made->kept_memory, LH_BLOCK_BYTES,
+                                lh_in_place_kept_bytes(&made->unit)) == 0);
 }
 
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
@@ -271,7 +281,9 @@ void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts)
                                                .file_count = 2,
                                                .file_first = made->file_first,
                                                .units = &made->unit,
-                                               .unit_count = 1};
+                                               .unit_count = 1,
+                                               .kept_memory = made->kept_memory,
+                                               .kept_bytes = lh_in_place_kept_bytes(&made->unit)};
 }
 
 void rig_in_place_close(struct rig *rig)
@@ -280,6 +292,7 @@ void rig_in_place_close(struct rig *rig)
         return;
     for (uint32_t i = 0; i < 2; i++)
         LH_CHECK(close(rig->in_place->fds[i]) == 0 && unlink(rig->in_place->paths[i]) == 0);
+    free(rig->in_place->kept_memory);
     free(rig->in_place);
     rig->in_place = NULL;
 }
@@ -364,6 +377,9 @@ static bool packed_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *op
         unit.move_count = 1;
         unit.moves = &move;
         return true;
+    case 17:
+        unit.is_kept = true; /* there is no memory for it */
+        return true;
     default:
         return false;
     }
@@ -422,6 +438,9 @@ bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opt
         return true;
     case 11:
         moves[0].bytes = FIRST_BYTES; /* the move reaches into the next run */
+        return true;
+    case 12:
+        unit.is_kept = true; /* it is not packed */
         return true;
     default:
         return false;

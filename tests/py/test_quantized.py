@@ -12,8 +12,16 @@ import lohan
 import pytest
 import torch
 from lohan import _core
-from lohan.errors import ChecksumError, LohanError, ModelError, StoreError, StoreMismatchError
+from lohan.errors import (
+    ChecksumError,
+    LohanError,
+    ModelError,
+    StoreError,
+    StoreMismatchError,
+    UnsupportedError,
+)
 from lohan.layout._in_place import InPlace
+from lohan.session import _settings
 from lora_helper import adapters, logits, lora, shift, train
 from quantize_helper import CONFIG, FORMS, fp8, is_linear, mxfp4, nf4, nvfp4, save
 from safetensors.torch import load_file, save_file
@@ -90,6 +98,86 @@ def test_reads_are_of_the_packed_bytes(base: Any, store_dir: Path) -> None:
     stats = model.lohan.stats()
     assert 0 < stats.bytes["param_read"] == stats.planned_bytes["param_read"] < 2 * decoded
     model.lohan.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_packed_bytes_that_are_kept_are_read_once(
+    count: int, device: str, base: Any, store_dir: Path
+) -> None:
+    folder, (before, losses, values) = base
+    settings: dict[str, Any] = {"weights": folder, "device": device}
+    least = host_bytes_min(lora(empty()), store_dir, **settings)
+    model = lohan.wrap(lora(empty()), store=store_dir / "0", host_bytes=least, **settings)
+    sizes = [unit.read_bytes for unit in packed_units(model)]
+    model.lohan.close()
+    host_bytes = least + sum(sizes[:count])
+    reads = {}
+    for frozen in ("in_place", "packed"):
+        model = lohan.wrap(
+            lora(empty()),
+            store=store_dir / frozen,
+            lr=1e-2,
+            host_bytes=host_bytes,
+            frozen=frozen,
+            **settings,
+        )
+        assert model.lohan.budget["host_bytes"] <= host_bytes
+        assert torch.equal(logits(model), before)
+        assert train(model, 5) == losses
+        found = adapters(model)
+        assert all(torch.equal(found[name], values[name]) for name in values)
+        kept = [unit.read_bytes for unit in packed_units(model) if unit.is_kept]
+        assert len(kept) == (count if frozen == "packed" else 0)
+        model.lohan.flush()
+        stats = model.lohan.stats()
+        assert stats.bytes == stats.planned_bytes
+        reads[frozen] = stats.bytes["param_read"]
+        model.lohan.close()
+    plain = [unit.read_bytes for unit in model.lohan.layout.units if not unit.trainable]
+    assert reads["packed"] <= 2 * (sum(plain) - sum(kept)), "each other block is read twice"
+    if device == "cpu":
+        assert reads["packed"] < reads["in_place"]
+
+
+def test_a_store_may_be_resumed_with_and_without_kept_bytes(base: Any, store_dir: Path) -> None:
+    folder, (_, losses, _) = base
+    least = host_bytes_min(lora(empty()), store_dir, weights=folder)
+    expected = iter(losses)
+    for turn in range(4):
+        source = {"resume": True} if turn else {"weights": folder}
+        model = lohan.wrap(
+            lora(empty()),
+            store=store_dir / "s",
+            lr=1e-2,
+            host_bytes=least + 100_000,
+            frozen=("packed", "in_place")[turn % 2],
+            **source,
+        )
+        assert any(unit.is_kept for unit in packed_units(model)) == (turn % 2 == 0)
+        assert train(model, 1) == [next(expected)]
+        model.lohan.close()
+
+
+def test_decoded_blocks_are_kept_if_all_of_them_fit(base: Any, store_dir: Path) -> None:
+    folder, (_, losses, _) = base
+    model = lohan.wrap(
+        lora(empty()), store=store_dir / "s", lr=1e-2, weights=folder, frozen="packed"
+    )
+    assert packed_units(model) and not any(unit.is_kept for unit in packed_units(model))
+    assert train(model, 5) == losses
+    assert model.lohan.stats().bytes["param_read"] == 0
+    model.lohan.close()
+
+
+def test_what_cannot_be_kept_packed_is_refused_by_name(tmp_path: Path, store_dir: Path) -> None:
+    _, plain = save(tmp_path, nf4)
+    with pytest.raises(ModelError, match="no parameter is read from weights= in a quantized form"):
+        lohan.wrap(lora(empty()), store=store_dir / "s", weights=plain, frozen="packed")
+    with pytest.raises(UnsupportedError, match="not supported with share='on'"):
+        _settings.check(lohan.Config(frozen="packed", share="on"))
+    with pytest.raises(ModelError, match="'in_place', 'packed' or 'copy'"):
+        _settings.check(lohan.Config(frozen="pack"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())

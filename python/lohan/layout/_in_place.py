@@ -151,7 +151,7 @@ class InPlace:
                 first += run.checksum_count
             moves = [(move.begin, move.to, move.nbytes) for move in unit.moves]
             packs = _in_place_units.native(unit)
-            units.append((index, runs, moves, packs, self.checksums[index]))
+            units.append((index, runs, moves, packs, unit.is_kept, self.checksums[index]))
         return files, units
 
     def check_unchanged(self) -> None:
@@ -456,7 +456,7 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
             f" ignored ({left[0]!r}, ...)",
             file=sys.stderr,
         )
-    chosen = choose(model, entries) if config.frozen == "in_place" else set()
+    chosen = set() if config.frozen == "copy" else choose(model, entries)
     # All other files are read only once: sessions do not keep them open, and the store's meta does
     # not list them.
     needed = _needed(entries[key] for key in chosen)

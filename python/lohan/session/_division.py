@@ -12,7 +12,7 @@ from torch import nn
 from lohan import _core
 from lohan.activations import _swap
 from lohan.config import SCHEDULES_AT_STEP
-from lohan.errors import BudgetError
+from lohan.errors import BudgetError, ModelError
 from lohan.layout import _block, _layout
 from lohan.layout._gradient_pieces import room_bytes
 from lohan.store import _store
@@ -135,7 +135,42 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
             f" {most['host_bytes_min'] + swapped}, of which swap_bytes takes {swapped}: raise"
             " host_bytes, or lower swap_bytes"
         )
-    return _core.budget(units, host_bytes, bookkeeping, *waiting, raiser)
+    kept = sum(unit.read_bytes for unit in layout.units if unit.is_kept)
+    budget: dict[str, int] = _core.budget(units, host_bytes - kept, bookkeeping, *waiting, raiser)
+    return {**budget, "host_bytes": budget["host_bytes"] + kept}
+
+
+def _keep_packed(layout: Layout, config: Config) -> None:
+    """Choose the units whose packed bytes stay in main memory, if `frozen="packed"`.
+
+    They get the memory that training does not need. If not all of them fit, they are distributed
+    evenly, so that reads of the others are hidden by the computation of those that are kept. If all
+    blocks fit as they are computed with, none is kept packed.
+
+    Raises:
+        ModelError: no unit is packed.
+    """
+    if config.frozen != "packed":
+        return
+    packed = [unit for unit in layout.units if unit.packs]
+    if not packed:
+        raise ModelError(
+            "frozen='packed' keeps quantized parameters in memory, but no parameter is read from"
+            " weights= in a quantized form: leave frozen= out"
+        )
+    most = _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))
+    host_bytes = _host_bytes(config, most["host_bytes_full"])
+    room = host_bytes - most["host_bytes_min"]
+    if host_bytes >= most["host_bytes_full"]:
+        return
+    total = sum(unit.read_bytes for unit in packed)
+    seen = taken = 0
+    for unit in packed:
+        seen += unit.read_bytes
+        due = room * seen // total + unit.read_bytes // 2
+        if taken + unit.read_bytes <= min(room, due):
+            unit.is_kept = True
+            taken += unit.read_bytes
 
 
 def least(layout: Layout, config: Config) -> dict[str, int]:
@@ -172,15 +207,18 @@ def divide(
 
     Raises:
         BudgetError: main memory or device memory is too small.
+        ModelError: `frozen="packed"`, and no parameter is read in a quantized form.
     """
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
         layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states)
+        _keep_packed(layout, roomy)
         return roomy, layout, _budget(layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
     layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states)
+    _keep_packed(layout, config)
     return config, layout, _budget(layout, config)
 
 

@@ -90,8 +90,13 @@ def check(config: Config) -> None:
         raise ModelError(f"io {config.io!r} must be 'auto', 'io_uring', 'libaio' or 'threads'")
     if config.profile not in ("reuse", "again"):
         raise ModelError(f"profile {config.profile!r} must be 'reuse' or 'again'")
-    if config.frozen not in ("in_place", "copy"):
-        raise ModelError(f"frozen {config.frozen!r} must be 'in_place' or 'copy'")
+    if config.frozen not in ("in_place", "packed", "copy"):
+        raise ModelError(f"frozen {config.frozen!r} must be 'in_place', 'packed' or 'copy'")
+    if config.frozen == "packed" and config.share == "on":
+        raise UnsupportedError(
+            "frozen='packed' is not supported with share='on', whose processes read the decoded"
+            " parameters of one process: pass share='off', or leave frozen= out"
+        )
     if config.heap not in ("keep", "system"):
         raise ModelError(f"heap {config.heap!r} must be 'keep' or 'system'")
     every = config.write_every
