@@ -25,7 +25,6 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
     LHPY_ROWS("runs", struct lh_in_place_unit, runs, run_count, run_table),
     LHPY_ROWS("moves", struct lh_in_place_unit, moves, move_count, move_table),
     LHPY_ROWS("packs", struct lh_in_place_unit, packs, pack_count, pack_table),
-    LHPY_FIELD(struct lh_in_place_unit, is_kept),
     LHPY_ROWS("checksums", struct lh_in_place_unit, checksums, checksum_count, checksum_table));
 
 static const struct lhpy_table file_table =
@@ -38,7 +37,8 @@ static const struct lhpy_table file_table =
 const struct lhpy_table lhpy_in_place_table =
     LHPY_TABLE("in_place", LHPY_FORM_TUPLE, struct lhpy_in_place,
                LHPY_ROWS("files", struct lhpy_in_place, rows, row_count, file_table),
-               LHPY_ROWS("units", struct lhpy_in_place, opts.units, opts.unit_count, unit_table));
+               LHPY_ROWS("units", struct lhpy_in_place, opts.units, opts.unit_count, unit_table),
+               LHPY_FIELD_AS("kept_bytes", struct lhpy_in_place, opts.kept_bytes));
 
 int lhpy_in_place_prepare(struct lhpy_in_place *in_place)
 {
@@ -51,8 +51,6 @@ int lhpy_in_place_prepare(struct lhpy_in_place *in_place)
         in_place->files[i] = in_place->rows[i].file;
     in_place->opts.files = in_place->files;
     in_place->opts.file_count = in_place->row_count;
-    for (uint32_t i = 0; i < in_place->opts.unit_count; i++)
-        in_place->opts.kept_bytes += lh_in_place_kept_bytes(&in_place->opts.units[i]);
     return 0;
 }
 

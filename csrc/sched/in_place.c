@@ -78,8 +78,7 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
     }
     is_good = is_good && at == desc->bytes;
     if (is_good)
-        is_good = is_packed(made) ? lh_packed_is_good(made, desc->bytes)
-                                  : !made->is_kept && moves_are_good(made);
+        is_good = is_packed(made) ? lh_packed_is_good(made, desc->bytes) : moves_are_good(made);
     if (!is_good || checksum_count != made->checksum_count)
         return lh_error_set(
             err, -EINVAL,
@@ -281,7 +280,6 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t seam_count = 0;
     uint64_t packed_count = 0;
-    uint64_t kept_bytes = 0;
     LH_TRY(jobs_create(engine, err));
     engine->in_place.source = (struct lh_source){
         .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
@@ -304,15 +302,8 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
             unit->source = &engine->in_place.packed_source;
             unit->in_place.first = lh_borrow_is_on(engine) ? 0 : made->runs[0].offset;
         }
-        if (!made->is_kept || lh_borrow_is_on(engine))
-            continue;
-        uint64_t bytes = lh_in_place_kept_bytes(made);
-        if (bytes > engine->opts.in_place.kept_bytes - kept_bytes)
-            return lh_error_set(err, -EINVAL,
-                                "kept_bytes %" PRIu64 " is less than the units' packed bytes",
-                                engine->opts.in_place.kept_bytes);
-        lh_kept_add(engine, unit, kept_bytes);
-        kept_bytes += bytes;
+        if (is_packed(made) && engine->opts.in_place.kept_bytes > 0 && !lh_borrow_is_on(engine))
+            lh_kept_add(engine, unit);
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];

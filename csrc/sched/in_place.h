@@ -32,11 +32,13 @@
  * plans count the runs' bytes; the unit's place in memory, and its copy on an accelerator, have all
  * of the unit's bytes.
  *
- * [Note: Kept bytes] The packed bytes of some packed units can stay in main memory, in a place of
- * their own (kept.c): several times as many units fit there as decoded ones. Each such unit is read
- * once, from the engine's creation on, while training may already run. Its loads read no files:
- * workers decode it from there to its place, and plans count no bytes for them. The first reads
- * belong to no step.
+ * [Note: Kept bytes] Main memory can keep the packed bytes of packed units, in a place of their own
+ * (kept.c): several times as many units fit there as decoded ones. A unit is kept from its second
+ * load on, which reads to that place, so that memory is not spent on units that stay in memory or
+ * on the accelerator anyway. If not all fit, those that are kept are distributed evenly over the
+ * order of loads, so that the reads of others are hidden by computation; what is left after a few
+ * loads of each is for whichever is loaded next. A unit stays kept. From then on its loads read no
+ * files: workers decode it from there to its place, and plans count no bytes for them.
  *
  * The engine borrows everything declared here until it is stopped.
  */
@@ -93,7 +95,6 @@ struct lh_in_place_unit {
     uint32_t move_count;
     const struct lh_in_place_pack *packs; /* in order; without moves */
     uint32_t pack_count;                  /* above 0: the unit is packed */
-    bool is_kept;                         /* its packed bytes stay in main memory */
     const uint32_t *checksums;
     uint32_t checksum_count;
 };
@@ -104,17 +105,8 @@ struct lh_in_place_opts {
     uint32_t file_first; /* the index of files[0] among io's files */
     const struct lh_in_place_unit *units;
     uint32_t unit_count;
-    uint8_t *kept_memory; /* for units that are kept; aligned to LH_BLOCK_BYTES, known to io */
-    uint64_t kept_bytes;
+    uint8_t *kept_memory; /* for packed bytes that are kept; aligned to LH_BLOCK_BYTES */
+    uint64_t kept_bytes;  /* 0: none are kept */
 };
-
-/* The bytes of main memory that a unit's packed bytes take if they are kept. */
-static inline uint64_t lh_in_place_kept_bytes(const struct lh_in_place_unit *made)
-{
-    uint64_t bytes = 0;
-    for (uint32_t i = 0; made->is_kept && i < made->run_count; i++)
-        bytes += made->runs[i].bytes;
-    return bytes;
-}
 
 #endif

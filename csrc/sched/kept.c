@@ -1,52 +1,70 @@
-/* Packed units whose packed bytes stay in main memory: [Note: Kept bytes] in in_place.h. */
+/* Packed bytes that stay in main memory: [Note: Kept bytes] in in_place.h. */
 #include "sched/engine_private.h"
 
-static void decode_begin(struct lh_engine *engine, struct lh_unit *unit)
+/* Whether to keep a unit's packed bytes at this load: see [Note: Kept bytes]. */
+static bool is_chosen(struct lh_engine *engine, const struct lh_unit *unit, uint64_t bytes)
 {
-    LH_ASSERT(unit->in_place.is_filled && unit->state == LH_UNIT_STATE_LOADING);
-    lh_packed_decode(engine, unit);
+    struct lh_kept *kept = &engine->in_place.kept;
+    uint64_t room = engine->opts.in_place.kept_bytes - kept->taken_bytes;
+    if (unit->in_place.load_count == 2) {
+        kept->seen_bytes += bytes;
+        LH_ASSERT(kept->seen_bytes <= kept->total_bytes);
+        double share = (double)kept->seen_bytes / (double)kept->total_bytes;
+        double due = (double)engine->opts.in_place.kept_bytes * share + (double)bytes / 2;
+        return bytes <= room && (double)(kept->taken_bytes + bytes) <= due;
+    }
+    return bytes <= room && unit->in_place.load_count >= 4;
 }
 
-static void fill_done(struct lh_engine *engine, struct lh_transfer *transfer)
+static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, transfer->unit);
-    LH_ASSERT(transfer == &unit->load && !unit->in_place.is_filled);
-    unit->in_place.is_filled = true;
-    if (unit->state == LH_UNIT_STATE_LOADING)
-        decode_begin(engine, unit);
+    LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
+    if (unit->in_place.kept) {
+        lh_region_unread(engine, transfer->unit);
+        unit->in_place.first = unit->desc.bytes;
+    }
+    lh_packed_decode(engine, unit);
 }
 
 static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
-    (void)step; /* no bytes move that a step counts */
-    if (unit->in_place.is_filled)
-        decode_begin(engine, unit);
-    else if (lh_unit_is_awaited(engine, unit))
-        lh_transfer_raise(engine, &unit->load);
+    struct lh_in_place_part *part = &unit->in_place;
+    struct lh_kept *kept = &engine->in_place.kept;
+    LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING);
+    if (part->kept) {
+        lh_packed_decode(engine, unit);
+        return;
+    }
+    uint64_t bytes = unit->desc.bytes - part->first;
+    part->load_count++;
+    if (is_chosen(engine, unit, bytes)) {
+        part->kept = engine->opts.in_place.kept_memory + kept->taken_bytes;
+        kept->taken_bytes += bytes;
+    }
+    bool is_awaited = lh_unit_is_awaited(engine, unit);
+    unit->load = (struct lh_transfer){
+        .source = &engine->in_place.packed_source,
+        .done = load_done,
+        .kind = LH_IO_KIND_READ,
+        .priority = is_awaited ? LH_PRIORITY_DEMAND : LH_PRIORITY_PREFETCH,
+        .link = LH_ENGINE_LINK_PARAM_READ,
+        .unit = part->made->unit,
+        .slab = LH_CHUNK_NONE,
+        .step = step,
+        .extent = unit->desc.param_extent,
+        .offset = part->first,
+        .bytes = bytes,
+        .buffer = part->kept ? part->kept : unit->memory + part->first,
+    };
+    lh_transfer_submit(engine, &unit->load);
 }
 
 const struct lh_source_ops lh_kept_source_ops = {.load = load, .advice = ""};
 
-void lh_kept_add(struct lh_engine *engine, struct lh_unit *unit, uint64_t offset)
+void lh_kept_add(struct lh_engine *engine, struct lh_unit *unit)
 {
-    const struct lh_in_place_unit *made = unit->in_place.made;
-    uint64_t bytes = lh_in_place_kept_bytes(made);
-    LH_ASSERT(made->is_kept && offset + bytes <= engine->opts.in_place.kept_bytes);
-    unit->in_place.kept = engine->opts.in_place.kept_memory + offset;
-    unit->in_place.first = unit->desc.bytes; /* a load reads nothing */
+    LH_ASSERT(engine->opts.in_place.kept_memory && unit->in_place.made->pack_count > 0);
+    engine->in_place.kept.total_bytes += unit->desc.bytes - unit->in_place.first;
     unit->source = &engine->in_place.kept_source;
-    unit->load = (struct lh_transfer){
-        .source = &engine->in_place.packed_source,
-        .done = fill_done,
-        .kind = LH_IO_KIND_READ,
-        .priority = LH_PRIORITY_PREFETCH,
-        .link = LH_ENGINE_LINK_PARAM_READ,
-        .unit = made->unit,
-        .slab = LH_CHUNK_NONE,
-        .extent = unit->desc.param_extent,
-        .offset = made->runs[0].offset,
-        .bytes = bytes,
-        .buffer = unit->in_place.kept,
-    };
-    lh_transfer_submit(engine, &unit->load);
 }

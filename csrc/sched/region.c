@@ -156,6 +156,17 @@ static void region_reset(struct lh_engine *engine, struct lh_region *region)
         region_look(engine, region, i);
 }
 
+void lh_region_unread(struct lh_engine *engine, uint32_t unit)
+{
+    struct lh_region *region = &engine->host_region;
+    for (uint64_t i = region->op_first; i < region->op_count; i++) {
+        if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD && region->ops[i].unit == unit)
+            lh_core_stats(engine, region->op_steps[i])->planned_bytes[region->link] -=
+                load_bytes(engine, region, unit);
+    }
+    region->units[unit].unread_bytes = region->units[unit].bytes;
+}
+
 /* Let the last closed step's ops that are not yet executed count for engine->plan_step. */
 static void region_step_end(struct lh_engine *engine, struct lh_region *region)
 {

@@ -51,6 +51,8 @@ void lh_region_forget(struct lh_engine *engine);
 void lh_region_discard(struct lh_engine *engine);
 /* The last closed step is over: ops that are not yet executed count for the next step. */
 void lh_region_step_end(struct lh_engine *engine);
+/* From now on, loads of the unit into main memory read nothing; their bytes are no longer planned. */
+void lh_region_unread(struct lh_engine *engine, uint32_t unit);
 /* Replan around the units that are in use. */
 void lh_region_plan_around(struct lh_engine *engine);
 /* With an accelerator: replan main memory for what is owed there. The other plan stays. */

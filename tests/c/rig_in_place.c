@@ -43,6 +43,7 @@ struct rig_in_place {
     int fds[2];
     uint32_t file_first;
     uint8_t *kept_memory;
+    uint64_t kept_bytes;
 };
 
 /* Write bytes of content at offset, in a file that ends after them. */
@@ -196,12 +197,12 @@ static void packed_make(struct rig_in_place *made, const struct rig *rig, uint8_
                                            .run_count = 2,
                                            .packs = made->packs,
                                            .pack_count = PACK_COUNT,
-                                           .is_kept = rig->opts.kept,
                                            .checksums = made->checksums,
                                            .checksum_count = count};
+    made->kept_bytes = rig->opts.kept ? sizes.packed_bytes + sizes.scale_bytes : 0;
     if (rig->opts.kept)
-        LH_CHECK(posix_memalign((void **)&made->kept_memory, LH_BLOCK_BYTES,
-                                lh_in_place_kept_bytes(&made->unit)) == 0);
+        LH_CHECK(posix_memalign((void **)&made->kept_memory, LH_BLOCK_BYTES, made->kept_bytes) ==
+                 0);
 }
 
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
@@ -283,7 +284,7 @@ void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts)
                                                .units = &made->unit,
                                                .unit_count = 1,
                                                .kept_memory = made->kept_memory,
-                                               .kept_bytes = lh_in_place_kept_bytes(&made->unit)};
+                                               .kept_bytes = made->kept_bytes};
 }
 
 void rig_in_place_close(struct rig *rig)
@@ -377,9 +378,6 @@ static bool packed_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *op
         unit.move_count = 1;
         unit.moves = &move;
         return true;
-    case 17:
-        unit.is_kept = true; /* there is no memory for it */
-        return true;
     default:
         return false;
     }
@@ -438,9 +436,6 @@ bool rig_in_place_bad(struct rig *rig, uint32_t turn, struct lh_engine_opts *opt
         return true;
     case 11:
         moves[0].bytes = FIRST_BYTES; /* the move reaches into the next run */
-        return true;
-    case 12:
-        unit.is_kept = true; /* it is not packed */
         return true;
     default:
         return false;

@@ -23,7 +23,7 @@ from lohan.errors import (
 from lohan.layout._in_place import InPlace
 from lohan.session import _settings
 from lora_helper import adapters, logits, lora, shift, train
-from quantize_helper import CONFIG, FORMS, fp8, is_linear, mxfp4, nf4, nvfp4, save
+from quantize_helper import CONFIG, FORMS, fp8, is_linear, llama_config, mxfp4, nf4, nvfp4, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_helper import host_bytes_min
@@ -100,72 +100,82 @@ def test_reads_are_of_the_packed_bytes(base: Any, store_dir: Path) -> None:
     model.lohan.close()
 
 
-@pytest.mark.parametrize("device", ["cpu", "emu"])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_packed_bytes_that_are_kept_are_read_once(
-    count: int, device: str, base: Any, store_dir: Path
-) -> None:
-    folder, (before, losses, values) = base
-    settings: dict[str, Any] = {"weights": folder, "device": device}
-    least = host_bytes_min(lora(empty()), store_dir, **settings)
-    model = lohan.wrap(lora(empty()), store=store_dir / "0", host_bytes=least, **settings)
-    sizes = [unit.read_bytes for unit in packed_units(model)]
+DEEP_LAYERS = 8
+
+
+def deep() -> Any:
+    with lohan.empty():
+        model = AutoModelForCausalLM.from_config(llama_config(DEEP_LAYERS), dtype=torch.bfloat16)
+    return lora(model)
+
+
+@pytest.fixture(scope="module", params=["fp8", "nf4"])
+def deep_base(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the folder of a base with more layers, and the losses of LoRA on it."""
+    folder, plain = save(
+        tmp_path_factory.mktemp("bases") / request.param, FORMS[request.param], layers=DEEP_LAYERS
+    )
+    store = tmp_path_factory.mktemp("memory")
+    model = lohan.wrap(deep(), store=store, weights=plain, lr=1e-2, frozen="copy")
+    expected = logits(model), train(model, 4)
     model.lohan.close()
-    host_bytes = least + sum(sizes[:count])
+    return folder, expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+@pytest.mark.parametrize("count", [4, 6, DEEP_LAYERS])
+def test_packed_bytes_that_are_kept_are_read_once(
+    count: int, device: str, deep_base: Any, store_dir: Path
+) -> None:
+    folder, (before, losses) = deep_base
+    settings: dict[str, Any] = {"weights": folder, "device": device}
+    if device == "emu":
+        settings["device_param_bytes"] = 1_000_000  # less than all blocks take
+    least = host_bytes_min(deep(), store_dir, **settings)
+    model = lohan.wrap(deep(), store=store_dir / "0", host_bytes=least, **settings)
+    sizes = sorted(unit.read_bytes for unit in packed_units(model))
+    model.lohan.close()
+    host_bytes = least + sum(sizes[-count:])
     reads = {}
     for frozen in ("in_place", "packed"):
-        model = lohan.wrap(
-            lora(empty()),
-            store=store_dir / frozen,
-            lr=1e-2,
-            host_bytes=host_bytes,
-            frozen=frozen,
-            **settings,
-        )
+        settings |= {"store": store_dir / frozen, "frozen": frozen, "host_bytes": host_bytes}
+        model = lohan.wrap(deep(), lr=1e-2, **settings)
         assert model.lohan.budget["host_bytes"] <= host_bytes
         assert torch.equal(logits(model), before)
-        assert train(model, 5) == losses
-        found = adapters(model)
-        assert all(torch.equal(found[name], values[name]) for name in values)
-        kept = [unit.read_bytes for unit in packed_units(model) if unit.is_kept]
-        assert len(kept) == (count if frozen == "packed" else 0)
+        assert train(model, 4) == losses
+        assert (model.lohan.layout.in_place.kept_bytes > 0) == (frozen == "packed")
         model.lohan.flush()
         stats = model.lohan.stats()
         assert stats.bytes == stats.planned_bytes
         reads[frozen] = stats.bytes["param_read"]
         model.lohan.close()
-    plain = [unit.read_bytes for unit in model.lohan.layout.units if not unit.trainable]
-    assert reads["packed"] <= 2 * (sum(plain) - sum(kept)), "each other block is read twice"
-    if device == "cpu":
-        assert reads["packed"] < reads["in_place"]
+    # FP8 has half the bytes of bf16, and the accelerator holds about half of the blocks.
+    assert reads["packed"] < reads["in_place"] or (device == "emu" and folder.parent.name == "fp8")
+    if count == DEEP_LAYERS:
+        others = [u for u in model.lohan.layout.units if not u.trainable and not u.packs]
+        assert reads["packed"] <= 2 * sum(unit.read_bytes for unit in others)
 
 
-def test_a_store_may_be_resumed_with_and_without_kept_bytes(base: Any, store_dir: Path) -> None:
-    folder, (_, losses, _) = base
-    least = host_bytes_min(lora(empty()), store_dir, weights=folder)
-    expected = iter(losses)
-    for turn in range(4):
-        source = {"resume": True} if turn else {"weights": folder}
-        model = lohan.wrap(
-            lora(empty()),
-            store=store_dir / "s",
-            lr=1e-2,
-            host_bytes=least + 100_000,
-            frozen=("packed", "in_place")[turn % 2],
-            **source,
-        )
-        assert any(unit.is_kept for unit in packed_units(model)) == (turn % 2 == 0)
-        assert train(model, 1) == [next(expected)]
+def test_a_store_may_be_resumed_with_and_without_kept_bytes(
+    deep_base: Any, store_dir: Path
+) -> None:
+    folder, (_, losses) = deep_base
+    least = host_bytes_min(deep(), store_dir, weights=folder)
+    for turn, expected in enumerate(losses):
+        source: dict[str, Any] = {"resume": True} if turn else {"weights": folder}
+        frozen = ("packed", "in_place")[turn % 2]
+        settings = {**source, "host_bytes": least + 200_000, "frozen": frozen}
+        model = lohan.wrap(deep(), store=store_dir / "s", lr=1e-2, **settings)
+        assert (model.lohan.layout.in_place.kept_bytes > 0) == (frozen == "packed")
+        assert train(model, 1) == [expected]
         model.lohan.close()
 
 
-def test_decoded_blocks_are_kept_if_all_of_them_fit(base: Any, store_dir: Path) -> None:
-    folder, (_, losses, _) = base
-    model = lohan.wrap(
-        lora(empty()), store=store_dir / "s", lr=1e-2, weights=folder, frozen="packed"
-    )
-    assert packed_units(model) and not any(unit.is_kept for unit in packed_units(model))
-    assert train(model, 5) == losses
+def test_decoded_blocks_are_kept_if_all_of_them_fit(deep_base: Any, store_dir: Path) -> None:
+    folder, (_, losses) = deep_base
+    model = lohan.wrap(deep(), store=store_dir / "s", lr=1e-2, weights=folder, frozen="packed")
+    assert packed_units(model) and model.lohan.layout.in_place.kept_bytes == 0
+    assert train(model, 4) == losses
     assert model.lohan.stats().bytes["param_read"] == 0
     model.lohan.close()
 

@@ -154,7 +154,6 @@ class Unit:
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
     packs: dict[str, Pack] = dataclasses.field(default_factory=dict)  # by parameter, in order
-    is_kept: bool = False  # its packed bytes stay in main memory
 
     @property
     def place_bytes(self) -> int:

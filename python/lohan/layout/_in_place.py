@@ -96,11 +96,13 @@ class InPlace:
     Attributes:
         files: the files; Run.file is an index into them.
         checksums: the checksums of each in-place unit, by unit index: u32 values, as bytes.
+        kept_bytes: the main memory in which packed bytes stay once they have been read.
     """
 
     def __init__(self, files: Sequence[File]) -> None:
         self.files = list(files)
         self.checksums: dict[int, bytes] = {}
+        self.kept_bytes = 0
         self._fds: list[tuple[int, bool]] = []
 
     # --- Opening ------------------------------------------------------------------------------
@@ -136,8 +138,8 @@ class InPlace:
         for fd, _ in fds:
             os.close(fd)
 
-    def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any]]:
-        """Return the files and units as _core.Engine takes them."""
+    def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any], int]:
+        """Return the files, the units and kept_bytes as _core.Engine takes them."""
         files = [
             (fd, os.fsencode(file.path), file.nbytes, is_direct)
             for (fd, is_direct), file in zip(self._fds, self.files, strict=True)
@@ -151,8 +153,8 @@ class InPlace:
                 first += run.checksum_count
             moves = [(move.begin, move.to, move.nbytes) for move in unit.moves]
             packs = _in_place_units.native(unit)
-            units.append((index, runs, moves, packs, unit.is_kept, self.checksums[index]))
-        return files, units
+            units.append((index, runs, moves, packs, self.checksums[index]))
+        return files, units, self.kept_bytes
 
     def check_unchanged(self) -> None:
         """Raise StoreError if a file was written to since it was examined."""

@@ -135,42 +135,32 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
             f" {most['host_bytes_min'] + swapped}, of which swap_bytes takes {swapped}: raise"
             " host_bytes, or lower swap_bytes"
         )
-    kept = sum(unit.read_bytes for unit in layout.units if unit.is_kept)
+    kept = layout.in_place.kept_bytes
     budget: dict[str, int] = _core.budget(units, host_bytes - kept, bookkeeping, *waiting, raiser)
     return {**budget, "host_bytes": budget["host_bytes"] + kept}
 
 
 def _keep_packed(layout: Layout, config: Config) -> None:
-    """Choose the units whose packed bytes stay in main memory, if `frozen="packed"`.
+    """Set how many packed bytes stay in main memory, if `frozen="packed"`.
 
-    They get the memory that training does not need. If not all of them fit, they are distributed
-    evenly, so that reads of the others are hidden by the computation of those that are kept. If all
-    blocks fit as they are computed with, none is kept packed.
+    They get the memory that training does not need. If all blocks fit as they are computed with,
+    none is kept packed.
 
     Raises:
         ModelError: no unit is packed.
     """
     if config.frozen != "packed":
         return
-    packed = [unit for unit in layout.units if unit.packs]
-    if not packed:
+    total = sum(unit.read_bytes for unit in layout.units if unit.packs)
+    if total == 0:
         raise ModelError(
             "frozen='packed' keeps quantized parameters in memory, but no parameter is read from"
             " weights= in a quantized form: leave frozen= out"
         )
     most = _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))
     host_bytes = _host_bytes(config, most["host_bytes_full"])
-    room = host_bytes - most["host_bytes_min"]
-    if host_bytes >= most["host_bytes_full"]:
-        return
-    total = sum(unit.read_bytes for unit in packed)
-    seen = taken = 0
-    for unit in packed:
-        seen += unit.read_bytes
-        due = room * seen // total + unit.read_bytes // 2
-        if taken + unit.read_bytes <= min(room, due):
-            unit.is_kept = True
-            taken += unit.read_bytes
+    if host_bytes < most["host_bytes_full"]:
+        layout.in_place.kept_bytes = max(0, min(total, host_bytes - most["host_bytes_min"]))
 
 
 def least(layout: Layout, config: Config) -> dict[str, int]:
