@@ -101,7 +101,6 @@ static void chunk_moments(const struct bench *bench, struct lh_adam_chunk *chunk
     uint64_t bytes = lh_adam_moment_bytes(bench->states);
 
     chunk->states = bench->states;
-    chunk->first = first;
     if (bench->states == LH_ADAM_STATES_F32)
         return;
     chunk->count = lh_align_up(chunk->count, LH_ADAM_STATES_BLOCK);
@@ -115,8 +114,11 @@ static void chunk_work(const struct bench *bench, const struct lh_adam_run *run,
 {
     const struct checksums *read = &bench->read, *written = &bench->written;
     uint64_t place = index * CHUNK_CHECKSUMS;
-    struct lh_adam_segment segment = {0, run->count, run->gradient, run->gradient_dtype,
-                                      bench->scalars};
+    struct lh_adam_segment segment = {.count = run->count,
+                                      .gradient = run->gradient,
+                                      .gradient_dtype = run->gradient_dtype,
+                                      .scalars = bench->scalars,
+                                      .param_first = index * CHUNK_ELEMENTS};
     bool checked = bench->work == WORK_CHECKSUMS, made = bench->work != WORK_UPDATE;
     bool has_scales = bench->states == LH_ADAM_STATES_8BIT;
     struct lh_adam_chunk chunk = {

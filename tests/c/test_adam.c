@@ -288,7 +288,7 @@ static void test_environment(void)
     const uint64_t count = 1000;
     struct arrays start = arrays_create(count, 0);
     struct arrays expected, actual;
-    struct lh_adam_segment segment = {0, count, NULL, LH_DTYPE_F32, scalars_any(1)};
+    struct lh_adam_segment segment = {.count = count, .scalars = scalars_any(1)};
     struct lh_adam_run run;
 
     lh_test_name("a thread that rounds upwards and flushes denormals gets the same bits");
@@ -460,7 +460,7 @@ static void test_chunk_partial_checksums(void)
     struct arrays start = arrays_create(count, 0), expected;
     struct lh_adam_run run;
     uint32_t crcs[ARRAY_COUNT][BLOCK_COUNT_MAX], made[ARRAY_COUNT][BLOCK_COUNT_MAX];
-    struct lh_adam_segment segment = {0, count, NULL, LH_DTYPE_F32, scalars_any(1)};
+    struct lh_adam_segment segment = {.count = count, .scalars = scalars_any(1)};
 
     lh_test_name("checksums that are not asked for are neither checked nor made");
     arrays_fill(&start, count, 5);
@@ -496,8 +496,10 @@ static void flip_check(const struct arrays *start, enum lh_adam_array wrong, int
     uint64_t element_bytes = element_bytes_of(dtype, array);
     uint64_t at_bytes = (CHUNK_ELEMENTS - 500) * element_bytes;
     uint32_t before[ARRAY_COUNT][BLOCK_COUNT_MAX], made[ARRAY_COUNT][BLOCK_COUNT_MAX];
-    struct lh_adam_segment segment = {10, CHUNK_ELEMENTS - 10, array_of(start, GRADIENT),
-                                      LH_DTYPE_F32, scalars_any(1)};
+    struct lh_adam_segment segment = {.first = 10,
+                                      .count = CHUNK_ELEMENTS - 10,
+                                      .gradient = array_of(start, GRADIENT),
+                                      .scalars = scalars_any(1)};
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
 
@@ -541,8 +543,9 @@ static void test_chunk_mismatch(void)
 static void overlapping_run(void *context)
 {
     float values[8] = {0};
-    struct lh_adam_segment segments[2] = {{0, 5, values, LH_DTYPE_F32, scalars_any(1)},
-                                          {4, 4, values, LH_DTYPE_F32, scalars_any(1)}};
+    struct lh_adam_segment segments[2] = {
+        {.count = 5, .gradient = values, .scalars = scalars_any(1)},
+        {.first = 4, .count = 4, .gradient = values, .scalars = scalars_any(1)}};
     struct lh_adam_chunk chunk = {.param = values,
                                   .moment1 = values,
                                   .moment2 = values,

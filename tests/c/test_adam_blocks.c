@@ -357,8 +357,9 @@ static void misaligned_run(void *context)
 {
     uint16_t values[2 * BLOCK] = {0};
     float gradient[BLOCK] = {0};
-    struct lh_adam_segment segments[2] = {{0, 5, gradient, LH_DTYPE_F32, scalars_any(1)},
-                                          {5, 5, gradient, LH_DTYPE_F32, scalars_any(1)}};
+    struct lh_adam_segment segments[2] = {
+        {.count = 5, .gradient = gradient, .scalars = scalars_any(1)},
+        {.first = 5, .count = 5, .gradient = gradient, .scalars = scalars_any(1)}};
     struct lh_adam_chunk chunk = {.param = values,
                                   .residual = values,
                                   .moment1 = values,

@@ -57,7 +57,10 @@ static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
     const uint32_t residual_expected = lh_crc32c(0, run->residual, residual_bytes);
     const uint32_t moment1_expected = lh_crc32c(0, run->moment1, COUNT * 4);
     const uint32_t moment2_expected = lh_crc32c(0, run->moment2, COUNT * 4);
-    const struct lh_adam_segment segment = {0, COUNT, run->gradient, run->gradient_dtype, scalars};
+    const struct lh_adam_segment segment = {.count = COUNT,
+                                            .gradient = run->gradient,
+                                            .gradient_dtype = run->gradient_dtype,
+                                            .scalars = scalars};
     uint32_t param = 0, residual = 0, moment1 = 0, moment2 = 0;
     struct lh_adam_chunk chunk = {.param = run->param,
                                   .residual = run->residual,

@@ -20,7 +20,7 @@ import torch
 from click.testing import CliRunner
 from lohan import cli
 from lohan.config import Config
-from lohan.errors import StoreExistsError, StoreUncleanError, UnsupportedError
+from lohan.errors import ModelError, StoreExistsError, StoreUncleanError, UnsupportedError
 from lohan.store import _contents, _moments
 from lohan.store._export import open_to_read
 from torch import nn
@@ -116,11 +116,14 @@ def test_narrow_moments_survive_a_way_through_fp32(store_dir: pathlib.Path) -> N
     assert all(torch.equal(values, after[name]) for name, values in before.items())
 
 
-def test_many_pieces_are_as_one(store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_many_pieces_are_as_one(
+    states: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make(store_dir, "fp32")
-    lohan.convert(store, store_dir / "one", states="8bit")
+    lohan.convert(store, store_dir / "one", states=states)
     monkeypatch.setattr(_contents, "PIECE_ELEMENTS", 1024)
-    lohan.convert(store, store_dir / "many", states="8bit")
+    lohan.convert(store, store_dir / "many", states=states)
     one, many = arrays_of(store_dir / "one"), arrays_of(store_dir / "many")
     assert all(torch.equal(values, many[name]) for name, values in one.items())
 
@@ -155,7 +158,7 @@ def test_what_cannot_be_converted_is_rejected(store_dir: pathlib.Path) -> None:
     out: Any = store_dir / "new"
     with pytest.raises(UnsupportedError, match="states='bf16' already"):
         lohan.convert(store, out, states="bf16")
-    with pytest.raises(ValueError, match="states='int8'"):
+    with pytest.raises(ModelError, match="states='int8'"):
         lohan.convert(store, out, states="int8")
     with pytest.raises(StoreExistsError, match="choose another"):
         lohan.convert(store, store, states="8bit")

@@ -22,7 +22,7 @@ from torch import nn
 from lohan import _core
 from lohan.common._arguments import directories_of
 from lohan.config import Config
-from lohan.errors import StoreExistsError, UnsupportedError, store_error
+from lohan.errors import ModelError, StoreExistsError, UnsupportedError, store_error
 from lohan.layout._block import STATES, Param, place
 from lohan.store import _contents, _moments, _snapshot, _store
 from lohan.store._export import open_to_read
@@ -138,10 +138,13 @@ class _Target:
             allow_tmpfs=_CONFIG.allow_tmpfs,
         )
 
-    def _pieces(self) -> list[Param]:
-        """Return the parameters with moments, in pieces that fit into memory."""
+    def _pieces(self) -> list[tuple[Param, int]]:
+        """Return the parameters with moments in pieces that fit into memory, and where they begin.
+
+        A piece begins at an element of its parameter.
+        """
         return [
-            _piece(param, begin)
+            (_piece(param, begin), begin)
             for param in self.layout.params
             if self.layout.units[param.unit].trainable
             for begin in range(0, param.count, _contents.PIECE_ELEMENTS)
@@ -151,7 +154,7 @@ class _Target:
     def total_bytes(self) -> int:
         """The number of bytes that fill() writes, without padding and scales."""
         units = self.layout.units
-        moments = sum(2 * units[p.unit].moment_bytes * p.count for p in self._pieces())
+        moments = sum(2 * units[p.unit].moment_bytes * p.count for p, _ in self._pieces())
         return sum(nbytes for _, nbytes in self.moves.values()) + moments
 
     def fill(self, advance: Callable[[int], None]) -> None:
@@ -163,10 +166,11 @@ class _Target:
             self.source.read(self.moves[extent][0], offset, address, nbytes)
 
         _snapshot.move(sizes, read, self.store.write, advance)
-        for param in self._pieces():
+        for param, begin in self._pieces():
             old, new = self.old.layout.units[param.unit], self.layout.units[param.unit]
             moments = _moments.read(self.source, old, self.old.extents.units[param.unit], param)
-            _moments.write(self.store, new, self.extents.units[param.unit], param, moments)
+            places = self.extents.units[param.unit]
+            _moments.write(self.store, new, places, param, moments, begin)
             advance(2 * new.moment_bytes * param.count)
         self.store.commit(int(self.said["step"]), self.said["scalars"])
 
@@ -214,10 +218,10 @@ def convert(
         StoreError: the store cannot be read, or the new one cannot be created; see the subclasses.
         StoreLockedError: a process is training with the store.
         UnsupportedError: there are no moments to convert, or other processes have some of them.
-        ValueError: states is not a format.
+        ModelError: states is not a format.
     """
     if states not in STATES:
-        raise ValueError(f'states={states!r}: must be "fp32", "bf16" or "8bit"')
+        raise ModelError(f'states={states!r}: must be "fp32", "bf16" or "8bit"')
     directories, places = directories_of(store), directories_of(out)
     source = open_to_read(directories, _CONFIG)
     try:

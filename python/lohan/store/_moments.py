@@ -88,6 +88,7 @@ def write(
     places: UnitExtents,
     param: Param,
     moments: tuple[torch.Tensor, torch.Tensor],
+    begin: int = 0,
 ) -> None:
     """Write both moments of a parameter to a new store.
 
@@ -97,6 +98,7 @@ def write(
         places: the unit's extents.
         param: the parameter.
         moments: fp32 tensors of `count` elements in the unit's order, contiguous.
+        begin: if `param` is a part of a parameter: its first element, a multiple of 64.
     """
     if unit.states == "fp32":
         for values, extent in zip(moments, (places.moment1, places.moment2), strict=True):
@@ -108,8 +110,9 @@ def write(
             flat = values.reshape(-1)
             target[: part.count] = flat[part.begin : part.begin + part.count]
         pointers = padded[0].data_ptr(), padded[1].data_ptr()
+        first = begin + part.begin
         _core.adam_encode(
-            unit.states, *part.pointers, *pointers, part.begin, part.padded, param.number, 0
+            unit.states, *part.pointers, *pointers, first, part.padded, param.number, 0
         )
         for extent, offset, values in part.stored:
             store.write(extent, offset, values.data_ptr(), nbytes_of(values))
