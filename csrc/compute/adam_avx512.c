@@ -106,7 +106,7 @@ static inline void codes_decode(const struct lh_adam_moments *moments, uint64_t 
     bits = _mm512_add_epi32(bits, _mm512_set1_epi32(LH_ADAM_8BIT_ONE));
     m = _mm512_sub_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(1));
     m = _mm512_mul_ps(m, _mm512_set1_ps(lh_adam_8bit_unit1(scales->moment1)));
-    m = _mm512_or_ps(m, _mm512_castsi512_ps(_mm512_and_si512(code, _mm512_set1_epi32(1 << 31))));
+    m = _mm512_or_ps(m, _mm512_castsi512_ps(_mm512_and_si512(code, _mm512_set1_epi32(INT32_MIN))));
     root = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes2));
     root = _mm512_mul_ps(root, _mm512_set1_ps(lh_adam_8bit_unit2(scales->moment2)));
     *m_out = _mm512_mask_mov_ps(m, is_nan1, nan);

@@ -78,7 +78,9 @@ int lh_sim_shards_make(const struct lh_sim_model *whole, uint32_t node_count,
     LH_TRY(lh_sim_model_init(model_out, &opts, alloc, err));
     bool *is_given = lh_alloc_zeroed(alloc, opts.unit_max, sizeof(*is_given));
     struct parts *parts = lh_alloc_zeroed(alloc, whole->unit_count, sizeof(*parts));
-    int rc = is_given && parts ? 0 : lh_error_set(err, -ENOMEM, "no memory to divide a model");
+    int rc = is_given && parts ? 0 : -ENOMEM;
+    if (rc < 0)
+        (void)lh_error_set(err, rc, "no memory to divide a model");
     for (uint32_t i = 0; rc == 0 && i < whole->unit_count; i++)
         parts[i] = unit_divide(model_out, &whole->units[i], node_count, is_given);
     if (rc == 0)

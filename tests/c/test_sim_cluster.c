@@ -349,7 +349,7 @@ int main(int argc, char **argv)
     /* All elements, rounded up. */
     figures_test(LH_SIM_DIVISION_WHOLE, 4, 3 * (6 * 3 * shard_bytes + 64), 3 * SHARD_COUNT * 24);
     figures_test(LH_SIM_DIVISION_SHARDS, 1, 0, 3 * SHARD_COUNT * 24);
-    lh_test_name("what cannot be mirrored or does not fit is refused by name");
+    lh_test_name("what cannot be mirrored or does not fit raises an error that says why");
     refusals_test();
     lh_test_name("no memory: an error, and nothing leaks");
     memory_test();

@@ -96,7 +96,9 @@ def test_states_and_bases_differ(expected: dict[tuple[str, str], str]) -> None:
     assert len(set(expected.values())) == len(STATES) * len(BASES)
 
 
-@pytest.mark.parametrize("base", ["plain", "nf4", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "base", ["nf4", *(pytest.param(base, marks=pytest.mark.slow) for base in ("plain", "fp8"))]
+)
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_way_changes_a_bit(

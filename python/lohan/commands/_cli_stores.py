@@ -56,6 +56,13 @@ def _say(value: dict[str, Any], json_wanted: bool, text: str) -> None:
         Console(soft_wrap=True).print(text, highlight=False, markup=False)
 
 
+def _say_store(made: Any, places: list[str], json_wanted: bool) -> None:
+    """Print the step and the size of new stores, and their directories."""
+    said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
+    text = f"step {made.step}: {made.total_bytes:,} bytes in {', '.join(places)}"
+    _say(said, json_wanted, text)
+
+
 @click.command()
 @click.argument("store", metavar="STORE...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
@@ -184,9 +191,7 @@ def snapshot(
 
     with _progress("snapshot") as progress:
         made = _snapshot.snapshot(list(store), [out, *others], wait_s=wait_s, progress=progress)
-    said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
-    where = ", ".join(made.directories)
-    _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
+    _say_store(made, made.directories, json_wanted)
 
 
 @click.command()
@@ -218,9 +223,7 @@ def reshard(
 
     with _progress("reshard") as progress:
         made = _reshard.reshard(list(store), [out, *others], parts=parts, progress=progress)
-    said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
-    where = ", ".join(each[0] for each in made.directories)
-    _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
+    _say_store(made, [each[0] for each in made.directories], json_wanted)
 
 
 @click.command()
@@ -252,9 +255,7 @@ def convert(
 
     with _progress("convert") as progress:
         made = _convert.convert(list(store), [out, *others], states=states, progress=progress)
-    said = {"step": made.step, "directories": made.directories, "bytes": made.total_bytes}
-    where = ", ".join(made.directories)
-    _say(said, json_wanted, f"step {made.step}: {made.total_bytes:,} bytes in {where}")
+    _say_store(made, made.directories, json_wanted)
 
 
 @click.command()

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 FORMS = ("nf4", "fp8")
 # Modules that stay as they are, because rounding them costs quality and saves little. Patterns are
 # compared with each part of a name.
-_KEPT = ("*embed*", "wte", "wpe", "shared", "lm_head", "*norm*")
-_ROUTERS = ("gate", "*_gate", "*router*")
+_KEPT = ("*embed*", "wte", "wpe", "shared", "lm_head", "*norm*", "gate", "*_gate", "*router*")
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 _PIECE_ELEMENTS = 4 << 20
 _FP8_LARGEST = 448.0
@@ -158,7 +157,7 @@ def _is_chosen(name: str, entry: Entry, keep: Iterable[str]) -> bool:
     module = _module(name)
     if first_match(module, keep) is not None:
         return False
-    return all(first_match(part, (*_KEPT, *_ROUTERS)) is None for part in module.split("."))
+    return all(first_match(part, _KEPT) is None for part in module.split("."))
 
 
 def _read_config(source: Path) -> dict[str, Any]:
