@@ -6,8 +6,12 @@ drive: direct I/O, which stores use.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +55,32 @@ def groups(count: int, folder: Path, bytes_per_s: int) -> Iterator[list[list[str
     finally:
         for group in made:
             _remove(group)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options with which rerun() limits a program's drive."""
+    parser.add_argument(
+        "--disk-rate", type=int, default=0, help="bytes per second of reads, and of writes; 0: all"
+    )
+    parser.add_argument("--dir", default=None, help="folder on the disk to measure")
+    parser.add_argument("--is-limited", action="store_true", help=argparse.SUPPRESS)
+
+
+def rerun(options: argparse.Namespace) -> None:
+    """Run the program again with a limited drive and exit, if its options ask for this.
+
+    Args:
+        options: the program's options, with those of add_arguments().
+    """
+    if not options.disk_rate or options.is_limited:
+        return
+    if reason := why_not():
+        raise SystemExit(f"--disk-rate: {reason}")
+    folder = Path(options.dir or tempfile.gettempdir())
+    with groups(1, folder, options.disk_rate) as (group,):
+        words = [*group, sys.executable, *sys.argv, "--is-limited"]
+        code = subprocess.run(words, check=False).returncode
+    raise SystemExit(code)
 
 
 def _remove(group: Path) -> None:

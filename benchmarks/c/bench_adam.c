@@ -10,22 +10,17 @@
  * in a format of moments (adam_states.h) are compared with the same kernel for moments in fp32:
  * their ratio is the median of (time with fp32 / time with that format).
  */
-#define _GNU_SOURCE
-#include <pthread.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <time.h>
 
 #include "compute/adam.h"
+#include "measure.h"
 
 #define CHUNK_ELEMENTS (UINT64_C(1) << 20)
 /* Checksums of one chunk and array; 2-byte arrays use half of them. */
 #define CHUNK_CHECKSUMS (CHUNK_ELEMENTS * 4 / LH_CHECKSUM_BYTES)
 #define REPETITION_COUNT_MAX 101
-#define THREAD_COUNT_MAX 64
 
 #define STATES_COUNT 3
 
@@ -47,38 +42,12 @@ struct bench {
     enum lh_adam_states states;
 };
 
-struct worker {
-    const struct bench *bench;
-    int index;
-};
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-static void *pages(uint64_t bytes)
-{
-    uint64_t rounded = lh_align_up(bytes, LH_HUGE_PAGE_BYTES) + LH_HUGE_PAGE_BYTES;
-    char *memory = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-
-    if (memory == MAP_FAILED) {
-        perror("mmap");
-        exit(1);
-    }
-    memory = (char *)lh_align_up((uint64_t)(uintptr_t)memory, LH_HUGE_PAGE_BYTES);
-    madvise(memory, rounded - LH_HUGE_PAGE_BYTES, MADV_HUGEPAGE);
-    return memory;
-}
-
 static struct checksums checksums_create(uint64_t chunk_count)
 {
     uint64_t bytes = chunk_count * CHUNK_CHECKSUMS * sizeof(uint32_t);
 
-    return (struct checksums){pages(bytes), pages(bytes), pages(bytes), pages(bytes), pages(bytes)};
+    return (struct checksums){measure_pages(bytes), measure_pages(bytes), measure_pages(bytes),
+                              measure_pages(bytes), measure_pages(bytes)};
 }
 
 static struct lh_adam_run part(const struct lh_adam_run *run, uint64_t first, uint64_t count)
@@ -150,18 +119,13 @@ static void chunk_work(const struct bench *bench, const struct lh_adam_run *run,
     }
 }
 
-static void *worker_run(void *context)
+static void worker_run(void *context, int index)
 {
-    const struct worker *worker = context;
-    const struct bench *bench = worker->bench;
+    const struct bench *bench = context;
     uint64_t chunk_count = lh_div_ceil(bench->run.count, CHUNK_ELEMENTS);
-    uint64_t begin = chunk_count * (uint64_t)worker->index / (uint64_t)bench->thread_count;
-    uint64_t end = chunk_count * (uint64_t)(worker->index + 1) / (uint64_t)bench->thread_count;
-    cpu_set_t cpus;
+    uint64_t begin = chunk_count * (uint64_t)index / (uint64_t)bench->thread_count;
+    uint64_t end = chunk_count * (uint64_t)(index + 1) / (uint64_t)bench->thread_count;
 
-    CPU_ZERO(&cpus);
-    CPU_SET(worker->index, &cpus);
-    sched_setaffinity(0, sizeof(cpus), &cpus);
     for (uint64_t c = begin; c < end; c++) {
         uint64_t first = c * CHUNK_ELEMENTS;
         struct lh_adam_run run =
@@ -174,31 +138,12 @@ static void *worker_run(void *context)
         else
             chunk_work(bench, &run, c);
     }
-    return NULL;
 }
 
 static double seconds_of(struct bench *bench, enum work work)
 {
-    struct worker workers[THREAD_COUNT_MAX];
-    pthread_t threads[THREAD_COUNT_MAX];
-    uint64_t begin_ns = now_ns();
-
     bench->work = work;
-    for (int t = 0; t < bench->thread_count; t++) {
-        workers[t] = (struct worker){bench, t};
-        if (pthread_create(&threads[t], NULL, worker_run, &workers[t]) != 0)
-            exit(1);
-    }
-    for (int t = 0; t < bench->thread_count; t++)
-        pthread_join(threads[t], NULL);
-    return (double)(now_ns() - begin_ns) * 1e-9;
-}
-
-static int compare(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-
-    return (x > y) - (x < y);
+    return measure_threads(bench->thread_count, worker_run, bench);
 }
 
 /* The seconds of a repetition, by format and work; the stream is in [0]. */
@@ -222,9 +167,9 @@ static void report(const struct bench *bench, enum work work, const times *secon
         others[r] = count / other_seconds;
         ratios[r] = other_seconds / seconds[r][bench->states][work];
     }
-    qsort(speeds, (size_t)repetition_count, sizeof(*speeds), compare);
-    qsort(others, (size_t)repetition_count, sizeof(*others), compare);
-    qsort(ratios, (size_t)repetition_count, sizeof(*ratios), compare);
+    measure_sort(speeds, repetition_count);
+    measure_sort(others, repetition_count);
+    measure_sort(ratios, repetition_count);
     if (is_fp32)
         snprintf(other, sizeof(other),
                  "\"peer\": null, \"peer_value\": null, \"ratio\": null, "
@@ -340,19 +285,22 @@ int main(int argc, char **argv)
         .read = checksums_create(chunk_count),
         .written = checksums_create(chunk_count),
         .thread_count = argc > 3 ? (int)strtol(argv[3], NULL, 10) : 2,
-        .run = {pages(count * 4), pages(count * 2), pages(count * 4), pages(count * 4),
-                pages(count * 4), count, LH_DTYPE_F32, LH_DTYPE_F32},
-        .stored = {[LH_ADAM_STATES_BF16] = {LH_ADAM_STATES_BF16, pages(room * 2), pages(room * 2),
-                                            NULL},
-                   [LH_ADAM_STATES_8BIT] = {LH_ADAM_STATES_8BIT, pages(room), pages(room),
-                                            pages(lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, room))}},
+        .run = {measure_pages(count * 4), measure_pages(count * 2), measure_pages(count * 4),
+                measure_pages(count * 4), measure_pages(count * 4), count, LH_DTYPE_F32,
+                LH_DTYPE_F32},
+        .stored = {[LH_ADAM_STATES_BF16] = {LH_ADAM_STATES_BF16, measure_pages(room * 2),
+                                            measure_pages(room * 2), NULL},
+                   [LH_ADAM_STATES_8BIT] = {LH_ADAM_STATES_8BIT, measure_pages(room),
+                                            measure_pages(room),
+                                            measure_pages(
+                                                lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, room))}},
     };
     void *residual = bench.run.residual;
 
     if (count == 0 || repetition_count < 1 || repetition_count > REPETITION_COUNT_MAX ||
-        bench.thread_count < 1 || bench.thread_count > THREAD_COUNT_MAX) {
+        bench.thread_count < 1 || bench.thread_count > MEASURE_THREAD_COUNT_MAX) {
         fprintf(stderr, "bench_adam [elements] [repetitions, 1 to %d] [threads, 1 to %d]\n",
-                REPETITION_COUNT_MAX, THREAD_COUNT_MAX);
+                REPETITION_COUNT_MAX, MEASURE_THREAD_COUNT_MAX);
         return 1;
     }
     for (size_t mode = 0; mode < LH_COUNT_OF(modes); mode++) {

@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "io/io.h"
+#include "measure.h"
 
 #define DEPTH 8
 #define REQUEST_BYTES (4 * LH_MIB)
@@ -130,16 +131,9 @@ static double pass(struct bench *bench, struct lh_io *io, enum lh_io_kind kind)
     return (double)bench->file_bytes / (double)(lh_clock_now_ns(&bench->clock) - begin_ns);
 }
 
-static int compare(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-
-    return (x > y) - (x < y);
-}
-
 static void report(const char *name, enum lh_io_kind kind, double *speeds, int count)
 {
-    qsort(speeds, (size_t)count, sizeof(*speeds), compare);
+    measure_sort(speeds, count);
     printf("{\"name\": \"io_raw/%s/%s\", \"value\": %.4g, \"unit\": \"GB/s\", \"peer\": null, "
            "\"peer_value\": null, \"ratio\": null, \"n\": %d, \"min\": %.4g, \"median\": %.4g, "
            "\"max\": %.4g}\n",

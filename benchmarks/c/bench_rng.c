@@ -20,6 +20,7 @@
 #include <time.h>
 
 #include "compute/zo.h"
+#include "measure.h"
 
 #define COUNT 4096
 #define ROUNDS 256
@@ -166,21 +167,15 @@ static bool bound_run(const char *kernel)
 
 #endif
 
-static int compare(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static void fractions_print(const char *what, const char *kernel, const char *format,
                             const char *peer, double *speeds, double *peer_speeds, int n)
 {
     double ratios[REPETITION_COUNT_MAX];
     for (int i = 0; i < n; i++)
         ratios[i] = speeds[i] / peer_speeds[i];
-    qsort(speeds, (size_t)n, sizeof(*speeds), compare);
-    qsort(peer_speeds, (size_t)n, sizeof(*peer_speeds), compare);
-    qsort(ratios, (size_t)n, sizeof(*ratios), compare);
+    measure_sort(speeds, n);
+    measure_sort(peer_speeds, n);
+    measure_sort(ratios, n);
     printf("{\"name\": \"%s/%s/%s\", \"value\": %.4g, \"unit\": \"numbers/s\", \"peer\": \"%s\", "
            "\"peer_value\": %.4g, \"ratio\": %.3f, \"bound\": null, \"fraction_of_bound\": null, "
            "\"n\": %d, \"min\": %.4g, \"median\": %.4g, \"max\": %.4g}\n",
@@ -251,9 +246,9 @@ static void kernel_bench(const struct lh_zo_kernel *kernel, int repetition_count
         fractions[r] = speeds[r] / bounds[r];
     }
     int middle = repetition_count / 2;
-    qsort(speeds, (size_t)repetition_count, sizeof(*speeds), compare);
-    qsort(bounds, (size_t)repetition_count, sizeof(*bounds), compare);
-    qsort(fractions, (size_t)repetition_count, sizeof(*fractions), compare);
+    measure_sort(speeds, repetition_count);
+    measure_sort(bounds, repetition_count);
+    measure_sort(fractions, repetition_count);
     printf("{\"name\": \"rng/%s\", \"value\": %.4g, \"unit\": \"numbers/s\", \"peer\": null, "
            "\"peer_value\": null, \"ratio\": null, ",
            kernel->name, speeds[middle]);

@@ -30,6 +30,7 @@
 #include <unistd.h>
 
 #include "io/io.h"
+#include "measure.h"
 #include "mem/arena.h"
 #include "store/store.h"
 
@@ -319,13 +320,6 @@ static void serve(struct bench *bench)
     }
 }
 
-static int compare(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-
-    return (x > y) - (x < y);
-}
-
 /* Modes take turns, so that a drift of the disk meets all of them. */
 static void run(struct bench *bench)
 {
@@ -341,7 +335,7 @@ static void run(struct bench *bench)
         double *sorted = speeds[mode];
         if (sorted[0] == 0)
             continue;
-        qsort(sorted, (size_t)count, sizeof(*sorted), compare);
+        measure_sort(sorted, count);
         printf("{\"name\": \"store_io/%s/%s\", \"value\": %.4g, \"unit\": \"GB/s\", \"peer\": "
                "null, \"peer_value\": null, \"ratio\": null, \"n\": %d, \"min\": %.4g, "
                "\"median\": %.4g, \"max\": %.4g}\n",

@@ -1,6 +1,6 @@
 """Compare a step whose moments are stored in fewer bits with the same step in fp32.
 
-GPT-2 with 124 million parameters, and a shape with 350 million, are trained in bf16 with all states
+GPT-2 with 124 million parameters, and a shape with 349 million, are trained in bf16 with all states
 on SSD and a small budget of main memory, so that the drive bounds a step. The three formats of
 moments take turns. A row's ratio is the time of its format over that of fp32 in the same round; the
 row also has the bytes that a step moved, and whether every step moved what was planned. If a drive
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ STATES = ("fp32", "bf16", "8bit")
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 1000},
     "124m": {},
-    "350m": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "350m": {"n_layer": 25, "n_embd": 1024, "n_head": 16, "vocab_size": 32000},
 }
 # A short sequence: the drive has to take longer than computation.
 BATCH_SHAPE = (1, 32)
@@ -104,31 +103,17 @@ def bench(shape: str, directory: Path, options: Any, report: Report) -> None:
         )
 
 
-def limited(options: Any, directory: str) -> int:
-    """Run this program again, with a limited drive; return its exit status."""
-    words = [*sys.argv[1:], "--is-limited"]
-    with disk_limits.groups(1, Path(directory), options.disk_rate) as (group,):
-        return subprocess.run([*group, sys.executable, __file__, *words], check=False).returncode
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=["124m", "350m"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--host-bytes", type=int, default=300_000_000)
-    parser.add_argument(
-        "--disk-rate", type=int, default=0, help="bytes per second of reads, and of writes; 0: all"
-    )
-    parser.add_argument("--dir", default=None, help="folder on the disk to measure")
+    disk_limits.add_arguments(parser)
     parser.add_argument("--history", action="store_true")
-    parser.add_argument("--is-limited", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    if options.disk_rate and not options.is_limited:
-        if reason := disk_limits.why_not():
-            raise SystemExit(f"--disk-rate: {reason}")
-        raise SystemExit(limited(options, options.dir or tempfile.gettempdir()))
+    disk_limits.rerun(options)
     report = Report(options.history)
     for shape in options.shapes:
         with tempfile.TemporaryDirectory(dir=options.dir) as name:

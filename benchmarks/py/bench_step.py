@@ -4,10 +4,11 @@ The model is GPT-2 124M in bf16, batch 4, sequence 128, with AdamW and all state
 round every contestant takes a few steps in turn: torch with autocast over fp32 weights, torch with
 bf16 compute and fp32 masters, lohan, lohan with its updates after backward ("serial"), and the disk
 alone moving a step's bytes, with reads and writes at once. lohan's time includes the flush of the
-last step's writes.
+last step's writes. If the drive is so fast that it does not bound a step, --disk-rate limits it for
+this process, with cgroups (tools/disk_limits.py), or --batch and --length make computation shorter.
 
     python benchmarks/py/bench_step.py [--rounds 5] [--steps 4] [--host-bytes 300000000]
-                                       [--schedule optimized]
+                                       [--schedule optimized] [--disk-rate 400000000]
 
 With --device emu, it measures a step on an emulated accelerator instead (emulated.py).
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +30,10 @@ from disk import Disk
 from lohan.config import SCHEDULES
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
+
+import disk_limits
 
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 AUTO_STEP_COUNT = 14
@@ -110,15 +116,19 @@ def main() -> None:
     parser.add_argument("--host-bytes", type=int, default=300_000_000)
     parser.add_argument("--device", default="cpu", choices=["cpu", "emu"])
     parser.add_argument("--schedule", choices=SCHEDULES, default="optimized")
-    parser.add_argument("--dir", default=None, help="folder on the disk to measure")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
+    disk_limits.add_arguments(parser)
     parser.add_argument("--history", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if options.device == "emu":
         emulated.run(options)
         return
+    disk_limits.rerun(options)
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, 50257, (4, 128), generator=generator) for _ in range(options.steps)]
+    shape = options.batch, options.length
+    batches = [torch.randint(0, 50257, shape, generator=generator) for _ in range(options.steps)]
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         directory = Path(name)
         overlapped = Wrapped(directory / "a", options.schedule, options.host_bytes)
@@ -157,6 +167,8 @@ def main() -> None:
         read_bytes=stats.read_bytes,
         written_bytes=stats.written_bytes,
         bound_by=stats.bound_by,
+        batch=[options.batch, options.length],
+        disk_bytes_per_s=options.disk_rate,
     )
     report.add(
         "step_serial",

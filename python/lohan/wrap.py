@@ -394,7 +394,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Returns:
         The same module on the CPU, which any optimizer can train again. The moments stay in the
-        store; an optimizer that was passed to wrap(optimizer=) also gets their current values back.
+        store; torch's optimizer that was passed to wrap(optimizer=) also gets their values back.
 
     Raises:
         ModelError: the model is not wrapped.
@@ -409,7 +409,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     states: dict[int, Any] = {}
     if not session.closed:
         session.settle()
-    if origin is not None:
+    if _adopt.is_torchs(origin):
         opened = session.exclusive([])
         if session.closed:
             opened = _store.reopened(session.directories, session.config, layout)
@@ -424,6 +424,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     guard.remove()
     if origin is not None:
         _adopt.release(origin, layout, states)
+        _adopt.warn_of_lost_moments(origin)
     for param, value in zip(layout.params, values, strict=True):
         param.tensor.data = value
         if param.stream is not None:

@@ -7,6 +7,7 @@ import importlib
 import signal
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -376,6 +377,85 @@ def with_shape(model: nn.Module, key: str, value: Any) -> AdamW:
     train(model, optimizer, range(1))
     optimizer.state[model.first.weight][key] = value
     return optimizer
+
+
+def foreign(module: str, name: str) -> Any:
+    """Return an optimizer class with torch's rule, named like one of another library."""
+    made = type(name, (AdamW,), {"__module__": module})
+    made.__qualname__ = name
+    return made
+
+
+class Packed(torch.Tensor):
+    """A moment as torchao has it: a tensor of a class of its own, with a method that decodes it."""
+
+    packed: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        return self.packed * 0.5
+
+
+Packed.__module__ = "torchao.optim.subclass_8bit"
+
+
+def in_blocks(state: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace moments by those of bitsandbytes; return their values, one element at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number, key in enumerate(("exp_avg", "exp_avg_sq"), 1):
+        shape = state.pop(key).shape
+        codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        table = torch.rand(256, generator=generator)
+        scales = torch.rand(-(-codes.numel() // 256), generator=generator) * 1e-2
+        state |= {f"state{number}": codes, f"qmap{number}": table, f"absmax{number}": scales}
+        values = [table[code] * scales[at // 256] for at, code in enumerate(codes.flatten())]
+        found.append(torch.stack(values).view(shape))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_training_continues_from_the_decoded_moments_of_an_8_bit_adamw(
+    library: str, workshop: Workshop
+) -> None:
+    module = {"bitsandbytes": "bitsandbytes.optim.adamw", "torchao": "torchao.optim.adam"}[library]
+    plain, model = late(torch.float32), late(torch.float32)
+    theirs = AdamW(plain.parameters(), **HYPER)
+    ours = foreign(module, "AdamW8bit")(model.parameters(), **HYPER)
+    assert train(plain, theirs, range(STEPS)) == train(model, ours, range(STEPS))
+    for seed, (one, other) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+        if one not in ours.state:
+            continue
+        kept, state = theirs.state[other], ours.state[one]
+        if library == "torchao":
+            for key in ("exp_avg", "exp_avg_sq"):
+                value = state[key].clone()
+                state[key] = value.as_subclass(Packed)
+                state[key].packed = value
+                kept[key].mul_(0.5)
+        elif one.dim() > 1:
+            kept["exp_avg"], kept["exp_avg_sq"] = in_blocks(state, seed)
+        else:  # bitsandbytes has small tensors in fp32
+            state["state1"], state["state2"] = state.pop("exp_avg"), state.pop("exp_avg_sq")
+        state["step"] = int(state["step"])
+    expected = by_kernel(plain, theirs, HYPER, range(STEPS, 2 * STEPS + 2))
+    workshop.wrap(model, optimizer=ours, lr=None)
+    assert train(model, model.optimizer, range(STEPS, 2 * STEPS + 2)) == expected
+    assert_same_state(model.state_dict(), plain.state_dict())
+    with pytest.warns(UserWarning, match=r"AdamW8bit.*starts without moments.*resume=True"):
+        lohan.unwrap(model)
+    assert not ours.state
+
+
+@pytest.mark.parametrize("option", [{"max_unorm": 1.0}, {"skip_zeros": True}])
+def test_an_option_of_bitsandbytes_that_changes_the_rule_is_refused(
+    option: dict[str, Any], workshop: Workshop
+) -> None:
+    model = late(torch.float32)
+    optimizer = foreign("bitsandbytes.optim.adamw", "AdamW8bit")(model.parameters(), **HYPER)
+    optimizer.args = types.SimpleNamespace(**option)
+    (name,) = option
+    with pytest.raises(errors.UnsupportedError, match=f"{name}=.* of AdamW8bit is not supported"):
+        lohan.wrap(model, optimizer=optimizer, store=workshop.folder / "s")
 
 
 @pytest.mark.parametrize(

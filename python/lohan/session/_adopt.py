@@ -1,7 +1,8 @@
-"""`wrap(optimizer=...)`: training continues where a torch.optim.AdamW stopped."""
+"""`wrap(optimizer=...)`: training continues where another AdamW stopped."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 
 from lohan import _core
 from lohan.errors import ModelError, UnsupportedError
+from lohan.session import _adopt_8bit
 from lohan.store import _moments, _scalars
 
 if TYPE_CHECKING:
@@ -33,6 +35,12 @@ _HOOKS = (
 _SHADOWED = ("state_dict", "load_state_dict", "add_param_group")
 
 
+def is_torchs(optimizer: object) -> bool:
+    """Return whether an optimizer is torch's AdamW or Adam."""
+    # Not isinstance: a subclass may have a different rule.
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
+
+
 def check(optimizer: object, besides: dict[str, Any], *, resume: bool) -> None:
     """Reject an optimizer from which lohan's AdamW cannot continue with the same numbers.
 
@@ -48,12 +56,14 @@ def check(optimizer: object, besides: dict[str, Any], *, resume: bool) -> None:
     if optimizer is None:
         return
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    # Not isinstance: a subclass may have a different rule.
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+    if _adopt_8bit.is_known(optimizer):
+        _adopt_8bit.check(optimizer)
+    elif not is_torchs(optimizer):
         raise UnsupportedError(
             f"optimizer= is a {kind}, but lohan's rule is AdamW and can only continue from a"
-            " torch.optim.AdamW, or from a torch.optim.Adam without weight decay. To train with"
-            " AdamW from here on, omit optimizer= and pass lr=, weight_decay= and params= instead"
+            " torch.optim.AdamW, from a torch.optim.Adam without weight decay, or from an AdamW of"
+            " bitsandbytes or torchao. To train with AdamW from here on, omit optimizer= and pass"
+            " lr=, weight_decay= and params= instead"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     given = [name for name, value in besides.items() if value is not None]
@@ -114,7 +124,8 @@ def write_state(
             continue  # the process that has them writes them
         places = extents.units[param.unit]
         m, v = (
-            param.flat(_moment(param.name, key, param.tensor, state.get(key))) for key in MOMENTS
+            param.flat(_moment(param.name, key, param.tensor, value))
+            for key, value in zip(MOMENTS, _adopt_8bit.moments(state), strict=True)
         )
         _moments.write(store, layout.units[param.unit], places, param, (m, v))
     return _core.scalars_make(steps, b"")
@@ -176,6 +187,17 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
             state[key] = param.shaped(values).to(param.tensor.dtype)
         found[param.index] = state
     return found
+
+
+def warn_of_lost_moments(origin: torch.optim.Optimizer) -> None:
+    """Tell the user that an optimizer whose moments have a format of its own does not get them."""
+    if not is_torchs(origin):
+        warnings.warn(
+            f"the {type(origin).__name__} that was passed to lohan.wrap(optimizer=) starts without"
+            " moments: they stay in the store. To go on with them, wrap the model again with"
+            " resume=True",
+            stacklevel=3,
+        )
 
 
 def release(

@@ -1,0 +1,165 @@
+/*
+ * Compare the decoding of quantized tensors with memory: each format is decoded to bf16 by
+ * lh_unpack(), and beside it the same bytes are moved and nothing is computed: packed bytes are
+ * copied to the result, whose other bytes are set. Both use the same threads and arrays and take
+ * turns, so that a drift of the machine affects both.
+ *
+ *      bench_unpack [elements = 67108864] [repetitions = 9] [threads = 2]
+ *
+ * Each result is a JSON line. value, min and max are elements per second; fraction_of_bound is the
+ * median over repetitions of (time of moving / time of decoding).
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "base/base.h"
+#include "compute/unpack.h"
+#include "measure.h"
+
+#define PIECE_ELEMENTS (UINT64_C(1) << 18) /* what a worker of an engine decodes at once */
+#define COPY_BYTES (UINT64_C(1) << 14)     /* of the result, moved at once */
+#define COLUMNS 4096
+#define REPETITION_COUNT_MAX 101
+
+struct bench {
+    struct lh_unpack unpack;
+    struct lh_unpack_source source;
+    uint8_t *out;
+    int thread_count;
+    bool is_moving;
+};
+
+static const struct form {
+    const char *name;
+    enum lh_unpack_format format;
+    enum lh_unpack_scale scale_type;
+    uint64_t block_rows, block_columns; /* 0: scales are in grains, or there are none */
+} forms[] = {
+    {"nf4_nested", LH_UNPACK_FORMAT_NIBBLES, LH_UNPACK_SCALE_NESTED, 1, 64},
+    {"nf4", LH_UNPACK_FORMAT_NIBBLES, LH_UNPACK_SCALE_F32, 1, 64},
+    {"fp8", LH_UNPACK_FORMAT_F8_E4M3, LH_UNPACK_SCALE_F32, 128, 128},
+    {"int8", LH_UNPACK_FORMAT_I8, LH_UNPACK_SCALE_BF16, 1, COLUMNS},
+    {"mxfp4", LH_UNPACK_FORMAT_E2M1, LH_UNPACK_SCALE_E8M0, 1, 32},
+    {"nvfp4", LH_UNPACK_FORMAT_E2M1, LH_UNPACK_SCALE_E4M3, 1, 16},
+    {"q8_0", LH_UNPACK_FORMAT_Q8_0, LH_UNPACK_SCALE_F32, 0, 0},
+    {"q4_k", LH_UNPACK_FORMAT_Q4_K, LH_UNPACK_SCALE_F32, 0, 0},
+    {"q6_k", LH_UNPACK_FORMAT_Q6_K, LH_UNPACK_SCALE_F32, 0, 0},
+    {"f16", LH_UNPACK_FORMAT_F16, LH_UNPACK_SCALE_F32, 0, 0},
+};
+
+static struct lh_unpack unpack_make(const struct form *form, uint64_t elements)
+{
+    bool is_flat =
+        form->format == LH_UNPACK_FORMAT_NIBBLES || form->format == LH_UNPACK_FORMAT_E2M1;
+    uint64_t columns = is_flat ? elements : COLUMNS;
+    return (struct lh_unpack){
+        .format = form->format,
+        .dtype = LH_DTYPE_BF16,
+        .rounding = LH_DTYPE_F32,
+        .rows = elements / columns,
+        .columns = columns,
+        .block_rows = form->block_rows ? form->block_rows : 1,
+        .block_columns = form->block_columns ? form->block_columns : columns,
+        .scale_type = form->scale_type,
+        .nested_block = 256,
+    };
+}
+
+/* Move the bytes of a piece: those of the packed elements, and all of the result's. */
+static void move(const uint8_t *packed, uint64_t packed_bytes, uint8_t *out, uint64_t out_bytes)
+{
+    for (uint64_t at = 0; at < out_bytes; at += COPY_BYTES) {
+        uint64_t count = lh_min_u64(COPY_BYTES, out_bytes - at);
+        uint64_t from = packed_bytes * at / out_bytes;
+        uint64_t bytes = packed_bytes * (at + count) / out_bytes - from;
+        LH_ASSERT(bytes <= count);
+        memcpy(out + at, packed + from, bytes);
+        memset(out + at + bytes, 1, count - bytes);
+    }
+}
+
+static void work(void *context, int index)
+{
+    const struct bench *bench = context;
+    uint64_t elements = lh_unpack_count(&bench->unpack), pieces = elements / PIECE_ELEMENTS;
+    uint64_t end = pieces * (uint64_t)(index + 1) / (uint64_t)bench->thread_count;
+    for (uint64_t p = pieces * (uint64_t)index / (uint64_t)bench->thread_count; p < end; p++) {
+        uint64_t first = p * PIECE_ELEMENTS;
+        struct lh_unpack_source source = bench->source;
+        uint8_t *out = bench->out + first * lh_unpack_element_bytes(&bench->unpack);
+        source.packed += lh_unpack_needed(&bench->unpack, first);
+        if (bench->is_moving)
+            move(source.packed, lh_unpack_packed_bytes(&bench->unpack, PIECE_ELEMENTS), out,
+                 PIECE_ELEMENTS * lh_unpack_element_bytes(&bench->unpack));
+        else
+            lh_unpack(&bench->unpack, &source, first, PIECE_ELEMENTS, out);
+    }
+}
+
+static void form_bench(struct bench *bench, const char *name, int repetition_count)
+{
+    double speeds[REPETITION_COUNT_MAX], bounds[REPETITION_COUNT_MAX];
+    double fractions[REPETITION_COUNT_MAX], count = (double)lh_unpack_count(&bench->unpack);
+    /* The first repetition warms up and is overwritten. */
+    for (int r = -1; r < repetition_count; r++) {
+        int at = r < 0 ? 0 : r;
+        bench->is_moving = true;
+        bounds[at] = count / measure_threads(bench->thread_count, work, bench);
+        bench->is_moving = false;
+        speeds[at] = count / measure_threads(bench->thread_count, work, bench);
+        fractions[at] = speeds[at] / bounds[at];
+    }
+    double bound = measure_sort(bounds, repetition_count);
+    double speed = measure_sort(speeds, repetition_count);
+    double fraction = measure_sort(fractions, repetition_count);
+    printf("{\"name\": \"unpack/%s\", \"value\": %.4g, \"unit\": \"elements/s\", \"peer\": null, "
+           "\"peer_value\": null, \"ratio\": null, \"bound\": %.4g, \"fraction_of_bound\": %.3f, "
+           "\"fraction_min\": %.3f, \"fraction_max\": %.3f, \"n\": %d, \"min\": %.4g, "
+           "\"max\": %.4g}\n",
+           name, speed, bound, fraction, fractions[0], fractions[repetition_count - 1],
+           repetition_count, speeds[0], speeds[repetition_count - 1]);
+    fflush(stdout);
+}
+
+/* Fill memory with bytes that are small as exponents, so that no scale is infinite. */
+static uint8_t *bytes_make(uint64_t bytes)
+{
+    uint8_t *memory = measure_pages(bytes);
+    uint64_t state = 1;
+    for (uint64_t i = 0; i < bytes; i++) {
+        state = state * UINT64_C(6364136223846793005) + 1442695040888963407;
+        memory[i] = (uint8_t)(state >> 57);
+    }
+    return memory;
+}
+
+int main(int argc, char **argv)
+{
+    uint64_t elements = argc > 1 ? strtoull(argv[1], NULL, 10) : UINT64_C(67108864);
+    int repetition_count = argc > 2 ? (int)strtol(argv[2], NULL, 10) : 9;
+    int thread_count = argc > 3 ? (int)strtol(argv[3], NULL, 10) : 2;
+    if (elements == 0 || elements % (PIECE_ELEMENTS * 2) != 0 || repetition_count < 1 ||
+        repetition_count > REPETITION_COUNT_MAX || thread_count < 1 ||
+        thread_count > MEASURE_THREAD_COUNT_MAX) {
+        fprintf(stderr,
+                "bench_unpack [elements, a multiple of %d] [repetitions, 1 to %d] [threads, 1 to "
+                "%d]\n",
+                (int)PIECE_ELEMENTS * 2, REPETITION_COUNT_MAX, MEASURE_THREAD_COUNT_MAX);
+        return 1;
+    }
+    uint8_t *packed = bytes_make(elements * 2), *scales = bytes_make(elements / 8);
+    uint8_t *tables = bytes_make(elements), *out = measure_pages(elements * 2);
+    for (size_t f = 0; f < LH_COUNT_OF(forms); f++) {
+        struct bench bench = {.unpack = unpack_make(forms + f, elements),
+                              .source = {packed, scales, tables, tables, tables},
+                              .out = out,
+                              .thread_count = thread_count};
+        LH_ASSERT(lh_unpack_is_valid(&bench.unpack));
+        LH_ASSERT(lh_unpack_scale_count(&bench.unpack) * lh_unpack_scale_bytes(&bench.unpack) <=
+                  elements / 8);
+        form_bench(&bench, forms[f].name, repetition_count);
+    }
+    return 0;
+}
