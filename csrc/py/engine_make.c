@@ -10,7 +10,7 @@ static const struct lhpy_table unit_table =
     LHPY_TABLE("a unit", LHPY_FORM_TUPLE, struct lh_engine_unit,
                LHPY_FIELDS(struct lh_engine_unit, bytes, place_bytes, elements),
                LHPY_FIELD(struct lh_engine_unit, dtype, .max = LH_DTYPE_BYTES),
-               LHPY_FIELDS(struct lh_engine_unit, always, param_first, param_count),
+               LHPY_FIELDS(struct lh_engine_unit, always, is_announced, param_first, param_count),
                LHPY_FIELD(struct lh_engine_unit, param_extent, .is_index = true),
                LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
                LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),

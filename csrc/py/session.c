@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "py/lhpy.h"
+#include "sched/expect.h"
 
 static PyObject *session_begin(PyObject *object, PyObject *flag)
 {
@@ -457,6 +458,18 @@ static PyObject *session_status(PyObject *object, PyObject *Py_UNUSED(args))
                          "bookkeeping_bytes", bookkeeping_bytes);
 }
 
+static PyObject *session_announce(PyObject *object, PyObject *numbers)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t *units = NULL;
+    uint32_t count = 0;
+    if (!self || lhpy_indices_read(numbers, "unit", self->unit_count, &units, &count) < 0)
+        return NULL;
+    lh_engine_announce(self->core->engine, units, count);
+    PyMem_Free(units);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef lhpy_session_methods[] = {
     {"begin", session_begin, METH_O, "begin(train)"},
     {"hyper", session_hyper, METH_VARARGS, "hyper(group, lr, beta1, beta2, eps, weight_decay)"},
@@ -470,6 +483,7 @@ PyMethodDef lhpy_session_methods[] = {
     {"post_tail", session_post_tail, METH_VARARGS,
      "post_tail(pointer, bytes): where the accelerator has the end of the next close's scalars"},
     {"close_step", session_close_step, METH_O, "close_step(scalars)"},
+    {"announce", session_announce, METH_O, "announce(units): these are the next uses, in order."},
     {"abort", session_abort, METH_NOARGS, "Discard the open step."},
     {"commit_hold", session_commit_hold, METH_NOARGS,
      "Wait until no commit is in progress, and prevent new ones."},

@@ -25,7 +25,7 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
                     uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
-    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_STANDSTILL);
+    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_ANNOUNCED);
     if (lh_core_is_forked(engine))
         return;
     atomic_fetch_add(&engine->post_count, 1);
@@ -72,6 +72,14 @@ int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
         return lh_core_fail_code(engine);
     lh_engine_post(engine, LH_MESSAGE_BEGIN, mode, 0, 0);
     return 0;
+}
+
+void lh_engine_announce(struct lh_engine *engine, const uint32_t *units, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        LH_ASSERT(units[i] < engine->opts.unit_count);
+        lh_engine_post(engine, LH_MESSAGE_ANNOUNCED, units[i], i, i + 1 == count);
+    }
 }
 
 void *lh_engine_stream_set(struct lh_engine *engine, void *stream)

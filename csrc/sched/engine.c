@@ -67,6 +67,9 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
     case LH_MESSAGE_WAITED:
         waited(engine, message);
         break;
+    case LH_MESSAGE_ANNOUNCED:
+        lh_region_announced(engine, argument, message->words[2], message->words[3] != 0);
+        break;
     default:
         handled = LH_FEATURE_ANY(engine, message, message);
         LH_ASSERT(handled || message->words[0] == LH_MESSAGE_DRAIN);

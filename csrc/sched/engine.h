@@ -75,6 +75,7 @@ struct lh_engine_unit {
     uint64_t elements;    /* padded to LH_ENGINE_ELEMENT_ALIGN; 0: the unit is frozen */
     enum lh_dtype dtype;  /* F32, BF16 or F16 if the unit is trainable */
     bool always;          /* the unit's scope encloses others: it is loaded once and stays */
+    bool is_announced;    /* its uses are planned only where they are announced (expect.h) */
     uint32_t param_first; /* the unit's parameters: [param_first, param_first + param_count) */
     uint32_t param_count;
     uint32_t param_extent;    /* LH_ENGINE_EXTENT_NONE: the unit is read in place */

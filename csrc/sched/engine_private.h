@@ -40,6 +40,7 @@
 #include "sched/defer.h"
 #include "sched/device.h"
 #include "sched/engine.h"
+#include "sched/expect.h"
 #include "sched/feature.h"
 #include "sched/gather.h"
 #include "sched/given.h"
@@ -99,6 +100,7 @@ enum lh_message_kind {
     LH_MESSAGE_GATHERED,   /* unit, and whether it is complete */
     LH_MESSAGE_ROUND,      /* its number */
     LH_MESSAGE_STANDSTILL, /* whether the training thread waits for other processes */
+    LH_MESSAGE_ANNOUNCED,  /* unit, its place in the announcement, and whether it is the last */
 };
 
 /* What other threads wait for or read. Protected by mutex. */
@@ -150,6 +152,7 @@ struct lh_engine {
     struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* the events of the last complete cycle */
     struct lh_event_list recording;
     uint64_t event_max;
+    uint64_t announced_count; /* the uses of the current announcement that are in the prediction */
     enum lh_engine_mode mode;
     uint64_t plan_step; /* the step for which the ops' bytes count; 0: no step's (an evaluation) */
 

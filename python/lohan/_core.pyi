@@ -17,7 +17,7 @@ TRACE_COUNT_MAX: int
 
 # (-errno, message) -> the exception to raise.
 _Raiser = Callable[[int, str, bool], Exception]
-# (bytes, elements, dtype, always, param_first, param_count, extents P R M V, store group)
+# (bytes, elements, dtype, always, announced, param_first, param_count, extents P R M V, group)
 _Unit = tuple[Any, ...]
 # (unit, first, count, group, number)
 _Param = tuple[int, ...]
@@ -150,6 +150,7 @@ class Engine:
     def lend(self, param: int, /) -> Tensor: ...
     def read(self, param: int, first: int, nbytes: int, address: int, /) -> None: ...
     def begin(self, train: bool, /) -> None: ...
+    def announce(self, units: Sequence[int], /) -> None: ...
     def hyper(
         self,
         group: int,

@@ -1,4 +1,7 @@
-"""`lohan.wrap`: the one call that a training script needs."""
+"""`lohan.wrap`: the one call that a training script needs.
+
+Source: LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,7 @@ def wrap(
     method: str = "adamw",
     states: str = "fp32",
     groups: Mapping[str, Any] | None = None,
+    experts: str = "together",
     config: Config | None = None,
     **settings: Any,
 ) -> nn.Module:
@@ -92,6 +96,7 @@ def wrap(
         method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         states: the moments' format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         groups: process groups of modules that some processes lack (docs/several-processes.md).
+        experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
 
@@ -102,9 +107,6 @@ def wrap(
         ModelError: model is not a module, has no parameters, or an unsupported dtype or layout.
         BudgetError, StoreError: host_bytes is too small; the store cannot be created or opened.
         UnsupportedError: distributed training, or a model that is already compiled or wrapped.
-
-    Reference:
-        LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, config)
@@ -115,12 +117,13 @@ def wrap(
         check_model(model, is_resumed or weights is not None or init is not None)
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
         _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
-        with _zo_setup.frozen(zeroth):
+        apart = _settings.split_experts(model, experts, made, method, is_alone=world is None)
+        with apart, _zo_setup.frozen(zeroth):
             shared = _zo_world.Shared(world, zeroth, made, max_grad_norm, model, groups, states)
             store, open_at = shared.enter(store, is_resumed, open_at)
             opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)
             opening.set_optimizer(params, hyper, optimizer, max_grad_norm)
-            return opening.attach(store, is_resumed, weights, init)
+            return apart.begin(opening.attach(store, is_resumed, weights, init))
 
 
 def _lay_out(
@@ -426,6 +429,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         param.tensor.data = value
         if param.stream is not None:
             param.tensor.requires_grad_(True)
+    session.apart.undo()
     session.device.give_buffers(model)
     _remove_attributes(model)
     return model

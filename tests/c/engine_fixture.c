@@ -46,6 +46,7 @@ static void model_init(struct rig *rig)
         rig->units[i] = (struct lh_engine_unit){
             .dtype = dtypes[i],
             .always = i == 0,
+            .is_announced = (rig->opts.announced >> i) % 2 != 0,
             .param_first = UINT32_MAX,
             .moment1_extent = rig->opts.given & (1u << i) ? LH_ENGINE_EXTENT_NONE : 0,
             .store_group = i};

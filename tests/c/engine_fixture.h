@@ -53,6 +53,7 @@ struct rig_opts {
     unsigned given;          /* bits of units whose states another process has */
     bool sums;               /* with device: the test gives gradients to lh_sum_post() */
     uint64_t tail_bytes;     /* with device: the most that the test gives to lh_tail_post() */
+    unsigned announced;      /* bits of units whose uses are announced */
     bool given_late;         /* the test itself calls lh_engine_given() after a close */
     uint64_t model_seed;     /* sizes and dtypes are random, by this seed; 0: the model above */
 };

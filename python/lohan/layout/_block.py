@@ -148,6 +148,7 @@ class Unit:
     nbytes: int = 0  # size of the parameters in memory and on SSD, padded
     value_bytes: int = 0  # size of separate values for computation, if Param.kept is set
     always: bool = False
+    announced: bool = False  # uses are planned only where the session announces them
     has_states: bool = True  # False: trained, but another process has the optimizer's states
     states: str = "fp32"  # how moments are stored: a key of STATES
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.

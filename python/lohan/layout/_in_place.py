@@ -56,7 +56,9 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
     could = {
         id(param)
         for _, param in frozen
-        if (entry := found.get(id(param))) and (entry.packed or DTYPES[entry.dtype] == param.dtype)
+        if (entry := found.get(id(param)))
+        and not entry.rest
+        and (entry.packed or DTYPES[entry.dtype] == param.dtype)
     }
     too_many = len(_needed(found[key] for key in could)) > _core.IN_PLACE_FILE_COUNT_MAX
     left: dict[str, list[tuple[str, int]]] = {}
@@ -66,6 +68,8 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
         entry = found.get(id(param))
         if entry is None:
             why = "the files do not have them"
+        elif entry.rest:
+            why = "the files have their parts in several places"
         elif id(param) in could:
             why = f"they are in more than {_core.IN_PLACE_FILE_COUNT_MAX} files"
         else:
@@ -449,6 +453,7 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
         UnsupportedError: the weights are pickles.
     """
     folder = _files.read_folder(place)
+    _files.add_experts(model, folder)
     entries = _files.match(model, folder)
     buffers = _files.match_buffers(model, folder)
     left = _files.unused(model, folder)
@@ -467,7 +472,8 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
 
     def now(entry: Entry) -> Entry:
         packed = entry.packed and entry.packed.moved(moved.__getitem__)
-        return dataclasses.replace(entry, file=moved[entry.file], packed=packed)
+        rest = tuple(now(part) for part in entry.rest)
+        return dataclasses.replace(entry, file=moved[entry.file], packed=packed, rest=rest)
 
     return Found(
         [folder.files[file] for file in order],

@@ -20,6 +20,7 @@ from lohan.layout._block import (
     place_values,
     scope_of_modules,
 )
+from lohan.layout._experts import Expert
 from lohan.layout._in_place import Found, InPlace
 from lohan.layout._in_place_units import lay_out
 from lohan.torch_glue._buffers import Buffers
@@ -117,7 +118,7 @@ def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:
 
 
 def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
-    """Mark units that stay resident because their scope encloses other scopes."""
+    """Mark units that stay resident because their scope encloses other scopes, and experts'."""
     scope_ids = {id(s.module) for s in scopes}
     for scope in scopes:
         module = scope.module
@@ -126,6 +127,8 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
             scope.is_innermost = False
             for index in scope.units:
                 units[index].always = True
+        for index in scope.units:
+            units[index].announced = isinstance(module, Expert)
 
 
 def finer(layout: Layout, make_layout: Callable[..., Layout], *, is_any: bool) -> Layout | None:

@@ -13,7 +13,7 @@ from lohan import _core
 from lohan.activations import _swap
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError
-from lohan.layout import _block, _layout
+from lohan.layout import _block, _experts, _layout
 from lohan.layout._gradient_pieces import room_bytes
 from lohan.store import _store
 from lohan.torch_glue import _device
@@ -224,7 +224,9 @@ def _layout_for_budget(
     """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
-        layout = _layout.make_layout(model, limit, given, found, ranks_of, states)
+        apart = _experts.all_of(model)  # blocks in addition to those that are given or found
+        blocks = [*(given or ()), *apart] if apart else given
+        layout = _layout.make_layout(model, limit, blocks, found, ranks_of, states)
         ranks = ((param.index, ranks_of.get(id(param.tensor))) for param in layout.params)
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
         _block.divide_states(layout, config.part, config.part_count)

@@ -26,6 +26,7 @@ from lohan.errors import (
     engine_raiser,
 )
 from lohan.layout._block import DTYPE_CODES
+from lohan.layout._experts import Apart
 from lohan.session import _gradients, _notes, _trace
 from lohan.session._commits import Commits
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
@@ -67,6 +68,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
     # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
     _tail: torch.Tensor | None = None
     closed = False
+    apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
         self,
@@ -265,6 +267,10 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
     def classes(self, index: int, bound: type, hollow: type) -> None:
         """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
         self._engine.classes(index, bound, hollow)
+
+    def announce(self, units: Sequence[int]) -> None:
+        """Announce the next uses of units, in order, so that they are prefetched."""
+        self._engine.announce(units)
 
     # --- Backward ---------------------------------------------------------------------------
 

@@ -8,9 +8,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
+from torch import nn
+
 from lohan.activations import _activations, _swap
 from lohan.config import SCHEDULES, Config
 from lohan.errors import ModelError, UnsupportedError
+from lohan.layout._experts import Apart, split
 from lohan.session import _order
 from lohan.torch_glue import _device
 
@@ -179,3 +182,36 @@ def _check_gather(config: Config) -> None:
             "gather='shards' needs an accelerator in each process, for example device='cuda': on"
             " the CPU, blocks are read where they are, so leave gather= out"
         )
+
+
+def split_experts(
+    model: nn.Module, experts: Any, config: Config, method: str, *, is_alone: bool
+) -> Apart:
+    """Make experts blocks of their own, if this was asked for.
+
+    Args:
+        model: the model to be wrapped.
+        experts: experts= of wrap().
+        config: the settings that wrap() was given.
+        method: method= of wrap().
+        is_alone: whether there is only one process.
+
+    Raises:
+        ModelError: experts= is invalid, or the model has no module of experts.
+        UnsupportedError: an expert is trained, or another setting cannot be combined with this one.
+    """
+    if experts not in ("together", "apart"):
+        raise ModelError(f"experts {experts!r} must be 'together' or 'apart'")
+    if experts == "together":
+        return Apart()
+    reasons = {
+        "method='mezo'": method != "adamw",
+        "order='vertical'": config.order != "horizontal",
+        "several processes": not is_alone,
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise UnsupportedError(
+                f"experts='apart' is not supported with {what}: leave experts= out"
+            )
+    return split(model)

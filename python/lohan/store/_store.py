@@ -69,6 +69,7 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
                 unit.elements,
                 code,
                 unit.always,
+                unit.announced,
                 first,
                 len(unit.params),
                 places.param,
