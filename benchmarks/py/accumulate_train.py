@@ -32,7 +32,8 @@ SHAPE = {
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LORA_RANK = 16
 ZERO3 = "zero3 nvme, 8 MiB x 32, pipelined, page-locked"
-Step = Callable[[Sequence[torch.Tensor]], list[float]]
+# A function that takes a step of micro-batches, and one that waits for the writes of the last step.
+Step = tuple[Callable[[Sequence[torch.Tensor]], list[float]], Callable[[], None]]
 TOLD: dict[str, Any] = {}  # what else an answer has
 
 
@@ -71,6 +72,9 @@ def lohan_step(args: argparse.Namespace) -> Step:
 
         losses = session.accumulate([lambda batch=batch: loss_of(batch) for batch in batches])
         model.optimizer.step()
+        return [float(loss) * len(batches) for loss in losses]
+
+    def finish() -> None:
         session.flush()
         stats = session.stats()
         TOLD.update(
@@ -81,9 +85,8 @@ def lohan_step(args: argparse.Namespace) -> Step:
             bound_by=stats.bound_by,
             stats=str(stats),
         )
-        return [float(loss) * len(batches) for loss in losses]
 
-    return step
+    return step, finish
 
 
 def zero3_step(args: argparse.Namespace) -> Step:
@@ -109,7 +112,7 @@ def zero3_step(args: argparse.Namespace) -> Step:
             losses.append(float(loss.detach()))
         return losses
 
-    return step
+    return step, lambda: None
 
 
 def main() -> None:
@@ -125,18 +128,19 @@ def main() -> None:
     args = parser.parse_args()
     pipe = served.answers()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    step = (zero3_step if args.system == "zero3" else lohan_step)(args)
+    step, finish = (zero3_step if args.system == "zero3" else lohan_step)(args)
     generator = torch.Generator().manual_seed(1)
 
     def answer(request: str) -> dict[str, Any]:
-        shape = (1, args.length)
+        count, steps = map(int, request.split())
+        shape = (count, 1, args.length)
         vocabulary = SHAPE["vocab_size"]
-        batches = [
-            torch.randint(0, vocabulary, shape, generator=generator) for _ in range(int(request))
-        ]
+        drawn = [torch.randint(0, vocabulary, shape, generator=generator) for _ in range(steps)]
         begin = time.perf_counter()
-        losses = step(batches)
-        return {"seconds": time.perf_counter() - begin, "losses": losses, **TOLD}
+        losses = [loss for each in drawn for loss in step([*each])]
+        finish()
+        seconds = (time.perf_counter() - begin) / steps
+        return {"seconds": seconds, "losses": losses, **TOLD}
 
     served.answer_all(pipe, {"system": args.system}, answer)
 

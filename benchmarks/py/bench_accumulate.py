@@ -4,8 +4,8 @@ A step has 8 micro-batches of 16 tokens. The model has the shape of OPT with 12 
 million parameters, in bf16, trained in full and with LoRA, while main memory has room for few
 blocks. Each contestant is a process that reads and writes the drive at --disk-rate, at most (as
 root, with cgroups of version 1), so that computation and reading are in a ratio as on a GPU with
-an NVMe drive. They take turns in every round; times include the flush of a step's writes. The rows,
-in steps per second:
+an NVMe drive. They take turns of some steps in every round; times include the flush of the last
+step's writes. The rows, in steps per second:
 
 * accumulate_{full,lora}_horizontal: lohan with order="vertical", compared with "horizontal".
 * accumulate_{full,lora}_zero3: the same compared with DeepSpeed's ZeRO-3 on NVMe, which accumulates
@@ -48,7 +48,7 @@ def note(text: str) -> None:
 
 
 class Contestant(Served):
-    """A process that trains: what it is asked for is the number of a step's micro-batches."""
+    """A process that trains: it is asked for steps of a number of micro-batches."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
@@ -56,9 +56,9 @@ class Contestant(Served):
         self.losses: list[list[float]] = []
         self.told: list[dict[str, Any]] = []
 
-    def turn(self, count: int) -> float:
-        """Take a step of `count` micro-batches, and return the steps per second."""
-        answer = self.ask(str(count))
+    def turn(self, count: int, steps: int = 1) -> float:
+        """Take steps of `count` micro-batches, and return the steps per second."""
+        answer = self.ask(f"{count} {steps}")
         self.losses.append(answer["losses"])
         self.told.append(answer)
         return 1.0 / float(answer["seconds"])
@@ -120,7 +120,7 @@ def measure(kind: str, folder: Path, report: Report, options: argparse.Namespace
         for number in range(options.rounds):
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                speeds[name].append(contestants[name].turn(options.count))
+                speeds[name].append(contestants[name].turn(options.count, options.steps))
         ours, other = contestants["vertical"], contestants["horizontal"]
         if ours.losses != other.losses:
             raise SystemExit(f"{kind}: the losses of the two orders differ")
@@ -159,6 +159,7 @@ def main() -> None:
     """Parse the arguments and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--count", type=int, default=8, help="micro-batches of a step")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=16, help="tokens of a micro-batch")

@@ -46,7 +46,7 @@ DEEP_SHAPE = {
     "num_hidden_layers": 44,
     "num_attention_heads": 24,
     "num_key_value_heads": 24,
-    "vocab_size": 32_000,
+    "vocab_size": 30_000,
     "tie_word_embeddings": False,
 }
 PIECE_BYTES = 4 << 20
