@@ -447,15 +447,16 @@ static PyObject *session_status(PyObject *object, PyObject *Py_UNUSED(args))
     const struct lh_arena *arena = self->core->arena;
     uint64_t bookkeeping_bytes = self->core->alloc.live_bytes + lhpy_store_live_bytes(self->store);
     static const char *const pages[] = {"4 KiB", "transparent huge", "reserved huge"};
-    return Py_BuildValue("{s:K,s:K,s:I,s:O,s:O,s:K,s:s,s:s,s:s,s:s,s:s,s:s,s:K,s:K}", "pins", pins,
-                         "handles", handles, "held_gradients", self->held_count, "has_gradients",
-                         self->step_has_gradients ? Py_True : Py_False, "backward_is_open",
-                         self->backward_is_open ? Py_True : Py_False, "step",
+    return Py_BuildValue("{s:K,s:K,s:I,s:O,s:O,s:K,s:s,s:s,s:s,s:s,s:s,s:s,s:K,s:K,s:K}", "pins",
+                         pins, "handles", handles, "held_gradients", self->held_count,
+                         "has_gradients", self->step_has_gradients ? Py_True : Py_False,
+                         "backward_is_open", self->backward_is_open ? Py_True : Py_False, "step",
                          lh_engine_step(self->core->engine), "io", self->io->ops->name, "io_reason",
                          self->io_reason, "io_note", self->io->note, "pages", pages[arena->pages],
                          "memory_note", arena->note, "device_note",
                          self->core->dev ? self->core->dev->note : "", "arena_bytes", arena->bytes,
-                         "bookkeeping_bytes", bookkeeping_bytes);
+                         "bookkeeping_bytes", bookkeeping_bytes, "kept_bytes",
+                         lh_engine_kept_bytes(self->core->engine));
 }
 
 static PyObject *session_announce(PyObject *object, PyObject *numbers)

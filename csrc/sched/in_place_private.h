@@ -2,6 +2,8 @@
 #ifndef LH_SCHED_IN_PLACE_PRIVATE_H
 #define LH_SCHED_IN_PLACE_PRIVATE_H
 
+#include <stdatomic.h>
+
 #include "sched/in_place.h"
 #include "sched/transfer.h"
 
@@ -33,9 +35,9 @@ struct lh_in_place_part {
 
 /* [Note: Kept bytes] in in_place.h. */
 struct lh_kept {
-    uint64_t total_bytes; /* the packed bytes of all units */
-    uint64_t seen_bytes;  /* of those loaded twice */
-    uint64_t taken_bytes;
+    uint64_t total_bytes;         /* the packed bytes of all units */
+    uint64_t seen_bytes;          /* of those loaded twice */
+    _Atomic uint64_t taken_bytes; /* any thread may read it */
 };
 
 struct lh_in_place {

@@ -41,6 +41,7 @@ struct rig_opts {
     bool in_place;       /* the frozen unit is in separate files (rig_in_place.h) */
     bool packed;         /* with in_place: the files hold quantized parameters */
     bool kept;           /* with packed: the packed bytes stay in main memory */
+    bool kept_short;     /* with kept: the memory for them is a block too small */
     bool in_place_large; /* the frozen unit is so large that it takes several requests */
     /* there are no threads: the engine runs while the rig waits (rig_wait.h) */
     bool manual;

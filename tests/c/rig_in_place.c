@@ -278,13 +278,14 @@ void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts)
     memcpy(made->units, rig->units, sizeof(made->units));
     made->units[UNIT].param_extent = LH_ENGINE_EXTENT_NONE;
     opts->units = made->units;
-    opts->in_place = (struct lh_in_place_opts){.files = made->files,
-                                               .file_count = 2,
-                                               .file_first = made->file_first,
-                                               .units = &made->unit,
-                                               .unit_count = 1,
-                                               .kept_memory = made->kept_memory,
-                                               .kept_bytes = made->kept_bytes};
+    opts->in_place = (struct lh_in_place_opts){
+        .files = made->files,
+        .file_count = 2,
+        .file_first = made->file_first,
+        .units = &made->unit,
+        .unit_count = 1,
+        .kept_memory = made->kept_memory,
+        .kept_bytes = made->kept_bytes - (rig->opts.kept_short ? LH_BLOCK_BYTES : 0)};
 }
 
 void rig_in_place_close(struct rig *rig)

@@ -72,6 +72,26 @@ static void test_kept_once(bool has_device)
     rig_unmake(&rig);
 }
 
+static void test_kept_short(void)
+{
+    struct rig rig;
+    lh_test_name("packed bytes for which there is no room are read at each load");
+    rig_make(&rig, "kept-short",
+             (struct rig_opts){.commit_every = 1,
+                               .in_place = true,
+                               .packed = true,
+                               .kept = true,
+                               .kept_short = true,
+                               .least_memory = true});
+    const struct lh_unit *unit = &rig.engine->units[2];
+    for (int j = 0; j < 2 * STEP_COUNT; j++)
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, true) == 0);
+    LH_CHECK(atomic_load(&unit->shared.load_count) > 4 && !unit->in_place.kept);
+    LH_CHECK(rig.engine->in_place.kept.taken_bytes == 0);
+    rig_unmake(&rig);
+}
+
 static void test_short_transfers(void)
 {
     struct rig rig;
@@ -224,6 +244,7 @@ int main(void)
     test_bytes();
     test_kept_once(false);
     test_kept_once(true);
+    test_kept_short();
     test_short_transfers();
     test_stopped();
     return 0;
