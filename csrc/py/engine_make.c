@@ -6,18 +6,18 @@
 #include "py/lhpy.h"
 #include "store/store.h"
 
-static const struct lhpy_table unit_table =
-    LHPY_TABLE("a unit", LHPY_FORM_TUPLE, struct lh_engine_unit,
-               LHPY_FIELDS(struct lh_engine_unit, bytes, place_bytes, elements),
-               LHPY_FIELD(struct lh_engine_unit, dtype, .max = LH_DTYPE_BYTES),
-               LHPY_FIELDS(struct lh_engine_unit, always, is_announced, param_first, param_count),
-               LHPY_FIELD(struct lh_engine_unit, param_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
-               LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, store_group));
+static const struct lhpy_table unit_table = LHPY_TABLE(
+    "a unit", LHPY_FORM_TUPLE, struct lh_engine_unit,
+    LHPY_FIELDS(struct lh_engine_unit, bytes, place_bytes, elements),
+    LHPY_FIELD(struct lh_engine_unit, dtype, .max = LH_DTYPE_BYTES),
+    LHPY_FIELDS(struct lh_engine_unit, always, is_announced, family, param_first, param_count),
+    LHPY_FIELD(struct lh_engine_unit, param_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
+    LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, store_group));
 
 static const struct lhpy_table param_table = LHPY_TABLE_PLAIN(
     "a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group, number);

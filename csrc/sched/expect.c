@@ -3,22 +3,32 @@
 
 #include "sched/engine_private.h"
 
+/* Whether the unit's update follows its next use: autograd has saved it, so this is backward. */
+static bool is_updated_after(const struct lh_unit *unit)
+{
+    return unit->desc.elements > 0 && !unit->defer.is_deferred &&
+           atomic_load(&unit->shared.handles) > 0;
+}
+
 void lh_expect_insert(struct lh_engine *engine, uint32_t unit, bool is_first)
 {
     struct lh_region *region = engine->uses;
     struct lh_event_list *list = &region->predicted;
     if (is_first)
         engine->announced_count = 0;
-    uint64_t at = region->position + 2 * engine->announced_count;
+    uint64_t at = region->position + engine->announced_count;
+    uint64_t count = is_updated_after(&engine->units[unit]) ? 3 : 2;
     LH_ASSERT(region->position <= list->count && engine->units[unit].desc.is_announced);
-    if (list->count + 2 > engine->event_max || at > list->count)
+    if (list->count + count > engine->event_max || at > list->count)
         return;
     struct lh_residency_event *events = list->events + at;
-    memmove(events + 2, events, (list->count - at) * sizeof(*events));
+    memmove(events + count, events, (list->count - at) * sizeof(*events));
     events[0] = (struct lh_residency_event){unit, LH_RESIDENCY_EVENT_BEGIN};
     events[1] = (struct lh_residency_event){unit, LH_RESIDENCY_EVENT_END};
-    list->count += 2;
-    engine->announced_count++;
+    if (count == 3)
+        events[2] = (struct lh_residency_event){unit, LH_RESIDENCY_EVENT_UPDATE};
+    list->count += count;
+    engine->announced_count += count;
 }
 
 bool lh_expect_is_next(const struct lh_engine *engine)

@@ -8,7 +8,11 @@
  * and no plan contains them, until the caller announces the next ones, in order. They are then
  * planned as if the recorded order had contained them at this place, so that they are prefetched,
  * and no other expert is. An announced unit that is not used is skipped like any other use that did
- * not happen, and a use that was not announced is loaded when it begins.
+ * not happen, and a use that was not announced is loaded when it begins. If autograd has saved the
+ * unit, its update is planned after the use, so that it stays until then.
+ *
+ * Chunks are not read ahead if such units are trained: the next update is rarely that of the last
+ * step, and would take the slabs of the chunks that were read for it.
  *
  * Thread: the engine's, except where a function names another one.
  */

@@ -385,7 +385,8 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
     } else {
         /* The plan ended before this use, or did not predict it here: replan from here. */
         uint64_t tail_from = is_expected ? at + 1 : tail_find(engine, &event);
-        if (!is_expected)
+        bool is_known = kind == LH_RESIDENCY_EVENT_UPDATE && engine->units[index].desc.is_announced;
+        if (!is_expected && !is_known)
             lh_core_stats(engine, engine->plan_step)->replans++;
         replan(engine, &event, tail_from);
     }

@@ -17,7 +17,8 @@ TRACE_COUNT_MAX: int
 
 # (-errno, message) -> the exception to raise.
 _Raiser = Callable[[int, str, bool], Exception]
-# (bytes, elements, dtype, always, announced, param_first, param_count, extents P R M V, group)
+# (bytes, elements, dtype, always, announced, family, param_first, param_count,
+# extents P R M V, group)
 _Unit = tuple[Any, ...]
 # (unit, first, count, group, number)
 _Param = tuple[int, ...]
@@ -151,6 +152,19 @@ class Engine:
     def read(self, param: int, first: int, nbytes: int, address: int, /) -> None: ...
     def begin(self, train: bool, /) -> None: ...
     def announce(self, units: Sequence[int], /) -> None: ...
+    def idle_history(
+        self,
+        step: int,
+        group: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        /,
+    ) -> None: ...
+    def idle_owed(self, units: Sequence[int], /) -> int: ...
+    def idle_settle(self) -> None: ...
     def hyper(
         self,
         group: int,

@@ -11,6 +11,7 @@ import lohan
 import pytest
 import torch
 import train_helper as helper
+from experts_helper import EXPERTS, HYPER, SIZES, Zipf, assert_same, qwen
 from lohan.errors import (
     BudgetError,
     FrozenParameterError,
@@ -29,33 +30,9 @@ from transformers import (
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 STEPS = range(4)
-EXPERTS = 16
-HYPER = {"lr": 1e-2, "weight_decay": 0.01}
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "vocab_size": helper.VOCABULARY,
-    "use_cache": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-    "experts_implementation": "eager",
-    "head_dim": 16,
-}
-
-
-def qwen(experts: int = EXPERTS, **sizes: Any) -> nn.Module:
-    made = {**SIZES, "moe_intermediate_size": 32, "num_experts": experts, **sizes}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**made))
 
 
 def mixtral() -> nn.Module:
@@ -150,12 +127,6 @@ def train(model: Any, steps: Any = STEPS) -> list[float]:
     return losses
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
 def checkpointed(model: Any) -> None:
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -199,28 +170,6 @@ def test_training_has_the_bits_of_torch_with_eager_experts(
     stats = model.lohan.stats()
     assert stats.bytes == stats.planned_bytes
     model.lohan.close()
-
-
-class Zipf(nn.Module):
-    """A router that sends tokens to experts by Zipf's law, other ones in each call."""
-
-    def __init__(self, plain: nn.Module, seed: int) -> None:
-        super().__init__()
-        self.weight = plain.weight
-        self.count, self.top = plain.num_experts, plain.top_k
-        self.rng = torch.Generator().manual_seed(seed)
-        self.chosen: torch.Tensor | None = None
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = nn.functional.linear(hidden, self.weight)
-        weights = 1.0 / torch.arange(1, self.count + 1)
-        draws = weights.expand(len(hidden), -1)
-        self.chosen = torch.multinomial(draws, self.top, generator=self.rng)
-        return logits, logits.gather(1, self.chosen).softmax(-1), self.chosen
-
-    def hits(self) -> int:
-        assert self.chosen is not None
-        return len(self.chosen.unique())
 
 
 def test_a_step_reads_the_experts_that_were_routed_to_twice_and_no_others(
@@ -438,15 +387,14 @@ def test_what_is_refused_leaves_the_model_as_it_was(
     assert torch.isfinite(loss_of(model, 0))
 
 
-def test_trained_experts_and_models_without_fused_experts_are_refused(
+def test_models_without_fused_experts_and_several_processes_are_refused(
     store_dir: pathlib.Path,
 ) -> None:
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts\.gate_up_proj requires a"):
-        lohan.wrap(bare(), store=store_dir / "run", experts="apart")
     with pytest.raises(ModelError, match="blocks="):
         lohan.wrap(helper.llama(), store=store_dir / "run", experts="apart")
     with pytest.raises(UnsupportedError, match="several processes"):
-        _settings.split_experts(bare(), "apart", lohan.Config(), "adamw", is_alone=False)
+        asked = ("apart", "exact", "adamw", "fp32")
+        _settings.split(bare(), lohan.Config(), *asked, world=object(), optimizer=None)
 
 
 def test_without_the_setting_nothing_changes(store_dir: pathlib.Path) -> None:

@@ -21,13 +21,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan.errors import ModelError, UnsupportedError
+from lohan.errors import ModelError
 
 # The parameters of transformers' interface of experts that can have a slice for each expert.
 _NAMES = tuple(
@@ -37,7 +37,17 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed")
 
 
 class Expert(nn.Module):
-    """The parameters of one expert. It computes nothing: the module around it does."""
+    """The parameters of one expert. It computes nothing: the module around it does.
+
+    Args:
+        family: a number that the experts of a layer share.
+        owes: whether an expert without tokens owes an update with a gradient of zeros.
+    """
+
+    def __init__(self, family: int, *, owes: bool) -> None:
+        super().__init__()
+        self.family = family
+        self.owes = owes
 
 
 class Slices:
@@ -105,24 +115,25 @@ def _nothing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Apart:
-    """The modules of experts of a model that were split."""
+    """The modules of experts of a model that were split.
 
-    def __init__(self) -> None:
+    Args:
+        owes: whether experts without tokens owe updates.
+    """
+
+    def __init__(self, *, owes: bool = False) -> None:
+        self.owes = owes
         self.splits: list[Split] = []
         self.handles: list[Any] = []
 
     def add(self, name: str, module: nn.Module) -> None:
         """Split a module of experts; its values stay where they are."""
         wholes = _wholes(module)
-        trained = [each for each, whole in wholes.items() if whole.requires_grad]
-        if trained:
-            raise UnsupportedError(
-                f"experts='apart' needs frozen experts, but {name}.{trained[0]} requires a"
-                " gradient: freeze it (LoRA adapters elsewhere in the model are trained), or leave"
-                " experts= out"
-            )
         count = next(iter(wholes.values())).shape[0]
-        experts: list[nn.Module] = [Expert() for _ in range(count)]
+        trained = any(whole.requires_grad for whole in wholes.values())
+        family = len(self.splits) + 1
+        owes = self.owes and trained
+        experts: list[nn.Module] = [Expert(family, owes=owes) for _ in range(count)]
         split = Split(name, weakref.ref(module), wholes, [*module._parameters], experts)
         self.splits.append(split)
         for own, whole in wholes.items():
@@ -135,6 +146,43 @@ class Apart:
             module.add_module(str(number), expert)
         forward = functools.partial(_forward, split)
         object.__setattr__(module, "forward", forward)
+
+    def groups(self, params: Any) -> Any:
+        """Return params= of wrap() with the experts' parameters in the place of fused ones."""
+        if not self.splits or isinstance(params, str | bytes | dict | torch.Tensor):
+            return params
+        slices = {
+            id(whole): split.values(name)
+            for split in self.splits
+            for name, whole in split.wholes.items()
+        }
+
+        def parts(members: Any) -> Any:
+            if isinstance(members, torch.Tensor):
+                members = [members]
+            if isinstance(members, str | bytes | dict) or not isinstance(members, Iterable):
+                return members  # wrap() refuses it
+            found: list[Any] = []
+            for each in members:
+                if isinstance(each, dict) and "params" in each:
+                    found.append({**each, "params": parts(each["params"])})
+                else:  # a parameter, or its name and itself
+                    tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+                    found += slices.get(id(tensor), [each])
+            return found
+
+        return parts(params)
+
+    @property
+    def trained(self) -> str | None:
+        """The name of a fused parameter that was split and requires a gradient; None: no such."""
+        names = (
+            f"{split.name}.{name}"
+            for split in self.splits
+            for name, whole in split.wholes.items()
+            if whole.requires_grad
+        )
+        return next(names, None)
 
     def __enter__(self) -> Apart:
         """Undo the splits if what follows raises an exception."""
@@ -271,17 +319,17 @@ def _forward(split: Split, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def split(model: nn.Module) -> Apart:
+def split(model: nn.Module, *, owes: bool) -> Apart:
     """Split the modules of experts of a model.
 
     Args:
         model: the model to be wrapped.
+        owes: whether trained experts without tokens owe updates.
 
     Raises:
         ModelError: the model has no such module.
-        UnsupportedError: an expert is trained.
     """
-    made = Apart()
+    made = Apart(owes=owes)
     found = [(name, part) for name, part in model.named_modules() if _is_splittable(part)]
     if not found:
         raise ModelError(
@@ -298,14 +346,14 @@ def split(model: nn.Module) -> Apart:
     return made
 
 
-def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Expert]]]:
     """Yield the name of each module of experts that was split, the module, and its experts."""
     for name, module in model.named_modules():
-        experts: list[nn.Module] = [c for c in module._modules.values() if isinstance(c, Expert)]
+        experts = [c for c in module._modules.values() if isinstance(c, Expert)]
         if experts:
             yield name, module, experts
 
 
-def all_of(model: nn.Module) -> list[nn.Module]:
+def all_of(model: nn.Module) -> list[Expert]:
     """Return all experts that were split off."""
     return [expert for _, _, experts in parts(model) for expert in experts]

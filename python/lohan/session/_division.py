@@ -228,6 +228,7 @@ def _layout_for_budget(
         blocks = [*(given or ()), *apart] if apart else given
         layout = _layout.make_layout(model, limit, blocks, found, ranks_of, states)
         ranks = ((param.index, ranks_of.get(id(param.tensor))) for param in layout.params)
+        layout.owes_idle = any(expert.owes for expert in apart)
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
         _block.divide_states(layout, config.part, config.part_count)
         return layout
