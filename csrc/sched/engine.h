@@ -262,8 +262,6 @@ struct lh_engine_bytes {
 };
 /* The state of a pinned unit's bytes. Thread: any. */
 struct lh_engine_bytes lh_engine_bytes(const struct lh_engine *engine, uint32_t unit);
-/* The packed bytes that stay in main memory ([Note: Kept bytes] in in_place.h). Thread: any. */
-uint64_t lh_engine_kept_bytes(const struct lh_engine *engine);
 /*
  * Report that a pinned unit was changed on the accelerator: when the unit is evicted from the
  * accelerator, it is copied back to main memory if it has a place in main memory. Without an

@@ -52,6 +52,8 @@
 /* The maximum number of jobs that decode a packed unit at the same time. */
 #define LH_IN_PLACE_JOB_COUNT 8
 
+struct lh_engine;
+
 struct lh_in_place_file {
     const char *path; /* the file's path, for messages */
     uint64_t bytes;
@@ -108,5 +110,8 @@ struct lh_in_place_opts {
     uint8_t *kept_memory; /* for packed bytes that are kept; aligned to LH_BLOCK_BYTES */
     uint64_t kept_bytes;  /* 0: none are kept */
 };
+
+/* The packed bytes that are kept ([Note: Kept bytes]). Thread: any. */
+uint64_t lh_engine_kept_bytes(const struct lh_engine *engine);
 
 #endif
