@@ -97,7 +97,7 @@ uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t b
 /* The bytes of one block's frozen parameters, and what a load of them reads. */
 uint64_t lh_plan_block_frozen_bytes(const struct lh_plan_model *model, uint32_t block);
 uint64_t lh_plan_block_frozen_read_bytes(const struct lh_plan_model *model, uint32_t block);
-/* The bytes of both moments of so many parameters, rounded up. */
+/* The bytes of both moments of param_count parameters, rounded up. */
 uint64_t lh_plan_moment_bytes(const struct lh_plan_model *model, uint64_t param_count);
 
 #endif

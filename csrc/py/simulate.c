@@ -252,7 +252,7 @@ static const struct lhpy_table timing_table = LHPY_TABLE(
     LHPY_FIELD_AS("host_bytes_min", struct lh_sim_timing, budget.host_bytes_min),
     LHPY_FIELD_AS("region_bytes", struct lh_sim_timing, budget.region_bytes),
     LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
-    LHPY_FIELD(struct lh_sim_timing, ssd_bytes), LHPY_FIELD(struct lh_sim_timing, net_bytes));
+    LHPY_FIELDS(struct lh_sim_timing, ssd_bytes, net_bytes, plan_around_count));
 
 /* Make the result's dict; its trace is bytes with the events (struct lh_engine_trace_event). */
 static PyObject *timing_dict(const struct lh_sim_timing *timing,

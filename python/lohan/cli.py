@@ -413,7 +413,7 @@ def simulate(
     if mirror:
         answer = _mirrored(here, words, (zeroth, dtype, link), division or "shards", console)
     elif zeroth is not None:
-        limits = ("schedule", "commit_every", "sweep", "plot", "accumulate", "adapter_params")
+        limits = ["schedule", "commit_every", "sweep", "plot", "accumulate", "adapter_params"]
         limits += ONE_GPU
         others = [name for name in limits if words[name]]
         if others or words["policy"] != "auto":

@@ -399,7 +399,7 @@ def _cpu_s(model: Model, machine: Machine, raw: dict[str, Any], options: Options
         loads = raw["bytes"]["param_read"] / once  # the mean over all units
         decoded = loads * sum(model.frozen_bytes(*count) for count in frozen if count[0])
     moved = sums * (model.param_bytes + _SUM_BYTES_MOVED) + decoded
-    return update_s + moved / worker_bytes_per_s(machine, model)
+    return float(update_s) + moved / worker_bytes_per_s(machine, model)
 
 
 def _step(

@@ -190,8 +190,8 @@ static void bytes_are_the_papers(void)
     step = small_step(&small);
     LH_CHECK(step.ssd_read_bytes == 14 * count && step.ssd_write_bytes == 12 * count);
 
-    lh_test_name("frozen parameters are read packed and cross the link decoded, twice a step, unless "
-                 "they are in memory; no commit writes them");
+    lh_test_name("frozen parameters are read packed and cross the link decoded, twice a step,"
+                 " unless they are in memory; no commit writes them");
     uint64_t in_bytes = small_step(&small).link_in_bytes;
     uint64_t read_bytes = small_step(&small).ssd_read_bytes;
     uint64_t host_bytes = small_step(&small).host_bytes;

@@ -40,7 +40,7 @@ class Question:
     options: Options
     load: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def shape(self, count: int) -> dict[str, int]:
+    def shape(self, count: int) -> dict[str, Any]:
         """Return batch and seq if the open size is count."""
         other = "batch" if self.size == "seq" else "seq"
         return {self.size: count, other: self.other}
