@@ -240,7 +240,8 @@ def budget(
     /,
 ) -> dict[str, int]: ...
 def simulate(
-    units: list[tuple[str, bool, int]],
+    # dtype, always, elements (frozen: bytes)[, descriptions of packed parameters]
+    units: Sequence[tuple[Any, ...]],
     # (units, parts[, room for saved tensors]); a part: (forward_ns, backward_ns, saved)
     blocks: Sequence[tuple[Any, ...]],
     machine: dict[str, int],
@@ -254,6 +255,9 @@ def simulate(
     raiser: _Raiser,
     trace_count: int = 0,
     cluster: dict[str, int | str | bool] = ...,
+    states: str = "fp32",
+    micro_steps: int = 0,
+    visits: int = 1,
 ) -> dict[str, Any]: ...
 def scalars_make(param_steps: Sequence[int], caller: bytes, /) -> bytes: ...
 def scalar_overhead_bytes(param_count: int, /) -> int: ...
