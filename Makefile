@@ -15,7 +15,7 @@ DEVICE ?=
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-loss bench-accumulate bench-states bench-learning bench-unpack \
 	sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
-	troubles paper parity docs wheel matrix coverage build clean
+	troubles paper parity docs wheel matrix coverage build clean what-fits
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -42,6 +42,7 @@ help:
 	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora, -loss,'
 	@echo '               -accumulate, -states, -learning, -unpack'
 	@echo 'make paper     docs/paper-results.md: the papers compared with the simulator, some minutes'
+	@echo 'make what-fits docs/what-fits.md: large models on small machines, in virtual time; some minutes'
 	@echo 'make parity    docs/parity.md: lohan compared with torch in all settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
 	@echo 'make wheel     one wheel for every Python, in dist/, tested without a compiler'
@@ -130,6 +131,9 @@ kills powercuts interrupts troubles: build
 
 paper: build
 	$(PY) benchmarks/paper_results.py $(ARGS)
+
+what-fits: build
+	$(PY) benchmarks/what_fits.py $(ARGS)
 
 parity: build
 	$(PY) benchmarks/parity.py $(ARGS)

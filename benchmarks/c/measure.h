@@ -11,7 +11,7 @@
 
 /* Return zeroed memory that begins at a huge page, on huge pages if the system has them. */
 void *measure_pages(uint64_t bytes);
-/* Call work(context, index) for each index below count, each on its own core; return the seconds. */
+/* Call work(context, index) for each index below count, on a core each; return the seconds. */
 double measure_threads(int count, void (*work)(void *context, int index), void *context);
 /* Sort in ascending order, so that values[count / 2] is the median; return it. */
 double measure_sort(double *values, int count);

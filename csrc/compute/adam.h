@@ -166,9 +166,13 @@ void lh_adam_join(const uint16_t *param, const int16_t *residual, float *master,
 struct lh_adam_segment {
     uint64_t first; /* an element of the chunk */
     uint64_t count;
-    const void *gradient; /* its first value belongs to element `first` */
+    /* Its first value belongs to element `first`. NULL: see zeros. */
+    const void *gradient;
     enum lh_dtype gradient_dtype;
     struct lh_adam_scalars scalars;
+    /* Without a gradient: updates with gradients of zeros, one after another; F32 states only. */
+    const struct lh_adam_scalars *zeros;
+    uint32_t zero_count;
     uint64_t param_first;         /* the element of the parameter at `first`; BF16 only */
     struct lh_adam_random random; /* BF16 only */
 };

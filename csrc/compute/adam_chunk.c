@@ -77,11 +77,26 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
                                     : NULL,
         .moment1 = walk->align == 1 ? (float *)chunk->moment1 + first : NULL,
         .moment2 = walk->align == 1 ? (float *)chunk->moment2 + first : NULL,
-        .gradient = (const char *)segment->gradient + (first - segment->first) * gradient_bytes,
+        .gradient = segment->gradient ? (const char *)segment->gradient +
+                                            (first - segment->first) * gradient_bytes
+                                      : NULL,
         .count = count,
         .param_dtype = chunk->param_dtype,
         .gradient_dtype = segment->gradient_dtype,
     };
+}
+
+/* Update a tile with a gradient of zeros, once for each of the segment's scalars. */
+static void zeros_run(const struct walk *walk, const struct lh_adam_segment *segment,
+                      struct lh_adam_run *run)
+{
+    static const float zeros[LH_ADAM_TILE_ELEMENTS];
+
+    LH_ASSERT(run->count <= LH_ADAM_TILE_ELEMENTS);
+    run->gradient = zeros;
+    run->gradient_dtype = LH_DTYPE_F32;
+    for (uint32_t i = 0; i < segment->zero_count; i++)
+        walk->kernel->run(run, &segment->zeros[i]);
 }
 
 /* Checksum, update, checksum, one tile at a time. segment NULL: a gap, which is left unchanged. */
@@ -95,7 +110,10 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
         if (segment) {
             struct lh_adam_run run = run_make(walk, segment, first, part);
 
-            walk->kernel->run(&run, &segment->scalars);
+            if (segment->gradient)
+                walk->kernel->run(&run, &segment->scalars);
+            else
+                zeros_run(walk, segment, &run);
         }
         streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, part);
         first += part;
@@ -231,6 +249,8 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
 
     if (walk->align > 1) {
         piece_by_blocks(walk, segment, first, end - first);
+    } else if (!segment->gradient) {
+        piece_by_tiles(walk, segment, first, end - first);
     } else if (!walk->checksums) {
         struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
@@ -341,6 +361,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         const struct lh_adam_segment *segment = chunk->segments + s;
 
         LH_ASSERT(segment->gradient_dtype <= LH_DTYPE_F16);
+        LH_ASSERT(segment->gradient ? segment->zero_count == 0 : align == 1);
         LH_ASSERT(segment->count > 0 && segment->first >= end);
         LH_ASSERT(lh_is_aligned(segment->first, align));
         LH_ASSERT(lh_is_aligned(segment->param_first, align));

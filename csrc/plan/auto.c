@@ -72,15 +72,17 @@ static void states_hold(struct lh_plan_choice *choice, const struct lh_plan_mode
                         uint64_t host_bytes)
 {
     for (uint32_t i = 0; i < model->block_count; i++) {
-        uint64_t bytes = lh_plan_block_param_count(model, i) * model->param_bytes;
+        uint64_t bytes = lh_plan_block_param_count(model, i) * model->param_bytes +
+                         lh_plan_block_frozen_bytes(model, i);
         choice->blocks[i].has_host_p16 = bytes <= host_bytes;
         host_bytes -= bytes <= host_bytes ? bytes : 0;
     }
     for (uint32_t i = 0; i < model->block_count; i++) {
         struct lh_plan_block_choice *block = &choice->blocks[i];
         uint64_t count = lh_plan_block_param_count(model, i);
-        block->has_host_moments = count * LH_PLAN_MOMENT_BYTES <= host_bytes;
-        host_bytes -= block->has_host_moments ? count * LH_PLAN_MOMENT_BYTES : 0;
+        uint64_t moment_bytes = lh_plan_moment_bytes(model, count);
+        block->has_host_moments = moment_bytes <= host_bytes;
+        host_bytes -= block->has_host_moments ? moment_bytes : 0;
         block->has_host_master = count * choice->master_bytes <= host_bytes;
         host_bytes -= block->has_host_master ? count * choice->master_bytes : 0;
     }

@@ -17,6 +17,10 @@ struct lh_cost_lohan lh_cost_lohan_make(const struct lh_plan_machine *machine,
     return (struct lh_cost_lohan){
         .param_count = totals->param_count,
         .forward_flop = totals->forward_flop,
+        .frozen_bytes = totals->frozen_bytes,
+        .frozen_read_bytes = totals->frozen_read_bytes,
+        .frozen_flop = 2 * totals->forward_flop - totals->backward_flop,
+        .moments_less_bytes = totals->moments_less_bytes,
         .gpu_flop_per_s = machine->gpu_flop_per_s,
         .link_in_bytes_per_s = machine->link_in_bytes_per_s,
         .link_out_bytes_per_s = machine->link_out_bytes_per_s,
@@ -48,8 +52,8 @@ struct lh_cost_stage lh_cost_lohan_forward(const struct lh_cost_lohan *cost, uin
     return (struct lh_cost_stage){
         .gpu_s = seconds(cost->forward_flop, cost->gpu_flop_per_s),
         .out_s = seconds(swapped_bytes, cost->link_out_bytes_per_s),
-        .in_s = seconds(p16_bytes, cost->link_in_bytes_per_s),
-        .ssd_s = seconds(p16_bytes, cost->read_bytes_per_s) +
+        .in_s = seconds(p16_bytes + cost->frozen_bytes, cost->link_in_bytes_per_s),
+        .ssd_s = seconds(p16_bytes + cost->frozen_read_bytes, cost->read_bytes_per_s) +
                  seconds(ssd_bytes, cost->write_bytes_per_s),
     };
 }
@@ -58,14 +62,16 @@ struct lh_cost_stage lh_cost_lohan_backward(const struct lh_cost_lohan *cost,
                                             uint64_t swapped_bytes, uint64_t recompute_flop)
 {
     uint64_t p16_bytes = LH_COST_LOHAN_P16_BYTES * cost->param_count;
-    uint64_t state_bytes = LH_COST_LOHAN_STATE_BYTES * cost->param_count;
+    uint64_t state_bytes = LH_COST_LOHAN_STATE_BYTES * cost->param_count - cost->moments_less_bytes;
     uint64_t ssd_bytes = lh_cost_lohan_ssd_bytes(swapped_bytes, cost->host_available_bytes);
     return (struct lh_cost_stage){
-        .gpu_s = seconds(2 * cost->forward_flop + recompute_flop, cost->gpu_flop_per_s),
+        .gpu_s = seconds(2 * cost->forward_flop - cost->frozen_flop + recompute_flop,
+                         cost->gpu_flop_per_s),
         .out_s = seconds(p16_bytes, cost->link_out_bytes_per_s),
-        .in_s = seconds(p16_bytes + swapped_bytes, cost->link_in_bytes_per_s),
-        .ssd_s = seconds(state_bytes + ssd_bytes, cost->read_bytes_per_s) +
-                 seconds(state_bytes, cost->write_bytes_per_s),
+        .in_s = seconds(p16_bytes + cost->frozen_bytes + swapped_bytes, cost->link_in_bytes_per_s),
+        .ssd_s =
+            seconds(state_bytes + cost->frozen_read_bytes + ssd_bytes, cost->read_bytes_per_s) +
+            seconds(state_bytes, cost->write_bytes_per_s),
     };
 }
 

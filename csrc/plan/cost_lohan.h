@@ -21,8 +21,16 @@
 #define LH_COST_LOHAN_STATE_BYTES 14
 
 struct lh_cost_lohan {
-    uint64_t param_count;          /* P */
-    uint64_t forward_flop;         /* FLOP_f */
+    uint64_t param_count;  /* P */
+    uint64_t forward_flop; /* FLOP_f */
+    /*
+     * What the paper does not have, or 0: frozen parameters (bytes, and those that a load reads),
+     * FLOP that backward saves because of them, and bytes that moments have less than in fp32.
+     */
+    uint64_t frozen_bytes;
+    uint64_t frozen_read_bytes;
+    uint64_t frozen_flop;
+    uint64_t moments_less_bytes;
     uint64_t gpu_flop_per_s;       /* THP_G */
     uint64_t link_in_bytes_per_s;  /* BW_G */
     uint64_t link_out_bytes_per_s; /* BW_G */

@@ -6,6 +6,8 @@
 #define SUM_MAX (UINT64_C(1) << 60)
 #define COUNT_MAX (UINT32_C(1) << 20)
 #define ELEMENT_BYTES_MAX 8
+/* Both moments of a parameter in fp32. */
+#define MOMENT_BYTES_F32 8
 
 int lh_plan_model_init(struct lh_plan_model *model, uint32_t block_count, uint32_t layer_count,
                        struct lh_alloc *alloc, struct lh_error *err)
@@ -67,8 +69,12 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
                             "param_bytes %u must be from 1 to %d, and residual_bytes %u no larger"
                             " than that limit",
                             model->param_bytes, ELEMENT_BYTES_MAX, model->residual_bytes);
+    if (model->moment_block_bytes > MOMENT_BYTES_F32 * LH_PLAN_MOMENT_BLOCK)
+        return lh_error_set(err, -EINVAL,
+                            "moment_block_bytes %u exceeds %d, the bytes of moments in fp32",
+                            model->moment_block_bytes, MOMENT_BYTES_F32 * LH_PLAN_MOMENT_BLOCK);
     LH_TRY(blocks_check(model, err));
-    unsigned __int128 sums[4] = {0};
+    unsigned __int128 sums[6] = {0};
     for (uint32_t i = 0; i < model->layer_count; i++) {
         const struct lh_plan_layer *layer = &model->layers[i];
         /* Later sums count every byte of a parameter and its states: at most 32 of them. */
@@ -76,9 +82,16 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
         sums[1] += layer->forward_flop;
         sums[2] += layer->activation_bytes;
         sums[3] += layer->working_bytes;
+        sums[4] += layer->frozen_bytes;
+        sums[5] += layer->frozen_read_bytes;
+        if (layer->frozen_flop > layer->forward_flop)
+            return lh_error_set(err, -EINVAL,
+                                "layer %u of a model has frozen_flop %" PRIu64
+                                ", more than its forward_flop %" PRIu64,
+                                i, layer->frozen_flop, layer->forward_flop);
     }
     static const char *const names[] = {"param_count * 32", "forward_flop", "activation_bytes",
-                                        "working_bytes"};
+                                        "working_bytes",    "frozen_bytes", "frozen_read_bytes"};
     for (size_t i = 0; i < LH_COUNT_OF(sums); i++)
         if (sums[i] > SUM_MAX)
             return lh_error_set(err, -EINVAL, "the sum of a model's %s exceeds %" PRIu64, names[i],
@@ -94,6 +107,29 @@ uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t b
     return count;
 }
 
+uint64_t lh_plan_block_frozen_bytes(const struct lh_plan_model *model, uint32_t block)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < model->blocks[block].layer_count; i++)
+        bytes += model->layers[model->blocks[block].layer_first + i].frozen_bytes;
+    return bytes;
+}
+
+uint64_t lh_plan_block_frozen_read_bytes(const struct lh_plan_model *model, uint32_t block)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < model->blocks[block].layer_count; i++)
+        bytes += model->layers[model->blocks[block].layer_first + i].frozen_read_bytes;
+    return bytes;
+}
+
+uint64_t lh_plan_moment_bytes(const struct lh_plan_model *model, uint64_t param_count)
+{
+    if (model->moment_block_bytes == 0)
+        return MOMENT_BYTES_F32 * param_count;
+    return lh_div_ceil(param_count * model->moment_block_bytes, LH_PLAN_MOMENT_BLOCK);
+}
+
 struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
 {
     struct lh_plan_totals totals = {0};
@@ -104,13 +140,19 @@ struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
         for (uint32_t j = 0; j < block->layer_count; j++) {
             const struct lh_plan_layer *layer = &model->layers[block->layer_first + j];
             totals.forward_flop += layer->forward_flop;
+            totals.backward_flop += 2 * layer->forward_flop - layer->frozen_flop;
             activation_bytes += layer->activation_bytes;
             if (layer->is_inter_block)
                 totals.inter_block_activation_bytes += layer->activation_bytes;
             working_bytes = lh_max_u64(working_bytes, layer->working_bytes);
         }
         uint64_t param_count = lh_plan_block_param_count(model, i);
+        uint64_t frozen_bytes = lh_plan_block_frozen_bytes(model, i);
         totals.param_count += param_count;
+        totals.frozen_bytes += frozen_bytes;
+        totals.frozen_read_bytes += lh_plan_block_frozen_read_bytes(model, i);
+        totals.block_bytes_max =
+            lh_max_u64(totals.block_bytes_max, param_count * model->param_bytes + frozen_bytes);
         totals.activation_bytes += activation_bytes;
         totals.block_param_count_max = lh_max_u64(totals.block_param_count_max, param_count);
         totals.block_activation_bytes_max =
@@ -118,5 +160,7 @@ struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
         totals.block_gpu_bytes_max =
             lh_max_u64(totals.block_gpu_bytes_max, activation_bytes + working_bytes);
     }
+    totals.moments_less_bytes =
+        MOMENT_BYTES_F32 * totals.param_count - lh_plan_moment_bytes(model, totals.param_count);
     return totals;
 }

@@ -11,6 +11,9 @@
  *
  * A parameter belongs to the layer that uses it first; a tied parameter is counted only there.
  *
+ * Frozen parameters have neither states nor gradients. What a load of them reads may be less than
+ * what computation needs, because files may have them in a packed form (sched/in_place.h).
+ *
  * Pure; includes base only. Thread: a model belongs to its caller.
  * Source: LoHan IV-B (what a profile yields per layer), LoHan IV-D (layers as units of swapping).
  */
@@ -22,9 +25,15 @@
 
 #define LH_PLAN_BLOCK_NONE UINT32_MAX
 
+/* The parameters whose moments share scales, if they have 8 bits (compute/adam_states.h). */
+#define LH_PLAN_MOMENT_BLOCK 64
+
 struct lh_plan_layer {
-    uint64_t param_count;
-    uint64_t forward_flop;     /* the FLOP for the whole batch; recomputation costs the same */
+    uint64_t param_count;       /* trained parameters */
+    uint64_t frozen_bytes;      /* frozen parameters, in the form in which they are computed with */
+    uint64_t frozen_read_bytes; /* the bytes that a load of them reads from SSD */
+    uint64_t forward_flop;      /* the FLOP for the whole batch; recomputation costs the same */
+    uint64_t frozen_flop; /* the part of it whose backward costs as much, and not twice as much */
     uint64_t activation_bytes; /* the size for the whole batch */
     uint64_t working_bytes;    /* GPU memory used while computing, beyond its activations */
     bool is_inter_block;
@@ -43,15 +52,22 @@ struct lh_plan_model {
     uint32_t block_count;
     uint32_t param_bytes;    /* per parameter, in the compute dtype: 2, or 4 (fp32) */
     uint32_t residual_bytes; /* what each fp32 master needs in addition: 2 (bf16), 4 (fp16), 0 */
+    /* Both moments of LH_PLAN_MOMENT_BLOCK parameters, with their scales; 0: of fp32. */
+    uint32_t moment_block_bytes;
 };
 
 /* Sums over a model. */
 struct lh_plan_totals {
-    uint64_t param_count;                  /* P */
-    uint64_t forward_flop;                 /* FLOP_f */
+    uint64_t param_count; /* P, the trained ones */
+    uint64_t frozen_bytes;
+    uint64_t frozen_read_bytes;
+    uint64_t forward_flop; /* FLOP_f */
+    uint64_t backward_flop;
+    uint64_t moments_less_bytes;           /* what moments have less than those of fp32 */
     uint64_t activation_bytes;             /* A_all */
     uint64_t inter_block_activation_bytes; /* A_interBlock */
     uint64_t block_param_count_max;
+    uint64_t block_bytes_max; /* a block's parameters, frozen ones included */
     uint64_t block_activation_bytes_max;
     uint64_t block_gpu_bytes_max; /* a block's activations plus the largest working_bytes in it */
 };
@@ -78,5 +94,10 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
 struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model);
 /* The number of parameters of one block. */
 uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t block);
+/* The bytes of one block's frozen parameters, and what a load of them reads. */
+uint64_t lh_plan_block_frozen_bytes(const struct lh_plan_model *model, uint32_t block);
+uint64_t lh_plan_block_frozen_read_bytes(const struct lh_plan_model *model, uint32_t block);
+/* The bytes of both moments of param_count parameters, rounded up. */
+uint64_t lh_plan_moment_bytes(const struct lh_plan_model *model, uint64_t param_count);
 
 #endif

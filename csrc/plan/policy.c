@@ -72,7 +72,7 @@ static bool is_hidden(const struct lh_plan_ask *ask, uint64_t bytes, uint64_t re
     const struct lh_plan_machine *machine = ask->machine;
     double gpu = (double)machine->gpu_flop_per_s;
     double forward_s = (double)ask->totals.forward_flop / gpu;
-    double backward_s = (double)(2 * ask->totals.forward_flop + recompute_flop) / gpu;
+    double backward_s = (double)(ask->totals.backward_flop + recompute_flop) / gpu;
     return (double)bytes / (double)machine->link_out_bytes_per_s <= forward_s &&
            (double)bytes / (double)machine->link_in_bytes_per_s <= backward_s;
 }

@@ -13,7 +13,8 @@
 
 static uint64_t load_bytes(const struct lh_residency_unit *unit)
 {
-    return unit->load_bytes > 0 ? unit->load_bytes : unit->bytes;
+    LH_ASSERT(unit->unread_bytes <= unit->bytes);
+    return unit->bytes - unit->unread_bytes;
 }
 
 /* The total size of the fixed places of units before `end`, which are laid out from 0. */

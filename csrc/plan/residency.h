@@ -74,8 +74,8 @@ struct lh_residency_op {
 
 struct lh_residency_unit {
     uint64_t bytes;
-    uint64_t load_bytes; /* the part of the bytes that a load reads; 0: all */
-    bool always;         /* the unit's scope encloses other scopes: loaded once, never evicted */
+    uint64_t unread_bytes; /* the part of the bytes that a load does not read */
+    bool always;           /* the unit's scope encloses other scopes: loaded once, never evicted */
 };
 
 struct lh_residency {

@@ -35,7 +35,8 @@ struct lh_plan_timeline_block {
     double saved_out_s;
     double saved_in_s;
     double gradient_out_s;
-    double p16_read_s; /* 0: P16 is in main memory */
+    double p16_read_s;    /* 0: P16 is in main memory */
+    double frozen_read_s; /* the same of frozen parameters */
     double saved_write_s;
     double saved_read_s;
     double update_read_s;
@@ -61,16 +62,18 @@ struct clocks {
 
 uint64_t lh_plan_host_working_bytes(const struct lh_plan_model *model)
 {
-    uint64_t block_params = lh_plan_model_totals(model).block_param_count_max;
-    uint64_t count = HOST_BLOCK_COUNT_P16 + HOST_BLOCK_COUNT_GRADIENTS;
-    return count * model->param_bytes * block_params + SLAB_BYTES;
+    struct lh_plan_totals totals = lh_plan_model_totals(model);
+    uint64_t gradient_bytes = model->param_bytes * totals.block_param_count_max;
+    return HOST_BLOCK_COUNT_P16 * totals.block_bytes_max +
+           HOST_BLOCK_COUNT_GRADIENTS * gradient_bytes + SLAB_BYTES;
 }
 
 static uint64_t gpu_working_bytes(const struct lh_plan_model *model,
                                   const struct lh_plan_totals *totals)
 {
-    uint64_t count = GPU_BLOCK_COUNT_P16 + GPU_BLOCK_COUNT_GRADIENTS;
-    return count * model->param_bytes * totals->block_param_count_max + GPU_ROUNDING_BYTES +
+    uint64_t gradient_bytes = model->param_bytes * totals->block_param_count_max;
+    return GPU_BLOCK_COUNT_P16 * totals->block_bytes_max +
+           GPU_BLOCK_COUNT_GRADIENTS * gradient_bytes + GPU_ROUNDING_BYTES +
            totals->block_gpu_bytes_max;
 }
 
@@ -114,7 +117,10 @@ static void states_add(const struct lh_plan_timeline *timeline, const struct lh_
     uint64_t count = lh_plan_block_param_count(model, index);
     uint64_t p16_bytes = count * model->param_bytes;
     uint64_t master_bytes = count * choice->master_bytes;
-    uint64_t moment_bytes = count * LH_PLAN_MOMENT_BYTES;
+    uint64_t moment_bytes = lh_plan_moment_bytes(model, count);
+    uint64_t frozen_bytes = lh_plan_block_frozen_bytes(model, index);
+    uint64_t frozen_read = lh_plan_block_frozen_read_bytes(model, index);
+    uint64_t frozen_ssd_bytes = states->has_host_p16 ? 0 : frozen_read;
     uint64_t p16_ssd_bytes = states->has_host_p16 ? 0 : p16_bytes;
     uint64_t state_ssd_bytes = (states->has_host_master ? 0 : master_bytes) +
                                (states->has_host_moments ? 0 : moment_bytes);
@@ -124,19 +130,22 @@ static void states_add(const struct lh_plan_timeline *timeline, const struct lh_
     /* A deferred update with a complete master makes P16 in memory, where forward finds it. */
     bool reads_p16 = !states->is_deferred || choice->master_bytes < MASTER_BYTES_WHOLE;
     block->is_deferred = states->is_deferred;
-    block->p16_in_s = seconds(p16_bytes, timeline->machine->link_in_bytes_per_s);
+    block->p16_in_s = seconds(p16_bytes + frozen_bytes, timeline->machine->link_in_bytes_per_s);
     block->gradient_out_s = seconds(p16_bytes, timeline->machine->link_out_bytes_per_s);
     block->p16_read_s = seconds(p16_ssd_bytes, read);
+    block->frozen_read_s = seconds(frozen_ssd_bytes, read);
     block->update_read_s = seconds(state_ssd_bytes, read);
     block->update_write_s = seconds(p16_ssd_bytes + state_ssd_bytes, write);
     block->update_s = seconds(count, timeline->machine->adam_params_per_s);
-    step->ssd_read_bytes += p16_ssd_bytes * (reads_p16 ? 2 : 1) + state_ssd_bytes;
+    step->ssd_read_bytes +=
+        p16_ssd_bytes * (reads_p16 ? 2 : 1) + 2 * frozen_ssd_bytes + state_ssd_bytes;
     step->ssd_write_bytes += p16_ssd_bytes + state_ssd_bytes;
-    step->link_in_bytes += 2 * p16_bytes;
+    step->link_in_bytes += 2 * (p16_bytes + frozen_bytes);
     step->link_out_bytes += p16_bytes;
-    step->host_bytes += held_bytes + (states->is_deferred ? p16_bytes : 0);
+    step->host_bytes += held_bytes + (states->is_deferred ? p16_bytes : 0) +
+                        (states->has_host_p16 ? frozen_bytes : 0);
     step->commit_bytes += held_bytes;
-    step->ssd_bytes += SLOT_COUNT * (p16_bytes + master_bytes + moment_bytes);
+    step->ssd_bytes += SLOT_COUNT * (p16_bytes + master_bytes + moment_bytes) + frozen_read;
 }
 
 static void layers_add(const struct lh_plan_timeline *timeline, const struct lh_plan_choice *choice,
@@ -146,12 +155,14 @@ static void layers_add(const struct lh_plan_timeline *timeline, const struct lh_
     const struct lh_plan_machine *machine = timeline->machine;
     struct lh_plan_timeline_block *block = &timeline->blocks[index];
     uint64_t forward_flop = 0;
+    uint64_t backward_flop = 0;
     uint64_t recompute_flop = 0;
     uint64_t host_bytes = 0;
     uint64_t ssd_bytes = 0;
     for (uint32_t i = layers->layer_first; i < layers->layer_first + layers->layer_count; i++) {
         const struct lh_plan_layer *layer = &timeline->model->layers[i];
         forward_flop += layer->forward_flop;
+        backward_flop += 2 * layer->forward_flop - layer->frozen_flop;
         if (choice->fates[i] == LH_PLAN_FATE_KEEP)
             step->kept_bytes += layer->activation_bytes;
         else if (choice->fates[i] == LH_PLAN_FATE_SWAP_HOST)
@@ -162,7 +173,7 @@ static void layers_add(const struct lh_plan_timeline *timeline, const struct lh_
             recompute_flop += layer->forward_flop;
     }
     block->forward_s = seconds(forward_flop, machine->gpu_flop_per_s);
-    block->backward_s = seconds(2 * forward_flop + recompute_flop, machine->gpu_flop_per_s);
+    block->backward_s = seconds(backward_flop + recompute_flop, machine->gpu_flop_per_s);
     block->saved_out_s = seconds(host_bytes + ssd_bytes, machine->link_out_bytes_per_s);
     block->saved_in_s = seconds(host_bytes + ssd_bytes, machine->link_in_bytes_per_s);
     block->saved_write_s = seconds(ssd_bytes, lh_plan_machine_write_bytes_per_s(machine));
@@ -192,8 +203,10 @@ static void forward_run(const struct lh_plan_timeline *timeline, struct clocks *
             clocks->ssd_s = fmax(clocks->ssd_s, close_s) + block->update_read_s;
             ready_s = clocks->ssd_s;
         }
-        if (block->p16_read_s > 0 && !(updates && has_whole_master)) {
-            clocks->ssd_s += block->p16_read_s;
+        bool reads_p16 = !(updates && has_whole_master);
+        double read_s = block->frozen_read_s + (reads_p16 ? block->p16_read_s : 0);
+        if (read_s > 0) {
+            clocks->ssd_s += read_s;
             ready_s = fmax(clocks->ssd_s, ready_s);
         }
         if (updates) {
@@ -234,8 +247,9 @@ static void backward_run(const struct lh_plan_timeline *timeline, struct clocks 
 {
     for (uint32_t i = timeline->model->block_count; i-- > 0;) {
         struct lh_plan_timeline_block *block = &timeline->blocks[i];
-        clocks->ssd_s += block->p16_read_s + block->saved_read_s;
-        double ready_s = block->p16_read_s + block->saved_read_s > 0 ? clocks->ssd_s : 0;
+        double read_s = block->p16_read_s + block->frozen_read_s + block->saved_read_s;
+        clocks->ssd_s += read_s;
+        double ready_s = read_s > 0 ? clocks->ssd_s : 0;
         clocks->in_s = fmax(clocks->in_s, ready_s) + block->p16_in_s;
         if (block->saved_in_s > 0)
             clocks->in_s = fmax(clocks->in_s, clocks->gpu_s - room->in_s) + block->saved_in_s;
@@ -294,7 +308,8 @@ struct lh_plan_step lh_plan_timeline_step(struct lh_plan_timeline *timeline,
     uint64_t read = lh_plan_machine_read_bytes_per_s(machine);
     uint64_t write = lh_plan_machine_write_bytes_per_s(machine);
     step.busy_s[LH_PLAN_RESOURCE_GPU] =
-        seconds(3 * totals->forward_flop + step.recompute_flop, machine->gpu_flop_per_s);
+        seconds(totals->forward_flop + totals->backward_flop + step.recompute_flop,
+                machine->gpu_flop_per_s);
     step.busy_s[LH_PLAN_RESOURCE_IN] = seconds(step.link_in_bytes, machine->link_in_bytes_per_s);
     step.busy_s[LH_PLAN_RESOURCE_OUT] = seconds(step.link_out_bytes, machine->link_out_bytes_per_s);
     step.busy_s[LH_PLAN_RESOURCE_SSD] =

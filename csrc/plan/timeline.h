@@ -22,6 +22,9 @@
  * least the total work of the busiest resource, which is what bounds the step, and at most the sum
  * of all resources. Two stages that do not overlap at all give LoHan eq. 1.
  *
+ * Frozen parameters are read and copied like P16, and no update follows; with P16 in main memory,
+ * they are there too, and no commit writes them.
+ *
  * States in main memory cause no traffic, except that commits write them: once in several steps,
  * so rarely that commits take at most one percent of the time.
  *
@@ -33,9 +36,6 @@
 
 #include "plan/choice.h"
 #include "plan/machine.h"
-
-/* M and V, per parameter. */
-#define LH_PLAN_MOMENT_BYTES 8
 
 enum lh_plan_resource {
     LH_PLAN_RESOURCE_GPU = 0,

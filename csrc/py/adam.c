@@ -65,7 +65,13 @@ static int chunk_update(const struct work *work, const struct lh_adam_run *run, 
     uint64_t moment_bytes = lh_adam_moment_bytes(moments->states);
     bool has_scales = moments->states == LH_ADAM_STATES_8BIT;
     struct lh_adam_segment segment = {
-        0, run->count, run->gradient, run->gradient_dtype, work->scalars, first, work->random};
+        .count = run->count,
+        .gradient = run->gradient,
+        .gradient_dtype = run->gradient_dtype,
+        .scalars = work->scalars,
+        .param_first = first,
+        .random = work->random,
+    };
     struct lh_adam_chunk chunk = {
         .param = run->param,
         .residual = run->residual,

@@ -6,18 +6,18 @@
 #include "py/lhpy.h"
 #include "store/store.h"
 
-static const struct lhpy_table unit_table =
-    LHPY_TABLE("a unit", LHPY_FORM_TUPLE, struct lh_engine_unit,
-               LHPY_FIELDS(struct lh_engine_unit, bytes, place_bytes, elements),
-               LHPY_FIELD(struct lh_engine_unit, dtype, .max = LH_DTYPE_BYTES),
-               LHPY_FIELDS(struct lh_engine_unit, always, param_first, param_count),
-               LHPY_FIELD(struct lh_engine_unit, param_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
-               LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
-               LHPY_FIELD(struct lh_engine_unit, store_group));
+static const struct lhpy_table unit_table = LHPY_TABLE(
+    "a unit", LHPY_FORM_TUPLE, struct lh_engine_unit,
+    LHPY_FIELDS(struct lh_engine_unit, bytes, place_bytes, elements),
+    LHPY_FIELD(struct lh_engine_unit, dtype, .max = LH_DTYPE_BYTES),
+    LHPY_FIELDS(struct lh_engine_unit, always, is_announced, family, param_first, param_count),
+    LHPY_FIELD(struct lh_engine_unit, param_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
+    LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
+    LHPY_FIELD(struct lh_engine_unit, store_group));
 
 static const struct lhpy_table param_table = LHPY_TABLE_PLAIN(
     "a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group, number);
@@ -141,7 +141,8 @@ struct make_opts {
 
 /*
  * The bytes of memory for disk I/O, which is the first part of the arena. Memory for sums of
- * gradients, or for gradients that come from an accelerator, and for saved tensors follows.
+ * gradients, or for gradients that come from an accelerator, for saved tensors and for packed bytes
+ * that are kept follows.
  */
 static uint64_t moved_bytes(const struct lhpy_engine *self)
 {
@@ -172,7 +173,7 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
     static struct lh_clock io_clock; /* the backends borrow it for life; it has no state */
     io_clock = clock;
     const struct lh_saved_opts *saved = &self->saved;
-    struct lh_io_buffer buffers[3] = {{.base = core->arena->base, .bytes = moved_bytes(self)}};
+    struct lh_io_buffer buffers[4] = {{.base = core->arena->base, .bytes = moved_bytes(self)}};
     uint32_t buffer_count = 1;
     if (saved->memory_bytes > 0)
         buffers[buffer_count++] =
@@ -180,6 +181,10 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
     if (core->has_team && core->team.mate == 0)
         buffers[buffer_count++] =
             (struct lh_io_buffer){.base = core->team.region, .bytes = core->team.region_bytes};
+    const struct lh_in_place_opts *in_place = &self->in_place.opts;
+    if (in_place->kept_bytes > 0)
+        buffers[buffer_count++] =
+            (struct lh_io_buffer){.base = in_place->kept_memory, .bytes = in_place->kept_bytes};
     struct lh_io_file files[LH_IO_FILE_COUNT_MAX];
     uint32_t file_count = lh_store_file_count(store);
     memcpy(files, lh_store_files(store), file_count * sizeof(*files));
@@ -290,9 +295,12 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
     LH_TRY(lh_waker_init(&core->waker, err));
     core->has_waker = true;
     LH_TRY(lhpy_team_make(self, &opts->team, err));
-    arena_opts.bytes = saved_offset(self, opts) + saved->memory_bytes;
+    uint64_t kept_offset =
+        lh_align_up(saved_offset(self, opts) + saved->memory_bytes, LH_BLOCK_BYTES);
+    arena_opts.bytes = kept_offset + self->in_place.opts.kept_bytes;
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->arena, err));
     saved->memory = core->arena->base + saved_offset(self, opts);
+    self->in_place.opts.kept_memory = core->arena->base + kept_offset;
     saved->file_first = lh_store_file_count(store);
     if (opts->sums)
         lhpy_sums_place(self, core->arena->base + moved_bytes(self));

@@ -1,6 +1,7 @@
 /* Hand gradients from autograd to the engine. */
 #include "base/assert.h"
 #include "py/lhpy.h"
+#include "sched/idle.h"
 
 /* Dropping a gradient may run Python code that calls this again, so the list is updated first. */
 static void gradient_let_go(struct lhpy_engine *self, uint32_t i)
@@ -123,6 +124,12 @@ PyObject *lhpy_engine_gradient_begin(struct lhpy_engine *self, uint32_t index, P
     if (!owned)
         return NULL;
     if (!self->step_has_gradients && step_gradients_begin(self) < 0) {
+        Py_DECREF(owned);
+        return NULL;
+    }
+    /* A forward between two backwards of a step has reopened the last one (sched/idle.h). */
+    if (lh_idle_is_reopened(self->core->engine) &&
+        lhpy_engine_wait_plain(self, lh_engine_over_wait) < 0) {
         Py_DECREF(owned);
         return NULL;
     }

@@ -37,7 +37,8 @@ static const struct lhpy_table file_table =
 const struct lhpy_table lhpy_in_place_table =
     LHPY_TABLE("in_place", LHPY_FORM_TUPLE, struct lhpy_in_place,
                LHPY_ROWS("files", struct lhpy_in_place, rows, row_count, file_table),
-               LHPY_ROWS("units", struct lhpy_in_place, opts.units, opts.unit_count, unit_table));
+               LHPY_ROWS("units", struct lhpy_in_place, opts.units, opts.unit_count, unit_table),
+               LHPY_FIELD_AS("kept_bytes", struct lhpy_in_place, opts.kept_bytes));
 
 int lhpy_in_place_prepare(struct lhpy_in_place *in_place)
 {

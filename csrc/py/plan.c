@@ -15,8 +15,12 @@ static const struct lhpy_table machine_table = LHPY_TABLE_PLAIN(
     ssd_read_bytes_per_s, ssd_write_bytes_per_s, ssd_total_bytes_per_s);
 
 static const struct lhpy_table layer_table =
-    LHPY_TABLE_PLAIN("a layer", LHPY_FORM_DICT, struct lh_plan_layer, param_count, forward_flop,
-                     activation_bytes, working_bytes, is_inter_block);
+    LHPY_TABLE("a layer", LHPY_FORM_DICT, struct lh_plan_layer,
+               LHPY_FIELDS(struct lh_plan_layer, param_count, forward_flop, activation_bytes,
+                           working_bytes, is_inter_block),
+               LHPY_FIELD(struct lh_plan_layer, frozen_bytes, .is_optional = true),
+               LHPY_FIELD(struct lh_plan_layer, frozen_read_bytes, .is_optional = true),
+               LHPY_FIELD(struct lh_plan_layer, frozen_flop, .is_optional = true));
 
 struct block {
     struct lh_plan_layer *layers;
@@ -33,6 +37,7 @@ static const struct lhpy_table block_table =
 struct input {
     uint32_t param_bytes;
     uint32_t residual_bytes;
+    uint32_t moment_block_bytes;
     struct block *blocks;
     uint32_t block_count;
     struct lh_plan_machine machine;
@@ -40,6 +45,7 @@ struct input {
 
 static const struct lhpy_table model_table = LHPY_TABLE(
     "a model", LHPY_FORM_DICT, struct input, LHPY_FIELDS(struct input, param_bytes, residual_bytes),
+    LHPY_FIELD(struct input, moment_block_bytes, .is_optional = true),
     LHPY_ROWS("blocks", struct input, blocks, block_count, block_table));
 
 #define INPUT_ARGS(input)                                                                          \
@@ -66,6 +72,7 @@ static int model_make(struct input *input, struct lh_plan_model *model, struct l
     }
     model->param_bytes = input->param_bytes;
     model->residual_bytes = input->residual_bytes;
+    model->moment_block_bytes = input->moment_block_bytes;
     uint32_t layer_next = 0;
     for (uint32_t i = 0; i < input->block_count; i++) {
         const struct block *block = &input->blocks[i];

@@ -2,6 +2,9 @@
 #include <string.h>
 
 #include "py/lhpy.h"
+#include "sched/expect.h"
+#include "sched/idle.h"
+#include "sched/settle.h"
 
 static PyObject *session_begin(PyObject *object, PyObject *flag)
 {
@@ -446,15 +449,68 @@ static PyObject *session_status(PyObject *object, PyObject *Py_UNUSED(args))
     const struct lh_arena *arena = self->core->arena;
     uint64_t bookkeeping_bytes = self->core->alloc.live_bytes + lhpy_store_live_bytes(self->store);
     static const char *const pages[] = {"4 KiB", "transparent huge", "reserved huge"};
-    return Py_BuildValue("{s:K,s:K,s:I,s:O,s:O,s:K,s:s,s:s,s:s,s:s,s:s,s:s,s:K,s:K}", "pins", pins,
-                         "handles", handles, "held_gradients", self->held_count, "has_gradients",
-                         self->step_has_gradients ? Py_True : Py_False, "backward_is_open",
-                         self->backward_is_open ? Py_True : Py_False, "step",
+    return Py_BuildValue("{s:K,s:K,s:I,s:O,s:O,s:K,s:s,s:s,s:s,s:s,s:s,s:s,s:K,s:K,s:K}", "pins",
+                         pins, "handles", handles, "held_gradients", self->held_count,
+                         "has_gradients", self->step_has_gradients ? Py_True : Py_False,
+                         "backward_is_open", self->backward_is_open ? Py_True : Py_False, "step",
                          lh_engine_step(self->core->engine), "io", self->io->ops->name, "io_reason",
                          self->io_reason, "io_note", self->io->note, "pages", pages[arena->pages],
                          "memory_note", arena->note, "device_note",
                          self->core->dev ? self->core->dev->note : "", "arena_bytes", arena->bytes,
-                         "bookkeeping_bytes", bookkeeping_bytes);
+                         "bookkeeping_bytes", bookkeeping_bytes, "kept_bytes",
+                         lh_engine_kept_bytes(self->core->engine));
+}
+
+static PyObject *session_announce(PyObject *object, PyObject *numbers)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t *units = NULL;
+    uint32_t count = 0;
+    if (!self || lhpy_indices_read(numbers, "unit", self->unit_count, &units, &count) < 0)
+        return NULL;
+    lh_engine_announce(self->core->engine, units, count);
+    PyMem_Free(units);
+    Py_RETURN_NONE;
+}
+
+/* idle_history(step, group, lr, beta1, beta2, eps, weight_decay) */
+static PyObject *session_idle_history(PyObject *object, PyObject *args)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint64_t step = 0;
+    uint32_t group = 0;
+    struct lh_adam_hyper hyper;
+    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(step), LHPY_ARG(group), LHPY_ARG_AS("lr", hyper.lr),
+                           LHPY_ARG_AS("beta1", hyper.beta1), LHPY_ARG_AS("beta2", hyper.beta2),
+                           LHPY_ARG_AS("eps", hyper.eps),
+                           LHPY_ARG_AS("weight_decay", hyper.weight_decay)) < 0)
+        return NULL;
+    lh_idle_history_set(self->core->engine, step, group, &hyper);
+    Py_RETURN_NONE;
+}
+
+static PyObject *session_idle_owed(PyObject *object, PyObject *numbers)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint32_t *units = NULL;
+    uint32_t count = 0;
+    if (!self || lhpy_indices_read(numbers, "unit", self->unit_count, &units, &count) < 0)
+        return NULL;
+    uint32_t most = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t owed = lh_idle_owed(self->core->engine, units[i]);
+        most = owed > most ? owed : most;
+    }
+    PyMem_Free(units);
+    return PyLong_FromUnsignedLong(most);
+}
+
+static PyObject *session_idle_settle(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    if (!self || lhpy_engine_request_plain(self, lh_settle_all) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 PyMethodDef lhpy_session_methods[] = {
@@ -470,6 +526,12 @@ PyMethodDef lhpy_session_methods[] = {
     {"post_tail", session_post_tail, METH_VARARGS,
      "post_tail(pointer, bytes): where the accelerator has the end of the next close's scalars"},
     {"close_step", session_close_step, METH_O, "close_step(scalars)"},
+    {"announce", session_announce, METH_O, "announce(units): these are the next uses, in order."},
+    {"idle_history", session_idle_history, METH_VARARGS,
+     "idle_history(step, group, lr, beta1, beta2, eps, weight_decay): those of an earlier step"},
+    {"idle_owed", session_idle_owed, METH_O,
+     "idle_owed(units): the most updates that one of them owes, which had no gradients."},
+    {"idle_settle", session_idle_settle, METH_NOARGS, "Make all updates that units owe."},
     {"abort", session_abort, METH_NOARGS, "Discard the open step."},
     {"commit_hold", session_commit_hold, METH_NOARGS,
      "Wait until no commit is in progress, and prevent new ones."},

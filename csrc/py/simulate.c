@@ -12,6 +12,7 @@
 #define BLOCK_COUNT_MAX 4096
 #define PART_COUNT_MAX 65536
 #define SAVED_COUNT_MAX 65536
+#define SCALES_COUNT_MAX (1 << 24)
 #define COPY_COUNT 64
 #define CARD_QUEUE_DEPTH 64
 #define MICRO_STEP_COUNT_MAX 1024
@@ -58,18 +59,28 @@ static const struct lhpy_table cluster_table = LHPY_TABLE(
     CLUSTER("net_latency_ns", card.latency_ns, .max = LATENCY_NS_MAX),
     CLUSTER("is_mirror", is_mirror));
 
-/* One parameter. */
+/* One parameter; packs: a frozen unit of parameters that are read in their packed form. */
 struct unit {
     enum lh_dtype dtype;
     bool always;
     uint64_t elements;
+    struct lh_unpack *packs;
+    uint32_t pack_count;
 };
+
+static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
 
 static const char *const dtype_names[] = {"float32", "bfloat16", "float16", "frozen", NULL};
 static const struct lhpy_table unit_table = LHPY_TABLE(
     "a unit", LHPY_FORM_TUPLE, struct unit, LHPY_FIELD(struct unit, dtype, .names = dtype_names),
     LHPY_FIELD(struct unit, always),
-    LHPY_FIELD(struct unit, elements, .min = 1, .max = NUMBER_MAX / 64));
+    LHPY_FIELD(struct unit, elements, .min = 1, .max = NUMBER_MAX / 64),
+    {.name = "packs",
+     .kind = LHPY_KIND_ROWS,
+     .place = offsetof(struct unit, packs),
+     .count_place = offsetof(struct unit, pack_count),
+     .table = &lhpy_unpack_table,
+     .is_optional = true});
 
 /* A tensor, or several combined, that a part of a block saves. */
 struct saved {
@@ -117,6 +128,8 @@ struct input {
     uint32_t unit_count;
     struct block *blocks;
     uint32_t block_count;
+    enum lh_adam_states states;
+    bool has_sums;
 };
 
 /* Set the machine's fields that its dict does not have. */
@@ -167,16 +180,50 @@ static int block_add(const struct block *from, struct lh_sim_model *model)
     return 0;
 }
 
+static int unit_check(const struct unit *unit)
+{
+    bool is_good = unit->pack_count <= LH_SIM_PACK_COUNT_MAX;
+    for (uint32_t i = 0; is_good && i < unit->pack_count; i++)
+        is_good = lh_unpack_is_valid(&unit->packs[i]);
+    if (is_good && (unit->pack_count == 0 || unit->dtype == LH_DTYPE_BYTES))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "a unit of %u packed parameters is invalid: it has to be frozen",
+                 unit->pack_count);
+    return -1;
+}
+
+static void unit_add(const struct input *input, const struct unit *unit, struct lh_sim_model *model)
+{
+    struct lh_sim_unit_desc desc = {.dtype = unit->dtype,
+                                    .always = unit->always,
+                                    .counts = &unit->elements,
+                                    .count = 1,
+                                    .packs = unit->pack_count > 0 ? unit->packs : NULL,
+                                    .pack_count = unit->pack_count};
+    if (unit->dtype != LH_DTYPE_BYTES)
+        desc.states = input->states;
+    (void)lh_sim_model_unit_add(model, &desc);
+}
+
 /* Make a model from the input. The caller owns *model, also after an error. */
 static int model_make(const struct input *input, struct lh_alloc *alloc, struct lh_sim_model *model)
 {
-    struct lh_sim_model_opts opts = {.unit_max = input->unit_count,
+    uint64_t scales_count = 0;
+    for (uint32_t i = 0; i < input->unit_count; i++) {
+        if (unit_check(&input->units[i]) < 0)
+            return -1;
+        if (input->states == LH_ADAM_STATES_8BIT && input->units[i].dtype != LH_DTYPE_BYTES)
+            scales_count += lh_sim_model_scales_count(input->units[i].elements);
+    }
+    struct lh_sim_model_opts opts = {.scales_max = (uint32_t)scales_count,
+                                     .packed_max = input->unit_count,
+                                     .unit_max = input->unit_count,
                                      .param_max = input->unit_count,
                                      .block_max = input->block_count,
                                      .saved_max = SAVED_COUNT_MAX,
                                      .part_max = PART_COUNT_MAX};
-    if (input->unit_count < 1 || input->block_count < 1 || input->unit_count > BLOCK_COUNT_MAX ||
-        input->block_count > BLOCK_COUNT_MAX) {
+    if (scales_count > SCALES_COUNT_MAX || input->unit_count < 1 || input->block_count < 1 ||
+        input->unit_count > BLOCK_COUNT_MAX || input->block_count > BLOCK_COUNT_MAX) {
         PyErr_Format(PyExc_ValueError, "invalid model: %u units and %u blocks", input->unit_count,
                      input->block_count);
         return -1;
@@ -185,12 +232,9 @@ static int model_make(const struct input *input, struct lh_alloc *alloc, struct 
         PyErr_NoMemory();
         return -1;
     }
-    for (uint32_t i = 0; i < input->unit_count; i++) {
-        const struct unit *unit = &input->units[i];
-        struct lh_sim_unit_desc desc = {
-            .dtype = unit->dtype, .always = unit->always, .counts = &unit->elements, .count = 1};
-        (void)lh_sim_model_unit_add(model, &desc);
-    }
+    for (uint32_t i = 0; i < input->unit_count; i++)
+        unit_add(input, &input->units[i], model);
+    model->has_sums = input->has_sums;
     int rc = 0;
     for (uint32_t i = 0; rc == 0 && i < input->block_count; i++)
         rc = block_add(&input->blocks[i], model);
@@ -208,7 +252,7 @@ static const struct lhpy_table timing_table = LHPY_TABLE(
     LHPY_FIELD_AS("host_bytes_min", struct lh_sim_timing, budget.host_bytes_min),
     LHPY_FIELD_AS("region_bytes", struct lh_sim_timing, budget.region_bytes),
     LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
-    LHPY_FIELD(struct lh_sim_timing, ssd_bytes), LHPY_FIELD(struct lh_sim_timing, net_bytes));
+    LHPY_FIELDS(struct lh_sim_timing, ssd_bytes, net_bytes, plan_around_count));
 
 /* Make the result's dict; its trace is bytes with the events (struct lh_engine_trace_event). */
 static PyObject *timing_dict(const struct lh_sim_timing *timing,
@@ -286,13 +330,21 @@ PyObject *lhpy_simulate(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
             LHPY_ARG_AS("transfer_bytes", opts.transfer_bytes, .min = LH_MIB, .max = LH_GIB),
             LHPY_ARG_AS("only_checks", opts.only_checks), LHPY_ARG(raiser),
             LHPY_ARG_AS("trace_count", opts.trace_max, .is_optional = true, .max = TRACE_COUNT_MAX),
-            LHPY_ARG_STRUCT("cluster", cluster, cluster_table, .is_optional = true)) < 0)
+            LHPY_ARG_STRUCT("cluster", cluster, cluster_table, .is_optional = true),
+            LHPY_ARG_AS("states", input.states, .is_optional = true, .names = states_names),
+            LHPY_ARG_AS("micro_steps", opts.micro.step_count, .is_optional = true,
+                        .max = MICRO_STEP_COUNT_MAX),
+            LHPY_ARG_AS("visits", opts.micro.visit_count, .is_optional = true, .min = 1,
+                        .max = MICRO_STEP_COUNT_MAX)) < 0)
         return NULL;
     PyObject *made = NULL;
+    input.has_sums = opts.micro.step_count > 0;
     machine_complete(&opts.machine);
     cluster.card.queue_depth = CARD_QUEUE_DEPTH;
     opts.cluster = cluster;
-    if (opts.transfer_bytes % LH_MIB != 0)
+    if (cluster.node_count > 0 && (input.states != LH_ADAM_STATES_F32 || input.has_sums))
+        PyErr_SetString(PyExc_ValueError, "a cluster has moments in fp32 and its own micro_steps");
+    else if (opts.transfer_bytes % LH_MIB != 0)
         PyErr_Format(PyExc_ValueError, "transfer_bytes is %llu: must be a multiple of 1 MiB",
                      (unsigned long long)opts.transfer_bytes);
     else

@@ -13,6 +13,7 @@
 
 #include "compute/sum.h"
 #include "py/lhpy.h"
+#include "sched/idle.h"
 
 enum sum_state {
     SUM_STATE_NONE = 0,
@@ -225,6 +226,9 @@ static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
+        return NULL;
+    if (lh_idle_is_reopened(self->core->engine) &&
+        lhpy_engine_wait_plain(self, lh_engine_over_wait) < 0)
         return NULL;
     if (self->has_sums && self->core->dev && lhpy_engine_wait_plain(self, lh_sum_wait) < 0)
         return NULL;

@@ -25,7 +25,7 @@ void lh_engine_post(struct lh_engine *engine, enum lh_message_kind kind, uint64_
                     uint64_t c)
 {
     struct lh_ring_message message = {.words = {kind, a, b, c}};
-    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_STANDSTILL);
+    LH_ASSERT(kind >= LH_MESSAGE_BEGIN && kind <= LH_MESSAGE_ANNOUNCED);
     if (lh_core_is_forked(engine))
         return;
     atomic_fetch_add(&engine->post_count, 1);
@@ -74,6 +74,14 @@ int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     return 0;
 }
 
+void lh_engine_announce(struct lh_engine *engine, const uint32_t *units, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        LH_ASSERT(units[i] < engine->opts.unit_count);
+        lh_engine_post(engine, LH_MESSAGE_ANNOUNCED, units[i], i, i + 1 == count);
+    }
+}
+
 void *lh_engine_stream_set(struct lh_engine *engine, void *stream)
 {
     return atomic_exchange(&engine->stream, stream);
@@ -103,7 +111,9 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
     bool may_be_updated = unit->caller.gradient_step != unit->caller.asked_step;
     if (may_be_updated && unit->caller.gradient_step < engine->open_step)
         unit->caller.asked_step = unit->caller.gradient_step;
-    uint32_t word = may_be_updated ? 0 : atomic_load(&unit->shared.word);
+    /* The engine knows whether a unit of a family owes updates (idle.h). */
+    bool must_ask = may_be_updated || unit->desc.family > 0;
+    uint32_t word = must_ask ? 0 : atomic_load(&unit->shared.word);
     while (word & LH_UNIT_READY_BIT) {
         if (!atomic_compare_exchange_weak(&unit->shared.word, &word, word + 1))
             continue;
@@ -266,14 +276,20 @@ void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
     engine->hypers[(lh_engine_step(engine) + 1) % 2][group] = *hyper;
 }
 
+static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
+{
+    (void)argument;
+    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]) &&
+           !lh_idle_is_reopened(engine);
+}
+
 /*
  * Whether all steps are over, and no flush or abort is pending whose caller was interrupted (such a
  * flush may be committing the scalars of a close).
  */
 static bool all_is_over(struct lh_engine *engine, uint64_t argument)
 {
-    (void)argument;
-    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]) &&
+    return steps_are_over(engine, argument) &&
            !lh_request_is_pending(&engine->requests[LH_REQUEST_FLUSH]) &&
            !lh_request_is_pending(&engine->requests[LH_REQUEST_ABORT]);
 }
@@ -282,7 +298,7 @@ int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms)
 {
     if (all_is_over(engine, 0))
         return 1;
-    if (lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]))
+    if (!steps_are_over(engine, 0))
         lh_engine_post(engine, LH_MESSAGE_DRAIN, 0, 0, 0);
     return lh_engine_room_wait(engine, all_is_over, 0, timeout_ms);
 }
@@ -444,12 +460,6 @@ int lh_engine_abort(struct lh_engine *engine, int timeout_ms)
     int result = atomic_load(&engine->abort_result);
     LH_ASSERT(result <= 0);
     return result < 0 ? result : 1;
-}
-
-static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
-{
-    (void)argument;
-    return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]);
 }
 
 static int flush_send(struct lh_engine *engine, bool commit, int timeout_ms)

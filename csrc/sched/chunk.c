@@ -149,7 +149,10 @@ static void update_run(struct lh_exec_job *job)
             memset(lh_slab_array(slab, unit, i, chunk->count), 0,
                    lh_unit_state_bytes(&unit->states[i], chunk->count));
     }
-    slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
+    if (unit->update.idle.is_due)
+        lh_idle_run(slab);
+    else
+        slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
 }
 
 /*
@@ -231,6 +234,8 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
         /* The unit's bytes in memory are now those for the next step; release its gradients. */
         LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING && unit->update.is_counted);
         lh_gradient_release_unit(engine, unit);
+        if (unit->update.idle.is_due)
+            lh_idle_settled(engine, unit);
         lh_unit_make_ready(engine, unit);
     }
     bool may_write = LH_FEATURE_ALL(engine, chunk_may_write, chunk);

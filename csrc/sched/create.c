@@ -185,6 +185,10 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         schedule == LH_ENGINE_SCHEDULE_SERIAL || schedule == LH_ENGINE_SCHEDULE_DEFERRED;
     if (engine->dev)
         LH_TRY(lh_landing_create(engine, err));
+    if (lh_idle_is_needed(engine)) {
+        LH_TRY(lh_idle_create(engine, err));
+        feature_add(engine, &lh_settle_feature);
+    }
     if (is_all_deferred || schedule == LH_ENGINE_SCHEDULE_AUTO)
         LH_TRY(deferring_create(engine, err));
     if (is_all_deferred) {
@@ -242,6 +246,7 @@ static void features_destroy(struct lh_engine *engine)
     lh_norm_destroy(engine);
     lh_spill_destroy(engine);
     lh_defer_destroy(engine);
+    lh_idle_destroy(engine);
     if (!engine->dev)
         return;
     lh_device_destroy(engine);
@@ -301,6 +306,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
         rc = features_create(engine, err);
     if (rc == 0)
         rc = resume(engine, err);
+    if (rc == 0 && engine->idle.history)
+        rc = lh_idle_resume(engine, err);
     if (rc == 0 && !opts->manual)
         rc = thread_start(engine, err);
     if (rc < 0) {

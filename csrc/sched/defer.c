@@ -120,6 +120,12 @@ void lh_defer_set(struct lh_unit *unit, bool is_deferred)
     unit->defer.is_deferred = is_deferred;
 }
 
+void lh_defer_release(struct lh_unit *unit)
+{
+    LH_ASSERT(unit->update.idle.is_due);
+    unit->defer.is_released = true;
+}
+
 static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)engine;

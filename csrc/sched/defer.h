@@ -31,6 +31,8 @@ int lh_defer_create(struct lh_engine *engine, struct lh_error *err);
 void lh_defer_destroy(struct lh_engine *engine);
 /* Set whether the unit's updates wait for the close of the step. Call only between two steps. */
 void lh_defer_set(struct lh_unit *unit, bool is_deferred);
+/* The closed step makes what a unit owes (idle.h): its update need not wait. */
+void lh_defer_release(struct lh_unit *unit);
 /* The unit is about to be read: queue its update if it waits, and those that are due with it. */
 void lh_defer_approach(struct lh_engine *engine, uint32_t unit);
 

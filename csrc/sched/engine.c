@@ -67,6 +67,9 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
     case LH_MESSAGE_WAITED:
         waited(engine, message);
         break;
+    case LH_MESSAGE_ANNOUNCED:
+        lh_region_announced(engine, argument, message->words[2], message->words[3] != 0);
+        break;
     default:
         handled = LH_FEATURE_ANY(engine, message, message);
         LH_ASSERT(handled || message->words[0] == LH_MESSAGE_DRAIN);
@@ -74,13 +77,25 @@ static void message_handle(struct lh_engine *engine, const struct lh_ring_messag
     }
 }
 
+/* Take the next message, unless it must wait. */
+static bool inbox_pop(struct lh_engine *engine, struct lh_ring_message *message)
+{
+    /* An abandoned flush may still be committing: later messages wait for its end. */
+    if (engine->commit_is_of_flush)
+        return false;
+    if (!engine->has_held && !lh_ring_pop(&engine->inbox, &engine->held))
+        return false;
+    engine->has_held = lh_idle_holds(engine, &engine->held);
+    *message = engine->held;
+    return !engine->has_held;
+}
+
 static bool inbox_pump(struct lh_engine *engine)
 {
     struct lh_ring_message message;
     bool moved = false;
     bool is_heard = false;
-    /* An abandoned flush may still be committing: later messages wait for its end. */
-    while (!engine->commit_is_of_flush && lh_ring_pop(&engine->inbox, &message)) {
+    while (inbox_pop(engine, &message)) {
         message_handle(engine, &message);
         atomic_fetch_add(&engine->heard_count, 1);
         is_heard = true;

@@ -75,6 +75,8 @@ struct lh_engine_unit {
     uint64_t elements;    /* padded to LH_ENGINE_ELEMENT_ALIGN; 0: the unit is frozen */
     enum lh_dtype dtype;  /* F32, BF16 or F16 if the unit is trainable */
     bool always;          /* the unit's scope encloses others: it is loaded once and stays */
+    bool is_announced;    /* its uses are planned only where they are announced (expect.h) */
+    uint32_t family;      /* 0: it owes nothing in steps without a gradient ([Note: Idle units]) */
     uint32_t param_first; /* the unit's parameters: [param_first, param_first + param_count) */
     uint32_t param_count;
     uint32_t param_extent;    /* LH_ENGINE_EXTENT_NONE: the unit is read in place */
@@ -127,9 +129,7 @@ struct lh_engine_opts {
     uint32_t param_count;
     uint32_t group_count;
     const struct lh_budget *budget; /* borrowed for the call */
-    /*
-     * Memory for the budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy.
-     */
+    /* For the budget's region and slabs, LH_HUGE_PAGE_BYTES-aligned; borrowed until destroy. */
     uint8_t *memory;
     uint64_t memory_bytes;  /* at least region_bytes (without a team) + slab_count * slab_bytes */
     struct lh_store *store; /* this and the next three are borrowed until destroy */

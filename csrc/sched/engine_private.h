@@ -40,10 +40,12 @@
 #include "sched/defer.h"
 #include "sched/device.h"
 #include "sched/engine.h"
+#include "sched/expect.h"
 #include "sched/feature.h"
 #include "sched/gather.h"
 #include "sched/given.h"
 #include "sched/gradient.h"
+#include "sched/idle.h"
 #include "sched/in_place_private.h"
 #include "sched/job.h"
 #include "sched/landing.h"
@@ -55,6 +57,7 @@
 #include "sched/request.h"
 #include "sched/saved_private.h"
 #include "sched/scalars.h"
+#include "sched/settle.h"
 #include "sched/slab.h"
 #include "sched/spill.h"
 #include "sched/split.h"
@@ -99,6 +102,8 @@ enum lh_message_kind {
     LH_MESSAGE_GATHERED,   /* unit, and whether it is complete */
     LH_MESSAGE_ROUND,      /* its number */
     LH_MESSAGE_STANDSTILL, /* whether the training thread waits for other processes */
+    LH_MESSAGE_SETTLE,     /* all units that owe updates */
+    LH_MESSAGE_ANNOUNCED,  /* unit, its place in the announcement, and whether it is the last */
 };
 
 /* What other threads wait for or read. Protected by mutex. */
@@ -150,6 +155,7 @@ struct lh_engine {
     struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* the events of the last complete cycle */
     struct lh_event_list recording;
     uint64_t event_max;
+    uint64_t announced_count; /* the current announcement's events in the prediction */
     enum lh_engine_mode mode;
     uint64_t plan_step; /* the step for which the ops' bytes count; 0: no step's (an evaluation) */
 
@@ -178,6 +184,7 @@ struct lh_engine {
     struct lh_mates mates;
     struct lh_borrow borrow;
     struct lh_gather gather;
+    struct lh_idle idle;
 
     /* Step (step.c). */
     enum lh_step_state step_state;
@@ -206,6 +213,8 @@ struct lh_engine {
     uint64_t trace_written;
 
     struct lh_ring inbox;
+    struct lh_ring_message held; /* the next message, if has_held: it waits (lh_idle_holds()) */
+    bool has_held;
     _Atomic uint32_t waiting;               /* threads that wait and must be notified */
     _Atomic uint32_t tentative;             /* threads in a tentative wait */
     _Atomic uint64_t update_gradient_bytes; /* the bytes of gradients held by updates in progress */

@@ -7,6 +7,7 @@
  * tensors the table is empty.
  *
  *      feature   present when                                       file
+ *      settle    units are parts of tensors (families)              settle.c
  *      split     schedule AUTO                                      split.c
  *      defer     schedule SERIAL, DEFERRED or AUTO                  defer.c
  *      spill     SERIAL or DEFERRED, and a unit's gradients spill   spill.c

@@ -285,21 +285,25 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
         .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
     engine->in_place.packed_source = engine->in_place.source;
     engine->in_place.packed_source.ops = &packed_source_ops;
+    engine->in_place.kept_source = engine->in_place.source;
+    engine->in_place.kept_source.ops = &lh_kept_source_ops;
     for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
         const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
         LH_TRY(unit_validate(engine, made, err));
         struct lh_unit *unit = &engine->units[made->unit];
         unit->in_place.made = made;
         unit->source = &engine->in_place.source;
+        unit->in_place.moves = unit_moves(made);
+        unit->in_place.seam_first = seam_count;
+        if (unit->in_place.moves)
+            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
         if (is_packed(made)) {
             unit->in_place.jobs = engine->in_place.jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
             unit->source = &engine->in_place.packed_source;
             unit->in_place.first = lh_borrow_is_on(engine) ? 0 : made->runs[0].offset;
         }
-        unit->in_place.moves = unit_moves(made);
-        unit->in_place.seam_first = seam_count;
-        if (unit->in_place.moves)
-            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
+        if (is_packed(made) && engine->opts.in_place.kept_bytes > 0 && !lh_borrow_is_on(engine))
+            lh_kept_add(engine, unit);
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];

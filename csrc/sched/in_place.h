@@ -32,6 +32,14 @@
  * plans count the runs' bytes; the unit's place in memory, and its copy on an accelerator, have all
  * of the unit's bytes.
  *
+ * [Note: Kept bytes] Main memory can keep the packed bytes of packed units, in a place of their own
+ * (kept.c): several times as many units fit there as decoded ones. A unit is kept from its second
+ * load on, which reads to that place, so that memory is not spent on units that stay in memory or
+ * on the accelerator anyway. If not all fit, those that are kept are distributed evenly over the
+ * order of loads, so that the reads of others are hidden by computation; what is left after a few
+ * loads of each is for whichever is loaded next. A unit stays kept. From then on its loads read no
+ * files: workers decode it from there to its place, and plans count no bytes for them.
+ *
  * The engine borrows everything declared here until it is stopped.
  */
 #ifndef LH_SCHED_IN_PLACE_H
@@ -43,6 +51,8 @@
 #define LH_IN_PLACE_ALIGN 64
 /* The maximum number of jobs that decode a packed unit at the same time. */
 #define LH_IN_PLACE_JOB_COUNT 8
+
+struct lh_engine;
 
 struct lh_in_place_file {
     const char *path; /* the file's path, for messages */
@@ -97,6 +107,11 @@ struct lh_in_place_opts {
     uint32_t file_first; /* the index of files[0] among io's files */
     const struct lh_in_place_unit *units;
     uint32_t unit_count;
+    uint8_t *kept_memory; /* for packed bytes that are kept; aligned to LH_BLOCK_BYTES */
+    uint64_t kept_bytes;  /* 0: none are kept */
 };
+
+/* The packed bytes that are kept ([Note: Kept bytes]). Thread: any. */
+uint64_t lh_engine_kept_bytes(const struct lh_engine *engine);
 
 #endif

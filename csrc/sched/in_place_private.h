@@ -2,6 +2,8 @@
 #ifndef LH_SCHED_IN_PLACE_PRIVATE_H
 #define LH_SCHED_IN_PLACE_PRIVATE_H
 
+#include <stdatomic.h>
+
 #include "sched/in_place.h"
 #include "sched/transfer.h"
 
@@ -22,16 +24,27 @@ struct lh_in_place_part {
     const struct lh_in_place_unit *made;
     bool moves;
     uint64_t seam_first;
-    uint64_t first; /* where in the unit a load begins: 0 unless it is packed */
+    uint64_t first;      /* where in the unit a load begins: 0 unless it is packed */
+    uint8_t *kept;       /* the packed bytes, if they stay in main memory; or NULL */
+    uint32_t load_count; /* while kept bytes are chosen */
     /* of a packed unit that is being decoded: [Note: Rounds] in packed.c */
     struct lh_packed_job *jobs; /* LH_IN_PLACE_JOB_COUNT */
     uint32_t job_count;         /* those in flight */
     uint64_t decoded;           /* where the round of these jobs ends */
 };
 
+/* [Note: Kept bytes] in in_place.h. */
+struct lh_kept {
+    uint64_t total_bytes;         /* the packed bytes of all units */
+    uint64_t seen_bytes;          /* of those loaded twice */
+    _Atomic uint64_t taken_bytes; /* any thread may read it */
+};
+
 struct lh_in_place {
     struct lh_source source;
     struct lh_source packed_source;
+    struct lh_source kept_source;
+    struct lh_kept kept;
     struct lh_packed_job *jobs;
     uint8_t *seams; /* [Note: Seams] in in_place.c */
 };
@@ -46,7 +59,13 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err);
  * needed. The unit's runs must be valid.
  */
 bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes);
-/* All of a LOADING unit was read: decode it on workers. */
+/* All of a LOADING unit was read, or its packed bytes are kept: decode it on workers. */
 void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit);
+
+/* kept.c: see [Note: Kept bytes] in in_place.h. */
+
+extern const struct lh_source_ops lh_kept_source_ops;
+/* A packed unit may be kept. */
+void lh_kept_add(struct lh_engine *engine, struct lh_unit *unit);
 
 #endif

@@ -74,7 +74,7 @@ bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes)
  * unit are decoded; the next round decodes up to the first packed byte that is still needed. So no
  * output of the round touches an input of the round, and its jobs may run at the same time. Each
  * round leaves a half (8 bits to 16) or a quarter (4 bits) of the rest. One job decodes a short
- * rest, from front to back.
+ * rest, from front to back. Kept bytes are not overwritten, so one round decodes all of a unit.
  */
 #define ROUND_BYTES_MIN (UINT64_C(256) << 10)
 
@@ -102,12 +102,22 @@ static uint64_t needed_from(const struct lh_in_place_unit *made, uint64_t offset
            lh_unpack_needed(&pack->unpack, bytes / lh_unpack_element_bytes(&pack->unpack));
 }
 
+/* A part of a parameter's description that it may lack; its offset in the unit is then 0. */
+static const uint8_t *part_at(const uint8_t *packed, uint64_t offset, uint64_t skipped)
+{
+    return offset == 0 ? NULL : packed + (offset - skipped);
+}
+
 /* Runs on a worker: decode what belongs to the offsets of the job. */
 static void decode_run(struct lh_exec_job *exec)
 {
     const struct lh_packed_job *job = exec->context;
     const struct lh_in_place_unit *made = job->unit->in_place.made;
     uint8_t *memory = job->unit->memory;
+    /* Kept bytes are those from the unit's first run on. */
+    const uint8_t *kept = job->unit->in_place.kept;
+    const uint8_t *packed = kept ? kept : memory;
+    const uint64_t skipped = kept ? made->runs[0].offset : 0;
     LH_ASSERT(memory && job->first < job->end && job->end <= unit_end(made));
     for (uint32_t i = 0; i < made->pack_count; i++) {
         const struct lh_in_place_pack *pack = &made->packs[i];
@@ -118,11 +128,11 @@ static void decode_run(struct lh_exec_job *exec)
             continue;
         uint64_t first = (begin - pack->to) / element_bytes;
         const struct lh_unpack_source source = {
-            .packed = memory + pack->from + lh_unpack_needed(&pack->unpack, first),
-            .scales = memory + pack->scales,
-            .table = memory + pack->table,
-            .nested = memory + pack->nested,
-            .nested_table = memory + pack->nested_table,
+            .packed = packed + (pack->from + lh_unpack_needed(&pack->unpack, first) - skipped),
+            .scales = part_at(packed, pack->scales, skipped),
+            .table = part_at(packed, pack->table, skipped),
+            .nested = part_at(packed, pack->nested, skipped),
+            .nested_table = part_at(packed, pack->nested_table, skipped),
         };
         lh_unpack(&pack->unpack, &source, first, (end - begin) / element_bytes, memory + begin);
     }
@@ -169,15 +179,16 @@ static void round_begin(struct lh_engine *engine, struct lh_unit *unit)
 {
     const struct lh_in_place_unit *made = unit->in_place.made;
     uint64_t first = unit->in_place.decoded;
-    uint64_t needed = needed_from(made, first);
     uint64_t end = unit_end(made);
+    uint64_t needed = unit->in_place.kept ? end : needed_from(made, first);
     LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.job_count == 0);
     if (needed < first + ROUND_BYTES_MIN) {
         unit->in_place.decoded = end;
         job_submit(engine, unit, first, end);
         return;
     }
-    end = lh_min_u64(end, needed - needed % LH_IN_PLACE_ALIGN);
+    if (needed < end)
+        end = needed - needed % LH_IN_PLACE_ALIGN;
     uint64_t count = lh_min_u64(LH_IN_PLACE_JOB_COUNT, engine->exec->thread_count);
     uint64_t step = lh_max_u64(lh_align_up(lh_div_ceil(end - first, count), LH_IN_PLACE_ALIGN),
                                ROUND_BYTES_MIN);

@@ -37,29 +37,13 @@ static bool is_device(const struct lh_engine *engine, const struct lh_region *re
 static void event_record(struct lh_engine *engine, struct lh_residency_event event)
 {
     struct lh_event_list *list = &engine->recording;
+    if (engine->units[event.unit].desc.is_announced)
+        return;
     if (list->count == engine->event_max) {
         list->overflowed = true; /* a cycle that is too long to be recorded is not predicted */
         return;
     }
     list->events[list->count++] = event;
-}
-
-/* Predict a first cycle: forward in the order of units, backward in the reverse order. */
-static void prediction_default(struct lh_engine *engine, struct lh_event_list *list)
-{
-    list->count = 0;
-    uint32_t count = engine->opts.unit_count;
-    for (uint32_t i = 0; i < count; i++) {
-        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
-        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
-    }
-    for (uint32_t i = count; engine->mode == LH_ENGINE_MODE_TRAIN && i-- > 0;) {
-        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
-        list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
-        bool is_updated = engine->units[i].desc.elements > 0 && !lh_borrow_is_on(engine);
-        if (is_updated)
-            list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_UPDATE};
-    }
 }
 
 /* Plan loads, after the last event of this cycle, of the units that the next cycle reads first. */
@@ -154,6 +138,17 @@ static void region_reset(struct lh_engine *engine, struct lh_region *region)
     lh_residency_reset(&region->plan);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         region_look(engine, region, i);
+}
+
+void lh_region_unread(struct lh_engine *engine, uint32_t unit)
+{
+    struct lh_region *region = &engine->host_region;
+    for (uint64_t i = region->op_first; i < region->op_count; i++) {
+        if (region->ops[i].kind == LH_RESIDENCY_OP_LOAD && region->ops[i].unit == unit)
+            lh_core_stats(engine, region->op_steps[i])->planned_bytes[region->link] -=
+                load_bytes(engine, region, unit);
+    }
+    region->units[unit].unread_bytes = region->units[unit].bytes;
 }
 
 /* Let the last closed step's ops that are not yet executed count for engine->plan_step. */
@@ -338,18 +333,21 @@ static void events_drop(struct lh_event_list *list, uint64_t from, uint64_t *end
 /*
  * Find the index from which the prediction may still come true after an event that was not
  * predicted. Skipped events of a recorded cycle are assumed not to happen in this cycle. Skipped
- * events of a guess are assumed to happen later, because only the order was wrong; but a unit that
- * is being updated has no more uses before its update.
+ * events of a guess, and announced uses that an update precedes, are assumed to happen later,
+ * because only the order was wrong; but a unit that is being updated has no more uses before its
+ * update.
  */
-static uint64_t tail_find(struct lh_region *region, const struct lh_residency_event *event)
+static uint64_t tail_find(const struct lh_engine *engine, const struct lh_residency_event *event)
 {
+    struct lh_region *region = engine->uses;
     struct lh_event_list *list = &region->predicted;
     uint64_t at = foreseen(list, region->position, event->unit, event->kind);
     if (at == list->count)
         return region->position;
-    if (!region->is_guess)
+    bool is_update = event->kind == LH_RESIDENCY_EVENT_UPDATE;
+    if (!region->is_guess && !(is_update && lh_expect_is_next(engine)))
         return at + 1;
-    if (event->kind == LH_RESIDENCY_EVENT_UPDATE)
+    if (is_update)
         events_drop(list, region->position, &at, event->unit);
     uint64_t end = foreseen(list, at, event->unit, LH_RESIDENCY_EVENT_END);
     event_move(list, at, region->position);
@@ -386,8 +384,9 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
         region->position = at + 1;
     } else {
         /* The plan ended before this use, or did not predict it here: replan from here. */
-        uint64_t tail_from = is_expected ? at + 1 : tail_find(region, &event);
-        if (!is_expected)
+        uint64_t tail_from = is_expected ? at + 1 : tail_find(engine, &event);
+        bool is_known = kind == LH_RESIDENCY_EVENT_UPDATE && engine->units[index].desc.is_announced;
+        if (!is_expected && !is_known)
             lh_core_stats(engine, engine->plan_step)->replans++;
         replan(engine, &event, tail_from);
     }
@@ -447,7 +446,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
         memcpy(region->predicted.events, known->events, known->count * sizeof(*known->events));
         region->predicted.count = known->count;
     } else {
-        prediction_default(engine, &region->predicted);
+        lh_expect_first(engine, &region->predicted);
     }
     if (!is_whole) {
         region_reset(engine, region);
@@ -468,6 +467,14 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     region->op_count = waiting;
     read_ahead(engine, region);
     uses_extend(engine, NULL);
+}
+
+void lh_region_announced(struct lh_engine *engine, uint32_t unit, uint64_t place, bool is_last)
+{
+    LH_ASSERT(unit < engine->opts.unit_count);
+    lh_expect_insert(engine, unit, place == 0);
+    if (is_last)
+        replan(engine, NULL, engine->uses->position);
 }
 
 /*
@@ -533,9 +540,10 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
     for (uint32_t i = 0; i < units; i++) {
         const struct lh_engine_unit *desc = &engine->units[i].desc;
         bool is_served = engine->copies_units && !is_device(engine, region);
+        uint64_t unit_bytes = is_served ? desc->bytes : desc->place_bytes;
         region->units[i] = (struct lh_residency_unit){
-            .bytes = is_served ? desc->bytes : desc->place_bytes,
-            .load_bytes = load_bytes(engine, region, i),
+            .bytes = unit_bytes,
+            .unread_bytes = unit_bytes - load_bytes(engine, region, i),
             .always = desc->always && !is_served,
         };
     }

@@ -51,6 +51,13 @@ void lh_region_forget(struct lh_engine *engine);
 void lh_region_discard(struct lh_engine *engine);
 /* The last closed step is over: ops that are not yet executed count for the next step. */
 void lh_region_step_end(struct lh_engine *engine);
+/* From now on, loads of the unit into main memory read nothing; no bytes are planned for them. */
+void lh_region_unread(struct lh_engine *engine, uint32_t unit);
+/*
+ * A use was announced ([Note: Uses that are announced] in expect.h), at a place in its
+ * announcement. The last one replans.
+ */
+void lh_region_announced(struct lh_engine *engine, uint32_t unit, uint64_t place, bool is_last);
 /* Replan around the units that are in use. */
 void lh_region_plan_around(struct lh_engine *engine);
 /* With an accelerator: replan main memory for what is owed there. The other plan stays. */

@@ -61,6 +61,13 @@ void lh_step_close(struct lh_engine *engine)
     LH_FEATURE_CALL(engine, step_closed);
 }
 
+void lh_step_reopen(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN && engine->updates.count == 0);
+    LH_ASSERT(engine->updates.gradient_unit_count == 0);
+    state_set(engine, LH_STEP_STATE_CLOSED);
+}
+
 void lh_step_abort(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN);
@@ -103,15 +110,25 @@ static void updates_forget(struct lh_engine *engine)
     lh_chunk_recount(engine);
 }
 
+/* Predict that the next step updates the same units. */
+static void updates_predict(struct lh_engine *engine)
+{
+    struct lh_updates *updates = &engine->updates;
+    updates->predicted_count = 0;
+    for (uint32_t i = 0; i < updates->count && !updates->has_announced; i++)
+        updates->predicted[updates->predicted_count++] = updates->queue[i];
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *unit = &engine->units[i];
+        unit->update.is_predicted = unit->update.is_queued && !unit->desc.is_announced;
+    }
+}
+
 /* End the updates of the closed step: everything is written, and committed if a commit was due. */
 static void updates_end(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
     LH_ASSERT(engine->updates.done_count == engine->updates.count);
-    engine->updates.predicted_count = engine->updates.count;
-    memcpy(engine->updates.predicted, engine->updates.queue,
-           engine->updates.count * sizeof(*engine->updates.queue));
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].update.is_predicted = engine->units[i].update.is_queued;
+    if (!lh_idle_is_reopened(engine))
+        updates_predict(engine);
     /* Free the slabs of chunks that were read ahead for units that then had no gradients. */
     for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
         if (engine->slabs[i].chunk != LH_CHUNK_NONE)
@@ -121,6 +138,14 @@ static void updates_end(struct lh_engine *engine, const struct lh_engine_step_st
     updates_forget(engine);
 }
 
+static void stats_publish(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+{
+    pthread_mutex_lock(&engine->shared.mutex);
+    engine->shared.finished = *stats;
+    engine->shared.has_finished = true;
+    pthread_mutex_unlock(&engine->shared.mutex);
+}
+
 static void step_over(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
@@ -128,16 +153,20 @@ static void step_over(struct lh_engine *engine)
     lh_transfer_step_over(engine, stats);
     LH_FEATURE_CALL(engine, stats_correct, stats);
     stats->end_ns = lh_core_now(engine);
-    pthread_mutex_lock(&engine->shared.mutex);
-    engine->shared.finished = *stats;
-    engine->shared.has_finished = true;
-    pthread_mutex_unlock(&engine->shared.mutex);
+    const bool is_reopened = lh_idle_is_reopened(engine);
+    if (is_reopened)
+        lh_idle_stats_move(engine, stats);
+    else
+        stats_publish(engine, stats);
     updates_end(engine, stats);
     memset(stats, 0, sizeof(*stats));
     /* the default for the step after the open step */
     engine->gradient_scales[engine->step % 2] = 1.0;
     state_set(engine, LH_STEP_STATE_OPEN);
-    lh_request_reply(engine, LH_REQUEST_CLOSE);
+    if (is_reopened)
+        lh_core_notify(engine);
+    else
+        lh_request_reply(engine, LH_REQUEST_CLOSE);
 }
 
 bool lh_step_holds_commits(const struct lh_engine *engine)
@@ -209,6 +238,7 @@ static void commit_done(struct lh_engine *engine)
                               });
     engine->committed_step = engine->step;
     engine->has_edits = false;
+    engine->idle.is_uncommitted = false;
     if (is_of_flush) {
         state_set(engine, LH_STEP_STATE_OPEN);
         engine->commit_is_of_flush = false;
@@ -343,6 +373,7 @@ static void abort_finish(struct lh_engine *engine)
     bool has_updates = is_changed(engine);
     /* With one slot an update overwrites the committed bytes. */
     bool is_recoverable = engine->committed_step == engine->step && !engine->has_edits &&
+                          !engine->idle.is_uncommitted &&
                           engine->opts.commit_every != LH_ENGINE_COMMIT_NEVER;
     const struct lh_unit *lent = lent_update(engine);
     int result = 0;
@@ -410,8 +441,8 @@ static bool flush_pump(struct lh_engine *engine)
         return false;
     if (lh_write_back_dirty(engine, 0))
         return true;
-    bool is_asked = engine->flush_commits && engine->committed_step < engine->step &&
-                    engine->updates.count == 0;
+    bool is_newer = engine->committed_step < engine->step || engine->idle.is_uncommitted;
+    bool is_asked = engine->flush_commits && is_newer && engine->updates.count == 0;
     if (is_asked && lh_step_holds_commits(engine))
         return false;
     if (is_asked) {
@@ -427,7 +458,7 @@ static bool flush_pump(struct lh_engine *engine)
 static bool closed_pump(struct lh_engine *engine)
 {
     uint64_t *planned_bytes = lh_core_stats(engine, engine->step)->planned_bytes;
-    bool commits = is_due(engine);
+    bool commits = is_due(engine) && lh_idle_may_commit(engine);
     if (engine->updates.count < engine->updates.gradient_unit_count ||
         engine->updates.done_count < engine->updates.count)
         return false;
@@ -452,6 +483,7 @@ static bool closed_pump(struct lh_engine *engine)
     planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = commits ? lh_store_commit_bytes(engine->store) : 0;
     lh_region_step_end(engine);
     param_steps_advance(engine);
+    lh_idle_steps_advance(engine, commits);
     if (commits)
         commit_begin(engine, false);
     else

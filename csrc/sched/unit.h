@@ -102,7 +102,7 @@ struct lh_unit {
 
 /* Change a unit's state; only this function changes it. */
 void lh_unit_state_set(struct lh_unit *unit, enum lh_unit_state state);
-/* Whether a pending update is about to replace the unit's bytes. */
+/* Whether a pending update, or one that the unit owes, is about to replace the unit's bytes. */
 bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit);
 /*
  * Handle messages of the training thread: it pinned a READY unit, it waits for a unit, or it

@@ -36,8 +36,11 @@ int lh_update_create(struct lh_engine *engine, struct lh_error *err)
     engine->updates.predicted = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
     if (!engine->updates.queue || !engine->updates.predicted)
         return lh_error_set(err, -ENOMEM, "no memory for the updates of %u units", count);
-    for (uint32_t i = 0; i < count; i++)
-        engine->units[i].update.is_predicted = engine->units[i].desc.elements > 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct lh_engine_unit *desc = &engine->units[i].desc;
+        engine->updates.has_announced |= desc->elements > 0 && desc->is_announced;
+        engine->units[i].update.is_predicted = desc->elements > 0 && !desc->is_announced;
+    }
     return 0;
 }
 

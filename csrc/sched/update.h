@@ -11,6 +11,7 @@
 
 #include "base/base.h"
 #include "base/error.h"
+#include "sched/idle.h"
 
 struct lh_engine;
 
@@ -30,6 +31,7 @@ struct lh_update_unit {
     uint32_t chunks_loaded;  /* chunks that are LOADED and not computed in this step */
     uint32_t chunks_to_pass; /* the number of these chunks that do not keep their slabs */
     uint32_t chunk_next;     /* all chunks before this one are computed */
+    struct lh_idle_unit idle;
 };
 
 struct lh_updates {
@@ -40,6 +42,7 @@ struct lh_updates {
     uint32_t gradient_unit_count; /* the number of units that have a gradient in this step */
     uint32_t *predicted;          /* the units that the previous step updated, in order */
     uint32_t predicted_count;
+    bool has_announced;   /* units whose uses are announced are trained: nothing is read ahead */
     uint32_t ahead_first; /* index in predicted: units before it need no reading ahead */
     /* chunks COMPUTING, COMPUTED or WRITING, and units whose dirty P is written */
     uint32_t chunks_busy;

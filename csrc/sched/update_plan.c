@@ -38,12 +38,10 @@ static uint64_t chunk_read_bytes(const struct lh_chunk *chunk, uint64_t step)
     return chunk->read_step == step ? chunk->read_bytes : 0;
 }
 
-/* Add the reads and writes of a unit's update to step's plan. */
-static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
+/* Add the reads and writes of states and parameters by a unit's update to step's plan. */
+static void unit_plan_bytes(struct lh_engine *engine, const struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, step);
-    unit->update.planned_step = step;
-    LH_FEATURE_CALL(engine, planned, unit, step);
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] +=
@@ -55,6 +53,20 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
         chunk->planned_bytes[step % 2] = bytes;
         stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] += bytes;
     }
+}
+
+/* Add all that a unit's update moves to step's plan. */
+static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
+{
+    unit->update.planned_step = step;
+    LH_FEATURE_CALL(engine, planned, unit, step);
+    unit_plan_bytes(engine, unit, step);
+}
+
+void lh_update_plan_settled(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED && unit->update.idle.is_due);
+    unit_plan_bytes(engine, unit, engine->step);
 }
 
 /* Remove from step's plan a unit that is not updated after all, except what was already read. */
@@ -78,7 +90,7 @@ void lh_update_plan_begin(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->plan_step);
     LH_ASSERT(engine->mode == LH_ENGINE_MODE_TRAIN && engine->plan_step > 0);
-    bool is_closing = engine->plan_step > lh_core_step(engine);
+    bool is_closing = engine->plan_step > lh_core_step(engine) && !lh_idle_is_reopened(engine);
     stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] = 0;
@@ -88,7 +100,7 @@ void lh_update_plan_begin(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         if (is_closing)
-            unit->update.is_predicted = unit->update.gradient_count > 0;
+            unit->update.is_predicted = unit->update.gradient_count > 0 && !unit->desc.is_announced;
         if (unit->update.is_predicted)
             unit_plan(engine, unit, engine->plan_step);
     }
@@ -114,7 +126,7 @@ void lh_update_plan_correct(struct lh_engine *engine)
         struct lh_unit *unit = &engine->units[i];
         bool is_updated = unit->update.gradient_count > 0;
         bool is_planned = unit->update.planned_step == engine->step;
-        if (is_updated != is_planned)
+        if (is_updated != is_planned && !unit->desc.is_announced)
             lh_core_stats(engine, engine->step)->replans++;
         if (is_updated && !is_planned)
             unit_plan(engine, unit, engine->step);

@@ -7,6 +7,7 @@
 
 struct lh_chunk;
 struct lh_engine;
+struct lh_unit;
 
 /*
  * Count the bytes that the step's updates will move, as far as they are known when the step begins.
@@ -18,6 +19,8 @@ void lh_update_plan_begin(struct lh_engine *engine);
  * graph, the step had no forward and no plan.
  */
 void lh_update_plan_correct(struct lh_engine *engine);
+/* Count the bytes of an update that a unit owes and that the closed step makes (idle.h). */
+void lh_update_plan_settled(struct lh_engine *engine, struct lh_unit *unit);
 /*
  * A read of a chunk has begun. If this exceeds the plan, extend the plan: a chunk is read again if
  * a unit whose gradients arrived earlier than predicted took the chunk's slab.

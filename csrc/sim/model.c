@@ -18,10 +18,15 @@ int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts
     model->blocks = lh_alloc_zeroed(alloc, opts->block_max, sizeof(*model->blocks));
     model->groups = lh_alloc_zeroed(alloc, opts->unit_max, sizeof(*model->groups));
     model->saved = lh_alloc_zeroed(alloc, lh_max_u64(opts->saved_max, 1), sizeof(*model->saved));
-    model->extents = lh_alloc_zeroed(alloc, (uint64_t)opts->unit_max * LH_SIM_ARRAY_COUNT,
-                                     sizeof(*model->extents));
+    model->extents =
+        lh_alloc_zeroed(alloc, (uint64_t)opts->unit_max * LH_SIM_ARRAY_COUNT + opts->scales_max,
+                        sizeof(*model->extents));
+    uint64_t packed_max = lh_max_u64(opts->packed_max, 1);
+    model->in_place = lh_alloc_zeroed(alloc, packed_max, sizeof(*model->in_place));
+    model->packed = lh_alloc_zeroed(alloc, packed_max, sizeof(*model->packed));
+    model->files = lh_alloc_zeroed(alloc, packed_max, sizeof(*model->files));
     if (!model->units || !model->params || !model->blocks || !model->groups || !model->saved ||
-        !model->parts || !model->extents) {
+        !model->parts || !model->extents || !model->in_place || !model->packed || !model->files) {
         lh_sim_model_deinit(model);
         return lh_error_set(err, -ENOMEM, "no memory for a model of %u units", opts->unit_max);
     }
@@ -37,6 +42,9 @@ void lh_sim_model_deinit(struct lh_sim_model *model)
     lh_free(model->alloc, model->saved);
     lh_free(model->alloc, model->parts);
     lh_free(model->alloc, model->extents);
+    lh_free(model->alloc, model->in_place);
+    lh_free(model->alloc, model->packed);
+    lh_free(model->alloc, model->files);
     *model = (struct lh_sim_model){0};
 }
 
@@ -50,8 +58,22 @@ uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t ind
     case LH_SIM_ARRAY_RESIDUAL:
         return unit->elements * lh_adam_residual_bytes(unit->dtype);
     default:
-        return unit->elements * sizeof(float);
+        return unit->elements * lh_adam_moment_bytes(unit->states);
     }
+}
+
+uint64_t lh_sim_model_scales_count(uint64_t elements)
+{
+    return lh_div_ceil(lh_align_up(elements, LH_ENGINE_SCALED_ALIGN), LH_ADAM_SCALES_ELEMENTS);
+}
+
+uint64_t lh_sim_model_read_bytes(const struct lh_sim_model *model, uint32_t index)
+{
+    for (uint32_t i = 0; i < model->packed_count; i++) {
+        if (model->in_place[i].unit == index)
+            return model->packed[i].run.bytes;
+    }
+    return model->units[index].bytes;
 }
 
 uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t index,
@@ -63,18 +85,133 @@ uint32_t lh_sim_model_extent(const struct lh_sim_model *model, uint32_t index,
     return extents[array];
 }
 
+static void extent_add(struct lh_sim_model *model, uint32_t group, uint64_t bytes)
+{
+    uint64_t most = (uint64_t)model->opts.unit_max * LH_SIM_ARRAY_COUNT + model->opts.scales_max;
+    LH_ASSERT(bytes > 0 && model->extent_count < most);
+    model->extents[model->extent_count++] =
+        (struct lh_store_extent_desc){.bytes = bytes, .group = group};
+}
+
+/* Add the extents with the scales of a unit of 8-bit moments. */
+static void scales_add(struct lh_sim_model *model, uint32_t index)
+{
+    struct lh_engine_unit *unit = &model->units[index];
+    unit->scales_extent = model->extent_count;
+    for (uint64_t first = 0; first < unit->elements; first += LH_ADAM_SCALES_ELEMENTS) {
+        uint64_t count = lh_min_u64(LH_ADAM_SCALES_ELEMENTS, unit->elements - first);
+        uint64_t bytes = lh_adam_scale_bytes(unit->states, count);
+        if (bytes > 0)
+            extent_add(model, index, bytes);
+    }
+}
+
+/* What the decoded values of a packed parameter need besides the packed bytes, one after the other.
+ */
+static uint64_t parts_place(struct lh_in_place_pack *pack, uint64_t offset)
+{
+    const struct lh_unpack *unpack = &pack->unpack;
+    bool is_nested = unpack->scale_type == LH_UNPACK_SCALE_NESTED && lh_unpack_scale_count(unpack);
+    const struct {
+        uint64_t *place;
+        uint64_t bytes;
+    } parts[] = {
+        {&pack->scales, lh_unpack_scale_count(unpack) * lh_unpack_scale_bytes(unpack)},
+        {&pack->table,
+         unpack->format == LH_UNPACK_FORMAT_NIBBLES ? LH_UNPACK_TABLE_COUNT * sizeof(float) : 0},
+        {&pack->nested, lh_unpack_nested_count(unpack) * sizeof(float)},
+        {&pack->nested_table, is_nested ? LH_UNPACK_NESTED_TABLE_COUNT * sizeof(float) : 0},
+    };
+    for (size_t i = 0; i < LH_COUNT_OF(parts); i++) {
+        *parts[i].place = parts[i].bytes > 0 ? offset : 0;
+        offset += parts[i].bytes;
+    }
+    return offset;
+}
+
+/*
+ * Lay out a packed unit as python/lohan/layout/_in_place_units.py does: the file has the parameters
+ * one after the other, then all scales, and the unit's memory ends with what a load reads.
+ */
+static void packed_place(struct lh_sim_model *model, uint32_t index,
+                         const struct lh_sim_unit_desc *desc)
+{
+    LH_ASSERT(model->packed_count < model->opts.packed_max);
+    LH_ASSERT(desc->pack_count > 0 && desc->pack_count <= LH_SIM_PACK_COUNT_MAX);
+    struct lh_sim_packed *packed = &model->packed[model->packed_count];
+    uint64_t read = 0;
+    uint64_t decoded = 0;
+    uint64_t distance = 0;
+    for (uint32_t i = 0; i < desc->pack_count; i++) {
+        struct lh_in_place_pack *pack = &packed->packs[i];
+        *pack = (struct lh_in_place_pack){.unpack = desc->packs[i], .from = read, .to = decoded};
+        uint64_t count = lh_unpack_count(&pack->unpack);
+        uint64_t end = decoded + count * lh_unpack_element_bytes(&pack->unpack);
+        read += lh_unpack_packed_bytes(&pack->unpack, count);
+        distance = lh_max_u64(distance, lh_max_u64(end, read) - read);
+        decoded = lh_align_up(end, LH_IN_PLACE_ALIGN);
+        distance = lh_max_u64(distance, lh_max_u64(decoded, read) - read);
+    }
+    distance = lh_align_up(distance, LH_BLOCK_BYTES);
+    uint64_t end = distance + read;
+    for (uint32_t i = 0; i < desc->pack_count; i++) {
+        packed->packs[i].from += distance;
+        end = parts_place(&packed->packs[i], end);
+    }
+    end = lh_align_up(end, LH_BLOCK_BYTES);
+    packed->run = (struct lh_in_place_run){
+        .file = model->packed_count, .offset = distance, .bytes = end - distance};
+    model->files[model->packed_count] =
+        (struct lh_in_place_file){.path = "a base", .bytes = end - distance};
+    model->in_place[model->packed_count] = (struct lh_in_place_unit){
+        .unit = index,
+        .runs = &packed->run,
+        .run_count = 1,
+        .packs = packed->packs,
+        .pack_count = desc->pack_count,
+        .checksum_count = (uint32_t)lh_div_ceil(end - distance, LH_CHECKSUM_BYTES),
+    };
+    model->packed_count++;
+    model->units[index].bytes = end;
+}
+
+static uint32_t packed_add(struct lh_sim_model *model, const struct lh_sim_unit_desc *desc)
+{
+    LH_ASSERT(desc->dtype == LH_DTYPE_BYTES && model->param_count < model->opts.param_max);
+    uint32_t index = model->unit_count++;
+    model->groups[index].slot_count = 1;
+    model->units[index] = (struct lh_engine_unit){.dtype = desc->dtype,
+                                                  .always = desc->always,
+                                                  .param_first = model->param_count,
+                                                  .param_count = 1,
+                                                  .param_extent = LH_ENGINE_EXTENT_NONE,
+                                                  .residual_extent = LH_ENGINE_EXTENT_NONE,
+                                                  .moment1_extent = LH_ENGINE_EXTENT_NONE,
+                                                  .moment2_extent = LH_ENGINE_EXTENT_NONE,
+                                                  .store_group = index};
+    packed_place(model, index, desc);
+    model->params[model->param_count++] =
+        (struct lh_engine_param){.unit = index, .count = model->units[index].bytes};
+    return index;
+}
+
 uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_unit_desc *desc)
 {
     LH_ASSERT(model->unit_count < model->opts.unit_max);
+    if (desc->packs)
+        return packed_add(model, desc);
     LH_ASSERT(desc->count > 0 && model->param_count + desc->count <= model->opts.param_max);
     uint32_t index = model->unit_count++;
     struct lh_engine_unit *unit = &model->units[index];
     bool is_frozen = desc->dtype == LH_DTYPE_BYTES;
+    uint64_t align =
+        desc->states == LH_ADAM_STATES_8BIT ? LH_ENGINE_SCALED_ALIGN : LH_ENGINE_ELEMENT_ALIGN;
     uint64_t end = 0;
     *unit = (struct lh_engine_unit){.dtype = desc->dtype,
                                     .always = desc->always,
                                     .param_first = model->param_count,
                                     .param_count = desc->count,
+                                    .states = desc->states,
                                     .store_group = index};
     for (uint32_t i = 0; i < desc->count; i++) {
         uint64_t first = lh_align_up(end, LH_ENGINE_PARAM_ALIGN);
@@ -86,7 +223,7 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
         end = first + desc->counts[i];
         model->element_count += is_frozen ? 0 : desc->counts[i];
     }
-    unit->elements = is_frozen ? 0 : lh_align_up(end, LH_ENGINE_ELEMENT_ALIGN);
+    unit->elements = is_frozen ? 0 : lh_align_up(end, align);
     unit->bytes =
         is_frozen ? lh_align_up(end, LH_BLOCK_BYTES) : unit->elements * lh_dtype_bytes(desc->dtype);
     model->groups[index].slot_count = is_frozen ? 1 : 2;
@@ -96,9 +233,9 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
         uint64_t bytes = lh_sim_model_array_bytes(model, index, (enum lh_sim_array)i);
         *targets[i] = bytes > 0 ? model->extent_count : LH_ENGINE_EXTENT_NONE;
         if (bytes > 0)
-            model->extents[model->extent_count++] =
-                (struct lh_store_extent_desc){.bytes = bytes, .group = index};
+            extent_add(model, index, bytes);
     }
+    scales_add(model, index);
     return index;
 }
 
@@ -149,6 +286,7 @@ void lh_sim_model_give(struct lh_sim_model *model, const bool *is_given)
     model->extent_count = 0;
     for (uint32_t i = 0; i < model->unit_count; i++) {
         struct lh_engine_unit *unit = &model->units[i];
+        LH_ASSERT(unit->states == LH_ADAM_STATES_F32 && model->packed_count == 0);
         uint32_t *const targets[LH_SIM_ARRAY_COUNT] = {&unit->param_extent, &unit->residual_extent,
                                                        &unit->moment1_extent,
                                                        &unit->moment2_extent};
@@ -255,8 +393,11 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
             .bytes = unit->bytes,
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
-            .state_bytes_per_element =
-                has_states ? 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype) : 0,
+            .state_bytes_per_element = has_states
+                                           ? (uint32_t)(2 * lh_adam_moment_bytes(unit->states) +
+                                                        lh_adam_residual_bytes(unit->dtype))
+                                           : 0,
+            .has_scales = has_states && unit->states == LH_ADAM_STATES_8BIT,
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(waiting) : 0,
             .waits_in_memory = opts->commit_every != 1 || model->has_sums,

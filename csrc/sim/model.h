@@ -16,6 +16,8 @@
 #define LH_SIM_BLOCK_UNIT_COUNT_MAX 4
 #define LH_SIM_GROUP_COUNT 2
 #define LH_SIM_ARRAY_COUNT 4
+/* The maximum number of packed parameters of a unit. */
+#define LH_SIM_PACK_COUNT_MAX 4
 /* The maximum size of the caller's part of a commit: the default, and the limit for any model. */
 #define LH_SIM_SCALAR_BYTES 64
 #define LH_SIM_SCALAR_BYTES_MAX (2 * LH_BLOCK_BYTES + 100)
@@ -59,7 +61,15 @@ struct lh_sim_model_opts {
     uint32_t param_max;
     uint32_t block_max;
     uint32_t saved_max;
-    uint32_t part_max; /* 0: one per block */
+    uint32_t part_max;   /* 0: one per block */
+    uint32_t scales_max; /* extents with scales of 8-bit moments */
+    uint32_t packed_max; /* packed units */
+};
+
+/* A frozen unit that is read in place from quantized files, each of which has one unit. */
+struct lh_sim_packed {
+    struct lh_in_place_run run;
+    struct lh_in_place_pack packs[LH_SIM_PACK_COUNT_MAX];
 };
 
 struct lh_sim_model {
@@ -77,6 +87,10 @@ struct lh_sim_model {
     uint32_t saved_count;
     struct lh_store_extent_desc *extents;
     uint32_t extent_count;
+    struct lh_in_place_unit *in_place; /* the packed units */
+    struct lh_sim_packed *packed;      /* the same units */
+    struct lh_in_place_file *files;
+    uint32_t packed_count;
     struct lh_store_group_desc *groups; /* one per unit */
     bool has_mixed_gradients;           /* some gradients are fp32: lh_sim_model_gradient_dtype() */
     bool has_sums;                      /* gradients are summed in fp32 before they are passed */
@@ -84,12 +98,18 @@ struct lh_sim_model {
     uint64_t scalar_bytes_max; /* of the caller's part of a commit, up to LH_SIM_SCALAR_BYTES_MAX */
 };
 
-/* A unit to add: parameters of counts[] elements (bytes if dtype is LH_DTYPE_BYTES: frozen). */
+/*
+ * A unit to add: parameters of counts[] elements (bytes if dtype is LH_DTYPE_BYTES: frozen), or a
+ * frozen unit of packed parameters, which are read from files that are not the store's.
+ */
 struct lh_sim_unit_desc {
     enum lh_dtype dtype;
     bool always;
     const uint64_t *counts;
     uint32_t count;
+    enum lh_adam_states states;    /* of a trained unit: the same for all of them */
+    const struct lh_unpack *packs; /* NULL: the store has the unit */
+    uint32_t pack_count;           /* at most LH_SIM_PACK_COUNT_MAX; counts is then ignored */
 };
 
 struct lh_sim_budget_opts {
@@ -108,6 +128,10 @@ struct lh_sim_budget_opts {
 int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts *opts,
                       struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_model_deinit(struct lh_sim_model *model);
+/* The number of extents with scales that a unit of 8-bit moments has, for opts. */
+uint64_t lh_sim_model_scales_count(uint64_t elements);
+/* The bytes that a load of a unit reads: fewer than it has if it is packed. */
+uint64_t lh_sim_model_read_bytes(const struct lh_sim_model *model, uint32_t unit);
 /* Add a unit; returns its index. These functions assert that opts has room for what they add. */
 uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_unit_desc *desc);
 void lh_sim_model_block_add(struct lh_sim_model *model, const struct lh_sim_block *block);

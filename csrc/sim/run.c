@@ -18,13 +18,20 @@ uint32_t lh_sim_run_request_count_max(const struct lh_sim_run *run)
 
 static uint32_t job_max(const struct lh_sim_run *run)
 {
-    return 4 * run->opts.io_depth + run->budget.slab_count + 32;
+    return 4 * run->opts.io_depth + run->budget.slab_count + 32 +
+           run->opts.model->packed_count * LH_IN_PLACE_JOB_COUNT;
 }
 
 static bool has_landings(const struct lh_sim_run *run)
 {
     const struct lh_sim_accelerator *accelerator = &run->opts.machine.accelerator;
     return accelerator->copy_count > 0 && !accelerator->gradients_in_memory;
+}
+
+/* Whether the engine adds the gradients of several backwards. */
+static bool makes_sums(const struct lh_sim_run *run)
+{
+    return run->opts.micro.step_count > 0;
 }
 
 /* The memory is inaccessible, so that moving a byte by mistake ends the program. */
@@ -44,7 +51,7 @@ static int memories_map(struct lh_sim_run *run, struct lh_error *err)
 {
     const struct lh_budget *budget = &run->budget;
     uint64_t needed = budget->region_bytes + budget->slab_count * budget->slab_bytes +
-                      (has_landings(run) ? budget->gradient_bytes : 0);
+                      (has_landings(run) || makes_sums(run) ? budget->gradient_bytes : 0);
     run->memory_bytes = lh_align_up(needed, LH_HUGE_PAGE_BYTES);
     LH_TRY(memory_map(run, run->memory_bytes, needed, &run->memory, err));
     if (run->opts.saved.memory_bytes > 0)
@@ -70,6 +77,12 @@ static int dev_create(struct lh_sim_run *run, struct lh_error *err)
     return lh_sim_dev_create(&opts, run->alloc, &run->dev, err);
 }
 
+/* The files of a base follow those of the stores: each is on the next drive. */
+static uint32_t packed_file_first(const struct lh_sim_run *run)
+{
+    return (run->saved_store ? 2 : 1) * run->opts.machine.ssd_count;
+}
+
 static int backends_create(struct lh_sim_run *run, struct lh_error *err)
 {
     const struct lh_sim_run_opts *opts = &run->opts;
@@ -80,7 +93,7 @@ static int backends_create(struct lh_sim_run *run, struct lh_error *err)
         .world = &run->world,
         .links = links,
         .link_count = opts->machine.ssd_count,
-        .file_count = (run->saved_store ? 2 : 1) * opts->machine.ssd_count,
+        .file_count = packed_file_first(run) + opts->model->packed_count,
         .cap_bytes_per_s = opts->machine.cap_bytes_per_s,
         .sync_ns = opts->machine.sync_ns,
         .queue_depth_max = lh_sim_run_request_count_max(run),
@@ -97,11 +110,13 @@ static int backends_create(struct lh_sim_run *run, struct lh_error *err)
     return lh_sim_exec_create(&exec_opts, run->alloc, &run->exec, err);
 }
 
-static int engine_create(struct lh_sim_run *run, struct lh_error *err)
+static struct lh_engine_opts engine_describe(struct lh_sim_run *run)
 {
     const struct lh_sim_run_opts *opts = &run->opts;
     const struct lh_sim_model *model = opts->model;
-    struct lh_engine_opts engine_opts = {
+    const struct lh_budget *budget = &run->budget;
+    uint64_t sums_offset = budget->region_bytes + budget->slab_count * budget->slab_bytes;
+    return (struct lh_engine_opts){
         .units = model->units,
         .unit_count = model->unit_count,
         .params = model->params,
@@ -128,7 +143,17 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
                 .file_first = opts->machine.ssd_count,
                 .item_max = SAVED_STEP_COUNT * (uint32_t)lh_max_u64(model->saved_count, 1),
             },
+        .in_place =
+            {
+                .files = model->files,
+                .file_count = model->packed_count,
+                .file_first = packed_file_first(run),
+                .units = model->in_place,
+                .unit_count = model->packed_count,
+            },
         .gradients_in_memory = opts->machine.accelerator.gradients_in_memory,
+        .sum_memory = makes_sums(run) ? run->memory + sums_offset : NULL,
+        .sum_bytes = makes_sums(run) ? budget->gradient_bytes : 0,
         .io_depth = opts->io_depth,
         .transfer_bytes = opts->transfer_bytes,
         .commit_every = opts->commit_every,
@@ -136,6 +161,13 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .trace_count = opts->trace_count,
         .manual = true,
     };
+}
+
+static int engine_create(struct lh_sim_run *run, struct lh_error *err)
+{
+    const struct lh_sim_run_opts *opts = &run->opts;
+    const struct lh_sim_model *model = opts->model;
+    struct lh_engine_opts engine_opts = engine_describe(run);
     LH_SIM_HOOK_CALL(&run->world, engine_described, &engine_opts);
     run->engine_alloc = (struct lh_alloc)LH_ALLOC_INIT;
     LH_TRY(lh_engine_create(&engine_opts, &run->engine_alloc, &run->engine, err));
@@ -146,6 +178,7 @@ static int engine_create(struct lh_sim_run *run, struct lh_error *err)
         .model = model,
         .engine = run->engine,
         .dev = run->dev,
+        .micro = opts->micro,
         .step_last = opts->step_last,
         .saved_out_bytes = opts->saved.out_bytes,
         .saved_ahead_bytes = opts->saved.ahead_bytes,
@@ -192,11 +225,32 @@ int lh_sim_run_device_check(const struct lh_sim_machine *machine, const struct l
                         accelerator->bytes, least);
 }
 
+static int micro_check(const struct lh_sim_run_opts *opts, struct lh_error *err)
+{
+    const struct lh_sim_micro *micro = &opts->micro;
+    bool defers = opts->schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+                  opts->schedule == LH_ENGINE_SCHEDULE_DEFERRED;
+    bool is_good = defers && opts->machine.accelerator.copy_count > 0 && micro->visit_count > 0 &&
+                   opts->model->has_sums;
+    for (uint32_t i = 0; is_good && i < opts->model->block_count; i++)
+        is_good = opts->model->blocks[i].part_count % micro->visit_count == 0;
+    if (is_good || micro->step_count == 0)
+        return 0;
+    return lh_error_set(err, -EINVAL,
+                        "%" PRIu32 " micro-batches, %" PRIu32
+                        " in a visit of a block, need an accelerator, schedule serial or deferred,"
+                        " and as many parts in each block",
+                        micro->step_count, micro->visit_count);
+}
+
 int lh_sim_run_prepare(struct lh_sim_run *run, const struct lh_sim_run_opts *opts,
                        struct lh_alloc *alloc, struct lh_error *err)
 {
     *run = (struct lh_sim_run){.opts = *opts, .alloc = alloc, .waker = {.fd = -1}};
     LH_ASSERT(opts->machine.ssd_count <= LH_SIM_SSD_COUNT_MAX);
+    LH_TRY(micro_check(opts, err));
+    if (makes_sums(run))
+        run->opts.machine.accelerator.gradients_in_memory = true;
     struct lh_sim_budget_opts budget_opts = {.host_bytes = opts->host_bytes,
                                              .schedule = opts->schedule,
                                              .commit_every = opts->commit_every,

@@ -76,6 +76,7 @@ struct lh_sim_run_opts {
     uint64_t commit_every;
     bool never_commits; /* the store belongs to another process */
     enum lh_engine_schedule schedule;
+    struct lh_sim_micro micro;
     uint64_t step_last;
     uint64_t event_count_max;         /* the most events of one drive; 0: no limit */
     uint32_t trace_count;             /* how many of the engine's events are kept */

@@ -64,6 +64,8 @@ static uint64_t store_bytes(const struct lh_sim_model *model)
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < model->extent_count; i++)
         bytes += model->extents[i].bytes * model->groups[model->extents[i].group].slot_count;
+    for (uint32_t i = 0; i < model->packed_count; i++)
+        bytes += model->files[i].bytes;
     return bytes;
 }
 
@@ -115,7 +117,8 @@ static void timing_read(const struct lh_sim_run *run, const struct window *windo
     LH_ASSERT(timing->stats.step == step);
     commit_read(run, window, timing);
     for (uint32_t i = 0; i < model->block_count; i++)
-        timing->compute_ns += model->blocks[i].forward_ns + model->blocks[i].backward_ns;
+        timing->compute_ns += (model->blocks[i].forward_ns + model->blocks[i].backward_ns) *
+                              lh_max_u64(run->opts.micro.step_count, 1);
 }
 
 /* Like drive(), for a cluster. */
@@ -193,6 +196,7 @@ int lh_sim_timing_run(const struct lh_sim_timing_opts *opts, struct lh_alloc *al
         .transfer_bytes = opts->transfer_bytes,
         .commit_every = window.commit_every,
         .schedule = opts->schedule,
+        .micro = opts->micro,
         .step_last = window.last + 1,
         .event_count_max = EVENT_COUNT,
         .trace_count = opts->trace_max,

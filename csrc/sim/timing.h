@@ -31,6 +31,7 @@ struct lh_sim_timing_opts {
     struct lh_sim_saved_opts saved;
     uint64_t commit_every; /* in steps; LH_ENGINE_COMMIT_NEVER: no step commits */
     enum lh_engine_schedule schedule;
+    struct lh_sim_micro micro; /* of one engine; a cluster has its own */
     uint32_t io_depth;
     uint64_t transfer_bytes;
     /* Owned by the caller: receives the newest events of the run, to plot its last steps. */
@@ -62,7 +63,7 @@ struct lh_sim_timing {
     uint64_t saved_wait_ns;
     struct lh_engine_step_stats stats;
     struct lh_budget budget;
-    uint64_t ssd_bytes;         /* the size of the model's store, with all slots */
+    uint64_t ssd_bytes; /* the size of the model's store, with all slots, and of a packed base */
     uint64_t plan_around_count; /* how often the engine was stuck until it replanned */
     uint64_t step;              /* the number of the measured step */
     uint64_t net_bytes;         /* what a node of a cluster sends in a step */

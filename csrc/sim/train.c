@@ -22,8 +22,9 @@ int lh_sim_train_init(struct lh_sim_train *train, const struct lh_sim_train_opts
     train->saved_items = lh_alloc_zeroed(alloc, lh_max_u64(opts->model->saved_count, 1),
                                          sizeof(*train->saved_items));
     train->order = lh_alloc_zeroed(alloc, opts->model->block_count, sizeof(*train->order));
+    train->is_summed = lh_alloc_zeroed(alloc, param_count, sizeof(bool));
     bool failed = !train->has_gradient || !train->due || !train->handles || !train->saved_items ||
-                  !train->order;
+                  !train->order || !train->is_summed;
     if (failed) {
         lh_sim_train_deinit(train, alloc);
         return lh_error_set(err, -ENOMEM, "no memory to train %" PRIu32 " parameters", param_count);
@@ -40,6 +41,7 @@ void lh_sim_train_deinit(struct lh_sim_train *train, struct lh_alloc *alloc)
     lh_free(alloc, train->handles);
     lh_free(alloc, train->saved_items);
     lh_free(alloc, train->order);
+    lh_free(alloc, train->is_summed);
     *train = (struct lh_sim_train){0};
 }
 
@@ -123,6 +125,8 @@ enum lh_sim_look lh_sim_train_begin(struct lh_sim_train *train)
     lh_sim_train_order_reset(train);
     LH_SIM_HOOK_CALL(train->opts.world, forward_begun, train->has_gradient);
     train->has_hypers = false;
+    train->micro_step = 0;
+    memset(train->is_summed, 0, train->opts.model->param_count * sizeof(bool));
     *lh_sim_train_times_of(train) =
         (struct lh_sim_train_times){.begin_ns = train->opts.world->now_ns};
     return lh_sim_train_forward_begin(train);
@@ -216,8 +220,11 @@ static enum lh_sim_look acquire(struct lh_sim_train *train)
     return block_compute(train);
 }
 
-/* List the parameters whose gradients the block passes: units that no earlier block uses. */
-static void due_fill(struct lh_sim_train *train)
+/*
+ * List the parameters whose gradients the block passes: units that no earlier block uses, which
+ * have no more handles than the block's own.
+ */
+static void due_fill(struct lh_sim_train *train, uint32_t own_handles)
 {
     const struct lh_sim_model *model = train->opts.model;
     const struct lh_sim_block *block = block_of(train);
@@ -225,7 +232,7 @@ static void due_fill(struct lh_sim_train *train)
     train->param = 0;
     for (uint32_t i = 0; i < block->unit_count; i++) {
         const struct lh_engine_unit *unit = &model->units[block->units[i]];
-        if (train->handles[block->units[i]] > 0)
+        if (train->handles[block->units[i]] > own_handles)
             continue;
         for (uint32_t j = unit->param_first; j < unit->param_first + unit->param_count; j++) {
             if (train->has_gradient[j])
@@ -234,14 +241,33 @@ static void due_fill(struct lh_sim_train *train)
     }
 }
 
+static bool makes_sums(const struct lh_sim_train *train)
+{
+    return train->opts.micro.step_count > 0;
+}
+
+/* Whether the part, in backward, is the last one of a micro-batch, but not of the block. */
+static bool ends_visit(const struct lh_sim_train *train)
+{
+    const struct lh_sim_block *block = block_of(train);
+    uint32_t visit_count = lh_max_u64(train->opts.micro.visit_count, 1) & UINT32_MAX;
+    return visit_count > 1 && train->part > block->part_first &&
+           (train->part - block->part_first) % (block->part_count / visit_count) == 0;
+}
+
 static enum lh_sim_look backward_next(struct lh_sim_train *train)
 {
+    if (ends_visit(train))
+        return part_begin(train, train->part - 1);
     if (train->position > 0)
         return lh_sim_train_block_begin(train, train->order[--train->position]);
+    if (++train->micro_step < train->opts.micro.step_count)
+        return lh_sim_train_forward_repeat(train);
     lh_sim_train_times_of(train)->close_ns = train->opts.world->now_ns;
     if (LH_SIM_HOOK_GET(train->opts.world, false, close_replaced))
         return LH_SIM_LOOK_MOVED;
-    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
+    return lh_sim_train_state_set(train, makes_sums(train) ? LH_SIM_TRAIN_STATE_SUMS
+                                                           : LH_SIM_TRAIN_STATE_CLOSE);
 }
 
 void lh_sim_train_backward_enter(struct lh_sim_train *train)
@@ -279,13 +305,17 @@ static enum lh_sim_look block_end(struct lh_sim_train *train)
         return forward_next(train);
     if (LH_SIM_HOOK_GET(train->opts.world, false, backward_aborted))
         return LH_SIM_LOOK_MOVED;
-    due_fill(train);
+    due_fill(train, 0);
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
 }
 
 enum lh_sim_look lh_sim_train_part_next(struct lh_sim_train *train)
 {
     const struct lh_sim_block *block = block_of(train);
+    if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD && ends_visit(train)) {
+        due_fill(train, 1);
+        return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
+    }
     if (train->phase == LH_SIM_TRAIN_PHASE_BACKWARD && train->part > block->part_first)
         return part_begin(train, train->part - 1);
     if (train->phase != LH_SIM_TRAIN_PHASE_BACKWARD &&
@@ -316,11 +346,29 @@ static enum lh_sim_look compute(struct lh_sim_train *train)
                   : lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_TAKEN);
 }
 
+/* Pass a gradient to the engine, which updates from it, or adds it to the parameter's sum. */
+static int gradient_pass(struct lh_sim_train *train, uint32_t param, const void *bytes)
+{
+    struct lh_engine *engine = train->opts.engine;
+    if (!makes_sums(train))
+        return lh_engine_gradient(engine, param, bytes,
+                                  lh_sim_model_gradient_dtype(train->opts.model, param));
+    bool is_first = !train->is_summed[param];
+    train->is_summed[param] = true;
+    return lh_sum_post(engine, param, bytes,
+                       train->opts.model->units[train->opts.model->params[param].unit].dtype,
+                       (float *)(uintptr_t)train->opts.nowhere, is_first);
+}
+
 static enum lh_sim_look gradient(struct lh_sim_train *train)
 {
     struct lh_engine *engine = train->opts.engine;
     if (train->param == train->due_count)
         return backward_next(train);
+    /* The gradient of an earlier micro-batch has to be copied first. */
+    if (makes_sums(train) && !lh_engine_gradient_is_consumed(engine, train->due[train->param]) &&
+        lh_engine_error(engine, NULL) == 0)
+        return LH_SIM_LOOK_WAIT;
     if (!lh_sim_train_is_worth_asking(train, lh_sim_train_steps_are_over(engine)))
         return LH_SIM_LOOK_WAIT;
     int rc = lh_engine_over_wait(engine, 0);
@@ -345,11 +393,29 @@ static enum lh_sim_look gradient(struct lh_sim_train *train)
         gradient_computed(train);
     if (LH_SIM_HOOK_GET(train->opts.world, false, gradient_kept, param))
         return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_GRADIENT);
-    rc = lh_engine_gradient(engine, param, bytes,
-                            lh_sim_model_gradient_dtype(train->opts.model, param));
+    rc = gradient_pass(train, param, bytes);
     if (rc < 0)
         return lh_sim_train_failed(train, rc);
     return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_ROOM);
+}
+
+/* Hand the sums to the engine when all gradients are in them. */
+static enum lh_sim_look sums(struct lh_sim_train *train)
+{
+    struct lh_engine *engine = train->opts.engine;
+    const struct lh_sim_model *model = train->opts.model;
+    bool is_finished = atomic_load(&engine->sums.finished) == atomic_load(&engine->sums.posted);
+    if (!is_finished && lh_engine_error(engine, NULL) == 0)
+        return LH_SIM_LOOK_WAIT;
+    for (uint32_t i = 0; i < model->param_count; i++) {
+        if (!train->is_summed[i])
+            continue;
+        int rc = lh_engine_gradient(engine, i, train->opts.nowhere,
+                                    lh_sim_model_gradient_dtype(model, i));
+        if (rc < 0)
+            return lh_sim_train_failed(train, rc);
+    }
+    return lh_sim_train_state_set(train, LH_SIM_TRAIN_STATE_CLOSE);
 }
 
 static enum lh_sim_look room(struct lh_sim_train *train)
@@ -432,6 +498,8 @@ static enum lh_sim_look look(struct lh_sim_train *train)
         return gradient(train);
     case LH_SIM_TRAIN_STATE_ROOM:
         return room(train);
+    case LH_SIM_TRAIN_STATE_SUMS:
+        return sums(train);
     case LH_SIM_TRAIN_STATE_CLOSE:
         return close_step(train);
     case LH_SIM_TRAIN_STATE_OVER:

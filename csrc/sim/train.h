@@ -9,6 +9,9 @@
  *      their way; backward fetches as many ahead as have room, and waits for its own (SAVED)
  *      CLOSE -> BEGIN of the next step, or FLUSH -> DONE
  *
+ * With several micro-batches the engine adds their gradients, the next forward follows a backward,
+ * and before CLOSE, SUMS hands the sums to the engine.
+ *
  * If an accelerator is ordered (dev.h), COMPUTE and GRADIENT only enqueue work on the stream and
  * continue at once: the thread runs ahead until a unit is not available yet.
  *
@@ -43,6 +46,7 @@ enum lh_sim_train_state {
     LH_SIM_TRAIN_STATE_PEERS, /* used by hooks: until other processes have come as far */
     LH_SIM_TRAIN_STATE_DONE,
     LH_SIM_TRAIN_STATE_FAILED, /* the engine has an error: rc */
+    LH_SIM_TRAIN_STATE_SUMS,   /* until all gradients of the step are added */
 };
 
 enum lh_sim_train_phase {
@@ -51,12 +55,23 @@ enum lh_sim_train_phase {
     LH_SIM_TRAIN_PHASE_EVAL, /* used by hooks */
 };
 
+/* The micro-batches of an accumulated step, whose gradients the engine adds (sched/sum.c). */
+struct lh_sim_micro {
+    uint32_t step_count; /* forwards and backwards of the model; 0: one, without sums */
+    /*
+     * The micro-batches that a block runs one after the other before the next block does
+     * (order="vertical"): its parts are those of all of them. At least 1, if there are sums.
+     */
+    uint32_t visit_count;
+};
+
 struct lh_sim_train_opts {
     struct lh_sim_world *world; /* borrowed until deinit, like model */
     const struct lh_sim_model *model;
     struct lh_engine *engine; /* borrowed until deinit, like dev */
     struct lh_dev *dev;       /* NULL: none */
-    uint64_t step_last;       /* flush and end after this step is closed */
+    struct lh_sim_micro micro;
+    uint64_t step_last; /* flush and end after this step is closed */
     uint64_t gradient_ahead_bytes;
     uint64_t saved_out_bytes; /* see lh_sim_saved_opts */
     uint64_t saved_ahead_bytes;
@@ -94,9 +109,11 @@ struct lh_sim_train {
     bool is_asked;
     bool is_computed;
     bool has_hypers;
-    uint64_t since_ns;  /* when the state began */
-    bool *has_gradient; /* in the open step; without hooks, all parameters that are not frozen */
-    uint32_t *due;      /* the parameters whose gradients the block passes */
+    uint64_t since_ns;   /* when the state began */
+    uint32_t micro_step; /* the number of the step's backwards that are over */
+    bool *is_summed;     /* by parameter: a gradient of the open step is in its sum */
+    bool *has_gradient;  /* in the open step; without hooks, all parameters that are not frozen */
+    uint32_t *due;       /* the parameters whose gradients the block passes */
     uint32_t due_count;
     uint32_t *saved_items;  /* the engine's items, by the index of the model's saved tensors */
     uint32_t saved_next;    /* tensors below this index have not been fetched yet */

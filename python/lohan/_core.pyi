@@ -17,7 +17,8 @@ TRACE_COUNT_MAX: int
 
 # (-errno, message) -> the exception to raise.
 _Raiser = Callable[[int, str, bool], Exception]
-# (bytes, elements, dtype, always, param_first, param_count, extents P R M V, store group)
+# (bytes, elements, dtype, always, announced, family, param_first, param_count,
+# extents P R M V, group)
 _Unit = tuple[Any, ...]
 # (unit, first, count, group, number)
 _Param = tuple[int, ...]
@@ -150,6 +151,20 @@ class Engine:
     def lend(self, param: int, /) -> Tensor: ...
     def read(self, param: int, first: int, nbytes: int, address: int, /) -> None: ...
     def begin(self, train: bool, /) -> None: ...
+    def announce(self, units: Sequence[int], /) -> None: ...
+    def idle_history(
+        self,
+        step: int,
+        group: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        /,
+    ) -> None: ...
+    def idle_owed(self, units: Sequence[int], /) -> int: ...
+    def idle_settle(self) -> None: ...
     def hyper(
         self,
         group: int,
@@ -225,7 +240,8 @@ def budget(
     /,
 ) -> dict[str, int]: ...
 def simulate(
-    units: list[tuple[str, bool, int]],
+    # dtype, always, elements (frozen: bytes)[, descriptions of packed parameters]
+    units: Sequence[tuple[Any, ...]],
     # (units, parts[, room for saved tensors]); a part: (forward_ns, backward_ns, saved)
     blocks: Sequence[tuple[Any, ...]],
     machine: dict[str, int],
@@ -239,6 +255,9 @@ def simulate(
     raiser: _Raiser,
     trace_count: int = 0,
     cluster: dict[str, int | str | bool] = ...,
+    states: str = "fp32",
+    micro_steps: int = 0,
+    visits: int = 1,
 ) -> dict[str, Any]: ...
 def scalars_make(param_steps: Sequence[int], caller: bytes, /) -> bytes: ...
 def scalar_overhead_bytes(param_count: int, /) -> int: ...

@@ -246,15 +246,30 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
             "--net", metavar="RATE", help="A node's network card, each way, for example 10Gb/s."
         ),
         click.option(
-            "--accumulate",
-            type=POSITIVE,
-            help="With several GPUs: micro-batches of a GPU in a step. [default: 1]",
+            "--accumulate", type=POSITIVE, help="Micro-batches of a GPU in a step. [default: 1]"
+        ),
+        click.option(
+            "--order",
+            help="Order of the micro-batches, as in lohan.wrap: horizontal or vertical."
+            " [default: horizontal]",
+        ),
+        click.option(
+            "--states", help="Moments, as in lohan.wrap: fp32, bf16 or 8bit. [default: fp32]"
         ),
         click.option(
             "--adapter-params",
             type=POSITIVE,
             metavar="COUNT",
-            help="With several GPUs: trained parameters of adapters (LoRA); all others are frozen.",
+            help="Trained parameters of adapters (LoRA); all others are frozen.",
+        ),
+        click.option(
+            "--base",
+            help="With --adapter-params: format of the frozen parameters' files: bf16, nf4, fp8,"
+            " mxfp4, nvfp4, q8_0, q4_k or q6_k. [default: bf16]",
+        ),
+        click.option(
+            "--loss",
+            help="logits, or linear_cross_entropy, which does not hold them. [default: logits]",
         ),
         click.option("--json", "json_wanted", is_flag=True, help="Write JSON."),
     )[::-1]:
@@ -278,19 +293,15 @@ def _predict(machine: Any, words: dict[str, Any], console: Console | None) -> di
     """Predict a step, of one GPU or of several."""
     from lohan.commands import _simulate_show, _world_show
 
-    own = {name: words.pop(name) for name in ("accumulate", "adapter_params")}
     if machine.node_count * machine.gpu_count == 1:
-        given = [name for name, value in own.items() if value is not None]
-        if given:
-            name = given[0].replace("_", "-")
-            raise click.UsageError(f"--{name} needs several GPUs, as in --nodes 2 or --gpus 2")
         return _simulate_show.run(_simulate_show.request(machine, **words), console)
     others = [name for name in ("schedule", "commit_every", "sweep", "plot") if words[name]]
+    others += [name for name in ONE_GPU if words.get(name)]
     if others or words["policy"] != "auto":
         name = (others or ["policy"])[0].replace("_", "-")
         raise click.UsageError(f"--{name} cannot be combined with several GPUs")
     shape = {name: words[name] for name in ("model", "batch", "seq")}
-    steps, adapters = own["accumulate"] or 1, own["adapter_params"]
+    steps, adapters = words["accumulate"] or 1, words["adapter_params"]
     load = _world_show.Load(**shape, micro_steps=steps, adapter_params=adapters)
     return _world_show.run(load, machine, console)
 
@@ -305,7 +316,7 @@ def _mirrored(
     """Simulate a step of a cluster by the engines of one node."""
     from lohan.commands import _mirror_show
 
-    limits = ("schedule", "commit_every", "sweep", "plot", "adapter_params")
+    limits = ("schedule", "commit_every", "sweep", "plot", "adapter_params", *ONE_GPU)
     given = [name for name in limits if words[name]]
     given += ["policy"] if words["policy"] != "auto" else []
     given += [
@@ -317,6 +328,8 @@ def _mirrored(
     return _mirror_show.run(shape, machine, division, words["accumulate"] or 1, console)
 
 
+# Options of one GPU's step.
+ONE_GPU = ("states", "order", "base", "loss")
 MODEL_HELP = "A name such as gpt-13b, a transformers config.json, or a transformers class."
 POSITIVE = click.IntRange(1)
 SEQ_HELP = "Tokens per sequence."
@@ -400,7 +413,8 @@ def simulate(
     if mirror:
         answer = _mirrored(here, words, (zeroth, dtype, link), division or "shards", console)
     elif zeroth is not None:
-        limits = ("schedule", "commit_every", "sweep", "plot", "accumulate", "adapter_params")
+        limits = ["schedule", "commit_every", "sweep", "plot", "accumulate", "adapter_params"]
+        limits += ONE_GPU
         others = [name for name in limits if words[name]]
         if others or words["policy"] != "auto":
             name = (others or ["policy"])[0].replace("_", "-")
@@ -451,18 +465,24 @@ def _largest_of(
     console: Console | None,
 ) -> dict[str, Any]:
     """Find the largest model of a family, or the longest sequence or largest batch of a model."""
-    from lohan.commands import _largest, _longest
-    from lohan.simulate import Options
+    from lohan.commands import _largest, _longest, _simulate_show
 
     seq: int = words["seq"]
+    options = _simulate_show.options_of(words)
+    load = _simulate_show.load_of(words)
     if found == "model":
-        answer = _largest.find(name, here, batch or 1, seq, words["policy"])
+        if load.get("adapter_params"):
+            raise click.UsageError("--largest cannot be combined with --adapter-params")
+        if options.accumulate > 1:
+            raise click.UsageError("--largest cannot be combined with --accumulate")
+        settings = {"policy": options.policy, "states": options.states}
+        loss = load.get("loss", "logits")
+        answer = _largest.find(name, here, batch or 1, seq, **settings, loss=loss)
         if console is not None:
             _largest.show(answer, console)
         return answer
-    options = Options(words["policy"], words["schedule"], words["commit_every"])
     other = seq if found == "batch" else batch or _BATCH
-    question = _longest.Question(name, here, found, other, options)
+    question = _longest.Question(name, here, found, other, options, load)
     answer = _longest.find(question)
     if console is not None:
         _longest.show(answer, question, console)
@@ -530,7 +550,7 @@ def plan(
         here = _machines.change(here, [f"ssd_bytes={each}"])
     console = None if json_wanted else Console()
     if found:
-        if here.node_count * here.gpu_count > 1 or words["accumulate"] or words["adapter_params"]:
+        if here.node_count * here.gpu_count > 1:
             flag = _FOUND_FLAGS[found]
             raise click.UsageError(f"{flag} is for one GPU: leave out --nodes and --gpus")
         answer = _largest_of(found, model or family, here, batch, words, console)

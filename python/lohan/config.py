@@ -115,8 +115,10 @@ class Config:
             the heap is left unchanged.
         frozen: how to store parameters that require no gradient, for a model with weights=.
             "in_place": they are read from those files whenever they are needed, and are not in the
-            store. "copy": they are copied into the store (if the files are on a slower disk or will
-            be removed).
+            store. "packed": the same, and the memory of host_bytes that training does not need
+            keeps quantized parameters in their packed bytes, which are then read only once.
+            "copy": they are copied into the store (if the files are on a slower disk or will be
+            removed).
         share: with several processes on a machine and AdamW. "off": each has a store, parameters
             and states of its own. "on": the process with the lowest rank on a machine has them for
             all processes of the machine, which read its parameters in its memory; host_bytes is
@@ -173,7 +175,7 @@ class Config:
     emu_bytes_per_s: tuple[int, int] | None = None
     emu_alloc_bytes_per_s: int | None = None
     heap: Literal["keep", "system"] = "keep"
-    frozen: Literal["in_place", "copy"] = "in_place"
+    frozen: Literal["in_place", "packed", "copy"] = "in_place"
     share: Literal["off", "on"] = "off"
     gather: Literal["host", "shards", "auto"] = "host"
     replicas: Literal["all", "parameters"] = "all"

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from lohan.common._loss_pieces import piece_tokens
 from lohan.errors import (
     DeviceMismatchError,
     ModelError,
@@ -39,11 +40,6 @@ from lohan.torch_glue._hollow import scope_of
 
 REDUCTIONS = ("mean", "sum", "none")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# The logits of a piece of tokens may take this share of the hidden states and the head together,
-# or this many bytes if that is more: products of few tokens wait for memory.
-_PIECE_SHARE = 0.25
-_PIECE_BYTES_MIN = 32 << 20
-_PIECE_TOKENS_MIN = 16
 # Without gradients, no more tokens than this are multiplied at a time.
 _TOKENS_MAX = 1024
 # The number of logits that are computed and reduced at a time: on the CPU they stay in its cache.
@@ -496,14 +492,10 @@ def _chunks(
     tokens, vocab = max(hidden.shape[0], 1), weight.shape[0]
     rows, width = rule.chunks
     if rows is None and has_gradients:
-        share = int(_PIECE_SHARE * (hidden.nbytes + weight.nbytes))
-        rows = max(share, _PIECE_BYTES_MIN) // (vocab * dtype.itemsize)
-        rows = max(rows, _PIECE_TOKENS_MIN)
+        rows = piece_tokens(tokens, vocab, hidden.nbytes + weight.nbytes, dtype.itemsize)
     elif rows is None:
-        rows = _TOKENS_MAX
+        rows = math.ceil(tokens / math.ceil(tokens / min(_TOKENS_MAX, tokens)))
     rows = min(rows, tokens)
-    if rule.chunks[0] is None:
-        rows = math.ceil(tokens / math.ceil(tokens / rows))  # pieces of about the same size
     if width is not None:
         return rows, min(width, vocab)
     tile = _TILE_COUNT_CPU if hidden.device.type == "cpu" else _TILE_COUNT

@@ -11,13 +11,22 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from lohan import _core
 from lohan.common._stats import READS, WRITES
 from lohan.errors import BudgetError, MachineError
-from lohan.planning import _machines, _models, _simulate_timeline
-from lohan.planning._engine import RARELY, SCHEDULES, arguments, rare_commits
-from lohan.planning._pieces import NS_PER_S
-from lohan.planning._placement import SWITCHES, place
+from lohan.layout._block import RESIDUAL_BYTES, STATES
+from lohan.planning import _base, _machines, _models, _simulate_timeline
+from lohan.planning._engine import (
+    RARELY,
+    SCHEDULES,
+    arguments,
+    rare_commits,
+    worker_bytes_per_s,
+)
+from lohan.planning._pieces import NS_PER_S, frozen_params
+from lohan.planning._placement import SWITCHES, Turns, place
 
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
@@ -26,10 +35,11 @@ if TYPE_CHECKING:
     from lohan.planning._simulate_timeline import Timeline
 
 _SECONDS_PER_DAY = 86400
-# The parameter, what is stored in addition for its fp32 master, and two moments. Each of them is in
-# two slots: the committed one and the one being written.
-_STATE_BYTES_PER_PARAM = {"bfloat16": 12, "float16": 14, "float32": 12}
+# A trained parameter and its states are in two slots: the committed one, and the one being written.
 _SLOT_COUNT = 2
+ORDERS = ("horizontal", "vertical")
+# A sum of gradients in fp32 is read and written for each of them: csrc/sched/sum.c.
+_SUM_BYTES_MOVED = 8
 # The number of events to keep for a picture. It is enough for two steps, because requests are
 # seldom smaller than _TRACE_EVENT_BYTES.
 _TRACE_COUNT_LEAST = 1 << 16
@@ -53,6 +63,9 @@ class Options:
             the order of decreasing benefit; the rest is recomputed. None: the policy decides.
         without: the features to disable, of those that `auto` adds to the paper's policy
             (SWITCHES).
+        states: how AdamW's moments are stored, as in `lohan.wrap`: "fp32", "bf16" or "8bit".
+        accumulate: the number of micro-batches in a step; the model is at the size of one.
+        order: the order of the micro-batches, "horizontal" or "vertical", as in `lohan.wrap`.
     """
 
     policy: str = "auto"
@@ -60,6 +73,21 @@ class Options:
     commit_every: int | None = None
     swap_share: float | None = None
     without: tuple[str, ...] = ()
+    states: str = "fp32"
+    accumulate: int = 1
+    order: str = "horizontal"
+
+    @property
+    def turns(self) -> Turns:
+        """The micro-batches of a step."""
+        return Turns(self.accumulate, self.accumulate if self.order == "vertical" else 1)
+
+    @property
+    def own_schedule(self) -> str | None:
+        """The schedule; sums of gradients make every update wait for the end of the step."""
+        if self.accumulate == 1 or self.schedule == "serial":
+            return self.schedule
+        return "deferred"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +112,14 @@ class Step:
         forward_ns, backward_ns: the times of forward and backward, without a commit.
         commit_every: the number of steps between commits.
         commit_ns: the time that a commit adds, once in commit_every steps.
-        tokens: the number of tokens in the batch.
+        tokens: the number of tokens in the step.
         forward_flop, recompute_flop: the GPU's FLOP in forward and for recomputation. Backward
-            itself takes twice the FLOP of forward.
+            itself takes twice the FLOP of forward, and as much as forward for products with frozen
+            parameters.
         resources: the use of each resource by name: "gpu", "ssd" (all of them), "ssd_bus" (if it
             has a limit), "link_in", "link_out", "cpu".
         ssd_read_bytes, ssd_write_bytes: the bytes that the step reads and writes on all SSDs.
+        link_bytes: the bytes over each link of the engine, as `lohan.StepStats.bytes` has them.
         swapped_bytes: the size of the activations that were offloaded from the GPU.
         peak_bytes: the peak use of each tier: "gpu", "host", "ssd".
         ssd_life_days: how long the SSDs last; None if the machine does not define their endurance.
@@ -106,6 +136,7 @@ class Step:
     resources: dict[str, Resource]
     ssd_read_bytes: int
     ssd_write_bytes: int
+    link_bytes: dict[str, int]
     swapped_bytes: int
     peak_bytes: dict[str, int]
     ssd_life_days: float | None
@@ -145,6 +176,7 @@ class Step:
             "swapped_bytes": self.swapped_bytes,
             "ssd_read_bytes": self.ssd_read_bytes,
             "ssd_write_bytes": self.ssd_write_bytes,
+            "link_bytes": self.link_bytes,
             "resources": {
                 name: {"bytes": resource.nbytes, "busy_share": resource.busy_share}
                 for name, resource in self.resources.items()
@@ -164,9 +196,11 @@ def _commit_every(raw: dict[str, Any], options: Options) -> int:
 
 
 def _resources(
-    raw: dict[str, Any], machine: Machine, step_ns: float, written: int, flop: int
+    raw: dict[str, Any], machine: Machine, step_ns: float, written: int, work: tuple[int, float]
 ) -> dict[str, Resource]:
+    """Return the use of each resource; work: the GPU's FLOP, and the CPU's seconds."""
     nbytes = raw["bytes"]
+    flop, cpu_s = work
     step_s = step_ns / NS_PER_S
     read = sum(nbytes[name] for name in READS)
     ssd_s = read / machine.ssd_read_bytes_per_s + written / machine.ssd_write_bytes_per_s
@@ -177,7 +211,7 @@ def _resources(
         "ssd": Resource(read + written, ssd_s / machine.ssd_count / step_s),
         "link_in": Resource(inward, inward / machine.link_in_bytes_per_s / step_s),
         "link_out": Resource(outward, outward / machine.link_out_bytes_per_s / step_s),
-        "cpu": Resource(None, raw["update_busy_ns"] / machine.worker_count / step_ns),
+        "cpu": Resource(None, cpu_s / step_s),
     }
     if machine.ssd_total_bytes_per_s:
         bus_s = (read + written) / machine.ssd_total_bytes_per_s
@@ -185,14 +219,21 @@ def _resources(
     return found
 
 
-def _capacity_check(model: Model, machine: Machine, per_param: int, others: int = 0) -> None:
-    """Check that the SSDs have room for two slots of all states and for `others` bytes."""
+def _capacity_check(model: Model, machine: Machine, residual_bytes: int, others: int = 0) -> None:
+    """Check that the SSDs have room for two slots of all states and for `others` bytes.
+
+    residual_bytes is what extends a parameter to its fp32 master.
+    """
     capacity = machine.ssd_count * machine.ssd_bytes
-    states = _SLOT_COUNT * per_param * model.param_count
+    count = model.param_count
+    states = (model.param_bytes + residual_bytes) * count + model.moment_bytes(count)
+    states *= _SLOT_COUNT
+    others += sum(model.frozen_read_bytes(*frozen_params(block)) for block in model.blocks)
     if machine.ssd_bytes and states + others > capacity:
         raise BudgetError(
             f"the model's states take {states:,} bytes of SSD (the committed copy and the one being"
-            f" written), its activations {others:,}; {machine.ssd_count} SSD(s) of"
+            f" written), its activations and frozen parameters {others:,}; {machine.ssd_count}"
+            " SSD(s) of"
             f" {machine.ssd_bytes:,} bytes hold {capacity:,}: raise ssd_count or ssd_bytes"
         )
 
@@ -207,6 +248,19 @@ def _check_options(options: Options) -> None:
         raise MachineError(f"schedule {options.schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if options.commit_every is not None and options.commit_every < 1:
         raise MachineError(f"commit_every = {options.commit_every}: must be at least 1")
+    if options.states not in STATES:
+        raise MachineError(f"states {options.states!r}: must be one of {', '.join(STATES)}")
+    if options.accumulate < 1:
+        raise MachineError(f"accumulate = {options.accumulate}: must be at least 1")
+    if options.order not in ORDERS:
+        raise MachineError(f"order {options.order!r}: must be one of {', '.join(ORDERS)}")
+    if options.order == "vertical" and options.accumulate == 1:
+        raise MachineError('order "vertical" needs several micro-batches: accumulate is 1')
+    if options.order == "vertical" and options.policy != "auto":
+        raise MachineError(
+            f'order "vertical" has no policy for activations, so policy {options.policy!r} cannot'
+            ' be combined with it: leave "auto"'
+        )
     if not set(options.without) <= set(SWITCHES):
         raise MachineError(f"without {options.without}: must be a subset of {', '.join(SWITCHES)}")
 
@@ -214,7 +268,7 @@ def _check_options(options: Options) -> None:
 def _tries(options: Options) -> list[Options]:
     """Return the variants to simulate; with `auto`, some of them lack some of its features."""
     found = [options]
-    if options.policy != "auto" or options.swap_share is not None:
+    if options.policy != "auto" or options.swap_share is not None or options.turns.visits > 1:
         return found
     if "deferred" not in options.without:
         found.append(dataclasses.replace(options, without=(*options.without, "deferred")))
@@ -232,14 +286,18 @@ def _run(
 ) -> tuple[Placement, dict[str, Any]]:
     # First check with the smallest possible states: if the SSDs have no room for them, an error of
     # place() would suggest more of another memory, instead of SSD space.
-    _capacity_check(model, machine, min(_STATE_BYTES_PER_PARAM.values()))
-    placement = place(model, machine, options.policy, options.swap_share, options.without)
-    per_param = _STATE_BYTES_PER_PARAM[placement.dtype]
-    _capacity_check(model, machine, per_param, placement.ssd_bytes)
+    model = dataclasses.replace(model, states=options.states)
+    _capacity_check(model, machine, 0)
+    turns = options.turns
+    placement = place(model, machine, options.policy, options.swap_share, options.without, turns)
+    residual_bytes = RESIDUAL_BYTES[getattr(torch, placement.dtype)]
+    _capacity_check(model, machine, residual_bytes, placement.ssd_bytes)
     raw = _core.simulate(
         **arguments(model, machine, placement),
         host_bytes=placement.engine_bytes,
-        schedule=SCHEDULES.index(options.schedule or placement.schedule),
+        schedule=SCHEDULES.index(options.own_schedule or placement.schedule),
+        micro_steps=turns.count // turns.visits if turns.count > 1 else 0,
+        visits=turns.visits,
         commit_every=options.commit_every or (RARELY if _is_rare(options) else 1),
         only_checks=only_checks,
         trace_count=trace_count,
@@ -277,7 +335,7 @@ def check(model: Model, machine: Machine, options: Options) -> None:
 def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, Options]:
     def run(tried: Options) -> tuple[Step, Options]:
         placement, raw = _run(model, machine, tried)
-        return _step(model, machine, placement, raw, _commit_every(raw, tried)), tried
+        return _step(model, machine, placement, raw, tried), tried
 
     _check_options(options)
     ranks = machine.node_count * machine.gpu_count
@@ -322,20 +380,39 @@ def simulate_traced(
     """
     options = options or Options()
     moved = _STEP_BYTES_PER_PARAM * model.param_count + 2 * model.activation_bytes
-    count = min(_TRACE_COUNT_LEAST + moved // _TRACE_EVENT_BYTES, _TRACE_COUNT_MAX)
+    count = _TRACE_COUNT_LEAST + options.accumulate * moved // _TRACE_EVENT_BYTES
+    count = min(count, _TRACE_COUNT_MAX)
     step, tried = _fastest(model, machine, options)
     _, raw = _run(model, machine, tried, trace_count=count)
     return step, _simulate_timeline.make(raw, machine)
 
 
+def _cpu_s(model: Model, machine: Machine, raw: dict[str, Any], options: Options) -> float:
+    """Return how long all workers together take for AdamW, sums of gradients, and decoding."""
+    update_s = raw["update_busy_ns"] / machine.worker_count / NS_PER_S
+    sums = options.accumulate * model.param_count if options.accumulate > 1 else 0
+    decoded = 0.0
+    if model.base != _base.PLAIN:
+        frozen = [frozen_params(block) for block in model.blocks]
+        once = model.param_count * model.param_bytes
+        once += sum(model.frozen_read_bytes(*count) for count in frozen)
+        loads = raw["bytes"]["param_read"] / once  # the mean over all units
+        decoded = loads * sum(model.frozen_bytes(*count) for count in frozen if count[0])
+    moved = sums * (model.param_bytes + _SUM_BYTES_MOVED) + decoded
+    return float(update_s) + moved / worker_bytes_per_s(machine, model)
+
+
 def _step(
-    model: Model, machine: Machine, placement: Placement, raw: dict[str, Any], commit_every: int
+    model: Model, machine: Machine, placement: Placement, raw: dict[str, Any], options: Options
 ) -> Step:
+    commit_every = _commit_every(raw, options)
+    count = options.accumulate
     step_ns = raw["step_ns"] + raw["commit_ns"] // commit_every
     written = sum(raw["bytes"][name] for name in WRITES) + raw["commit_write_bytes"] // commit_every
     endurance = machine.ssd_count * machine.ssd_endurance_bytes
     life_s = endurance / written * step_ns / NS_PER_S if endurance and written else None
-    flop = 3 * model.forward_flop + placement.recompute_flop
+    flop = count * (model.forward_flop + model.backward_flop + placement.recompute_flop)
+    work = flop, _cpu_s(model, machine, raw, options)
     gpu_bytes = placement.slot_bytes + placement.room_bytes + placement.computing_bytes
     return Step(
         step_ns=step_ns,
@@ -343,10 +420,11 @@ def _step(
         backward_ns=raw["backward_ns"],
         commit_every=commit_every,
         commit_ns=raw["commit_ns"],
-        tokens=model.tokens,
-        forward_flop=model.forward_flop,
-        recompute_flop=placement.recompute_flop,
-        resources=_resources(raw, machine, step_ns, written, flop),
+        tokens=count * model.tokens,
+        forward_flop=count * model.forward_flop,
+        recompute_flop=count * placement.recompute_flop,
+        resources=_resources(raw, machine, step_ns, written, work),
+        link_bytes=raw["bytes"],
         ssd_read_bytes=sum(raw["bytes"][name] for name in READS),
         ssd_write_bytes=written,
         swapped_bytes=raw["bytes"]["saved_out"],

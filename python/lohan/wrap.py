@@ -1,4 +1,7 @@
-"""`lohan.wrap`: the one call that a training script needs."""
+"""`lohan.wrap`: the one call that a training script needs.
+
+Source: LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lohan import _core
 from lohan.activations import _activations, _swap
 from lohan.activations._planner import Planner
 from lohan.common import _arguments, _exit, _meta
-from lohan.config import SCHEDULES_AT_STEP, Config
+from lohan.config import Config
 from lohan.errors import (
     ModelError,
     OffloadedGradientError,
@@ -39,7 +42,7 @@ from lohan.session._session import Session
 from lohan.session._vertical import VerticalSession
 from lohan.store import _directories, _export, _store, _temporary, _weights
 from lohan.store._scalars import with_buffers
-from lohan.torch_glue import _accumulate, _buffers, _device
+from lohan.torch_glue import _buffers, _device
 from lohan.world import _world
 
 if TYPE_CHECKING:
@@ -69,6 +72,8 @@ def wrap(
     method: str = "adamw",
     states: str = "fp32",
     groups: Mapping[str, Any] | None = None,
+    experts: str = "together",
+    idle: str = "exact",
     config: Config | None = None,
     **settings: Any,
 ) -> nn.Module:
@@ -92,6 +97,8 @@ def wrap(
         method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         states: the moments' format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         groups: process groups of modules that some processes lack (docs/several-processes.md).
+        experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
+        idle: "skip": with experts="apart", an expert without tokens is not updated.
         config: settings that do not change the numbers.
         **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
 
@@ -99,28 +106,24 @@ def wrap(
         The same module, with `model.optimizer` (a torch optimizer) and `model.lohan` (the session).
 
     Raises:
-        ModelError: model is not a module, has no parameters, or an unsupported dtype or layout.
-        BudgetError, StoreError: host_bytes is too small; the store cannot be created or opened.
-        UnsupportedError: distributed training, or a model that is already compiled or wrapped.
-
-    Reference:
-        LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
+        ModelError, UnsupportedError, BudgetError, StoreError: the message says what to change.
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, config)
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
-    made = _checked_config(_settings.make(config, settings, wrap), max_grad_norm)
+    made = _settings.checked(_settings.make(config, settings, wrap), max_grad_norm)
     is_resumed, open_at = _arguments.resume_of(resume)
+    _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
     with _world.joined(made.peer_timeout_s) as world:
         check_model(model, is_resumed or weights is not None or init is not None)
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
-        _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
-        with _zo_setup.frozen(zeroth):
+        apart, made = _settings.split(model, made, experts, idle, method, states, world, optimizer)
+        with apart, _zo_setup.frozen(zeroth):
             shared = _zo_world.Shared(world, zeroth, made, max_grad_norm, model, groups, states)
             store, open_at = shared.enter(store, is_resumed, open_at)
             opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)
-            opening.set_optimizer(params, hyper, optimizer, max_grad_norm)
-            return opening.attach(store, is_resumed, weights, init)
+            opening.set_optimizer(apart.groups(params), hyper, optimizer, max_grad_norm)
+            return apart.begin(opening.attach(store, is_resumed, weights, init))
 
 
 def _lay_out(
@@ -426,6 +429,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         param.tensor.data = value
         if param.stream is not None:
             param.tensor.requires_grad_(True)
+    session.apart.undo()
     session.device.give_buffers(model)
     _remove_attributes(model)
     return model
@@ -494,24 +498,6 @@ def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                     f"{type(optimizer).__name__} cannot step parameter {names[id(param)]!r}, whose"
                     " values and gradient are managed by lohan: use model.optimizer"
                 )
-
-
-def _checked_config(config: Config, max_grad_norm: float | None) -> Config:
-    """Check the config, and make updates wait for step() if they need gradient norms or sums.
-
-    Both are known only after the last backward.
-    """
-    _settings.check(config)
-    _accumulate.check(config.accumulate)
-    is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
-    if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
-        return config
-    if max_grad_norm is not None and config.schedule not in (Config().schedule, "auto"):
-        raise ModelError(
-            f"schedule {config.schedule!r} updates before the norm of all gradients is known:"
-            f" with max_grad_norm, use {' or '.join(map(repr, SCHEDULES_AT_STEP))}"
-        )
-    return dataclasses.replace(config, schedule="deferred")
 
 
 def _find(

@@ -10,6 +10,7 @@
 #include "rig_reference.h"
 #include "rig_team.h"
 #include "rig_wait.h"
+#include "sched/idle.h"
 #include "sched/split.h"
 #include "store_fixture.h"
 
@@ -46,6 +47,8 @@ static void model_init(struct rig *rig)
         rig->units[i] = (struct lh_engine_unit){
             .dtype = dtypes[i],
             .always = i == 0,
+            .is_announced = (rig->opts.announced >> i) % 2 != 0,
+            .family = (rig->opts.family >> i) % 2,
             .param_first = UINT32_MAX,
             .moment1_extent = rig->opts.given & (1u << i) ? LH_ENGINE_EXTENT_NONE : 0,
             .store_group = i};
@@ -321,6 +324,25 @@ void rig_unmake(struct rig *rig)
         fixture_remove(names[i]);
 }
 
+/* Take the step counts from the engine; a family's are those of its unit that owes nothing. */
+static void family_resume(struct rig *rig)
+{
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        rig->param_steps[i] = lh_engine_param_step(rig->engine, i);
+        if (rig->units[rig->params[i].unit].family > 0 && rig->param_steps[i] > most)
+            most = rig->param_steps[i];
+    }
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        if (rig->units[rig->params[i].unit].family > 0)
+            rig->param_steps[i] = most;
+    }
+    for (uint64_t step = 1; step <= rig->step && rig->opts.family > 0; step++) {
+        for (uint32_t i = 0; i < RIG_GROUP_COUNT; i++)
+            lh_idle_history_set(rig->engine, step, i, &rig->history[step][i]);
+    }
+}
+
 void rig_reopen(struct rig *rig)
 {
     static char paths[4][8192];
@@ -339,8 +361,7 @@ void rig_reopen(struct rig *rig)
     rig->step = step;
     parts_make(rig);
     LH_CHECK(lh_engine_step(rig->engine) == step);
-    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
-        rig->param_steps[i] = lh_engine_param_step(rig->engine, i);
+    family_resume(rig);
 }
 
 /* --- Training --------------------------------------------------------------------------------- */
@@ -359,7 +380,7 @@ int rig_acquire(struct rig *rig, uint32_t unit)
         return 0;
     }
     uint8_t *found = lh_engine_address(rig->engine, unit);
-    LH_CHECK(memcmp(found, expected, rig->units[unit].bytes) == 0);
+    LH_CHECK(memcmp(found, expected, rig_in_place_param_bytes(rig, unit)) == 0);
     memset(found + rig->units[unit].bytes, 0x5a, rig->opts.beside_bytes);
     return 0;
 }
@@ -368,6 +389,8 @@ int rig_forward(struct rig *rig, enum lh_engine_mode mode)
 {
     LH_TRY(lh_engine_begin(rig->engine, mode));
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
+        if (rig->unused & (1u << i))
+            continue;
         LH_TRY(rig_acquire(rig, i));
         if (mode == LH_ENGINE_MODE_TRAIN)
             lh_engine_handle_add(rig->engine, i);
@@ -428,6 +451,8 @@ int rig_backward(struct rig *rig, unsigned gradients)
     bool is_first = true;
     for (uint32_t i = RIG_UNIT_COUNT; i-- > 0;) {
         const struct lh_engine_unit *unit = &rig->units[i];
+        if (rig->unused & (1u << i))
+            continue;
         LH_TRY(rig_acquire(rig, i));
         lh_engine_handle_drop(rig->engine, i);
         lh_engine_unpin(rig->engine, i);
@@ -447,6 +472,23 @@ int rig_forward_backward(struct rig *rig, unsigned gradients)
     return rig_backward(rig, gradients);
 }
 
+/* Update the parameters with gradients, and with zeros the other ones of a family. */
+static void gradients_update(struct rig *rig, unsigned gradients)
+{
+    unsigned family = 0;
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
+        family |= rig->units[rig->params[i].unit].family << i;
+    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
+        bool has_gradient = gradients & (1u << i);
+        bool is_idle = !has_gradient && (family & (1u << i)) && (family & gradients);
+        if (is_idle)
+            memset(rig->gradients[i], 0, rig->params[i].count * sizeof(float));
+        if (has_gradient || is_idle)
+            rig_reference_update(rig, i);
+    }
+    memcpy(rig->history[rig->step + 1], rig->hypers, sizeof(rig->hypers));
+}
+
 int rig_close(struct rig *rig, unsigned gradients)
 {
     /* Before the close: it may be over, and durable, before its caller knows. */
@@ -456,10 +498,7 @@ int rig_close(struct rig *rig, unsigned gradients)
     rig->state = malloc(rig->state_bytes);
     LH_CHECK(rig->state);
     memcpy(rig->state, before, rig->state_bytes);
-    for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
-        if (gradients & (1u << i))
-            rig_reference_update(rig, i);
-    }
+    gradients_update(rig, gradients);
     rig_wait_begin(rig);
     int rc = 0;
     do {
@@ -508,7 +547,7 @@ void rig_check_store(struct rig *rig, uint64_t step)
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         for (enum rig_array j = RIG_ARRAY_PARAM; j < RIG_ARRAY_COUNT; j++) {
             uint64_t bytes = rig_array_bytes(&rig->units[i], j);
-            if (bytes == 0)
+            if (bytes == 0 || (rig->unchecked & (1u << i)))
                 continue;
             void *found = NULL;
             LH_CHECK(posix_memalign(&found, LH_BLOCK_BYTES, bytes) == 0);

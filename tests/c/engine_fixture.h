@@ -15,7 +15,7 @@
 #define RIG_PARAM_COUNT 8
 #define RIG_GROUP_COUNT 2
 #define RIG_EXTENT_COUNT_MAX 24
-#define RIG_STEP_COUNT_MAX 32
+#define RIG_STEP_COUNT_MAX 64
 /* The fifth parameter is frozen. */
 #define RIG_GRADIENTS_ALL 0xefu
 #define RIG_WAIT_S 60
@@ -40,6 +40,8 @@ struct rig_opts {
     uint32_t saved_item_max;
     bool in_place;       /* the frozen unit is in separate files (rig_in_place.h) */
     bool packed;         /* with in_place: the files hold quantized parameters */
+    bool kept;           /* with packed: the packed bytes stay in main memory */
+    bool kept_short;     /* with kept: the memory for them is a block too small */
     bool in_place_large; /* the frozen unit is so large that it takes several requests */
     /* there are no threads: the engine runs while the rig waits (rig_wait.h) */
     bool manual;
@@ -52,8 +54,10 @@ struct rig_opts {
     unsigned given;          /* bits of units whose states another process has */
     bool sums;               /* with device: the test gives gradients to lh_sum_post() */
     uint64_t tail_bytes;     /* with device: the most that the test gives to lh_tail_post() */
-    bool given_late;         /* the test itself calls lh_engine_given() after a close */
-    uint64_t model_seed;     /* sizes and dtypes are random, by this seed; 0: the model above */
+    unsigned announced;      /* bits of units whose uses are announced */
+    unsigned family;     /* bits of units that owe steps in which others of them have gradients */
+    bool given_late;     /* the test itself calls lh_engine_given() after a close */
+    uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };
 
 /* The kinds of work that a manual rig's backends (rig_inline.h) currently hold back. */
@@ -73,6 +77,8 @@ struct rig {
     struct rig_holds holds;
     void (*watch)(struct rig *rig); /* (optional) called after each round of a manual engine */
     void *watch_context;
+    unsigned unused;       /* bits of units that forward and backward do not use */
+    unsigned unchecked;    /* bits of units that rig_check_store() does not compare */
     struct lh_alloc alloc; /* the allocator for everything except the engine */
     struct lh_alloc engine_alloc;
     struct lh_engine_unit units[RIG_UNIT_COUNT];
@@ -97,6 +103,7 @@ struct rig {
     uint64_t state_bytes;
     uint64_t param_steps[RIG_PARAM_COUNT];
     uint64_t step;
+    struct lh_adam_hyper history[RIG_STEP_COUNT_MAX][RIG_GROUP_COUNT]; /* of closed steps */
     uint8_t *snapshots[RIG_STEP_COUNT_MAX];
 };
 

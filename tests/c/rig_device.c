@@ -1,3 +1,4 @@
+#include "rig_in_place.h"
 #include "rig_device.h"
 
 #include "dev_fixture.h"
@@ -114,7 +115,7 @@ static void gradients_sweep(struct rig *rig)
 void rig_device_read(struct rig *rig, uint32_t unit, const void *expected)
 {
     struct rig_device *device = rig->device;
-    struct read read = {.bytes = rig->units[unit].bytes};
+    struct read read = {.bytes = rig_in_place_param_bytes(rig, unit)};
     uintptr_t address = (uintptr_t)lh_engine_address(rig->engine, unit);
     LH_CHECK((address >= FAKE_CUDA_HOST_SHIFT) == rig->opts.units_in_memory);
     if (device->read_count == READ_COUNT_MAX)

@@ -42,6 +42,8 @@ struct rig_in_place {
     char paths[2][8192];
     int fds[2];
     uint32_t file_first;
+    uint8_t *kept_memory;
+    uint64_t kept_bytes;
 };
 
 /* Write bytes of content at offset, in a file that ends after them. */
@@ -99,6 +101,11 @@ uint64_t rig_in_place_packed_bytes(const struct rig *rig)
 {
     struct packed_sizes sizes = packed_sizes_of(rig);
     return sizes.first + sizes.packed_bytes + sizes.scale_bytes;
+}
+
+uint64_t rig_in_place_param_bytes(const struct rig *rig, uint32_t unit)
+{
+    return rig->opts.kept && unit == UNIT ? packed_sizes_of(rig).out_bytes : rig->units[unit].bytes;
 }
 
 static void packs_make(struct rig_in_place *made, const struct packed_sizes *sizes)
@@ -192,6 +199,10 @@ static void packed_make(struct rig_in_place *made, const struct rig *rig, uint8_
                                            .pack_count = PACK_COUNT,
                                            .checksums = made->checksums,
                                            .checksum_count = count};
+    made->kept_bytes = rig->opts.kept ? sizes.packed_bytes + sizes.scale_bytes : 0;
+    if (rig->opts.kept)
+        LH_CHECK(posix_memalign((void **)&made->kept_memory, LH_BLOCK_BYTES, made->kept_bytes) ==
+                 0);
 }
 
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state)
@@ -267,11 +278,14 @@ void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts)
     memcpy(made->units, rig->units, sizeof(made->units));
     made->units[UNIT].param_extent = LH_ENGINE_EXTENT_NONE;
     opts->units = made->units;
-    opts->in_place = (struct lh_in_place_opts){.files = made->files,
-                                               .file_count = 2,
-                                               .file_first = made->file_first,
-                                               .units = &made->unit,
-                                               .unit_count = 1};
+    opts->in_place = (struct lh_in_place_opts){
+        .files = made->files,
+        .file_count = 2,
+        .file_first = made->file_first,
+        .units = &made->unit,
+        .unit_count = 1,
+        .kept_memory = made->kept_memory,
+        .kept_bytes = made->kept_bytes - (rig->opts.kept_short ? LH_BLOCK_BYTES : 0)};
 }
 
 void rig_in_place_close(struct rig *rig)
@@ -280,6 +294,7 @@ void rig_in_place_close(struct rig *rig)
         return;
     for (uint32_t i = 0; i < 2; i++)
         LH_CHECK(close(rig->in_place->fds[i]) == 0 && unlink(rig->in_place->paths[i]) == 0);
+    free(rig->in_place->kept_memory);
     free(rig->in_place);
     rig->in_place = NULL;
 }

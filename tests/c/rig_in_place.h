@@ -11,9 +11,12 @@ struct rig_in_place;
  * because it sets the state.
  */
 struct rig_in_place *rig_in_place_open(struct rig *rig, uint8_t *state);
-/* Pass the store's files and these to the rig's I/O. */
 /* With rig->opts.packed: the size of the unit. */
 uint64_t rig_in_place_packed_bytes(const struct rig *rig);
+/* How many of a unit's bytes its parameters have: with rig->opts.kept, what follows them is not
+ * read. */
+uint64_t rig_in_place_param_bytes(const struct rig *rig, uint32_t unit);
+/* Pass the store's files and these to the rig's I/O. */
 void rig_in_place_files(struct rig *rig, struct lh_io_opts *opts);
 void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts);
 /* NULL is allowed. */

@@ -12,12 +12,13 @@ static void test_bytes(void)
 {
     static const enum lh_engine_schedule schedules[] = {LH_ENGINE_SCHEDULE_OPTIMIZED,
                                                         LH_ENGINE_SCHEDULE_DEFERRED};
-    for (uint32_t i = 0; i < 24; i++) {
+    for (uint32_t i = 0; i < 36; i++) {
         struct rig rig;
         struct rig_opts opts = {
             .commit_every = 1,
             .in_place = true,
-            .packed = i / 12 == 0,
+            .packed = i / 12 != 1,
+            .kept = i / 12 == 2,
             .in_place_large = i % 12 / 8 != 0,
             .skip_verify = i % 3 == 0,
             .least_memory = i % 2 != 0,
@@ -39,11 +40,63 @@ static void test_bytes(void)
     }
 }
 
+static void test_kept_once(bool has_device)
+{
+    struct rig rig;
+    lh_test_name("packed bytes are kept from the second load on, and not read again (%d)",
+                 has_device);
+    rig_make(&rig, "kept-once",
+             (struct rig_opts){.commit_every = 1,
+                               .in_place = true,
+                               .packed = true,
+                               .kept = true,
+                               .least_memory = true,
+                               .device = has_device ? "emu" : NULL,
+                               .device_bytes = has_device ? LH_GIB / 16 : 0});
+    const struct lh_unit *unit = &rig.engine->units[2];
+    for (int j = 0; j < STEP_COUNT; j++)
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, true) == 0);
+    if (has_device) { /* the unit stays there, so it is loaded once */
+        LH_CHECK(atomic_load(&unit->shared.load_count) == 1 && !unit->in_place.kept);
+        rig_unmake(&rig);
+        return;
+    }
+    uint32_t load_count = atomic_load(&unit->shared.load_count);
+    LH_CHECK(load_count >= 2 && unit->in_place.kept);
+    rig_in_place_spoil(&rig); /* the file must not be read any more */
+    for (int j = 0; j < STEP_COUNT; j++)
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, true) == 0);
+    LH_CHECK(atomic_load(&unit->shared.load_count) > load_count);
+    rig_unmake(&rig);
+}
+
+static void test_kept_short(void)
+{
+    struct rig rig;
+    lh_test_name("packed bytes for which there is no room are read at each load");
+    rig_make(&rig, "kept-short",
+             (struct rig_opts){.commit_every = 1,
+                               .in_place = true,
+                               .packed = true,
+                               .kept = true,
+                               .kept_short = true,
+                               .least_memory = true});
+    const struct lh_unit *unit = &rig.engine->units[2];
+    for (int j = 0; j < 2 * STEP_COUNT; j++)
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, true) == 0);
+    LH_CHECK(atomic_load(&unit->shared.load_count) > 4 && !unit->in_place.kept);
+    LH_CHECK(rig.engine->in_place.kept.taken_bytes == 0);
+    rig_unmake(&rig);
+}
+
 static void test_short_transfers(void)
 {
     struct rig rig;
     lh_test_name("reads that fail, come short or wrong: an error, or every byte");
-    for (uint64_t turn = 0; turn < 24; turn++) {
+    for (uint64_t turn = 0; turn < 36; turn++) {
         uint64_t after = turn % 12;
         static const enum lh_io_fault_kind kinds[] = {
             LH_IO_FAULT_KIND_SHORT, LH_IO_FAULT_KIND_ERROR, LH_IO_FAULT_KIND_FLIP};
@@ -52,6 +105,7 @@ static void test_short_transfers(void)
                      (struct rig_opts){.commit_every = 1,
                                        .in_place = true,
                                        .packed = turn / 12 != 0,
+                                       .kept = turn / 12 == 2,
                                        .least_memory = true});
             lh_io_faulty_arm(rig.io,
                              (struct lh_io_fault){.kind = kinds[kind],
@@ -114,10 +168,13 @@ static void test_stopped(void)
 {
     struct rig rig;
     lh_test_name("an engine that is stopped while a unit is decoded waits for the job");
-    for (uint32_t turn = 0; turn < 20; turn++) {
+    for (uint32_t turn = 0; turn < 40; turn++) {
         rig_make(&rig, "packed-stop",
-                 (struct rig_opts){
-                     .commit_every = 1, .in_place = true, .packed = true, .in_place_large = true});
+                 (struct rig_opts){.commit_every = 1,
+                                   .in_place = true,
+                                   .packed = true,
+                                   .kept = turn >= 20,
+                                   .in_place_large = true});
         LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
         /* The time until the stop differs from turn to turn. */
         int rc = lh_engine_acquire(rig.engine, 2);
@@ -185,6 +242,9 @@ int main(void)
     test_in_flight(true);
     test_changed();
     test_bytes();
+    test_kept_once(false);
+    test_kept_once(true);
+    test_kept_short();
     test_short_transfers();
     test_stopped();
     return 0;

@@ -84,6 +84,16 @@ static void models_are_checked(void)
     model.blocks[1].shared_block = 0;
     LH_CHECK(lh_plan_model_check(&model, &err) == 0);
 
+    lh_test_name("moments larger than fp32's, and more frozen FLOP than FLOP, are refused");
+    model.moment_block_bytes = 8 * LH_PLAN_MOMENT_BLOCK + 1;
+    LH_CHECK(lh_plan_model_check(&model, &err) == -EINVAL);
+    model.moment_block_bytes = 8 * LH_PLAN_MOMENT_BLOCK;
+    LH_CHECK(lh_plan_model_check(&model, &err) == 0);
+    model.layers[1].frozen_flop = 101;
+    LH_CHECK(lh_plan_model_check(&model, &err) == -EINVAL);
+    model.layers[1].frozen_flop = 100;
+    LH_CHECK(lh_plan_model_check(&model, &err) == 0);
+
     lh_test_name("sums that could overflow are refused");
     model.layers[3].param_count = UINT64_C(1) << 56;
     LH_CHECK(lh_plan_model_check(&model, &err) == -EINVAL);
@@ -105,6 +115,25 @@ static void totals_are_sums(void)
     LH_CHECK(totals.block_param_count_max == 11);
     LH_CHECK(totals.block_activation_bytes_max == 110);
     LH_CHECK(totals.block_gpu_bytes_max == 110 + 5);
+    LH_CHECK(totals.backward_flop == 2 * 600 && totals.block_bytes_max == 2 * 11);
+    LH_CHECK(totals.frozen_bytes == 0 && totals.moments_less_bytes == 0);
+
+    lh_test_name("frozen parameters add to a block's bytes, and take one product in backward");
+    model.layers[0].frozen_bytes = 100;
+    model.layers[0].frozen_read_bytes = 30;
+    model.layers[0].frozen_flop = 90;
+    totals = lh_plan_model_totals(&model);
+    LH_CHECK(totals.frozen_bytes == 100 && totals.frozen_read_bytes == 30);
+    LH_CHECK(totals.backward_flop == 2 * 600 - 90);
+    LH_CHECK(totals.block_bytes_max == 2 * (1 + 2) + 100);
+    LH_CHECK(totals.block_param_count_max == 11);
+
+    lh_test_name("moments have 8 bytes, or a share of a block's, rounded up");
+    LH_CHECK(lh_plan_moment_bytes(&model, 65) == 520);
+    model.moment_block_bytes = 132;
+    LH_CHECK(lh_plan_moment_bytes(&model, 64) == 132 && lh_plan_moment_bytes(&model, 65) == 135);
+    totals = lh_plan_model_totals(&model);
+    LH_CHECK(totals.moments_less_bytes == 8 * 21 - 44);
     lh_plan_model_deinit(&model, &alloc);
 }
 

@@ -190,6 +190,24 @@ static void bytes_are_the_papers(void)
     step = small_step(&small);
     LH_CHECK(step.ssd_read_bytes == 14 * count && step.ssd_write_bytes == 12 * count);
 
+    lh_test_name("frozen parameters are read packed and cross the link decoded, twice a step,"
+                 " unless they are in memory; no commit writes them");
+    uint64_t in_bytes = small_step(&small).link_in_bytes;
+    uint64_t read_bytes = small_step(&small).ssd_read_bytes;
+    uint64_t host_bytes = small_step(&small).host_bytes;
+    uint64_t commit_bytes = small_step(&small).commit_bytes;
+    small.model.layers[3].frozen_bytes = 8000;
+    small.model.layers[3].frozen_read_bytes = 3000;
+    LH_CHECK(small_step(&small).link_in_bytes == in_bytes + 2 * 8000);
+    LH_CHECK(small_step(&small).ssd_read_bytes == read_bytes + 2 * 3000);
+    small.choice.blocks[3].has_host_p16 = true;
+    LH_CHECK(small_step(&small).ssd_read_bytes < read_bytes);
+    LH_CHECK(small_step(&small).commit_bytes == commit_bytes + 2 * SMALL_PARAM_COUNT);
+    LH_CHECK(small_step(&small).host_bytes >= host_bytes + 8000 + 2 * SMALL_PARAM_COUNT);
+    small.choice.blocks[3].has_host_p16 = false;
+    small.model.layers[3].frozen_bytes = 0;
+    small.model.layers[3].frozen_read_bytes = 0;
+
     lh_test_name("activations move out and in, and over SSDs where they do not stay in memory");
     small.choice.fates[0] = LH_PLAN_FATE_SWAP_HOST;
     small.choice.fates[1] = LH_PLAN_FATE_SWAP_SSD;

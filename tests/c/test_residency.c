@@ -152,7 +152,7 @@ static struct trial trial_random(uint64_t *seed)
     for (uint32_t i = 0; i < trial.unit_count; i++) {
         uint64_t bytes = (1 + below(seed, 6)) * LH_RESIDENCY_GRANULE;
         trial.units[i].bytes = bytes;
-        trial.units[i].load_bytes = below(seed, 2) * bytes / 2;
+        trial.units[i].unread_bytes = below(seed, 3) * bytes / 2;
         trial.units[i].always = below(seed, 8) == 0;
         all += bytes;
         always += trial.units[i].always ? bytes : 0;
@@ -167,7 +167,7 @@ static struct trial trial_random(uint64_t *seed)
 
 static uint64_t brought_bytes(const struct lh_residency_unit *unit)
 {
-    return unit->load_bytes > 0 ? unit->load_bytes : unit->bytes;
+    return unit->bytes - unit->unread_bytes;
 }
 
 /*

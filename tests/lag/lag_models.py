@@ -161,6 +161,13 @@ def qwen_moe() -> nn.Module:
     return test_moe.qwen()
 
 
+def qwen_apart() -> nn.Module:
+    import test_experts_apart
+
+    model: nn.Module = test_experts_apart.build("qwen")
+    return model
+
+
 def lora() -> nn.Module:
     import lora_helper
 
@@ -249,6 +256,7 @@ KINDS = {
     "frozen": Kind(Frozen, vectors, squared),
     "lora": Kind(lora, tokens, language),
     "qwen-moe": Kind(qwen_moe, tokens, language),
+    "qwen-moe-apart": Kind(qwen_apart, tokens, language),
 }
 
 
@@ -390,6 +398,7 @@ def options(task: Task) -> dict[str, Any]:
         "allow_tmpfs": True,
         "accumulate": task.accumulate,
         "max_grad_norm": CLIP if task.is_clipped else None,
+        "experts": "apart" if task.name.endswith("-apart") else "together",
     }
 
 

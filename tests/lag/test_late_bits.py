@@ -99,6 +99,8 @@ SELECTED = [
     (Task("tower-masks"), Place("optimized", "recompute", order="copies first")),
     (Task("tower-buffers"), Place("deferred", "recompute", order="copies last")),
     (Task("qwen-moe"), Place("optimized", order="copies first")),
+    (Task("qwen-moe-apart"), Place("optimized", has_least_host=True, order="copies last")),
+    (Task("qwen-moe-apart", "bfloat16"), Place("deferred", order="copies first")),
     (Task("lora", is_autocast=True), Place("optimized", "swap", order="copies last")),
     (Task("frozen", is_autocast=True), Place("deferred", order="copies last")),
     (Task("frozen", is_autocast=True), Place("optimized", "recompute", order="copies first")),

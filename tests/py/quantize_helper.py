@@ -24,10 +24,14 @@ NF4 = torch.linspace(-1, 1, 16).sign() * torch.linspace(-1, 1, 16).abs() ** 1.4
 Tensors = dict[str, torch.Tensor]
 
 
-def model() -> Any:
+def model(layers: int = CONFIG["num_hidden_layers"]) -> Any:
     """Return the model with random weights, in bf16."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**CONFIG)).to(torch.bfloat16)
+    return LlamaForCausalLM(llama_config(layers)).to(torch.bfloat16)
+
+
+def llama_config(layers: int = CONFIG["num_hidden_layers"]) -> LlamaConfig:
+    return LlamaConfig(**{**CONFIG, "num_hidden_layers": layers})
 
 
 def is_linear(name: str) -> bool:
@@ -173,16 +177,23 @@ FORMS = {
 }
 
 
-def save(folder: Path, form: Any, shards: int = 2, **changed: Any) -> tuple[Path, Path]:
+def save(
+    folder: Path,
+    form: Any,
+    shards: int = 2,
+    layers: int = CONFIG["num_hidden_layers"],
+    **changed: Any,
+) -> tuple[Path, Path]:
     """Write the model's weights quantized, and decoded to bf16.
 
     Args:
         folder: where to write them: to folders "packed" and "plain".
         form: a function of FORMS.
         shards: the number of files of the quantized form.
+        layers: the number of the model's layers.
         changed: tensors to add to it; None: tensors to leave out.
     """
-    state = model().state_dict()
+    state = model(layers).state_dict()
     packed: Tensors = {}
     plain: Tensors = {}
     for name, values in state.items():
@@ -196,7 +207,7 @@ def save(folder: Path, form: Any, shards: int = 2, **changed: Any) -> tuple[Path
     names = sorted(packed)
     for place in ("packed", "plain"):
         (folder / place).mkdir(parents=True)
-        LlamaConfig(**CONFIG).save_pretrained(folder / place)
+        llama_config(layers).save_pretrained(folder / place)
     # The parts of a weight may be in other files than the weight.
     for shard in range(shards):
         some = {name: packed[name] for name in names[shard::shards]}

@@ -12,10 +12,18 @@ import lohan
 import pytest
 import torch
 from lohan import _core
-from lohan.errors import ChecksumError, LohanError, ModelError, StoreError, StoreMismatchError
+from lohan.errors import (
+    ChecksumError,
+    LohanError,
+    ModelError,
+    StoreError,
+    StoreMismatchError,
+    UnsupportedError,
+)
 from lohan.layout._in_place import InPlace
+from lohan.session import _settings
 from lora_helper import adapters, logits, lora, shift, train
-from quantize_helper import CONFIG, FORMS, fp8, is_linear, mxfp4, nf4, nvfp4, save
+from quantize_helper import CONFIG, FORMS, fp8, is_linear, llama_config, mxfp4, nf4, nvfp4, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_helper import host_bytes_min
@@ -90,6 +98,99 @@ def test_reads_are_of_the_packed_bytes(base: Any, store_dir: Path) -> None:
     stats = model.lohan.stats()
     assert 0 < stats.bytes["param_read"] == stats.planned_bytes["param_read"] < 2 * decoded
     model.lohan.close()
+
+
+DEEP_LAYERS = 8
+
+
+def deep() -> Any:
+    with lohan.empty():
+        model = AutoModelForCausalLM.from_config(llama_config(DEEP_LAYERS), dtype=torch.bfloat16)
+    return lora(model)
+
+
+@pytest.fixture(scope="module", params=["fp8", "nf4"])
+def deep_base(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the folder of a base with more layers, and the losses of LoRA on it."""
+    folder, plain = save(
+        tmp_path_factory.mktemp("bases") / request.param, FORMS[request.param], layers=DEEP_LAYERS
+    )
+    store = tmp_path_factory.mktemp("memory")
+    model = lohan.wrap(deep(), store=store, weights=plain, lr=1e-2, frozen="copy")
+    expected = logits(model), train(model, 4)
+    model.lohan.close()
+    return folder, expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+@pytest.mark.parametrize("count", [4, 6, DEEP_LAYERS])
+def test_packed_bytes_that_are_kept_are_read_once(
+    count: int, device: str, deep_base: Any, store_dir: Path
+) -> None:
+    folder, (before, losses) = deep_base
+    settings: dict[str, Any] = {"weights": folder, "device": device}
+    if device == "emu":
+        settings["device_param_bytes"] = 1_000_000  # less than all blocks take
+    least = host_bytes_min(deep(), store_dir, **settings)
+    model = lohan.wrap(deep(), store=store_dir / "0", host_bytes=least, **settings)
+    sizes = sorted(unit.read_bytes for unit in packed_units(model))
+    model.lohan.close()
+    host_bytes = least + sum(sizes[-count:])
+    reads = {}
+    for frozen in ("in_place", "packed"):
+        settings |= {"store": store_dir / frozen, "frozen": frozen, "host_bytes": host_bytes}
+        model = lohan.wrap(deep(), lr=1e-2, **settings)
+        assert model.lohan.budget["host_bytes"] <= host_bytes
+        assert torch.equal(logits(model), before)
+        assert train(model, 4) == losses
+        room = model.lohan.layout.in_place.kept_bytes
+        assert (room > 0) == (frozen == "packed")
+        kept = model.lohan._engine.status()["kept_bytes"]
+        assert kept <= room and (count != 4 or kept + sizes[-1] > room), "no room is left unused"
+        model.lohan.flush()
+        stats = model.lohan.stats()
+        assert stats.bytes == stats.planned_bytes
+        reads[frozen] = stats.bytes["param_read"]
+        model.lohan.close()
+    # FP8 has half the bytes of bf16, and the accelerator holds about half of the blocks.
+    assert reads["packed"] < reads["in_place"] or (device == "emu" and folder.parent.name == "fp8")
+    if count == DEEP_LAYERS:
+        others = [u for u in model.lohan.layout.units if not u.trainable and not u.packs]
+        assert reads["packed"] <= 2 * sum(unit.read_bytes for unit in others)
+
+
+def test_a_store_may_be_resumed_with_and_without_kept_bytes(
+    deep_base: Any, store_dir: Path
+) -> None:
+    folder, (_, losses) = deep_base
+    least = host_bytes_min(deep(), store_dir, weights=folder)
+    for turn, expected in enumerate(losses):
+        source: dict[str, Any] = {"resume": True} if turn else {"weights": folder}
+        frozen = ("packed", "in_place")[turn % 2]
+        settings = {**source, "host_bytes": least + 200_000, "frozen": frozen}
+        model = lohan.wrap(deep(), store=store_dir / "s", lr=1e-2, **settings)
+        assert (model.lohan.layout.in_place.kept_bytes > 0) == (frozen == "packed")
+        assert train(model, 1) == [expected]
+        model.lohan.close()
+
+
+def test_decoded_blocks_are_kept_if_all_of_them_fit(deep_base: Any, store_dir: Path) -> None:
+    folder, (_, losses) = deep_base
+    model = lohan.wrap(deep(), store=store_dir / "s", lr=1e-2, weights=folder, frozen="packed")
+    assert packed_units(model) and model.lohan.layout.in_place.kept_bytes == 0
+    assert train(model, 4) == losses
+    assert model.lohan.stats().bytes["param_read"] == 0
+    model.lohan.close()
+
+
+def test_what_cannot_be_kept_packed_is_refused_by_name(tmp_path: Path, store_dir: Path) -> None:
+    _, plain = save(tmp_path, nf4)
+    with pytest.raises(ModelError, match="no parameter is read from weights= in a quantized form"):
+        lohan.wrap(lora(empty()), store=store_dir / "s", weights=plain, frozen="packed")
+    with pytest.raises(UnsupportedError, match="not supported with share='on'"):
+        _settings.check(lohan.Config(frozen="packed", share="on"))
+    with pytest.raises(ModelError, match="'in_place', 'packed' or 'copy'"):
+        _settings.check(lohan.Config(frozen="pack"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from lohan.cli import main  # noqa: E402
-from lohan.errors import MachineError, ModelError  # noqa: E402
+from lohan.errors import MachineError, ModelError, UnsupportedError  # noqa: E402
 from lohan.planning import _models, _plan  # noqa: E402
 
 BATCH, SEQ = 2, 64
@@ -91,9 +91,9 @@ def test_what_a_model_saves_is_what_torch_saves_of_it(tmp_path: pathlib.Path) ->
 def test_layers_come_in_the_order_of_forward(tmp_path: pathlib.Path) -> None:
     counted = _models.load(config_file(tmp_path, llama(), "LlamaForCausalLM"), BATCH, SEQ)
     names = [layer.name for layer in counted.blocks[1].layers]
-    first = ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn"]
-    then = ["post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp", "output"]
-    assert [name for name in names if name in first + then] == first + then
+    # Nothing that o_proj and down_proj return is saved, so they belong to what follows.
+    first = ["input_layernorm", "self_attn", "post_attention_layernorm"]
+    assert names == [*first, "mlp.gate_proj", "mlp.act_fn", "mlp.up_proj", "mlp", "output"]
 
 
 def test_experts_are_counted_as_often_as_a_token_meets_them(tmp_path: pathlib.Path) -> None:
@@ -156,3 +156,48 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     path = config_file(tmp_path, llama(), "LlamaForCausalLM")
     with pytest.raises(ModelError, match="at least 1"):
         _models.load(path, 0, SEQ)
+
+
+def test_a_layer_has_what_its_module_makes_and_what_it_takes_to_make_it_again(
+    tmp_path: pathlib.Path,
+) -> None:
+    """As in a session, a saved tensor belongs to the module that returned it."""
+    unit = BATCH * SEQ * 64
+    config = transformers.GPT2Config(
+        **SMALL, n_embd=64, n_layer=2, n_head=4, activation_function="gelu_pytorch_tanh"
+    )
+    layers = {}
+    for name, given, architecture in (
+        ("gpt2", config, "GPT2LMHeadModel"),
+        ("opt", transformers.OPTConfig(**TEXT, ffn_dim=256), "OPTForCausalLM"),
+    ):
+        model = _models.load(config_file(tmp_path, given, architecture), BATCH, SEQ)
+        block = [b for b in model.blocks if any(x.is_inter_block for x in b.layers)][1]
+        layers[name] = {x.name: x for x in block.layers}
+    gpt2, opt = layers["gpt2"], layers["opt"]
+    # c_fc makes what GELU reads, and GELU what c_proj reads: without a product.
+    assert gpt2["mlp.c_fc"].activation_bytes == gpt2["mlp.act"].activation_bytes == 8 * unit
+    assert gpt2["mlp.c_fc"].forward_flop == 8 * unit * 64 and gpt2["mlp.act"].forward_flop == 0
+    # ReLU saves its result alone, which takes the product before it.
+    assert opt["activation_fn"].activation_bytes == 8 * unit
+    assert opt["activation_fn"].forward_flop == 8 * unit * 64
+    assert "fc1" not in opt
+    # The last product makes the next block's input.
+    assert opt["output"].forward_flop == 8 * unit * 64 and opt["output"].is_inter_block
+
+
+def test_a_loss_without_logits_replaces_the_head_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    for is_tied in (True, False):
+        path = config_file(tmp_path, llama(tie_word_embeddings=is_tied), "LlamaForCausalLM")
+        logits = _models.load(path, BATCH, SEQ)
+        fused = _models.load(path, BATCH, SEQ, "linear_cross_entropy")
+        assert fused.param_count == logits.param_count
+        assert fused.forward_flop == logits.forward_flop
+        assert fused.activation_bytes == logits.activation_bytes
+        assert fused.blocks[-1].shared_block == (0 if is_tied else None)
+        working = fused.blocks[-1].layers[0].working_bytes
+        assert working >= _plan.head_bytes("linear_cross_entropy", BATCH * SEQ, 64, 256)
+    with pytest.raises(UnsupportedError, match="no linear head"):
+        config = transformers.ViTConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+        path = config_file(tmp_path, config, "ViTForImageClassification")
+        _models.load(path, BATCH, SEQ, "linear_cross_entropy")

@@ -17,7 +17,7 @@ import trainer_helper
 import world_lora
 from lohan.commands import _quantize
 from lohan.common import _arguments
-from lohan.errors import LohanError, UnsupportedError
+from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.store import _snapshot
 from quantize_helper import CONFIG, model
 from train_helper import host_bytes_min
@@ -37,7 +37,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "swap": {"order": "vertical", "swap_bytes": 1 << 20},
     "deferred": {"schedule": "deferred"},
     "a full accelerator": {"device": "emu", "device_param_bytes": "least"},
+    "packed in memory": {"order": "vertical", "frozen": "packed", "host_bytes": "some"},
+    "packed beside an accelerator": {"device": "emu", "frozen": "packed", "host_bytes": "some"},
 }
+SOME_BYTES = 100_000  # for the packed bytes of some blocks
 
 
 @pytest.fixture(scope="session")
@@ -105,10 +108,16 @@ def test_no_way_changes_a_bit(
     way: str, states: str, base: str, bases: Path, expected: Any, store_dir: Path
 ) -> None:
     settings = {**WAYS[way], "states": states}
-    if settings.get("host_bytes") == "least":
-        settings["host_bytes"] = host_bytes_min(
+    if settings.get("frozen") == "packed" and base == "plain":
+        with pytest.raises(ModelError, match="in a quantized form"):
+            wrap(store_dir / "s", bases / base, **settings | {"host_bytes": None})
+        return
+    if "host_bytes" in settings:
+        more = SOME_BYTES if settings["host_bytes"] == "some" else 0
+        least = host_bytes_min(
             build(), store_dir, weights=bases / base, states=states, accumulate=COUNT
         )
+        settings["host_bytes"] = least + more
     if settings.get("device_param_bytes") == "least":
         settings["device_param_bytes"] = 1_600_000
     assert trained(store_dir / "s", bases / base, **settings) == expected[states, base]

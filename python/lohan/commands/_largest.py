@@ -14,18 +14,24 @@ if TYPE_CHECKING:
     from lohan.planning._machines import Machine
 
 
-def _why_not(name: str, machine: Machine, batch: int, seq: int, policy: str) -> str:
+def _why_not(name: str, machine: Machine, shape: dict[str, Any], options: Options) -> str:
     """Return the reason why a model does not fit, or an empty string if it fits."""
-    model = _plan.named_model(name, batch=batch, seq=seq)
+    model = _plan.named_model(name, **shape)
     try:
-        check(model, machine, Options(policy))
+        check(model, machine, options)
     except BudgetError as error:
         return str(error)
     return ""
 
 
 def find(
-    family: str, machine: Machine, batch: int, seq: int, policy: str = "auto"
+    family: str,
+    machine: Machine,
+    batch: int,
+    seq: int,
+    policy: str = "auto",
+    states: str = "fp32",
+    loss: str = "logits",
 ) -> dict[str, Any]:
     """Find the largest model that fits, by bisection over the family's sizes.
 
@@ -35,6 +41,8 @@ def find(
         batch: the number of sequences, or images.
         seq: the number of tokens in each sequence.
         policy: the policy that must fit (docs/planning.md).
+        states: how moments are stored (docs/low-precision-states.md).
+        loss: how the head and the loss are computed (docs/losses.md).
 
     Returns:
         The largest model that fits, the next larger one of the family (or None), and
@@ -50,13 +58,15 @@ def find(
     names = [name for name in _plan.model_names() if name.startswith(f"{family}-")]
     sizes = {name: _plan.named_model(name, batch=1).param_count for name in names}
     names.sort(key=lambda name: sizes[name])
-    why_not = {names[0]: _why_not(names[0], machine, batch, seq, policy)}
+    options = Options(policy, states=states)
+    shape = {"batch": batch, "seq": seq, "loss": loss}
+    why_not = {names[0]: _why_not(names[0], machine, shape, options)}
     if why_not[names[0]]:
         raise BudgetError(f"{names[0]} does not fit: {why_not[names[0]]}")
     fits, refused = 0, len(names)
     while refused - fits > 1:
         middle = (fits + refused) // 2
-        why_not[names[middle]] = _why_not(names[middle], machine, batch, seq, policy)
+        why_not[names[middle]] = _why_not(names[middle], machine, shape, options)
         if why_not[names[middle]]:
             refused = middle
         else:

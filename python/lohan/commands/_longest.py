@@ -29,7 +29,8 @@ class Question:
         machine: the machine; its rates do not matter.
         size: the open one of the two sizes: "seq" or "batch".
         other: the value of the other one.
-        options: the policy and the schedule that must fit.
+        options: the policy and the other settings that must fit.
+        load: further arguments of _models.load().
     """
 
     model: str
@@ -37,8 +38,9 @@ class Question:
     size: str
     other: int
     options: Options
+    load: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def shape(self, count: int) -> dict[str, int]:
+    def shape(self, count: int) -> dict[str, Any]:
         """Return batch and seq if the open size is count."""
         other = "batch" if self.size == "seq" else "seq"
         return {self.size: count, other: self.other}
@@ -46,7 +48,8 @@ class Question:
     def why_not(self, count: int) -> str:
         """Return the reason why the model does not fit with this size; "" if it fits."""
         try:
-            check(_models.load(self.model, **self.shape(count)), self.machine, self.options)
+            model = _models.load(self.model, **self.shape(count), **self.load)
+            check(model, self.machine, self.options)
         except BudgetError as error:
             return str(error)
         except MachineError as error:

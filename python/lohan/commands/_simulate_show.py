@@ -30,7 +30,7 @@ _RESOURCES = {
     "ssd_bus": "SSDs' bus",
     "link_in": "to the GPU",
     "link_out": "from the GPU",
-    "cpu": "CPU's AdamW",
+    "cpu": "CPU",
 }
 # The plot's color for each use of a resource.
 _COLORS = {
@@ -54,19 +54,28 @@ class Request:
     options: Options
     sweep: str | None
     plot: Path | None
+    load: dict[str, Any]
 
 
-def request(
-    machine: Machine,
-    *,
-    policy: str,
-    schedule: str | None,
-    commit_every: int | None,
-    **words: Any,
-) -> Request:
+# The options of the command line that are arguments of _models.load().
+_OF_MODELS = ("loss", "base", "adapter_params")
+
+
+def options_of(words: dict[str, Any]) -> Options:
+    """Return the settings of a run, from the arguments of the command line; None means default."""
+    names = ("policy", "schedule", "commit_every", "states", "accumulate", "order")
+    return Options(**{name: words[name] for name in names if words.get(name) is not None})
+
+
+def load_of(words: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of _models.load() that the command line has, besides the shape."""
+    return {name: words[name] for name in _OF_MODELS if words.get(name) is not None}
+
+
+def request(machine: Machine, **words: Any) -> Request:
     """Make a request from the arguments of the command line."""
-    options = Options(policy, schedule, commit_every)
-    return Request(machine=machine, options=options, **words)
+    asked = {name: words[name] for name in ("model", "batch", "seq", "sweep", "plot")}
+    return Request(machine=machine, options=options_of(words), load=load_of(words), **asked)
 
 
 def values_of(text: str) -> tuple[str, list[int]]:
@@ -121,8 +130,10 @@ def show_machine(machine: Machine, console: Console) -> None:
 
 
 def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Console) -> None:
+    count = model.param_count + model.frozen_count
+    trained = f" ({model.param_count / 1e6:.3g} million trained)" if model.frozen_count else ""
     console.print(
-        f"{model.name}, {model.param_count / 1e9:.3g} billion parameters, {model.tokens:,} tokens"
+        f"{model.name}, {count / 1e9:.3g} billion parameters{trained}, {step.tokens:,} tokens"
         f" per step, on {machine.name} with {machine.ssd_count} SSD{'s'[: machine.ssd_count > 1]}",
         highlight=False,
         soft_wrap=True,
@@ -290,8 +301,10 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
         "batch": request.batch,
         "seq": request.seq,
         **dataclasses.asdict(request.options),
+        **request.load,
     }
-    load: dict[str, Any] = {"name": request.model, "batch": request.batch, "seq": request.seq}
+    shape = {"name": request.model, "batch": request.batch, "seq": request.seq}
+    load: dict[str, Any] = {**shape, **request.load}
     title = f"{request.model} on {machine.name}"
     if request.sweep is None:
         with _progress.spinner() as tell:

@@ -148,6 +148,8 @@ class Unit:
     nbytes: int = 0  # size of the parameters in memory and on SSD, padded
     value_bytes: int = 0  # size of separate values for computation, if Param.kept is set
     always: bool = False
+    announced: bool = False  # uses are planned only where the session announces them
+    family: int = 0  # trained experts with the same number are parts of the same tensors
     has_states: bool = True  # False: trained, but another process has the optimizer's states
     states: str = "fp32"  # how moments are stored: a key of STATES
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
@@ -214,6 +216,7 @@ class Layout:
         other_strides: names of parameters whose strides in the store differ from the model's.
         groups: what the store's meta says of the process's groups; None without groups=.
         ranks_of: by the index of a parameter of a group, the ranks that have it.
+        owes_idle: whether units of a family owe the steps in which they have no gradient.
         in_place: the files that frozen parameters are read from; make_layout() sets it.
     """
 
@@ -229,6 +232,7 @@ class Layout:
     cut: _storage_formats.Cut = dataclasses.field(default_factory=_storage_formats.Cut)
     made_contiguous: list[str] = dataclasses.field(default_factory=list)
     other_strides: list[str] = dataclasses.field(default_factory=list)
+    owes_idle: bool = False
     in_place: InPlace = dataclasses.field(init=False)
 
     @property

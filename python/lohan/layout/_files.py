@@ -20,7 +20,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import ModelError, StoreError, UnsupportedError
-from lohan.layout import _gguf, _quantized
+from lohan.layout import _experts, _gguf, _quantized
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue._buffers import Buffers
@@ -37,6 +37,13 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Parts that peft adds to the names of modules; without them, the original names remain.
 _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+
+# The names, in the files, of what the parameters of an expert consist of.
+_OF_EXPERT = {
+    "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+    "up_proj": ("up_proj.weight",),
+    "down_proj": ("down_proj.weight",),
+}
 
 # Older files contain this buffer, but current models compute it.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$")
@@ -418,6 +425,66 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
             _check_same(names[0], tensors[key], entry, folder)
             found[key] = entry
     return found
+
+
+def add_experts(model: nn.Module, folder: Folder) -> None:
+    """Add the entries of experts that were split off, in place of what the files have of them.
+
+    That is a slice of a fused tensor, or the expert's own tensors ([Note: Experts apart] in
+    _experts.py).
+    """
+    prefixes = _prefixes(model)
+    used: set[str] = set()
+    for name, module, experts in _experts.parts(model):
+        for number, expert in enumerate(experts):
+            for own, tensor in expert._parameters.items():
+                assert tensor is not None
+                found = _slice_of(f"{name}.{own}", number, tensor, prefixes, folder)
+                if found is None and not module.is_transposed:
+                    rest = [f"{name}.{number}.{each}" for each in _OF_EXPERT.get(own, ())]
+                    found = _joined(rest, tensor, prefixes, folder)
+                if found is not None:
+                    folder.entries[f"{name}.{number}.{own}"] = found[0]
+                    used |= found[1]
+    for each in used:
+        folder.entries.pop(each, None)
+
+
+Part = tuple[Entry, set[str]]  # an entry, and the names of the files' tensors that it is a part of
+
+
+def _slice_of(
+    name: str, number: int, tensor: torch.Tensor, prefixes: list[str], folder: Folder
+) -> Part | None:
+    """Return the entry of an expert's slice of a fused tensor."""
+    full, whole = _look_up([name], prefixes, folder)
+    if whole is None or whole.shape[1:] != tensor.shape or whole.dtype not in DTYPES:
+        return None
+    nbytes = whole.nbytes // whole.shape[0]
+    made = Entry(
+        whole.file, whole.offset + number * nbytes, nbytes, whole.dtype, tuple(tensor.shape)
+    )
+    return made, {full}
+
+
+def _joined(
+    names: Sequence[str], tensor: torch.Tensor, prefixes: list[str], folder: Folder
+) -> Part | None:
+    """Return the entry of a tensor that the files have in parts, one after the other."""
+    found = [_look_up([name], prefixes, folder) for name in names]
+    entries = [entry for _, entry in found if entry is not None]
+    if not entries or len(entries) < len(found):
+        return None
+    first, *others = entries
+    shape = (sum(entry.shape[0] for entry in entries), *first.shape[1:])
+    is_plain = all(e.dtype == first.dtype and e.shape[1:] == first.shape[1:] for e in others)
+    if not is_plain or shape != tuple(tensor.shape) or first.dtype not in DTYPES:
+        return None
+    made, rest = dataclasses.replace(first, shape=shape), others
+    while rest and (rest[0].file, rest[0].offset) == (made.file, made.offset + made.nbytes):
+        made = dataclasses.replace(made, nbytes=made.nbytes + rest[0].nbytes)
+        rest = rest[1:]
+    return dataclasses.replace(made, rest=tuple(rest)), {name for name, _ in found}
 
 
 def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, Entry]]:

@@ -56,7 +56,9 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
     could = {
         id(param)
         for _, param in frozen
-        if (entry := found.get(id(param))) and (entry.packed or DTYPES[entry.dtype] == param.dtype)
+        if (entry := found.get(id(param)))
+        and not entry.rest
+        and (entry.packed or DTYPES[entry.dtype] == param.dtype)
     }
     too_many = len(_needed(found[key] for key in could)) > _core.IN_PLACE_FILE_COUNT_MAX
     left: dict[str, list[tuple[str, int]]] = {}
@@ -66,6 +68,8 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
         entry = found.get(id(param))
         if entry is None:
             why = "the files do not have them"
+        elif entry.rest:
+            why = "the files have their parts in several places"
         elif id(param) in could:
             why = f"they are in more than {_core.IN_PLACE_FILE_COUNT_MAX} files"
         else:
@@ -96,11 +100,13 @@ class InPlace:
     Attributes:
         files: the files; Run.file is an index into them.
         checksums: the checksums of each in-place unit, by unit index: u32 values, as bytes.
+        kept_bytes: the main memory in which packed bytes stay once they have been read.
     """
 
     def __init__(self, files: Sequence[File]) -> None:
         self.files = list(files)
         self.checksums: dict[int, bytes] = {}
+        self.kept_bytes = 0
         self._fds: list[tuple[int, bool]] = []
 
     # --- Opening ------------------------------------------------------------------------------
@@ -136,8 +142,8 @@ class InPlace:
         for fd, _ in fds:
             os.close(fd)
 
-    def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any]]:
-        """Return the files and units as _core.Engine takes them."""
+    def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any], int]:
+        """Return the files, the units and kept_bytes as _core.Engine takes them."""
         files = [
             (fd, os.fsencode(file.path), file.nbytes, is_direct)
             for (fd, is_direct), file in zip(self._fds, self.files, strict=True)
@@ -152,7 +158,7 @@ class InPlace:
             moves = [(move.begin, move.to, move.nbytes) for move in unit.moves]
             packs = _in_place_units.native(unit)
             units.append((index, runs, moves, packs, self.checksums[index]))
-        return files, units
+        return files, units, self.kept_bytes
 
     def check_unchanged(self) -> None:
         """Raise StoreError if a file was written to since it was examined."""
@@ -447,6 +453,7 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
         UnsupportedError: the weights are pickles.
     """
     folder = _files.read_folder(place)
+    _files.add_experts(model, folder)
     entries = _files.match(model, folder)
     buffers = _files.match_buffers(model, folder)
     left = _files.unused(model, folder)
@@ -456,7 +463,7 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
             f" ignored ({left[0]!r}, ...)",
             file=sys.stderr,
         )
-    chosen = choose(model, entries) if config.frozen == "in_place" else set()
+    chosen = set() if config.frozen == "copy" else choose(model, entries)
     # All other files are read only once: sessions do not keep them open, and the store's meta does
     # not list them.
     needed = _needed(entries[key] for key in chosen)
@@ -465,7 +472,8 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
 
     def now(entry: Entry) -> Entry:
         packed = entry.packed and entry.packed.moved(moved.__getitem__)
-        return dataclasses.replace(entry, file=moved[entry.file], packed=packed)
+        rest = tuple(now(part) for part in entry.rest)
+        return dataclasses.replace(entry, file=moved[entry.file], packed=packed, rest=rest)
 
     return Found(
         [folder.files[file] for file in order],

@@ -20,6 +20,7 @@ from lohan.layout._block import (
     place_values,
     scope_of_modules,
 )
+from lohan.layout._experts import Expert
 from lohan.layout._in_place import Found, InPlace
 from lohan.layout._in_place_units import lay_out
 from lohan.torch_glue._buffers import Buffers
@@ -117,8 +118,12 @@ def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:
 
 
 def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
-    """Mark units that stay resident because their scope encloses other scopes."""
+    """Mark units that stay resident because their scope encloses other scopes, and experts'.
+
+    The first unit of each expert of a layer is one family, the second another one.
+    """
     scope_ids = {id(s.module) for s in scopes}
+    families: dict[tuple[int, int], int] = {}
     for scope in scopes:
         module = scope.module
         assert module is not None  # the hooks are not registered yet
@@ -126,6 +131,11 @@ def _mark_always(scopes: list[Scope], units: list[Unit]) -> None:
             scope.is_innermost = False
             for index in scope.units:
                 units[index].always = True
+        for number, index in enumerate(scope.units):
+            units[index].announced = isinstance(module, Expert)
+            if isinstance(module, Expert) and units[index].trainable:
+                key = (module.family, number)
+                units[index].family = families.setdefault(key, len(families) + 1)
 
 
 def finer(layout: Layout, make_layout: Callable[..., Layout], *, is_any: bool) -> Layout | None:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from lohan.errors import UnsupportedError
+from lohan.layout import _experts
 
 # Matches the name of the layer that a tensor belongs to.
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -41,6 +42,8 @@ class Origin:
         dtype: the tensor's dtype.
         index: the index of the parameter with the value; None: `value` is the value.
         value: the value of a buffer, or of a parameter without elements.
+        parts: the indices of the parameters that the tensor consists of, if they are several: those
+            of the experts of a layer ([Note: Experts apart] in _experts.py).
     """
 
     name: str
@@ -48,6 +51,7 @@ class Origin:
     dtype: torch.dtype
     index: int | None = None
     value: torch.Tensor | None = None
+    parts: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -106,7 +110,28 @@ def sources(model: nn.Module, index_of: Mapping[int, int]) -> dict[str, Origin]:
             shape = tuple(tensor.shape)
             made[id(tensor)] = Origin(name, shape, tensor.dtype, index, value)
         found[name] = made[id(tensor)]
-    return found
+    return _fused(model, found)
+
+
+def _fused(model: nn.Module, found: dict[str, Origin]) -> dict[str, Origin]:
+    """Put one source in the place of those of a layer's experts, under the fused name."""
+    place: dict[str, str] = {}  # the fused name of each expert's parameter
+    for name, _, experts in _experts.parts(model):
+        for number, expert in enumerate(experts):
+            place |= {f"{name}.{number}.{own}": f"{name}.{own}" for own in expert._parameters}
+    parts: dict[str, list[Origin]] = {}
+    for name, full in place.items():
+        parts.setdefault(full, []).append(found[name])
+    made: dict[str, Origin] = {}
+    for name, source in found.items():
+        full = place.get(name, name)
+        if full != name and full not in made:
+            indices = tuple(part.index for part in parts[full] if part.index is not None)
+            shape = (len(indices), *source.shape)
+            made[full] = Origin(full, shape, source.dtype, parts=indices)
+        elif full == name:
+            made[name] = source
+    return made
 
 
 def _plain(found: Mapping[str, Origin]) -> list[Saved]:

@@ -40,6 +40,8 @@ class Entry:
         dtype: the name in safetensors.
         shape: the shape of the values, even if the file packs several of them into an element.
         packed: how the values are decoded; None: they are stored as they are.
+        rest: the entries of the further parts of the values, if they are in several places; then
+            `nbytes` is that of the first part.
     """
 
     file: int
@@ -48,6 +50,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     packed: Packed | None = None
+    rest: tuple[Entry, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lohan.errors import BudgetError, LohanError
-from lohan.planning._pieces import block_params
+from lohan.planning import _base
+from lohan.planning._pieces import block_params, frozen_params
 
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
@@ -33,8 +34,8 @@ def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
 
 
 def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
-    per_param = _ADAM_BYTES_PER_PARAM[placement.dtype]
-    worker = machine.adam_params_per_s * per_param // machine.worker_count
+    rate = machine.adam_params_per_s * _ADAM_BYTES_PER_PARAM[placement.dtype]
+    worker = rate // machine.worker_count
     return {
         "ssd_count": machine.ssd_count,
         "ssd_read_bytes_per_s": machine.ssd_read_bytes_per_s,
@@ -52,14 +53,30 @@ def _core_machine(machine: Machine, placement: Placement) -> dict[str, int]:
     }
 
 
+def worker_bytes_per_s(machine: Machine, model: Model) -> int:
+    """Return the rate at which all workers together read and write main memory."""
+    dtype = "float32" if model.param_bytes == 4 else "bfloat16"
+    return machine.adam_params_per_s * _ADAM_BYTES_PER_PARAM[dtype]
+
+
+def _units(model: Model, dtype: str) -> list[tuple[Any, ...]]:
+    """Return all units, in the order of _placement.unit_indices()."""
+    made: list[tuple[Any, ...]] = []
+    for block in model.blocks:
+        if block_params(block):
+            made.append((dtype, False, block_params(block)))
+        packed, plain = frozen_params(block)
+        if packed or plain:
+            nbytes = model.frozen_bytes(packed, plain)
+            made.append(("frozen", False, nbytes, _base.packs(model.base, packed, plain)))
+    return made
+
+
 def arguments(model: Model, machine: Machine, placement: Placement) -> dict[str, Any]:
     """Return the arguments of `_core.simulate` that follow from these three."""
     return {
-        "units": [
-            (placement.dtype, False, block_params(block))
-            for block in model.blocks
-            if block_params(block)
-        ],
+        "units": _units(model, placement.dtype),
+        "states": model.states,
         "blocks": placement.blocks,
         "machine": _core_machine(machine, placement),
         "saved": {

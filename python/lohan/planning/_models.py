@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lohan.errors import MachineError, UnsupportedError
+from lohan.errors import MachineError, ModelError, UnsupportedError
 from lohan.layout._block import find_blocks
-from lohan.planning import _plan
+from lohan.planning import _base, _plan
 
 _DTYPE = torch.bfloat16
 _DTYPE_BYTES = 2
@@ -45,13 +47,26 @@ def _experts_flop(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
 
 
 class _Counter:
-    """A counter of the bytes that each module saves for backward; a storage counts once."""
+    """A counter of the bytes that are saved for backward, by the module that made them.
+
+    A storage counts once. As in a session, it belongs to the module that first returned it; if it
+    was an argument before that, to the caller; otherwise, and if its module is not in the block
+    that saves it, to the module that runs when it is saved.
+
+    Attributes:
+        saved: the bytes by the name of the module.
+        outputs: the bytes of the outputs of blocks that have children.
+        order: the blocks in the order of forward.
+        times: when the module's first saved tensor was made, or its first forward ended.
+    """
 
     def __init__(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         self.saved: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
         self.order: list[str] = []
-        self.left: dict[str, int] = {}  # the order in which the modules' first forwards ended
+        self.times: dict[str, int] = {}
+        self._made: dict[int, tuple[str, int]] = {}  # by storage: the module, and when
+        self._clock = itertools.count()
         self._inside: list[str] = [""]
         self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
         self._held: list[torch.Tensor] = []  # keeps storages alive, so no address is reused
@@ -62,7 +77,8 @@ class _Counter:
             module.register_forward_hook(self._leave(name))
 
     def _enter(self, name: str) -> Any:
-        def hook(*_: Any) -> None:
+        def hook(_: nn.Module, *given: Any) -> None:
+            self._own(given, self._inside[-1])
             self._inside.append(name)
             if name in self._blocks and name not in self.order:
                 self.order.append(name)
@@ -72,12 +88,22 @@ class _Counter:
     def _leave(self, name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             self._inside.pop()
-            self.left.setdefault(name, len(self.left))
+            self._own(output, name)
+            self.times.setdefault(name, next(self._clock))
             first = output[0] if isinstance(output, tuple) else output
             if name in self._whole and isinstance(first, torch.Tensor):
                 self.outputs[name] = self.outputs.get(name, 0) + self._new_bytes(first)
 
         return hook
+
+    def _own(self, values: Any, name: str) -> None:
+        """Record which module made the storages that have not been seen before."""
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor):
+                key = tensor.untyped_storage()._cdata
+                if key not in self._made:
+                    self._made[key] = name, next(self._clock)
+                    self._held.append(tensor)
 
     def _new_bytes(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -88,8 +114,17 @@ class _Counter:
         return storage.nbytes()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        name = self._inside[-1]
-        self.saved[name] = self.saved.get(name, 0) + self._new_bytes(tensor)
+        here = self._inside[-1]
+        now = next(self._clock)
+        name, time = self._made.get(tensor.untyped_storage()._cdata, (here, now))
+        block = next((inside for inside in self._inside if inside in self._blocks), None)
+        if block is None or not f"{name}.".startswith(f"{block}."):
+            name, time = here, now
+        nbytes = self._new_bytes(tensor)
+        if nbytes:
+            is_first = name not in self.saved
+            self.saved[name] = self.saved.get(name, 0) + nbytes
+            self.times[name] = time if is_first else min(self.times[name], time)
         return tensor
 
 
@@ -103,7 +138,9 @@ def _default_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _inputs(model: nn.Module, batch: int, seq: int) -> tuple[dict[str, torch.Tensor], int]:
+def _inputs(
+    model: nn.Module, batch: int, seq: int, has_labels: bool
+) -> tuple[dict[str, torch.Tensor], int]:
     """Return the arguments of forward, and the number of tokens in a step."""
     config: Any = model.config
     if getattr(model, "main_input_name", "") == "pixel_values":
@@ -112,7 +149,7 @@ def _inputs(model: nn.Module, batch: int, seq: int) -> tuple[dict[str, torch.Ten
         return {"pixel_values": pixels}, batch * (size // patch) ** 2
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     given = {"input_ids": tokens}
-    if type(model).__name__.endswith(_LANGUAGE):
+    if has_labels and type(model).__name__.endswith(_LANGUAGE):
         given["labels"] = tokens
     if getattr(config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = tokens
@@ -141,39 +178,65 @@ def _joined(path: str, below: str) -> str:
 def _layers(
     name: str, module: nn.Module, counter: _Counter, flops: dict[str, int], owned: dict[str, int]
 ) -> list[_plan.Layer]:
-    """Make a layer for each module that has parameters, FLOP or saved bytes of its own.
+    """Make a layer for each module that made saved bytes, in the order in which they were made.
 
-    The layers are in the order in which their forwards end; the block's output comes last.
+    A module of which nothing is saved has to be recomputed if what comes after it is, so its FLOP
+    belong to the next layer, and so do its parameters. The block's output comes last.
     """
-    made = []
+    made: list[_plan.Layer] = []
     own_flops = _own_flops(module, name, flops)
     paths = {_joined(name, below): below for below, _ in module.named_modules()}
-    for path in sorted(paths, key=lambda path: counter.left.get(path, len(counter.left))):
-        figures = owned.get(path, 0), own_flops[path], counter.saved.get(path, 0)
-        if any(figures):
-            made.append(_plan.Layer(paths[path] or "itself", *figures))
+    count, flop = 0, 0  # of modules of which nothing is saved
+    for path in sorted(paths, key=lambda path: counter.times.get(path, 1 << 62)):
+        count, flop = count + owned.get(path, 0), flop + own_flops[path]
+        nbytes = counter.saved.get(path, 0)
+        if nbytes:
+            made.append(_plan.Layer(paths[path] or "itself", count, flop, nbytes))
+            count, flop = 0, 0
     if counter.outputs.get(name):
         output = counter.outputs[name]
-        made.append(_plan.Layer("output", 0, 0, output, is_inter_block=True))
+        made.append(_plan.Layer("output", count, flop, output, is_inter_block=True))
+    elif count or flop:
+        made.append(_plan.Layer("itself", count, flop, 0))
     return made
 
 
-def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
+def _head_taken(model: Any) -> nn.Linear:
+    """Replace a language model's head by nothing, and return it."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UnsupportedError(f"{type(model).__name__} has no linear head: leave loss= out")
+    model.set_output_embeddings(nn.Identity())
+    return head
+
+
+def _head_block(head: nn.Linear, owners: dict[int, int], tokens: int, loss: str) -> _plan.Block:
+    shared = owners.get(id(head.weight))
+    own = [p.numel() for p in head.parameters() if id(p) not in owners]
+    vocab, hidden = head.weight.shape
+    working = _plan.head_bytes(loss, tokens, hidden, vocab)
+    layer = _plan.Layer("head", sum(own), 2 * tokens * vocab * hidden, 0, working)
+    return _plan.Block((layer,), shared)
+
+
+def count(model: nn.Module, name: str, batch: int, seq: int, loss: str = "logits") -> _plan.Model:
     """Run a model of fake tensors once, and describe its blocks in the order of the forward.
 
     Args:
-        model: a transformers model, made of fake tensors of bf16.
+        model: a transformers model, made of fake tensors of bf16. It is changed.
         name: the name that is shown to the user.
         batch: the number of sequences or images.
         seq: the number of tokens in a sequence.
+        loss: how the head and the loss are computed: one of _plan.LOSSES.
     """
+    head = None if loss == "logits" else _head_taken(model)
     blocks = dict(find_blocks(model, _BLOCK_BYTES_MAX))
     counter = _Counter(model, list(blocks.items()))
     mapping: Any = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
         torch.ops.aten._grouped_mm: _experts_flop,
     }
-    given, tokens = _inputs(model, batch, seq)
+    given, tokens = _inputs(model, batch, seq, head is None)
     hooks = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor)
     with FlopCounterMode(display=False, custom_mapping=mapping) as flop_counter, hooks:
         model(**given)
@@ -200,6 +263,8 @@ def count(model: nn.Module, name: str, batch: int, seq: int) -> _plan.Model:
             layers = [dataclasses.replace(layer, activation_bytes=0) for layer in layers]
         if layers:
             made.append(_plan.Block(tuple(layers), shared))
+    if head is not None:
+        made.append(_head_block(head, owners, tokens, loss))
     return _plan.Model(name, _with_loss(made, counter, blocks), tokens, _DTYPE_BYTES)
 
 
@@ -214,13 +279,15 @@ def _with_loss(
         for path, nbytes in counter.saved.items()
         if path + "." not in inside and not path.startswith(inside)
     )
-    working = outside + sum(layer.activation_bytes for layer in head.layers)
+    working = outside + sum(x.activation_bytes + x.working_bytes for x in head.layers)
     layers = [dataclasses.replace(x, activation_bytes=0, is_inter_block=False) for x in head.layers]
     layers[-1] = dataclasses.replace(layers[-1], working_bytes=working)
     return (*others, _plan.Block(tuple(layers), head.shared_block))
 
 
-def _from_transformers(name: str, config_path: Path | None, batch: int, seq: int) -> _plan.Model:
+def _from_transformers(
+    name: str, config_path: Path | None, batch: int, seq: int, loss: str
+) -> _plan.Model:
     try:
         import transformers
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -241,7 +308,9 @@ def _from_transformers(name: str, config_path: Path | None, batch: int, seq: int
         with FakeTensorMode(), _default_dtype(), no_init_weights():
             model = model_class(config)
             model.tie_weights()
-            return count(model.eval(), name, batch, seq)
+            return count(model.eval(), name, batch, seq, loss)
+    except UnsupportedError:
+        raise
     except Exception as error:
         raise MachineError(
             f"{name} cannot be run on meta tensors ({type(error).__name__}: {error}): check that it"
@@ -249,7 +318,14 @@ def _from_transformers(name: str, config_path: Path | None, batch: int, seq: int
         ) from error
 
 
-def load(name: str, batch: int, seq: int) -> _plan.Model:
+def load(
+    name: str,
+    batch: int,
+    seq: int,
+    loss: str = "logits",
+    base: str | None = None,
+    adapter_params: int | None = None,
+) -> _plan.Model:
     """Return one of the papers' models, or a transformers model.
 
     Args:
@@ -258,16 +334,27 @@ def load(name: str, batch: int, seq: int) -> _plan.Model:
             default configuration.
         batch: the number of sequences or images in a step.
         seq: the number of tokens in a sequence.
+        loss: how the head and the loss are computed: one of _plan.LOSSES.
+        base: the format of the files of a frozen base: one of _base.NAMES. None: "bf16" with
+            adapter_params, otherwise all parameters are trained.
+        adapter_params: the number of parameters of adapters, of which only these are trained.
 
     Raises:
-        ModelError: no model has that name.
-        MachineError: transformers cannot build or run the model.
-        UnsupportedError: transformers is not installed.
+        ModelError: no model has that name, or the loss is unknown.
+        MachineError: transformers cannot build or run the model, or the base is unknown.
+        UnsupportedError: transformers is not installed, or the model has no head for the loss.
     """
+    if adapter_params is not None:
+        model = load(name, batch, seq, loss)
+        return _base.adapt(model, base or _base.PLAIN, adapter_params)
+    if base is not None:
+        raise MachineError(f"base {base!r} needs adapters to train: pass adapter_params")
+    if loss not in _plan.LOSSES:
+        raise ModelError(f"loss {loss!r}: must be one of {', '.join(_plan.LOSSES)}")
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json" and path.is_file() and min(batch, seq) >= 1:
-        return _from_transformers(name, path, batch, seq)
+        return _from_transformers(name, path, batch, seq, loss)
     if name.isidentifier() and name[0].isupper() and min(batch, seq) >= 1:
-        return _from_transformers(name, None, batch, seq)
-    return _plan.named_model(name, batch=batch, seq=seq)
+        return _from_transformers(name, None, batch, seq, loss)
+    return _plan.named_model(name, batch=batch, seq=seq, loss=loss)

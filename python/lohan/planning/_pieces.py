@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lohan import _core
+
 if TYPE_CHECKING:
     from lohan.planning._plan import Block, Layer, Model
 
@@ -11,8 +13,10 @@ NS_PER_S = 1_000_000_000
 # A layer's activations move in pieces of at most this size, as individual tensors do.
 PIECE_BYTES = 256 << 20
 GRANULE = 1 << 20
-# The room that csrc/plan/policy.h leaves for a step's buffers; with twice that, no update waits.
-_BUFFER_BLOCK_COUNT = 5
+# The room that csrc/plan/policy.h leaves for a step's buffers: parameters of three blocks and
+# gradients of two; with twice that, no update waits.
+_BUFFER_BLOCK_COUNT = 3
+_BUFFER_GRADIENT_COUNT = 2
 _SLAB_BYTES = 8 * 12 << 20
 # The places that activations are offloaded to.
 LEAVES = ("host", "ssd")
@@ -35,11 +39,27 @@ def saved_pieces(layer: Layer, fate: str, granule: int = GRANULE) -> Saved:
 
 
 def block_params(block: Block) -> int:
-    """Return the number of a block's parameters, without those that it shares."""
+    """Return the number of a block's trained parameters, without those that it shares."""
     return sum(layer.param_count for layer in block.layers)
+
+
+def frozen_params(block: Block) -> tuple[int, int]:
+    """Return the number of a block's frozen parameters: packed ones, and others."""
+    packed = sum(layer.packed_count for layer in block.layers)
+    return packed, sum(layer.plain_count for layer in block.layers)
+
+
+def unit_sizes(model: Model, block: Block) -> list[int]:
+    """Return the bytes of a block's units where it computes: trained ones, and frozen ones."""
+    align = _core.SCALED_ALIGN if model.states == "8bit" else _core.ELEMENT_ALIGN
+    trained = -(-block_params(block) // align) * align * model.param_bytes
+    frozen = model.frozen_bytes(*frozen_params(block))
+    return [nbytes for nbytes in (trained, frozen) if nbytes]
 
 
 def buffer_bytes(model: Model) -> int:
     """Return the main memory that a step's buffers take, in bytes."""
-    largest = max(block_params(block) for block in model.blocks)
-    return _BUFFER_BLOCK_COUNT * model.param_bytes * largest + _SLAB_BYTES
+    trained = [model.param_bytes * block_params(block) for block in model.blocks]
+    frozen = [model.frozen_bytes(*frozen_params(block)) for block in model.blocks]
+    largest = max(map(sum, zip(trained, frozen, strict=True)))
+    return _BUFFER_BLOCK_COUNT * largest + _BUFFER_GRADIENT_COUNT * max(trained) + _SLAB_BYTES

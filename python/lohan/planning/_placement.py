@@ -21,8 +21,10 @@ from lohan.planning._pieces import (
     Saved,
     block_params,
     buffer_bytes,
+    frozen_params,
     padded,
     saved_pieces,
+    unit_sizes,
 )
 
 if TYPE_CHECKING:
@@ -31,9 +33,8 @@ if TYPE_CHECKING:
 
 # The number of pieces that are in transit through main memory at once.
 _TRANSIT_COUNT = 8
-# The alignment of a unit's elements: csrc/sched/engine.h.
-_ELEMENT_ALIGN = 2048
-_MOMENTS_BYTES = 8
+# Gradients of several micro-batches are summed in fp32: docs/architecture.md, Accumulation.
+_SUM_BYTES = 4
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 
 # The features of `auto` that can be disabled, and the suffix of the policy that disables each:
@@ -41,6 +42,21 @@ _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 # memory, activations that stay on the GPU.
 SWITCHES = {"residuals": "", "deferred": "/eager", "host_states": "/ssd", "kept": "/moved"}
 _PAPER_MASTER_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """The micro-batches of an accumulated step.
+
+    Attributes:
+        count: the number of micro-batches in a step, whose gradients are summed if it is above 1.
+        visits: how many of them a block runs before the next block does: all with
+            lohan.wrap(order="vertical"), otherwise 1.
+    """
+
+    count: int = 1
+    visits: int = 1
+
 
 Part = tuple[int, int, Saved]
 Parted = tuple[tuple[int, ...], tuple[Part, ...], int]
@@ -88,9 +104,9 @@ def _transit_bytes(model: Model) -> int:
 
 
 def _blocks(
-    model: Model, machine: Machine, fates: tuple[str, ...], rooms: Sequence[int]
+    model: Model, machine: Machine, fates: tuple[str, ...], rooms: Sequence[int], visits: int
 ) -> list[Parted]:
-    own = [block_params(block) > 0 for block in model.blocks]
+    own = unit_indices(model)
     made = []
     first = 0
     for index, block in enumerate(model.blocks):
@@ -99,11 +115,11 @@ def _blocks(
         recomputed = sum(
             layer.forward_flop for layer, fate in layers if _is_recomputed(layer, fate)
         )
-        used = sorted({i for i in (block.shared_block, index) if i is not None and own[i]})
+        shared = () if block.shared_block is None else own[block.shared_block]
         parts = [
             (
                 layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
-                2 * layer.forward_flop * NS_PER_S // machine.gpu_flop_per_s,
+                layer.backward_flop * NS_PER_S // machine.gpu_flop_per_s,
                 saved_pieces(layer, fate),
             )
             for layer, fate in layers
@@ -115,7 +131,17 @@ def _blocks(
             backward_ns + recomputed * NS_PER_S // machine.gpu_flop_per_s,
             pieces,
         )
-        made.append((tuple(sum(own[:i]) for i in used), tuple(parts), rooms[index]))
+        made.append(((*shared, *own[index]), visits * tuple(parts), rooms[index]))
+    return made
+
+
+def unit_indices(model: Model) -> list[tuple[int, ...]]:
+    """Return the units of each block's own parameters: trained ones, and frozen ones."""
+    made, first = [], 0
+    for block in model.blocks:
+        count = (block_params(block) > 0) + any(frozen_params(block))
+        made.append(tuple(range(first, first + count)))
+        first += count
     return made
 
 
@@ -140,11 +166,11 @@ def _gpu_split(
         working = max(layer.working_bytes for layer in block.layers)
         needs.append(recomputed + moving + working)
     computing = max(needs)
-    sizes = sorted(
-        -(-block_params(block) // _ELEMENT_ALIGN) * _ELEMENT_ALIGN * model.param_bytes
-        for block in model.blocks
-    )
+    units = [unit_sizes(model, block) for block in model.blocks]
+    sizes = sorted(sum(each) for each in units)
     least = padded(sizes[-1] + 2 * (sizes[-2] if len(sizes) > 1 else 0))
+    # Units of one block find room wherever the others are placed: lh_budget_apart_bytes().
+    least = max(least, *(padded(sum(each) + max(each)) for each in units if len(each) > 1), 0)
     free = machine.gpu_bytes - kept - computing
     if free < least:
         raise BudgetError(
@@ -157,28 +183,29 @@ def _gpu_split(
     return slots // GRANULE * GRANULE, rooms, kept + computing
 
 
-def _plan(model: Model, machine: Machine, policy: str) -> dict[str, Any]:
-    room = machine.host_bytes - _transit_bytes(model)
+def _plan(model: Model, machine: Machine, policy: str, sums: int) -> dict[str, Any]:
+    room = machine.host_bytes - _transit_bytes(model) - sums
     if room <= 0:
         raise BudgetError(
             f"host_bytes {machine.host_bytes:,} is too small: activations in transit to SSD take"
-            f" {_transit_bytes(model):,}: raise host_bytes"
+            f" {_transit_bytes(model):,}, and sums of gradients {sums:,}: raise host_bytes"
         )
     room -= min(buffer_bytes(model), max(room - buffer_bytes(model), 0))
     return _policies.make(model, dataclasses.replace(machine, host_bytes=room), policy)
 
 
 def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
-    """Return the size of the states that the plan keeps in main memory."""
-    kinds = {
-        "has_host_p16": model.param_bytes,
-        "has_host_master": plan["master_bytes"],
-        "has_host_moments": _MOMENTS_BYTES,
-    }
-    return sum(
-        block_params(block) * sum(nbytes for kind, nbytes in kinds.items() if choice[kind])
-        for block, choice in zip(model.blocks, plan["blocks"], strict=True)
-    )
+    """Return the size of the states, and of frozen parameters, that the plan keeps in memory."""
+    total = 0
+    for block, choice in zip(model.blocks, plan["blocks"], strict=True):
+        count = block_params(block)
+        kinds = {
+            "has_host_p16": count * model.param_bytes + model.frozen_bytes(*frozen_params(block)),
+            "has_host_master": count * plan["master_bytes"],
+            "has_host_moments": model.moment_bytes(count),
+        }
+        total += sum(nbytes for kind, nbytes in kinds.items() if choice[kind])
+    return total
 
 
 def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...]:
@@ -221,6 +248,7 @@ def place(
     policy: str,
     share: float | None = None,
     without: Sequence[str] = (),
+    turns: Turns | None = None,
 ) -> Placement:
     """Make a policy's plan, and divide the machine's memory accordingly.
 
@@ -231,6 +259,7 @@ def place(
         share: the share of the activations inside blocks that are offloaded; None: the policy
             decides.
         without: the keys of SWITCHES (features of `auto`) to disable.
+        turns: the micro-batches of a step; None: one.
 
     Raises:
         BudgetError: the model does not fit; the message has the numbers.
@@ -238,12 +267,16 @@ def place(
     """
     if "residuals" in without:
         model = dataclasses.replace(model, residual_bytes=_PAPER_MASTER_BYTES)
-    plan = _plan(model, machine, policy + "".join(SWITCHES[name] for name in without))
+    turns = turns or Turns()
+    if turns.visits > 1 and share is None:
+        share = 0.0  # lohan.wrap(order="vertical") has no policy: the inputs of blocks leave
+    sums = _SUM_BYTES * model.param_count if turns.count > 1 else 0
+    plan = _plan(model, machine, policy + "".join(SWITCHES[name] for name in without), sums)
     fates = tuple(plan["layers"])
     transit = _transit_bytes(model)
     if share is not None:
-        room = machine.host_bytes - transit - 2 * buffer_bytes(model)
-        fates = _brought_in(model, _swapped(model, share), room)
+        room = machine.host_bytes - transit - 2 * buffer_bytes(model) - sums
+        fates = _brought_in(model, _swapped(model, share), room // turns.visits)
     elif policy == "auto":  # auto offloads to SSD what costs no time, even if memory is unused
         taken = sum(
             size
@@ -251,10 +284,10 @@ def place(
             if fate == "host"
             for size, _ in saved_pieces(layer, fate)
         )
-        taken += transit + _states_bytes(model, plan) + 2 * buffer_bytes(model)
+        taken += transit + _states_bytes(model, plan) + 2 * buffer_bytes(model) + sums
         fates = _brought_in(model, fates, machine.host_bytes - taken)
     slots, rooms, computing = _gpu_split(model, machine, fates)
-    blocks = _blocks(model, machine, fates, rooms)
+    blocks = _blocks(model, machine, fates, rooms, turns.visits)
     pieces = [piece for _, parts, _ in blocks for *_, saved in parts for piece in saved]
     on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
     transit = transit if on_ssd else 0
@@ -272,7 +305,7 @@ def place(
         slot_bytes=slots,
         room_bytes=min(rooms),
         computing_bytes=computing,
-        engine_bytes=rest if has_all else min(rest, 2 * buffer_bytes(model)),
+        engine_bytes=rest if has_all else min(rest, 2 * buffer_bytes(model) + sums),
         saved_bytes=saved,
         transit_bytes=transit,
         ssd_bytes=on_ssd,

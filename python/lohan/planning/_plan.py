@@ -1,17 +1,19 @@
 """Machines and models for csrc/plan, and the papers' models by name.
 
-`lohan._core` takes plain dicts, which `as_core()` makes. Every key is required, and every number is
-an integer:
+`lohan._core` takes plain dicts, which `as_core()` makes. Every number is an integer:
 
     machine   gpu_flop_per_s, gpu_bytes, link_in_bytes_per_s, link_out_bytes_per_s, host_bytes,
               adam_params_per_s, ssd_count, ssd_bytes, ssd_read_bytes_per_s,
               ssd_write_bytes_per_s, ssd_total_bytes_per_s
-    model     param_bytes, residual_bytes, blocks: a list in forward order of
+    model     param_bytes, residual_bytes, blocks: a list in forward order of (and, if it is not
+              that of fp32, moment_block_bytes)
       block   shared_block: None, or the index of a block whose parameters this one also uses;
               layers: a list in forward order of
-        layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool)
+        layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool),
+              and, of frozen parameters, frozen_bytes, frozen_read_bytes, frozen_flop
 
-Other keys are ignored. csrc/plan/machine.h and model.h define what each means.
+Other keys are ignored, and those of moments and of frozen parameters may be missing.
+csrc/plan/machine.h and model.h define what each means.
 
 `plan(model, machine, policy)` returns a dict of the policy's choices and the predicted step.
 `plan_step(model, machine, fates, blocks=None, schedule="optimized", master_bytes=None,
@@ -27,7 +29,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lohan.common import _loss_pieces
 from lohan.errors import ModelError
+from lohan.layout._block import SCALED_ELEMENTS, STATES
+from lohan.planning import _base
 
 # The bytes of an activation, a parameter or a gradient in 16-bit computation.
 HALF_BYTES = 2
@@ -38,6 +43,10 @@ DIT_TOKENS = 1024
 DIT_PATCH_VALUES = 16
 DIT_FREQUENCIES = 256
 DIT_CLASSES = 1001
+# csrc/plan/model.h: both moments of as many parameters have a whole number of bytes.
+_MOMENT_BLOCK = 64
+# How a head and its loss are computed: with all logits, or some tokens at a time.
+LOSSES = ("logits", "linear_cross_entropy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +97,10 @@ class Layer:
         activation_bytes: all bytes that are saved for backward, the layer's output included.
         working_bytes: the GPU memory needed while the layer computes, besides activations.
         is_inter_block: whether the activations are the next block's input (never recomputed).
+        packed_count: the number of frozen parameters that files have in the model's base format.
+        plain_count: the number of other frozen parameters.
+        frozen_flop: the FLOP of products with frozen parameters, whose backward takes one product
+            instead of two.
     """
 
     name: str
@@ -96,6 +109,14 @@ class Layer:
     activation_bytes: int
     working_bytes: int = 0
     is_inter_block: bool = False
+    packed_count: int = 0
+    plain_count: int = 0
+    frozen_flop: int = 0
+
+    @property
+    def backward_flop(self) -> int:
+        """The FLOP of one backward, without recomputation."""
+        return 2 * self.forward_flop - self.frozen_flop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +144,8 @@ class Model:
         param_bytes: the size of a parameter in computation.
         residual_bytes: the bytes that extend a parameter to its fp32 master: 2 (bf16), 4 (fp16)
             or 0 (fp32).
+        states: how moments are stored, as lohan.wrap(states=) names it.
+        base: the format of packed frozen parameters: one of _base.NAMES.
     """
 
     name: str
@@ -130,12 +153,14 @@ class Model:
     tokens: int
     param_bytes: int = HALF_BYTES
     residual_bytes: int = RESIDUAL_BYTES
+    states: str = "fp32"
+    base: str = _base.PLAIN
 
     def as_core(self) -> dict[str, Any]:
         """Return the dict that `lohan._core` takes."""
         blocks = [
             {
-                "layers": [vars(layer) for layer in block.layers],
+                "layers": [self._layer_as_core(layer) for layer in block.layers],
                 "shared_block": block.shared_block,
             }
             for block in self.blocks
@@ -143,8 +168,30 @@ class Model:
         return {
             "param_bytes": self.param_bytes,
             "residual_bytes": self.residual_bytes,
+            "moment_block_bytes": self.moment_bytes(_MOMENT_BLOCK),
             "blocks": blocks,
         }
+
+    def _layer_as_core(self, layer: Layer) -> dict[str, Any]:
+        return {
+            **vars(layer),
+            "frozen_bytes": self.frozen_bytes(layer.packed_count, layer.plain_count),
+            "frozen_read_bytes": self.frozen_read_bytes(layer.packed_count, layer.plain_count),
+        }
+
+    def moment_bytes(self, count: int) -> int:
+        """Return the bytes of both moments of parameters, with the scales of 8-bit moments."""
+        scales = -(-count // SCALED_ELEMENTS) if self.states == "8bit" else 0
+        return 2 * STATES[self.states] * count + scales
+
+    def frozen_bytes(self, packed_count: int, plain_count: int) -> int:
+        """Return the memory of frozen parameters: the decoded ones, and their scales."""
+        scales = _base.part_bytes(self.base, packed_count)
+        return (packed_count + plain_count) * self.param_bytes + scales
+
+    def frozen_read_bytes(self, packed_count: int, plain_count: int) -> int:
+        """Return the bytes that a load of frozen parameters reads."""
+        return _base.read_bytes(self.base, packed_count) + plain_count * self.param_bytes
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -153,13 +200,23 @@ class Model:
 
     @property
     def param_count(self) -> int:
-        """The number of parameters; tied ones count once."""
+        """The number of trained parameters; tied ones count once."""
         return sum(layer.param_count for layer in self.layers)
+
+    @property
+    def frozen_count(self) -> int:
+        """The number of frozen parameters."""
+        return sum(layer.packed_count + layer.plain_count for layer in self.layers)
 
     @property
     def forward_flop(self) -> int:
         """The FLOP of one forward of the batch. A step's throughput counts three times as many."""
         return sum(layer.forward_flop for layer in self.layers)
+
+    @property
+    def backward_flop(self) -> int:
+        """The FLOP of one backward of the batch, without recomputation."""
+        return sum(layer.backward_flop for layer in self.layers)
 
     @property
     def activation_bytes(self) -> int:
@@ -193,7 +250,39 @@ def _transformer_layers(hidden: int, seq: int, batch: int) -> tuple[Layer, ...]:
     )
 
 
-def decoder(name: str, *, layers: int, hidden: int, vocab: int, seq: int, batch: int) -> Model:
+def head_bytes(loss: str, tokens: int, hidden: int, vocab: int, trained: bool = True) -> int:
+    """Return the GPU memory that a head and its loss need beyond hidden states and parameters.
+
+    With "logits", these take 16 bits, and their softmax fp32. `linear_cross_entropy` has the logits
+    of some tokens, and the gradients of the hidden states and of the head in fp32 until backward.
+
+    Args:
+        loss: one of LOSSES.
+        tokens: the number of tokens in the batch.
+        hidden: the width.
+        vocab: the number of entries of the vocabulary.
+        trained: whether the head has a gradient.
+
+    Raises:
+        ModelError: the loss is unknown.
+    """
+    if loss not in LOSSES:
+        raise ModelError(f"loss {loss!r}: must be one of {', '.join(LOSSES)}")
+    if loss == "logits":
+        return tokens * vocab * (HALF_BYTES + 4)
+    return _loss_pieces.working_bytes(tokens, hidden, vocab, HALF_BYTES, trained=trained)
+
+
+def decoder(
+    name: str,
+    *,
+    layers: int,
+    hidden: int,
+    vocab: int,
+    seq: int,
+    batch: int,
+    loss: str = "logits",
+) -> Model:
     """Return a decoder-only transformer: embedding, `layers` blocks, a head tied to the embedding.
 
     The number of heads is not needed: it changes neither bytes nor FLOP, because backward
@@ -207,12 +296,12 @@ def decoder(name: str, *, layers: int, hidden: int, vocab: int, seq: int, batch:
         vocab: the number of entries of the embedding.
         seq: the number of tokens in a sequence, and of position embeddings.
         batch: the number of sequences.
+        loss: how the head and the loss are computed: one of LOSSES.
     """
     tokens = batch * seq
     embedding = Layer("embedding", (vocab + seq) * hidden, 0, 0)
-    # Logits take 16 bits, and their softmax fp32.
-    logits_bytes = tokens * vocab * (HALF_BYTES + 4)
-    head = Layer("head", 2 * hidden, 2 * tokens * vocab * hidden, 0, working_bytes=logits_bytes)
+    working = head_bytes(loss, tokens, hidden, vocab)
+    head = Layer("head", 2 * hidden, 2 * tokens * vocab * hidden, 0, working_bytes=working)
     block = Block(_transformer_layers(hidden, seq, batch))
     return Model(
         name,
@@ -296,13 +385,14 @@ def model_names() -> tuple[str, ...]:
     return (*GPT_SHAPES, *OPT_SHAPES, *DIT_SHAPES)
 
 
-def named_model(name: str, *, batch: int, seq: int = 1024) -> Model:
+def named_model(name: str, *, batch: int, seq: int = 1024, loss: str = "logits") -> Model:
     """Return one of the papers' models.
 
     Args:
         name: `gpt-13b`, `opt-1.3b`, `dit-10b`, ...
         batch: the number of sequences or images.
         seq: the number of tokens in a sequence; ignored for a DiT, whose tokens are patches.
+        loss: how a decoder's head and loss are computed: one of LOSSES.
 
     Raises:
         ModelError: no model has that name, or batch or seq is below 1.
@@ -315,7 +405,8 @@ def named_model(name: str, *, batch: int, seq: int = 1024) -> Model:
     for shapes, vocab in ((GPT_SHAPES, GPT_VOCAB), (OPT_SHAPES, OPT_VOCAB)):
         if name in shapes:
             layers, _, hidden = shapes[name]
-            return decoder(name, layers=layers, hidden=hidden, vocab=vocab, seq=seq, batch=batch)
+            sizes = {"layers": layers, "hidden": hidden, "vocab": vocab}
+            return decoder(name, **sizes, seq=seq, batch=batch, loss=loss)
     raise ModelError(
         f"unknown model {name!r}: pass one of {', '.join(model_names())}, or a transformers"
         " config.json, or a transformers class such as GPT2LMHeadModel"

@@ -194,7 +194,7 @@ def warn_of_lost_moments(origin: torch.optim.Optimizer) -> None:
     if not is_torchs(origin):
         warnings.warn(
             f"the {type(origin).__name__} that was passed to lohan.wrap(optimizer=) starts without"
-            " moments: they stay in the store. To go on with them, wrap the model again with"
+            " moments: they stay in the store. To continue with them, wrap the model again with"
             " resume=True",
             stacklevel=3,
         )

@@ -2,8 +2,8 @@
 
 Their moments are decoded to fp32, as the libraries themselves decode them before an update.
 
-Source: bitsandbytes 0.50 (optim/optimizer.py: Optimizer2State; functional.py:
-dequantize_blockwise); torchao 0.18 (optim/adam.py, optim/subclass_8bit.py).
+They are those of bitsandbytes 0.50 (Optimizer2State of optim/optimizer.py, dequantize_blockwise of
+functional.py) and of torchao 0.18 (optim/adam.py, optim/subclass_8bit.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan.common import _exit
-from lohan.errors import StepError
+from lohan.errors import StepError, StoreError
 from lohan.session._session_base import SessionPart
 from lohan.store import _scalars, _store
 
@@ -142,6 +142,7 @@ class Commits(SessionPart):
                 if is_unused:
                     self._say_unfinished()
         if not self.commits_by_hand:
+            self.idle.settle()
             self._engine.flush(True)
             self._end_edits()
 
@@ -238,12 +239,20 @@ class Commits(SessionPart):
         The values are the current ones; if the session is closed, those of the last commit.
 
         Raises:
-            StoreError: the session is closed and the store cannot be read.
+            StoreError: the session is closed and the store cannot be read, or does not have the
+                values of experts that owe updates.
         """
         opened = self.exclusive([])
         if self.closed:
             opened = _store.reopened(self.directories, self.config, self.layout)
         with opened as store:
+            owed = _scalars.owed(self.layout, store.describe()) if self.closed else 0
+            if owed > 0:
+                raise StoreError(
+                    f"experts of the last commit owe up to {owed} updates, so it does not have"
+                    " their values: lohan.wrap(..., resume=True) and model.lohan.close() make and"
+                    " commit them"
+                )
             return _store.read_params(self.layout, self.extents, store)
 
     def check_edit(self) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from lohan import _core
 from lohan.activations import _swap
 from lohan.config import SCHEDULES_AT_STEP
-from lohan.errors import BudgetError
-from lohan.layout import _block, _layout
+from lohan.errors import BudgetError, ModelError
+from lohan.layout import _block, _experts, _layout
 from lohan.layout._gradient_pieces import room_bytes
 from lohan.store import _store
 from lohan.torch_glue import _device
@@ -135,7 +135,32 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
             f" {most['host_bytes_min'] + swapped}, of which swap_bytes takes {swapped}: raise"
             " host_bytes, or lower swap_bytes"
         )
-    return _core.budget(units, host_bytes, bookkeeping, *waiting, raiser)
+    kept = layout.in_place.kept_bytes
+    budget: dict[str, int] = _core.budget(units, host_bytes - kept, bookkeeping, *waiting, raiser)
+    return {**budget, "host_bytes": budget["host_bytes"] + kept}
+
+
+def _keep_packed(layout: Layout, config: Config) -> None:
+    """Set how many packed bytes stay in main memory, if `frozen="packed"`.
+
+    They get the memory that training does not need. If all blocks fit as they are computed with,
+    none is kept packed.
+
+    Raises:
+        ModelError: no unit is packed.
+    """
+    if config.frozen != "packed":
+        return
+    total = sum(unit.read_bytes for unit in layout.units if unit.packs)
+    if total == 0:
+        raise ModelError(
+            "frozen='packed' keeps quantized parameters in memory, but no parameter is read from"
+            " weights= in a quantized form: leave frozen= out"
+        )
+    most = _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))
+    host_bytes = _host_bytes(config, most["host_bytes_full"])
+    if host_bytes < most["host_bytes_full"]:
+        layout.in_place.kept_bytes = max(0, min(total, host_bytes - most["host_bytes_min"]))
 
 
 def least(layout: Layout, config: Config) -> dict[str, int]:
@@ -172,15 +197,18 @@ def divide(
 
     Raises:
         BudgetError: main memory or device memory is too small.
+        ModelError: `frozen="packed"`, and no parameter is read in a quantized form.
     """
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
         layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states)
+        _keep_packed(layout, roomy)
         return roomy, layout, _budget(layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
     layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states)
+    _keep_packed(layout, config)
     return config, layout, _budget(layout, config)
 
 
@@ -196,8 +224,11 @@ def _layout_for_budget(
     """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
-        layout = _layout.make_layout(model, limit, given, found, ranks_of, states)
+        apart = _experts.all_of(model)  # blocks in addition to those that are given or found
+        blocks = [*(given or ()), *apart] if apart else given
+        layout = _layout.make_layout(model, limit, blocks, found, ranks_of, states)
         ranks = ((param.index, ranks_of.get(id(param.tensor))) for param in layout.params)
+        layout.owes_idle = any(expert.owes for expert in apart)
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
         _block.divide_states(layout, config.part, config.part_count)
         return layout

@@ -337,6 +337,7 @@ class Guard:
     ) -> Any:
         """Write values to the store (moments do not change) and buffers to the module."""
         model = _owner(reference)
+        state_dict = self.session.apart.unfused(state_dict, model)
         names: dict[str, int] = {}
         for module_name, module in model.named_modules(remove_duplicate=False):
             for name, tensor in module._parameters.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -26,9 +27,11 @@ from lohan.errors import (
     engine_raiser,
 )
 from lohan.layout._block import DTYPE_CODES
+from lohan.layout._experts import Apart
 from lohan.session import _gradients, _notes, _trace
 from lohan.session._commits import Commits
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
+from lohan.session._idle import Idle
 from lohan.session._micro_batches import MicroBatches
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
@@ -67,6 +70,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
     # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
     _tail: torch.Tensor | None = None
     closed = False
+    apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
         self,
@@ -148,6 +152,11 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             f" {len(layout.units)} units on {self.device.name!r}, store"
             f" {', '.join(self.directories)}, host memory {self.budget['host_bytes'] / 1e9:.3g} GB>"
         )
+
+    @functools.cached_property
+    def idle(self) -> Idle:
+        """The updates that idle experts owe."""
+        return Idle(self.layout, self._engine)
 
     # --- Making -----------------------------------------------------------------------------
 
@@ -266,6 +275,10 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
         self._engine.classes(index, bound, hollow)
 
+    def announce(self, units: Sequence[int]) -> None:
+        """Announce the next uses of units, in order, so that they are prefetched."""
+        self._engine.announce(units)
+
     # --- Backward ---------------------------------------------------------------------------
 
     def _on_backward(self) -> None:
@@ -349,7 +362,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         scalars, tail = b"", None
         if self._optimizer is not None:
             device = self.device.torch_device
-            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device)
+            idle = self.idle.record(self.step + 1, now)
+            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
         self._engine.close_step(scalars)
@@ -408,6 +422,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             self.buffers,
             self.device.torch_device,
         )
+        self.idle.restore(self.store)
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
@@ -475,7 +490,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
 
         def enter() -> _core.Store:
             self._check_whole()
-            self._engine.pause(changed, bool(changed) and not self.commits_by_hand)
+            commits = bool(changed) or self.idle.is_on  # settled values, with their step counts
+            self._engine.pause(changed, commits and not self.commits_by_hand)
             return self.store
 
         return _core.Context(enter, lambda: self._engine.resume(changed))

@@ -10,14 +10,22 @@ if TYPE_CHECKING:
 
     from lohan import _core
     from lohan.config import Config
+    from lohan.layout._block import Layout
+    from lohan.session._idle import Idle
 
 
 class SessionPart:
     """A base class of Session's parts; it declares members that Session implements."""
 
     config: Config
+    layout: Layout
     closed: bool
     _engine: _core.Engine
+
+    @property
+    def idle(self) -> Idle:
+        """The updates that idle experts owe."""
+        raise NotImplementedError
 
     @property
     def step(self) -> int:

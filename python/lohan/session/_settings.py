@@ -8,11 +8,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
+from torch import nn
+
 from lohan.activations import _activations, _swap
-from lohan.config import SCHEDULES, Config
+from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, UnsupportedError
+from lohan.layout import _experts
+from lohan.layout._experts import Apart
 from lohan.session import _order
-from lohan.torch_glue import _device
+from lohan.torch_glue import _accumulate, _device
 
 _RANGES = {
     "host_bytes": (1, 1 << 60),
@@ -90,8 +94,13 @@ def check(config: Config) -> None:
         raise ModelError(f"io {config.io!r} must be 'auto', 'io_uring', 'libaio' or 'threads'")
     if config.profile not in ("reuse", "again"):
         raise ModelError(f"profile {config.profile!r} must be 'reuse' or 'again'")
-    if config.frozen not in ("in_place", "copy"):
-        raise ModelError(f"frozen {config.frozen!r} must be 'in_place' or 'copy'")
+    if config.frozen not in ("in_place", "packed", "copy"):
+        raise ModelError(f"frozen {config.frozen!r} must be 'in_place', 'packed' or 'copy'")
+    if config.frozen == "packed" and config.share == "on":
+        raise UnsupportedError(
+            "frozen='packed' is not supported with share='on', whose processes read the decoded"
+            " parameters of one process: pass share='off', or leave frozen= out"
+        )
     if config.heap not in ("keep", "system"):
         raise ModelError(f"heap {config.heap!r} must be 'keep' or 'system'")
     every = config.write_every
@@ -138,6 +147,24 @@ def check(config: Config) -> None:
         )
 
 
+def checked(config: Config, max_grad_norm: float | None) -> Config:
+    """Check the config, and make updates wait for step() if they need gradient norms or sums.
+
+    Both are known only after the last backward.
+    """
+    check(config)
+    _accumulate.check(config.accumulate)
+    is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
+    if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
+        return config
+    if max_grad_norm is not None and config.schedule not in (Config().schedule, "auto"):
+        raise ModelError(
+            f"schedule {config.schedule!r} updates before the norm of all gradients is known:"
+            f" with max_grad_norm, use {' or '.join(map(repr, SCHEDULES_AT_STEP))}"
+        )
+    return dataclasses.replace(config, schedule="deferred")
+
+
 def _check_order(config: Config) -> None:
     if config.order not in ("horizontal", "vertical", "auto"):
         raise ModelError(f"order {config.order!r} must be 'horizontal', 'vertical' or 'auto'")
@@ -174,3 +201,70 @@ def _check_gather(config: Config) -> None:
             "gather='shards' needs an accelerator in each process, for example device='cuda': on"
             " the CPU, blocks are read where they are, so leave gather= out"
         )
+
+
+def split(
+    model: nn.Module,
+    config: Config,
+    experts: Any,
+    idle: Any,
+    method: str,
+    states: str,
+    world: object,
+    optimizer: object,
+) -> tuple[Apart, Config]:
+    """Make experts blocks of their own, if this was asked for.
+
+    Args:
+        model: the model to be wrapped.
+        config: the settings that wrap() was given.
+        experts: experts= of wrap().
+        idle: idle= of wrap().
+        method: method= of wrap().
+        states: states= of wrap().
+        world: the processes of the run; None: there is only one.
+        optimizer: optimizer= of wrap().
+
+    Returns:
+        The experts, and the config with a schedule that they support.
+
+    Raises:
+        ModelError: experts= or idle= is invalid, or the model has no module of experts.
+        UnsupportedError: another setting cannot be combined with this one.
+    """
+    if experts not in ("together", "apart"):
+        raise ModelError(f"experts {experts!r} must be 'together' or 'apart'")
+    if idle not in ("exact", "skip"):
+        raise ModelError(f"idle {idle!r} must be 'exact' or 'skip'")
+    if experts == "together" and idle == "skip":
+        raise ModelError("idle='skip' needs experts='apart': a layer's experts are one tensor")
+    if experts == "together":
+        return Apart(), config
+    reasons = {
+        "method='mezo'": method != "adamw",
+        "order='vertical'": config.order != "horizontal",
+        "several processes": world is not None,
+    }
+    _refuse_with("experts='apart'", reasons, "leave experts= out")
+    with _experts.split(model, owes=idle == "exact") as made:
+        if made.trained is None:
+            return made, config
+        reasons = {"optimizer=": optimizer is not None}
+        _refuse_with("experts='apart', if they are trained,", reasons, "pass params= instead")
+        if idle == "skip":
+            return made, config
+        reasons = {
+            f"states={states!r}": states != "fp32",
+            "schedule='naive'": config.schedule == "naive",
+        }
+        way_out = "pass idle='skip', with which an expert without tokens is not updated"
+        _refuse_with("experts='apart' with idle='exact'", reasons, way_out)
+    if config.schedule == "auto":
+        config = dataclasses.replace(config, schedule="optimized")
+    return made, config
+
+
+def _refuse_with(what: str, reasons: dict[str, bool], way_out: str) -> None:
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise UnsupportedError(f"{what} is not supported with {reason}: {way_out}")

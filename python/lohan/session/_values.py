@@ -43,6 +43,7 @@ class Values(SessionPart):
                 " values of the next step. Call model.optimizer.step() first"
             )
         self._changed_drop()
+        self.idle.settle()
 
     def lend(self, index: int) -> torch.Tensor:
         """Return one parameter's values, which stay in memory as long as the tensor lives.

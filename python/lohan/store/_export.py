@@ -66,6 +66,8 @@ def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
         made = _names.saved(model, found)
         if any(saved.make is not None for saved in made):
             raise UnsupportedError("its files are made from its tensors by conversions")
+        if any(source.parts for source in found.values()):
+            raise UnsupportedError("its experts are parameters of their own")
         said["tensors"] = [
             [saved.name, source.index if source.index is not None else source.name]
             for saved in made
@@ -268,9 +270,10 @@ def _of_session(session: Session, is_master: bool) -> Held:
         return session.exclusive([]), _of_store(session.store, contents, True)
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
-        assert source.index is not None
-        for piece in session.pieces(source.index, PIECE_ELEMENTS):
-            yield piece.float() if is_master and piece.is_floating_point() else piece
+        for index in source.parts or (source.index,):
+            assert index is not None
+            for piece in session.pieces(index, PIECE_ELEMENTS):
+                yield piece.float() if is_master and piece.is_floating_point() else piece
 
     return contextlib.nullcontext(), pieces
 

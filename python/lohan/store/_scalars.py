@@ -21,6 +21,7 @@ from lohan.torch_glue._recompute_state import random_states, set_random_states
 from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
+    from lohan.layout._block import Layout
     from lohan.session._optim import Optimizer
     from lohan.torch_glue._buffers import Buffers
 
@@ -75,13 +76,39 @@ def steps(scalars: bytes, param_count: int) -> list[int]:
     return list(struct.unpack_from(f"<{param_count}Q", scalars, at))
 
 
+def idle_of(said: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a store's last commit has of the steps that idle experts owe."""
+    found: dict[str, Any] | None = parse(said["caller_scalars"])[0].get("idle")
+    return found
+
+
+def owed(layout: Layout, said: dict[str, Any]) -> int:
+    """Return the most updates that an idle expert owes in a store's last commit.
+
+    Args:
+        layout: the model's units.
+        said: the store's description.
+    """
+    if not any(unit.family for unit in layout.units) or idle_of(said) is None:
+        return 0
+    counts = steps(said["scalars"], len(layout.params))
+    of_family: dict[int, list[int]] = {}
+    for unit in layout.units:
+        if unit.family:
+            of_family.setdefault(unit.family, []).append(counts[unit.params[0].index])
+    return max(max(each) - min(each) for each in of_family.values())
+
+
 def pack(
-    optimizer: Optimizer, buffers: Buffers | None = None, device: torch.device = _CPU
+    optimizer: Optimizer,
+    buffers: Buffers | None = None,
+    device: torch.device = _CPU,
+    idle: dict[str, Any] | None = None,
 ) -> tuple[bytes, torch.Tensor | None]:
     """Serialize the current state for a commit.
 
     Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
-    state of its random generator is stored, too.
+    state of its random generator is stored, too. idle is what idle_of() finds.
 
     Returns:
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
@@ -97,6 +124,8 @@ def pack(
         ],
         "rng": random,
     }
+    if idle is not None:
+        state["idle"] = idle
     if of_device:
         state["device_rng"] = of_device[0]
     if any("initial_lr" in group for group in groups):

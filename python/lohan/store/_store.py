@@ -38,6 +38,7 @@ Raiser = Callable[[int, str, bool], LohanError]
 
 SAME_KEYS = ("lohan", "params", "units")  # keys of meta that must be equal for the same model
 SCALAR_BYTES_MAX = 64 << 10  # the room for Python's part; groups and RNG state take 8 KiB
+IDLE_BYTES_MAX = 128 << 10  # 11 KiB a group of parameters, if its learning rate always changes
 BUFFER_SAID_BYTES = 1 << 20  # the room for names and shapes of persistent buffers, if any
 
 
@@ -69,6 +70,8 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
                 unit.elements,
                 code,
                 unit.always,
+                unit.announced,
+                unit.family if layout.owes_idle else 0,
                 first,
                 len(unit.params),
                 places.param,
@@ -287,6 +290,11 @@ def buffer_room_bytes(layout: Layout) -> int:
     return layout.buffer_bytes + BUFFER_SAID_BYTES if layout.buffer_bytes else 0
 
 
+def idle_room_bytes(layout: Layout) -> int:
+    """Return the room in a commit for the hyper-parameters of steps that idle experts owe."""
+    return IDLE_BYTES_MAX if layout.owes_idle else 0
+
+
 def buffers(model: nn.Module, layout: Layout, store: _core.Store) -> Buffers | None:
     """Return the buffers that commits include; None if the store has no room for them."""
     needed = _core.scalar_overhead_bytes(len(layout.params)) + SCALAR_BYTES_MAX
@@ -313,7 +321,8 @@ def create(
         meta=json.dumps(_description(layout, extents)).encode(),
         scalar_bytes_max=SCALAR_BYTES_MAX
         + _core.scalar_overhead_bytes(len(layout.params))
-        + buffer_room_bytes(layout),
+        + buffer_room_bytes(layout)
+        + idle_room_bytes(layout),
         single_slot=config.commit_every == "never",
         temporary=temporary,
         allow_buffered=config.allow_buffered,

@@ -399,19 +399,35 @@ def _stream(
     if param.source.packed is not None:
         _stream_decoded(layout, extents, store, param, files)
         return
-    path = files[param.source.file].path
-    dtype = DTYPES[param.source.dtype]
-    unit = layout.units[param.unit]
-    with path.open("rb") as file:
-        check_descriptor(file.fileno(), files[param.source.file])
-        file.seek(param.source.offset)
+    begin = 0
+    for part in (param.source, *param.source.rest):
+        count = part.nbytes // DTYPES[part.dtype].itemsize
+        elements = range(begin, begin + count)
+        _stream_part(layout, extents, store, param, files[part.file], part, elements)
+        begin = elements.stop
+
+
+def _stream_part(
+    layout: Layout,
+    extents: Extents,
+    store: BlockWriter,
+    param: Param,
+    source: File,
+    part: Entry,
+    elements: range,
+) -> None:
+    """Write those elements of a parameter that a tensor in a file has."""
+    dtype, unit = DTYPES[part.dtype], layout.units[param.unit]
+    with source.path.open("rb") as file:
+        check_descriptor(file.fileno(), source)
+        file.seek(part.offset)
         # A parameter that is not contiguous is reordered as a whole.
         piece = PIECE_ELEMENTS if param.strides is None else param.count
-        for first in range(0, param.count, piece):
-            count = min(piece, param.count - first)
+        for first in range(elements.start, elements.stop, piece):
+            count = min(piece, elements.stop - first)
             raw = bytearray(file.read(count * dtype.itemsize))
             if len(raw) != count * dtype.itemsize:
-                raise StoreError(f"{path} was truncated: it ends inside {param.name}")
+                raise StoreError(f"{source.path} was truncated: it ends inside {param.name}")
             values = torch.frombuffer(raw, dtype=dtype)
             if param.strides is not None:
                 values = param.flat(values.view(param.tensor.shape))
@@ -425,4 +441,4 @@ def _stream(
             scale = 1 if unit.trainable else unit.dtype.itemsize
             at = param.first + first * scale
             write_param(store, unit, extents.units[param.unit], at, values)
-        check_descriptor(file.fileno(), files[param.source.file])
+        check_descriptor(file.fileno(), source)

@@ -1,0 +1,41 @@
+/*
+ * Uses that are predicted without a recording (expect.c): those of a first cycle, and those that
+ * the caller announces.
+ *
+ * [Note: Uses that are announced] The experts of a mixture that a batch uses are known only when
+ * its router has computed, and differ from step to step, so the last step's order predicts nothing
+ * about them. Their units are marked (lh_engine_unit.is_announced): their uses are not recorded,
+ * and no plan contains them, until the caller announces the next ones, in order. They are then
+ * planned as if the recorded order had contained them at this place, so that they are prefetched,
+ * and no other expert is. An announced unit that is not used is skipped like any other use that did
+ * not happen, and a use that was not announced is loaded when it begins. If autograd has saved the
+ * unit, its update is planned after the use, so that it stays until then.
+ *
+ * Chunks are not read ahead if such units are trained: the next update is rarely that of the last
+ * step, and would take the slabs of the chunks that were read for it.
+ *
+ * Thread: the engine's, except where a function names another one.
+ */
+#ifndef LH_SCHED_EXPECT_H
+#define LH_SCHED_EXPECT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+struct lh_engine;
+struct lh_event_list;
+
+/*
+ * Announce the next uses (calls.c): each of these units, in this order, before any other unit.
+ * Their lh_engine_unit.is_announced is set. They are borrowed for the call. Thread: training.
+ */
+void lh_engine_announce(struct lh_engine *engine, const uint32_t *units, uint32_t count);
+/* Insert a use into the prediction, the first of an announcement or after those before it. */
+void lh_expect_insert(struct lh_engine *engine, uint32_t unit, bool is_first);
+/* Whether the next use in the prediction was announced. */
+bool lh_expect_is_next(const struct lh_engine *engine);
+
+/* Predict a first cycle: forward in the order of units, backward in the reverse order. */
+void lh_expect_first(struct lh_engine *engine, struct lh_event_list *list);
+
+#endif

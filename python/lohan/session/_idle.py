@@ -1,0 +1,130 @@
+"""What trained experts owe that are blocks of their own and saw no token in a step.
+
+[Note: Idle experts] If the experts of a layer are one tensor, an expert without tokens has a
+gradient of zeros, and AdamW moves it in every step. With experts="apart" and idle="exact" it owes
+these updates, which the engine makes when the expert is next needed ([Note: Idle units] in
+csrc/sched/idle.h). How many updates an expert owes follows from the step counts that a commit has;
+the hyper-parameters of the owed steps are stored with Python's part of the commit. So a commit
+writes nothing for an idle expert, and a killed run resumes with the same bits.
+
+Code that reads values outside of a forward calls settle() first, after which no expert owes any.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import StoreMismatchError, UnsupportedError
+from lohan.store import _scalars
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.common._hyper import Hyper
+    from lohan.layout._block import Layout
+
+_FIELDS = 5  # lr, beta1, beta2, eps, weight_decay
+
+
+def _encoded(steps: Sequence[Sequence[Hyper]]) -> dict[str, Any]:
+    """Return the hyper-parameters of consecutive steps, group by group and number by number."""
+    columns = [
+        hyper[group][field]
+        for group in range(len(steps[0]))
+        for field in range(_FIELDS)
+        for hyper in steps
+    ]
+    raw = zlib.compress(struct.pack(f"<{len(columns)}d", *columns), 1)
+    return {"steps": len(steps), "hypers": base64.b64encode(raw).decode()}
+
+
+def _decoded(said: dict[str, Any]) -> list[list[Hyper]]:
+    """Return what _encoded() was given."""
+    count = int(said["steps"])
+    raw = zlib.decompress(base64.b64decode(said["hypers"]))
+    numbers = struct.unpack(f"<{len(raw) // 8}d", raw)
+    groups = len(numbers) // (count * _FIELDS)
+    made: list[list[Hyper]] = []
+    for step in range(count):
+        at = [numbers[i * count + step] for i in range(groups * _FIELDS)]
+        made.append(
+            [
+                (at[i], at[i + 1], at[i + 2], at[i + 3], at[i + 4])
+                for i in range(0, len(at), _FIELDS)
+            ]
+        )
+    return made
+
+
+class Idle:
+    """The updates that idle experts of a session owe.
+
+    Args:
+        layout: the model's units.
+        engine: the engine, which makes the updates.
+    """
+
+    def __init__(self, layout: Layout, engine: _core.Engine) -> None:
+        self._layout = layout
+        self._engine = engine
+        self._units = [i for i, u in enumerate(layout.units) if u.family and layout.owes_idle]
+        self._hypers: dict[int, list[Hyper]] = {}  # by step
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are units that can owe updates."""
+        return bool(self._units)
+
+    def settle(self) -> None:
+        """Make all updates that units owe. No step may be open that has gradients."""
+        if self._units:
+            self._engine.idle_settle()
+
+    def record(self, step: int, hypers: list[Hyper]) -> dict[str, Any] | None:
+        """Return what the commit of a step stores; None: nothing.
+
+        Args:
+            step: the step that is being closed.
+            hypers: its hyper-parameters.
+        """
+        if not self._units:
+            return None
+        self._hypers[step] = hypers
+        first = step - self._engine.idle_owed(self._units)
+        self._hypers = {at: kept for at, kept in self._hypers.items() if first <= at <= step}
+        return _encoded([self._hypers[at] for at in sorted(self._hypers)])
+
+    def restore(self, store: _core.Store) -> None:
+        """Restore the hyper-parameters of owed steps from the last commit.
+
+        Raises:
+            UnsupportedError: experts owe updates, but the session has idle="skip".
+            StoreMismatchError: the commit does not have what experts owe.
+        """
+        said = store.describe()
+        owed = _scalars.owed(self._layout, said)
+        if not self._units:
+            if owed > 0:
+                raise UnsupportedError(
+                    f"the store was trained with idle='exact', and experts owe up to {owed}"
+                    " updates: resume with idle='exact' and close the session, then resume with"
+                    " idle='skip'"
+                )
+            return
+        found = _scalars.idle_of(said)
+        steps = _decoded(found) if found else []
+        owed = self._engine.idle_owed(self._units)
+        if owed > len(steps):
+            raise StoreMismatchError(
+                f"experts of the store made up to {owed} updates less than others of their layer,"
+                f" but its last commit has the hyper-parameters of {len(steps)}: it was trained"
+                " with idle='skip'; resume with idle='skip'"
+            )
+        first = int(said["step"]) - len(steps) + 1
+        for at, hypers in enumerate(steps, first):
+            self._hypers[at] = hypers
+            for group, hyper in enumerate(hypers):
+                self._engine.idle_history(at, group, *hyper)
