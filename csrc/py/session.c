@@ -458,7 +458,7 @@ static PyObject *session_status(PyObject *object, PyObject *Py_UNUSED(args))
                          "memory_note", arena->note, "device_note",
                          self->core->dev ? self->core->dev->note : "", "arena_bytes", arena->bytes,
                          "bookkeeping_bytes", bookkeeping_bytes, "kept_bytes",
-                         lh_engine_kept_bytes(self->core->engine));
+                         lh_kept_taken_bytes(self->core->engine));
 }
 
 static PyObject *session_announce(PyObject *object, PyObject *numbers)

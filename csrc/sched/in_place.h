@@ -112,6 +112,6 @@ struct lh_in_place_opts {
 };
 
 /* The packed bytes that are kept ([Note: Kept bytes]). Thread: any. */
-uint64_t lh_engine_kept_bytes(const struct lh_engine *engine);
+uint64_t lh_kept_taken_bytes(const struct lh_engine *engine);
 
 #endif

@@ -60,7 +60,7 @@ static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
     lh_transfer_submit(engine, &unit->load);
 }
 
-uint64_t lh_engine_kept_bytes(const struct lh_engine *engine)
+uint64_t lh_kept_taken_bytes(const struct lh_engine *engine)
 {
     return atomic_load(&engine->in_place.kept.taken_bytes);
 }

@@ -72,6 +72,30 @@ static void test_kept_once(bool has_device)
     rig_unmake(&rig);
 }
 
+static void test_kept_through_abort(void)
+{
+    struct rig rig;
+    lh_test_name(
+        "an abort leaves packed bytes that are kept, and loads that use them, as they are");
+    rig_make(&rig, "kept-abort",
+             (struct rig_opts){.commit_every = 1,
+                               .in_place = true,
+                               .packed = true,
+                               .kept = true,
+                               .least_memory = true});
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    uint64_t taken = lh_kept_taken_bytes(rig.engine);
+    LH_CHECK(taken > 0 && taken <= rig.engine->opts.in_place.kept_bytes);
+    rig_in_place_spoil(&rig); /* the file must not be read any more */
+    LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_abort(&rig) >= 0);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_flush(&rig, true) == 0);
+    LH_CHECK(lh_kept_taken_bytes(rig.engine) == taken);
+    rig_unmake(&rig);
+}
+
 static void test_kept_short(void)
 {
     struct rig rig;
@@ -245,6 +269,7 @@ int main(void)
     test_kept_once(false);
     test_kept_once(true);
     test_kept_short();
+    test_kept_through_abort();
     test_short_transfers();
     test_stopped();
     return 0;
