@@ -241,18 +241,18 @@ static int model_make(const struct input *input, struct lh_alloc *alloc, struct 
     return rc;
 }
 
-static const struct lhpy_table timing_table = LHPY_TABLE(
-    "a timing", LHPY_FORM_DICT, struct lh_sim_timing,
-    LHPY_FIELDS(struct lh_sim_timing, begin_ns, step_ns, commit_ns, commit_write_bytes, forward_ns,
-                backward_ns, close_wait_ns, compute_ns, forward_wait_ns, backward_wait_ns,
-                gradient_wait_ns, saved_wait_ns),
-    LHPY_FIELD_AS("update_busy_ns", struct lh_sim_timing, stats.update_busy_ns),
-    LHPY_FIELD_AS("deferred_units", struct lh_sim_timing, stats.deferred_units),
-    LHPY_FIELD_AS("host_bytes", struct lh_sim_timing, budget.host_bytes),
-    LHPY_FIELD_AS("host_bytes_min", struct lh_sim_timing, budget.host_bytes_min),
-    LHPY_FIELD_AS("region_bytes", struct lh_sim_timing, budget.region_bytes),
-    LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
-    LHPY_FIELDS(struct lh_sim_timing, ssd_bytes, net_bytes, plan_around_count));
+static const struct lhpy_table timing_table =
+    LHPY_TABLE("a timing", LHPY_FORM_DICT, struct lh_sim_timing,
+               LHPY_FIELDS(struct lh_sim_timing, begin_ns, step_ns, commit_ns, commit_write_bytes,
+                           forward_ns, backward_ns, close_wait_ns, compute_ns, forward_wait_ns,
+                           backward_wait_ns, gradient_wait_ns, saved_wait_ns),
+               LHPY_FIELD_AS("update_busy_ns", struct lh_sim_timing, stats.update_busy_ns),
+               LHPY_FIELD_AS("deferred_units", struct lh_sim_timing, stats.deferred_units),
+               LHPY_FIELD_AS("host_bytes", struct lh_sim_timing, budget.host_bytes),
+               LHPY_FIELD_AS("host_bytes_min", struct lh_sim_timing, budget.host_bytes_min),
+               LHPY_FIELD_AS("region_bytes", struct lh_sim_timing, budget.region_bytes),
+               LHPY_FIELD_AS("gradient_bytes", struct lh_sim_timing, budget.gradient_bytes),
+               LHPY_FIELDS(struct lh_sim_timing, ssd_bytes, net_bytes, plan_around_count));
 
 /* Make the result's dict; its trace is bytes with the events (struct lh_engine_trace_event). */
 static PyObject *timing_dict(const struct lh_sim_timing *timing,
