@@ -42,7 +42,7 @@ def test_a_missed_target_is_called_missed() -> None:
     assert not is_met and said == "does not fit: gpu_bytes 1 is too small"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_is_what_its_script_writes() -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "what_fits.py"), "--check", "--jobs", "2"]
     done = subprocess.run(script, check=False, capture_output=True, text=True)
