@@ -247,15 +247,16 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
     uint64_t words_first = lh_min_u64(lh_align_up(first, LH_ADAM_FOLD_ELEMENTS), end);
     uint64_t words_end = end / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
 
+    /* Updates that idle units owe have no gradient, and are made tile by tile, like short pieces. */
+    bool has_pass = segment->gradient && walk->kernel->run_checking && words_first < words_end;
+
     if (walk->align > 1) {
         piece_by_blocks(walk, segment, first, end - first);
-    } else if (!segment->gradient) {
-        piece_by_tiles(walk, segment, first, end - first);
-    } else if (!walk->checksums) {
+    } else if (segment->gradient && !walk->checksums) {
         struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
         walk->kernel->run(&run, &segment->scalars);
-    } else if (!walk->kernel->run_checking || words_first >= words_end) {
+    } else if (!has_pass) {
         piece_by_tiles(walk, segment, first, end - first);
     } else {
         piece_by_tiles(walk, segment, first, words_first - first);
