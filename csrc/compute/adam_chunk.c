@@ -247,7 +247,7 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
     uint64_t words_first = lh_min_u64(lh_align_up(first, LH_ADAM_FOLD_ELEMENTS), end);
     uint64_t words_end = end / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
 
-    /* Updates that idle units owe have no gradient, and are made tile by tile, like short pieces. */
+    /* Updates that idle units owe have no gradient. They go tile by tile, like short pieces. */
     bool has_pass = segment->gradient && walk->kernel->run_checking && words_first < words_end;
 
     if (walk->align > 1) {
