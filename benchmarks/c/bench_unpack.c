@@ -35,7 +35,7 @@ static const struct form {
     const char *name;
     enum lh_unpack_format format;
     enum lh_unpack_scale scale_type;
-    uint64_t block_rows, block_columns; /* 0: scales are in grains, or there are none */
+    uint64_t block_rows, block_columns; /* 0 if no scales are stored apart from the values */
 } forms[] = {
     {"nf4_nested", LH_UNPACK_FORMAT_NIBBLES, LH_UNPACK_SCALE_NESTED, 1, 64},
     {"nf4", LH_UNPACK_FORMAT_NIBBLES, LH_UNPACK_SCALE_F32, 1, 64},

@@ -116,7 +116,7 @@ class Config:
         frozen: how to store parameters that require no gradient, for a model with weights=.
             "in_place": they are read from those files whenever they are needed, and are not in the
             store. "packed": the same, and the memory of host_bytes that training does not need
-            keeps quantized parameters in their packed bytes, which are then read only once.
+            keeps quantized parameters in their packed bytes, which are then not read again.
             "copy": they are copied into the store (if the files are on a slower disk or will be
             removed).
         share: with several processes on a machine and AdamW. "off": each has a store, parameters

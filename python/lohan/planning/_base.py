@@ -25,7 +25,7 @@ from lohan.layout._packed import GRAINS, NESTED_TABLE_COUNT, TABLE_COUNT, Entry,
 if TYPE_CHECKING:
     from lohan.planning._plan import Block, Layer, Model
 
-# The format in which the model computes: read as it is.
+# The format in which the model computes. It needs no decoding.
 PLAIN = "bf16"
 _DTYPE = torch.bfloat16
 _FLOAT_BYTES = 4
@@ -41,7 +41,7 @@ class _Format:
         rounding: the dtype to which a product with a scale is rounded first.
         group: the number of values that share a scale; 0: scales are among the values.
         scale: the dtype of a scale.
-        nested_group: the number of scales that share a scale of their own; 0: there are none.
+        nested_group: the number of scales that share a second scale; 0 if scales have none.
     """
 
     name: str
