@@ -90,7 +90,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: pathlib.Path) -> None:
 def test_every_ratio_that_is_told_was_measured() -> None:
     """A row of docs/performance.md is a line of the benchmarks' history, to two places."""
     page = (helper.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    row = r"^\|.+\| (\d\.\d\d) \| (\d\.\d\d) to (\d\.\d\d) \| `make [^|]+` \| `(\S+)` \|$"
+    row = r"^\|.+\| (\d+\.\d\d) \| (\d+\.\d\d) to (\d+\.\d\d) \| `make [^|]+` \| `(\S+)` \|$"
     told = re.findall(row, page, re.M)
     assert len(told) == len(re.findall(r"^\|.*`make ", page, re.M)) > 10
     lines = (helper.ROOT / "benchmarks" / "history.jsonl").read_text(encoding="utf-8").splitlines()
