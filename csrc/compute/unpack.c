@@ -259,23 +259,18 @@ static const struct lh_unpack_kernel *kernel_get(void)
  * has decoded; the rest, fewer than LH_UNPACK_BATCH unless there is no kernel, is the caller's.
  */
 static uint64_t run_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
-                       const struct lh_unpack_source *source, const float *table, float scale,
-                       uint64_t at, uint64_t count, uint8_t *out)
+                       const struct lh_unpack_source *source, float scale, uint64_t at,
+                       uint64_t count, uint8_t *out)
 {
     uint64_t batches = count - count % LH_UNPACK_BATCH;
-    uint8_t *to = out + at * lh_dtype_bytes((enum lh_dtype)unpack->dtype);
-    if (!kernel || batches == 0 || unpack->format == LH_UNPACK_FORMAT_E2M1)
+    if (!kernel || batches == 0 || lh_unpack_is_narrow(unpack))
         return 0;
-    if (unpack->format != LH_UNPACK_FORMAT_NIBBLES) {
-        kernel->bytes(unpack, source->packed + at * grain_of(unpack).bytes, scale, batches, to);
-        return batches;
-    }
-    if (unpack->dtype == LH_DTYPE_F32 || at % 2 != 0)
-        return 0;
-    kernel->nibbles(unpack, source->packed + at / 2, table, scale, batches, (uint16_t *)(void *)to);
+    kernel->bytes(unpack, source->packed + at * grain_of(unpack).bytes, scale, batches,
+                  out + at * lh_unpack_element_bytes(unpack));
     return batches;
 }
 
+/* Decode by elements and by runs of bytes that have one scale. */
 static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                       const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                       uint8_t *out)
@@ -283,10 +278,7 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
     const uint64_t block_columns = has_scales(unpack) ? unpack->block_columns : unpack->columns;
     const uint64_t block_rows = has_scales(unpack) ? unpack->block_rows : unpack->rows;
     const uint64_t scale_columns = lh_div_ceil(unpack->columns, block_columns);
-    float table[LH_UNPACK_TABLE_COUNT] = {0};
     LH_ASSERT(!lh_unpack_is_narrow(unpack) || first % 2 == 0);
-    if (unpack->format == LH_UNPACK_FORMAT_NIBBLES)
-        memcpy(table, source->table, sizeof(table));
     uint64_t row = first / unpack->columns;
     uint64_t column = first % unpack->columns;
     uint64_t block = column / block_columns;
@@ -302,7 +294,7 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
         float scale = 1;
         if (has_scales(unpack))
             scale = scale_at(unpack, source, row_scales + block);
-        uint64_t done = run_by(kernel, unpack, source, table, scale, at, run, out);
+        uint64_t done = run_by(kernel, unpack, source, scale, at, run, out);
         for (uint64_t i = at + done; i < at + run; i++)
             element_put(unpack, value_at(unpack, source, i) * scale, i, out);
         at += run;
@@ -310,16 +302,30 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
     }
 }
 
+/* Decode whole blocks of NIBBLES, at most LH_UNPACK_BLOCK_COUNT_MAX. Returns how many elements. */
+static uint64_t nibbles_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                           const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                           uint8_t *out)
+{
+    float scales[LH_UNPACK_BLOCK_COUNT_MAX], table[LH_UNPACK_TABLE_COUNT];
+    uint64_t block = unpack->block_columns;
+    uint64_t blocks = lh_min_u64(count / block, LH_UNPACK_BLOCK_COUNT_MAX);
+    memcpy(table, source->table, sizeof(table));
+    for (uint64_t i = 0; i < blocks; i++)
+        scales[i] = scale_at(unpack, source, first / block + i);
+    kernel->nibbles(unpack, source->packed, table, scales, blocks, (uint16_t *)(void *)out);
+    return blocks * block;
+}
+
 /*
- * Decode the whole blocks of E2M1 from element `first` on, which begins a block. Returns how many
- * elements the kernel has decoded. It stops at scales that are not finite, and before the last few.
+ * Decode whole blocks of E2M1. Returns how many elements: the kernel stops at scales that are not
+ * finite, and before the last few blocks.
  */
-static uint64_t blocks_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
-                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
-                          uint8_t *out)
+static uint64_t e2m1_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                        const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                        uint8_t *out)
 {
     uint64_t block = unpack->block_columns;
-    LH_ASSERT(first % block == 0);
     uint64_t batches = count / block / LH_UNPACK_SCALE_BATCH;
     bool is_divided = unpack->scale_type == LH_UNPACK_SCALE_E4M3;
     float divisor = is_divided ? float_at(source->nested, 0) : 1;
@@ -329,21 +335,21 @@ static uint64_t blocks_by(const struct lh_unpack_kernel *kernel, const struct lh
 }
 
 /* The definition decodes what is before the first whole block, and what the kernel leaves. */
-static void e2m1_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
-                    const struct lh_unpack_source *source, uint64_t first, uint64_t count,
-                    uint8_t *out)
+static void blocks_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                      const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                      uint8_t *out)
 {
     uint64_t block = unpack->block_columns, at = 0;
     struct lh_unpack_source rest = *source;
     while (at < count) {
-        uint64_t step = lh_min_u64(block - (first + at) % block, count - at);
-        uint64_t done = 0;
-        if (step == block)
-            done = blocks_by(kernel, unpack, &rest, first + at, count - at,
-                             out + at * lh_unpack_element_bytes(unpack));
+        uint64_t step = lh_min_u64(block - (first + at) % block, count - at), done = 0;
+        uint8_t *to = out + at * lh_unpack_element_bytes(unpack);
+        if (step == block && unpack->format == LH_UNPACK_FORMAT_E2M1)
+            done = e2m1_by(kernel, unpack, &rest, first + at, count - at, to);
+        else if (step == block)
+            done = nibbles_by(kernel, unpack, &rest, first + at, count - at, to);
         if (done == 0) {
-            unpack_by(NULL, unpack, &rest, first + at, step,
-                      out + at * lh_unpack_element_bytes(unpack));
+            unpack_by(NULL, unpack, &rest, first + at, step, to);
             done = step;
         }
         at += done;
@@ -351,10 +357,13 @@ static void e2m1_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
     }
 }
 
-static bool has_e2m1(const struct lh_unpack *unpack)
+/* Whether there is a kernel for whole blocks of 4-bit elements. */
+static bool has_blocks(const struct lh_unpack *unpack)
 {
-    return unpack->format == LH_UNPACK_FORMAT_E2M1 &&
-           (unpack->block_columns == 16 || unpack->block_columns == 32) &&
+    uint64_t block = unpack->block_columns;
+    if (unpack->format == LH_UNPACK_FORMAT_NIBBLES)
+        return unpack->dtype != LH_DTYPE_F32 && block % LH_UNPACK_BATCH == 0;
+    return unpack->format == LH_UNPACK_FORMAT_E2M1 && (block == 16 || block == 32) &&
            unpack->scale_type >= LH_UNPACK_SCALE_E8M0;
 }
 
@@ -390,8 +399,8 @@ static void rows_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
 {
     if (grain_of(unpack).elements > 2)
         grains_by(kernel, unpack, source->packed, first, count, out);
-    else if (kernel && has_e2m1(unpack))
-        e2m1_by(kernel, unpack, source, first, count, out);
+    else if (kernel && has_blocks(unpack))
+        blocks_by(kernel, unpack, source, first, count, out);
     else
         unpack_by(kernel, unpack, source, first, count, out);
 }

@@ -186,34 +186,50 @@ static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float s
     }
 }
 
-/*
- * The 16 products are rounded once, and then looked up: a table of their low bytes and one of their
- * high bytes.
- */
-static void nibbles(const struct lh_unpack *unpack, const uint8_t *packed, const float *table,
-                    float scale, uint64_t count, uint16_t *out)
+/* Store the 16-bit values of 32 codes, of whose values the tables hold the low and high bytes. */
+static inline void looked_up_put(__m256i codes, __m256i lows, __m256i highs, uint16_t *out)
 {
-    const __m256 factor = _mm256_set1_ps(scale);
-    const __m128i low_bits = _mm_set1_epi16(0xFF), low_nibbles = _mm_set1_epi8(15);
-    const uint32_t rounding = unpack->rounding, dtype = unpack->dtype;
-    __m128i first = narrowed(product(_mm256_loadu_ps(table), factor, rounding), dtype);
-    __m128i second = narrowed(product(_mm256_loadu_ps(table + 8), factor, rounding), dtype);
-    __m128i lows =
-        _mm_packus_epi16(_mm_and_si128(first, low_bits), _mm_and_si128(second, low_bits));
-    __m128i highs = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
-    for (uint64_t i = 0; i < count; i += 32) {
-        __m128i pairs = _mm_loadu_si128((const void *)(packed + i / 2));
-        __m128i even = _mm_and_si128(_mm_srli_epi16(pairs, 4), low_nibbles);
-        __m128i odd = _mm_and_si128(pairs, low_nibbles);
-        __m128i codes[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
-        for (uint64_t j = 0; j < 2; j++) {
-            __m128i low = _mm_shuffle_epi8(lows, codes[j]);
-            __m128i high = _mm_shuffle_epi8(highs, codes[j]);
-            __m128i *to = (void *)(out + i + 16 * j);
-            _mm_storeu_si128(to, _mm_unpacklo_epi8(low, high));
-            _mm_storeu_si128(to + 1, _mm_unpackhi_epi8(low, high));
+    codes = _mm256_permute4x64_epi64(codes, 0xD8);
+    __m256i low = _mm256_shuffle_epi8(lows, codes);
+    __m256i high = _mm256_shuffle_epi8(highs, codes);
+    _mm256_storeu_si256((void *)out, _mm256_unpacklo_epi8(low, high));
+    _mm256_storeu_si256((void *)(out + 16), _mm256_unpackhi_epi8(low, high));
+}
+
+/* A block's 16 products are rounded once, and then looked up. */
+static inline __attribute__((always_inline)) void
+nibbles_unpack(const uint8_t *packed, const float *table, const float *scales, uint64_t blocks,
+               uint64_t block, uint16_t *out, uint32_t rounding, uint32_t dtype)
+{
+    const __m256 values[2] = {_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)};
+    const __m128i low_bits = _mm_set1_epi16(0xFF);
+    const __m256i low_nibbles = _mm256_set1_epi8(15);
+    for (uint64_t b = 0; b < blocks; b++) {
+        const __m256 factor = _mm256_set1_ps(scales[b]);
+        __m128i first = narrowed(product(values[0], factor, rounding), dtype);
+        __m128i second = narrowed(product(values[1], factor, rounding), dtype);
+        const __m256i lows = _mm256_broadcastsi128_si256(
+            _mm_packus_epi16(_mm_and_si128(first, low_bits), _mm_and_si128(second, low_bits)));
+        const __m256i highs = _mm256_broadcastsi128_si256(
+            _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));
+        for (uint64_t i = 0; i < block; i += 32, packed += 16, out += 32) {
+            __m256i pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)packed));
+            __m256i codes =
+                _mm256_or_si256(_mm256_srli_epi16(pairs, 4), _mm256_slli_epi16(pairs, 8));
+            looked_up_put(_mm256_and_si256(codes, low_nibbles), lows, highs, out);
         }
     }
+}
+
+static void nibbles(const struct lh_unpack *unpack, const uint8_t *packed, const float *table,
+                    const float *scales, uint64_t blocks, uint16_t *out)
+{
+    const uint64_t block = unpack->block_columns;
+    /* Rounding to bf16 twice is rounding to bf16 once. */
+    if (unpack->dtype == LH_DTYPE_BF16 && unpack->rounding != LH_DTYPE_F16)
+        nibbles_unpack(packed, table, scales, blocks, block, out, LH_DTYPE_F32, LH_DTYPE_BF16);
+    else
+        nibbles_unpack(packed, table, scales, blocks, block, out, unpack->rounding, unpack->dtype);
 }
 
 /* Eight scales of E8M0. */
@@ -373,70 +389,94 @@ static inline __attribute__((always_inline)) uint64_t q8_0_unpack(const uint8_t 
     return count;
 }
 
-/* Store 32 values of which each is one of 16, by its code. */
-static inline void looked_up_put(__m256i codes, __m256 first, __m256 second, uint32_t dtype,
-                                 uint16_t *out)
-{
-    const __m256i low_bits = _mm256_set1_epi16(0xFF);
-    __m256i words; /* 0 to 3 and 8 to 11, 4 to 7 and 12 to 15 */
-    if (dtype == LH_DTYPE_F16)
-        words = _mm256_permute4x64_epi64(
-            _mm256_set_m128i(half_rounded(second), half_rounded(first)), 0xD8);
-    else
-        words = _mm256_packus_epi32(bf16_rounded(first), bf16_rounded(second));
-    words = _mm256_permute4x64_epi64(words, 0xD8); /* in order */
-    __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(words, low_bits),
-                                        _mm256_srli_epi16(words, 8)); /* l 0-7, h 0-7 | l, h */
-    bytes = _mm256_permute4x64_epi64(bytes, 0xD8);                    /* l 0-15 | h 0-15 */
-    __m256i low = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(bytes, 0x44), codes);
-    __m256i high = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(bytes, 0xEE), codes);
-    __m256i begin = _mm256_unpacklo_epi8(low, high);
-    __m256i end = _mm256_unpackhi_epi8(low, high);
-    _mm256_storeu_si256((void *)out, _mm256_permute2x128_si256(begin, end, 0x20));
-    _mm256_storeu_si256((void *)(out + 16), _mm256_permute2x128_si256(begin, end, 0x31));
-}
-
-static inline __attribute__((always_inline)) void
-q4_k_part(__m256i codes, float scale, float minimum, uint32_t dtype, void *out, uint64_t at)
+/* The 16 values, narrowed, that 4 bits can have: codes 0 to 7, and 8 to 15 in the other half. */
+static inline __attribute__((always_inline)) __m256i q4_k_values(float scale, float minimum,
+                                                                 uint32_t dtype)
 {
     const __m256 factor = _mm256_set1_ps(scale), less = _mm256_set1_ps(minimum);
-    if (dtype != LH_DTYPE_F32) {
-        __m256 first = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
-        __m256 second = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
-        looked_up_put(codes, _mm256_sub_ps(_mm256_mul_ps(first, factor), less),
-                      _mm256_sub_ps(_mm256_mul_ps(second, factor), less), dtype,
-                      (uint16_t *)out + at);
-        return;
+    const __m256 codes[2] = {_mm256_setr_ps(0, 1, 2, 3, 8, 9, 10, 11),
+                             _mm256_setr_ps(4, 5, 6, 7, 12, 13, 14, 15)};
+    __m256 first = _mm256_sub_ps(_mm256_mul_ps(codes[0], factor), less);
+    __m256 second = _mm256_sub_ps(_mm256_mul_ps(codes[1], factor), less);
+    if (dtype == LH_DTYPE_BF16)
+        return _mm256_packus_epi32(bf16_rounded(first), bf16_rounded(second));
+    return _mm256_permutevar8x32_epi32(_mm256_set_m128i(half_rounded(second), half_rounded(first)),
+                                       _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7));
+}
+
+/* Decode 64 elements of Q4_K, two parts of a grain, from 32 bytes to 16 bits. */
+static inline __attribute__((always_inline)) void q4_k_narrow(const uint8_t *pairs,
+                                                              const float *scales,
+                                                              const float *minima, uint32_t dtype,
+                                                              uint16_t *out)
+{
+    const __m256i low_bits = _mm256_set1_epi16(0xFF), low_nibbles = _mm256_set1_epi8(15);
+    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    __m256i one = q4_k_values(scales[0], minima[0], dtype);
+    __m256i other = q4_k_values(scales[1], minima[1], dtype);
+    __m256i begin = _mm256_permute2x128_si256(one, other, 0x20);
+    __m256i end = _mm256_permute2x128_si256(one, other, 0x31);
+    __m256i lows =
+        _mm256_packus_epi16(_mm256_and_si256(begin, low_bits), _mm256_and_si256(end, low_bits));
+    __m256i highs = _mm256_packus_epi16(_mm256_srli_epi16(begin, 8), _mm256_srli_epi16(end, 8));
+    for (int i = 0; i < 32; i += 16, pairs += 16, out += 16) {
+        __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)pairs));
+        __m256i codes = _mm256_and_si256(_mm256_srlv_epi32(bytes, shifts), low_nibbles);
+        __m256i low = _mm256_shuffle_epi8(lows, codes);
+        __m256i high = _mm256_shuffle_epi8(highs, codes);
+        begin = _mm256_unpacklo_epi8(low, high);
+        end = _mm256_unpackhi_epi8(low, high);
+        _mm256_storeu_si256((void *)out, _mm256_permute2x128_si256(begin, end, 0x20));
+        _mm256_storeu_si256((void *)(out + 32), _mm256_permute2x128_si256(begin, end, 0x31));
     }
-    __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
-    for (int i = 0; i < 4; i++) {
-        __m128i eight = i % 2 == 0 ? halves[i / 2] : _mm_srli_si128(halves[i / 2], 8);
-        _mm256_storeu_ps((float *)out + at + 8 * i,
-                         _mm256_sub_ps(_mm256_mul_ps(byte_values(eight), factor), less));
+}
+
+/* The same to fp32. */
+static inline void q4_k_wide(const uint8_t *pairs, const float *scales, const float *minima,
+                             float *out)
+{
+    for (int i = 0; i < 64; i += 8) {
+        const __m256 factor = _mm256_set1_ps(scales[i / 32]);
+        const __m256 less = _mm256_set1_ps(minima[i / 32]);
+        __m128i eight = _mm_loadl_epi64((const void *)(pairs + i % 32));
+        eight = _mm_and_si128(_mm_srli_epi16(eight, i / 32 * 4), _mm_set1_epi8(15));
+        _mm256_storeu_ps(out + i, _mm256_sub_ps(_mm256_mul_ps(byte_values(eight), factor), less));
     }
+}
+
+/* Widen the eight scales and minima of a grain of Q4_K. */
+static inline void q4_k_scales(const uint8_t *grain, const uint16_t *halves, float *scales,
+                               float *minima)
+{
+    uint8_t times[8], less[8];
+    lh_unpack_q4_k_scales(grain, times, less);
+    _mm256_storeu_ps(scales, _mm256_mul_ps(_mm256_set1_ps(half_value(halves[0])),
+                                           byte_values(_mm_loadl_epi64((const void *)times))));
+    _mm256_storeu_ps(minima, _mm256_mul_ps(_mm256_set1_ps(half_value(halves[1])),
+                                           byte_values(_mm_loadl_epi64((const void *)less))));
 }
 
 static inline __attribute__((always_inline)) uint64_t q4_k_unpack(const uint8_t *packed,
                                                                   uint64_t count, void *out,
                                                                   uint32_t dtype)
 {
-    const __m256i low_nibbles = _mm256_set1_epi8(15);
     for (uint64_t i = 0; i < count; i++, packed += LH_UNPACK_Q4_K_BYTES) {
         uint8_t grain[LH_UNPACK_Q4_K_BYTES]; /* `out` may overlap what is packed */
         uint16_t halves[2];
+        float scales[8], minima[8];
         memcpy(grain, packed, sizeof(grain));
         memcpy(halves, grain, sizeof(halves));
         if (!half_is_finite(halves[0]) || !half_is_finite(halves[1]))
             return i;
-        float scale = half_value(halves[0]), minimum = half_value(halves[1]);
-        for (uint32_t part = 0; part < 8; part++) {
-            uint8_t times, less;
-            lh_unpack_q4_k_scale(grain, part, &times, &less);
-            __m256i pairs = _mm256_loadu_si256((const void *)(grain + 16 + part / 2 * 32));
-            if (part % 2 != 0)
-                pairs = _mm256_srli_epi16(pairs, 4);
-            q4_k_part(_mm256_and_si256(pairs, low_nibbles), scale * (float)times,
-                      minimum * (float)less, dtype, out, LH_UNPACK_GRAIN_MAX * i + 32 * part);
+        q4_k_scales(grain, halves, scales, minima);
+        for (uint32_t pair = 0; pair < 4; pair++) {
+            const uint8_t *pairs = grain + 16 + 32 * pair;
+            uint64_t at = LH_UNPACK_GRAIN_MAX * i + 64 * pair;
+            if (dtype == LH_DTYPE_F32)
+                q4_k_wide(pairs, scales + 2 * pair, minima + 2 * pair, (float *)out + at);
+            else
+                q4_k_narrow(pairs, scales + 2 * pair, minima + 2 * pair, dtype,
+                            (uint16_t *)out + at);
         }
     }
     return count;

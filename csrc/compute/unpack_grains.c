@@ -25,27 +25,25 @@ static void q8_0(const uint8_t *grain, float *values)
         values[i] = (float)(int8_t)grain[2 + i] * scale;
 }
 
-void lh_unpack_q4_k_scale(const uint8_t *grain, uint32_t index, uint8_t *scale, uint8_t *minimum)
+void lh_unpack_q4_k_scales(const uint8_t *grain, uint8_t *scales, uint8_t *minima)
 {
     /* Six bits each: four scales, four minima, then the low bits of the other eight. */
-    const uint8_t *bits = grain + 4;
-    LH_ASSERT(index < 8);
-    if (index < 4) {
-        *scale = bits[index] & 63;
-        *minimum = bits[index + 4] & 63;
-        return;
-    }
-    *scale = (uint8_t)((bits[index + 4] & 15) | (bits[index - 4] >> 6 << 4));
-    *minimum = (uint8_t)((bits[index + 4] >> 4) | (bits[index] >> 6 << 4));
+    const uint32_t six = UINT32_C(0x3F3F3F3F), low = UINT32_C(0x0F0F0F0F);
+    uint32_t words[3];
+    memcpy(words, grain + 4, sizeof(words));
+    uint32_t times[2] = {words[0] & six, (words[2] & low) | (words[0] >> 2 & six & ~low)};
+    uint32_t less[2] = {words[1] & six, (words[2] >> 4 & low) | (words[1] >> 2 & six & ~low)};
+    memcpy(scales, times, sizeof(times));
+    memcpy(minima, less, sizeof(less));
 }
 
 static void q4_k(const uint8_t *grain, float *values)
 {
     float scale = half_at(grain), minimum = half_at(grain + 2);
+    uint8_t times[8], less[8];
+    lh_unpack_q4_k_scales(grain, times, less);
     for (uint32_t part = 0; part < 8; part++) {
-        uint8_t times, less;
-        lh_unpack_q4_k_scale(grain, part, &times, &less);
-        float factor = scale * (float)times, offset = minimum * (float)less;
+        float factor = scale * (float)times[part], offset = minimum * (float)less[part];
         const uint8_t *packed = grain + 16 + part / 2 * 32;
         for (uint32_t i = 0; i < 32; i++) {
             float product = factor * (float)(part % 2 == 0 ? packed[i] & 15 : packed[i] >> 4);
