@@ -58,6 +58,16 @@ static inline __m256 e4m3_values(__m128i bytes)
     return _mm256_or_ps(value, _mm256_castsi256_ps(is_nan)); /* all bits set: a NaN */
 }
 
+/* The tables of shuffles that look the low and the high bytes of 16 values up. */
+static inline void bytes_split(__m128i first, __m128i second, __m256i *lows, __m256i *highs)
+{
+    const __m128i low_bits = _mm_set1_epi16(0xFF);
+    *lows = _mm256_broadcastsi128_si256(
+        _mm_packus_epi16(_mm_and_si128(first, low_bits), _mm_and_si128(second, low_bits)));
+    *highs = _mm256_broadcastsi128_si256(
+        _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));
+}
+
 /* Eight elements of a format of which each begins at a byte. */
 static inline __attribute__((always_inline)) __m256 eight_values(const uint8_t *packed,
                                                                  uint32_t format)
@@ -119,9 +129,8 @@ sixteen_put(__m256 first, __m256 second, uint32_t dtype, void *out, uint64_t at)
  * many elements are decoded. No product is a NaN, and 2^8 may be a factor of the scale: see
  * e4m3_values().
  */
-static inline __attribute__((always_inline)) uint64_t numbers_unpack(const uint8_t *packed,
-                                                                     float scale, uint64_t count,
-                                                                     void *out, uint32_t dtype)
+static uint64_t numbers_unpack(const uint8_t *packed, float scale, uint64_t count, void *out,
+                               uint32_t dtype)
 {
     const __m256 factor = _mm256_set1_ps(scale * 0x1p8f);
     const __m256i most = _mm256_set1_epi8(0x7F), mask = _mm256_set1_epi16((int16_t)0xBFFF);
@@ -142,15 +151,55 @@ static inline __attribute__((always_inline)) uint64_t numbers_unpack(const uint8
     return count;
 }
 
+/*
+ * The same to bf16, with a scale of at least 2^-100. An element has 3 bits of mantissa, so
+ * the products of the 8 mantissas (and of the 8 values below 2^-6) are rounded once and looked up;
+ * the exponent is then added to a product's own, which neither overflows nor becomes denormal.
+ */
+static uint64_t mantissas_unpack(const uint8_t *packed, float scale, uint64_t count, uint16_t *out)
+{
+    const __m256i most = _mm256_set1_epi8(0x7F), seven = _mm256_set1_epi8(7);
+    const __m256i exponents = _mm256_set1_epi16(0x7800);
+    const __m256i signs = _mm256_set1_epi16((int16_t)0x8000), zero = _mm256_setzero_si256();
+    const __m256 steps = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256 small = _mm256_mul_ps(steps, _mm256_set1_ps(scale * 0x1p-9f));
+    const __m256 large =
+        _mm256_mul_ps(_mm256_add_ps(steps, _mm256_set1_ps(8)), _mm256_set1_ps(scale * 0x1p-10f));
+    __m256i lows, highs;
+    bytes_split(narrowed(small, LH_DTYPE_BF16), narrowed(large, LH_DTYPE_BF16), &lows, &highs);
+    for (uint64_t i = 0; i < count; i += 32) {
+        __m256i bytes = _mm256_loadu_si256((const void *)(packed + i));
+        __m256i magnitude = _mm256_and_si256(bytes, most);
+        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitude, most)) != 0)
+            return i;
+        bytes = _mm256_permute4x64_epi64(bytes, 0xD8);
+        magnitude = _mm256_and_si256(bytes, most);
+        __m256i is_large =
+            _mm256_and_si256(_mm256_cmpgt_epi8(magnitude, seven), _mm256_set1_epi8(8));
+        __m256i codes = _mm256_or_si256(_mm256_and_si256(bytes, seven), is_large);
+        __m256i low = _mm256_shuffle_epi8(lows, codes), high = _mm256_shuffle_epi8(highs, codes);
+        __m256i products[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+        __m256i words[2] = {_mm256_unpacklo_epi8(zero, bytes), _mm256_unpackhi_epi8(zero, bytes)};
+        for (int j = 0; j < 2; j++) {
+            __m256i exponent = _mm256_srli_epi16(_mm256_and_si256(words[j], exponents), 4);
+            __m256i sum = _mm256_add_epi16(products[j], exponent);
+            _mm256_storeu_si256((void *)(out + i + 16 * (uint64_t)j),
+                                _mm256_xor_si256(sum, _mm256_and_si256(words[j], signs)));
+        }
+    }
+    return count;
+}
+
 /* The same for a result of any dtype; 0 if the scale or the rounding do not allow it. */
 static uint64_t numbers(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
                         uint64_t count, void *out)
 {
+    const float magnitude = fabsf(scale);
     bool is_once = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == unpack->dtype;
-    if (unpack->format != LH_UNPACK_FORMAT_F8_E4M3 || !is_once || !(fabsf(scale) < 0x1p119f))
+    if (unpack->format != LH_UNPACK_FORMAT_F8_E4M3 || !is_once || !(magnitude < 0x1p119f))
         return 0;
-    if (unpack->dtype == LH_DTYPE_BF16)
-        return numbers_unpack(packed, scale, count, out, LH_DTYPE_BF16);
+    if (unpack->dtype == LH_DTYPE_BF16 && magnitude >= 0x1p-100f)
+        return mantissas_unpack(packed, scale, count, out);
     return numbers_unpack(packed, scale, count, out, unpack->dtype);
 }
 
@@ -202,16 +251,13 @@ nibbles_unpack(const uint8_t *packed, const float *table, const float *scales, u
                uint64_t block, uint16_t *out, uint32_t rounding, uint32_t dtype)
 {
     const __m256 values[2] = {_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)};
-    const __m128i low_bits = _mm_set1_epi16(0xFF);
     const __m256i low_nibbles = _mm256_set1_epi8(15);
     for (uint64_t b = 0; b < blocks; b++) {
         const __m256 factor = _mm256_set1_ps(scales[b]);
         __m128i first = narrowed(product(values[0], factor, rounding), dtype);
         __m128i second = narrowed(product(values[1], factor, rounding), dtype);
-        const __m256i lows = _mm256_broadcastsi128_si256(
-            _mm_packus_epi16(_mm_and_si128(first, low_bits), _mm_and_si128(second, low_bits)));
-        const __m256i highs = _mm256_broadcastsi128_si256(
-            _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));
+        __m256i lows, highs;
+        bytes_split(first, second, &lows, &highs);
         for (uint64_t i = 0; i < block; i += 32, packed += 16, out += 32) {
             __m256i pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)packed));
             __m256i codes =

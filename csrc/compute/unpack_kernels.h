@@ -24,8 +24,9 @@ void lh_unpack_grain_ref(uint32_t format, const uint8_t *grain, float *values);
 void lh_unpack_q4_k_scales(const uint8_t *grain, uint8_t *scales, uint8_t *minima);
 
 /*
- * The caller has set the default floating-point environment. Kernels go from front to back, and read the elements that they write next before they write them: see
- * lh_unpack() for the overlap of `packed` and `out`.
+ * The caller has set the default floating-point environment. Kernels go from front to back, and
+ * read the elements that they write next before they write them: see lh_unpack() for the overlap of
+ * `packed` and `out`.
  */
 struct lh_unpack_kernel {
     /* Formats of which each element begins at a byte; all elements have one scale. */
