@@ -379,6 +379,15 @@ def test_the_rule_may_change_when_nothing_is_owed(store_dir: pathlib.Path) -> No
         lohan.wrap(build(), store=store_dir / "run", resume=True, experts="apart")
 
 
+def test_a_store_of_other_experts_says_which_setting_it_needs(store_dir: pathlib.Path) -> None:
+    wrapped(store_dir, torch.float32, "full").lohan.close()
+    with pytest.raises(StoreMismatchError, match="created with experts='apart': pass it"):
+        lohan.wrap(build(), store=store_dir / "run", resume=True)
+    lohan.wrap(build(), store=store_dir / "whole").lohan.close()
+    with pytest.raises(StoreMismatchError, match="created without experts='apart': omit it"):
+        lohan.wrap(build(), store=store_dir / "whole", resume=True, experts="apart")
+
+
 def test_groups_name_the_parameters_of_the_model_before_it_was_wrapped(
     store_dir: pathlib.Path,
 ) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -357,3 +358,13 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Expert]]]:
 def all_of(model: nn.Module) -> list[Expert]:
     """Return all experts that were split off."""
     return [expert for _, _, experts in parts(model) for expert in experts]
+
+
+def advice(theirs: str, ours: str) -> str:
+    """Return what to do if one of two names is an expert's part of the other; "" if neither is."""
+    fused = [re.sub(r"\.\d+(\.[^.]+)$", r"\1", name) for name in (theirs, ours)]
+    if theirs == ours or fused[0] != fused[1]:
+        return ""
+    if theirs == fused[0]:
+        return ": the store was created without experts='apart': omit it"
+    return ": the store was created with experts='apart': pass it, and idle= if it was passed"

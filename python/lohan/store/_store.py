@@ -24,6 +24,7 @@ from lohan.errors import (
     StoreUncleanError,
     store_error,
 )
+from lohan.layout import _experts
 from lohan.layout._block import BYTES_CODE, DTYPE_CODES, STATES, checksum_bytes, checksum_count
 from lohan.store import _process
 from lohan.torch_glue._buffers import Buffers
@@ -439,7 +440,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
             raise StoreMismatchError(
                 "the store belongs to another model: it has parameter"
                 f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model has"
-                f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}",
+                f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}{_experts.advice(a[0], b[0])}"
             )
     count = len(theirs["params"]), len(ours["params"])
     if count[0] != count[1]:
