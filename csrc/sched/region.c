@@ -290,72 +290,6 @@ static void replan(struct lh_engine *engine, const struct lh_residency_event *ev
     uses_extend(engine, event);
 }
 
-/* The position of the next use or update in the prediction. */
-static uint64_t next_predicted(const struct lh_region *region)
-{
-    uint64_t at = region->position;
-    LH_ASSERT(at <= region->predicted.count);
-    while (at < region->predicted.count &&
-           region->predicted.events[at].kind == LH_RESIDENCY_EVENT_END)
-        at++;
-    return at;
-}
-
-static uint64_t foreseen(const struct lh_event_list *list, uint64_t from, uint32_t unit,
-                         enum lh_residency_event_kind kind)
-{
-    while (from < list->count &&
-           (list->events[from].unit != unit || list->events[from].kind != (uint32_t)kind))
-        from++;
-    return from;
-}
-
-static void event_move(struct lh_event_list *list, uint64_t from, uint64_t to)
-{
-    LH_ASSERT(to <= from && from < list->count);
-    struct lh_residency_event event = list->events[from];
-    memmove(list->events + to + 1, list->events + to, (from - to) * sizeof(event));
-    list->events[to] = event;
-}
-
-/* Remove the unit's events from [from, *end), and reduce *end accordingly. */
-static void events_drop(struct lh_event_list *list, uint64_t from, uint64_t *end, uint32_t unit)
-{
-    for (uint64_t i = *end; i-- > from;) {
-        if (list->events[i].unit != unit)
-            continue;
-        list->count--;
-        memmove(list->events + i, list->events + i + 1, (list->count - i) * sizeof(*list->events));
-        --*end;
-    }
-}
-
-/*
- * Find the index from which the prediction may still come true after an event that was not
- * predicted. Skipped events of a recorded cycle are assumed not to happen in this cycle. Skipped
- * events of a guess, and announced uses that an update precedes, are assumed to happen later,
- * because only the order was wrong; but a unit that is being updated has no more uses before its
- * update.
- */
-static uint64_t tail_find(const struct lh_engine *engine, const struct lh_residency_event *event)
-{
-    struct lh_region *region = engine->uses;
-    struct lh_event_list *list = &region->predicted;
-    uint64_t at = foreseen(list, region->position, event->unit, event->kind);
-    if (at == list->count)
-        return region->position;
-    bool is_update = event->kind == LH_RESIDENCY_EVENT_UPDATE;
-    if (!region->is_guess && !(is_update && lh_expect_is_next(engine)))
-        return at + 1;
-    if (is_update)
-        events_drop(list, region->position, &at, event->unit);
-    uint64_t end = foreseen(list, at, event->unit, LH_RESIDENCY_EVENT_END);
-    event_move(list, at, region->position);
-    if (end < list->count && event->kind == LH_RESIDENCY_EVENT_BEGIN)
-        event_move(list, end, region->position + 1);
-    return region->position + 1;
-}
-
 static void use_count(struct lh_engine *engine, uint32_t index, enum lh_residency_event_kind kind)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
@@ -377,14 +311,16 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
     if (kind == LH_RESIDENCY_EVENT_END)
         return;
     const struct lh_event_list *predicted = &region->predicted;
-    uint64_t at = next_predicted(region);
+    uint64_t at = lh_expect_next(region);
     bool is_expected = at < predicted->count && predicted->events[at].unit == index &&
                        predicted->events[at].kind == (uint32_t)kind;
+    if (is_expected)
+        region->has_extra = false;
     if (is_expected && at < region->planned_until) {
         region->position = at + 1;
     } else {
         /* The plan ended before this use, or did not predict it here: replan from here. */
-        uint64_t tail_from = is_expected ? at + 1 : tail_find(engine, &event);
+        uint64_t tail_from = is_expected ? at + 1 : lh_expect_tail(engine, &event);
         bool is_known = kind == LH_RESIDENCY_EVENT_UPDATE && engine->units[index].desc.is_announced;
         if (!is_expected && !is_known)
             lh_core_stats(engine, engine->plan_step)->replans++;
@@ -433,7 +369,7 @@ void lh_region_forget(struct lh_engine *engine)
 void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
 {
     struct lh_region *region = engine->uses;
-    bool is_whole = next_predicted(region) == region->predicted.count &&
+    bool is_whole = lh_expect_next(region) == region->predicted.count &&
                     region->planned_until == region->predicted.count;
     lh_region_cycle_end(engine);
     engine->mode = mode;
@@ -441,6 +377,7 @@ void lh_region_begin(struct lh_engine *engine, enum lh_engine_mode mode)
     const struct lh_event_list *known = &engine->recorded[mode];
     LH_ASSERT(known->count <= engine->event_max);
     region->position = 0;
+    region->has_extra = false;
     region->is_guess = known->count == 0;
     if (known->count > 0) {
         memcpy(region->predicted.events, known->events, known->count * sizeof(*known->events));

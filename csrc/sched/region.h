@@ -27,6 +27,7 @@ struct lh_region {
     struct lh_event_list predicted;
     struct lh_residency_event *moved; /* scratch */
     bool is_guess;                    /* `predicted` is a default: no complete cycle was recorded */
+    bool has_extra;                   /* see lh_expect_tail() */
     uint64_t position;                /* index of the next expected event */
     /* index of the first event for which no ops are planned yet */
     uint64_t planned_until;

@@ -203,6 +203,23 @@ static void test_changed_order(void)
     rig_finish(&rig);
 }
 
+static void test_extra_use(void)
+{
+    static const uint32_t extra[] = {5, 0, 1, 2, 3, 4, 5};
+    static const uint32_t last[] = {5};
+    struct rig rig;
+    lh_test_name("a use in addition to the recorded ones does not discard the plan, unless the "
+                 "next use is not the planned one either");
+    rig_make(&rig, "region-extra", opts_of(true));
+    for (int i = 0; i < 3; i++)
+        step_in(&rig, natural, RIG_UNIT_COUNT);
+    LH_CHECK(step_in(&rig, extra, LH_COUNT_OF(extra)).replans <= 3);
+    LH_CHECK(step_in(&rig, natural, RIG_UNIT_COUNT).replans <= 2);
+    LH_CHECK(step_in(&rig, natural, RIG_UNIT_COUNT).replans == 0);
+    LH_CHECK(step_in(&rig, last, LH_COUNT_OF(last)).replans <= 3);
+    rig_finish(&rig);
+}
+
 static void test_evaluations(void)
 {
     static const uint32_t backwards[] = {5, 4, 3, 2, 1, 0};
@@ -299,6 +316,7 @@ int main(void)
     test_first_step();
     test_planned_at_begin();
     test_changed_order();
+    test_extra_use();
     test_evaluations();
     test_given_up();
     test_demand();
