@@ -21,7 +21,7 @@ help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
 	@echo 'make test      all tests, the sanitizers on the quick part of them'
 	@echo '               in two parts: test-quick (unit tests in C and Python), test-sanitized'
-	@echo 'make test-slow more Python tests: those that take more than ten seconds each;'
+	@echo 'make test-slow more Python tests: those that take more than 2.5 seconds each;'
 	@echo '               test-long: those that take many minutes, or 40 GB of disk'
 	@echo 'make lag       training on a fake GPU that computes late, bit for bit; in quick form in test-slow'
 	@echo 'make test-thread  the quick Python tests with every backward on a thread of its own'
