@@ -503,9 +503,18 @@ def _largest_of(
 )
 @click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
 @click.option("--batch", type=POSITIVE, help=f"{BATCH_HELP} [default: 8; with --largest: 1]")
-@click.option("--gpu", metavar="SIZE", help="GPU memory, for example 24GiB.")
-@click.option("--ram", metavar="SIZE", help="Main memory that lohan may use.")
-@click.option("--ssd", metavar="SIZE", help="Capacity of all SSDs together.")
+@click.option("--gpu", metavar="SIZE|NAME", help="GPU memory, as 24GiB; or a GPU, as rtx-4090.")
+@click.option("--ram", metavar="SIZE", help="Main memory that lohan may use; of a GPU's PC, all.")
+@click.option(
+    "--ssd",
+    metavar="SIZE|DRIVE",
+    help='Capacity of all SSDs together; with --gpu NAME, the drives, as "2TB,7GB/s,1200TBW".',
+)
+@click.option(
+    "--tokens",
+    type=click.FloatRange(1),
+    help="With --gpu NAME: tokens of the whole run. [default: 100e6]",
+)
 @_step_options
 def plan(
     model: str | None,
@@ -525,12 +534,27 @@ def plan(
     The machine is measured first, unless --machine is given. The report is that of `lohan
     simulate`. With --longest or --largest-batch, the longest sequence or the largest batch is found
     with which a model fits.
+
+    With the name of a GPU, the question is whether a PC with these parts can train the model: for
+    example --model llama-8b --gpu rtx-4090 --ram 64GiB --ssd "2TB,7GB/s,1200TBW". The answer has
+    the step's time, the drives' life, the call of lohan.wrap, and what one change would do.
     """
-    from lohan.commands import _simulate_show
+    from lohan.commands import _answer, _simulate_show
     from lohan.planning import _machines
 
-    family = words.pop("family")
+    family, tokens = words.pop("family"), words.pop("tokens")
     found = _found_size(model, batch, words)
+    if gpu is not None and not gpu[:1].isdigit():
+        if found or machine or store or save:
+            raise click.UsageError("--gpu NAME takes a model and the PC's parts: --ram and --ssd")
+        asked = {"model": model, "batch": batch or _BATCH, "tokens": tokens or 100e6}
+        question = _answer.question_of(asked, (gpu, ram, ssd), changes, words)
+        answer = _answer.run(question, None if json_wanted else Console())
+        if json_wanted:
+            _write_json(answer, None)
+        return
+    if tokens is not None:
+        raise click.UsageError("--tokens needs the name of a GPU, as in --gpu rtx-4090")
     if store and machine is not None:
         raise click.UsageError(
             "--store names SSDs to measure, --machine a machine that is known: pass one of the two"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _VALUE_COUNT_MAX = 64
 _CURVE_COUNT = 9
-_RESOURCES = {
+RESOURCES = {
     "gpu": "GPU",
     "ssd": "SSDs",
     "ssd_bus": "SSDs' bus",
@@ -108,7 +108,7 @@ def values_of(text: str) -> tuple[str, list[int]]:
     return name, values
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -119,10 +119,10 @@ def _size(nbytes: float) -> str:
 def show_machine(machine: Machine, console: Console) -> None:
     """Print a machine's rates and sizes, measured or assumed."""
     console.print(
-        f"{machine.name}: {machine.gpu_flop_per_s / 1e12:.3g} TFLOP/s, {_size(machine.gpu_bytes)};"
-        f" link {_size(machine.link_in_bytes_per_s)}/s in, {_size(machine.link_out_bytes_per_s)}/s"
-        f" out; main memory {_size(machine.host_bytes)}; {machine.ssd_count} x SSD"
-        f" {_size(machine.ssd_read_bytes_per_s)}/s read, {_size(machine.ssd_write_bytes_per_s)}/s"
+        f"{machine.name}: {machine.gpu_flop_per_s / 1e12:.3g} TFLOP/s, {size(machine.gpu_bytes)};"
+        f" link {size(machine.link_in_bytes_per_s)}/s in, {size(machine.link_out_bytes_per_s)}/s"
+        f" out; main memory {size(machine.host_bytes)}; {machine.ssd_count} x SSD"
+        f" {size(machine.ssd_read_bytes_per_s)}/s read, {size(machine.ssd_write_bytes_per_s)}/s"
         f" written; AdamW {machine.adam_params_per_s / 1e6:,.0f} million parameters/s",
         highlight=False,
         soft_wrap=True,
@@ -141,7 +141,7 @@ def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Consol
     console.print(
         f"a step takes {step.step_ns / 1e9:.3f} s (forward {step.forward_ns / 1e9:.3f}, backward"
         f" {step.backward_ns / 1e9:.3f}): {step.tokens_per_s:,.0f} tokens/s,"
-        f" {step.tflops:.1f} TFLOP/s; bound by: {_RESOURCES[step.bound_by]}",
+        f" {step.tflops:.1f} TFLOP/s; bound by: {RESOURCES[step.bound_by]}",
         highlight=False,
         soft_wrap=True,
     )
@@ -149,20 +149,20 @@ def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Consol
     for column in ("bytes per step", "busy"):
         table.add_column(column, justify="right")
     for name, resource in step.resources.items():
-        moved = "" if resource.nbytes is None else _size(resource.nbytes)
-        table.add_row(_RESOURCES[name], moved, f"{resource.busy_share:.0%}")
+        moved = "" if resource.nbytes is None else size(resource.nbytes)
+        table.add_row(RESOURCES[name], moved, f"{resource.busy_share:.0%}")
     console.print(table, highlight=False)
     again = step.recompute_flop / step.forward_flop
     console.print(
-        f"activations: {_size(step.swapped_bytes)} swapped out of the GPU, {again:.0%} of forward"
+        f"activations: {size(step.swapped_bytes)} swapped out of the GPU, {again:.0%} of forward"
         " recomputed",
         highlight=False,
         soft_wrap=True,
     )
     peak = step.peak_bytes
     console.print(
-        f"memory: {_size(peak['gpu'])} of the GPU, {_size(peak['host'])} of main memory,"
-        f" {_size(peak['ssd'])} of SSD",
+        f"memory: {size(peak['gpu'])} of the GPU, {size(peak['host'])} of main memory,"
+        f" {size(peak['ssd'])} of SSD",
         highlight=False,
         soft_wrap=True,
     )
@@ -179,7 +179,7 @@ def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Consol
             soft_wrap=True,
         )
     console.print(
-        f"SSDs: {_size(step.written_bytes_per_day)} written per day{life}",
+        f"SSDs: {size(step.written_bytes_per_day)} written per day{life}",
         highlight=False,
         soft_wrap=True,
     )
@@ -196,7 +196,7 @@ def _show_sweep(name: str, answers: list[tuple[int, Step]], console: Console) ->
             f"{step.step_ns / 1e9:.3f}",
             f"{step.tokens_per_s:,.0f}",
             f"{step.tflops:.1f}",
-            _RESOURCES[step.bound_by],
+            RESOURCES[step.bound_by],
             life,
         )
     console.print(table, highlight=False)
@@ -270,7 +270,7 @@ def _draw_timeline(timeline: Timeline, figure: Any) -> None:
                 below = above
         axes.axvline(timeline.forward_s, color="black", linewidth=0.8, linestyle=":")
         axes.set(ylim=(0, 1), xlim=(0, timeline.edges_s[-1]), yticks=[])
-        label = f"{_RESOURCES[name]}\n{below.mean():.0%} busy"
+        label = f"{RESOURCES[name]}\n{below.mean():.0%} busy"
         axes.set_ylabel(label, rotation=0, ha="right", va="center")
     rows[0].set_title("one step: forward, backward, and what each resource is busy with")
     rows[-1].set_xlabel("seconds")
@@ -361,9 +361,9 @@ def run_zeroth(
         console.print(
             f"{model.name}, {model.tokens:,} tokens per step, {options.dtype} by {options.policy}"
             f" on {machine.name}\na step takes {step.step_ns / 1e9:.3f} s: {step.tokens_per_s:,.0f}"
-            f" tokens/s; bound by: {step.bound_by}; {_size(step.link_bytes)} cross the link each"
-            f" way\nthe step needs {_size(step.gpu_bytes)} of GPU memory; the GPU has"
-            f" {_size(machine.gpu_bytes)}{'' if step.fits else ': it does not fit'}",
+            f" tokens/s; bound by: {step.bound_by}; {size(step.link_bytes)} cross the link each"
+            f" way\nthe step needs {size(step.gpu_bytes)} of GPU memory; the GPU has"
+            f" {size(machine.gpu_bytes)}{'' if step.fits else ': it does not fit'}",
             highlight=False,
             soft_wrap=True,
         )

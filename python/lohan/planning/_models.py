@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.errors import MachineError, ModelError, UnsupportedError
 from lohan.layout._block import find_blocks
-from lohan.planning import _base, _plan
+from lohan.planning import _base, _plan, _shapes
 
 _DTYPE = torch.bfloat16
 _DTYPE_BYTES = 2
@@ -288,14 +288,18 @@ def _with_loss(
 def _from_transformers(
     name: str, config_path: Path | None, batch: int, seq: int, loss: str
 ) -> _plan.Model:
+    """Count a model by its name in _shapes.MODELS, its class's name, or its config.json."""
     try:
         import transformers
         from torch._subclasses.fake_tensor import FakeTensorMode
         from transformers.initialization import no_init_weights
     except ImportError as error:
         raise UnsupportedError(f"{name} needs transformers: pip install lohan[hf]") from error
+    model_class: Any = None
     try:
-        if config_path is None:
+        if name in _shapes.MODELS:
+            config = transformers.AutoConfig.for_model(**_shapes.MODELS[name])
+        elif config_path is None:
             model_class = getattr(transformers, name)
             config = model_class.config_class()
         else:
@@ -329,9 +333,9 @@ def load(
     """Return one of the papers' models, or a transformers model.
 
     Args:
-        name: the name of a model, such as "gpt-13b"; or a config.json, or a folder that contains
-            one; or a model class of transformers, such as "LlamaForCausalLM", which gets its
-            default configuration.
+        name: the name of a model, such as "gpt-13b" or "llama-8b"; or a config.json, or a folder
+            that contains one; or a model class of transformers, such as "LlamaForCausalLM", which
+            gets its default configuration.
         batch: the number of sequences or images in a step.
         seq: the number of tokens in a sequence.
         loss: how the head and the loss are computed: one of _plan.LOSSES.
@@ -355,6 +359,11 @@ def load(
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json" and path.is_file() and min(batch, seq) >= 1:
         return _from_transformers(name, path, batch, seq, loss)
-    if name.isidentifier() and name[0].isupper() and min(batch, seq) >= 1:
+    is_class = name.isidentifier() and name[0].isupper()
+    if (name in _shapes.MODELS or is_class) and min(batch, seq) >= 1:
         return _from_transformers(name, None, batch, seq, loss)
-    return _plan.named_model(name, batch=batch, seq=seq, loss=loss)
+    try:
+        return _plan.named_model(name, batch=batch, seq=seq, loss=loss)
+    except ModelError as error:
+        known = ", ".join(_shapes.MODELS)
+        raise ModelError(f"{error}; with transformers also one of {known}") from error

@@ -1,0 +1,265 @@
+"""`lohan plan` for a machine of parts: does a model fit, how long does it take, and what helps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from lohan.commands._simulate_show import RESOURCES, load_of, options_of, size
+from lohan.common import _progress
+from lohan.errors import BudgetError
+from lohan.planning import _machines, _models, _parts
+from lohan.simulate import Options, Step, simulate
+
+if TYPE_CHECKING:
+    from lohan.planning import _plan
+    from lohan.planning._machines import Machine
+
+_LOSS = "linear_cross_entropy"
+_MICRO_BATCHES = 4
+_DAYS_PER_YEAR = 365
+_YEARS_SHOWN_MAX = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A run that somebody thinks of.
+
+    Attributes:
+        model: the model's name, config.json or class.
+        batch: the number of sequences of a micro-batch.
+        seq: the number of tokens of a sequence.
+        machine: the machine.
+        options: the settings of `lohan.wrap`.
+        load: further arguments of _models.load().
+        tokens: the tokens of the whole run.
+    """
+
+    model: str
+    batch: int
+    seq: int
+    machine: Machine
+    options: Options
+    load: dict[str, Any]
+    tokens: int
+
+
+def _changes(question: Question) -> dict[str, Question]:
+    """Return the question with one thing changed, by what is changed."""
+    machine, options = question.machine, question.options
+    made: dict[str, Question] = {}
+
+    def put(name: str, **fields: Any) -> None:
+        made[name] = dataclasses.replace(question, **fields)
+
+    if options.states != "8bit":
+        put('states="8bit"', options=dataclasses.replace(options, states="8bit"))
+    if options.commit_every == 1:
+        put("fewer commits", options=dataclasses.replace(options, commit_every=None))
+    if options.accumulate == 1:
+        several = dataclasses.replace(options, accumulate=_MICRO_BATCHES)
+        put(f"accumulate={_MICRO_BATCHES}", options=several)
+    if question.load.get("loss", "logits") == "logits":
+        put("lohan.losses.linear_cross_entropy", load={**question.load, "loss": _LOSS})
+    put(f"batch {2 * question.batch}", batch=2 * question.batch)
+    if "adapter_params" in question.load and question.load.get("base", "bf16") == "bf16":
+        put("a base in NF4", load={**question.load, "base": "nf4"})
+    more = dataclasses.replace(machine, host_bytes=2 * machine.host_bytes)
+    put(f"{size(more.host_bytes)} of main memory", machine=more)
+    drives = machine.ssd_count + 1
+    put(f"{drives} drives", machine=dataclasses.replace(machine, ssd_count=drives))
+    return made
+
+
+def _step(question: Question) -> tuple[Step, _plan.Model]:
+    model = _models.load(question.model, question.batch, question.seq, **question.load)
+    return simulate(model, question.machine, question.options), model
+
+
+def wrap_line(question: Question, step: Step) -> str:
+    """Return the call of lohan.wrap() that makes the simulated step."""
+    options = question.options
+    stores = [f"/ssd{i}/run" for i in range(question.machine.ssd_count)]
+    activations = options.policy if options.policy in ("fuyou", "lohan") else "auto"
+    settings: dict[str, Any] = {"store": stores, "device": "cuda"}
+    settings["host_bytes"] = f"{question.machine.host_bytes // 10**9}GB"
+    settings["activations"] = activations
+    if "adapter_params" in question.load:
+        settings["weights"] = "FOLDER"
+    if options.states != "fp32":
+        settings["states"] = options.states
+    if step.commit_every > 1:
+        settings["commit_every"] = step.commit_every
+    if options.accumulate > 1:
+        settings["accumulate"] = options.accumulate
+    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return f"lohan.wrap(model, lr=..., {said})".replace("'", '"')
+
+
+def _hours(question: Question, step: Step) -> float:
+    return question.tokens / step.tokens_per_s / 3600
+
+
+def _figures(question: Question, step: Step) -> dict[str, Any]:
+    return {
+        "step_s": step.step_ns / 1e9,
+        "tokens_per_s": step.tokens_per_s,
+        "hours": _hours(question, step),
+        "bound_by": step.bound_by,
+        "commit_every": step.commit_every,
+        "ssd_life_days": step.ssd_life_days,
+        "wrap": wrap_line(question, step),
+    }
+
+
+def answer(question: Question, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Simulate the run, and the same with one thing changed.
+
+    Args:
+        question: the run.
+        tell: receives what is being done.
+
+    Returns:
+        "fits", "why_not" (None if it fits), "model", "param_count", the figures of the step
+        ("step_s", "tokens_per_s", "hours", "bound_by", "commit_every", "ssd_life_days", "wrap")
+        and "step" (all of them, as `lohan simulate --json` has them), and "changes": what is
+        changed, whether the run then fits, and the same figures. Without a fit, figures are absent.
+
+    Raises:
+        MachineError, ModelError: the model or a setting is invalid.
+    """
+    tell(f"a step of {question.model}")
+    found: dict[str, Any] = {"fits": True, "why_not": None, "model": question.model}
+    found["tokens"] = question.tokens
+    try:
+        step, model = _step(question)
+        found |= {"param_count": model.param_count + model.frozen_count}
+        found |= {**_figures(question, step), "step": step.as_dict()}
+    except BudgetError as error:
+        found |= {"fits": False, "why_not": str(error)}
+    changes = []
+    for name, changed in _changes(question).items():
+        tell(name)
+        try:
+            step = _step(changed)[0]
+        except BudgetError:
+            changes.append({"change": name, "fits": False})
+            continue
+        label = f"commit_every={step.commit_every}" if name == "fewer commits" else name
+        changes.append({"change": label, "fits": True, **_figures(changed, step)})
+    return {**found, "changes": changes}
+
+
+def _life(days: float | None) -> str:
+    if days is None:
+        return ""
+    years = days / _DAYS_PER_YEAR
+    if years > _YEARS_SHOWN_MAX:
+        return f"over {_YEARS_SHOWN_MAX} years"
+    return f"{years:.1f} years" if years >= 1 else f"{days:,.0f} days"
+
+
+def show(found: dict[str, Any], question: Question, console: Console) -> None:
+    """Print the answer on one screen."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    machine = question.machine
+    if found["fits"]:
+        step = found["step"]
+        peak = step["peak_bytes"]
+        busy = step["resources"][found["bound_by"]]["busy_share"]
+        say(
+            f"{found['model']} fits: {size(peak['gpu'])} of the GPU's {size(machine.gpu_bytes)},"
+            f" {size(peak['host'])} of {size(machine.host_bytes)} of main memory that programs can"
+            f" use, {size(peak['ssd'])} of SSD"
+        )
+        say(
+            f"a step of {question.options.accumulate * question.batch} x {question.seq:,} tokens"
+            f" takes {found['step_s']:.3g} s: {found['tokens_per_s']:,.0f} tokens/s,"
+            f" {found['hours']:,.3g} hours for {question.tokens / 1e6:,.4g} million tokens; bound"
+            f" by: {RESOURCES[found['bound_by']]} ({busy:.0%} busy)"
+        )
+        written = step["written_bytes_per_day"]
+        life = _life(found["ssd_life_days"])
+        lasts = f": the drives last {life}" if life else "; pass their endurance, as 1200TBW"
+        say(f"{size(written)} written a day{lasts}")
+        say(f"\n    {found['wrap']}\n")
+    else:
+        say(f"{found['model']} does not fit: {found['why_not']}\n")
+    table = Table("with one change", box=None)
+    for column in ("s a step", "tokens/s", "hours", "drives last"):
+        table.add_column(column, justify="right")
+    for row in found["changes"]:
+        cells = ["does not fit", "", "", ""]
+        if row["fits"]:
+            cells = [f"{row['step_s']:.3g}", f"{row['tokens_per_s']:,.0f}"]
+            cells += [f"{row['hours']:,.3g}", _life(row["ssd_life_days"])]
+        table.add_row(row["change"], *cells)
+    console.print(table, highlight=False)
+    say(
+        f"assumed, not measured: {machine.gpu_flop_per_s / 1e12:.0f} TFLOP/s, links of"
+        f" {size(machine.link_in_bytes_per_s)}/s, drives that write"
+        f" {size(machine.ssd_write_bytes_per_s)}/s without pause, AdamW with"
+        f" {machine.adam_params_per_s / 1e9:.1f} billion parameters/s; --set changes them"
+    )
+
+
+def run(question: Question, console: Console | None) -> dict[str, Any]:
+    """Answer, print if there is a console, and return what `--json` writes."""
+    with _progress.spinner() as tell:
+        found = answer(question, tell)
+    if console is not None:
+        show(found, question, console)
+    return found
+
+
+def question_of(
+    asked: dict[str, Any],
+    parts: tuple[str, str | None, str | None],
+    changes: tuple[str, ...],
+    words: dict[str, Any],
+) -> Question:
+    """Return the question of a command line.
+
+    Args:
+        asked: "model", "batch" and "tokens".
+        parts: --gpu, --ram and --ssd.
+        changes: fields of the machine, as in _machines.change().
+        words: the options of a step.
+
+    Raises:
+        UsageError: an option is missing, or cannot be combined with the name of a GPU.
+        MachineError: a part of the machine is invalid.
+    """
+    gpu, ram, ssd = parts
+    if gpu not in _parts.GPUS:
+        names = ", ".join(_parts.GPUS)
+        raise click.UsageError(f"--gpu {gpu}: must be a size, as 24GiB, or one of {names}")
+    if ram is None or ssd is None:
+        raise click.UsageError(f"--gpu {gpu} needs --ram and --ssd")
+    for name in ("sweep", "plot", "nodes", "gpus", "net"):
+        if words[name]:
+            raise click.UsageError(f"--{name} cannot be combined with the name of a GPU")
+    if words["order"] == "vertical":
+        raise click.UsageError(
+            "--order vertical cannot be combined with the name of a GPU: lohan.wrap has no plans of"
+            " activations in this order; use lohan simulate"
+        )
+    # lohan.wrap commits every step by default.
+    options = options_of({**words, "commit_every": words["commit_every"] or 1})
+    return Question(
+        model=asked["model"],
+        batch=asked["batch"],
+        seq=words["seq"],
+        machine=_machines.change(_parts.machine(gpu, ram, ssd), changes),
+        options=options,
+        load=load_of(words),
+        tokens=round(asked["tokens"]),
+    )

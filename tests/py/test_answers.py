@@ -1,0 +1,152 @@
+"""`lohan plan` for a PC of parts: whether it serves, how long a step takes, and what helps."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import re
+from typing import Any
+
+import lohan
+import pytest
+import torch
+from click.testing import CliRunner
+from lohan.cli import main
+from lohan.commands import _answer
+from lohan.planning import _machines, _models, _parts
+from lohan.simulate import Options, simulate
+from rich.console import Console
+
+PARTS = ("--gpu", "rtx-4060-ti", "--ram", "16GiB", "--ssd", "1TB,5GB/s,600TBW")
+
+
+def ask(*words: str) -> Any:
+    """Return the parsed answer of a command line."""
+    done = CliRunner().invoke(main, ["plan", *words, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def refusal(*words: str) -> str:
+    done = CliRunner().invoke(main, ["plan", *words])
+    assert done.exit_code == 2
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return ask("--model", "opt-1.3b", *PARTS, "--batch", "2", "--seq", "512", "--tokens", "1e6")
+
+
+def of_parts(**changes: Any) -> Any:
+    machine = _parts.machine("rtx-4060-ti", "16GiB", "1TB,5GB/s,600TBW")
+    return _machines.change(machine, [f"{name}={value}" for name, value in changes.items()])
+
+
+def test_an_answer_is_the_simulated_step_of_wraps_defaults(found: Any) -> None:
+    model = _models.load("opt-1.3b", 2, 512)
+    step = simulate(model, of_parts(), Options(commit_every=1))
+    assert found["fits"] and found["step"] == step.as_dict()
+    assert found["step_s"] * 1000 == pytest.approx(step.as_dict()["step_ms"])
+    assert found["hours"] == pytest.approx(1e6 / step.tokens_per_s / 3600)
+    assert (found["ssd_life_days"], found["bound_by"]) == (step.ssd_life_days, step.bound_by)
+
+
+def test_each_change_is_the_simulated_step_with_that_change(found: Any) -> None:
+    changes = {row["change"]: row for row in found["changes"]}
+    model, wide = _models.load("opt-1.3b", 2, 512), _models.load("opt-1.3b", 4, 512)
+    small = Options(commit_every=1, states="8bit")
+    one = Options(commit_every=1)
+    for name, step in {
+        'states="8bit"': simulate(model, of_parts(), small),
+        "2 drives": simulate(model, of_parts(ssd_count=2), one),
+        "batch 4": simulate(wide, of_parts(), one),
+    }.items():
+        assert changes[name]["step_s"] == step.step_ns / 1e9, name
+        assert changes[name]["ssd_life_days"] == step.ssd_life_days
+    rare = simulate(model, of_parts(), Options())
+    assert changes[f"commit_every={rare.commit_every}"]["step_s"] == rare.step_ns / 1e9
+    assert (
+        f"commit_every={rare.commit_every}" in changes[f"commit_every={rare.commit_every}"]["wrap"]
+    )
+
+
+def test_the_line_of_wrap_is_one_that_wrap_accepts(found: Any, store_dir: pathlib.Path) -> None:
+    rows = [row for row in (found, *found["changes"]) if row["fits"]]
+    assert len(rows) > 5
+    for number, row in enumerate(rows):
+        said = row["wrap"].replace("lr=...", "lr=1e-4").replace('"cuda"', '"emu"')
+        said = re.sub(r', host_bytes="\d+GB"', "", said)
+        said = re.sub(r"/ssd(\d)/run", rf"{store_dir}/{number}-\1", said)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        eval(said, {"lohan": lohan, "model": model}).lohan.close()
+
+
+def test_a_model_that_does_not_fit_is_answered_with_the_reason_and_what_would_fit() -> None:
+    words = ("--gpu", "rtx-3060", "--ram", "16GiB", "--ssd", "20GB,5GB/s")
+    answer = ask("--model", "opt-1.3b", *words, "--batch", "2", "--seq", "512")
+    assert not answer["fits"] and "SSD" in answer["why_not"]
+    fits = {row["change"]: row["fits"] for row in answer["changes"]}
+    assert fits["2 drives"] and not fits["batch 4"]
+
+
+def test_an_answer_fits_on_a_screen(found: Any) -> None:
+    options = Options(commit_every=1)
+    question = _answer.Question("opt-1.3b", 2, 512, of_parts(), options, {}, 10**6)
+    screen = io.StringIO()
+    _answer.show(found, question, Console(file=screen, width=80))
+    assert len(screen.getvalue().splitlines()) < 24
+    for part in ("tokens/s", "bound by", "the drives last", "lohan.wrap(", "with one change"):
+        assert part in screen.getvalue()
+    assert all(row["change"] in screen.getvalue() for row in found["changes"])
+
+
+def test_parts_are_read_with_their_units() -> None:
+    one = _parts.machine("rtx-4090", "64GiB", "2TB,7GB/s,1200TBW")
+    assert (one.ssd_count, one.ssd_bytes, one.ssd_endurance_bytes) == (1, 2 * 10**12, 12 * 10**14)
+    assert (one.ssd_read_bytes_per_s, one.ssd_write_bytes_per_s) == (7 * 10**9, 14 * 10**8)
+    two = _parts.machine("h100", "1TiB", "4x3.84TB, 14GB/s, 6.75GB/s")
+    assert (two.ssd_count, two.ssd_write_bytes_per_s, two.ssd_endurance_bytes) == (
+        4,
+        675 * 10**7,
+        0,
+    )
+    assert 0.8 * 64 * 2**30 < one.host_bytes < 64 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "rtx-9090", "--ram", "64GiB", "--ssd", "2TB,7GB/s"), "one of rtx-3060"),
+        (("--gpu", "rtx-4090", "--ssd", "2TB,7GB/s"), "needs --ram and --ssd"),
+        ((*PARTS, "--sweep", "batch=1,2"), "--sweep cannot be combined"),
+        ((*PARTS, "--order", "vertical", "--accumulate", "2"), "--order vertical cannot"),
+        ((*PARTS, "--machine", "laptop"), "takes a model and the PC's parts"),
+        (("--gpu", "24GiB", "--tokens", "1e6"), "--tokens needs the name of a GPU"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], message: str) -> None:
+    assert message in " ".join(refusal("--model", "opt-1.3b", *words).split())
+
+
+def test_drives_without_a_rate_are_refused() -> None:
+    done = CliRunner().invoke(main, ["plan", "--model", "opt-1.3b", *PARTS[:5], "2TB"])
+    assert done.exit_code == 1
+    assert "2TB,7GB/s,1.4GB/s,1200TBW" in " ".join(done.output.split())
+
+
+def test_the_shapes_have_as_many_parameters_as_the_models() -> None:
+    pytest.importorskip("transformers")
+    counts = {"llama-1b": 1.236e9, "qwen3-4b": 4.022e9}
+    for name, count in counts.items():
+        assert _models.load(name, 1, 64).param_count == pytest.approx(count, rel=1e-3)
+
+
+def test_wraps_line_has_adapters_and_micro_batches() -> None:
+    options = Options(accumulate=4, commit_every=1)
+    load = {"adapter_params": 1000}
+    question = _answer.Question("opt-1.3b", 1, 64, of_parts(), options, load, 1)
+    step = simulate(_models.load("opt-1.3b", 1, 64, **load), of_parts(), options)
+    line = _answer.wrap_line(question, step)
+    assert 'weights="FOLDER"' in line and "accumulate=4" in line
