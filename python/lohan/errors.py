@@ -206,6 +206,7 @@ _RULE_HINTS: dict[int, str] = {
 _HINTS: dict[int, str] = {
     errno.EEXIST: "pass resume=True to resume it",
     errno.ENOENT: "pass the directories that store= had, or omit resume=True to create a store",
+    errno.EXDEV: "pass exactly the directories that the store was created with",
     errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
     errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
 }

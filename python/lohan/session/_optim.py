@@ -13,6 +13,8 @@ from lohan.common._hyper import Hyper, check_hyper, hyper_of, numbers
 from lohan.errors import HyperParameterError, StepError, UnsupportedError
 
 if TYPE_CHECKING:
+    from lohan.session._outside import Outside
+    from lohan.session._replaced import Replaced
     from lohan.session._session import Session
 
 DEFAULTS: dict[str, Any] = {
@@ -56,6 +58,8 @@ class StoreOptimizer(torch.optim.Optimizer):
     """
 
     _session: Session | None = None
+    outside: Outside | None = None  # the model's parameters that the session does not have
+    replaced: Replaced | None = None  # optimizers that trained the model before
 
     def attach(self, session: Session) -> None:
         """Connect the optimizer to its session. lohan.wrap calls this."""
@@ -236,7 +240,8 @@ class Optimizer(StoreOptimizer):
 
         Raises:
             HyperParameterError: a group changed after backward began, or its parameters changed
-                after lohan.wrap().
+                after lohan.wrap(), or only a replaced optimizer's learning rate changes.
+            UnsupportedError: trainable parameters were added after lohan.wrap().
             OffloadedGradientError: the p.grad of a parameter was replaced.
             LentError: a tensor that was kept from forward or backward is a view of a parameter.
             StepError: the backward failed, or the norm of the gradients is not finite;
@@ -249,6 +254,10 @@ class Optimizer(StoreOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.outside is not None:
+            self.outside.look()
+        if self.replaced is not None:
+            self.replaced.check(self)
         found_inf = self.__dict__.get("found_inf")  # GradScaler sets and deletes both
         grad_scale = self.__dict__.get("grad_scale")
         self.was_skipped = found_inf is not None and float(found_inf) > 0

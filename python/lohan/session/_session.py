@@ -145,13 +145,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
 
     def __repr__(self) -> str:
         """Return a readable summary."""
-        layout = self.layout
-        state = "closed" if self.closed else "open"
-        return (
-            f"<lohan session, {state}: step {self.step}, {len(layout.params)} parameters in"
-            f" {len(layout.units)} units on {self.device.name!r}, store"
-            f" {', '.join(self.directories)}, host memory {self.budget['host_bytes'] / 1e9:.3g} GB>"
-        )
+        return _notes.summary(self)
 
     @functools.cached_property
     def idle(self) -> Idle:
