@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _durable, _meta
+from lohan.common import _meta
 from lohan.common._arguments import directories_of
 from lohan.common._version import __version__
 from lohan.config import (
@@ -33,7 +32,7 @@ from lohan.errors import StoreError, UnsupportedError, WorldMismatchError
 from lohan.replicas import _places
 from lohan.replicas._groups import agree_on
 from lohan.session._optim import DEFAULTS
-from lohan.store import _directories, _process, _store
+from lohan.store import _process, _store
 from lohan.world._agree import Fact, agree
 
 _SAME_VALUES = (
@@ -290,19 +289,6 @@ def _check_one_run(world: World, told: Sequence[_Found]) -> None:
         )
 
 
-def _make_parents(directories: Sequence[str]) -> None:
-    """Make the directories of store= that a new replica's directories are in.
-
-    Raises:
-        StoreError: a drive may not be mounted; see refuse_missing_parents().
-    """
-    for directory in directories:
-        parent, name = os.path.split(directory)
-        if _places.REPLICA.fullmatch(name):
-            _directories.refuse_missing_parents(parent)
-            _durable.make_directory(parent, mode=0o700)
-
-
 def _copy_one(
     world: World,
     mine: _Found,
@@ -312,7 +298,7 @@ def _copy_one(
     config: Config,
     groups: dict[str, Any] | None,
 ) -> None:
-    from lohan.store import _snapshot
+    from lohan.store import _directories, _snapshot
 
     why = ""
     if not sources:
@@ -321,7 +307,7 @@ def _copy_one(
             f"{world.name(world.rank)} has no replica of the run at step {step}, and no process has"
             f" one whose newest step is {step}: resume it with as many processes as it had",
         )
-    _make_parents(mine.directories)
+    _directories.make_parents([d for d in mine.directories if _places.is_of_rank(d)])
     for names in sources:
         try:
             if _look(names, config, groups).run != run:

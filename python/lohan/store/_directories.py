@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lohan import _core
-from lohan.common import _arguments, _mounts
+from lohan.common import _arguments, _durable, _mounts
 from lohan.errors import LohanError, StoreError, store_error
 from lohan.store import _temporary
 
@@ -52,6 +52,18 @@ def refuse_missing_parents(store: PathLike | Sequence[PathLike]) -> None:
             " another drive, that drive is not mounted: mount it. Otherwise run: mkdir -p"
             f" {shlex.quote(str(place.parent))}",
         )
+
+
+def make_parents(directories: Sequence[str]) -> None:
+    """Make the directories of store= in which the directories of a replica will be.
+
+    Raises:
+        StoreError: a drive may not be mounted; see refuse_missing_parents().
+    """
+    for directory in directories:
+        parent = os.path.dirname(directory)
+        refuse_missing_parents(parent)
+        _durable.make_directory(parent, mode=0o700)
 
 
 def new_directories(out: PathLike | Sequence[PathLike]) -> list[str]:
