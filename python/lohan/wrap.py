@@ -354,7 +354,9 @@ class _Opening:
             directories,
             self.group_of,
             len(self.optimizer.param_groups),
-            norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
+            norms=self.optimizer.max_grad_norm is not None
+            or self.config.loss_scaling
+            or self.config.on_nan == "skip",
             device=device,
             room=self.room,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
+    from lohan.session._optim import Optimizer
     from lohan.store._snapshot import Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._accumulate import Accumulation
@@ -102,6 +104,7 @@ class Commits(SessionPart):
     _close_lock: contextlib.AbstractContextManager[bool]
     _backward: str
     _accumulation: Accumulation
+    _optimizer: Optimizer | None
     _last_step: int
     has_edits: bool = False
     resumed_step: int | None = None
@@ -157,6 +160,21 @@ class Commits(SessionPart):
                 f" {self._last_step}",
                 file=sys.stderr,
             )
+
+    def _is_skipped(self) -> bool:
+        """Discard the open step if a gradient is not finite; return whether it was discarded."""
+        square_sum = self._whole_square_sum()
+        if math.isfinite(square_sum):
+            return False
+        self._discard()
+        assert self._optimizer is not None
+        self._optimizer.was_skipped = True
+        print(
+            f"lohan: step {self.step + 1} is skipped, because the norm of its gradients is"
+            f" {math.sqrt(square_sum)}",
+            file=sys.stderr,
+        )
+        return True
 
     def commit(self) -> None:
         """Wait until all closed steps and all edits of parameters are written and committed."""

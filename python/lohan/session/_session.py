@@ -119,6 +119,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             schedule=SCHEDULES.index(config.schedule),
             verify=config.verify,
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
+            accept_nan=config.on_nan == "accept",
             norms=norms,
             sums=self._accumulation.is_on,
             device=self.device.options(layout.buffer_bytes),
@@ -348,6 +349,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             )
         if self.is_waiting:
             self._give()
+            if self.config.on_nan == "skip" and self._is_skipped():
+                return
             scale = self._scale.factor() * unscale
             if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
                 scale = self._optimizer.clip_scale(self._whole_square_sum(), scale)
