@@ -170,6 +170,12 @@ static inline __attribute__((always_inline)) uint64_t words_chain(uint64_t crc, 
     return crc;
 }
 
+static inline void nans_report(const struct lh_adam_run *run, __m256 nans)
+{
+    if (run->has_nan && _mm256_movemask_ps(nans) != 0)
+        *run->has_nan = true;
+}
+
 /* Returns the number of elements updated: a multiple of 16. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
@@ -231,8 +237,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
         }
     }
 #undef FOLD
-    if (run->has_nan && _mm256_movemask_ps(nans) != 0)
-        *run->has_nan = true;
+    nans_report(run, nans);
     if (mode.folding) {
         for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
             crcs_out[stream] = lh_crc32c(UINT32_MAX, states + stream, sizeof(states[stream]));

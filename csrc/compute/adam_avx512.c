@@ -244,6 +244,12 @@ static inline __attribute__((always_inline)) __m512i params_rounded(const __m512
                                      _mm512_add_epi32(bits[1], half_place));
 }
 
+static inline void nans_report(const struct lh_adam_run *run, __mmask16 nans)
+{
+    if (run->has_nan && nans != 0)
+        *run->has_nan = true;
+}
+
 /* Returns the number of elements updated: a multiple of 32. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
@@ -309,8 +315,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
         }
     }
 #undef FOLD
-    if (run->has_nan && nans != 0)
-        *run->has_nan = true;
+    nans_report(run, nans);
     if (mode.folding)
         for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
             folds_out[stream] = states[stream];

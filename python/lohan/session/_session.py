@@ -70,6 +70,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
     # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
     _tail: torch.Tensor | None = None
     closed = False
+    _backward = "none"  # none, running, done
     apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
@@ -136,7 +137,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self.around = self.saving.stay if config.activations in POLICIES else self.saving.saved
         self._forward_init()
         self._set_callbacks()
-        self._backward = "none"  # none, running, done
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
