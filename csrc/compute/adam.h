@@ -21,6 +21,11 @@
  * 0x7FC00000, whatever NaN or operation it came from: which operand's payload survives is the only
  * respect in which IEEE arithmetic differs between instruction sets.
  *
+ * [Note: Gradients that are not finite] With a NaN or an infinity as its gradient, p becomes NaN:
+ * an infinite g makes m and sqrt(v) infinite, whose quotient is NaN. Every kernel compares p with
+ * itself to settle NaNs, so it also reports whether there was one: an instruction for each register
+ * of p, where the update waits for memory.
+ *
  * [Note: 12P] A bf16 parameter is stored as P16, its fp32 master P32 rounded to nearest with ties
  * away from zero, and the difference of their bit patterns:
  *
@@ -44,6 +49,8 @@
  */
 #ifndef LH_COMPUTE_ADAM_H
 #define LH_COMPUTE_ADAM_H
+
+#include <stdbool.h>
 
 #include "base/dtype.h"
 #include "compute/adam_states.h"
@@ -99,6 +106,7 @@ struct lh_adam_run {
     uint64_t count;
     enum lh_dtype param_dtype;    /* LH_DTYPE_F32, _BF16 or _F16 */
     enum lh_dtype gradient_dtype; /* any of the same three */
+    bool *has_nan; /* becomes true if an updated parameter is NaN; NULL: nobody asks */
 };
 
 typedef void (*lh_adam_fn)(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
@@ -208,7 +216,11 @@ struct lh_adam_chunk {
     uint32_t *moment1_checksums;
     uint32_t *moment2_checksums;
     uint32_t *scales_checksums;
+    /* Receives the first segment with a parameter that the update has made NaN, or NONE. */
+    uint32_t *nan_segment; /* NULL: nobody asks */
 };
+
+#define LH_ADAM_SEGMENT_NONE UINT32_MAX
 
 enum lh_adam_array {
     LH_ADAM_ARRAY_NONE,

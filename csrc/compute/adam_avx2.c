@@ -78,11 +78,9 @@ static inline __attribute__((always_inline)) __m256 floats_load(const void *arra
     return _mm256_loadu_ps((const float *)array + i);
 }
 
-static inline __attribute__((always_inline)) __m256i half_update(const struct lh_adam_run *run,
-                                                                 uint64_t i,
-                                                                 const struct lanes *lanes,
-                                                                 const struct mode mode,
-                                                                 __m256i *moments_written)
+static inline __attribute__((always_inline)) __m256i
+half_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes,
+            const struct mode mode, __m256i *moments_written, __m256 *nans)
 {
     __m256 g = floats_load(run->gradient, i, mode.gradient);
     __m256 m = _mm256_loadu_ps(run->moment1 + i);
@@ -105,6 +103,7 @@ static inline __attribute__((always_inline)) __m256i half_update(const struct lh
     d = _mm256_fmadd_ps(root, lanes->bias2_sqrt_inverse, lanes->eps);
     p = _mm256_fnmadd_ps(lanes->step_size, _mm256_div_ps(m, d), _mm256_mul_ps(p, lanes->decay));
 
+    *nans = _mm256_or_ps(*nans, _mm256_cmp_ps(p, p, _CMP_UNORD_Q));
     m = nan_settled(m);
     v = nan_settled(mode.roots ? root : v);
 
@@ -171,6 +170,12 @@ static inline __attribute__((always_inline)) uint64_t words_chain(uint64_t crc, 
     return crc;
 }
 
+static inline void nans_report(const struct lh_adam_run *run, __m256 nans)
+{
+    if (run->has_nan && _mm256_movemask_ps(nans) != 0)
+        *run->has_nan = true;
+}
+
 /* Returns the number of elements updated: a multiple of 16. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
@@ -182,6 +187,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     const uint64_t count = run->count / STEP_ELEMENTS * STEP_ELEMENTS;
     const uint64_t residual_bytes = lh_adam_residual_bytes(mode.param);
     __m256i states[LH_ADAM_STREAM_COUNT] = {0};
+    __m256 nans = _mm256_setzero_ps(); /* where a parameter is NaN, all bits are set */
     uint64_t moment1_crc = 0, moment2_crc = 0, residual_crc = 0; /* CRCs of the bytes read */
 
 #define FOLD(stream, word)                                                                         \
@@ -205,7 +211,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
             const uint64_t at = i + (uint64_t)half * HALF_ELEMENTS;
             __m256i written[2];
 
-            bits[half] = half_update(run, at, &lanes, mode, written);
+            bits[half] = half_update(run, at, &lanes, mode, written, &nans);
             FOLD(MOMENT1, written[0]);
             FOLD(MOMENT2, written[1]);
             if (mode.param == LH_DTYPE_F32) {
@@ -231,6 +237,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
         }
     }
 #undef FOLD
+    nans_report(run, nans);
     if (mode.folding) {
         for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
             crcs_out[stream] = lh_crc32c(UINT32_MAX, states + stream, sizeof(states[stream]));

@@ -141,9 +141,10 @@ moments_load(const struct lh_adam_run *run, const struct stored *stored, uint64_
 }
 
 /* read_out: m, v and the fp32 parameters (or their master) before the update. */
-static inline __attribute__((always_inline)) __m512i half_update(
-    const struct lh_adam_run *run, const struct stored *stored, uint64_t i,
-    const struct lanes *lanes, const struct mode mode, __m512i *read_out, __m512i *moments_written)
+static inline __attribute__((always_inline)) __m512i
+half_update(const struct lh_adam_run *run, const struct stored *stored, uint64_t i,
+            const struct lanes *lanes, const struct mode mode, __m512i *read_out,
+            __m512i *moments_written, __mmask16 *nans)
 {
     __m512 g = floats_load(run->gradient, i, mode.gradient);
     __m512 m, v, p, d, root;
@@ -168,6 +169,7 @@ static inline __attribute__((always_inline)) __m512i half_update(
     root = _mm512_sqrt_ps(v);
     d = _mm512_fmadd_ps(root, lanes->bias2_sqrt_inverse, lanes->eps);
     p = _mm512_fnmadd_ps(lanes->step_size, _mm512_div_ps(m, d), _mm512_mul_ps(p, lanes->decay));
+    *nans |= _mm512_cmp_ps_mask(p, p, _CMP_UNORD_Q);
     if (mode.states == LH_ADAM_STATES_BF16) {
         __m512i random = _mm512_loadu_si512(stored->random + i);
 
@@ -242,6 +244,12 @@ static inline __attribute__((always_inline)) __m512i params_rounded(const __m512
                                      _mm512_add_epi32(bits[1], half_place));
 }
 
+static inline void nans_report(const struct lh_adam_run *run, __mmask16 nans)
+{
+    if (run->has_nan && nans != 0)
+        *run->has_nan = true;
+}
+
 /* Returns the number of elements updated: a multiple of 32. */
 static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
                                                            const struct lh_adam_scalars *scalars,
@@ -253,6 +261,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     const __m512i low_words = word_indices(0);
     const uint64_t count = run->count / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
     __m512i states[LH_ADAM_STREAM_COUNT] = {0};
+    __mmask16 nans = 0;
 
 #define FOLD(stream, word)                                                                         \
     (states[LH_ADAM_STREAM_##stream] =                                                             \
@@ -269,7 +278,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
             const uint64_t at = i + (uint64_t)half * HALF_ELEMENTS;
             __m512i read[3];
 
-            bits[half] = half_update(run, stored, at, &lanes, mode, read, written[half]);
+            bits[half] = half_update(run, stored, at, &lanes, mode, read, written[half], &nans);
             FOLD(MOMENT1_READ, read[0]);
             FOLD(MOMENT2_READ, read[1]);
             FOLD(MOMENT1, written[half][0]);
@@ -306,6 +315,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
         }
     }
 #undef FOLD
+    nans_report(run, nans);
     if (mode.folding)
         for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
             folds_out[stream] = states[stream];

@@ -50,6 +50,7 @@ struct walk {
     const struct lh_adam_chunk *chunk;
     bool checksums; /* whether any checksums are checked or stored; if not, none are computed */
     uint64_t align; /* pieces begin and end at multiples: of a block, or 1 if moments are fp32 */
+    bool *has_nan;  /* as in struct lh_adam_run */
     struct stream streams[STREAM_COUNT];
 };
 
@@ -83,6 +84,7 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
         .count = count,
         .param_dtype = chunk->param_dtype,
         .gradient_dtype = segment->gradient_dtype,
+        .has_nan = walk->has_nan,
     };
 }
 
@@ -315,6 +317,13 @@ static int blocks_end(struct walk *walk, uint64_t end, struct lh_adam_mismatch *
     return walk->chunk->scales ? scales_end(walk, end, mismatch_out) : 0;
 }
 
+/* Report the first segment with a NaN, and stop looking for others. */
+static void nan_found(struct walk *walk, uint32_t segment)
+{
+    *walk->chunk->nan_segment = segment;
+    walk->has_nan = NULL;
+}
+
 static int chunk_walk(struct walk *walk, struct lh_adam_mismatch *mismatch_out)
 {
     const struct lh_adam_chunk *chunk = walk->chunk;
@@ -341,6 +350,8 @@ static int chunk_walk(struct walk *walk, struct lh_adam_mismatch *mismatch_out)
 
                 end = lh_min_u64(lh_align_up(segment_end, walk->align), window_end);
                 segment_piece(walk, segment, first, end);
+                if (walk->has_nan && *walk->has_nan)
+                    nan_found(walk, s);
                 s += end >= segment_end;
             }
             first = end;
@@ -415,8 +426,13 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
             },
     };
     fenv_t environment;
+    bool has_nan = false;
     int rc;
 
+    if (chunk->nan_segment) {
+        *chunk->nan_segment = LH_ADAM_SEGMENT_NONE;
+        walk.has_nan = &has_nan;
+    }
     chunk_assert(chunk, walk.align);
     if (!kernel)
         lh_adam_kernels(&walk.kernel);

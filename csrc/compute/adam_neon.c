@@ -83,11 +83,9 @@ static inline void bits_store(void *array, uint64_t i, uint32x4_t bits)
 }
 
 /* Returns the masters' bits. */
-static inline __attribute__((always_inline)) uint32x4_t quad_update(const struct lh_adam_run *run,
-                                                                    uint64_t i,
-                                                                    const struct lanes *lanes,
-                                                                    const struct mode mode,
-                                                                    uint32x4_t *moments_written)
+static inline __attribute__((always_inline)) uint32x4_t
+quad_update(const struct lh_adam_run *run, uint64_t i, const struct lanes *lanes,
+            const struct mode mode, uint32x4_t *moments_written, uint32x4_t *numbers)
 {
     float32x4_t g = floats_load(run->gradient, i, mode.gradient);
     float32x4_t m = floats_load(run->moment1, i, LH_DTYPE_F32);
@@ -110,6 +108,7 @@ static inline __attribute__((always_inline)) uint32x4_t quad_update(const struct
     d = vfmaq_f32(lanes->eps, root, lanes->bias2_sqrt_inverse);
     p = vfmsq_f32(vmulq_f32(p, lanes->decay), lanes->step_size, vdivq_f32(m, d));
 
+    *numbers = vandq_u32(*numbers, vceqq_f32(p, p));
     moments_written[0] = nan_settled(m);
     moments_written[1] = nan_settled(mode.roots ? root : v);
     bits_store(run->moment1, i, moments_written[0]);
@@ -189,6 +188,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     const uint64_t count = run->count / STEP_ELEMENTS * STEP_ELEMENTS;
     uint8x16_t states[LH_ADAM_STREAM_COUNT] = {0};
     struct read_crcs reads = {0};
+    uint32x4_t numbers = vdupq_n_u32(UINT32_MAX); /* where a parameter is NaN, all bits are 0 */
 
 #define FOLD(stream, word)                                                                         \
     (states[LH_ADAM_STREAM_##stream] =                                                             \
@@ -208,7 +208,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                 const uint64_t at = i + quad * QUAD_ELEMENTS;
                 uint32x4_t written[2];
 
-                bits[quad] = quad_update(run, at, &lanes, mode, written);
+                bits[quad] = quad_update(run, at, &lanes, mode, written, &numbers);
                 FOLD(MOMENT1, vreinterpretq_u8_u32(written[0]));
                 FOLD(MOMENT2, vreinterpretq_u8_u32(written[1]));
                 if (mode.param == LH_DTYPE_F32) {
@@ -235,6 +235,8 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
         }
     }
 #undef FOLD
+    if (run->has_nan && vminvq_u32(numbers) == 0)
+        *run->has_nan = true;
     if (mode.folding) {
         for (int stream = LH_ADAM_STREAM_PARAM; stream < LH_ADAM_STREAM_COUNT; stream++)
             crcs_out[stream] = lh_crc32c(UINT32_MAX, states + stream, sizeof(states[stream]));

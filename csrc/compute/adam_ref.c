@@ -99,6 +99,7 @@ static void param_store(const struct lh_adam_run *run, uint64_t index, uint32_t 
 static void update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool roots)
 {
     LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
+    bool has_nan = false;
 
     for (uint64_t i = 0; i < run->count; i++) {
         float g = gradient_load(run, i) * scalars->gradient_scale;
@@ -116,7 +117,10 @@ static void update(const struct lh_adam_run *run, const struct lh_adam_scalars *
         store_u32(run->moment1, i, bits_to_write(m));
         store_u32(run->moment2, i, bits_to_write(roots ? root : v));
         param_store(run, i, bits_to_write(p));
+        has_nan |= isnan(p);
     }
+    if (has_nan && run->has_nan)
+        *run->has_nan = true;
 }
 
 void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)

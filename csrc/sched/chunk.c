@@ -216,6 +216,28 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     lh_core_fail(engine, &err);
 }
 
+/*
+ * [Note: Refused NaNs] Nothing of the step is committed after this, because the engine has failed.
+ * Commits of earlier steps are not lost: no update is computed while one is under way.
+ */
+static void nan_fail(struct lh_engine *engine, const struct lh_slab *slab)
+{
+    const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    LH_ASSERT(slab->nan_segment < slab->adam.segment_count);
+    uint64_t first = chunk->first + slab->segments[slab->nan_segment].first;
+    uint32_t param = unit->desc.param_first;
+    struct lh_error err = {0};
+    while (first >= engine->params[param].first + engine->params[param].count)
+        param++;
+    LH_ASSERT(param < unit->desc.param_first + unit->desc.param_count);
+    lh_error_set(&err, -EDOM,
+                 "param %u has a gradient that is not finite (NaN or infinity) in step %" PRIu64
+                 ", or was NaN before it: the update made it NaN and was discarded",
+                 param, lh_core_step(engine));
+    lh_core_fail(engine, &err);
+}
+
 static void computed(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_slab *slab = job->exec.context;
@@ -225,6 +247,10 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
     lh_slab_job_account(engine, job, LH_ENGINE_TRACE_UPDATE);
     if (slab->result < 0) {
         mismatch_fail(engine, slab);
+        return;
+    }
+    if (slab->nan_segment != LH_ADAM_SEGMENT_NONE) {
+        nan_fail(engine, slab);
         return;
     }
     LH_FEATURE_CALL(engine, chunk_consumed, chunk);
@@ -280,7 +306,9 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .moment1_checksums = checksums[1],
         .moment2_checksums = checksums[2],
         .scales_checksums = checksums[3],
+        .nan_segment = engine->opts.accept_nan ? NULL : &slab->nan_segment,
     };
+    slab->nan_segment = LH_ADAM_SEGMENT_NONE;
 }
 
 void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)

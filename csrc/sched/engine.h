@@ -185,6 +185,7 @@ struct lh_engine_opts {
     enum lh_engine_schedule schedule;
     bool norms;           /* lh_engine_norm() is called in each step; needs every update deferred */
     bool verify;          /* verify the checksums of what is read */
+    bool accept_nan;      /* an update may make a parameter NaN; otherwise the engine fails */
     uint32_t trace_count; /* number of trace events that are kept; 0: no trace */
     bool manual;          /* no thread: the caller drives lh_engine_poll() (simulators, tests) */
 };

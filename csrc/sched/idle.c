@@ -186,6 +186,7 @@ void lh_idle_run(struct lh_slab *slab)
     for (uint32_t begin = 0; begin < owed && slab->result == 0; begin += STEPS_PER_PASS) {
         uint32_t end = begin + STEPS_PER_PASS < owed ? begin + STEPS_PER_PASS : owed;
         struct lh_adam_chunk adam = slab->adam;
+        adam.nan_segment = NULL; /* no gradient can be the cause */
         adam.segment_count = segments_fill(slab, scalars, begin, end);
         if (begin > 0)
             expect_nothing(&adam);

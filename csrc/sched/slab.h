@@ -41,6 +41,7 @@ struct lh_slab {
     /* where a feature's job writes the checksums of its output */
     uint32_t *checksums;
     struct lh_adam_mismatch mismatch;
+    uint32_t nan_segment; /* as in struct lh_adam_chunk, if such updates are refused */
     int result;
 };
 

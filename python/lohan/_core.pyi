@@ -71,6 +71,7 @@ class Engine:
         schedule: int,
         verify: bool,
         trace_count: int,
+        accept_nan: bool,
         norms: bool,
         sums: bool,
         device: tuple[Any, ...],

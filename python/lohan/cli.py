@@ -15,11 +15,10 @@ import click
 from rich.console import Console
 
 from lohan.commands import _cli_stores
+from lohan.commands._cli_types import EXIT_INTERRUPTED, Group, OneOf, Size, Sweep
 from lohan.common import _units
-from lohan.errors import LohanError
 
 HELP = {"help_option_names": ["-h", "--help"]}
-EXIT_INTERRUPTED = 130
 STATUSES = """Exit status: 0: success. 1: an error, which is printed (a lohan error, or a problem
 that doctor reports as needed). 2: the command line is invalid. 130: interrupted (Ctrl-C)."""
 
@@ -32,40 +31,7 @@ def _write_json(value: Any, path: Path | None) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-class _Group(click.Group):
-    """A command group that prints lohan's errors as sentences, without a traceback."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except LohanError as error:
-            # The message is complete without the "[Errno 2]" prefix, which is for programs.
-            said = error.strerror if isinstance(error, OSError) else None
-            raise click.ClickException(said or str(error)) from error
-        except BrokenPipeError:
-            raise  # the reader closed the pipe: click exits quietly
-        except OSError as error:  # for example: file not writable, disk full
-            raise click.ClickException(str(error)) from error
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            sys.exit(EXIT_INTERRUPTED)
-
-
-class _Size(click.ParamType[int]):
-    """A click parameter for sizes: a number of bytes, "16GB" or "16GiB"."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: Any, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return _units.size(param.opts[0] if param is not None else "size", value)
-        except LohanError as error:
-            self.fail(str(error), param, ctx)
-
-
-@click.group(cls=_Group, context_settings=HELP, epilog=STATUSES)
+@click.group(cls=Group, context_settings=HELP, epilog=STATUSES)
 @click.version_option(package_name="lohan")
 def main() -> None:
     """Fine-tune models larger than main memory, with parameters and optimizer states on SSD."""
@@ -148,7 +114,7 @@ def trace(file: Path, json_wanted: bool) -> None:
 @click.option(
     "--host-bytes",
     default=None,
-    type=_Size(),
+    type=Size(),
     help="Memory budget, for example 1GB. [default: 300 MB]",
 )
 @click.option(
@@ -208,7 +174,14 @@ def demo(
 
 def _step_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that `simulate` and `plan` share."""
-    for option in (
+    for option in (*_step(), *_load())[::-1]:
+        command = option(command)
+    return command
+
+
+def _step() -> tuple[Callable[..., Any], ...]:
+    """Return the options of a step, and of how it is shown."""
+    return (
         click.option("--seq", default=1024, show_default=True, type=POSITIVE, help=SEQ_HELP),
         click.option(
             "--set",
@@ -221,18 +194,24 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
             "--policy",
             default="auto",
             show_default=True,
+            type=OneOf("lohan.planning._policies", "names"),
             help="auto, or a policy from a paper: zero, capuchin, g10, cpu_act, naive, fuyou,"
             " lohan, checkmate.",
         ),
-        click.option("--schedule", help="As in lohan.wrap. [default: the policy's schedule]"),
+        click.option(
+            "--schedule",
+            type=OneOf("lohan.config", "SCHEDULES"),
+            help="As in lohan.wrap. [default: the policy's schedule]",
+        ),
         click.option(
             "--commit-every",
-            type=int,
+            type=POSITIVE,
             help="Steps between commits. [default: 1; with policy auto: rare enough to cost 0.5 %]",
         ),
         click.option(
             "--sweep",
             metavar="NAME=VALUES",
+            type=Sweep(),
             help="Simulate once for each value, for example ssd_count=1..12 or batch=8,16,32.",
         ),
         click.option(
@@ -240,6 +219,12 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Path(path_type=Path),
             help="Plot the sweep; without --sweep, step time against swapped bytes and a timeline.",
         ),
+    )
+
+
+def _load() -> tuple[Callable[..., Any], ...]:
+    """Return the options of the GPUs and of what they train."""
+    return (
         click.option("--nodes", type=POSITIVE, help="Nodes (machines) that train together."),
         click.option("--gpus", type=POSITIVE, help="GPUs of a node."),
         click.option(
@@ -250,11 +235,14 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--order",
+            type=OneOf("lohan.simulate", "ORDERS"),
             help="Order of the micro-batches, as in lohan.wrap: horizontal or vertical."
             " [default: horizontal]",
         ),
         click.option(
-            "--states", help="Moments, as in lohan.wrap: fp32, bf16 or 8bit. [default: fp32]"
+            "--states",
+            type=OneOf("lohan.layout._block", "STATES"),
+            help="Moments, as in lohan.wrap: fp32, bf16 or 8bit. [default: fp32]",
         ),
         click.option(
             "--adapter-params",
@@ -264,17 +252,17 @@ def _step_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--base",
+            type=OneOf("lohan.planning._base", "NAMES"),
             help="With --adapter-params: format of the frozen parameters' files: bf16, nf4, fp8,"
             " mxfp4, nvfp4, q8_0, q4_k or q6_k. [default: bf16]",
         ),
         click.option(
             "--loss",
+            type=OneOf("lohan.planning._plan", "LOSSES"),
             help="logits, or linear_cross_entropy, which does not hold them. [default: logits]",
         ),
         click.option("--json", "json_wanted", is_flag=True, help="Write JSON."),
-    )[::-1]:
-        command = option(command)
-    return command
+    )
 
 
 def _with_world(machine: Any, words: dict[str, Any]) -> Any:
@@ -366,11 +354,17 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
 @click.option(
     "--zeroth",
     metavar="POLICY",
+    type=OneOf("lohan.planning._simulate_zeroth", "POLICIES"),
     help="Simulate a zeroth-order step: zo2, mezo, no_overlap, no_reuse or no_deferred.",
 )
-@click.option("--dtype", help="With --zeroth: fp32, fp16 or amp. [default: fp32]")
+@click.option(
+    "--dtype",
+    type=OneOf("lohan.planning._simulate_zeroth", "DTYPES"),
+    help="With --zeroth: fp32, fp16 or amp. [default: fp32]",
+)
 @click.option(
     "--link",
+    type=OneOf("lohan.planning._simulate_zeroth", "LINKS"),
     help="With --zeroth: format in which blocks cross the link: fp32, fp16, bf16 or fp8."
     " [default: the format in which they are stored]",
 )
@@ -381,6 +375,7 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
 )
 @click.option(
     "--division",
+    type=OneOf("lohan.planning._mirror", "DIVISIONS"),
     help="With --mirror: how nodes divide the optimizer's states, shards or whole."
     " [default: shards]",
 )

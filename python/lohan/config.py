@@ -25,8 +25,9 @@ _RARELY = 1 << 62
 class Config:
     """Settings of a session that are independent of the optimizer's algorithm.
 
-    None of them changes the numbers that training computes. Sizes in bytes may also be strings:
-    "16GB" (units of 1000^3 bytes), "16GiB" (1024^3), "500MB".
+    None of them changes the numbers that training computes, except `on_nan` if gradients are not
+    finite. Sizes in bytes may also be strings: "16GB" (units of 1000^3 bytes), "16GiB" (1024^3),
+    "500MB".
 
     Attributes:
         host_bytes: main memory for parameters, optimizer states and gradients in transit, in
@@ -67,6 +68,13 @@ class Config:
             The numbers are the same.
         loss_scaling: True if torch.amp.GradScaler scales the loss. Updates then wait for `step()`,
             as with accumulate, and for the norm that shows whether a gradient overflowed.
+        on_nan: what a step does whose gradients are not finite (NaN or infinity). "raise": the
+            session ends with a NonFiniteError that names the parameter and the step, which is not
+            committed: training can be resumed from the last commit. If the norm of all gradients is
+            computed (max_grad_norm, loss_scaling), the error comes in `step()` before any update,
+            so that zero_grad() discards the step, and training can continue. "skip": `step()`
+            discards the step and prints a line; this needs the norm, and so a schedule whose
+            updates wait for `step()`. "accept": as in torch, the parameter becomes NaN.
         activations: what autograd keeps of a block's forward. "keep": everything that operations
             save. "recompute": only the block's inputs; the rest is recomputed in backward (one more
             forward per step, with torch's generators, autocast and buffers restored to their state
@@ -165,6 +173,7 @@ class Config:
     accumulate: int | Literal["manual"] = 1
     order: Literal["horizontal", "vertical", "auto"] = "horizontal"
     loss_scaling: bool = False
+    on_nan: Literal["raise", "skip", "accept"] = "raise"
     activations: str | Mapping[str, str] = "keep"
     profile: Literal["reuse", "again"] = "reuse"
     swap_bytes: int | None = None

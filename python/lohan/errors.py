@@ -124,6 +124,10 @@ class FrozenParameterError(StepError):
     """A parameter that was frozen when the model was wrapped now requires a gradient."""
 
 
+class NonFiniteError(StepError, FloatingPointError):
+    """A gradient is NaN or infinite; the store stays at its last commit."""
+
+
 class GradientError(StepError):
     """A gradient is of a kind that the optimizer does not support (sparse, float64, ...)."""
 
@@ -184,6 +188,7 @@ _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.EILSEQ: ChecksumError,
     errno.EBADMSG: StoreMismatchError,
     errno.ESTALE: StaleGraphError,
+    errno.EDOM: NonFiniteError,
 }
 
 # The rules of a training step that the binding checks: each code identifies one rule.
@@ -203,9 +208,17 @@ _RULE_HINTS: dict[int, str] = {
     errno.ESTALE: "run the forward again after step() (in a GAN's loop the discriminator's)",
 }
 
+_ENGINE_HINTS: dict[int, str] = {
+    errno.ESTALE: _RULE_HINTS[errno.ESTALE],
+    errno.EDOM: "the store is at its last commit, without this step: wrap again with resume=True"
+    " and other batches, a lower learning rate or max_grad_norm=. on_nan='accept' trains on, as"
+    " torch does; on_nan='skip' leaves such steps out",
+}
+
 _HINTS: dict[int, str] = {
     errno.EEXIST: "pass resume=True to resume it",
     errno.ENOENT: "pass the directories that store= had, or omit resume=True to create a store",
+    errno.EXDEV: "pass exactly the directories that the store was created with",
     errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
     errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
 }
@@ -296,7 +309,6 @@ def engine_raiser(
             return _make(_RULE_BY_CODE, _RULE_HINTS, code, text)
         if _is_disk_full(code, text):
             return _make({}, {errno.ENOSPC: "free space there, then resume the store"}, code, text)
-        stale = {errno.ESTALE: _RULE_HINTS[errno.ESTALE]}
-        return _make(_ENGINE_BY_CODE, stale, code, text)
+        return _make(_ENGINE_BY_CODE, _ENGINE_HINTS, code, text)
 
     return raiser

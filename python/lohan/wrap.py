@@ -33,8 +33,8 @@ from lohan.errors import (
 from lohan.layout import _in_place
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
-from lohan.replicas import _join, _places
-from lohan.session import _adopt, _division, _notes, _order, _settings
+from lohan.replicas import _join
+from lohan.session import _adopt, _division, _notes, _order, _replaced, _settings
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
@@ -217,7 +217,6 @@ class _Opening:
             else:
                 self.layout.about = _export.about(self.model, self.layout)
                 self.layout.about |= self.shared.about
-                _directories.say_parents([_places.base_of(name) for name in directories])
                 store = _store.create(
                     self.layout, extents, directories, self.config, temporary=where is None
                 )
@@ -292,7 +291,8 @@ class _Opening:
                 " (removed at exit; pass store= to keep it)",
                 file=sys.stderr,
             )
-        _notes.say(session, self.optimizer.origin)
+        self.optimizer.replaced = _replaced.Replaced(session, self.optimizer)
+        _notes.say(session, self.optimizer.replaced.notes)
         _device.say_gpu(self.config)
         _buffers.say_rounded(self.model)
         return session
@@ -354,7 +354,9 @@ class _Opening:
             directories,
             self.group_of,
             len(self.optimizer.param_groups),
-            norms=self.optimizer.max_grad_norm is not None or self.config.loss_scaling,
+            norms=self.optimizer.max_grad_norm is not None
+            or self.config.loss_scaling
+            or self.config.on_nan == "skip",
             device=device,
             room=self.room,
         )
@@ -474,6 +476,7 @@ def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) ->
     guard.install()
     object.__setattr__(model, "lohan", session)
     object.__setattr__(model, "optimizer", optimizer)
+    optimizer.outside = guard.outside
     object.__setattr__(model, "no_sync", session.no_sync)
     if isinstance(session, ZerothSession):
         object.__setattr__(model, "zo_step", session.step_of(model))
@@ -516,7 +519,7 @@ def _find(
     """
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
-        _directories.check(_directories.directories_of(store))
+        _directories.check(_directories.directories_of(store), config)
         meta = _store.read_meta(_directories.directories_of(store), config, open_at)
         found = _in_place.of_store(meta, model, place)
         return _zo_setup.find(zeroth, found, meta), meta.get("units", [])

@@ -133,6 +133,22 @@ static const struct lh_adam_kernel *kernel_ref(void)
     return kernels + count - 1;
 }
 
+/* Whether a parameter (fp16: its master) from first on is NaN, which has a residual of 0. */
+static bool has_nan(const struct arrays *arrays, uint64_t first, uint64_t count,
+                    enum lh_dtype dtype)
+{
+    uint64_t bytes = dtype == LH_DTYPE_BF16 ? 2 : 4;
+    const char *masters = array_of(arrays, dtype == LH_DTYPE_F16 ? RESIDUAL : PARAM);
+
+    for (uint64_t i = first; i < first + count; i++) {
+        uint32_t bits = 0;
+        memcpy((char *)&bits + 4 - bytes, masters + i * bytes, bytes);
+        if ((bits & 0x7FFFFFFF) > 0x7F800000)
+            return true;
+    }
+    return false;
+}
+
 /* Run every kernel on copies of start, guards included. */
 static void kernels_check(const struct arrays *start, uint64_t count, size_t mode)
 {
@@ -146,8 +162,11 @@ static void kernels_check(const struct arrays *start, uint64_t count, size_t mod
     for (int k = 0; k < kernel_count; k++) {
         struct arrays actual = arrays_copy(start);
 
+        bool is_found = false;
         run = run_of(&actual, count, mode);
+        run.has_nan = &is_found;
         kernels[k].run(&run, &scalars);
+        LH_CHECK(is_found == has_nan(&expected, 0, count, dtypes[mode][0]));
         if (!arrays_equal(&expected, &actual))
             fprintf(stderr, "kernel %s, mode %zu, count %" PRIu64 "\n", kernels[k].name, mode,
                     count);
@@ -161,7 +180,7 @@ static void test_kernels_counts_and_alignments(void)
 {
     static const uint64_t offsets[] = {0, 4, 36, 1, 2, 63};
 
-    lh_test_name("every kernel writes the definition's bits, at any count and alignment");
+    lh_test_name("every kernel writes the definition's bits, at any count, and reports NaNs");
     for (size_t mode = 0; mode < LH_COUNT_OF(dtypes); mode++)
         for (uint64_t count = 0; count <= 200; count += lh_test_is_sample() && count > 66 ? 19 : 1)
             for (size_t o = 0; o < LH_COUNT_OF(offsets); o++) {
@@ -270,8 +289,8 @@ static void test_rule(void)
         struct lh_adam_scalars scalars = lh_adam_scalars_make(&hyper, step, 0.5);
         float gradient = (float)sin((double)step) * 0.1f;
         double g = 0.5 * (double)gradient;
-        struct lh_adam_run run = {&p32, NULL, &m32, &v32, &gradient, 1, LH_DTYPE_F32, LH_DTYPE_F32};
-
+        struct lh_adam_run run = {&p32, NULL,         &m32,         &v32, &gradient,
+                                  1,    LH_DTYPE_F32, LH_DTYPE_F32, NULL};
         kernel_ref()->run(&run, &scalars);
         p *= 1 - hyper.lr * hyper.weight_decay;
         m = hyper.beta1 * m + (1 - hyper.beta1) * g;
@@ -396,6 +415,7 @@ static void chunk_check(const struct arrays *start, uint64_t count, enum lh_dtyp
     struct lh_adam_segment segments[SEGMENT_COUNT_MAX];
     struct arrays expected = arrays_copy(start);
     uint32_t segment_count = segments_cut(segments, start, count, &seed);
+    uint32_t first_nan = LH_ADAM_SEGMENT_NONE;
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
 
@@ -412,6 +432,8 @@ static void chunk_check(const struct arrays *start, uint64_t count, enum lh_dtyp
         run.gradient = segment->gradient;
         run.gradient_dtype = segment->gradient_dtype;
         kernel_ref()->run(&run, &segment->scalars);
+        if (s < first_nan && has_nan(&expected, segment->first, segment->count, dtype))
+            first_nan = s;
     }
     crcs_of(&expected, count, dtype, after);
     for (int k = 0; k < kernel_count; k++) {
@@ -420,10 +442,13 @@ static void chunk_check(const struct arrays *start, uint64_t count, enum lh_dtyp
         struct lh_adam_chunk chunk = chunk_of(&actual, count, dtype, before, made);
         struct lh_adam_mismatch mismatch;
 
+        uint32_t nan_segment = 0;
         chunk.segments = segments;
         chunk.segment_count = segment_count;
+        chunk.nan_segment = &nan_segment;
         LH_CHECK(lh_adam_chunk_update(kernels + k, &chunk, &mismatch) == 0);
         LH_CHECK(mismatch.array == LH_ADAM_ARRAY_NONE);
+        LH_CHECK(nan_segment == first_nan);
         LH_CHECK(arrays_equal(&expected, &actual));
         for (int array = 0; array < GRADIENT; array++) {
             uint64_t bytes = count * element_bytes_of(dtype, array);

@@ -135,18 +135,24 @@ static uint32_t segments_cut(struct lh_adam_segment *segments, const float *grad
     return s;
 }
 
-/* The definition of a chunk's update: decode everything, update each segment, encode it alone. */
-static void chunk_define(struct arrays *arrays, enum lh_dtype dtype, enum lh_adam_states states,
-                         uint64_t count, const struct lh_adam_segment *segments,
-                         uint32_t segment_count)
+/*
+ * The definition of a chunk's update: decode everything, update each segment, encode it alone.
+ * Returns the first segment whose update makes a parameter NaN, or LH_ADAM_SEGMENT_NONE.
+ */
+static uint32_t chunk_define(struct arrays *arrays, enum lh_dtype dtype, enum lh_adam_states states,
+                             uint64_t count, const struct lh_adam_segment *segments,
+                             uint32_t segment_count)
 {
     float *m = bytes_create(count * 4), *v = bytes_create(count * 4);
     struct lh_adam_moments moments = {
         states, arrays->at[MOMENT1], arrays->at[MOMENT2],
         states == LH_ADAM_STATES_8BIT ? (struct lh_adam_scales *)arrays->at[SCALES] : NULL};
 
+    uint32_t first_nan = LH_ADAM_SEGMENT_NONE;
+
     lh_adam_states_decode(kernel_ref()->states, &moments, m, v, count);
     for (uint32_t s = 0; s < segment_count; s++) {
+        bool has_nan = false;
         uint64_t first = segments[s].first, bytes = lh_adam_moment_bytes(states);
         struct lh_adam_run run = {
             .param = arrays->at[PARAM] + first * lh_dtype_bytes(dtype),
@@ -159,6 +165,7 @@ static void chunk_define(struct arrays *arrays, enum lh_dtype dtype, enum lh_ada
             .count = segments[s].count,
             .param_dtype = dtype,
             .gradient_dtype = LH_DTYPE_F32,
+            .has_nan = &has_nan,
         };
         struct lh_adam_moments part = {states, (char *)moments.moment1 + first * bytes,
                                        (char *)moments.moment2 + first * bytes,
@@ -169,9 +176,12 @@ static void chunk_define(struct arrays *arrays, enum lh_dtype dtype, enum lh_ada
         lh_adam_states_encode(kernel_ref()->states, &part, m + first, v + first,
                               segments[s].param_first, lh_align_up(run.count, BLOCK),
                               &segments[s].random);
+        if (has_nan && first_nan == LH_ADAM_SEGMENT_NONE)
+            first_nan = s;
     }
     free(m);
     free(v);
+    return first_nan;
 }
 
 /* Compute the checksums of all arrays. */
@@ -229,7 +239,7 @@ static void chunk_check(enum lh_dtype dtype, enum lh_adam_states states, uint64_
     int kernel_count = lh_adam_kernels(&kernels);
 
     checksums_make(&start, dtype, states, count, before);
-    chunk_define(&expected, dtype, states, count, segments, segment_count);
+    uint32_t first_nan = chunk_define(&expected, dtype, states, count, segments, segment_count);
     checksums_make(&expected, dtype, states, count, after);
     for (int k = 0; k < 2 * kernel_count; k++) {
         uint32_t made[ARRAY_COUNT][CHECKSUM_COUNT_MAX] = {0};
@@ -238,13 +248,16 @@ static void chunk_check(enum lh_dtype dtype, enum lh_adam_states states, uint64_
         struct lh_adam_chunk chunk =
             chunk_of(&actual, dtype, states, count, checks ? before : NULL, checks ? made : NULL);
         struct lh_adam_mismatch mismatch;
+        uint32_t nan_segment = 0;
 
         chunk.segments = segments;
         chunk.segment_count = segment_count;
+        chunk.nan_segment = &nan_segment;
         fp_environment_spoil();
         LH_CHECK(lh_adam_chunk_update(kernels + k % kernel_count, &chunk, &mismatch) == 0);
         LH_CHECK(fp_environment_is_spoilt());
         fesetenv(FE_DFL_ENV);
+        LH_CHECK(nan_segment == first_nan);
         LH_CHECK(arrays_equal(&expected, &actual, dtype, states, count));
         for (int array = 0; checks && array < ARRAY_COUNT; array++) {
             uint64_t each = array == SCALES ? LH_ADAM_SCALES_ELEMENTS / 16 : LH_CHECKSUM_BYTES;

@@ -158,7 +158,8 @@ def test_an_fp16_gradient_that_overflows_is_refused_by_its_norm_and_else_trained
         master.grad = param.grad.float()
     torch.optim.AdamW(masters).step()
     for norm in (None, 1.0):
-        model = lohan.wrap(nn.Linear(8, 4).half(), store=store_dir / str(norm), max_grad_norm=norm)
+        store = store_dir / str(norm)
+        model = lohan.wrap(nn.Linear(8, 4).half(), store=store, max_grad_norm=norm, on_nan="accept")
         before = dict(model.state_dict())
         overflow(model)
         if norm:

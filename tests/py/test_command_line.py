@@ -78,6 +78,39 @@ def test_python_m_lohan_is_lohan() -> None:
     assert " ".join(answer.stdout.split()).endswith(" ".join(cli.STATUSES.split()))
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "kind", "said"),
+    [
+        (("inspect", "/no/such/store"), 1, "StoreError", "there is no store: /no/such/store/"),
+        (("simulate", "--model", "gpt-14b"), 1, "ModelError", "unknown model 'gpt-14b'"),
+        (("trace", "/no/such/file"), 1, "TraceError", "/no/such/file"),
+        (("inspect",), 2, "MissingParameter", "STORE"),
+        (("plan", "--model", "opt-1.3b", "--batch", "0"), 2, "BadParameter", "x>=1"),
+        (("plan",), 2, "UsageError", "--largest"),
+    ],
+)
+def test_an_error_with_json_is_one_object_on_stdout(
+    words: tuple[str, ...], status: int, kind: str, said: str
+) -> None:
+    answer = run(*words, "--json")
+    found = json.loads(answer.stdout)
+    assert found.keys() == {"error"} and found["error"].keys() == {"type", "message"}
+    assert found["error"]["type"] == kind and said in found["error"]["message"]
+    assert answer.exit_code == status and "Error: " in answer.stderr
+    plain = run(*words)
+    assert plain.stdout == "" and plain.exit_code == status
+    assert plain.stderr == answer.stderr
+
+
+def test_the_errors_of_a_command_whose_json_is_a_file_are_text(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = tmp_path / "full"
+    store.mkdir()
+    (store / "other").write_text("")
+    answer = run("demo", "--store", str(store), "--json", str(tmp_path / "numbers.json"))
+    assert answer.exit_code == 1 and answer.stdout == "" and "is not empty" in answer.stderr
+
+
 def test_exit_statuses_are_those_that_help_says(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

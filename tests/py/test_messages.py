@@ -166,8 +166,9 @@ def test_a_session_and_its_stats_say_what_they_are_before_and_after_a_step(
     for resume, before in ((False, 0), (True, 1)):
         model = lohan.wrap(_net(), store=store_dir, resume=resume)
         said = repr(model.lohan)
-        for part in ("open", f"step {before}", "4 parameters", str(store_dir), "'cpu'", "GB"):
+        for part in ("open", f"step {before}", "4 parameters (8,320 elements)", "'cpu'", " MB>"):
             assert part in said
+        assert f"store {store_dir}, host memory" in said
         stats = model.lohan.stats()
         assert (stats.step, stats.read_bytes, stats.written_bytes, stats.wall_ns) == (0, 0, 0, 0)
         assert "no step of this session" in str(stats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import errno
 import os
 import pathlib
 import shutil
@@ -13,7 +13,13 @@ import lohan
 import program_server
 import pytest
 import torch
-from lohan.errors import StaleGraphError, StaleStateError, StoreError, StoreMismatchError
+from lohan.errors import (
+    StaleGraphError,
+    StaleStateError,
+    StoreError,
+    StoreExistsError,
+    StoreMismatchError,
+)
 from rules_helper import (
     Stack,
     Workshop,
@@ -27,7 +33,6 @@ from torch import nn
 
 __all__ = ["workshop"]
 
-wrap_module = importlib.import_module("lohan.wrap")  # the attribute lohan.wrap is the function
 HERE = pathlib.Path(__file__).resolve().parent
 State = dict[str, torch.Tensor]
 
@@ -341,14 +346,21 @@ def test_buffers_of_an_older_step_are_stale_too(workshop: Workshop) -> None:
 # --- What is said --------------------------------------------------------------------------------
 
 
-def test_a_close_after_a_backward_says_that_the_step_is_forgotten(
+def test_a_close_after_backwards_says_how_many_are_forgotten(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = workshop.wrap(build())
     train_step(model, 0)
     square_loss(model, 1).backward()
     model.lohan.close()
-    assert "that step is discarded, and the store is at step 1" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "the gradients of 1 backward are dropped" in said
+    assert "that step is discarded, and the store is at step 1" in said
+    model = workshop.wrap(build(), accumulate=4)
+    for step in range(3):
+        square_loss(model, step).backward()
+    model.lohan.close()
+    assert "the gradients of 3 backwards are dropped" in capfd.readouterr().err
     model = workshop.wrap(build())
     train_step(model, 0)
     square_loss(model, 1)
@@ -360,7 +372,7 @@ def test_directories_that_the_store_does_not_have_are_named(workshop: Workshop) 
     model = workshop.wrap(build())
     model.lohan.close()
     (workshop.folder / "other").mkdir()
-    with pytest.raises(StoreError, match=r"store0 has a store.*other has none") as told:
+    with pytest.raises(StoreError, match=r"store0, but store= names 2.*other has no part") as told:
         lohan.wrap(
             build(), store=[workshop.folder / "store0", workshop.folder / "other"], resume=True
         )
@@ -369,25 +381,75 @@ def test_directories_that_the_store_does_not_have_are_named(workshop: Workshop) 
         lohan.wrap(build(), store=workshop.folder / "other", resume=True)
 
 
-@pytest.mark.parametrize("is_root", [True, False])
-def test_parents_that_are_made_on_the_root_file_system_are_said(
-    is_root: bool,
+def test_a_new_store_whose_parent_is_missing_is_refused_because_a_drive_may_not_be_mounted(
     workshop: Workshop,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = os.stat
-    here = plain(workshop.folder)
-    other = os.stat_result((*here[:2], here.st_dev + (not is_root), *here[3:]))
+    missing = workshop.folder / "nvme0" / "project"
+    wanted = rf"{missing / 'run'} cannot be created, because {missing} does not exist:.* is not"
+    wanted += rf" mounted: mount it\. Otherwise run: mkdir -p {missing}$"
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    calls: list[Callable[[], Any]] = [
+        lambda: lohan.wrap(build(), store=missing / "run"),
+        lambda: lohan.wrap(build(), store=[workshop.folder / "first", str(missing / "run")]),
+        lambda: model.lohan.snapshot(missing / "run"),
+        lambda: model.lohan.snapshot([workshop.folder / "first", missing / "run"]),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match=wanted) as told:
+            call()
+        assert told.value.errno == errno.ENOENT
+    store = model.lohan.directories[0]
+    model.lohan.close()
+    for call in (
+        lambda: lohan.snapshot(store, missing / "run"),
+        lambda: lohan.convert(store, missing / "run", states="bf16"),
+        lambda: lohan.reshard(store, missing / "run", parts=2),
+    ):
+        with pytest.raises(StoreError, match=wanted):
+            call()
+    assert not missing.parent.exists() and not (workshop.folder / "first").exists()
+    missing.mkdir(parents=True)  # what the message names
+    workshop.made.append(lohan.wrap(build(), store=missing / "run"))
 
-    def stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
-        return other if path == "/" else plain(path, *args, **kwargs)
 
-    monkeypatch.setattr(wrap_module.os, "stat", stat)
-    store = workshop.folder / "nvme0" / "run"
-    workshop.made.append(lohan.wrap(build(), store=store))
-    said = capfd.readouterr().err
-    assert (f"{store.parent} did not exist and will be created" in said) == is_root
-    assert ("mounted at /)" in said) == is_root
-    workshop.made.append(lohan.wrap(build(), store=store.parent / "second"))
-    assert "did not exist" not in capfd.readouterr().err
+def test_parents_of_a_relative_path_and_the_last_component_are_made(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workshop.folder)
+    model = lohan.wrap(build(), store="runs/of/today")
+    workshop.made.append(model)
+    assert model.lohan.directories == [str(workshop.folder / "runs/of/today")]
+    workshop.made.append(lohan.wrap(build(), store=workshop.folder / "runs" / "second"))
+    copy = model.lohan.snapshot("copies/of/it")
+    copy.wait()
+    assert (workshop.folder / "copies/of/it/lohan.data").exists()
+
+
+def test_a_store_of_one_directory_that_is_resumed_with_two_is_named(workshop: Workshop) -> None:
+    one, other = workshop.folder / "store0", workshop.folder / "other"
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    model.lohan.close()
+    other.mkdir()
+    said = rf"created with 1 directory, {one}, but store= names 2: {other} has no part of it\."
+    for store in ([one, other], [other, one]):
+        with pytest.raises(StoreError, match=said) as told:
+            lohan.wrap(build(), store=store, resume=True)
+        assert f"Pass store='{one}'" in str(told.value)
+        assert "resume=True" not in str(told.value) and "new store" not in str(told.value)
+    assert [*other.iterdir()] == []
+    pair = [workshop.folder / "a", workshop.folder / "b"]
+    lohan.wrap(build(), store=pair).lohan.close()
+    with pytest.raises(StoreError, match=r"has 2 directories.*pass exactly the directories that"):
+        lohan.wrap(build(), store=pair[1], resume=True)
+    with pytest.raises(StoreError, match=r"created with 2 directories.*names 3"):
+        lohan.wrap(build(), store=[*pair, other], resume=True)
+
+
+def test_the_advice_for_a_store_that_exists_is_given_once(workshop: Workshop) -> None:
+    workshop.wrap(build()).lohan.close()
+    with pytest.raises(StoreExistsError) as told:
+        lohan.wrap(build(), store=workshop.folder / "store0")
+    assert str(told.value).count("resume") == 2  # pass resume=True to resume it
+    assert str(told.value).endswith("pass resume=True to resume it, or choose another directory")

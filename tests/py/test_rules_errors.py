@@ -202,21 +202,24 @@ def test_several_processes_without_a_rendezvous_are_refused_by_name(
     workshop.wrap(build())
 
 
-def test_a_compiled_model_is_refused(workshop: Workshop) -> None:
-    with pytest.raises(UnsupportedError, match="compile"):
-        workshop.wrap(torch.compile(build()))
+def test_a_compiled_model_is_refused_with_the_plain_one_named(workshop: Workshop) -> None:
+    def refuses(model: Any, said: str) -> None:
+        with pytest.raises(UnsupportedError, match=said) as told:
+            workshop.wrap(model)
+        if "scripted" not in said:
+            assert "A wrapped model runs uncompiled, also if torch.compile() is" in str(told.value)
+
+    refuses(torch.compile(build()), r"the model was compiled .* module, model\._orig_mod, instead")
     in_place = build()
     in_place.compile()
-    with pytest.raises(UnsupportedError, match="compile"):
-        workshop.wrap(in_place)
+    refuses(in_place, r"the model was compiled before lohan\.wrap\(\): .* without the call of comp")
     inside = build()
     inside.blocks[1] = torch.compile(inside.blocks[1])
-    with pytest.raises(UnsupportedError, match="compile"):
-        workshop.wrap(inside)
+    refuses(inside, r"'blocks\.1' was compiled .*model\.blocks\.1\._orig_mod")
     inside = build()
     inside.blocks[1].compile()
-    with pytest.raises(UnsupportedError, match="compile"):
-        workshop.wrap(inside)
+    refuses(inside, r"'blocks\.1' was compiled")
+    refuses(torch.jit.script(nn.Linear(2, 2)), "the model is scripted")
 
 
 def test_a_model_is_wrapped_once(workshop: Workshop) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import Any
 
 import crash_worker
 import lohan
 import pytest
-from lohan.common import _units
+from lohan.common import _memory, _units
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 
 
@@ -50,6 +51,50 @@ def test_wrap_takes_a_string_and_holds_it(store_dir: pathlib.Path) -> None:
     assert model.lohan.config.host_bytes == 64 << 20
     assert model.lohan.budget["host_bytes"] <= 64 << 20
     model.lohan.close()
+
+
+def machine(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_limit_of_memory_is_the_machines_or_that_of_a_control_group(
+    tmp_path: pathlib.Path,
+) -> None:
+    whole, whose = _memory.limit_bytes(tmp_path)
+    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert "this machine's memory" in whose
+    two = {
+        "proc/self/cgroup": "0::/outer/inner\n",
+        "sys/fs/cgroup/outer/memory.max": "3000000\n",
+        "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+    }
+    limit, whose = _memory.limit_bytes(machine(tmp_path / "v2", two))
+    assert limit == 3_000_000 and "control group" in whose
+    one = {
+        "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "2000000\n",
+    }
+    assert _memory.limit_bytes(machine(tmp_path / "v1", one))[0] == 2_000_000
+
+
+def test_a_budget_above_the_memory_that_there_is_is_refused_with_both_numbers(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrapped(host_bytes: Any) -> Any:
+        return lohan.wrap(crash_worker.build(), store=store_dir / "s", host_bytes=host_bytes)
+
+    limit = _memory.limit_bytes()[0]
+    with pytest.raises(BudgetError, match=rf"^host_bytes {1 << 50} \(1\.13e\+03 TB\).*{limit}"):
+        wrapped(1 << 50)
+    monkeypatch.setattr(_memory, "limit_bytes", lambda: (64_000_000, "the limit of a group"))
+    with pytest.raises(BudgetError, match=r"64000001 .*64000000 bytes.*the limit of a group"):
+        wrapped(64_000_001)
+    assert not (store_dir / "s").exists()
+    wrapped(64_000_000).lohan.close()
 
 
 @pytest.mark.parametrize(

@@ -366,13 +366,7 @@ def test_a_file_says_what_it_lacks_and_what_it_has_too_much_of(tmp_path: pathlib
     [
         (("--model", "gpt-14b"), "gpt-13b"),
         (("--model", "gpt-13b", "--machine", "toaster"), "Presets: "),
-        (("--model", "gpt-13b", "--schedule", "never"), "optimized, serial"),
-        (("--model", "gpt-13b", "--policy", "eat"), "lohan"),
         (("--model", "opt-1.3b", "--batch", "400"), "smaller batch"),
-        (("--model", "gpt-13b", "--commit-every", "0"), "commit_every = 0"),
-        (("--model", "gpt-13b", "--sweep", "ssd_count"), "ssd_count=1..12"),
-        (("--model", "gpt-13b", "--sweep", "color=1,2"), "one of batch"),
-        (("--model", "gpt-13b", "--sweep", "batch=1..100"), "1 to 64 values"),
         (("--model", "opt-1.3b", "--plot", "a.no"), "cannot be written"),
         (("--model", "gpt-13b", "--set", "host_bytes=100 MB"), "host_bytes"),
         (
@@ -388,9 +382,37 @@ def test_what_cannot_be_is_refused_with_the_way_out(words: tuple[str, ...], said
     assert said in result.output, result.output
 
 
-def test_a_batch_below_one_is_a_wrong_command_line() -> None:
-    result = run("--model", "gpt-13b", "--batch", "0")
-    assert result.exit_code == 2 and "0 is not in the range x>=1" in result.output
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--schedule", "never"), "'never' must be one of optimized, serial"),
+        (("--policy", "eat"), "lohan"),
+        (("--states", "4bit"), "fp32, bf16, 8bit"),
+        (("--order", "diagonal"), "horizontal, vertical"),
+        (("--base", "nf5"), "nf4"),
+        (("--loss", "none"), "logits, linear_cross_entropy"),
+        (("--zeroth", "zo3"), "zo2"),
+        (("--zeroth", "zo2", "--dtype", "fp8"), "fp16"),
+        (("--zeroth", "zo2", "--link", "fp2"), "bf16"),
+        (("--mirror", "--division", "thirds"), "shards, whole"),
+        (("--commit-every", "0"), "0 is not in the range x>=1"),
+        (("--batch", "0"), "0 is not in the range x>=1"),
+        (("--sweep", "ssd_count"), "ssd_count=1..12"),
+        (("--sweep", "color=1,2"), "one of batch"),
+        (("--sweep", "batch=1..100"), "1 to 64 values"),
+        (("--sweep", "batch=0,8"), "batch=0 must be at least 1"),
+    ],
+)
+def test_an_option_without_such_a_value_is_a_wrong_command_line(
+    words: tuple[str, ...], said: str
+) -> None:
+    result = run("--model", "gpt-13b", *words)
+    assert result.exit_code == 2 and result.stderr.startswith("Usage: ")
+    assert said in " ".join(result.stderr.split()), result.stderr
+    assert result.stdout == ""
+    result = run("--model", "gpt-13b", *words, "--json")
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 2 and error["type"] == "BadParameter" and said in error["message"]
 
 
 def core_call(**changes: object) -> object:

@@ -297,14 +297,14 @@ def _check_model(model: Any) -> None:
         if found:
             kind = "fully_shard()" if found[0] == "FSDPModule" else found[0]
             raise UnsupportedError(
-                f"{repr(name) if name else 'the model'} is a {kind} module, but lohan trains in one"
-                " process and divides the model itself: pass lohan.wrap() the model from before"
-                " that (model.module of DataParallel and DistributedDataParallel)"
+                f"{repr(name) if name else 'the model'} is a {kind} module, but lohan divides the"
+                " model itself, among the processes that torchrun starts as well: pass lohan.wrap()"
+                " the model from before that (model.module of DataParallel and"
+                " DistributedDataParallel)"
             )
     for name, param in nn.Module.named_parameters(model):  # does not load a wrapped model's values
         if type(param).__name__ == "DTensor":
             raise UnsupportedError(
                 f"parameter {name!r} is a DTensor (fully_shard(), tensor parallelism), but lohan"
-                " trains in one process and divides the model itself: pass lohan.wrap() the model"
-                " from before that"
+                " divides the model itself: pass lohan.wrap() the model from before that"
             )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import sys
 import types
@@ -331,6 +332,13 @@ class TrainerCallback(transformers.TrainerCallback):
                     " output_dir: pass another place with lohan.TrainerCallback(store=...)"
                 )
 
+    def _place(self) -> Any:
+        """Return store= as wrap() takes it; the default is in output_dir, which is made."""
+        if self._store is not None:
+            return self._store
+        os.makedirs(self._trainer.args.output_dir, exist_ok=True)
+        return Path(self._trainer.args.output_dir) / "lohan"
+
     def _directories(self) -> list[str]:
         default = Path(self._trainer.args.output_dir) / "lohan"
         return directories_of(default if self._store is None else self._store)
@@ -436,7 +444,7 @@ class TrainerCallback(transformers.TrainerCallback):
         settings = {**asked, **self._settings}
         settings["device"] = _device.of_trainer(self._config.device, trainer.args.device)
         with _same_generator(), _hint_of_trainer():
-            wrap(model, store=self._directories(), resume=resumes, config=config, **settings)
+            wrap(model, store=self._place(), resume=resumes, config=config, **settings)
         ours: Any = model.optimizer
         if self._is_zeroth:
             self._steps = _zo_trainer.Steps(trainer, model)

@@ -11,6 +11,7 @@ from lohan.errors import StoreError, UnsupportedError
 from lohan.replicas import _gather_choice, _join, _places
 from lohan.replicas._groups import Groups, refuse
 from lohan.replicas._team import Team
+from lohan.store import _directories
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,9 +108,12 @@ class Shared:
         Raises:
             WorldMismatchError: the settings differ, or the processes have stores of different runs.
             UnsupportedError: open_at is set for a zeroth-order run.
-            StoreError: this process has no replica, and none to copy.
+            StoreError: this process has no replica, and none to copy; or the parent of a new
+                store's directory does not exist.
         """
         world, zeroth = self.world, self._zeroth
+        if store is not None and not resumed:
+            _directories.refuse_missing_parents(store)
         if world is None:
             return store, open_at
         if zeroth is not None:

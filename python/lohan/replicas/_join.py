@@ -298,7 +298,7 @@ def _copy_one(
     config: Config,
     groups: dict[str, Any] | None,
 ) -> None:
-    from lohan.store import _snapshot
+    from lohan.store import _directories, _snapshot
 
     why = ""
     if not sources:
@@ -307,6 +307,7 @@ def _copy_one(
             f"{world.name(world.rank)} has no replica of the run at step {step}, and no process has"
             f" one whose newest step is {step}: resume it with as many processes as it had",
         )
+    _directories.make_parents([d for d in mine.directories if _places.is_of_rank(d)])
     for names in sources:
         try:
             if _look(names, config, groups).run != run:

@@ -36,10 +36,9 @@ def of_number(number: int, directories: Sequence[str]) -> list[str]:
     return [os.path.join(directory, f"rank-{number:05d}") for directory in directories]
 
 
-def base_of(directory: str) -> str:
-    """Return the directory of store= to which a directory of of_number() belongs."""
-    parent, name = os.path.split(directory)
-    return parent if REPLICA.fullmatch(name) else directory
+def is_of_rank(directory: str) -> bool:
+    """Return whether of_number() made the directory's name, for a replica other than the first."""
+    return REPLICA.fullmatch(os.path.basename(directory)) is not None
 
 
 def common_step(found: Collection[tuple[int, int]]) -> int:

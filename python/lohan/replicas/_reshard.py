@@ -34,6 +34,7 @@ from lohan.errors import (
 from lohan.layout._block import divide_states
 from lohan.replicas import _places
 from lohan.store import _contents, _process, _scalars, _snapshot, _store
+from lohan.store._directories import new_directories
 
 if TYPE_CHECKING:
     from lohan.layout._safetensors import Progress
@@ -304,7 +305,7 @@ def reshard(
     """
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= _PART_COUNT_MAX:
         raise ValueError(f"parts={parts!r}: must be a number from 1 to {_PART_COUNT_MAX}")
-    base, places = directories_of(store), directories_of(out)
+    base, places = directories_of(store), new_directories(out)
     _check_apart(base, places)
     with _opened(base) as sources:
         step = sources[0].step

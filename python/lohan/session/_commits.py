@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import threading
 import time
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
+    from lohan.session._optim import Optimizer
     from lohan.store._snapshot import Snapshot
     from lohan.store._store import Extents
+    from lohan.torch_glue._accumulate import Accumulation
     from lohan.torch_glue._buffers import Buffers
 
 
@@ -100,6 +103,8 @@ class Commits(SessionPart):
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: contextlib.AbstractContextManager[bool]
     _backward: str
+    _accumulation: Accumulation
+    _optimizer: Optimizer | None
     _last_step: int
     has_edits: bool = False
     resumed_step: int | None = None
@@ -137,22 +142,39 @@ class Commits(SessionPart):
         """Discard an open step, and commit the closed ones unless commits are manual."""
         with contextlib.suppress(Exception):
             if self._engine.status()["has_gradients"]:
-                is_unused = self._backward == "done"
+                count = self._accumulation.count if self._backward == "done" else 0
                 self._discard()
-                if is_unused:
-                    self._say_unfinished()
+                if count > 0:
+                    self._say_unfinished(count)
         if not self.commits_by_hand:
             self.idle.settle()
             self._engine.flush(True)
             self._end_edits()
 
-    def _say_unfinished(self) -> None:
+    def _say_unfinished(self, count: int) -> None:
         if not self.is_ending and sys.exception() is None:
+            backwards = "1 backward are" if count == 1 else f"{count} backwards are"
             print(
-                "lohan: the session was closed after a backward and before model.optimizer.step():"
-                f" that step is discarded, and the store is at step {self._last_step}",
+                f"lohan: the gradients of {backwards} dropped, because the session was closed"
+                " before model.optimizer.step(): that step is discarded, and the store is at step"
+                f" {self._last_step}",
                 file=sys.stderr,
             )
+
+    def _is_skipped(self) -> bool:
+        """Discard the open step if a gradient is not finite; return whether it was discarded."""
+        square_sum = self._whole_square_sum()
+        if math.isfinite(square_sum):
+            return False
+        self._discard()
+        assert self._optimizer is not None
+        self._optimizer.was_skipped = True
+        print(
+            f"lohan: step {self.step + 1} is skipped, because the norm of its gradients is"
+            f" {math.sqrt(square_sum)}",
+            file=sys.stderr,
+        )
+        return True
 
     def commit(self) -> None:
         """Wait until all closed steps and all edits of parameters are written and committed."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.activations import _swap
+from lohan.common import _memory
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError
 from lohan.layout import _block, _experts, _layout
@@ -163,6 +164,25 @@ def _keep_packed(layout: Layout, config: Config) -> None:
         layout.in_place.kept_bytes = max(0, min(total, host_bytes - most["host_bytes_min"]))
 
 
+def _refuse_more_than_there_is(config: Config) -> None:
+    """Reject a budget larger than the memory that all processes of this machine could use.
+
+    Raises:
+        BudgetError: the message has both numbers.
+    """
+    if config.host_bytes is None:
+        return
+    limit, whose = _memory.limit_bytes()
+    if config.host_bytes * config.sharers <= limit:
+        return
+    each = f" in each of {config.sharers} processes" if config.sharers > 1 else ""
+    raise BudgetError(
+        f"host_bytes {config.host_bytes}{each} is more than {limit} bytes, {whose}: lower it, and"
+        " leave room for activations and for the rest of the program; without host_bytes, lohan"
+        " takes at most half of what is available"
+    )
+
+
 def least(layout: Layout, config: Config) -> dict[str, int]:
     """Return the least division of main memory for a layout."""
     needed = _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]
@@ -196,9 +216,10 @@ def divide(
         The config, with that reserve if it was made; the layout; and the division of main memory.
 
     Raises:
-        BudgetError: main memory or device memory is too small.
+        BudgetError: main memory or device memory is too small, or smaller than host_bytes.
         ModelError: `frozen="packed"`, and no parameter is read in a quantized form.
     """
+    _refuse_more_than_there_is(config)
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
         layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states)

@@ -7,7 +7,6 @@ the same module, of the same class.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from lohan.errors import FrozenParameterError, LentError, StaleStateError, Unsup
 from lohan.layout import _names
 from lohan.session._forward import refuse_read
 from lohan.session._loop import Loop
+from lohan.session._outside import Outside, refuse_replicas
 from lohan.store import _stale, _store
 from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
@@ -62,16 +62,6 @@ def _owner(reference: weakref.ref[nn.Module]) -> nn.Module:
     return owner
 
 
-def _is_functional_call() -> bool:
-    """Return whether torch.func.functional_call() has temporarily replaced the parameters."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "_functional_call":
-            return True
-    return False
-
-
 class Guard:
     """The shadows of one model's methods: this class installs and removes them."""
 
@@ -92,6 +82,7 @@ class Guard:
         # The hollow class of torch's own parameters. A user's class may read values in ways that
         # HollowParameter does not notice, so that a loop loads them at once.
         self.plain_hollow: type | None = None
+        self.outside = Outside(model, self.index)
         self.only_names = False  # whether loops load no values, until zero_grad()
 
     def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -137,29 +128,7 @@ class Guard:
                 self.shadow(module, "_save_to_state_dict", _bound(save, module))
                 self.watch(module)
 
-        self.handles.append(model.register_forward_pre_hook(self._look_for_added))
-
-    def _look_for_added(self, module: nn.Module, args: Any) -> None:
-        """Reject a trainable parameter that was added after wrap, since nothing would train it.
-
-        Raises:
-            UnsupportedError: there is such a parameter; the message names it.
-        """
-        if not torch.is_grad_enabled():
-            return
-        for name, part in module.named_modules():
-            for own, param in part._parameters.items():
-                is_new = isinstance(param, nn.Parameter) and id(param) not in self.index
-                if is_new and param.requires_grad and param.numel() > 0:
-                    if _is_functional_call():
-                        return
-                    raise UnsupportedError(
-                        f"parameter {f'{name}.{own}' if name else own!r} was added after"
-                        " lohan.wrap(), and model.optimizer does not train it: call"
-                        " lohan.unwrap(model), then wrap the model again (add adapters of peft"
-                        " before lohan.wrap()). A parameter that another optimizer trains must be"
-                        " outside the wrapped module"
-                    )
+        self.handles.append(model.register_forward_pre_hook(self.outside.before_forward))
 
     def hide(self) -> None:
         """Give every parameter a class that raises an error if it is read while it is hollow."""
@@ -216,6 +185,7 @@ class Guard:
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters. Between steps, their values come when they are used."""
+        refuse_replicas()
         owner = _owner(reference)
         session = self.session
         with Loop(session, self._write_changed) as loop:

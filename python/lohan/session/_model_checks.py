@@ -16,9 +16,24 @@ from lohan.layout._block import RESIDUAL_BYTES, is_dense
 from lohan.torch_glue._peft import check_quantized
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
-    return is_compiled or isinstance(module, torch.jit.ScriptModule)
+def _check_compiled(model: nn.Module) -> None:
+    """Reject a compiled or scripted module, and name the plain one that lohan can wrap."""
+    for path, module in model.named_modules():
+        what = repr(path) if path else "the model"
+        if "_orig_mod" in module._modules:
+            plain = f"model.{path}._orig_mod" if path else "model._orig_mod"
+            way_out = f"use the plain module, {plain}, instead"
+        elif module._compiled_call_impl is not None:
+            way_out = "build the model without the call of compile()"
+        elif isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{what} is scripted: pass lohan.wrap() the model from before")
+        else:
+            continue
+        raise UnsupportedError(
+            f"{what} was compiled before lohan.wrap(): {way_out}. A wrapped model runs uncompiled,"
+            " also if torch.compile() is called after lohan.wrap(); functions that the model does"
+            " not call, such as the loss, may be compiled"
+        )
 
 
 def check_model(model: Any, is_filled: bool) -> None:
@@ -37,10 +52,7 @@ def check_model(model: Any, is_filled: bool) -> None:
         raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
     if "lohan" in model.__dict__:
         raise UnsupportedError("the model is already wrapped: call lohan.unwrap(model) first")
-    if any(_is_compiled(module) for module in model.modules()):
-        raise UnsupportedError(
-            "the model is compiled or scripted: wrap it before torch.compile is used"
-        )
+    _check_compiled(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UnsupportedError(

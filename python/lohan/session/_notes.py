@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.optim.lr_scheduler import LRScheduler
-
+from lohan.common import _units
 from lohan.planning import _hardware
-from lohan.session._optim import StoreOptimizer
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
 
 
 _told_of_pins = False
+
+
+def summary(session: Session) -> str:
+    """Return a readable summary of a session, with units."""
+    layout = session.layout
+    state = "closed" if session.closed else "open"
+    return (
+        f"<lohan session, {state}: step {session.step}, {len(layout.params)} parameters"
+        f" ({sum(param.count for param in layout.params):,} elements) in {len(layout.units)} units"
+        f" on {session.device.name!r}, store {', '.join(session.directories)}, host memory"
+        f" {_units.readable(session.budget['host_bytes'])}>"
+    )
 
 
 def complete(status: dict[str, Any]) -> dict[str, Any]:
@@ -73,46 +80,7 @@ def _of_strides(session: Session) -> list[str]:
     return told
 
 
-def _subclasses(base: type[LRScheduler]) -> set[type[LRScheduler]]:
-    kinds = {base}
-    for kind in base.__subclasses__():
-        kinds |= _subclasses(kind)
-    return kinds
-
-
-def _is_replaced(optimizer: object, session: Session, origin: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer updated parameters that the session updates now."""
-    if optimizer is origin or isinstance(optimizer, StoreOptimizer):
-        return False
-    groups = getattr(optimizer, "param_groups", ())
-    kept = {id(group) for group in origin.param_groups} if origin is not None else set()
-    if any(id(group) in kept for group in groups):
-        return False  # the optimizer wraps origin
-    ours = {id(param.tensor) for param in session.layout.params}
-    return any(id(param) in ours for group in groups for param in group["params"])
-
-
-def _of_schedulers(session: Session, origin: torch.optim.Optimizer | None) -> list[str]:
-    """Return notes on schedulers of an optimizer that no longer updates the parameters.
-
-    Such a scheduler raises no error: its step() changes learning rates that nothing reads.
-    """
-    kinds = {id(kind) for kind in _subclasses(LRScheduler)}
-    told = []
-    # By identity, because isinstance() and hashes of types may run other libraries' code.
-    for found in [each for each in gc.get_objects() if id(type(each)) in kinds]:
-        with contextlib.suppress(Exception):  # a note must not make wrap() fail
-            if _is_replaced(found.optimizer, session, origin):
-                told.append(
-                    f"{type(found).__name__} has no effect, because it sets the learning rates of"
-                    f" {type(found.optimizer).__name__}, which does not train this model any more:"
-                    " create the scheduler from model.optimizer, or pass wrap(optimizer=...)"
-                )
-    return told
-
-
-def say(session: Session, origin: torch.optim.Optimizer | None) -> None:
-    """Print the session's notes to stderr; origin is the optimizer that was passed to wrap()."""
-    told = lines(session) + _of_pins(session) + _of_strides(session)
-    for line in told + _of_schedulers(session, origin):
+def say(session: Session, others: list[str]) -> None:
+    """Print the session's notes, and others, to stderr."""
+    for line in [*lines(session), *_of_pins(session), *_of_strides(session), *others]:
         print(f"lohan: {line}", file=sys.stderr)

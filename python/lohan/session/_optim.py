@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from lohan.common._hyper import Hyper, check_hyper, hyper_of, numbers
-from lohan.errors import HyperParameterError, StepError, UnsupportedError
+from lohan.errors import HyperParameterError, NonFiniteError, UnsupportedError
 
 if TYPE_CHECKING:
+    from lohan.session._outside import Outside
+    from lohan.session._replaced import Replaced
     from lohan.session._session import Session
 
 DEFAULTS: dict[str, Any] = {
@@ -56,6 +58,8 @@ class StoreOptimizer(torch.optim.Optimizer):
     """
 
     _session: Session | None = None
+    outside: Outside | None = None  # the model's parameters that the session does not have
+    replaced: Replaced | None = None  # optimizers that trained the model before
 
     def attach(self, session: Session) -> None:
         """Connect the optimizer to its session. lohan.wrap calls this."""
@@ -133,7 +137,8 @@ class Optimizer(StoreOptimizer):
     Attributes:
         max_grad_norm: the argument of wrap(); may be changed if wrap() was given a number.
         grad_norm: the norm of the last step's gradients before clipping, if max_grad_norm is set.
-        was_skipped: whether a GradScaler found an overflow, so that the last `step()` was skipped.
+        was_skipped: whether the last `step()` was skipped, because a GradScaler found an overflow,
+            or because of on_nan="skip".
         origin: the optimizer that was passed to wrap(optimizer=), which this one replaces. Both
             share the groups, so that a scheduler of either one affects both.
 
@@ -203,16 +208,17 @@ class Optimizer(StoreOptimizer):
             scale: a factor that is applied to the gradients before clipping.
 
         Raises:
-            StepError: the norm is not finite; no update has begun.
+            NonFiniteError: the norm is not finite; no update has begun.
 
         Reference:
             torch.nn.utils.clip_grad_norm_, with the norm in fp64 and the product in fp32.
         """
         self.grad_norm = math.sqrt(square_sum) * scale
         if not math.isfinite(self.grad_norm):
-            raise StepError(
-                f"the norm of all gradients is {self.grad_norm}: no update has begun. Call"
-                " model.optimizer.zero_grad() to discard this step"
+            raise NonFiniteError(
+                f"the norm of all gradients is {self.grad_norm}: no update has begun, and step"
+                f" {self.session.step + 1} is not committed. Call model.optimizer.zero_grad() to"
+                " discard it and continue; on_nan='skip' does so by itself"
             )
         assert self.max_grad_norm is not None
         return scale * min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
@@ -236,11 +242,12 @@ class Optimizer(StoreOptimizer):
 
         Raises:
             HyperParameterError: a group changed after backward began, or its parameters changed
-                after lohan.wrap().
+                after lohan.wrap(), or only a replaced optimizer's learning rate changes.
+            UnsupportedError: trainable parameters were added after lohan.wrap().
             OffloadedGradientError: the p.grad of a parameter was replaced.
             LentError: a tensor that was kept from forward or backward is a view of a parameter.
-            StepError: the backward failed, or the norm of the gradients is not finite;
-                `zero_grad()` discards the step.
+            NonFiniteError: a gradient is not finite; see on_nan in lohan.Config.
+            StepError: the backward failed; `zero_grad()` discards the step.
 
         Note:
             If a torch.amp.GradScaler found an overflow, the step is discarded instead.
@@ -249,6 +256,10 @@ class Optimizer(StoreOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.outside is not None:
+            self.outside.look()
+        if self.replaced is not None:
+            self.replaced.check(self)
         found_inf = self.__dict__.get("found_inf")  # GradScaler sets and deletes both
         grad_scale = self.__dict__.get("grad_scale")
         self.was_skipped = found_inf is not None and float(found_inf) > 0

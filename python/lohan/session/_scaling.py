@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from lohan.errors import OffloadedGradientError, StepError, UnsupportedError
+from lohan.errors import NonFiniteError, OffloadedGradientError, UnsupportedError
 from lohan.torch_glue._tensor import in_backward, version_of
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ class StepScale:
 
         Raises:
             UnsupportedError: gradients have different factors.
-            StepError: a norm that was requested is not finite.
+            NonFiniteError: a norm that was requested is not finite.
         """
         if not math.isfinite(self._norm):
-            raise StepError(
+            raise NonFiniteError(
                 f"the norm of all gradients is {self._norm}: no update has begun. Call"
                 " model.optimizer.zero_grad() to discard this step"
             )

@@ -70,6 +70,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
     # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
     _tail: torch.Tensor | None = None
     closed = False
+    _backward = "none"  # none, running, done
     apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
@@ -119,6 +120,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             schedule=SCHEDULES.index(config.schedule),
             verify=config.verify,
             trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
+            accept_nan=config.on_nan == "accept",
             norms=norms,
             sums=self._accumulation.is_on,
             device=self.device.options(layout.buffer_bytes),
@@ -135,7 +137,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self.around = self.saving.stay if config.activations in POLICIES else self.saving.saved
         self._forward_init()
         self._set_callbacks()
-        self._backward = "none"  # none, running, done
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
@@ -145,13 +146,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
 
     def __repr__(self) -> str:
         """Return a readable summary."""
-        layout = self.layout
-        state = "closed" if self.closed else "open"
-        return (
-            f"<lohan session, {state}: step {self.step}, {len(layout.params)} parameters in"
-            f" {len(layout.units)} units on {self.device.name!r}, store"
-            f" {', '.join(self.directories)}, host memory {self.budget['host_bytes'] / 1e9:.3g} GB>"
-        )
+        return _notes.summary(self)
 
     @functools.cached_property
     def idle(self) -> Idle:
@@ -354,6 +349,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             )
         if self.is_waiting:
             self._give()
+            if self.config.on_nan == "skip" and self._is_skipped():
+                return
             scale = self._scale.factor() * unscale
             if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
                 scale = self._optimizer.clip_scale(self._whole_square_sum(), scale)

@@ -64,5 +64,9 @@ class SessionPart:
         """Discard the open step and its gradients."""
         raise NotImplementedError
 
+    def _whole_square_sum(self) -> float:
+        """Return the sum of squares of all gradients of the open step."""
+        raise NotImplementedError
+
     def _release(self) -> None:
         raise NotImplementedError

@@ -101,6 +101,8 @@ def check(config: Config) -> None:
             "frozen='packed' is not supported with share='on', whose processes read the decoded"
             " parameters of one process: pass share='off', or leave frozen= out"
         )
+    if config.on_nan not in ("raise", "skip", "accept"):
+        raise ModelError(f"on_nan {config.on_nan!r} must be 'raise', 'skip' or 'accept'")
     if config.heap not in ("keep", "system"):
         raise ModelError(f"heap {config.heap!r} must be 'keep' or 'system'")
     every = config.write_every
@@ -156,6 +158,11 @@ def checked(config: Config, max_grad_norm: float | None) -> Config:
     _accumulate.check(config.accumulate)
     is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
+        if config.on_nan == "skip" and config.schedule not in SCHEDULES_AT_STEP:
+            raise UnsupportedError(
+                f"on_nan='skip' is not supported with schedule={config.schedule!r}, whose updates"
+                " begin before all gradients are known: pass schedule='deferred', or max_grad_norm="
+            )
         return config
     if max_grad_norm is not None and config.schedule not in (Config().schedule, "auto"):
         raise ModelError(
@@ -213,7 +220,7 @@ def split(
     world: object,
     optimizer: object,
 ) -> tuple[Apart, Config]:
-    """Make experts blocks of their own, if this was asked for.
+    """Check combinations of settings, and make experts blocks of their own, if asked to.
 
     Args:
         model: the model to be wrapped.
@@ -238,6 +245,11 @@ def split(
         raise ModelError(f"idle {idle!r} must be 'exact' or 'skip'")
     if experts == "together" and idle == "skip":
         raise ModelError("idle='skip' needs experts='apart': a layer's experts are one tensor")
+    if config.on_nan != "raise":
+        reasons = {"method='mezo'": method != "adamw"}
+        reasons |= {"several processes": world is not None and config.on_nan == "skip"}
+        way_out = "leave it out, and a step that is not finite raises an error"
+        _refuse_with(f"on_nan={config.on_nan!r}", reasons, way_out)
     if experts == "together":
         return Apart(), config
     reasons = {

@@ -25,6 +25,7 @@ from lohan.config import Config
 from lohan.errors import ModelError, StoreExistsError, UnsupportedError, store_error
 from lohan.layout._block import STATES, Param, place
 from lohan.store import _contents, _moments, _snapshot, _store
+from lohan.store._directories import new_directories
 from lohan.store._export import open_to_read
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def convert(
     """
     if states not in STATES:
         raise ModelError(f'states={states!r}: must be "fp32", "bf16" or "8bit"')
-    directories, places = directories_of(store), directories_of(out)
+    directories, places = directories_of(store), new_directories(out)
     source = open_to_read(directories, _CONFIG)
     try:
         contents = _contents.read(source, directories[0])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lohan.common import _arguments, _mounts
-from lohan.errors import StoreError
+from lohan import _core
+from lohan.common import _arguments, _durable, _mounts
+from lohan.errors import LohanError, StoreError, store_error
 from lohan.store import _temporary
+
+if TYPE_CHECKING:
+    from lohan.config import Config
 
 PathLike = str | os.PathLike[str]
 
@@ -20,18 +25,96 @@ def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
     return [_temporary.temporary_directory()] if store is None else _arguments.directories_of(store)
 
 
-def check(directories: Sequence[str]) -> None:
+def refuse_missing_parents(store: PathLike | Sequence[PathLike]) -> None:
+    """Reject new directories whose parent does not exist, because a drive may not be mounted.
+
+    The store would silently be on the root file system. A relative path is in the current
+    directory, which exists, so that its parents may be created.
+
+    Args:
+        store: one or several directories, as the user named them.
+
+    Raises:
+        StoreError: the message names the missing directory.
+    """
+    for given in [store] if isinstance(store, str | os.PathLike) else store:
+        place = Path(_arguments.path_of("store=", given)).expanduser()
+        if not place.is_absolute() or place.parent.exists():
+            continue
+        there = place.parent
+        while not there.exists():
+            there = there.parent
+        point, _, device = _mounts.mount_of(str(there))
+        raise StoreError(
+            errno.ENOENT,
+            f"{place} cannot be created, because {place.parent} does not exist: {there} exists, on"
+            f" the file system of {device}, which is mounted at {point}. If the store belongs on"
+            " another drive, that drive is not mounted: mount it. Otherwise run: mkdir -p"
+            f" {shlex.quote(str(place.parent))}",
+        )
+
+
+def make_parents(directories: Sequence[str]) -> None:
+    """Make the directories of store= in which the directories of a replica will be.
+
+    Raises:
+        StoreError: a drive may not be mounted; see refuse_missing_parents().
+    """
+    for directory in directories:
+        parent = os.path.dirname(directory)
+        refuse_missing_parents(parent)
+        _durable.make_directory(parent, mode=0o700)
+
+
+def new_directories(out: PathLike | Sequence[PathLike]) -> list[str]:
+    """Return the directories of a new store that is not made by wrap(), such as a copy.
+
+    Raises:
+        StoreError: the parent of one of them does not exist.
+    """
+    places = _arguments.directories_of(out)
+    refuse_missing_parents(out)
+    return places
+
+
+def _forms_a_store(directories: Sequence[str], config: Config) -> bool:
+    """Return whether these directories, all of which have a store's file, are a complete store."""
+    try:
+        _core.store_open(
+            type=_core.Store,
+            raiser=store_error,
+            directories=list(directories),
+            read_only=True,
+            allow_buffered=config.allow_buffered,
+        ).close()
+    except LohanError:
+        return False
+    return True
+
+
+def check(directories: Sequence[str], config: Config) -> None:
     """Reject a resume that names more directories than the store has."""
     found = [name for name in directories if (Path(name) / "lohan.data").exists()]
     others = [name for name in directories if name not in found]
-    if found and others:
+    if not found or not others:
+        return
+    if _forms_a_store(found, config):
+        was = "1 directory" if len(found) == 1 else f"{len(found)} directories"
+        store = repr(found[0] if len(found) == 1 else found)
         raise StoreError(
             errno.ENOENT,
-            f"{', '.join(found)} has a store or a part of one, but {', '.join(others)} has none:"
-            " store= must name exactly the directories that the store was created with. If a drive"
-            " is missing, mount it. lohan.snapshot() copies a store to another number of"
-            " directories",
+            f"the store was created with {was}, {', '.join(found)}, but store= names"
+            f" {len(directories)}: {', '.join(others)} has no part of it. Pass store={store}. To"
+            f" move the store to {len(directories)} directories, copy it there with"
+            " lohan.snapshot()",
         )
+    raise StoreError(
+        errno.ENOENT,
+        f"{', '.join(found)} has a store or a part of one, but {', '.join(others)} has none:"
+        " store= must name exactly the directories that the store was created with. If a drive"
+        " is missing, mount it. lohan.snapshot() copies a store to another number of"
+        " directories",
+    )
 
 
 def refuse_windows_drives(directories: Sequence[str]) -> None:
@@ -46,26 +129,3 @@ def refuse_windows_drives(directories: Sequence[str]) -> None:
                 " slower. Choose a directory on WSL's own disk, such as"
                 f" {Path.home() / 'lohan'}, or mount a disk with: wsl --mount",
             )
-
-
-def say_parents(directories: Sequence[str]) -> None:
-    """Print a note if a store's parent directories will be created on the root file system.
-
-    The drive that was meant to hold the store may not be mounted.
-    """
-    for name in directories:
-        parent = Path(name).parent
-        if parent.exists():
-            continue
-        given = parent
-        while not parent.exists():
-            parent = parent.parent
-        if parent.stat().st_dev != os.stat("/").st_dev:
-            continue
-        device = _mounts.mount_of("/")[2]
-        print(
-            f"lohan: {given} did not exist and will be created: the store in {name} is"
-            f" on the root file system ({device}, mounted at /). If it was meant to be on another"
-            " drive, that drive is not mounted",
-            file=sys.stderr,
-        )

@@ -44,6 +44,7 @@ from lohan.errors import (
 from lohan.journal._journal import Journal
 from lohan.journal._zo_run import of_store, uuid_of
 from lohan.store import _requests, _store
+from lohan.store._directories import new_directories
 from lohan.torch_glue._tensor import in_backward
 
 if TYPE_CHECKING:
@@ -471,7 +472,7 @@ def begin(
         session.holds.take(holder)
         source = _store.open_existing(session.directories, session.config, is_held=True)
         try:
-            copy = _Copy(source, directories_of(out), session.config, on_change, session.run_now())
+            copy = _Copy(source, new_directories(out), session.config, on_change, session.run_now())
         except BaseException:
             source.close()
             raise
@@ -541,13 +542,15 @@ def snapshot(
         source = _store.open_existing(directories, config, read_only=True, raiser=reader_error)
         _store.say_fallback(source)
     except StoreLockedError as error:
-        places = directories_of(out)
+        places = new_directories(out)
+        for place in places:  # the other process has another current directory
+            os.makedirs(os.path.dirname(place), exist_ok=True)
         said = _requests.ask(directories, places, error, wait_s, progress)
         handle = Snapshot(places, said["step"])
         handle.done_bytes = handle.total_bytes = said["total_bytes"]
         return handle
     try:
-        copy = _Copy(source, directories_of(out), config)
+        copy = _Copy(source, new_directories(out), config)
     except BaseException:
         source.close()
         raise

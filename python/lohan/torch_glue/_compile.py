@@ -21,8 +21,10 @@ from torch import nn
 from lohan.errors import UnsupportedError
 
 _TEXT = (
-    "a model wrapped by lohan runs uncompiled: its parameters are loaded and evicted, which"
-    " torch.compile cannot trace. Compile functions that the model does not call, such as the loss"
+    "a model wrapped by lohan runs uncompiled, with the same results: its parameters are loaded and"
+    " evicted, which torch.compile cannot trace. torch.compile(model) and model.compile() have no"
+    " other effect, and fullgraph=True raises this as an error. Compile functions that the model"
+    " does not call, such as the loss"
 )
 
 
