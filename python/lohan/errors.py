@@ -50,6 +50,10 @@ class BudgetError(LohanError, MemoryError):
     _sizes = _SIZE
 
 
+class WearBudgetError(LohanError, RuntimeError):
+    """A further step would write more to the store's drives than `wear_budget` allows."""
+
+
 class DeviceMemoryError(LohanError, MemoryError):
     """An accelerator would need more memory than it has, or than it may use."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from lohan.cli import main
-from lohan.common import _units
+from lohan.common import _shown
 from lohan.common._stats import LINKS, ReplicaStats, StepStats, Traffic
 from lohan.errors import (
     BudgetError,
@@ -238,7 +238,7 @@ def test_stats_are_shown_one_number_a_line_with_units() -> None:
     ],
 )
 def test_bytes_are_shown_with_three_digits(nbytes: int, said: str) -> None:
-    assert _units.of_bytes(nbytes) == said
+    assert _shown.of_bytes(nbytes) == said
 
 
 @pytest.mark.parametrize(

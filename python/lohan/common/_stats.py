@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lohan.common import _units
+from lohan.common import _shown
 
 READS = ("param_read", "state_read", "gradient_read", "saved_read")
 WRITES = ("param_write", "state_write", "gradient_write", "commit_write", "saved_write")
@@ -13,12 +13,12 @@ COPIES = ("copy_in", "copy_out", "saved_in", "saved_out", "gathered")
 LINKS = READS + WRITES + COPIES
 
 
-def _shown(name: str, value: Any) -> str:
+def _line(name: str, value: Any) -> str:
     """Return a field of a StepStats or a Traffic with its unit, which ends the field's name."""
     if name.endswith("_ns"):
-        return f"{name.removesuffix('_ns')}: {_units.of_ns(value)}"
+        return f"{name.removesuffix('_ns')}: {_shown.of_ns(value)}"
     if name.endswith(("_bytes", "_bytes_max")):
-        return f"{name}: {_units.of_bytes(value)}"
+        return f"{name}: {_shown.of_bytes(value)}"
     return f"{name}: {value:,}"
 
 
@@ -157,14 +157,14 @@ class StepStats:
             if field.name == "bytes":
                 moved = ((k, value[k], self.planned_bytes[k]) for k in LINKS)
                 lines += [
-                    f"bytes[{k!r}]: {_units.of_bytes(n)} (planned: {_units.of_bytes(plan)})"
+                    f"bytes[{k!r}]: {_shown.of_bytes(n)} (planned: {_shown.of_bytes(plan)})"
                     for k, n, plan in moved
                     if n or plan
                 ]
             elif isinstance(value, Traffic):
-                lines += [_shown(f"traffic.{k}", n) for k, n in vars(value).items()]
+                lines += [_line(f"traffic.{k}", n) for k, n in vars(value).items()]
             elif field.name not in ("step", "planned_bytes"):
-                lines.append(_shown(field.name, value))
+                lines.append(_line(field.name, value))
         return "\n  ".join(lines)
 
     def __str__(self) -> str:

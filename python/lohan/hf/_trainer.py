@@ -217,6 +217,19 @@ class TrainerCallback(transformers.TrainerCallback):
             skipped = self._model.optimizer.was_skipped  # type: ignore[union-attr]
             self._trainer.optimizer._is_overflow |= skipped
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save a checkpoint if `wear_budget` allows no further step: the next backward raises.
+
+        Several processes do not: they may differ in what they have written.
+        """
+        wear = None if self.session is None else self.session.wear
+        if wear is None or not wear.is_spent or self._group is not None:
+            return
+        if _trainer_args.has_checkpoints(args):
+            control.should_save = True
+        elif self.session is not None and self.session.commits_by_hand:
+            self.session.commit()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""
         assert self.session is not None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from lohan.common import _log
 from lohan.planning import _hardware
 from lohan.session._optim import StoreOptimizer
 
@@ -115,4 +115,4 @@ def say(session: Session, origin: torch.optim.Optimizer | None) -> None:
     """Print the session's notes to stderr; origin is the optimizer that was passed to wrap()."""
     told = lines(session) + _of_pins(session) + _of_strides(session)
     for line in told + _of_schedulers(session, origin):
-        print(f"lohan: {line}", file=sys.stderr)
+        _log.note(line)
