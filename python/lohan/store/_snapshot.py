@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan import _core
-from lohan.common import _exit, _meta
+from lohan.common import _bar, _exit, _meta
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
 from lohan.common._wake import Flag
@@ -114,9 +114,11 @@ class Snapshot:
             SessionError: the copy was cancelled.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._over.wait(_SLICE_S):
-            if until is not None and time.monotonic() > until:
-                break
+        with _bar.Bar(f"the snapshot to {self.directories[0]}") as bar:
+            while not self._over.wait(_SLICE_S):
+                if until is not None and time.monotonic() > until:
+                    break
+                bar(self.done_bytes, self.total_bytes)
         if self.is_done and self._thread.ident is not None:
             self._thread.join()
         if self.is_done and self._error is not None:
@@ -542,7 +544,8 @@ def snapshot(
         _store.say_fallback(source)
     except StoreLockedError as error:
         places = directories_of(out)
-        said = _requests.ask(directories, places, error, wait_s, progress)
+        with _bar.Bar(f"the snapshot to {places[0]}", progress) as bar:
+            said = _requests.ask(directories, places, error, wait_s, bar)
         handle = Snapshot(places, said["step"])
         handle.done_bytes = handle.total_bytes = said["total_bytes"]
         return handle
@@ -557,10 +560,10 @@ def snapshot(
 
 def _watch(handle: Snapshot, progress: Progress | None) -> Snapshot:
     try:
-        while not handle.is_done:
-            handle.wait(_SLICE_S)
-            if progress is not None:
-                progress(handle.done_bytes, handle.total_bytes)
+        with _bar.Bar(f"the snapshot to {handle.directories[0]}", progress) as bar:
+            while not handle.is_done:
+                handle.wait(_SLICE_S)
+                bar(handle.done_bytes, handle.total_bytes)
         return handle.wait()
     except BaseException:
         handle.cancel()

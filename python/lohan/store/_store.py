@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _durable, _meta
+from lohan.common import _bar, _durable, _meta
 from lohan.common._storage_formats import narrowed
 from lohan.errors import (
     ChecksumError,
@@ -199,7 +199,10 @@ def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> Non
     """Read every in-place unit once, and store its checksums."""
     if extents.checksums < 0:
         return
-    layout.in_place.checksums = made = layout.in_place.scan(layout)
+    total = sum(run.nbytes for unit in layout.units for run in unit.runs)
+    with _bar.Bar("computing checksums of weights=") as bar:
+        made = layout.in_place.scan(layout, lambda nbytes: bar.add(nbytes, total))
+    layout.in_place.checksums = made
     layout.in_place.check_unchanged()
     values = torch.frombuffer(bytearray(b"".join(made.values())), dtype=torch.uint8)
     store.write(extents.checksums, 0, values.data_ptr(), values.numel())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lohan.common import _bar
 from lohan.common._storage_formats import narrowed
 from lohan.errors import ModelError, StoreError
 from lohan.layout._files import DTYPES, check_descriptor
@@ -127,9 +128,30 @@ def fill(
     """
     if init is not None and not callable(init) and init != "model":
         raise ModelError(f"init {init!r} must be 'model' or a function of a module")
-    is_empty = any(p.tensor.is_meta for p in layout.params)
     replaced = _replace(model, layout)
-    writer = BlockWriter(store)
+    total = sum(
+        unit.nbytes + unit.elements * unit.residual_bytes for unit in layout.units if not unit.runs
+    )
+    bar = _bar.Bar("filling the store")
+    writer = BlockWriter(store, lambda nbytes: bar.add(nbytes, total))
+    with bar:
+        _fill(model, layout, extents, store, writer, weights, init, scalars, files, replaced)
+
+
+def _fill(
+    model: nn.Module,
+    layout: Layout,
+    extents: Extents,
+    store: _core.Store,
+    writer: BlockWriter,
+    weights: PathLike | None,
+    init: str | Callable[[nn.Module], None] | None,
+    scalars: bytes,
+    files: Sequence[File],
+    replaced: dict[int, nn.Parameter],
+) -> None:
+    """Write every parameter; see fill()."""
+    is_empty = any(id(p.tensor) in replaced for p in layout.params)
     try:
         if weights is not None:
             place = Path(os.fspath(weights))
