@@ -7,7 +7,7 @@ user of PyTorch's libraries looks for them: setLevel(logging.WARNING) leaves onl
 limitations, and a handler of the program's own gets all of them. A program that has configured the
 logger before it imports lohan keeps its level and its handlers.
 
-Errors are raised, and are not logged.
+Errors are raised. Those at the end of a process, which no call could raise, are ERROR.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ if logger.level == logging.NOTSET:
 def note(text: str) -> None:
     """Print a note on a limitation, or on a change that the user should know of."""
     logger.warning("%s", text)
+
+
+def failed(text: str) -> None:
+    """Print an error that no call could raise, at the end of a process for example."""
+    logger.error("%s", text)
 
 
 def inform(text: str) -> None:

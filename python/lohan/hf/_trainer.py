@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +34,7 @@ import transformers
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
+from lohan.common import _log
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
@@ -537,10 +537,9 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def _passed_over(unfinished: list[Path], folder: Path) -> str:
-    print(
-        f"lohan: {', '.join(str(path) for path in unfinished)}: the process ended while writing"
-        f" this checkpoint, and the store does not have its step: resuming from {folder}",
-        file=sys.stderr,
+    _log.note(
+        f"{', '.join(str(path) for path in unfinished)}: the process ended while writing"
+        f" this checkpoint, and the store does not have its step: resuming from {folder}"
     )
     return str(folder)
 

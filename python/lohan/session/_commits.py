@@ -169,10 +169,9 @@ class Commits(SessionPart):
 
     def _say_unfinished(self) -> None:
         if not self.is_ending and sys.exception() is None:
-            print(
-                "lohan: the session was closed after a backward and before model.optimizer.step():"
-                f" that step is discarded, and the store is at step {self._last_step}",
-                file=sys.stderr,
+            _log.note(
+                "the session was closed after a backward and before model.optimizer.step():"
+                f" that step is discarded, and the store is at step {self._last_step}"
             )
 
     def commit(self) -> None:
@@ -251,10 +250,9 @@ class Commits(SessionPart):
             else f"is not in the store, which stays as it was at step {edit.step}. To keep such a"
             " change, call model.lohan.commit() directly after it"
         )
-        print(
-            "lohan: the program failed after parameters were changed (by load_state_dict(), or in"
-            " a loop over them) and before a backward used them: the change " + what,
-            file=sys.stderr,
+        _log.note(
+            "the program failed after parameters were changed (by load_state_dict(), or in"
+            " a loop over them) and before a backward used them: the change " + what
         )
 
     def commit_rule(self) -> str:

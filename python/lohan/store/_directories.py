@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lohan.common import _arguments, _mounts
+from lohan.common import _arguments, _log, _mounts
 from lohan.errors import StoreError
 from lohan.store import _temporary
 
@@ -63,9 +62,8 @@ def say_parents(directories: Sequence[str]) -> None:
         if parent.stat().st_dev != os.stat("/").st_dev:
             continue
         device = _mounts.mount_of("/")[2]
-        print(
-            f"lohan: {given} did not exist and will be created: the store in {name} is"
+        _log.note(
+            f"{given} did not exist and will be created: the store in {name} is"
             f" on the root file system ({device}, mounted at /). If it was meant to be on another"
-            " drive, that drive is not mounted",
-            file=sys.stderr,
+            " drive, that drive is not mounted"
         )

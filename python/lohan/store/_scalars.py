@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lohan import _core
+from lohan.common import _log
 from lohan.common._hyper import hyper_of, numbers
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue import _buffers
@@ -164,10 +164,9 @@ def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: An
     group[name] = tuple(value) if name == "betas" else value
     if name == "lr" and "initial_lr" in group:
         group["initial_lr"] = value
-    print(
-        f"lohan: {name} of parameter group {index} is {value} from now on, as passed to"
-        f" lohan.wrap(); the run in the store was wrapped with {then}",
-        file=sys.stderr,
+    _log.note(
+        f"{name} of parameter group {index} is {value} from now on, as passed to"
+        f" lohan.wrap(); the run in the store was wrapped with {then}"
     )
 
 

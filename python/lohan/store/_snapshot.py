@@ -16,7 +16,6 @@ import functools
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan import _core
-from lohan.common import _bar, _exit, _meta
+from lohan.common import _bar, _exit, _log, _meta
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
 from lohan.common._wake import Flag
@@ -140,10 +139,9 @@ class Snapshot:
         if _exit.is_terminated():
             self.cancel()
         if not self.is_done:
-            print(
-                f"lohan: waiting for the snapshot to {self.directories[0]}"
-                f" ({self.done_bytes:,} of {self.total_bytes:,} bytes)",
-                file=sys.stderr,
+            _log.inform(
+                f"waiting for the snapshot to {self.directories[0]}"
+                f" ({self.done_bytes:,} of {self.total_bytes:,} bytes)"
             )
         try:
             self.wait()
@@ -153,7 +151,7 @@ class Snapshot:
                 self.wait()
             raise
         except Exception as error:
-            print(f"lohan: the snapshot to {self.directories[0]}: {error}", file=sys.stderr)
+            _log.failed(f"the snapshot to {self.directories[0]}: {error}")
 
     def advance(self, nbytes: int) -> None:
         """Count copied bytes.

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _bar, _durable, _meta
+from lohan.common import _bar, _durable, _log, _meta
 from lohan.common._storage_formats import narrowed
 from lohan.errors import (
     ChecksumError,
@@ -370,7 +369,7 @@ def say_fallback(store: _core.Store) -> None:
     """Print a note to stderr if the newest step is damaged and the previous one was opened."""
     said = store.describe()
     if said["is_fallback"]:
-        print(f"lohan: {said['note']}", file=sys.stderr)
+        _log.note(said["note"])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.common import _bar
+from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
 from lohan.errors import ModelError, StoreError
 from lohan.layout._files import DTYPES, check_descriptor
@@ -167,7 +166,7 @@ def _fill(
         store.commit(0, scalars)
         said = layout.cut.said()
         if said is not None:
-            print(f"lohan: {said}", file=sys.stderr)
+            _log.note(said)
     except BaseException:
         _put(model, layout, replaced)  # a retry must see that these parameters have no values
         raise
@@ -339,10 +338,9 @@ def _fill_from_files(
     is_ours = is_adapter(model)
     told = [param.name for param in rest if not is_ours(param.tensor)]
     if told:
-        print(
-            f"lohan: {len(told)} parameters that weights={weights} does not have keep their current"
-            f" values ({told[0]!r}, ...)",
-            file=sys.stderr,
+        _log.note(
+            f"{len(told)} parameters that weights={weights} does not have keep their current"
+            f" values ({told[0]!r}, ...)"
         )
 
 
