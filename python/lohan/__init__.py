@@ -11,7 +11,7 @@ from lohan.common._build import build_info
 from lohan.common._stats import ReplicaStats, StepStats, Traffic
 from lohan.common._version import __version__
 from lohan.config import Config
-from lohan.errors import LohanError
+from lohan.errors import LohanError, WearBudgetError
 from lohan.replicas._reshard import Resharded, reshard
 from lohan.session._optim import Optimizer
 from lohan.session._session import Session
@@ -42,6 +42,7 @@ __all__ = [
     "StepStats",
     "Traffic",
     "Verified",
+    "WearBudgetError",
     "__version__",
     "build_info",
     "convert",

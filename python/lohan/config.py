@@ -156,6 +156,12 @@ class Config:
         peer_timeout_s: with several processes, how long another process may be silent before it
             counts as lost, in seconds. On the same machine a process that ends is noticed at once.
             wrap() waits ten times as long for the others to come, and at least 600 seconds.
+        wear_budget: the bytes that the run may write to the drives of its store, counted over all
+            sessions that resume it: "50TB", or "1TB/day" for each day (UTC). Training stops with
+            lohan.WearBudgetError at the last step that does not exceed it. With several processes,
+            each counts what it writes. None: no limit.
+        ssd_endurance_bytes: the bytes that may be written to one drive in its life (TBW), such as
+            "600TB", to compare with what steps write. None: as the drive reports, if it does.
         verify: verify the checksums of everything that is read.
         trace_events: the number of timeline events to keep; 0: none.
         allow_buffered: continue without O_DIRECT if the file system does not support it.
@@ -192,6 +198,8 @@ class Config:
     runs: Literal["auto", "together", "apart"] = "auto"
     ablate: tuple[str, ...] = ()
     peer_timeout_s: float = 30.0
+    wear_budget: int | str | None = None
+    ssd_endurance_bytes: int | None = None
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

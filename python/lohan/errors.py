@@ -13,6 +13,9 @@ _SIZE = re.compile(
     r"(?<![\w=.,/-])(\d{7,}+|\d{1,3}(?:,\d{3}){2,}+)( bytes)?+(?![\w/]|[.,]\d| \([\d.]+ [MGT]B\))"
 )
 
+_SIZE_OF_BYTES = re.compile(_SIZE.pattern.replace("( bytes)?+", "( bytes)"))
+_ERRNO = re.compile(r"\[Errno -?\d+\] ")  # how the message of an OSError begins
+
 
 def _with_unit(match: re.Match[str]) -> str:
     value = int(match[1].replace(",", ""))
@@ -22,6 +25,15 @@ def _with_unit(match: re.Match[str]) -> str:
 
 class LohanError(Exception):
     """Base class of all errors that lohan raises."""
+
+    _sizes = _SIZE_OF_BYTES
+
+    def __str__(self) -> str:
+        """Return the message, with a readable size after large ones: "... bytes (16.1 GB)"."""
+        return self._readable(super().__str__())
+
+    def _readable(self, text: str) -> str:
+        return self._sizes.sub(_with_unit, _ERRNO.sub("", text))
 
 
 class ModelError(LohanError, TypeError):
@@ -35,13 +47,17 @@ class TargetError(LohanError, IndexError):
 class BudgetError(LohanError, MemoryError):
     """A memory or disk budget is too small; the message says what would be enough."""
 
-    def __str__(self) -> str:
-        """Return the message, with a readable size after large numbers: "... (16.1 GB)"."""
-        return _SIZE.sub(_with_unit, super().__str__())
+    _sizes = _SIZE
+
+
+class WearBudgetError(LohanError, RuntimeError):
+    """A further step would write more to the store's drives than `wear_budget` allows."""
 
 
 class DeviceMemoryError(LohanError, MemoryError):
     """An accelerator would need more memory than it has, or than it may use."""
+
+    _sizes = _SIZE
 
 
 class DeviceMismatchError(LohanError, RuntimeError):
@@ -61,7 +77,7 @@ class StoreError(LohanError, OSError):
 
     def __str__(self) -> str:
         """Return the message without the error number, which is in `errno`."""
-        return self.strerror if self.strerror is not None else super().__str__()
+        return super().__str__() if self.strerror is None else self._readable(self.strerror)
 
 
 class StoreExistsError(StoreError):

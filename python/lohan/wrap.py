@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,8 +32,9 @@ from lohan.errors import (
 from lohan.layout import _in_place
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
+from lohan.mezo._zo_wear import ZerothWear
 from lohan.replicas import _join
-from lohan.session import _adopt, _division, _notes, _order, _replaced, _settings
+from lohan.session import _adopt, _division, _notes, _opened, _order, _replaced, _settings
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
@@ -285,12 +285,10 @@ class _Opening:
             if not is_filled and not temporary:
                 _store.remove(directories)
             raise
-        if temporary:
-            print(
-                f"lohan: temporary store of {extents.nbytes / 1e9:.2f} GB in {directories[0]}"
-                " (removed at exit; pass store= to keep it)",
-                file=sys.stderr,
-            )
+        session.speaks = self.shared.world is None or self.shared.world.rank == 0
+        wear = None if self.zeroth is None else ZerothWear
+        full = functools.partial(_division.full_budget, self.layout, self.config)
+        _opened.opened(session, wear, full, is_resumed=resume, is_temporary=temporary)
         self.optimizer.replaced = _replaced.Replaced(session, self.optimizer)
         _notes.say(session, self.optimizer.replaced.notes)
         _device.say_gpu(self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 from lohan.cli import main
+from lohan.common import _shown
+from lohan.common._stats import LINKS, ReplicaStats, StepStats, Traffic
 from lohan.errors import (
     BudgetError,
+    DeviceMemoryError,
     LohanError,
+    MachineError,
+    ModelError,
     SecondBackwardError,
     StaleGraphError,
     StoreError,
     StoreExistsError,
     ZeroGradError,
 )
+from lohan.planning import _machines
 from torch import nn
 
 WIDTH = 64
@@ -132,6 +139,30 @@ def test_a_budget_s_large_numbers_have_their_units_once(text: str, said: str) ->
     assert str(BudgetError(str(error))) == said
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (StoreError, "has 12345678 bytes", "has 12345678 bytes (12.3 MB)"),
+        (ModelError, "has 12,345,678 bytes, and", "has 12,345,678 bytes (12.3 MB), and"),
+        (StoreError, "at step 12345678, 123456 bytes", "at step 12345678, 123456 bytes"),
+        (DeviceMemoryError, "of 12345678, with", "of 12345678 (12.3 MB), with"),
+    ],
+)
+def test_large_byte_counts_of_every_error_have_their_units_once(
+    kind: type[LohanError], text: str, said: str
+) -> None:
+    assert str(kind(text)) == said
+    assert str(kind(f"{kind(text)}")) == said
+    if issubclass(kind, OSError):
+        assert str(kind(5, text)) == said
+
+
+def test_an_error_of_the_system_is_quoted_without_its_number(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(MachineError, match="No such file") as caught:
+        _machines.load(str(tmp_path / "none.toml"))
+    assert "[Errno" not in str(caught.value)
+
+
 def test_a_budget_that_is_too_small_is_said_in_bytes_and_in_units(store_dir: pathlib.Path) -> None:
     with pytest.raises(BudgetError, match=r"at least \d+ \([\d.]+ MB\)"):
         lohan.wrap(_net(), store=store_dir, host_bytes=1)
@@ -179,6 +210,36 @@ def test_a_session_and_its_stats_say_what_they_are_before_and_after_a_step(
         assert "bound by" in str(model.lohan.stats())
         model.lohan.close()
         assert "closed" in repr(model.lohan)
+
+
+def test_stats_are_shown_one_number_a_line_with_units() -> None:
+    links = {**dict.fromkeys(LINKS, 0), "state_write": 84_100_000_000}
+    none = StepStats.none(2)
+    stats = dataclasses.replace(none, step=3, wall_ns=844_000_000, bytes=links)
+    shown = [line.strip() for line in repr(stats).splitlines()]
+    assert shown[0] == "StepStats of step 3, bound by compute"
+    assert {"wall: 0.844 s", "updated_params: 0", "threads: 2"} <= {*shown}
+    assert "bytes['state_write']: 84.1 GB (planned: 0 B)" in shown
+    assert not [line for line in shown if "param_read" in line], "nothing was moved"
+    assert len(shown) == len(dataclasses.fields(stats)) - 2 + 1, "all fields but bytes and step"
+    values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
+    several = ReplicaStats(**values, traffic=Traffic(sent_bytes=1_500, peer_wait_ns=10**9))
+    assert "traffic.sent_bytes: 1.5 kB" in repr(several)
+    assert "traffic.peer_wait: 1.000 s" in repr(several)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (84_100_000_000, "84.1 GB"),
+    ],
+)
+def test_bytes_are_shown_with_three_digits(nbytes: int, said: str) -> None:
+    assert _shown.of_bytes(nbytes) == said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import tempfile
 
 import lohan
 import pytest
+from notes_helper import notes
 from patience import HUNG_S
 from program_server import Program
 from rules_helper import Workshop, assert_same_state, build, workshop
@@ -81,7 +82,7 @@ def test_a_signal_ends_a_run_with_its_last_step_committed(
         assert status in (-signal.SIGINT, 130) and "KeyboardInterrupt" in err
     else:
         assert status == 128 + signal.SIGTERM and "Traceback" not in err
-    assert "lohan:" not in err
+    assert "lohan:" not in notes(err)
     assert last >= 5 and steps_of(store, workshop) in (last, last + 1)
 
 
@@ -89,7 +90,7 @@ def test_sigterm_in_a_finalizer_ends_the_run_all_the_same(workshop: Workshop) ->
     store = workshop.folder / "run"
     status, out, err = finish(start("finalize", str(store), workshop.folder))
     assert (status, out) == (128 + signal.SIGTERM, "step 3\n")
-    assert "ignored" not in err and "Traceback" not in err and "lohan:" not in err
+    assert "ignored" not in err and "Traceback" not in err and "lohan:" not in notes(err)
     assert steps_of(store, workshop) in (3, 4)
 
 
@@ -98,7 +99,7 @@ def test_an_exit_without_close_commits_what_was_closed(mode: str, workshop: Work
     store = workshop.folder / "run"
     status, out, err = finish(start(mode, str(store), workshop.folder))
     assert status == (mode == "fail") and out == "step 3\n"
-    assert "lohan" not in err.replace(str(HERE.parent.parent), "")
+    assert "lohan" not in notes(err).replace(str(HERE.parent.parent), "")
     assert steps_of(store, workshop) == 3
 
 
@@ -129,14 +130,14 @@ def test_a_data_loader_may_have_workers(workshop: Workshop) -> None:
     # Workers listen on sockets in TMPDIR, whose paths may have 107 bytes: pytest's own is too long.
     with tempfile.TemporaryDirectory(prefix="lohan-") as short:
         status, out, err = finish(start("load_data", str(store), pathlib.Path(short)))
-    assert (status, out, err) == (0, "step 20\n", "")
+    assert (status, out, notes(err)) == (0, "step 20\n", "")
 
 
 @pytest.mark.parametrize("mode", ["fork_calls", "fork_calls_same_pid"])
 def test_every_call_in_a_forked_child_is_refused_by_name(mode: str, workshop: Workshop) -> None:
     store = workshop.folder / "run"
     status, out, err = finish(start(mode, str(store), workshop.folder))
-    assert (status, out, err) == (0, "child 0\nstep 3\n", "")
+    assert (status, out, notes(err)) == (0, "child 0\nstep 3\n", "")
     assert steps_of(store, workshop) == 3
 
 
@@ -145,7 +146,7 @@ def test_a_forked_child_takes_nothing_with_it(mode: str, workshop: Workshop) -> 
     store = workshop.folder / "run"
     status, out, err = finish(start(mode, str(store), workshop.folder))
     steps = 0 if mode == "fork_frozen" else 3
-    assert (status, out, err) == (0, f"child 0\nlocked\nstep {steps}\n", "")
+    assert (status, out, notes(err)) == (0, f"child 0\nlocked\nstep {steps}\n", "")
     if steps:
         model = lohan.wrap(
             build(),

@@ -263,7 +263,7 @@ def test_a_target_without_room_leaves_nothing_and_says_what_it_needs(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes // 2, limits[1]))
     try:  # as on a full disk
-        with pytest.raises(StoreError, match=f"cannot reserve {nbytes} bytes for .*new"):
+        with pytest.raises(StoreError, match=rf"cannot reserve {nbytes} bytes \(.* for .*new"):
             model.lohan.snapshot(store_dir / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from lohan import _core
+from lohan.common import _log
 from lohan.config import POLICIES
 from lohan.errors import ModelError, StoreError, store_error
 from lohan.torch_glue._device import Kept, Meter, parse
@@ -424,11 +424,10 @@ class Swap:
         if nbytes <= self.largest_bytes or self._has_said:
             return
         self._has_said = True
-        print(
-            f"lohan: an activation of {nbytes} bytes is not offloaded and stays on"
+        _log.note(
+            f"an activation of {nbytes} bytes is not offloaded and stays on"
             f" {self.device}, because the main memory through which activations pass has"
-            f" {self.largest_bytes} bytes: raise swap_bytes, or use a smaller batch",
-            file=sys.stderr,
+            f" {self.largest_bytes} bytes: raise swap_bytes, or use a smaller batch"
         )
 
     def window_set(self, nbytes: int) -> None:

@@ -9,34 +9,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan import _core
 from lohan.common import _meta
 from lohan.config import Config
-from lohan.layout._block import SCALED_ELEMENTS, STATES
+from lohan.planning import _wear
 from lohan.store import _scalars
 from lohan.store._export import open_to_read
 
-# Bytes per element of what extends a parameter to fp32: [Note: 12P] and [Note: 14P] in
-# csrc/compute/adam.h.
-_RESIDUALS = {"float32": 0, "bfloat16": 2, "float16": 4}
-
 
 def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]], states: str) -> int:
-    """Return the bytes that an update of all parameters writes.
-
-    An update writes the parameters, the residuals that extend parameters to fp32, and two moments.
-    """
-    total, first = 0, 0
+    """Return the bytes that an update of all trained parameters writes, without the commit."""
+    found, first = [], 0
     for unit in units:
         head = params[first]
         first += unit["params"]
         if head["trainable"]:
             elements = unit["elements"] if unit["has_states"] else 0
-            moment = elements * STATES[states]
-            scales = elements // SCALED_ELEMENTS if states == "8bit" else 0
-            arrays = [unit["bytes"], elements * _RESIDUALS[head["dtype"]], moment, moment, scales]
-            total += sum(-(-nbytes // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for nbytes in arrays)
-    return total
+            residual = _wear.RESIDUALS[head["dtype"]]
+            found.append(_wear.Written(unit["bytes"], elements, residual, states))
+    return _wear.update_bytes(found)
 
 
 def _moved_bytes(units: list[dict[str, Any]], streams: Sequence[int | None]) -> int:

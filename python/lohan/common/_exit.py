@@ -32,6 +32,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from lohan.common import _log
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
@@ -160,7 +162,7 @@ def close_quietly(session: Session) -> None:
             session.close()
             raise
     except Exception as error:
-        print(f"lohan: {error}", file=sys.stderr)
+        _log.failed(str(error))
 
 
 def _close_all() -> None:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lohan.common import _shown
+
 READS = ("param_read", "state_read", "gradient_read", "saved_read")
 WRITES = ("param_write", "state_write", "gradient_write", "commit_write", "saved_write")
 COPIES = ("copy_in", "copy_out", "saved_in", "saved_out", "gathered")
 LINKS = READS + WRITES + COPIES
 
 
-@dataclasses.dataclass(frozen=True)
+def _line(name: str, value: Any) -> str:
+    """Return a field of a StepStats or a Traffic with its unit, which ends the field's name."""
+    if name.endswith("_ns"):
+        return f"{name.removesuffix('_ns')}: {_shown.of_ns(value)}"
+    if name.endswith(("_bytes", "_bytes_max")):
+        return f"{name}: {_shown.of_bytes(value)}"
+    return f"{name}: {value:,}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class StepStats:
     """The figures of one step, from its first forward to the end of its commit. Times are in ns.
 
@@ -138,6 +149,24 @@ class StepStats:
         shares = self._shares
         return max(shares, key=lambda name: shares[name])
 
+    def __repr__(self) -> str:
+        """Return every number, one per line, with units; str() is one line."""
+        lines = [f"{type(self).__name__} of step {self.step}, bound by {self.bound_by}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "bytes":
+                moved = ((k, value[k], self.planned_bytes[k]) for k in LINKS)
+                lines += [
+                    f"bytes[{k!r}]: {_shown.of_bytes(n)} (planned: {_shown.of_bytes(plan)})"
+                    for k, n, plan in moved
+                    if n or plan
+                ]
+            elif isinstance(value, Traffic):
+                lines += [_line(f"traffic.{k}", n) for k, n in vars(value).items()]
+            elif field.name not in ("step", "planned_bytes"):
+                lines.append(_line(field.name, value))
+        return "\n  ".join(lines)
+
     def __str__(self) -> str:
         """Return one readable line; repr() has every number."""
         if self.step == 0:
@@ -178,7 +207,7 @@ class Traffic:
         return Traffic(*(now - before for now, before in rows))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ReplicaStats(StepStats):
     """The figures of one step of several processes, as this process has seen it.
 

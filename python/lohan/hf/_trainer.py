@@ -25,7 +25,6 @@ import dataclasses
 import functools
 import os
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ import transformers
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
+from lohan.common import _log
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
@@ -217,6 +217,19 @@ class TrainerCallback(transformers.TrainerCallback):
         if not (self._is_fused or self._is_zeroth) and self._model is not None:
             skipped = self._model.optimizer.was_skipped  # type: ignore[union-attr]
             self._trainer.optimizer._is_overflow |= skipped
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save a checkpoint if `wear_budget` allows no further step: the next backward raises.
+
+        Several processes do not: they may differ in what they have written.
+        """
+        wear = None if self.session is None else self.session.wear
+        if wear is None or not wear.is_spent or self._group is not None:
+            return
+        if _trainer_args.has_checkpoints(args):
+            control.should_save = True
+        elif self.session is not None and self.session.commits_by_hand:
+            self.session.commit()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""
@@ -532,10 +545,9 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def _passed_over(unfinished: list[Path], folder: Path) -> str:
-    print(
-        f"lohan: {', '.join(str(path) for path in unfinished)}: the process ended while writing"
-        f" this checkpoint, and the store does not have its step: resuming from {folder}",
-        file=sys.stderr,
+    _log.note(
+        f"{', '.join(str(path) for path in unfinished)}: the process ended while writing"
+        f" this checkpoint, and the store does not have its step: resuming from {folder}"
     )
     return str(folder)
 

@@ -17,14 +17,13 @@ import copy
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.common import _meta
+from lohan.common import _log, _meta
 from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
@@ -154,11 +153,10 @@ def take_back(directories: Sequence[str], config: Config, folder: Path, step: in
         end, kept = _journal.cut(directories, uuid_of(store), step)
     finally:
         store.close()
-    print(
-        f"lohan: the store is at step {end}, but {folder} is at step {step}: rolling the store back"
+    _log.note(
+        f"the store is at step {end}, but {folder} is at step {step}: rolling the store back"
         f" to step {step}; the later steps will be made again (the previous journal is kept as"
-        f" {kept})",
-        file=sys.stderr,
+        f" {kept})"
     )
 
 
@@ -292,5 +290,5 @@ def _say_unused(args: Any) -> None:
     for name, why in _UNUSED.items():
         value = getattr(args, name, None)
         if value and value != defaults.get(name):
-            said = f'lohan: {name}={value} has no meaning with method="mezo": {why}'
-            print(said, file=sys.stderr)
+            said = f'{name}={value} has no meaning with method="mezo": {why}'
+            _log.note(said)

@@ -23,12 +23,12 @@ import itertools
 import os
 import stat
 import struct
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from lohan import _core
+from lohan.common import _log
 from lohan.errors import ChecksumError, StoreError, StoreExistsError, StoreMismatchError
 from lohan.journal._zeroth import Record, Rule
 
@@ -140,11 +140,10 @@ class Journal:
             return
         os.ftruncate(self._fd, self._end)
         lines = -(-left // BYTES)
-        print(
-            f"lohan: {self.path}: cut off {lines} lines after step {len(self.records)} (a step has"
+        _log.note(
+            f"{self.path}: cut off {lines} lines after step {len(self.records)} (a step has"
             f" {self.rule.samples}): the run ended while writing that step. If the run had finished"
-            " it, the file is damaged: restore it from a copy",
-            file=sys.stderr,
+            " it, the file is damaged: restore it from a copy"
         )
 
     def _make_durable(self) -> None:

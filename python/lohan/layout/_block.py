@@ -400,11 +400,18 @@ def place(unit: Unit) -> None:
         size = param.count if unit.trainable else param.count * unit.dtype.itemsize
         at = _align(at + size, _core.PARAM_ALIGN if unit.trainable else 128)
     if unit.trainable:
-        is_scaled = unit.states == "8bit"  # the scales, too, fill whole blocks on SSD
-        unit.elements = _align(max(at, 1), _core.SCALED_ALIGN if is_scaled else _core.ELEMENT_ALIGN)
+        unit.elements = elements_with(unit, unit.states)
         unit.nbytes = unit.elements * unit.dtype.itemsize
     else:
         unit.nbytes = _align(max(at, 1), _core.BLOCK_BYTES)
+
+
+def elements_with(unit: Unit, states: str) -> int:
+    """Return the padded number of elements of a trained unit, with moments in a format."""
+    last = unit.params[-1]
+    end = _align(last.first + last.count, _core.PARAM_ALIGN)
+    is_scaled = states == "8bit"  # the scales, too, fill whole blocks on SSD
+    return _align(max(end, 1), _core.SCALED_ALIGN if is_scaled else _core.ELEMENT_ALIGN)
 
 
 def place_values(unit: Unit) -> None:

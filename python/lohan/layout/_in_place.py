@@ -13,7 +13,6 @@ import dataclasses
 import errno
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.common import _log
 from lohan.common._meta import dtype_of
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError
 from lohan.layout import _files, _in_place_units, _packed
@@ -77,10 +77,9 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
         left.setdefault(why, []).append((name, param.numel() * param.element_size()))
     for why, params in left.items():
         nbytes = sum(nbytes for _, nbytes in params)
-        print(
-            f"lohan: {len(params)} parameters ({nbytes / 1e6:.1f} MB) are copied into the"
-            f" store: {why} ({params[0][0]!r}, ...)",
-            file=sys.stderr,
+        _log.note(
+            f"{len(params)} parameters ({nbytes / 1e6:.1f} MB) are copied into the"
+            f" store: {why} ({params[0][0]!r}, ...)"
         )
     return set() if too_many else could
 
@@ -130,10 +129,9 @@ class InPlace:
                 f"{buffered[0]}: its file system does not support direct reads: pass"
                 ' allow_buffered=True, or frozen="copy"'
             )
-        print(
-            f"lohan: {buffered[0]} is read through the page cache: its file system does not support"
-            " direct reads",
-            file=sys.stderr,
+        _log.note(
+            f"{buffered[0]} is read through the page cache: its file system does not support"
+            " direct reads"
         )
 
     def close(self) -> None:
@@ -458,10 +456,9 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
     buffers = _files.match_buffers(model, folder)
     left = _files.unused(model, folder)
     if left:
-        print(
-            f"lohan: {len(left)} tensors of weights={place} are not used by this model and are"
-            f" ignored ({left[0]!r}, ...)",
-            file=sys.stderr,
+        _log.note(
+            f"{len(left)} tensors of weights={place} are not used by this model and are"
+            f" ignored ({left[0]!r}, ...)"
         )
     chosen = set() if config.frozen == "copy" else choose(model, entries)
     # All other files are read only once: sessions do not keep them open, and the store's meta does

@@ -11,11 +11,11 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lohan.common import _log
 from lohan.config import Config
 from lohan.errors import StoreError, WorldMismatchError
 from lohan.journal import _journal
@@ -108,8 +108,7 @@ def _take_over(journal: Journal, names: Sequence[str], run: str) -> None:
 
 def _extend(journal: Journal, records: Sequence[Record]) -> None:
     journal.extend(records)
-    print(
-        f"lohan: {journal.path}: took over {len(records)} steps, up to step {len(journal.records)},"
-        " that only another process had written",
-        file=sys.stderr,
+    _log.note(
+        f"{journal.path}: took over {len(records)} steps, up to step {len(journal.records)},"
+        " that only another process had written"
     )

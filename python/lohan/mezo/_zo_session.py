@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lohan.mezo._zo_peers import Sides
     from lohan.mezo._zo_setup import Zeroth
     from lohan.mezo._zo_turns import T
+    from lohan.mezo._zo_wear import ZerothWear
 
 # The minimum number of elements per thread: less work (about 100 us) does not justify waking one.
 SHARE_ELEMENTS = 1 << 18
@@ -58,6 +59,8 @@ class ZerothSession(TurnRules, Session):
         read_bytes: the bytes of parameters that were loaded into the computing device's memory.
         longest_lead: the largest number of positions by which a unit was advanced at once.
     """
+
+    wear: ZerothWear | None = None
 
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -234,6 +237,8 @@ class ZerothSession(TurnRules, Session):
         self.check_open()
         if self._is_in_step or in_backward() or self._forward_is_alive():
             raise StepError("zo_step() called inside a forward, a backward or another zo_step()")
+        if self.wear is not None:
+            self.wear.check(self)
         optimizer: Any = self._optimizer
         made: ZerothOptimizer = optimizer
         lr, decay = made.rate()
@@ -246,6 +251,8 @@ class ZerothSession(TurnRules, Session):
                 gradients.append(_slope(plus, minus, self.rule.eps))
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
+            if self.wear is not None:
+                self.wear.step()
         if "deferred" in self.config.ablate:
             self._update_all()
         every = self.zeroth.write_every
@@ -371,10 +378,16 @@ class ZerothSession(TurnRules, Session):
             finally:
                 self._engine.release(unit)
             self.written_bytes += nbytes
+            if self.wear is not None:
+                self.wear.add(nbytes)
         with self.exclusive([]) as store:
             self.holds.wait_none()
+            said = store.describe()
+            scalars = said["scalars"]
+            if self.wear is not None:
+                scalars = self.wear.scalars(said, len(self.layout.params))
             try:
-                store.commit(self.step, store.describe()["scalars"])
+                store.commit(self.step, scalars)
             finally:  # a Ctrl-C may arrive right after the commit
                 self.run.base = int(store.describe()["step"])
 
@@ -489,6 +502,14 @@ class ZerothSession(TurnRules, Session):
             lr if asked["lr"] is None else None,
             decay if asked["weight_decay"] is None else None,
         )
+
+    def commit_rule(self) -> str:
+        """Return when steps are durable, for people."""
+        return "each step is durable in the journal"
+
+    def durable_step(self) -> int:
+        """Return the step that a resumed run would begin after."""
+        return self.step
 
     def close(self) -> None:
         """Stop the engine and close the store and the journal. Idempotent."""

@@ -7,7 +7,6 @@ are checked again.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from lohan.common import _log
 from lohan.errors import UnsupportedError
 from lohan.mezo import _zo_device, _zo_probe
 from lohan.torch_glue._lockstep import FIRST, Lockstep, Visit
@@ -107,10 +107,9 @@ class TurnRules(_Base):
         left = _zo_probe.Left(model).difference(before)
         self.is_together = left is None
         if left is not None:
-            print(
-                f"lohan: forwards of this model cannot take turns: {left} in each forward. They run"
-                " one after the other, and each reads the parameters",
-                file=sys.stderr,
+            _log.note(
+                f"forwards of this model cannot take turns: {left} in each forward. They run"
+                " one after the other, and each reads the parameters"
             )
         return value
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import datetime
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lohan.common import _log
 from lohan.replicas import _gather
 from lohan.torch_glue import _device
 
@@ -67,10 +67,9 @@ def choose(world: World, team: Team | None, config: Config) -> Literal["host", "
     if can_gather and parts_s < _SHARE * copy_s:
         chosen = "shards"
     if can_gather and team is not None and not team.is_mate:
-        print(
-            f'lohan: gather="auto" chose "{chosen}": {_BYTES >> 20} MiB take {copy_s * 1e3:.3g} ms'
-            f" over each link, or {parts_s * 1e3:.3g} ms in {len(ranks)} parts that are gathered",
-            file=sys.stderr,
+        _log.inform(
+            f'gather="auto" chose "{chosen}": {_BYTES >> 20} MiB take {copy_s * 1e3:.3g} ms'
+            f" over each link, or {parts_s * 1e3:.3g} ms in {len(ranks)} parts that are gathered"
         )
     return chosen
 

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import json
 import secrets
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _meta
+from lohan.common import _log, _meta
 from lohan.common._arguments import directories_of
 from lohan.common._version import __version__
 from lohan.config import (
@@ -317,7 +316,7 @@ def _copy_one(
             else:
                 _store.remove(mine.directories)
             to = mine.directories[0]
-            print(f"lohan: {world.name(world.rank)} copies {names[0]} to {to}", file=sys.stderr)
+            _log.inform(f"{world.name(world.rank)} copies {names[0]} to {to}")
             _snapshot.snapshot(names, mine.directories).wait()
             return
         except StoreError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lohan import _core
+from lohan.common import _bar
 from lohan.common._arguments import directories_of
 from lohan.config import Config
 from lohan.errors import (
@@ -313,19 +314,13 @@ def reshard(
         for target in targets:
             if _snapshot.is_complete(target.out):
                 raise StoreExistsError(f"{target.out[0]} has a store already: choose another OUT")
-        total, done = sum(sum(target.sizes) for target in targets), 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
+        total = sum(sum(target.sizes) for target in targets)
         is_whole = False
         try:
-            for target in targets:
-                target.create()
-                target.fill(advance)
+            with _bar.Bar(f"the new stores in {places[0]}", progress) as bar:
+                for target in targets:
+                    target.create()
+                    target.fill(lambda nbytes: bar.add(nbytes, total))
             for target in targets:
                 target.commit(step)
             is_whole = True

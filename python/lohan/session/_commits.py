@@ -9,11 +9,12 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lohan.common import _exit
+from lohan.common import _exit, _log, _shown
 from lohan.errors import StepError, StoreError
 from lohan.session._session_base import SessionPart
 from lohan.store import _scalars, _store
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
     from lohan.session._optim import Optimizer
-    from lohan.store._snapshot import Snapshot
+    from lohan.session._wear import Wear
+    from lohan.store._snapshot import PathLike, Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._accumulate import Accumulation
     from lohan.torch_glue._buffers import Buffers
@@ -100,6 +102,8 @@ class Commits(SessionPart):
     directories: list[str]
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
+    wear: Wear | None = None  # counts what the session writes, if that is needed
+    speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: contextlib.AbstractContextManager[bool]
     _backward: str
@@ -125,6 +129,7 @@ class Commits(SessionPart):
         """
         if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
+        said = ""
         with self._close_lock:
             if not self.closed:
                 self._last_step = self.step
@@ -133,10 +138,26 @@ class Commits(SessionPart):
                 self.snapshot_now = None
                 try:
                     self._finish()
+                    said = self._summary()
                 except Exception:  # not a Ctrl-C: nothing may be released before the commit
                     self._release()
                     raise
             self._release()  # also in a second call: a Ctrl-C may have interrupted the first one
+            if said:
+                _log.inform(said)
+
+    def _summary(self) -> str:
+        """Return what to print after the session has finished its steps; "" for nothing."""
+        if not self.speaks or self.wear is None or not _log.informs():
+            return ""
+        self.wear.look()
+        step, durable = self.step, self.durable_step()
+        later = f" ({step - durable} later steps are not committed)" if durable != step else ""
+        return (
+            f"closed store {', '.join(self.directories)}: {step - self.wear.first_step} steps in"
+            f" this session, {_shown.of_bytes(self.wear.written)} written by them; the store is at"
+            f" step {durable}{later}"
+        )
 
     def _finish(self) -> None:
         """Discard an open step, and commit the closed ones unless commits are manual."""
@@ -154,11 +175,10 @@ class Commits(SessionPart):
     def _say_unfinished(self, count: int) -> None:
         if not self.is_ending and sys.exception() is None:
             backwards = "1 backward are" if count == 1 else f"{count} backwards are"
-            print(
-                f"lohan: the gradients of {backwards} dropped, because the session was closed"
-                " before model.optimizer.step(): that step is discarded, and the store is at step"
-                f" {self._last_step}",
-                file=sys.stderr,
+            _log.note(
+                f"the gradients of {backwards} dropped, because the session was closed before"
+                " model.optimizer.step(): that step is discarded, and the store is at step"
+                f" {self._last_step}"
             )
 
     def _is_skipped(self) -> bool:
@@ -169,10 +189,9 @@ class Commits(SessionPart):
         self._discard()
         assert self._optimizer is not None
         self._optimizer.was_skipped = True
-        print(
-            f"lohan: step {self.step + 1} is skipped, because the norm of its gradients is"
-            f" {math.sqrt(square_sum)}",
-            file=sys.stderr,
+        _log.note(
+            f"step {self.step + 1} is skipped, because the norm of its gradients is"
+            f" {math.sqrt(square_sum)}"
         )
         return True
 
@@ -191,6 +210,19 @@ class Commits(SessionPart):
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
         self._edit, self.has_edits = None, False
+
+    def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
+        """Begin to copy the store at the last step to other directories while training continues.
+
+        Commits that are due in the meantime wait for the copy. See `lohan.snapshot`.
+
+        Args:
+            out: one or several directories; the copy is striped over them.
+
+        Returns:
+            The copy in progress: `wait()` waits for it, and so does close().
+        """
+        return self.copy_begin(out)
 
     def edited(self, store: _core.Store) -> None:
         """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
@@ -239,11 +271,23 @@ class Commits(SessionPart):
             else f"is not in the store, which stays as it was at step {edit.step}. To keep such a"
             " change, call model.lohan.commit() directly after it"
         )
-        print(
-            "lohan: the program failed after parameters were changed (by load_state_dict(), or in"
-            " a loop over them) and before a backward used them: the change " + what,
-            file=sys.stderr,
+        _log.note(
+            "the program failed after parameters were changed (by load_state_dict(), or in"
+            " a loop over them) and before a backward used them: the change " + what
         )
+
+    def commit_rule(self) -> str:
+        """Return when steps are committed, for people."""
+        named = {"manual": "only commit() commits", "never": "nothing is kept if the run crashes"}
+        every = self.config.commit_every
+        if isinstance(every, str) and every in named:
+            return named[every]
+        steps = self.config.commit_steps
+        return "each step is committed" if steps == 1 else f"every {steps} steps are committed"
+
+    def durable_step(self) -> int:
+        """Return the step that a resumed run would begin after."""
+        return int(self.store.describe()["step"])
 
     def settle(self) -> None:
         """Make the last commit include all closed steps.

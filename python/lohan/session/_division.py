@@ -183,6 +183,11 @@ def _refuse_more_than_there_is(config: Config) -> None:
     )
 
 
+def full_budget(layout: Layout, config: Config) -> dict[str, int]:
+    """Return the division of as much main memory as a layout can use."""
+    return _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))
+
+
 def least(layout: Layout, config: Config) -> dict[str, int]:
     """Return the least division of main memory for a layout."""
     needed = _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))["host_bytes_min"]

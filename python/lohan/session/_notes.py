@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from lohan.common import _units
+from lohan.common import _log, _units
 from lohan.planning import _hardware
 
 if TYPE_CHECKING:
@@ -83,4 +82,4 @@ def _of_strides(session: Session) -> list[str]:
 def say(session: Session, others: list[str]) -> None:
     """Print the session's notes, and others, to stderr."""
     for line in [*lines(session), *_of_pins(session), *_of_strides(session), *others]:
-        print(f"lohan: {line}", file=sys.stderr)
+        _log.note(line)

@@ -16,6 +16,7 @@ from torch import nn
 from lohan import _core
 from lohan.activations._activations import Activations
 from lohan.activations._swap import Saving
+from lohan.common import _log
 from lohan.common._hyper import check_hyper
 from lohan.common._stats import StepStats
 from lohan.config import POLICIES, SCHEDULES, SCHEDULES_AT_STEP
@@ -224,6 +225,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             self._hooks += _cache.leave_out(model)
         if self.config.activations in POLICIES and any(u.trainable for u in self.layout.units):
             self._planner = planner(self, activations)
+            if self.speaks and not self._planner.has_profile:
+                _log.inform("two steps are profiled with all activations recomputed, then planned")
             add(
                 model.register_forward_pre_hook(self._planner.enter, prepend=True, with_kwargs=True)
             )
@@ -278,6 +281,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
 
     def _on_backward(self) -> None:
         """Handle the start of a backward, detected at its first saved parameter or gradient."""
+        if self.wear is not None:
+            self.wear.check(self)
         self._thread.backward_begin()
         self._changed_drop()
         self.commit_edits()
@@ -360,7 +365,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         if self._optimizer is not None:
             device = self.device.torch_device
             idle = self.idle.record(self.step + 1, now)
-            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle)
+            worn = None if self.wear is None else self.wear.record(self.step)
+            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle, worn)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
         self._engine.close_step(scalars)
@@ -369,6 +375,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._accumulation.reset()
         self._scale.reset()
         self._await_updates()
+        if self.wear is not None:
+            self.wear.closed(self)
         if self._planner is not None:
             self._planner.step_end(self)
         self.phases.end()
@@ -543,19 +551,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
                 " lohan.wrap(..., resume=True) resumes training"
             )
         self._engine.check()
-
-    def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
-        """Begin to copy the store at the last step to other directories while training continues.
-
-        Commits that are due in the meantime wait for the copy. See `lohan.snapshot`.
-
-        Args:
-            out: one or several directories; the copy is striped over them.
-
-        Returns:
-            The copy in progress: `wait()` waits for it, and so does close().
-        """
-        return self.copy_begin(out)
 
     def copy_begin(
         self,

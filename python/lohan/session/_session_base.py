@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.session._idle import Idle
+    from lohan.store._snapshot import PathLike, Snapshot
 
 
 class SessionPart:
@@ -47,6 +49,10 @@ class SessionPart:
 
     def lend(self, index: int) -> torch.Tensor:
         """Return one parameter's values, where the model computes."""
+        raise NotImplementedError
+
+    def copy_begin(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
+        """Begin a copy of the store."""
         raise NotImplementedError
 
     def flush(self) -> None:

@@ -15,6 +15,7 @@ from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout import _experts
 from lohan.layout._experts import Apart
+from lohan.planning import _wear
 from lohan.session import _order
 from lohan.torch_glue import _accumulate, _device
 
@@ -29,6 +30,7 @@ _RANGES = {
     "trace_events": (0, 1 << 62),
     "device_bytes": (1, 1 << 60),
     "device_param_bytes": (1, 1 << 60),
+    "ssd_endurance_bytes": (1, 1 << 60),
 }
 # Names of the same settings in other libraries.
 _ELSEWHERE = {
@@ -131,6 +133,7 @@ def check(config: Config) -> None:
         )
     if config.schedule not in SCHEDULES:
         raise ModelError(f"schedule {config.schedule!r} must be one of {', '.join(SCHEDULES)}")
+    _wear.limit_of(config.wear_budget)
     _activations.check(config.activations)
     _check_order(config)
     _device.check(config)

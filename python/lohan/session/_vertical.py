@@ -25,7 +25,6 @@ torch_glue/_random_starts.py.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -35,6 +34,7 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.common import _log
 from lohan.errors import UnsupportedError
 from lohan.session import _order
 from lohan.session._micro_batches import Loss, checked_loss
@@ -430,10 +430,9 @@ class VerticalSession(Session):
         is_known = self._starts.learn(states)
         self._miss_count = self._miss_count + 1 if is_known else _MISS_COUNT_MAX
         if self._miss_count >= _MISS_COUNT_MAX:
-            print(
-                "lohan: it cannot be predicted how many random numbers (dropout) each micro-batch"
-                " draws. From now on the micro-batches run one after the other",
-                file=sys.stderr,
+            _log.note(
+                "it cannot be predicted how many random numbers (dropout) each micro-batch"
+                " draws. From now on the micro-batches run one after the other"
             )
         return losses
 

@@ -8,6 +8,7 @@ thousands of times; here, a MiB is read once, changed in memory, and written onc
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,15 +28,23 @@ class _Block:
 
 
 class BlockWriter:
-    """A buffered writer with the same `write()` as a store; flush() must be called at the end."""
+    """A buffered writer with the same `write()` as a store; flush() must be called at the end.
 
-    def __init__(self, store: _core.Store) -> None:
+    Args:
+        store: the store to write to.
+        written: called with the bytes of each write().
+    """
+
+    def __init__(self, store: _core.Store, written: Callable[[int], None] | None = None) -> None:
         self._store = store
+        self._written = written
         self._sizes: list[int] = [extent[0] for extent in store.extents()]
         self._blocks: dict[int, _Block] = {}  # by extent, in the order of creation
 
     def write(self, extent: int, offset: int, address: int, nbytes: int) -> None:
         """Write bytes to an extent, as the store's `write()` does; small writes are buffered."""
+        if self._written is not None:
+            self._written(nbytes)
         if nbytes >= BLOCK_BYTES:
             self._flush(extent)
             self._store.write(extent, offset, address, nbytes)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.common import _bar
 from lohan.common._arguments import directories_of
 from lohan.config import Config
 from lohan.errors import ModelError, StoreExistsError, UnsupportedError, store_error
@@ -232,17 +233,11 @@ def convert(
         if _snapshot.is_complete(places) or any(os.path.realpath(name) in used for name in places):
             raise StoreExistsError(f"{places[0]} has a store already: choose another OUT")
         target = _Target(source, contents, states, places)
-        total, done = target.total_bytes, 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
+        total = target.total_bytes
         is_whole = False
         try:
-            target.fill(advance)
+            with _bar.Bar(f"the conversion to {places[0]}", progress) as bar:
+                target.fill(lambda nbytes: bar.add(nbytes, total))
             is_whole = True
         finally:
             target.close(keep=is_whole)

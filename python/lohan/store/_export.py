@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.common import _storage_formats
+from lohan.common import _bar, _storage_formats
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
 from lohan.common._exit import sessions as open_sessions
@@ -153,7 +153,7 @@ def export(
         if _DTYPES[dtype]:
             _check_masters(contents)
         held, pieces = pieces_of(_DTYPES[dtype])
-        with held:
+        with held, _bar.Bar(f"the export to {folder}", progress) as bar:
             tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
             files = _texts(contents.meta, is_master=_DTYPES[dtype])
             return _safetensors.write(
@@ -163,7 +163,7 @@ def export(
                 metadata={} if files else contents.meta.get("export", {}).get("others", {}),
                 count=sum(param.count for param in contents.layout.params),
                 beside=functools.partial(_write_texts, files),
-                progress=progress,
+                progress=bar,
             )
 
 
@@ -409,7 +409,7 @@ def save_pretrained(
     found = _names.sources(model, index)
     made = _names.saved(model, found, as_original=as_original)
     held, pieces = _of_session(session, False)
-    with held:
+    with held, _bar.Bar(f"saving to {os.fspath(out)}") as bar:
         _safetensors.write(
             Path(os.fspath(out)),
             _live_tensors(made, pieces),
@@ -417,6 +417,7 @@ def save_pretrained(
             variant=options.get("variant"),
             count=sum(param.count for param in session.layout.params),
             beside=functools.partial(_beside, plain, model),
+            progress=bar,
         )
 
 

@@ -15,13 +15,13 @@ import os
 import re
 import secrets
 import stat
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lohan import errors
+from lohan.common import _log
 from lohan.errors import LohanError, StoreError, StoreLockedError
 
 if TYPE_CHECKING:
@@ -250,10 +250,9 @@ def _refuse(path: str, why: object) -> None:
     if not is_removed and key in _told:
         return
     _told.add(key)
-    print(
-        f"lohan: {path} is not a valid request for a copy, and was"
-        f" {'removed' if is_removed else 'ignored'}: {why}",
-        file=sys.stderr,
+    _log.note(
+        f"{path} is not a valid request for a copy, and was"
+        f" {'removed' if is_removed else 'ignored'}: {why}"
     )
 
 

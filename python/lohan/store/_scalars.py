@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lohan import _core
+from lohan.common import _log
 from lohan.common._hyper import hyper_of, numbers
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue import _buffers
@@ -68,6 +68,20 @@ def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers
     return _core.scalars_make(steps(scalars, param_count), state)
 
 
+def with_wear(scalars: bytes, blob: bytes, param_count: int, wear: list[int]) -> bytes:
+    """Return the data for a commit without a step: the previous data with a count of bytes.
+
+    Args:
+        scalars: the data of the last commit, the engine's part and Python's.
+        blob: Python's part alone.
+        param_count: the number of parameters in the layout.
+        wear: what wear_of() finds.
+    """
+    text, line, raw = blob.partition(b"\n")
+    state = {**(json.loads(text) if text else {}), "wear": wear}
+    return _core.scalars_make(steps(scalars, param_count), json.dumps(state).encode() + line + raw)
+
+
 def steps(scalars: bytes, param_count: int) -> list[int]:
     """Return the number of updates of each parameter."""
     if not scalars:
@@ -80,6 +94,11 @@ def idle_of(said: dict[str, Any]) -> dict[str, Any] | None:
     """Return what a store's last commit has of the steps that idle experts owe."""
     found: dict[str, Any] | None = parse(said["caller_scalars"])[0].get("idle")
     return found
+
+
+def wear_of(said: dict[str, Any]) -> Any:
+    """Return what a store's last commit has of the bytes written so far; None: nothing."""
+    return parse(said["caller_scalars"])[0].get("wear")
 
 
 def owed(layout: Layout, said: dict[str, Any]) -> int:
@@ -104,11 +123,13 @@ def pack(
     buffers: Buffers | None = None,
     device: torch.device = _CPU,
     idle: dict[str, Any] | None = None,
+    wear: list[int] | None = None,
 ) -> tuple[bytes, torch.Tensor | None]:
     """Serialize the current state for a commit.
 
     Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
-    state of its random generator is stored, too. idle is what idle_of() finds.
+    state of its random generator is stored, too. idle and wear are what idle_of() and wear_of()
+    find.
 
     Returns:
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
@@ -126,6 +147,8 @@ def pack(
     }
     if idle is not None:
         state["idle"] = idle
+    if wear is not None:
+        state["wear"] = wear
     if of_device:
         state["device_rng"] = of_device[0]
     if any("initial_lr" in group for group in groups):
@@ -141,10 +164,9 @@ def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: An
     group[name] = tuple(value) if name == "betas" else value
     if name == "lr" and "initial_lr" in group:
         group["initial_lr"] = value
-    print(
-        f"lohan: {name} of parameter group {index} is {value} from now on, as passed to"
-        f" lohan.wrap(); the run in the store was wrapped with {then}",
-        file=sys.stderr,
+    _log.note(
+        f"{name} of parameter group {index} is {value} from now on, as passed to"
+        f" lohan.wrap(); the run in the store was wrapped with {then}"
     )
 
 

@@ -16,7 +16,6 @@ import functools
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan import _core
-from lohan.common import _exit, _meta
+from lohan.common import _bar, _exit, _log, _meta
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
 from lohan.common._wake import Flag
@@ -115,9 +114,11 @@ class Snapshot:
             SessionError: the copy was cancelled.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._over.wait(_SLICE_S):
-            if until is not None and time.monotonic() > until:
-                break
+        with _bar.Bar(f"the snapshot to {self.directories[0]}") as bar:
+            while not self._over.wait(_SLICE_S):
+                if until is not None and time.monotonic() > until:
+                    break
+                bar(self.done_bytes, self.total_bytes)
         if self.is_done and self._thread.ident is not None:
             self._thread.join()
         if self.is_done and self._error is not None:
@@ -139,10 +140,9 @@ class Snapshot:
         if _exit.is_terminated():
             self.cancel()
         if not self.is_done:
-            print(
-                f"lohan: waiting for the snapshot to {self.directories[0]}"
-                f" ({self.done_bytes:,} of {self.total_bytes:,} bytes)",
-                file=sys.stderr,
+            _log.inform(
+                f"waiting for the snapshot to {self.directories[0]}"
+                f" ({self.done_bytes:,} of {self.total_bytes:,} bytes)"
             )
         try:
             self.wait()
@@ -152,7 +152,7 @@ class Snapshot:
                 self.wait()
             raise
         except Exception as error:
-            print(f"lohan: the snapshot to {self.directories[0]}: {error}", file=sys.stderr)
+            _log.failed(f"the snapshot to {self.directories[0]}: {error}")
 
     def advance(self, nbytes: int) -> None:
         """Count copied bytes.
@@ -545,7 +545,8 @@ def snapshot(
         places = new_directories(out)
         for place in places:  # the other process has another current directory
             os.makedirs(os.path.dirname(place), exist_ok=True)
-        said = _requests.ask(directories, places, error, wait_s, progress)
+        with _bar.Bar(f"the snapshot to {places[0]}", progress) as bar:
+            said = _requests.ask(directories, places, error, wait_s, bar)
         handle = Snapshot(places, said["step"])
         handle.done_bytes = handle.total_bytes = said["total_bytes"]
         return handle
@@ -560,10 +561,10 @@ def snapshot(
 
 def _watch(handle: Snapshot, progress: Progress | None) -> Snapshot:
     try:
-        while not handle.is_done:
-            handle.wait(_SLICE_S)
-            if progress is not None:
-                progress(handle.done_bytes, handle.total_bytes)
+        with _bar.Bar(f"the snapshot to {handle.directories[0]}", progress) as bar:
+            while not handle.is_done:
+                handle.wait(_SLICE_S)
+                bar(handle.done_bytes, handle.total_bytes)
         return handle.wait()
     except BaseException:
         handle.cancel()

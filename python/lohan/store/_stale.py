@@ -8,10 +8,10 @@ them, so such a checkpoint is recognized before anything changes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lohan.common import _log
 from lohan.common._meta import copied_from
 from lohan.errors import StaleStateError, StoreMismatchError
 
@@ -83,11 +83,10 @@ def check_weights(session: Session, state_dict: Mapping[str, Any], name: str) ->
             f" of step {stale['step']}, but the moments would stay as they are: {delete}. If you"
             " want to use other weights with these moments, pass dict(state_dict)"
         )
-    print(
-        f"lohan: load_state_dict() replaces {name!r} and others, which are of step {session.step}"
+    _log.note(
+        f"load_state_dict() replaces {name!r} and others, which are of step {session.step}"
         f" of the store, right after the resume; the moments stay as they are. If this loads the"
-        f" script's own checkpoint: {delete}",
-        file=sys.stderr,
+        f" script's own checkpoint: {delete}"
     )
 
 

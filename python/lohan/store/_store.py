@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _durable, _meta
+from lohan.common import _bar, _durable, _log, _meta
 from lohan.common._storage_formats import narrowed
 from lohan.errors import (
     ChecksumError,
@@ -200,7 +199,10 @@ def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> Non
     """Read every in-place unit once, and store its checksums."""
     if extents.checksums < 0:
         return
-    layout.in_place.checksums = made = layout.in_place.scan(layout)
+    total = sum(run.nbytes for unit in layout.units for run in unit.runs)
+    with _bar.Bar("computing checksums of weights=") as bar:
+        made = layout.in_place.scan(layout, lambda nbytes: bar.add(nbytes, total))
+    layout.in_place.checksums = made
     layout.in_place.check_unchanged()
     values = torch.frombuffer(bytearray(b"".join(made.values())), dtype=torch.uint8)
     store.write(extents.checksums, 0, values.data_ptr(), values.numel())
@@ -368,7 +370,7 @@ def say_fallback(store: _core.Store) -> None:
     """Print a note to stderr if the newest step is damaged and the previous one was opened."""
     said = store.describe()
     if said["is_fallback"]:
-        print(f"lohan: {said['note']}", file=sys.stderr)
+        _log.note(said["note"])
 
 
 @contextlib.contextmanager

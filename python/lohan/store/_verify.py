@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lohan.common import _bar
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
 from lohan.config import Config
@@ -143,13 +144,12 @@ class _Work:
             except StoreError as error:
                 self.complain(store, extent, offset, error)
 
-    def run_in_place(self, progress: Progress | None) -> None:
+    def run_in_place(self, progress: Progress) -> None:
         """Check the units that are read in place from files outside the store."""
 
         def read(nbytes: int) -> None:
             self.count(nbytes)
-            if progress is not None:
-                progress(self.done, self.total)
+            progress(self.done, self.total)
 
         for found in self.contents.layout.in_place.differences(self.contents.layout, read):
             param, path, offset = found
@@ -176,18 +176,18 @@ def verify(store: PathLike | Sequence[PathLike], *, progress: Progress | None = 
     directories = directories_of(store)
     session = find_session(directories)
     if session is None:
-        return _verify(directories, Config(allow_buffered=True), False, progress)
+        with _bar.Bar(f"verifying {directories[0]}", progress) as bar:
+            return _verify(directories, Config(allow_buffered=True), False, bar)
     holder = object()
     try:
         session.holds.take(holder)
-        return _verify(session.directories, session.config, True, progress)
+        with _bar.Bar(f"verifying {directories[0]}", progress) as bar:
+            return _verify(session.directories, session.config, True, bar)
     finally:
         session.holds.give(holder)
 
 
-def _verify(
-    directories: list[str], config: Config, is_held: bool, progress: Progress | None
-) -> Verified:
+def _verify(directories: list[str], config: Config, is_held: bool, progress: Progress) -> Verified:
     def opened() -> _core.Store:
         return open_to_read(directories, config, is_held=is_held)
 
@@ -211,8 +211,7 @@ def _verify(
             running += 1
         while running > 0:
             running -= work.ended.acquire(timeout=_SLICE_S)
-            if progress is not None:
-                progress(work.done, work.total)
+            progress(work.done, work.total)
     finally:
         work.is_over = True
         while running > 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
 from lohan.errors import ModelError, StoreError
 from lohan.layout._files import DTYPES, check_descriptor
@@ -127,9 +127,30 @@ def fill(
     """
     if init is not None and not callable(init) and init != "model":
         raise ModelError(f"init {init!r} must be 'model' or a function of a module")
-    is_empty = any(p.tensor.is_meta for p in layout.params)
     replaced = _replace(model, layout)
-    writer = BlockWriter(store)
+    total = sum(
+        unit.nbytes + unit.elements * unit.residual_bytes for unit in layout.units if not unit.runs
+    )
+    bar = _bar.Bar("filling the store")
+    writer = BlockWriter(store, lambda nbytes: bar.add(nbytes, total))
+    with bar:
+        _fill(model, layout, extents, store, writer, weights, init, scalars, files, replaced)
+
+
+def _fill(
+    model: nn.Module,
+    layout: Layout,
+    extents: Extents,
+    store: _core.Store,
+    writer: BlockWriter,
+    weights: PathLike | None,
+    init: str | Callable[[nn.Module], None] | None,
+    scalars: bytes,
+    files: Sequence[File],
+    replaced: dict[int, nn.Parameter],
+) -> None:
+    """Write every parameter; see fill()."""
+    is_empty = any(id(p.tensor) in replaced for p in layout.params)
     try:
         if weights is not None:
             place = Path(os.fspath(weights))
@@ -145,7 +166,7 @@ def fill(
         store.commit(0, scalars)
         said = layout.cut.said()
         if said is not None:
-            print(f"lohan: {said}", file=sys.stderr)
+            _log.note(said)
     except BaseException:
         _put(model, layout, replaced)  # a retry must see that these parameters have no values
         raise
@@ -317,10 +338,9 @@ def _fill_from_files(
     is_ours = is_adapter(model)
     told = [param.name for param in rest if not is_ours(param.tensor)]
     if told:
-        print(
-            f"lohan: {len(told)} parameters that weights={weights} does not have keep their current"
-            f" values ({told[0]!r}, ...)",
-            file=sys.stderr,
+        _log.note(
+            f"{len(told)} parameters that weights={weights} does not have keep their current"
+            f" values ({told[0]!r}, ...)"
         )
 
 

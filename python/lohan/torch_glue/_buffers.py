@@ -6,7 +6,6 @@ resumed run would continue with the buffers of a new model.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.common import _log
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
@@ -48,12 +48,11 @@ def say_rounded(model: nn.Module) -> None:
                 rounded.append((f"{module_name}.{name}" if module_name else name, buffer.dtype))
     if rounded:
         name, now = rounded[0]
-        print(
-            f"lohan: buffer {name!r} was rounded to {now} when the model was converted."
+        _log.note(
+            f"buffer {name!r} was rounded to {now} when the model was converted."
             " from_pretrained does not do that, so this model's outputs differ from those of the"
             " same weights elsewhere. Create the model in its dtype instead of converting it:"
-            f" from_config(config, dtype={now})",
-            file=sys.stderr,
+            f" from_config(config, dtype={now})"
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from lohan.common import _log
 from lohan.errors import UnsupportedError
 
 _TEXT = (
@@ -98,7 +99,7 @@ class Uncompiled:
     def say(self) -> None:
         """Print the note, once."""
         if not self._is_said:
-            print(f"lohan: {_TEXT}", file=sys.stderr)
+            _log.note(_TEXT)
         self._is_said = True
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

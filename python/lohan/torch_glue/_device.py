@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.common import _log
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 from lohan.torch_glue._tensor import has_storage
 
@@ -177,10 +177,9 @@ def say_gpu(config: Config) -> None:
     if _said_gpu or config.device is not None or not torch.cuda.is_available():
         return
     _said_gpu = True
-    print(
-        f"lohan: computing on the CPU, but torch finds {torch.cuda.device_count()} GPU(s): pass"
-        ' device="cuda" to lohan.wrap() to use one, or device="cpu" to silence this message',
-        file=sys.stderr,
+    _log.note(
+        f"computing on the CPU, but torch finds {torch.cuda.device_count()} GPU(s): pass"
+        ' device="cuda" to lohan.wrap() to use one, or device="cpu" to silence this message'
     )
 
 

@@ -6,13 +6,13 @@ import contextlib
 import datetime
 import os
 import queue
-import sys
 import threading
 import time
 from typing import Any
 
 import torch
 
+from lohan.common import _log
 from lohan.errors import ModelError, PeerLostError, UnsupportedError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -151,8 +151,7 @@ def _rendezvous(timeout_s: float) -> tuple[Any, int, int]:
 
 
 def say_alone(rank: int, size: int) -> None:
-    print(
-        f"lohan: rank {rank} has waited {SAY_AFTER_S:.0f} s for the other {size - 1} processes to"
-        " call lohan.wrap()",
-        file=sys.stderr,
+    _log.note(
+        f"rank {rank} has waited {SAY_AFTER_S:.0f} s for the other {size - 1} processes to"
+        " call lohan.wrap()"
     )

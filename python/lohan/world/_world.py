@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from lohan.common import _exit
+from lohan.common import _exit, _log
 from lohan.common._wake import Flag
 from lohan.errors import (
     LohanError,
@@ -481,10 +481,9 @@ class World:
             if rank != self.rank
         ]
         watch.phases = {}
-        print(
-            f"lohan: {self.name(self.rank)} has waited {waited:.0f} s for the others in {what}:"
-            f" {'; '.join(others)}",
-            file=sys.stderr,
+        _log.note(
+            f"{self.name(self.rank)} has waited {waited:.0f} s for the others in {what}:"
+            f" {'; '.join(others)}"
         )
         return True
 

@@ -1,0 +1,19 @@
+"""Numbers as people read them, with three digits and a unit; _units.py reads what they write."""
+
+from __future__ import annotations
+
+_SHOWN_MAX = 999.5  # what three digits round to 1000
+
+
+def of_bytes(nbytes: float) -> str:
+    """Return a number of bytes as people write it: "512 B", "84.1 GB" (1000^3 bytes each)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < _SHOWN_MAX:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} PB" if nbytes < _SHOWN_MAX else f"{nbytes:,.0f} PB"
+
+
+def of_ns(ns: float) -> str:
+    """Return a time in seconds: "0.844 s"."""
+    return f"{ns / 1e9:.3f} s"

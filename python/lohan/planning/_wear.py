@@ -1,0 +1,202 @@
+"""What steps write to the SSDs of a store, as the engine plans it, and how long the drives last.
+
+[Note: Writes of a step] A step that is committed writes every trained parameter, what extends it to
+fp32, and its moments, each once, and the commit itself. Between commits, the engine does not write
+states of chunks that keep their slab, nor parameters if all of them stay in main memory
+([Note: Between commits] in csrc/sched/write_back.h), so a larger `commit_every` writes less the
+more main memory there is. Gradients and activations that go to SSD come on top; they depend on the
+batch, and only the engine counts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lohan import _core
+from lohan.common import _units
+from lohan.errors import ModelError
+from lohan.layout._block import RESIDUAL_BYTES, SCALED_ELEMENTS, STATES, elements_with
+
+if TYPE_CHECKING:
+    from lohan.layout._block import Unit
+
+# Bytes per element of what extends a parameter to fp32: [Note: 12P] and [Note: 14P] in
+# csrc/compute/adam.h.
+RESIDUALS = {str(dtype).removeprefix("torch."): n for dtype, n in RESIDUAL_BYTES.items()}
+DAY_S = 86_400
+_FIRST_DIVISOR = 16  # csrc/sched/chunk.c: a sixteenth of the chunks are kept for the first units
+
+
+class Written(NamedTuple):
+    """What an update of a unit writes.
+
+    Attributes:
+        nbytes: the bytes of its parameters.
+        elements: the padded number of its elements that have states.
+        residual: the bytes per element that extend a parameter to fp32.
+        states: how moments are stored: a key of STATES.
+        always: whether its parameters stay in main memory.
+    """
+
+    nbytes: int
+    elements: int
+    residual: int
+    states: str
+    always: bool = False
+
+    def state_bytes(self, count: int) -> int:
+        """Return the bytes of the states of `count` elements."""
+        moment = count * STATES[self.states]
+        scales = count // SCALED_ELEMENTS if self.states == "8bit" else 0
+        arrays = (count * self.residual, moment, moment, scales)
+        return sum(-(-n // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for n in arrays)
+
+    @property
+    def update_bytes(self) -> int:
+        """The bytes that an update writes if the step is committed."""
+        params = -(-self.nbytes // _core.BLOCK_BYTES) * _core.BLOCK_BYTES
+        return params + self.state_bytes(self.elements)
+
+
+def written_of(units: Iterable[Unit], states: str | None = None) -> list[Written]:
+    """Return what updates of a layout's trained units write.
+
+    Args:
+        units: the layout's units.
+        states: the format of moments; None: the units' own.
+    """
+    found = []
+    for unit in units:
+        if not unit.trainable:
+            continue
+        kept = states or unit.states
+        elements = elements_with(unit, kept)
+        found.append(
+            Written(
+                elements * unit.dtype.itemsize,
+                elements if unit.has_states else 0,
+                RESIDUAL_BYTES[unit.dtype],
+                kept,
+                unit.always,
+            )
+        )
+    return found
+
+
+def update_bytes(units: Iterable[Written]) -> int:
+    """Return the bytes that an update of all units writes if the step is committed."""
+    return sum(unit.update_bytes for unit in units)
+
+
+def _kept_before(budget: Mapping[str, int], index: int) -> int:
+    """Return how many of the first `index` chunks keep their slab: kept_before() of chunk.c."""
+    count, kept = budget["state_chunk_count"], budget["kept_chunk_count"]
+    first = min(count // _FIRST_DIVISOR, kept)
+    if index <= first:
+        return index
+    return first + (index - first) * (kept - first) // (count - first)
+
+
+def between_bytes(units: Sequence[Written], budget: Mapping[str, int], sizes: Iterable[int]) -> int:
+    """Return the bytes that a step writes if it is not committed.
+
+    Args:
+        units: the trained units, in the layout's order.
+        budget: the division of main memory.
+        sizes: the bytes in main memory of the parameters of every unit of the layout.
+    """
+    blocks = sum(-(-size // _core.BLOCK_BYTES) for size in sizes)
+    has_all = blocks * _core.BLOCK_BYTES <= budget["region_bytes"]
+    written = sum(unit.nbytes for unit in units if not (has_all or unit.always))
+    chunk, index = budget["chunk_elements"], 0
+    for unit in units:
+        for first in range(0, unit.elements, chunk):
+            is_kept = _kept_before(budget, index + 1) > _kept_before(budget, index)
+            index += 1
+            if not is_kept:
+                written += unit.state_bytes(min(chunk, unit.elements - first))
+    return written
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWrites:
+    """What the steps of a session write, apart from gradients and activations on SSD.
+
+    Attributes:
+        committed: the bytes of a step that is committed, with its commit.
+        between: the bytes of a step that is not.
+        every: steps between commits; 0: never.
+    """
+
+    committed: int
+    between: int
+    every: int
+
+    @property
+    def mean(self) -> int:
+        """The bytes of a step, averaged over an interval between commits."""
+        if self.every == 0:
+            return self.between
+        return (self.committed + (self.every - 1) * self.between) // self.every
+
+    def of_step(self, step: int) -> int:
+        """Return the bytes of a step."""
+        return self.committed if self.every and step % self.every == 0 else self.between
+
+
+# --- A budget -------------------------------------------------------------------------------------
+
+
+class Limit(NamedTuple):
+    """A budget of bytes to write: in total, or in each day (UTC)."""
+
+    nbytes: int
+    is_daily: bool
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes a day" if self.is_daily else f"{self.nbytes} bytes"
+
+
+def limit_of(given: Any) -> Limit | None:
+    """Parse wear_budget=: None, a number of bytes, "50TB" or "1TB/day".
+
+    Raises:
+        ModelError: the value is not a budget; the message has examples.
+    """
+    if given is None:
+        return None
+    text = str(given) if isinstance(given, int | str) and not isinstance(given, bool) else ""
+    size, is_daily = re.subn(r"\s*/\s*day$", "", text)
+    number = _units.parse(size, _units.SIZES)
+    if number is None or not 1 <= number < 1 << 63:
+        raise ModelError(
+            f"wear_budget {given!r} must be the bytes that may be written to the store's drives,"
+            ' such as "50TB" (in all), or "1TB/day" (each day)'
+        )
+    return Limit(round(number), bool(is_daily))
+
+
+# --- Drives ---------------------------------------------------------------------------------------
+
+
+class Drive(NamedTuple):
+    """A drive of a store.
+
+    Attributes:
+        name: its name, or the store's directory if the kernel does not report the drive.
+        share: the part of the store's writes that it gets.
+        left_bytes: what may still be written in its rated life; None if that is unknown.
+    """
+
+    name: str
+    share: float
+    left_bytes: int | None = None
+
+    def days(self, bytes_per_s: float) -> float | None:
+        """Return how long the drive lasts if all of the store's drives together get these bytes."""
+        if self.left_bytes is None or bytes_per_s * self.share <= 0:
+            return None
+        return self.left_bytes / (bytes_per_s * self.share) / DAY_S

@@ -1,0 +1,73 @@
+"""What a session prints when it is opened; Commits.close() prints what it has done.
+
+Both lines are INFO, see [Note: Lines on stderr] in common/_log.py. With several processes, only
+that of rank 0 prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lohan.common import _log, _shown
+from lohan.planning import _drives
+from lohan.planning import _wear as _budgets
+from lohan.session._wear import Wear
+from lohan.session._wear_life import Life, writes_of
+from lohan.store import _scalars
+
+if TYPE_CHECKING:
+    from lohan.session._session import Session
+
+
+def opened(
+    session: Session,
+    wear: Callable[[Any], Wear] | None,
+    full: Callable[[], dict[str, int]],
+    *,
+    is_resumed: bool,
+    is_temporary: bool,
+) -> None:
+    """Print what was opened, and count what the session writes if that is needed.
+
+    Args:
+        session: the session.
+        wear: makes what counts; None: for AdamW.
+        full: returns the division of as much main memory as the model can use.
+        is_resumed: whether the store existed.
+        is_temporary: whether the store is removed with the session.
+    """
+    speaks = session.speaks and _log.informs()
+    limit = _budgets.limit_of(session.config.wear_budget)
+    found = _scalars.wear_of(session.store.describe()) if is_resumed else None
+    if not speaks and limit is None and found is None:
+        return
+    session.wear = made = (wear or _adamw)(session)
+    if limit is not None or found is not None:
+        made.keep(found, limit)
+    if speaks:
+        sizes = [nbytes for _, nbytes, _ in session.store.describe()["files"]]
+        rated = session.config.ssd_endurance_bytes
+        made.drives = _drives.of_store(session.directories, sizes, rated)
+        if any(drive.left_bytes is not None for drive in made.drives):
+            made.life = Life(made.drives, full)
+        _log.inform(_opening(session, is_resumed=is_resumed, is_temporary=is_temporary))
+
+
+def _adamw(session: Session) -> Wear:
+    return Wear(session._engine, session.store, writes_of(session))
+
+
+def _opening(session: Session, *, is_resumed: bool, is_temporary: bool) -> str:
+    kind, tail = "resumed" if is_resumed else "new", ""
+    if is_temporary:
+        kind, tail = "temporary", ", removed at exit; pass store= to keep it"
+    assert session.wear is not None
+    status, files = session.status(), session.store.describe()["files"]
+    size = _shown.of_bytes(sum(nbytes for _, nbytes, _ in files))
+    return (
+        f"{kind} store {', '.join(session.directories)} ({size}{tail}) at step {session.step};"
+        f" up to {_shown.of_bytes(session.budget['host_bytes'])} of main memory, I/O by"
+        f" {status['io']}, device {session.device.name}; {session.commit_rule()};"
+        f" {session.wear.rule()}"
+    )

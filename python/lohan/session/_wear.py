@@ -1,0 +1,208 @@
+"""Count what a session writes to its drives, and stop at wear_budget=.
+
+[Note: Counted writes] The bytes are those that the engine counts for each step (stats()), read once
+per step, just before the next one is closed. A step whose statistics were replaced before that, and
+a commit between steps, count with what the plan says. Filling a store, snapshots and exports do not
+count. A session counts if it prints what it has done when it is closed, if it has wear_budget=, or
+if an earlier session had. In the last two cases each commit has the number of bytes up to and
+including its step. After a kill, what was written since that commit is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from lohan.common import _shown
+from lohan.common._stats import WRITES
+from lohan.errors import StoreMismatchError, WearBudgetError
+from lohan.planning._wear import DAY_S
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.planning._wear import Drive, Limit, StepWrites
+    from lohan.session._session import Session
+    from lohan.session._wear_life import Life
+
+_OF_SPILLS = ("gradient_write", "saved_write")
+
+
+@dataclasses.dataclass
+class Count:
+    """Bytes written: in all, and on a day (the number of days since 1970, UTC)."""
+
+    total: int = 0
+    day: int = 0
+    of_day: int = 0
+
+    @classmethod
+    def parse(cls, found: Any) -> Count:
+        """Parse what a commit has.
+
+        Raises:
+            StoreMismatchError: it is invalid.
+        """
+        is_valid = isinstance(found, list) and len(found) == 3
+        if not is_valid or not all(type(n) is int and n >= 0 for n in found):
+            raise StoreMismatchError(
+                f"the last commit has {found!r} as its count of written bytes: restore the store"
+                " from a snapshot"
+            )
+        return cls(*found)
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are written now."""
+        self.roll()
+        self.total += nbytes
+        self.of_day += nbytes
+
+    def roll(self) -> None:
+        """Begin a new day at midnight (UTC)."""
+        today = int(time.time()) // DAY_S
+        if today != self.day:
+            self.day, self.of_day = today, 0
+
+    def as_list(self, more: int) -> list[int]:
+        """Return what a commit has, with bytes that are being written."""
+        return [self.total + more, self.day, self.of_day + more]
+
+
+class Wear:
+    """What a session has written; see [Note: Counted writes].
+
+    Attributes:
+        written: the bytes that this session has written.
+        count: the same with those of earlier sessions that counted.
+        is_spent: whether wear_budget= allows no further step.
+        first_step: the step at which the session began.
+    """
+
+    def __init__(self, engine: _core.Engine, store: _core.Store, writes: StepWrites) -> None:
+        self.written = 0
+        self.count = Count()
+        self.is_spent = False
+        self.limit: Limit | None = None
+        self.keeps = False  # whether commits have the count
+        self.drives: list[Drive] = []  # those of the store, if they are printed
+        self.life: Life | None = None  # prints how long they last, if that is known
+        self.first_step = self._seen = int(engine.status()["step"])
+        self._engine, self._store, self._writes = engine, store, writes
+        self._committed = int(store.describe()["step"])
+        self._spill_max = 0
+
+    def keep(self, found: Any, limit: Limit | None) -> None:
+        """Continue the count of earlier sessions.
+
+        Args:
+            found: what the last commit has; None: nothing.
+            limit: the budget.
+        """
+        self.limit, self.keeps = limit, True
+        if found is not None:
+            self.count = Count.parse(found)
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Count the steps that have ended. The engine may be at work on the last closed one."""
+        raw = self._engine.stats()
+        if raw is not None and raw["step"] > self._seen:
+            step = raw["step"]
+            for missed in range(self._seen + 1, step):
+                self.add(self._writes.of_step(missed))
+            self.add(sum(raw[f"{link}_bytes"] for link in WRITES))
+            spilled = sum(raw[f"{link}_bytes"] for link in _OF_SPILLS)
+            self._spill_max = max(self._spill_max, spilled)
+            self._seen = step
+        committed = int(self._store.describe()["step"])
+        if committed > self._committed:
+            self._committed = committed
+            every = self._writes.every
+            if not (every and committed % every == 0):  # by a call of commit(), or by a close
+                self.add(self._writes.committed - self._writes.of_step(committed))
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were written."""
+        self.written += nbytes
+        self.count.add(nbytes)
+
+    def record(self, step: int) -> list[int] | None:
+        """Return what the commit of the next step, which is being closed, has; None: nothing.
+
+        Args:
+            step: the step that was closed last.
+        """
+        self.look()
+        if not self.keeps:
+            return None
+        self.count.roll()
+        return self.count.as_list(self._open_bytes(step) + self._writes.committed)
+
+    def _open_bytes(self, step: int) -> int:
+        """Return the bytes of the closed steps, up to `step`, that the engine is still at."""
+        return sum(map(self._writes.of_step, range(self._seen + 1, step + 1)))
+
+    def closed(self, session: Session) -> None:
+        """Commit the step that was just closed if it is the last one that the budget allows."""
+        if self.limit is not None:
+            self.look()
+            self.is_spent = self._exceeds(self._open_bytes(session.step))
+            if self.is_spent and not session.commits_by_hand:
+                self._engine.flush(True)
+        if self.life is not None and self.life.closed(session, self.mean_bytes):
+            self.life = None
+
+    def _exceeds(self, more: int) -> bool:
+        """Return whether `more` bytes and those of a further step exceed the budget."""
+        assert self.limit is not None
+        self.count.roll()
+        done = self.count.of_day if self.limit.is_daily else self.count.total
+        return done + more + self.next_bytes > self.limit.nbytes
+
+    @property
+    def mean_bytes(self) -> int:
+        """The bytes of a step, averaged over an interval between commits."""
+        return self._writes.mean + self._spill_max
+
+    def rule(self) -> str:
+        """Return what a step writes to each drive, for people."""
+        each = ""
+        if len(self.drives) > 1:
+            parts = (
+                f"{drive.name}: {_shown.of_bytes(drive.share * self.mean_bytes)}"
+                for drive in self.drives
+            )
+            each = f" ({', '.join(parts)})"
+        mean = " on average" if self._writes.every > 1 else ""
+        return f"a step writes {_shown.of_bytes(self.mean_bytes)}{mean}{each}"
+
+    @property
+    def next_bytes(self) -> int:
+        """The bytes that a further step, and a commit after it, write at most."""
+        return self._writes.committed + self._spill_max
+
+    def check(self, session: Session) -> None:
+        """Raise an error if the next step is not allowed.
+
+        Raises:
+            WearBudgetError: it would exceed wear_budget=.
+        """
+        if self.limit is None:
+            return
+        self.look()
+        self.is_spent = self._exceeds(self._open_bytes(session.step))
+        if not self.is_spent:
+            return
+        done = self.count.of_day if self.limit.is_daily else self.count.total
+        step, committed = session.step, session.durable_step()
+        kept = f"step {step} is committed"
+        if committed != step:
+            kept = f"step {committed} is committed, and model.lohan.commit() commits step {step}"
+        when = "today (UTC)" if self.limit.is_daily else "so far"
+        later = ", or continue tomorrow" if self.limit.is_daily else ""
+        raise WearBudgetError(
+            f"the next step would exceed wear_budget, {self.limit}: {done} bytes were written to"
+            f" the store's drives {when}, and a step writes up to {self.next_bytes} bytes; {kept}."
+            f" To continue, wrap with resume=True and a larger wear_budget{later}"
+        )
