@@ -19,6 +19,14 @@ from lohan.planning import _wear
 from lohan.session import _order
 from lohan.torch_glue import _accumulate, _device
 
+_CHOICES = {
+    "io": ("auto", "io_uring", "libaio", "threads"),
+    "profile": ("reuse", "again"),
+    "frozen": ("in_place", "packed", "copy"),
+    "on_nan": ("raise", "skip", "accept"),
+    "heap": ("keep", "system"),
+    "runs": ("auto", "together", "apart"),
+}
 _RANGES = {
     "host_bytes": (1, 1 << 60),
     "swap_bytes": (0, 1 << 60),
@@ -92,28 +100,20 @@ def check(config: Config) -> None:
             f"commit_every {commits!r} must be 'auto', 'never', 'manual' or a number of steps of at"
             " least 1"
         )
-    if config.io not in ("auto", "io_uring", "libaio", "threads"):
-        raise ModelError(f"io {config.io!r} must be 'auto', 'io_uring', 'libaio' or 'threads'")
-    if config.profile not in ("reuse", "again"):
-        raise ModelError(f"profile {config.profile!r} must be 'reuse' or 'again'")
-    if config.frozen not in ("in_place", "packed", "copy"):
-        raise ModelError(f"frozen {config.frozen!r} must be 'in_place', 'packed' or 'copy'")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            said = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+            raise ModelError(f"{name} {getattr(config, name)!r} must be {said}")
     if config.frozen == "packed" and config.share == "on":
         raise UnsupportedError(
             "frozen='packed' is not supported with share='on', whose processes read the decoded"
             " parameters of one process: pass share='off', or leave frozen= out"
         )
-    if config.on_nan not in ("raise", "skip", "accept"):
-        raise ModelError(f"on_nan {config.on_nan!r} must be 'raise', 'skip' or 'accept'")
-    if config.heap not in ("keep", "system"):
-        raise ModelError(f"heap {config.heap!r} must be 'keep' or 'system'")
     every = config.write_every
     if every not in ("auto", "never") and not (_is_whole(every) and 0 < every < 1 << 31):
         raise ModelError(
             f"write_every {every!r} must be 'auto', 'never' or a number of steps of at least 1"
         )
-    if config.runs not in ("auto", "together", "apart"):
-        raise ModelError(f"runs {config.runs!r} must be 'auto', 'together' or 'apart'")
     parts = config.ablate if isinstance(config.ablate, tuple | list) else (config.ablate,)
     for part in parts:
         if part not in ("overlap", "reuse", "deferred") or parts is not config.ablate:
