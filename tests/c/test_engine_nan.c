@@ -38,7 +38,7 @@ static int spoiled_step(struct rig *rig, bool at_end, float value)
         gradient[i] = 1.0f;
     gradient[at_end ? count - 1 : 3] = value;
     LH_CHECK(lh_engine_gradient(rig->engine, param, gradient, LH_DTYPE_F32) == 0);
-    int rc = lh_engine_close(rig->engine, NULL, 0, RIG_WAIT_S * 1000);
+    int rc = lh_engine_close(rig->engine, "", 0, RIG_WAIT_S * 1000);
     LH_CHECK(rc == 1 || rc == -EDOM); /* updates may have begun before the close */
     return rig_flush(rig, true);
 }
