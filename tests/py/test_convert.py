@@ -142,14 +142,17 @@ def test_killed_at_any_moment_it_leaves_the_old_store(store_dir: pathlib.Path) -
     check_converted(arrays_of(store), arrays_of(store_dir / "new"), "8bit")
 
 
-def test_an_error_leaves_no_new_store(store_dir: pathlib.Path) -> None:
+def test_an_error_leaves_no_new_store(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make(store_dir, "fp32")
+    monkeypatch.chdir(store_dir)
 
     def fail(*_: int) -> None:
         raise RuntimeError("as if the disk were full")
 
     with pytest.raises(RuntimeError, match="as if"):
-        lohan.convert(store, store_dir / "a" / "b", states="8bit", progress=fail)
+        lohan.convert(store, "a/b", states="8bit", progress=fail)
     assert not (store_dir / "a").exists()
 
 

@@ -235,14 +235,15 @@ def test_memory_that_is_full_ends_the_step_at_once(store_dir: pathlib.Path) -> N
         model.lohan.close()
 
 
-def test_a_disk_without_room_for_it_says_which_setting_asks(store_dir: pathlib.Path) -> None:
+def test_a_disk_without_room_for_it_says_which_setting_asks(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store_dir)
     model = Tower(1)
     expected = [p.detach().clone() for p in model.parameters()]
     addresses = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(StoreError, match=r"are missing; free space") as caught:
-        lohan.wrap(
-            model, store=store_dir / "a" / "b", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 44
-        )
+        lohan.wrap(model, store="a/b", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 44)
     assert any("swap_ssd_bytes" in note for note in caught.value.__notes__)
     assert list(store_dir.iterdir()) == [], "nothing is left behind"
     assert addresses == [p.data_ptr() for p in model.parameters()], "no weights were moved"
