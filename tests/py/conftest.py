@@ -66,34 +66,22 @@ def filesystem_of(path: pathlib.Path) -> str:
     return kind
 
 
-def mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt as slow.
-
-    Raises:
-        UsageError: all files were collected, and one lacks a test that is listed.
-    """
-    lines = SLOW.read_text(encoding="utf-8").splitlines()
-    listed = {line for line in lines if not line.startswith("#")}
+def mark_slow(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow.txt as slow."""
+    listed = set(SLOW.read_text(encoding="utf-8").splitlines())
     for item in items:
         if f"{item.path.name}::{item.name}" in listed:
             item.add_marker(pytest.mark.slow)
-    if not all(os.path.isdir(argument) for argument in config.args):
-        return
-    files = {item.path.name for item in items}
-    functions = {f"{item.path.name}::{item.name.partition('[')[0]}" for item in items}
-    missing = {line.partition("[")[0] for line in listed if line.partition("::")[0] in files}
-    if missing - functions:
-        raise pytest.UsageError(f"{SLOW} lists tests that do not exist: {missing - functions}")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests, and put the files that take longest first: no process is idle at the end.
 
     If time is short (see tests/run.py), order tests by how much each adds to the others instead:
     the first case of each test function comes first, then the second case of each; among equals the
     files take turns.
     """
-    mark_slow(config, items)
+    mark_slow(items)
     if "LOHAN_TESTS_SPREAD" not in os.environ:
         places = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(item.path.stem, len(places)))

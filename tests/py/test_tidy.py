@@ -319,6 +319,16 @@ def test_the_top_folder_of_the_package_has_few_modules() -> None:
     )
 
 
+def test_the_slow_tests_that_are_listed_exist() -> None:
+    folder = ROOT / "tests" / "py"
+    problems = []
+    for line in (folder / "slow.txt").read_text(encoding="utf-8").splitlines():
+        file, _, name = line.partition("[")[0].partition("::")
+        if not line.startswith("#") and f"def {name}(" not in text_of(f"tests/py/{file}"):
+            problems.append(line)
+    complain(problems, "tests/py/slow.txt lists tests that do not exist:")
+
+
 def test_files_are_short() -> None:
     problems = []
     for path in files(".c", ".h", ".cu", ".cuh", ".py"):
