@@ -350,4 +350,4 @@ def test_a_step_is_printed_for_people_and_represented_with_every_number() -> Non
         " 3.0 MB written (as planned); waited 12 ms for parameters"
     )
     assert "not as planned" in str(dataclasses.replace(stats, planned_bytes={}))
-    assert "wall_ns=40000000" in repr(stats)
+    assert "wall: 0.040 s" in repr(stats)

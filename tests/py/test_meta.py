@@ -96,6 +96,7 @@ class Made:
         """Return everything that reads a store, by name."""
         self.others += 1
         out = self.folder / f"out-{self.others}"
+        out.mkdir(exist_ok=True)
         store = self.folder / "store"
 
         def resume() -> None:

@@ -20,6 +20,7 @@ from lohan.errors import (
     StoreExistsError,
     StoreMismatchError,
 )
+from lohan.store import _directories
 from notes_helper import notes
 from rules_helper import (
     Stack,
@@ -382,9 +383,10 @@ def test_directories_that_the_store_does_not_have_are_named(workshop: Workshop) 
         lohan.wrap(build(), store=workshop.folder / "other", resume=True)
 
 
-def test_a_new_store_whose_parent_is_missing_is_refused_because_a_drive_may_not_be_mounted(
-    workshop: Workshop,
+def test_a_new_store_below_a_missing_place_of_drives_is_refused(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_directories, "MOUNTED_IN", {str(workshop.folder)})
     missing = workshop.folder / "nvme0" / "project"
     wanted = rf"{missing / 'run'} cannot be created, because {missing} does not exist:.* is not"
     wanted += rf" mounted: mount it\. Otherwise run: mkdir -p {missing}$"
@@ -414,14 +416,19 @@ def test_a_new_store_whose_parent_is_missing_is_refused_because_a_drive_may_not_
     workshop.made.append(lohan.wrap(build(), store=missing / "run"))
 
 
-def test_parents_of_a_relative_path_and_the_last_component_are_made(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("place", ["/nope", "/mnt/nope", "/media/nope"])
+def test_a_drive_that_is_not_mounted_is_named(place: str) -> None:
+    with pytest.raises(StoreError, match=rf"because {place}/nvme0 does not exist.*mkdir -p"):
+        lohan.wrap(build(), store=f"{place}/nvme0/run")
+    assert not os.path.exists(place)
+
+
+def test_parents_elsewhere_are_made(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workshop.folder)
     model = lohan.wrap(build(), store="runs/of/today")
     workshop.made.append(model)
     assert model.lohan.directories == [str(workshop.folder / "runs/of/today")]
-    workshop.made.append(lohan.wrap(build(), store=workshop.folder / "runs" / "second"))
+    workshop.made.append(lohan.wrap(build(), store=workshop.folder / "others" / "second"))
     copy = model.lohan.snapshot("copies/of/it")
     copy.wait()
     assert (workshop.folder / "copies/of/it/lohan.data").exists()

@@ -35,19 +35,24 @@ if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
 
 
+def _encodable(text: str) -> str:
+    """Escape the bytes of paths that are not UTF-8, which handlers could not write."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def note(text: str) -> None:
     """Print a note on a limitation, or on a change that the user should know of."""
-    logger.warning("%s", text)
+    logger.warning("%s", _encodable(text))
 
 
 def failed(text: str) -> None:
     """Print an error that no call could raise, at the end of a process for example."""
-    logger.error("%s", text)
+    logger.error("%s", _encodable(text))
 
 
 def inform(text: str) -> None:
     """Print what lohan has opened, or has done."""
-    logger.info("%s", text)
+    logger.info("%s", _encodable(text))
 
 
 def informs() -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lohan.config import Config
 
 PathLike = str | os.PathLike[str]
+# Directories in which drives are mounted; desktops mount in a user's directory of /media as well.
+MOUNTED_IN = {"/", "/mnt", "/media", "/run/media"}
 
 
 def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
@@ -26,10 +28,10 @@ def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
 
 
 def refuse_missing_parents(store: PathLike | Sequence[PathLike]) -> None:
-    """Reject new directories whose parent does not exist, because a drive may not be mounted.
+    """Reject new directories below a missing one where drives are mounted, such as /nvme0.
 
-    The store would silently be on the root file system. A relative path is in the current
-    directory, which exists, so that its parents may be created.
+    The drive may not be mounted, and the store would silently be on the root file system. Parents
+    that are missing elsewhere are created with the store.
 
     Args:
         store: one or several directories, as the user named them.
@@ -39,11 +41,11 @@ def refuse_missing_parents(store: PathLike | Sequence[PathLike]) -> None:
     """
     for given in [store] if isinstance(store, str | os.PathLike) else store:
         place = Path(_arguments.path_of("store=", given)).expanduser()
-        if not place.is_absolute() or place.parent.exists():
-            continue
         there = place.parent
         while not there.exists():
             there = there.parent
+        if there == place.parent or not (str(there) in MOUNTED_IN or str(there.parent) == "/media"):
+            continue
         point, _, device = _mounts.mount_of(str(there))
         raise StoreError(
             errno.ENOENT,
