@@ -2,7 +2,7 @@
 
 An NVMe drive reports how much was written to it and how much of its rated endurance that was
 ("percentage used"), but not the rating itself, which follows from both. Reading the report needs
-the rights of root. This was tested with recorded reports only.
+the rights of root. This was tested only with reports that were made by hand.
 """
 
 from __future__ import annotations
