@@ -254,10 +254,10 @@ def test_lengths_of_hostile_headers_are_refused(tmp_path: Path, store_dir: Path)
         one + huge: "a text of 18446744073709551615 bytes",
         one + key + struct.pack("<I", 8) + huge: "a text of",
         one + key + struct.pack("<I", 77): "of type 77",
-        one + key + struct.pack("<II", 9, 4) + huge: "bytes at",
+        one + key + struct.pack("<II", 9, 4) + huge: "bytes .* at",
         one + key + struct.pack("<II", 9, 8) + huge: "an array of",
         one + key + struct.pack("<IIQ", 9, 9, 1) + huge: "values of type 9",
-        one + key + struct.pack("<IIQ", 9, 8, 1) + huge: "bytes at",
+        one + key + struct.pack("<IIQ", 9, 8, 1) + huge: "bytes .* at",
         b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (key + struct.pack("<IB", 0, 1)): "twice",
         b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + huge: "a text of",
     }
