@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _OPENING = r"(?:new|resumed|temporary) store .* at step \d+; .*"
-_CLOSING = r"closed store .*: \d+ steps in this session, .*"
+_CLOSING = r"closed store .*: \d+ steps? in this session, .*"
 _LINE = re.compile(rf"^lohan: (?:{_OPENING}|{_CLOSING})\n", re.M)
 
 

@@ -10,8 +10,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from lohan.commands._simulate_show import RESOURCES, load_of, options_of, size
+from lohan.commands._simulate_show import RESOURCES, load_of, options_of
 from lohan.common import _progress
+from lohan.common._shown import of_bytes as size
 from lohan.errors import BudgetError
 from lohan.planning import _machines, _models, _parts
 from lohan.simulate import Options, Step, simulate

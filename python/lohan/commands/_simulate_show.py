@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lohan.common import _progress
+from lohan.common._shown import of_bytes as size
 from lohan.errors import MachineError, UnsupportedError
 from lohan.planning import _machines, _models, _simulate_zeroth
 from lohan.planning._machines import Machine
@@ -106,14 +107,6 @@ def values_of(text: str) -> tuple[str, list[int]]:
             " ssd_count=1..12 or batch=8,16"
         )
     return name, values
-
-
-def size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.3g} PB"
 
 
 def show_machine(machine: Machine, console: Console) -> None:

@@ -37,14 +37,6 @@ def parse(text: str, units: Mapping[str, float]) -> float | None:
     return float(match[1]) * units.get(match[2], 1)
 
 
-def readable(nbytes: int) -> str:
-    """Return a number of bytes with three digits and a unit of 1000^n bytes: "16.1 GB"."""
-    for unit in ("TB", "GB", "MB", "kB"):
-        if nbytes >= SIZES[unit]:
-            return f"{nbytes / SIZES[unit]:.3g} {unit}"
-    return f"{nbytes} B"
-
-
 def size(name: str, text: str, units: Mapping[str, float] = SIZES) -> int:
     """Parse a size such as "16GB" (1000^3 bytes each), "16GiB" (1024^3) or "16000000000".
 

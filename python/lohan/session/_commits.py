@@ -152,10 +152,11 @@ class Commits(SessionPart):
             return ""
         self.wear.look()
         step, durable = self.step, self.durable_step()
+        done = step - self.wear.first_step
         later = f" ({step - durable} later steps are not committed)" if durable != step else ""
         return (
-            f"closed store {', '.join(self.directories)}: {step - self.wear.first_step} steps in"
-            f" this session, {_shown.of_bytes(self.wear.written)} written by them; the store is at"
+            f"closed store {', '.join(self.directories)}: {done} step{'s'[: done != 1]} in this"
+            f" session, {_shown.of_bytes(self.wear.written)} written by them; the store is at"
             f" step {durable}{later}"
         )
 

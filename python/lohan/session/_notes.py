@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lohan.common import _log, _units
+from lohan.common import _log, _shown
 from lohan.planning import _hardware
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def summary(session: Session) -> str:
         f"<lohan session, {state}: step {session.step}, {len(layout.params)} parameters"
         f" ({sum(param.count for param in layout.params):,} elements) in {len(layout.units)} units"
         f" on {session.device.name!r}, store {', '.join(session.directories)}, host memory"
-        f" {_units.readable(session.budget['host_bytes'])}>"
+        f" {_shown.of_bytes(session.budget['host_bytes'])}>"
     )
 
 
