@@ -23,7 +23,14 @@ live for all rounds.
   model's parameters. Pages that several processes share count once. The rows also have the bytes
   that a step moves to and from SSDs.
 
-    python benchmarks/py/bench_world.py [--only zo lora full wire overlap disk memory] [--rounds 5]
+* world_one_{wall,cpu}: the time of a LoRA step of the only process that torchrun starts, and its
+  CPU time, compared with those of the same program without torchrun. Both processes live for all
+  rounds and use the same core. They must have the same losses, and as many sockets open.
+* world_wire_cpu: the CPU time that a process of two spends on the exchange of its gradients in a
+  full step, for each GB that it sends while it receives another: its CPU time, less that of one
+  process that computes the same batch.
+
+    python benchmarks/py/bench_world.py [--only zo lora full wire overlap disk memory one cpu]
 """
 
 from __future__ import annotations
@@ -54,7 +61,7 @@ PORT = 29511
 MICRO_BATCHES = 4
 PEERS = ("ddp", "fsdp2", "fsdp2_best", "deepspeed")
 RATES = {"1gbit": 125_000_000, "100mbit": 12_500_000}
-KINDS = ("zo", "lora", "full", "wire", "overlap", "disk", "memory")
+KINDS = ("zo", "lora", "full", "wire", "overlap", "disk", "memory", "one", "cpu")
 SAMPLE_S = 0.05
 # Processes end with this one, also if it is killed.
 WITH_US = ("setpriv", "--pdeathsig", "KILL")
@@ -135,7 +142,8 @@ def _address(port: int) -> dict[str, str]:
     return {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0", **where}
 
 
-def _pinned(node: int) -> list[str]:
+def pinned(node: int) -> list[str]:
+    """Return the beginning of a command that runs on the core of a node."""
     cores = sorted(os.sched_getaffinity(0))
     return ["taskset", "-c", str(cores[node % len(cores)])]
 
@@ -144,10 +152,10 @@ def measure_zo(args: Any, folder: Path, names: list[str], report: Report) -> Non
     """Measure zeroth-order steps of two processes, and of one."""
     base = [sys.executable, "-W", "ignore", __file__, "--worker"]
     options = [f"--{name}={getattr(args, name)}" for name in ("hidden", "layers", "batch")]
-    one = System([[*_pinned(0), *base, str(folder / "one"), *options]], {})
+    one = System([[*pinned(0), *base, str(folder / "one"), *options]], {})
     two = System(
         [
-            namespaces.command(name, *_pinned(i), *base, str(folder / f"two-{i}"), *options)
+            namespaces.command(name, *pinned(i), *base, str(folder / f"two-{i}"), *options)
             for i, name in enumerate(names)
         ],
         _address(PORT),
@@ -196,7 +204,7 @@ class Trained:
         self._system = System(
             [
                 namespaces.command(
-                    name, *_pinned(i), *base, "--store", str(folder / f"{system}-{port}-{i}")
+                    name, *pinned(i), *base, "--store", str(folder / f"{system}-{port}-{i}")
                 )
                 for i, name in enumerate(names)
             ],
@@ -298,13 +306,13 @@ def measure_disk(args: Any, folder: Path, report: Report) -> None:
         disk_limits.groups(3, folder, args.disk_rate) as (first, second, alone),
     ):
         one = System(
-            [[*alone, *_pinned(0), *base, "--accumulate=2", f"--store={folder / 'one'}"]], {}
+            [[*alone, *pinned(0), *base, "--accumulate=2", f"--store={folder / 'one'}"]], {}
         )
         two = System(
             [
                 [
                     *group,
-                    *namespaces.command(names[i], *_pinned(i), *base, "--replicas=parameters"),
+                    *namespaces.command(names[i], *pinned(i), *base, "--replicas=parameters"),
                     f"--store={folder / f'two-{i}'}",
                 ]
                 for i, group in enumerate((first, second))
@@ -360,6 +368,70 @@ def measure_memory(args: Any, folder: Path, report: Report) -> None:
             ssd_bytes_per_step=found[name][1],
             peer_ssd_bytes_per_step=found["one"][1],
         )
+
+
+def measure_one(args: Any, folder: Path, report: Report) -> None:
+    """Compare the only process that torchrun starts with the same program without torchrun."""
+    script = [str(HERE / "world_train.py"), "lohan", "--lora"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
+    python = [sys.executable, "-W", "ignore"]
+    words = {
+        "plain": [*python, *script, "--store", str(folder / "plain")],
+        "torchrun": [*python, *torchrun, *python, *script, "--store", str(folder / "torchrun")],
+    }
+    systems = {name: System([[*pinned(0), *each]], {}) for name, each in words.items()}
+    found: dict[tuple[str, str], list[float]] = {}
+    for turn in range(args.rounds + 1):
+        answers = {}
+        for name, system in [*systems.items()][:: 1 if turn % 2 else -1]:
+            (answers[name],) = system.answers(args.one_steps)
+            for what in ("seconds", "cpu_seconds"):
+                if turn > 0:  # the first round warms up
+                    found.setdefault((name, what), []).append(answers[name][what])
+        for what in ("losses", "sockets"):
+            assert answers["plain"][what] == answers["torchrun"][what], what
+    for system in systems.values():
+        system.close()
+    for row, what in (("wall", "seconds"), ("cpu", "cpu_seconds")):
+        report.add(
+            f"world_one_{row}",
+            found["torchrun", what],
+            "s",
+            peer="without torchrun",
+            peer_values=found["plain", what],
+            steps=args.one_steps,
+            sockets=answers["torchrun"]["sockets"],
+        )
+
+
+def measure_cpu(args: Any, folder: Path, report: Report) -> None:
+    """Measure what the exchange of gradients costs a processor."""
+    words = [sys.executable, "-W", "ignore", str(HERE / "world_train.py"), "lohan"]
+    one = System([[*pinned(0), *words, "--store", str(folder / "cpu-one")]], {})
+    found: list[tuple[float, float]] = []
+    with namespaces.nodes(2, None) as names:
+        two = System(
+            [
+                namespaces.command(name, *pinned(i), *words, f"--store={folder / f'cpu-{i}'}")
+                for i, name in enumerate(names)
+            ],
+            _address(PORT + 12),
+        )
+        for turn in range(args.rounds + 1):
+            (alone,) = one.answers(args.train_steps)
+            before = namespaces.sent_bytes(names[0])
+            told = two.answers(args.train_steps)
+            sent = (namespaces.sent_bytes(names[0]) - before) / args.train_steps
+            if turn > 0:  # the first round warms up
+                found.append((told[0]["cpu_seconds"] - alone["cpu_seconds"], sent))
+        one.close()
+        two.close()
+    report.add(
+        "world_wire_cpu",
+        [1e9 * seconds / sent for seconds, sent in found],
+        "s/GB",
+        sent_bytes_per_step=statistics.median(sent for _, sent in found),
+    )
 
 
 class Samples(threading.Thread):
@@ -425,6 +497,7 @@ def main() -> None:
     parser.add_argument("--deepspeed-python", default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--one-steps", type=int, default=5, help="steps of a turn of world_one_*")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
@@ -460,6 +533,10 @@ def main() -> None:
             measure_disk(args, Path(name) / "disk", report)
         if "memory" in args.only:
             measure_memory(args, Path(name), report)
+        if "one" in args.only:
+            measure_one(args, Path(name), report)
+        if "cpu" in args.only:
+            measure_cpu(args, Path(name), report)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """One process of a system of bench_world.py: GPT-2 124M in bf16, trained on two nodes.
 
-It answers each line of stdin, a number of steps, with what these took and the losses of all steps.
+It answers each line of stdin, a number of steps, with what these took, the losses of all steps and
+the sockets that the process has open.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -25,7 +27,7 @@ SYSTEMS = ("lohan", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-TOLD: dict[str, int] = {}  # what else an answer has
+TOLD: dict[str, Any] = {}  # what else an answer has
 
 
 def own_bytes() -> int:
@@ -34,6 +36,15 @@ def own_bytes() -> int:
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         lines = dict(line.split()[:2] for line in file.read().splitlines()[1:])
     return int(lines["Pss:"]) << 10
+
+
+def open_sockets() -> int:
+    """Return the number of sockets that this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of listdir itself
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return count
 
 
 def build(is_lora: bool) -> Any:
@@ -48,6 +59,16 @@ def build(is_lora: bool) -> Any:
         )
         model = get_peft_model(model, lora).to(torch.bfloat16)
     return model.train()
+
+
+def _emulated(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of an emulated accelerator; 0 bytes a second: no limit."""
+    return {
+        "device": "emu",
+        "device_param_bytes": args.device_param_bytes,
+        "emu_bytes_per_s": (args.link_rate, 0),
+        "gather": args.gather,
+    }
 
 
 def lohan_step(args: argparse.Namespace) -> Step:
@@ -69,6 +90,7 @@ def lohan_step(args: argparse.Namespace) -> Step:
         accumulate=args.accumulate,
         **({"heap": "system", "schedule": "serial"} if args.memory else {}),
         **({"replicas": args.replicas, "host_bytes": args.host_bytes} if args.host_bytes else {}),
+        **(_emulated(args) if args.device_param_bytes else {}),
         **HYPER,
     )
 
@@ -77,9 +99,13 @@ def lohan_step(args: argparse.Namespace) -> Step:
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
         model.optimizer.step()
-        if args.memory or args.host_bytes:
+        if args.device_param_bytes:
+            model.lohan.flush()
+        if args.memory or args.host_bytes or args.device_param_bytes:
             stats = model.lohan.stats()
             TOLD["ssd_bytes"] = stats.read_bytes + stats.written_bytes
+            TOLD["bytes"], TOLD["planned_bytes"] = stats.bytes, stats.planned_bytes
+            TOLD["replans"] = stats.replans
         if args.memory:
             TOLD["memory_bytes"] = own_bytes() - before
         return loss.detach()
@@ -158,6 +184,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="backwards of a step (lohan)")
     parser.add_argument("--replicas", default="all", choices=("all", "parameters"))
     parser.add_argument("--host-bytes", type=int, default=0, help="lohan: states are on SSD")
+    parser.add_argument("--device-param-bytes", type=int, default=0, help="lohan: emulated device")
+    parser.add_argument("--link-rate", type=int, default=0, help="bytes a second to that device")
+    parser.add_argument("--gather", default="host", choices=("host", "shards"))
     parser.add_argument("--memory", action="store_true", help="measure lohan's memory")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -170,10 +199,15 @@ def main() -> None:
     for line in sys.stdin:
         shape = (args.batch, LENGTH)
         batches = [torch.randint(0, 50257, shape, generator=generator) for _ in range(int(line))]
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         losses = [float(step(batch)) for batch in batches]
-        seconds = (time.perf_counter() - begin) / len(batches)
-        answer = {"seconds": seconds, "losses": losses, **TOLD}
+        answer = {
+            "seconds": (time.perf_counter() - begin) / len(batches),
+            "cpu_seconds": (time.process_time() - cpu) / len(batches),
+            "losses": losses,
+            "sockets": open_sockets(),
+            **TOLD,
+        }
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # gloo's groups wait for each other otherwise
 

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "py/lhpy.h"
+#include "sched/every.h"
 #include "sched/expect.h"
 #include "sched/idle.h"
 #include "sched/settle.h"
@@ -172,6 +173,16 @@ static PyObject *session_gradient_scale(PyObject *object, PyObject *number)
     if (!self || LHPY_VALUE(number, scale) < 0)
         return NULL;
     lh_engine_gradient_scale_set(self->core->engine, scale);
+    Py_RETURN_NONE;
+}
+
+static PyObject *session_commit_every(PyObject *object, PyObject *number)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    uint64_t every = 0;
+    if (!self || LHPY_VALUE(number, every) < 0)
+        return NULL;
+    lh_engine_commit_every_set(self->core->engine, every);
     Py_RETURN_NONE;
 }
 
@@ -521,6 +532,7 @@ PyMethodDef lhpy_session_methods[] = {
     {"gradient_square_sums", session_gradient_square_sums, METH_NOARGS,
      "Its parts, one for each parameter, as bytes of doubles."},
     {"gradient_scale", session_gradient_scale, METH_O, "gradient_scale(scale)"},
+    {"commit_every", session_commit_every, METH_O, "commit_every(steps)"},
     {"backward_end", session_backward_end, METH_NOARGS,
      "Report that a backward ended or failed; returns whether it gave gradients."},
     {"post_tail", session_post_tail, METH_VARARGS,

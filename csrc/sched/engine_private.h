@@ -206,6 +206,8 @@ struct lh_engine {
     /* Indexed by step % 2, as at most one closed step is not over while the next one is open. */
     struct lh_adam_hyper *hypers[2];
     double gradient_scales[2];
+    _Atomic uint64_t commit_every_later; /* 0: none; in place of opts.commit_every... */
+    uint64_t commit_every_from;          /* ...from this step on; constant once the former is set */
     struct lh_engine_step_stats stats[2];
     struct lh_engine_step_stats stats_other; /* the counters of evaluations */
 
@@ -280,7 +282,9 @@ static inline uint64_t lh_core_step(const struct lh_engine *engine)
 /* Whether a step commits, by its number. */
 static inline bool lh_step_commits(const struct lh_engine *engine, uint64_t step)
 {
-    uint64_t every = engine->opts.commit_every;
+    uint64_t later = atomic_load(&engine->commit_every_later);
+    uint64_t every =
+        later != 0 && step >= engine->commit_every_from ? later : engine->opts.commit_every;
     return every != LH_ENGINE_COMMIT_NEVER && step % every == 0;
 }
 

@@ -19,6 +19,8 @@ POLICIES = ("fuyou", "lohan", "auto")
 
 # More steps between two commits than any run makes: commits never happen automatically.
 _RARELY = 1 << 62
+# commit_every="auto" until the session has chosen a number: no step commits.
+CHOSEN_LATER = _RARELY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,10 @@ class Config:
             4 MiB moved 2 to 4 % (reads) and 4 to 7 % (writes) more than 8, and 32 little more than
             16; each doubling doubles the queue that a demand read waits for.
         transfer_bytes: the largest I/O request, in bytes; a multiple of 1 MiB.
-        commit_every: steps between commits, or "auto" (every step), "never" (a single slot: half
-            the space, no crash safety) or "manual" (only `model.lohan.commit()` commits, closing
+        commit_every: steps between commits, or "auto" (every step; but where main memory keeps much
+            of what a commit writes, so rarely that commits take at most half a percent of the time,
+            and within two years at most the drives' endurance), "never" (a single slot: half the
+            space, no crash safety) or "manual" (only `model.lohan.commit()` commits, closing
             does not: the store then always matches the checkpoint that was saved with it). State
             that stays in main memory is not written between commits: optimizer states of chunks
             that stay there, and the parameters if all of them do. A flush writes it.

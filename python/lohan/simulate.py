@@ -58,7 +58,7 @@ class Options:
         policy: decides where activations and states are kept (docs/planning.md).
         schedule: the schedule of updates, as in `lohan.wrap`. None: the policy's schedule.
         commit_every: the number of steps between commits. None: every step commits; with `auto`,
-            commits are just rare enough to take half a percent of the time.
+            commits are as rare as commit_every="auto" of `lohan.wrap` makes them.
         swap_share: the share of the activations inside blocks that are offloaded from the GPU, in
             the order of decreasing benefit; the rest is recomputed. None: the policy decides.
         without: the features to disable, of those that `auto` adds to the paper's policy
@@ -188,11 +188,11 @@ class Step:
         }
 
 
-def _commit_every(raw: dict[str, Any], options: Options) -> int:
+def _commit_every(raw: dict[str, Any], options: Options, machine: Machine) -> int:
     """Return the number of steps between commits; by default, it follows from a commit's cost."""
     if options.commit_every is not None:
         return options.commit_every
-    return rare_commits(raw)
+    return rare_commits(raw, machine) if _is_rare(options) else 1
 
 
 def _resources(
@@ -405,7 +405,7 @@ def _cpu_s(model: Model, machine: Machine, raw: dict[str, Any], options: Options
 def _step(
     model: Model, machine: Machine, placement: Placement, raw: dict[str, Any], options: Options
 ) -> Step:
-    commit_every = _commit_every(raw, options)
+    commit_every = _commit_every(raw, options, machine)
     count = options.accumulate
     step_ns = raw["step_ns"] + raw["commit_ns"] // commit_every
     written = sum(raw["bytes"][name] for name in WRITES) + raw["commit_write_bytes"] // commit_every

@@ -23,7 +23,7 @@ from lohan import _core
 from lohan.activations import _activations, _swap
 from lohan.activations._planner import Planner
 from lohan.common import _arguments, _exit, _meta
-from lohan.config import Config
+from lohan.config import CHOSEN_LATER, Config
 from lohan.errors import (
     ModelError,
     OffloadedGradientError,
@@ -34,7 +34,16 @@ from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.mezo._zo_wear import ZerothWear
 from lohan.replicas import _join
-from lohan.session import _adopt, _division, _notes, _opened, _order, _replaced, _settings
+from lohan.session import (
+    _adopt,
+    _commit_rule,
+    _division,
+    _notes,
+    _opened,
+    _order,
+    _replaced,
+    _settings,
+)
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
@@ -145,6 +154,8 @@ def _lay_out(
     if shared.is_mate:
         made = _join.config_of_mate(made)
         budget = _division.least(layout, made)
+    elif zeroth is None:
+        made, budget = _division.commits_by_cost(layout, made, budget)
     return _Opening(model, layout, made, budget, found, zeroth, open_at, shared)
 
 
@@ -286,6 +297,8 @@ class _Opening:
                 _store.remove(directories)
             raise
         session.speaks = self.shared.world is None or self.shared.world.rank == 0
+        if self.config.commit_every == CHOSEN_LATER:
+            session.commit_choice = _commit_rule.Rule(session)
         wear = None if self.zeroth is None else ZerothWear
         full = functools.partial(_division.full_budget, self.layout, self.config)
         _opened.opened(session, wear, full, is_resumed=resume, is_temporary=temporary)

@@ -6,6 +6,7 @@
 #include "lh_test.h"
 #include "rig_wait.h"
 #include "sched/engine_private.h"
+#include "sched/every.h"
 
 #define STATE_WRITE LH_ENGINE_LINK_STATE_WRITE
 #define PARAM_WRITE LH_ENGINE_LINK_PARAM_WRITE
@@ -76,6 +77,47 @@ static void test_in_memory(uint64_t commit_every)
         check_dirty(&rig, dirty);
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
     }
+    rig_finish(&rig);
+}
+
+static void test_every_is_set(void)
+{
+    struct rig rig;
+    lh_test_name("the steps between commits may be set once: the open step is the first that "
+                 "follows the new number, and bytes stay as planned");
+    rig_make(&rig, "write-set", opts_of(1 << 20));
+    for (int step = 1; step <= 9; step++) {
+        if (step == 4)
+            lh_engine_commit_every_set(rig.engine, 3);
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        struct lh_engine_step_stats stats = rig_over_as_planned(&rig);
+        bool commits = step == 6 || step == 9; /* not 3, whose number was set later */
+        struct sizes expected = commits ? sizes_of(&rig, RIG_GRADIENTS_ALL) : (struct sizes){0};
+        LH_CHECK(stats.bytes[STATE_WRITE] == expected.state);
+        LH_CHECK(stats.bytes[PARAM_WRITE] == expected.param);
+        LH_CHECK(lh_store_step(rig.store) == (uint64_t)(step < 6 ? 0 : step / 3 * 3));
+    }
+    rig_finish(&rig);
+}
+
+static void test_every_is_set_while_a_step_is_closed(void)
+{
+    struct rig rig;
+    lh_test_name("a step that is closed when the number of steps between commits is set does not "
+                 "commit, though its number is a multiple");
+    struct rig_opts opts = opts_of(1 << 20);
+    opts.least_memory = true;
+    rig_make(&rig, "write-closed", opts);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    lh_engine_commit_every_set(rig.engine, 2);
+    rig_over(&rig);
+    LH_CHECK(lh_store_step(rig.store) == 0);
+    for (int step = 3; step <= 4; step++) {
+        LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+        rig_over_as_planned(&rig);
+    }
+    LH_CHECK(lh_store_step(rig.store) == 4);
     rig_finish(&rig);
 }
 
@@ -264,6 +306,8 @@ int main(void)
     test_in_memory(2);
     test_in_memory(3);
     test_in_memory(LH_ENGINE_COMMIT_NEVER);
+    test_every_is_set();
+    test_every_is_set_while_a_step_is_closed();
     test_flush(false);
     test_flush(true);
     test_least_memory();

@@ -46,7 +46,8 @@ def of_parts(**changes: Any) -> Any:
 
 def test_an_answer_is_the_simulated_step_of_wraps_defaults(found: Any) -> None:
     model = _models.load("opt-1.3b", 2, 512)
-    step = simulate(model, of_parts(), Options(commit_every=1))
+    step = simulate(model, of_parts(), Options())
+    assert step.commit_every > 1
     assert found["fits"] and found["step"] == step.as_dict()
     assert found["step_s"] * 1000 == pytest.approx(step.as_dict()["step_ms"])
     assert found["hours"] == pytest.approx(1e6 / step.tokens_per_s / 3600)
@@ -56,8 +57,7 @@ def test_an_answer_is_the_simulated_step_of_wraps_defaults(found: Any) -> None:
 def test_each_change_is_the_simulated_step_with_that_change(found: Any) -> None:
     changes = {row["change"]: row for row in found["changes"]}
     model, wide = _models.load("opt-1.3b", 2, 512), _models.load("opt-1.3b", 4, 512)
-    small = Options(commit_every=1, states="8bit")
-    one = Options(commit_every=1)
+    small, one = Options(states="8bit"), Options()
     for name, step in {
         'states="8bit"': simulate(model, of_parts(), small),
         "2 drives": simulate(model, of_parts(ssd_count=2), one),
@@ -65,11 +65,17 @@ def test_each_change_is_the_simulated_step_with_that_change(found: Any) -> None:
     }.items():
         assert changes[name]["step_s"] == step.step_ns / 1e9, name
         assert changes[name]["ssd_life_days"] == step.ssd_life_days
-    rare = simulate(model, of_parts(), Options())
-    assert changes[f"commit_every={rare.commit_every}"]["step_s"] == rare.step_ns / 1e9
-    assert (
-        f"commit_every={rare.commit_every}" in changes[f"commit_every={rare.commit_every}"]["wrap"]
-    )
+
+
+def test_commits_that_are_given_are_simulated_and_in_the_line_of_wrap() -> None:
+    words = ("--model", "opt-1.3b", *PARTS, "--batch", "2", "--seq", "512", "--commit-every", "1")
+    asked = ask(*words)
+    model = _models.load("opt-1.3b", 2, 512)
+    assert asked["step_s"] == simulate(model, of_parts(), Options(commit_every=1)).step_ns / 1e9
+    assert "commit_every=1" in asked["wrap"]
+    auto = {row["change"]: row for row in asked["changes"]}['commit_every="auto"']
+    assert auto["step_s"] == simulate(model, of_parts(), Options()).step_ns / 1e9
+    assert "commit_every" not in auto["wrap"]
 
 
 def test_the_line_of_wrap_is_one_that_wrap_accepts(found: Any, store_dir: pathlib.Path) -> None:
@@ -92,8 +98,7 @@ def test_a_model_that_does_not_fit_is_answered_with_the_reason_and_what_would_fi
 
 
 def test_an_answer_fits_on_a_screen(found: Any) -> None:
-    options = Options(commit_every=1)
-    question = _answer.Question("opt-1.3b", 2, 512, of_parts(), options, {}, 10**6)
+    question = _answer.Question("opt-1.3b", 2, 512, of_parts(), Options(), {}, 10**6)
     screen = io.StringIO()
     _answer.show(found, question, Console(file=screen, width=80))
     assert len(screen.getvalue().splitlines()) < 24

@@ -61,7 +61,7 @@ def _changes(question: Question) -> dict[str, Question]:
     if options.states != "8bit":
         put('states="8bit"', options=dataclasses.replace(options, states="8bit"))
     if options.commit_every == 1:
-        put("fewer commits", options=dataclasses.replace(options, commit_every=None))
+        put('commit_every="auto"', options=dataclasses.replace(options, commit_every=None))
     if options.accumulate == 1:
         several = dataclasses.replace(options, accumulate=_MICRO_BATCHES)
         put(f"accumulate={_MICRO_BATCHES}", options=several)
@@ -94,8 +94,8 @@ def wrap_line(question: Question, step: Step) -> str:
         settings["weights"] = "FOLDER"
     if options.states != "fp32":
         settings["states"] = options.states
-    if step.commit_every > 1:
-        settings["commit_every"] = step.commit_every
+    if options.commit_every is not None:
+        settings["commit_every"] = options.commit_every
     if options.accumulate > 1:
         settings["accumulate"] = options.accumulate
     said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -151,8 +151,7 @@ def answer(question: Question, tell: Callable[[str], None]) -> dict[str, Any]:
         except BudgetError:
             changes.append({"change": name, "fits": False})
             continue
-        label = f"commit_every={step.commit_every}" if name == "fewer commits" else name
-        changes.append({"change": label, "fits": True, **_figures(changed, step)})
+        changes.append({"change": name, "fits": True, **_figures(changed, step)})
     return {**found, "changes": changes}
 
 
@@ -253,8 +252,7 @@ def question_of(
             "--order vertical cannot be combined with the name of a GPU: lohan.wrap has no plans of"
             " activations in this order; use lohan simulate"
         )
-    # lohan.wrap commits every step by default.
-    options = options_of({**words, "commit_every": words["commit_every"] or 1})
+    options = options_of(words)
     return Question(
         model=asked["model"],
         batch=asked["batch"],

@@ -17,3 +17,15 @@ def of_bytes(nbytes: float) -> str:
 def of_ns(ns: float) -> str:
     """Return a time in seconds: "0.844 s"."""
     return f"{ns / 1e9:.3f} s"
+
+
+_MINUTE_S = 60
+_HOUR_S = 3600
+
+
+def of_seconds(seconds: float) -> str:
+    """Return a duration with the unit that suits its size, such as "21 minutes"."""
+    for unit_s, name in ((_HOUR_S, "hour"), (_MINUTE_S, "minute")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {name}s"
+    return f"{seconds:.3g} s"

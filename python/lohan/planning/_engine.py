@@ -7,8 +7,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lohan.errors import BudgetError, LohanError
-from lohan.planning import _base
-from lohan.planning._pieces import block_params, frozen_params
+from lohan.planning import _base, _wear
+from lohan.planning._pieces import NS_PER_S, block_params, frozen_params
 
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
@@ -23,8 +23,6 @@ _ADAM_BYTES_PER_PARAM = {"bfloat16": 24, "float16": 28, "float32": 24}
 _TRANSFER_BYTES = 4 << 20
 # The default of lohan.wrap.
 _IO_DEPTH = 16
-# Commits may take this share of the time if their interval is chosen.
-_COMMIT_SHARE = 0.005
 
 
 def _raiser(code: int, message: str, is_rule: bool) -> LohanError:
@@ -92,7 +90,16 @@ def arguments(model: Model, machine: Machine, placement: Placement) -> dict[str,
     }
 
 
-def rare_commits(raw: dict[str, Any]) -> int:
-    """Return the number of steps between commits with which these take half a percent."""
-    every: int = math.ceil(raw["commit_ns"] / (_COMMIT_SHARE * raw["step_ns"]))
-    return max(every, 1)
+def rare_commits(raw: dict[str, Any], machine: Machine) -> int:
+    """Return the number of steps between commits that wrap's commit_every="auto" chooses.
+
+    Args:
+        raw: the result of the simulator: a step, and what a commit adds.
+        machine: the machine, whose drives are new.
+    """
+    nbytes, commit_s = raw["commit_write_bytes"], raw["commit_ns"] / NS_PER_S
+    endurance = machine.ssd_count * machine.ssd_endurance_bytes
+    drives = [_wear.Drive("", 1.0, endurance)] if endurance > 0 else []
+    interval_s = _wear.commit_interval_s(nbytes, nbytes / commit_s, drives, 0) if commit_s else 0
+    steps: int = math.ceil(interval_s * NS_PER_S / raw["step_ns"])
+    return max(steps, 1)

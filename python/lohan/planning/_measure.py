@@ -176,6 +176,16 @@ def ssd_rates(directories: Sequence[str], stats: StepStats) -> tuple[int, int]:
     return min(write for write, _ in known), min(read for _, read in known)
 
 
+def write_rate(directories: Sequence[str]) -> int:
+    """Return the rate at which directories write together, if the slowest one bounds all.
+
+    Each file system is measured once per process, with 128 MiB.
+    """
+    rates = [_ssd_rates(directory) for directory in directories]
+    writes = [_UNKNOWN_RATE if rate is None else rate[0] for rate in rates]
+    return min(writes) * len(writes)
+
+
 @functools.cache
 def _link_rates(name: str, index: int) -> tuple[int, int]:
     if name == "cuda":

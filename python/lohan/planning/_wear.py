@@ -100,6 +100,16 @@ def _kept_before(budget: Mapping[str, int], index: int) -> int:
     return first + (index - first) * (kept - first) // (count - first)
 
 
+def host_sizes(units: Iterable[Unit], is_served: bool) -> list[int]:
+    """Return the bytes in main memory of the parameters of each unit of a layout.
+
+    Args:
+        units: the layout's units.
+        is_served: whether a device computes, to which parameters are copied.
+    """
+    return [unit.nbytes if is_served else unit.place_bytes for unit in units]
+
+
 def between_bytes(units: Sequence[Written], budget: Mapping[str, int], sizes: Iterable[int]) -> int:
     """Return the bytes that a step writes if it is not committed.
 
@@ -119,6 +129,18 @@ def between_bytes(units: Sequence[Written], budget: Mapping[str, int], sizes: It
             if not is_kept:
                 written += unit.state_bytes(min(chunk, unit.elements - first))
     return written
+
+
+def saved_bytes(units: Sequence[Unit], budget: Mapping[str, int], is_served: bool) -> int:
+    """Return the bytes that a step does not write if it does not commit.
+
+    Args:
+        units: the layout's units.
+        budget: the division of main memory.
+        is_served: whether a device computes, to which parameters are copied.
+    """
+    written = written_of(units)
+    return update_bytes(written) - between_bytes(written, budget, host_sizes(units, is_served))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +167,36 @@ class StepWrites:
     def of_step(self, step: int) -> int:
         """Return the bytes of a step."""
         return self.committed if self.every and step % self.every == 0 else self.between
+
+
+# --- Commits by cost -----------------------------------------------------------------------------
+
+# What commits may take, at most: a part of the time, and in this many days the endurance that the
+# drives have left.
+COMMIT_TIME_SHARE = 0.005
+COMMIT_LIFE_DAYS = 730
+_ASSUMED_DRIVE_WRITES = 300  # the endurance of a drive that reports none, in its size
+_INTERVAL_MAX_S = 7200.0  # what a crash costs at most
+
+
+def commit_interval_s(
+    nbytes: int, write_bytes_per_s: float, drives: Sequence[Drive], fs_bytes: int
+) -> float:
+    """Return the seconds between commits that `commit_every="auto"` asks for.
+
+    Args:
+        nbytes: the bytes that a commit adds to what a step writes.
+        write_bytes_per_s: the rate at which the store's drives write, all together.
+        drives: the store's drives.
+        fs_bytes: the size of a drive that does not report its endurance.
+    """
+    interval_s = nbytes / max(write_bytes_per_s, 1) / COMMIT_TIME_SHARE
+    for drive in drives:
+        left = drive.left_bytes
+        endurance = _ASSUMED_DRIVE_WRITES * fs_bytes if left is None else left
+        needed = nbytes * drive.share * COMMIT_LIFE_DAYS * DAY_S
+        interval_s = max(interval_s, needed / max(endurance, 1))
+    return min(interval_s, _INTERVAL_MAX_S)
 
 
 # --- A budget -------------------------------------------------------------------------------------

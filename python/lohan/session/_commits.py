@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
+    from lohan.session._commit_rule import Rule
     from lohan.session._optim import Optimizer
     from lohan.session._wear import Wear
     from lohan.store._snapshot import PathLike, Snapshot
@@ -103,6 +104,7 @@ class Commits(SessionPart):
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
     wear: Wear | None = None  # counts what the session writes, if that is needed
+    commit_choice: Rule | None = None  # chooses the steps between commits, until it has
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: contextlib.AbstractContextManager[bool]
@@ -283,8 +285,17 @@ class Commits(SessionPart):
         every = self.config.commit_every
         if isinstance(every, str) and every in named:
             return named[every]
+        if self.commit_choice is not None:
+            return str(self.commit_choice)
         steps = self.config.commit_steps
         return "each step is committed" if steps == 1 else f"every {steps} steps are committed"
+
+    def commit_every(self, steps: int) -> None:
+        """Set the number of steps between commits, from the next step on."""
+        self._engine.commit_every(steps)
+        self.config = dataclasses.replace(self.config, commit_every=steps)
+        if self.wear is not None:
+            self.wear.every(steps)
 
     def durable_step(self) -> int:
         """Return the step that a resumed run would begin after."""

@@ -12,10 +12,11 @@ from torch import nn
 from lohan import _core
 from lohan.activations import _swap
 from lohan.common import _memory
-from lohan.config import SCHEDULES_AT_STEP
+from lohan.config import CHOSEN_LATER, SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError
 from lohan.layout import _block, _experts, _layout
 from lohan.layout._gradient_pieces import room_bytes
+from lohan.planning import _wear
 from lohan.store import _store
 from lohan.torch_glue import _device
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
+# Every step commits if commits that are rarer would save fewer bytes a step.
+SAVED_BYTES_MIN = 64 << 20
 # The maximum number of times that blocks are split at their children; no model is nested deeper.
 _SPLITS_MAX = 16
 
@@ -91,8 +94,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     """Divide main memory, or raise an error that says how much would be enough."""
     extents = _store.plan_extents(layout, config.commit_every == "never")
     tied = _tied_gradient_bytes(layout)
-    is_served = _device.parse(config.device)[0] != "cpu"
-    sizes = [unit.nbytes if is_served else unit.place_bytes for unit in layout.units]
+    sizes = _wear.host_sizes(layout.units, _device.parse(config.device)[0] != "cpu")
     gradients = (u.gradient_bytes + (tied if u.trainable else 0) for u in layout.units)
     described = _store.unit_tuples(layout, extents)
     held = [(size, *unit[1:]) for size, unit in zip(sizes, described, strict=True)]
@@ -236,6 +238,33 @@ def divide(
     layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states)
     _keep_packed(layout, config)
     return config, layout, _budget(layout, config)
+
+
+def commits_by_cost(
+    layout: Layout, config: Config, budget: dict[str, int]
+) -> tuple[Config, dict[str, int]]:
+    """Leave the steps between commits to the session if memory keeps much of what a commit writes.
+
+    That is [Note: Commits by cost] in session/_commit_rule.py. Otherwise every step commits.
+
+    Args:
+        layout: the model's layout.
+        config: the session's config.
+        budget: the division of main memory if every step commits.
+
+    Returns:
+        The config, with commit_every=CHOSEN_LATER if the session chooses; and the division.
+    """
+    if config.commit_every == "auto" and config.process_count == 1:
+        rare = dataclasses.replace(config, commit_every=CHOSEN_LATER)
+        is_served = _device.parse(config.device)[0] != "cpu"
+        try:
+            kept = _budget(layout, rare)
+        except BudgetError:  # gradients cannot wait in memory
+            return config, budget
+        if _wear.saved_bytes(layout.units, kept, is_served) >= SAVED_BYTES_MIN:
+            return rare, kept
+    return config, budget
 
 
 def _layout_for_budget(

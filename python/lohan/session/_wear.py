@@ -122,6 +122,10 @@ class Wear:
             if not (every and committed % every == 0):  # by a call of commit(), or by a close
                 self.add(self._writes.committed - self._writes.of_step(committed))
 
+    def every(self, steps: int) -> None:
+        """Set the number of steps between commits, from the next step on."""
+        self._writes = dataclasses.replace(self._writes, every=steps)
+
     def add(self, nbytes: int) -> None:
         """Count bytes that were written."""
         self.written += nbytes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lohan.common import _log, _shown
 from lohan.layout._block import STATES
 from lohan.planning import _wear
-from lohan.planning._wear import DAY_S, StepWrites
+from lohan.planning._wear import DAY_S, StepWrites, host_sizes
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ def writes_of(
     layout = session.layout
     units = _wear.written_of(layout.units, states)
     is_served = _device.parse(session.config.device)[0] != "cpu"
-    sizes = [unit.nbytes if is_served else unit.place_bytes for unit in layout.units]
     return StepWrites(
         _wear.update_bytes(units) + int(session.store.describe()["commit_bytes"]),
-        _wear.between_bytes(units, session.budget if budget is None else budget, sizes),
+        _wear.between_bytes(
+            units, session.budget if budget is None else budget, host_sizes(layout.units, is_served)
+        ),
         session.config.commit_steps if every is None else every,
     )
 
