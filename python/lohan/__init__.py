@@ -13,6 +13,7 @@ from lohan.common._version import __version__
 from lohan.config import Config
 from lohan.errors import LohanError, WearBudgetError
 from lohan.replicas._reshard import Resharded, reshard
+from lohan.session._block_swap import block_swap
 from lohan.session._optim import Optimizer
 from lohan.session._session import Session
 from lohan.store._convert import Converted, convert
@@ -44,6 +45,7 @@ __all__ = [
     "Verified",
     "WearBudgetError",
     "__version__",
+    "block_swap",
     "build_info",
     "convert",
     "empty",

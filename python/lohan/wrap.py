@@ -120,7 +120,7 @@ def wrap(
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, config)
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
-    made = _settings.checked(_settings.make(config, settings, wrap), max_grad_norm)
+    made = _settings.checked(_settings.make(config, settings, wrap), max_grad_norm, model)
     is_resumed, open_at = _arguments.resume_of(resume)
     _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
     with _world.joined(made.peer_timeout_s) as world:

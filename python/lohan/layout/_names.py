@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from lohan.errors import UnsupportedError
-from lohan.layout import _experts
+from lohan.layout import _experts, _safetensors
 
 # Matches the name of the layer that a tensor belongs to.
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -77,6 +77,17 @@ def is_hugging_face(model: nn.Module) -> bool:
     """Return whether a module is a transformers model, without importing transformers."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def is_diffusers(model: nn.Module) -> bool:
+    """Return whether a module is a model of diffusers, without importing diffusers."""
+    module = sys.modules.get("diffusers.models.modeling_utils")
+    return module is not None and isinstance(model, module.ModelMixin)
+
+
+def stem(model: nn.Module) -> str:
+    """Return the beginning of the names of a model's files of weights."""
+    return "diffusion_pytorch_model" if is_diffusers(model) else _safetensors.STEM
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -245,11 +256,15 @@ def saved(model: Any, found: dict[str, Origin], *, as_original: bool = True) -> 
 
 
 def texts(model: Any) -> dict[str, str]:
-    """Return the files beside a Hugging Face model's weights, as its save_pretrained writes them.
+    """Return the files beside the weights of a model of transformers or diffusers.
+
+    They are those that the model's own save_pretrained writes.
 
     Raises:
         ValueError: transformers cannot write one of the files.
     """
+    if is_diffusers(model):
+        return {"config.json": model.to_json_string()}
     if not is_hugging_face(model):
         return {}
     config = copy.deepcopy(model.config)

@@ -51,6 +51,7 @@ _ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _WORKING = ".lohan-writing-"
+STEM = "model"  # the beginning of the names of files of weights
 SHARD_BYTES = "50GB"  # transformers' default
 
 Progress = Callable[[int, int], None]
@@ -232,6 +233,7 @@ def write(
     tensors: Sequence[Tensor],
     *,
     max_shard_size: int | str = SHARD_BYTES,
+    stem: str = STEM,
     variant: str | None = None,
     metadata: Mapping[str, str] | None = None,
     count: int = 0,
@@ -244,6 +246,7 @@ def write(
         out: the folder.
         tensors: the tensors, in the order in which they are divided into shards.
         max_shard_size: the size limit in bytes, or as text like "5GB".
+        stem: the beginning of the files' names.
         variant: a part of the files' names, as in transformers; None: no such part.
         metadata: metadata for the header of each file.
         count: the number of parameters, for the index.
@@ -261,7 +264,8 @@ def write(
         if tensor.dtype not in NAMES:
             raise ModelError(f"{tensor.name} is {tensor.dtype}: safetensors has no such dtype")
     shards = divide(tensors, parse_bytes(max_shard_size))
-    stem = _variant("model.safetensors", variant).removesuffix(".safetensors")
+    index = _variant(f"{stem}.safetensors.index.json", variant)
+    stem = _variant(f"{stem}.safetensors", variant).removesuffix(".safetensors")
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -273,7 +277,6 @@ def write(
             beside(working)
         for name, shard in zip(names, shards, strict=True):
             writer.shard(working / name, shard, {"format": "pt", **(metadata or {})})
-        index = _variant("model.safetensors.index.json", variant)
         if len(shards) > 1:
             weight_map = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
             said = {"total_parameters": count, "total_size": total}
@@ -290,9 +293,9 @@ def _shard_pattern(stem: str) -> re.Pattern[str]:
     return re.compile(re.escape(stem) + r"-\d{5}-of-\d{5}\.safetensors")
 
 
-def is_replaced(name: str, variant: str | None = None) -> bool:
+def is_replaced(name: str, variant: str | None = None, stem: str = STEM) -> bool:
     """Return whether write() replaces or removes a file of that name in the folder."""
-    whole = _variant("model.safetensors", variant)
+    whole = _variant(f"{stem}.safetensors", variant)
     stem = whole.removesuffix(".safetensors")
     return name == whole or _shard_pattern(stem).fullmatch(name) is not None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from lohan.errors import BudgetError, ModelError
 from lohan.layout import _block, _experts, _layout
 from lohan.layout._gradient_pieces import room_bytes
 from lohan.planning import _wear
+from lohan.session import _block_swap
 from lohan.store import _store
 from lohan.torch_glue import _device
 
@@ -230,12 +232,18 @@ def divide(
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
         layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states)
-        _keep_packed(layout, roomy)
-        return roomy, layout, _budget(layout, roomy)
+        return _divided(model, layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
     layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states)
+    return _divided(model, layout, config)
+
+
+def _divided(
+    model: nn.Module, layout: Layout, config: Config
+) -> tuple[Config, Layout, dict[str, int]]:
+    config = _block_swap.with_room(model, config, functools.partial(plan_device, layout, config))
     _keep_packed(layout, config)
     return config, layout, _budget(layout, config)
 

@@ -120,8 +120,10 @@ class Guard:
             traced = Traced(named_parameters, weakref.ref(module))
             traced.on_trace = on_trace
             self.shadow(module, "named_parameters", traced)
-            if _names.is_hugging_face(module):
+            if _names.is_hugging_face(module) or _names.is_diffusers(module):
                 self.shadow(module, "save_pretrained", self._save_pretrained(module))
+            if hasattr(module, "save_lora_adapter"):  # of diffusers
+                self.shadow(module, "save_lora_adapter", self._save_lora_adapter(module))
             if any(p is not None for p in module._parameters.values()):
                 register: Any = module.register_state_dict_post_hook
                 self.handles.append(register(fill))
@@ -283,20 +285,40 @@ class Guard:
 
         return save_pretrained
 
+    def _save_lora_adapter(self, module: nn.Module) -> Callable[..., Any]:
+        """Make diffusers' save_lora_adapter, which reads a whole state dict, leave the base out."""
+        plain: Any = type(module).save_lora_adapter  # type: ignore[attr-defined]
+        reference = weakref.ref(module)
+
+        def save_lora_adapter(*args: Any, **kwargs: Any) -> Any:
+            owner = reference()
+            assert owner is not None
+            try:
+                self.leaves_out = self._frozen(set())
+                return plain(owner, *args, **kwargs)
+            finally:
+                self.leaves_out = frozenset()
+
+        return save_lora_adapter
+
     def _state_without_base(self, model: nn.Module, asked: Any) -> dict[str, Any]:
-        layout = self.session.layout
         kept = _peft.embeddings(model) if _peft.needs_embeddings(model, asked) else set()
-        self.leaves_out = frozenset(
+        try:
+            self.leaves_out = self._frozen(kept)
+            return model.state_dict()
+        finally:
+            self.leaves_out = frozenset()
+
+    def _frozen(self, kept: set[int]) -> frozenset[int]:
+        """Return the indices of the frozen parameters, except for those with the ids in kept."""
+        layout = self.session.layout
+        return frozenset(
             param.index
             for param in layout.params
             if not layout.units[param.unit].trainable
             and param.stream is None
             and id(param.tensor) not in kept
         )
-        try:
-            return model.state_dict()
-        finally:
-            self.leaves_out = frozenset()
 
     def _load_state_dict(
         self,

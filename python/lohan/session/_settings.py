@@ -16,7 +16,7 @@ from lohan.errors import ModelError, UnsupportedError
 from lohan.layout import _experts
 from lohan.layout._experts import Apart
 from lohan.planning import _wear
-from lohan.session import _order
+from lohan.session import _block_swap, _order
 from lohan.torch_glue import _accumulate, _device
 
 _CHOICES = {
@@ -152,11 +152,13 @@ def check(config: Config) -> None:
         )
 
 
-def checked(config: Config, max_grad_norm: float | None) -> Config:
+def checked(config: Config, max_grad_norm: float | None, model: nn.Module) -> Config:
     """Check the config, and make updates wait for step() if they need gradient norms or sums.
 
-    Both are known only after the last backward.
+    Both are known only after the last backward. The device may be the one that a trainer chose for
+    the model ([Note: Block swap]).
     """
+    config = _block_swap.with_device(model, config)
     check(config)
     _accumulate.check(config.accumulate)
     is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None

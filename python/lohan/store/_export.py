@@ -79,6 +79,8 @@ def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
             if s.index is None and s.value is not None and s.value.numel() == 0
         ]
         said["files"] = _names.texts(model)
+        if _names.is_diffusers(model):
+            said["stem"] = _names.stem(model)
     except (UnsupportedError, TypeError, ValueError, RuntimeError) as error:
         said["refused"] = f"{type(model).__name__}: {error}"
     return {"firsts": [param.first for param in layout.params], "export": said}
@@ -117,8 +119,9 @@ def export(
 ) -> list[Path]:
     """Write a store's parameters as safetensors, in one file or in several with an index.
 
-    The folder of a Hugging Face model can be loaded by `from_pretrained`: its config.json is in the
-    store. Main memory holds a few pieces of 8 to 16 MB, regardless of the model's size.
+    The folder of a model of transformers or diffusers can be loaded by `from_pretrained`: its
+    config.json is in the store. Main memory holds a few pieces of 8 to 16 MB, regardless of the
+    model's size.
 
     Args:
         source: a store's directory or directories, a wrapped model, or its session.
@@ -140,16 +143,12 @@ def export(
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} must be None (the dtype of training) or 'float32'")
     folder = Path(os.fspath(out)).expanduser()
-    if not overwrite and folder.is_dir():
-        for name in ("model.safetensors", "model.safetensors.index.json"):
-            if (folder / name).exists():
-                raise StoreExistsError(
-                    f"{folder / name} exists: choose another folder, or pass overwrite=True"
-                    " (--overwrite) to replace that model"
-                )
     with _opened(source) as (contents, buffers, pieces_of):
         _process.check_has_all(contents.meta.get("groups"), "lohan.export")
-        _check_not_read(folder, contents.layout)
+        stem = contents.meta.get("export", {}).get("stem", _safetensors.STEM)
+        if not overwrite:
+            _check_no_model(folder, stem)
+        _check_not_read(folder, contents.layout, stem=stem)
         if _DTYPES[dtype]:
             _check_masters(contents)
         held, pieces = pieces_of(_DTYPES[dtype])
@@ -160,6 +159,7 @@ def export(
                 folder,
                 tensors,
                 max_shard_size=max_shard_size,
+                stem=stem,
                 metadata={} if files else contents.meta.get("export", {}).get("others", {}),
                 count=sum(param.count for param in contents.layout.params),
                 beside=functools.partial(_write_texts, files),
@@ -167,7 +167,18 @@ def export(
             )
 
 
-def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) -> None:
+def _check_no_model(folder: Path, stem: str) -> None:
+    for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+        if (folder / name).exists():
+            raise StoreExistsError(
+                f"{folder / name} exists: choose another folder, or pass overwrite=True"
+                " (--overwrite) to replace that model"
+            )
+
+
+def _check_not_read(
+    folder: Path, layout: Layout, variant: str | None = None, stem: str = _safetensors.STEM
+) -> None:
     """Reject a folder in which a save would replace a file that a store reads in place.
 
     Raises:
@@ -177,7 +188,7 @@ def _check_not_read(folder: Path, layout: Layout, variant: str | None = None) ->
     paths = {file.path for one in (layout, *sessions) for file in one.in_place.files}
     here = os.path.realpath(folder)
     names = {path.name for path in paths if os.path.realpath(path.parent) == here}
-    taken = sorted(name for name in names if _safetensors.is_replaced(name, variant))
+    taken = sorted(name for name in names if _safetensors.is_replaced(name, variant, stem))
     if taken:
         raise StoreExistsError(
             f"{folder} has {taken[0]}, from which frozen parameters of a store are read in place:"
@@ -323,8 +334,8 @@ def _of_value(name: str, value: torch.Tensor) -> Tensor:
 
 def _texts(meta: Mapping[str, Any], *, is_master: bool) -> dict[str, str]:
     files: dict[str, str] = dict(meta.get("export", {}).get("files", {}))
-    if is_master and "config.json" in files:
-        config = json.loads(files["config.json"])
+    config = json.loads(files.get("config.json", "{}"))
+    if is_master and "dtype" in config:  # in those of transformers, but not of diffusers
         config["dtype"] = "float32"
         files["config.json"] = json.dumps(config, indent=2, sort_keys=True) + "\n"
     return files
@@ -384,20 +395,24 @@ def _is_hollow(state_dict: Mapping[str, Any] | None, index: Mapping[int, int]) -
 def save_pretrained(
     model: Any, session: Session, index: Mapping[int, int], out: PathLike, **options: Any
 ) -> None:
-    """Write a wrapped Hugging Face model as its own save_pretrained does, one piece at a time.
+    """Write a wrapped model as its own save_pretrained does, one piece at a time.
 
     Args:
-        model: the wrapped model.
+        model: the wrapped model, of transformers or diffusers.
         session: its session.
         index: the number of each parameter, by the id of its tensor.
         out: the folder.
-        **options: the options of transformers' save_pretrained.
+        **options: the options of the model's own save_pretrained.
     """
     session.check_open()
     _process.check_has_all(session.layout.groups, "save_pretrained")
     plain = type(model).save_pretrained
-    _check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"))
-    needs_all = any(options.get(name) for name in ("push_to_hub", "distributed_checkpoint"))
+    stem = _names.stem(model)
+    _check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"), stem)
+    whole = ("push_to_hub", "distributed_checkpoint", "use_flashpack")
+    needs_all = any(options.get(name) for name in whole)
+    if _names.is_diffusers(model):  # which names a variant's files in another way
+        needs_all |= bool(options.get("variant")) or not options.get("safe_serialization", True)
     needs_all |= getattr(model, "hf_quantizer", None) is not None
     needs_all |= bool(getattr(model, "_hf_peft_config_loaded", False))
     if needs_all or not _is_hollow(options.get("state_dict"), index):
@@ -414,6 +429,7 @@ def save_pretrained(
             Path(os.fspath(out)),
             _live_tensors(made, pieces),
             max_shard_size=options.get("max_shard_size", _safetensors.SHARD_BYTES),
+            stem=stem,
             variant=options.get("variant"),
             count=sum(param.count for param in session.layout.params),
             beside=functools.partial(_beside, plain, model),
@@ -422,7 +438,10 @@ def save_pretrained(
 
 
 def _beside(plain: Callable[..., None], model: Any, folder: Path) -> None:
-    """Write everything but the weights, with transformers' own method."""
+    """Write everything but the weights, with the model's own method."""
+    if _names.is_diffusers(model):
+        model.save_config(folder)
+        return
     from transformers.utils import logging as said
 
     logging: Any = said
