@@ -18,7 +18,7 @@ from lohan.errors import ModelError, StepError, UnsupportedError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "11_trl_dpo.py"
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -47,6 +47,17 @@ def example() -> Any:
     return module
 
 
+def unpaired(rows: Any) -> Any:
+    """Return preferences as single answers, each with a label."""
+    return type(rows).from_list(
+        [
+            {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
+            for row in rows
+            for kind in ("chosen", "rejected")
+        ]
+    )
+
+
 def losses(folder: pathlib.Path, *, with_lohan: bool, **given: Any) -> list[float]:
     """Train by DPO for a few steps, and return their losses."""
     made = example()
@@ -54,7 +65,11 @@ def losses(folder: pathlib.Path, *, with_lohan: bool, **given: Any) -> list[floa
     base = str(folder / "base")
     made.make_model(base, tokenizer)
     model = made.AutoModelForCausalLM.from_pretrained(base)
-    args = DPOConfig(
+    is_kto = given.pop("is_kto", False)
+    rows = made.preferences()
+    if is_kto:
+        rows = unpaired(rows)
+    args = (KTOConfig if is_kto else DPOConfig)(
         str(folder / "out"),
         use_cpu=True,
         bf16=False,
@@ -72,8 +87,8 @@ def losses(folder: pathlib.Path, *, with_lohan: bool, **given: Any) -> list[floa
         given["callbacks"] = [lohan.TrainerCallback()]
     if with_lohan and "peft_config" not in given:
         given["ref_model"] = lohan.reference(model, weights=base)
-    trainer = DPOTrainer(
-        model, args=args, train_dataset=made.preferences(), processing_class=tokenizer, **given
+    trainer = (KTOTrainer if is_kto else DPOTrainer)(
+        model, args=args, train_dataset=rows, processing_class=tokenizer, **given
     )
     trainer.train()
     if with_lohan and "ref_model" in given:
@@ -88,6 +103,13 @@ def losses(folder: pathlib.Path, *, with_lohan: bool, **given: Any) -> list[floa
 def test_dpo_has_the_losses_of_a_reference_in_memory(store_dir: pathlib.Path) -> None:
     ours = losses(store_dir / "ours", with_lohan=True)
     theirs = losses(store_dir / "theirs", with_lohan=False)
+    assert len(ours) == 4 and ours[-1] < ours[0]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_kto_has_the_losses_of_a_reference_in_memory(store_dir: pathlib.Path) -> None:
+    ours = losses(store_dir / "ours", with_lohan=True, is_kto=True)
+    theirs = losses(store_dir / "theirs", with_lohan=False, is_kto=True)
     assert len(ours) == 4 and ours[-1] < ours[0]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
