@@ -13,7 +13,7 @@ DEVICE ?=
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread lag lint \
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
-	bench-policies bench-lora bench-loss bench-accumulate bench-states bench-learning bench-unpack \
+	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
 	sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
 	troubles paper parity docs wheel matrix coverage build clean what-fits
 
@@ -100,7 +100,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning: build
+bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning bench-reference: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 sanitize: $(VENV)/.installed

@@ -12,6 +12,7 @@ from lohan.common._stats import ReplicaStats, StepStats, Traffic
 from lohan.common._version import __version__
 from lohan.config import Config
 from lohan.errors import LohanError, WearBudgetError
+from lohan.frozen._reference import reference
 from lohan.replicas._reshard import Resharded, reshard
 from lohan.session._block_swap import block_swap
 from lohan.session._optim import Optimizer
@@ -52,6 +53,7 @@ __all__ = [
     "errors",
     "export",
     "losses",
+    "reference",
     "reshard",
     "snapshot",
     "unwrap",

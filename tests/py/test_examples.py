@@ -73,20 +73,21 @@ def losses(printed: str) -> list[float]:
 # (5e-4 on one processor, 2e-3 on another), and the diffusion model has 250 steps of a high rate to
 # wander off.
 @pytest.mark.parametrize(
-    ("name", "rtol"),
+    ("name", "count", "rtol"),
     [
-        pytest.param("02_trainer", 1e-5, marks=pytest.mark.slow),
-        ("03_trl_sft", 5e-3),
-        pytest.param("09_diffusion", 1e-2, marks=pytest.mark.slow),
+        pytest.param("02_trainer", 2, 1e-5, marks=pytest.mark.slow),
+        ("03_trl_sft", 2, 5e-3),
+        pytest.param("09_diffusion", 2, 1e-2, marks=pytest.mark.slow),
+        ("12_trl_dpo", 3, 5e-3),
     ],
 )
-def test_without_its_two_lines_of_lohan_it_is_a_usual_script_with_the_same_losses(
-    name: str, rtol: float, runs: Runs, folder: Path, tmp_path: Path
+def test_without_its_lines_of_lohan_it_is_a_usual_script_with_the_same_losses(
+    name: str, count: int, rtol: float, runs: Runs, folder: Path, tmp_path: Path
 ) -> None:
     path = next(path for path in EXAMPLES if path.stem == name)
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     usual = [line for line in lines if "lohan" not in line]
-    assert len(lines) - len(usual) == 2
+    assert len(lines) - len(usual) == count
     twin = tmp_path / f"{name}.py"
     twin.write_text("".join(usual), encoding="utf-8")
     empty = tmp_path / "empty"

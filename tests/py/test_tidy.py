@@ -221,6 +221,7 @@ PACKAGE_ORDER = (
     ("replicas",),
     ("mezo",),
     ("simulate", "wrap", "losses"),
+    ("frozen",),
     ("lohan", "hf", "commands"),
     ("cli", "__main__"),
 )

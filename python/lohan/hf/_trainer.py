@@ -4,11 +4,12 @@
 A Trainer calls its callbacks after it has acted, but lohan has to act earlier. So at the end of a
 Trainer's constructor, the callback replaces methods of that Trainer: `create_optimizer`, so
 that the model is wrapped with the parameter groups of the Trainer's AdamW; `_load_from_checkpoint`,
-which compares the store with the checkpoint and loads nothing; `train`, because the Trainer
-resolves resume_from_checkpoint=True to the last folder, even if it is incomplete; and, in several
-processes, `_save_checkpoint`, so that all of them commit (_trainer_world.py); with order= the two
-methods that _trainer_turns.py names. Clipping, scaling and schedulers remain the Trainer's own: by
-default, updates wait for `step()` (docs/architecture.md, Clipping).
+which compares the store with the checkpoint and loads nothing; `log` (_trainer_logs.py); `train`,
+because the Trainer resolves resume_from_checkpoint=True to the last folder, even if it is
+incomplete; and, in several processes, `_save_checkpoint`, so that all of them commit
+(_trainer_world.py); with order= the two methods that _trainer_turns.py names. Clipping, scaling and
+schedulers remain the Trainer's own: by default, updates wait for `step()` (docs/architecture.md,
+Clipping).
 
 [Note: A checkpoint and its store]
 A checkpoint folder contains the small states (scheduler, random generators, position in the data,
@@ -39,7 +40,7 @@ from lohan.common import _log
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
-from lohan.hf import _trainer_args, _trainer_turns, _trainer_world, _zo_trainer
+from lohan.hf import _trainer_args, _trainer_logs, _trainer_turns, _trainer_world, _zo_trainer
 from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync
 from lohan.session import _settings
 from lohan.session._optim import DEFAULTS
@@ -70,7 +71,7 @@ _SAID_BY_ARGS = {
 
 # The methods of a Trainer that the callback replaces.
 _SHADOWED = (
-    *("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint"),
+    *("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint", "log"),
     *_trainer_turns.REPLACED,
 )
 
@@ -139,6 +140,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._model: nn.Module | None = None
         self._steps: _zo_trainer.Steps | None = None  # for zeroth-order training
         self._turns: _trainer_turns.Turns | None = None  # for order= and several micro-batches
+        self._logs: _trainer_logs.Logs | None = None
         self._group: _trainer_world.Group | None = None  # if there are several processes
         self._has_optimizer = False
         self._is_fused = False
@@ -168,6 +170,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._check_place(args)
         has_turns = _trainer_turns.check(args, self._config, is_zeroth=self._is_zeroth)
         self._turns = _trainer_turns.Turns(trainer, self._open) if has_turns else None
+        self._logs = _trainer_logs.Logs(trainer, self._open)
         self._has_optimizer = trainer.optimizer is not None
         plain = trainer.create_optimizer
         trainer.create_optimizer = functools.partial(self._create_optimizer, plain)
@@ -197,6 +200,8 @@ class TrainerCallback(transformers.TrainerCallback):
                 "lohan.TrainerCallback was added after the Trainer was created, which is too late."
                 " Pass it to the constructor: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
             )
+        if self._logs is not None:
+            self._logs.begin()
         if self._steps is not None:
             self._steps.begin()
         if self._turns is not None:
@@ -207,6 +212,11 @@ class TrainerCallback(transformers.TrainerCallback):
             self._saved(Path(json_path), only_model=args.save_only_model)
 
         state.save_to_json = types.MethodType(save_to_json, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock of a step."""
+        if self._logs is not None:
+            self._logs.step_begins()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the scheduler skip a step that overflowed, as with torch's unfused AdamW.
@@ -219,10 +229,13 @@ class TrainerCallback(transformers.TrainerCallback):
             self._trainer.optimizer._is_overflow |= skipped
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save a checkpoint if `wear_budget` allows no further step: the next backward raises.
+        """Stop the clock, and save a checkpoint if `wear_budget` allows no further step.
 
-        Several processes do not: they may differ in what they have written.
+        The next backward would raise an error. Several processes save none: they may differ in what
+        they have written.
         """
+        if self._logs is not None:
+            self._logs.step_ends()
         wear = None if self.session is None else self.session.wear
         if wear is None or not wear.is_spent or self._group is not None:
             return

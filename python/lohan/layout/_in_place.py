@@ -44,11 +44,11 @@ _SCAN_THREADS = 4
 _DECODED_COUNT = 4 << 20
 
 
-def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
+def choose(model: nn.Module, found: Mapping[int, Entry], *, speaks: bool = True) -> set[int]:
     """Return the ids of the frozen parameters that can be read in place.
 
     They have the same dtype in the files as in the model, or are quantized there. For all other
-    frozen parameters, one line per reason is printed to stderr.
+    frozen parameters, one line per reason is printed to stderr, if speaks.
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
     if not frozen:
@@ -75,7 +75,7 @@ def choose(model: nn.Module, found: Mapping[int, Entry]) -> set[int]:
         else:
             why = f"{entry.dtype} in the files, {str(param.dtype).removeprefix('torch.')} here"
         left.setdefault(why, []).append((name, param.numel() * param.element_size()))
-    for why, params in left.items():
+    for why, params in left.items() if speaks else ():
         nbytes = sum(nbytes for _, nbytes in params)
         _log.note(
             f"{len(params)} parameters ({nbytes / 1e6:.1f} MB) are copied into the"
@@ -442,8 +442,10 @@ class Found:
     storage: str | None = None
 
 
-def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
+def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = True) -> Found:
     """Look for a model's parameters and buffers in a folder of safetensors, or in a file.
+
+    Notes on them are printed to stderr if speaks.
 
     Raises:
         StoreError: there are no files, or one is incomplete.
@@ -455,12 +457,12 @@ def of_folder(place: Path, model: nn.Module, config: Config) -> Found:
     entries = _files.match(model, folder)
     buffers = _files.match_buffers(model, folder)
     left = _files.unused(model, folder)
-    if left:
+    if left and speaks:
         _log.note(
             f"{len(left)} tensors of weights={place} are not used by this model and are"
             f" ignored ({left[0]!r}, ...)"
         )
-    chosen = set() if config.frozen == "copy" else choose(model, entries)
+    chosen = set() if config.frozen == "copy" else choose(model, entries, speaks=speaks)
     # All other files are read only once: sessions do not keep them open, and the store's meta does
     # not list them.
     needed = _needed(entries[key] for key in chosen)

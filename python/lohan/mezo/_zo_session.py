@@ -91,6 +91,11 @@ class ZerothSession(TurnRules, Session):
             self._engine.device_policy("overlap" in ablated, "reuse" in ablated, rate)
 
     @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained; to the engine, all of them are frozen."""
+        return True
+
+    @property
     def step(self) -> int:
         """The number of steps in the journal."""
         return len(self.journal.records) if not self.closed else self._last_step

@@ -122,6 +122,11 @@ class Commits(SessionPart):
         """Whether only commit() commits: neither steps, nor edits of parameters, nor close()."""
         return self.config.commit_every == "manual"
 
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(unit.trainable for unit in self.layout.units)
+
     def close(self) -> None:
         """Finish and commit the closed steps, stop the engine and release the store. Idempotent.
 
@@ -150,7 +155,7 @@ class Commits(SessionPart):
 
     def _summary(self) -> str:
         """Return what to print after the session has finished its steps; "" for nothing."""
-        if not self.speaks or self.wear is None or not _log.informs():
+        if not self.speaks or not self.trains or self.wear is None or not _log.informs():
             return ""
         self.wear.look()
         step, durable = self.step, self.durable_step()

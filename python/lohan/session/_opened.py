@@ -60,14 +60,16 @@ def _adamw(session: Session) -> Wear:
 
 def _opening(session: Session, *, is_resumed: bool, is_temporary: bool) -> str:
     kind, tail = "resumed" if is_resumed else "new", ""
+    trains = session.trains
     if is_temporary:
-        kind, tail = "temporary", ", removed at exit; pass store= to keep it"
+        kind, tail = "temporary", ", removed at exit"
+        tail += "; pass store= to keep it" if trains else ""
     assert session.wear is not None
     status, files = session.status(), session.store.describe()["files"]
     size = _shown.of_bytes(sum(nbytes for _, nbytes, _ in files))
+    rule = f"{session.commit_rule()}; {session.wear.rule()}" if trains else "nothing is trained"
     return (
         f"{kind} store {', '.join(session.directories)} ({size}{tail}) at step {session.step};"
         f" up to {_shown.of_bytes(session.budget['host_bytes'])} of main memory, I/O by"
-        f" {status['io']}, device {session.device.name}; {session.commit_rule()};"
-        f" {session.wear.rule()}"
+        f" {status['io']}, device {session.device.name}; {rule}"
     )

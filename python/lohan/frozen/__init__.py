@@ -1,0 +1,1 @@
+"""Models that are read but not trained, beside the one that is."""

@@ -1,0 +1,96 @@
+"""The figures that lohan adds to a Trainer's logs, for its trackers.
+
+A Trainer's trackers are called before callbacks of its constructor, so figures that a callback adds
+in `on_log` would come too late. They are added in the Trainer's `log()` instead, which also records
+them in `trainer.state.log_history`. Trackers draw numbers, not words: bound_by is an index.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lohan.planning import _drives
+
+if TYPE_CHECKING:
+    from lohan.planning._wear import Drive
+    from lohan.session._session import Session
+
+# lohan/bound_by is an index into this tuple; docs/trainer.md lists it.
+BOUNDS = ("compute", "ssd", "optimizer", "copies", "network")
+_GB = 1e9
+
+
+class Logs:
+    """Times a Trainer's steps, and adds figures to what it logs."""
+
+    def __init__(self, trainer: Any, session: Callable[[], Session | None]) -> None:
+        """Replace the Trainer's log().
+
+        Args:
+            trainer: the Trainer.
+            session: returns the open session of the Trainer's model; None if it has none.
+        """
+        self._trainer = trainer
+        self._session = session
+        self._drives: list[Drive] | None = None  # those of the store
+        self.begin()
+
+        trainer.log = functools.partial(self._log, trainer.log)
+
+    def _log(
+        self, plain: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Call the Trainer's log() after adding figures."""
+        self._add(logs)
+        plain(logs, *args, **kwargs)
+
+    def begin(self) -> None:
+        """Begin a train(), in which no step has ended."""
+        self._began: float | None = None  # when the first step began
+        self._step_began = self._step_ended = 0.0
+        self._steps = 0
+        self._seconds: list[float] = []  # of the steps since the last log
+
+    def step_begins(self) -> None:
+        """Start the clock of a step."""
+        self._step_began = time.monotonic()
+        if self._began is None:
+            self._began = self._step_began
+
+    def step_ends(self) -> None:
+        """Stop the clock of a step."""
+        self._step_ended = time.monotonic()
+        self._seconds.append(self._step_ended - self._step_began)
+        self._steps += 1
+
+    def _add(self, logs: dict[str, Any]) -> None:
+        """Add figures to the logs of steps; those of evaluations and of the end do not change."""
+        session = self._session()
+        if session is None or "loss" not in logs or not self._seconds or self._began is None:
+            return
+        step_s = sum(self._seconds) / len(self._seconds)
+        self._seconds.clear()
+        logs["lohan/step_s"] = step_s
+        state = self._trainer.state
+        each_s = (self._step_ended - self._began) / self._steps
+        logs["lohan/eta_s"] = each_s * max(0, state.max_steps - state.global_step)
+        stats = session.stats()
+        if stats.step > 0:
+            logs["lohan/bound_by"] = BOUNDS.index(stats.bound_by)
+            logs["lohan/ssd_read_gb"] = stats.read_bytes / _GB
+            logs["lohan/ssd_written_gb"] = stats.written_bytes / _GB
+            days = self._life_days(session, stats.written_bytes / step_s)
+            if days is not None:
+                logs["lohan/drive_life_days"] = days
+
+    def _life_days(self, session: Session, bytes_per_s: float) -> float | None:
+        """Return how long the drive that wears out first lasts; None if that is unknown."""
+        if self._drives is None:
+            sizes = [nbytes for _, nbytes, _ in session.store.describe()["files"]]
+            rated = session.config.ssd_endurance_bytes
+            self._drives = _drives.of_store(session.directories, sizes, rated)
+        days = (drive.days(bytes_per_s) for drive in self._drives)
+        return min((each for each in days if each is not None), default=None)
