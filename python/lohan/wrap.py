@@ -34,7 +34,16 @@ from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.mezo._zo_wear import ZerothWear
 from lohan.replicas import _join
-from lohan.session import _adopt, _division, _notes, _opened, _order, _replaced, _settings
+from lohan.session import (
+    _adopt,
+    _division,
+    _notes,
+    _opened,
+    _order,
+    _recorder,
+    _replaced,
+    _settings,
+)
 from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
@@ -289,6 +298,7 @@ class _Opening:
         wear = None if self.zeroth is None else ZerothWear
         full = functools.partial(_division.full_budget, self.layout, self.config)
         _opened.opened(session, wear, full, is_resumed=resume, is_temporary=temporary)
+        _recorder.begin(session, is_resumed=resume, is_temporary=temporary)
         self.optimizer.replaced = _replaced.Replaced(session, self.optimizer)
         _notes.say(session, self.optimizer.replaced.notes)
         _device.say_gpu(self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+YEAR_DAYS = 365
 _SHOWN_MAX = 999.5  # what three digits round to 1000
 
 
@@ -17,3 +18,8 @@ def of_bytes(nbytes: float) -> str:
 def of_ns(ns: float) -> str:
     """Return a time in seconds: "0.844 s"."""
     return f"{ns / 1e9:.3f} s"
+
+
+def of_days(days: float) -> str:
+    """Return a time in days or years: "11.8 days", "1.23 years"."""
+    return f"{days / YEAR_DAYS:.3g} years" if days >= YEAR_DAYS else f"{days:.3g} days"

@@ -39,7 +39,7 @@ from lohan.common import _log
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
-from lohan.hf import _trainer_args, _trainer_turns, _trainer_world, _zo_trainer
+from lohan.hf import _trainer_args, _trainer_notes, _trainer_turns, _trainer_world, _zo_trainer
 from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync
 from lohan.session import _settings
 from lohan.session._optim import DEFAULTS
@@ -140,6 +140,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._steps: _zo_trainer.Steps | None = None  # for zeroth-order training
         self._turns: _trainer_turns.Turns | None = None  # for order= and several micro-batches
         self._group: _trainer_world.Group | None = None  # if there are several processes
+        self._tokens = _trainer_notes.Tokens()
         self._has_optimizer = False
         self._is_fused = False
         self._resumes: bool | str = False  # resume= of wrap()
@@ -201,6 +202,7 @@ class TrainerCallback(transformers.TrainerCallback):
             self._steps.begin()
         if self._turns is not None:
             self._turns.begin()
+        self._tokens.begin(state)
 
         def save_to_json(state: Any, json_path: str) -> None:
             type(state).save_to_json(state, json_path)
@@ -219,10 +221,12 @@ class TrainerCallback(transformers.TrainerCallback):
             self._trainer.optimizer._is_overflow |= skipped
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save a checkpoint if `wear_budget` allows no further step: the next backward raises.
+        """Note the step's tokens, and save a checkpoint if `wear_budget` allows no further step.
 
-        Several processes do not: they may differ in what they have written.
+        The next backward raises then. Several processes do not save it: they may differ in what
+        they have written.
         """
+        self._tokens.note(self._open(), state)
         wear = None if self.session is None else self.session.wear
         if wear is None or not wear.is_spent or self._group is not None:
             return
@@ -230,6 +234,10 @@ class TrainerCallback(transformers.TrainerCallback):
             control.should_save = True
         elif self.session is not None and self.session.commits_by_hand:
             self.session.commit()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Note the loss that the Trainer logs, for `lohan watch`."""
+        _trainer_notes.loss(self._open(), logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""
