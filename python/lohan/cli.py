@@ -44,6 +44,7 @@ for _command in (
     _cli_stores.reshard,
     _cli_stores.snapshot,
     _cli_stores.verify,
+    _cli_stores.watch,
 ):
     main.add_command(_command)
 

@@ -166,6 +166,7 @@ class Config:
             each counts what it writes. None: no limit.
         ssd_endurance_bytes: the bytes that may be written to one drive in its life (TBW), such as
             "600TB", to compare with what steps write. None: as the drive reports, if it does.
+        step_records: keep figures of each step in a file beside the store, for `lohan watch`.
         verify: verify the checksums of everything that is read.
         trace_events: the number of timeline events to keep; 0: none.
         allow_buffered: continue without O_DIRECT if the file system does not support it.
@@ -204,6 +205,7 @@ class Config:
     peer_timeout_s: float = 30.0
     wear_budget: int | str | None = None
     ssd_endurance_bytes: int | None = None
+    step_records: bool = True
     verify: bool = True
     trace_events: int = 0
     allow_buffered: bool = True

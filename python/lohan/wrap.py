@@ -41,6 +41,7 @@ from lohan.session import (
     _notes,
     _opened,
     _order,
+    _recorder,
     _replaced,
     _settings,
 )
@@ -302,6 +303,7 @@ class _Opening:
         wear = None if self.zeroth is None else ZerothWear
         full = functools.partial(_division.full_budget, self.layout, self.config)
         _opened.opened(session, wear, full, is_resumed=resume, is_temporary=temporary)
+        _recorder.begin(session, is_resumed=resume, is_temporary=temporary)
         self.optimizer.replaced = _replaced.Replaced(session, self.optimizer)
         _notes.say(session, self.optimizer.replaced.notes)
         _device.say_gpu(self.config)

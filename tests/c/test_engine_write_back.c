@@ -87,7 +87,7 @@ static void test_every_is_set(void)
                  "follows the new number, and bytes stay as planned");
     rig_make(&rig, "write-set", opts_of(1 << 20));
     for (int step = 1; step <= 9; step++) {
-        if (step == 4)
+        if (step == 6)
             lh_engine_commit_every_set(rig.engine, 3);
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
         struct lh_engine_step_stats stats = rig_over_as_planned(&rig);

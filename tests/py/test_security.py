@@ -95,7 +95,7 @@ def test_what_is_optional_is_ignored_where_it_is_no_file(
     trained(store)
     victim = store_dir / "victim"
     victim.write_bytes(SECRET)
-    for name in ("profile.json", "lohan.request"):
+    for name in ("profile.json", "lohan.request", "steps.lohan"):
         path = store / name
         path.unlink(missing_ok=True)
         if kind == "link":

@@ -1,4 +1,4 @@
-"""The `lohan` commands for stores and models: convert, export, quantize, reshard, snapshot, verify.
+"""The `lohan` commands for stores and models, from convert to watch.
 
 cli.py adds them to its group.
 """
@@ -286,3 +286,27 @@ def verify(store: tuple[str, ...], json_wanted: bool) -> None:
         )
     _say(found.as_dict(), json_wanted, "\n".join(lines))
     sys.exit(0 if found.is_whole else 1)
+
+
+@click.command()
+@click.argument("store", metavar="STORE...", nargs=-1, required=True)
+@click.option("--once", is_flag=True, help="Show what there is, and end.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a page with charts instead, and again whenever something is new.",
+)
+@click.option("--json", "json_wanted", is_flag=True, help="Write a line of JSON for each step.")
+def watch(store: tuple[str, ...], once: bool, html: Path | None, json_wanted: bool) -> None:
+    """Show the steps of a run in a line each, while it trains and after it has ended.
+
+    STORE: the directories it was created with. Each line has the time, the loss and the tokens that
+    the program has passed to model.lohan.note(), what bounds the step, and the bytes read and
+    written. The command ends when the run ends, and shows the last steps of a run that was killed.
+    """
+    from lohan.commands import _watch
+
+    if html is not None and json_wanted:
+        raise click.UsageError("--html cannot be combined with --json")
+    _watch.watch(list(store), once=once, is_json=json_wanted, html=html)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+YEAR_DAYS = 365
 _SHOWN_MAX = 999.5  # what three digits round to 1000
 
 
@@ -29,3 +30,8 @@ def of_seconds(seconds: float) -> str:
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.0f} {name}s"
     return f"{seconds:.3g} s"
+
+
+def of_days(days: float) -> str:
+    """Return a time in days or years: "11.8 days", "1.23 years"."""
+    return f"{days / YEAR_DAYS:.3g} years" if days >= YEAR_DAYS else f"{days:.3g} days"

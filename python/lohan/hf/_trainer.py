@@ -40,7 +40,14 @@ from lohan.common import _log
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
-from lohan.hf import _trainer_args, _trainer_logs, _trainer_turns, _trainer_world, _zo_trainer
+from lohan.hf import (
+    _trainer_args,
+    _trainer_logs,
+    _trainer_notes,
+    _trainer_turns,
+    _trainer_world,
+    _zo_trainer,
+)
 from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync
 from lohan.session import _settings
 from lohan.session._optim import DEFAULTS
@@ -142,6 +149,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._turns: _trainer_turns.Turns | None = None  # for order= and several micro-batches
         self._logs: _trainer_logs.Logs | None = None
         self._group: _trainer_world.Group | None = None  # if there are several processes
+        self._tokens = _trainer_notes.Tokens()
         self._has_optimizer = False
         self._is_fused = False
         self._resumes: bool | str = False  # resume= of wrap()
@@ -206,6 +214,7 @@ class TrainerCallback(transformers.TrainerCallback):
             self._steps.begin()
         if self._turns is not None:
             self._turns.begin()
+        self._tokens.begin(state)
 
         def save_to_json(state: Any, json_path: str) -> None:
             type(state).save_to_json(state, json_path)
@@ -229,13 +238,10 @@ class TrainerCallback(transformers.TrainerCallback):
             self._trainer.optimizer._is_overflow |= skipped
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock, and save a checkpoint if `wear_budget` allows no further step.
-
-        The next backward would raise an error. Several processes save none: they may differ in what
-        they have written.
-        """
+        """Note the step; one process saves a checkpoint if `wear_budget` allows no further step."""
         if self._logs is not None:
             self._logs.step_ends()
+        self._tokens.note(self._open(), state)
         wear = None if self.session is None else self.session.wear
         if wear is None or not wear.is_spent or self._group is not None:
             return
@@ -243,6 +249,10 @@ class TrainerCallback(transformers.TrainerCallback):
             control.should_save = True
         elif self.session is not None and self.session.commits_by_hand:
             self.session.commit()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Note the loss that the Trainer logs, for `lohan watch`."""
+        _trainer_notes.loss(self._open(), logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""

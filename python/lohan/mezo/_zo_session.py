@@ -14,6 +14,7 @@ import concurrent.futures
 import ctypes
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -248,7 +249,7 @@ class ZerothSession(TurnRules, Session):
         made: ZerothOptimizer = optimizer
         lr, decay = made.rate()
         self._roll_back()
-        step = self.step
+        step, began = self.step, time.monotonic()
         gradients, losses = [], []
         with self._step_opened():
             for sides in self._sides(closure, step, lr, decay):
@@ -258,6 +259,9 @@ class ZerothSession(TurnRules, Session):
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
             if self.wear is not None:
                 self.wear.step()
+        if self.recorder is not None:
+            mean_loss = sum(losses) / len(losses)
+            self.recorder.closed_by_journal(self.step, began, mean_loss, self.wear)
         if "deferred" in self.config.ablate:
             self._update_all()
         every = self.zeroth.write_every

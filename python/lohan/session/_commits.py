@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.session._commit_rule import Rule
     from lohan.session._optim import Optimizer
+    from lohan.session._recorder import Recorder
+    from lohan.session._session import Session
     from lohan.session._wear import Wear
     from lohan.store._snapshot import PathLike, Snapshot
     from lohan.store._store import Extents
@@ -105,6 +107,7 @@ class Commits(SessionPart):
     snapshot_now: Snapshot | None = None
     wear: Wear | None = None  # counts what the session writes, if that is needed
     commit_choice: Rule | None = None  # chooses the steps between commits, until it has
+    recorder: Recorder | None
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: contextlib.AbstractContextManager[bool]
@@ -146,12 +149,18 @@ class Commits(SessionPart):
                 try:
                     self._finish()
                     said = self._summary()
+                    self._end_records()
                 except Exception:  # not a Ctrl-C: nothing may be released before the commit
                     self._release()
                     raise
             self._release()  # also in a second call: a Ctrl-C may have interrupted the first one
             if said:
                 _log.inform(said)
+
+    def _end_records(self) -> None:
+        """Complete the records of steps."""
+        if self.recorder is not None:
+            self.recorder.end(cast("Session", self))
 
     def _summary(self) -> str:
         """Return what to print after the session has finished its steps; "" for nothing."""

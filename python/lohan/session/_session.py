@@ -34,6 +34,7 @@ from lohan.session._commits import Commits
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
 from lohan.session._idle import Idle
 from lohan.session._micro_batches import MicroBatches
+from lohan.session._recorder import Recorded
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _requests, _scalars
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from lohan.torch_glue._buffers import Buffers
 
 
-class Session(Values, ForwardRules, MicroBatches, Commits):
+class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
     """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:
@@ -369,6 +370,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle, worn)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
+        if self.recorder is not None:
+            self.recorder.look(self)
         self._engine.close_step(scalars)
         self._tail = tail  # not before: the engine may have been copying the previous one
         self._backward = "none"
@@ -381,6 +384,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             self.wear.closed(self)
         if self._planner is not None:
             self._planner.step_end(self)
+        if self.recorder is not None:
+            self.recorder.closed(self)
         self.phases.end()
         _requests.answer_requests(self)
 
@@ -570,6 +575,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         """Make all parameters hollow in a forked child, which does not have their memory."""
         if not self.closed:
             self._engine.scopes_drop()
+        if self.recorder is not None:
+            self.recorder.release()
 
     def _release(self) -> None:
         """Release everything that the session owns. Further calls have no effect."""
@@ -583,6 +590,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self.layout.in_place.close()
         self.store.close()
         self.saving.close()
+        if self.recorder is not None:
+            self.recorder.release()
 
 
 def _alive(reference: weakref.ref[Session]) -> Session:

@@ -120,7 +120,7 @@ def check(config: Config) -> None:
             raise ModelError(
                 f"ablate {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
             )
-    for name in ("loss_scaling", "verify", "allow_buffered", "allow_tmpfs"):
+    for name in ("loss_scaling", "step_records", "verify", "allow_buffered", "allow_tmpfs"):
         if not isinstance(getattr(config, name), bool):
             raise ModelError(f"{name} {getattr(config, name)!r} must be True or False")
     timeout: Any = config.peer_timeout_s

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _STEPS_BEFORE = 3  # the first step allocates, and policies profile two
 _STEPS_TIMED = 3
-_YEAR_DAYS = 365
 _CHANGES_MAX = 3
 _FEWER_COMMITS = 10  # the change of commit_every= that is computed, as in docs/checkpoints.md
 
@@ -106,7 +105,7 @@ class Life:
             return False
         step_s = (time.monotonic() - self._began) / _STEPS_TIMED
         text, days = _lives(self._drives, step_s, step_bytes)
-        if days >= _YEAR_DAYS:
+        if days >= _shown.YEAR_DAYS:
             _log.inform(text)
             return True
         found = changes(session, self._full())[:_CHANGES_MAX]
@@ -127,7 +126,7 @@ def _lives(drives: list[Drive], step_s: float, step_bytes: int) -> tuple[str, fl
     lives = [(drive, drive.days(rate)) for drive in drives]
     known = [(drive, days) for drive, days in lives if days is not None]
     said = ", ".join(
-        f"{drive.name} reaches its rated endurance in {_duration(days)} (after a further"
+        f"{drive.name} reaches its rated endurance in {_shown.of_days(days)} (after a further"
         f" {_shown.of_bytes(drive.left_bytes or 0)})"
         for drive, days in known
     )
@@ -135,7 +134,3 @@ def _lives(drives: list[Drive], step_s: float, step_bytes: int) -> tuple[str, fl
         f"at {step_s:.3g} s a step, training writes {_shown.of_bytes(rate * DAY_S)} a day: {said}"
     )
     return text, min(days for _, days in known) if known else float("inf")
-
-
-def _duration(days: float) -> str:
-    return f"{days / _YEAR_DAYS:.3g} years" if days >= _YEAR_DAYS else f"{days:.3g} days"
