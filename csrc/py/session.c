@@ -182,7 +182,7 @@ static PyObject *session_commit_every(PyObject *object, PyObject *number)
     uint64_t every = 0;
     if (!self || LHPY_VALUE(number, every) < 0)
         return NULL;
-    lh_engine_commit_every_set(self->core->engine, every);
+    lh_every_set(self->core->engine, every);
     Py_RETURN_NONE;
 }
 

@@ -2,7 +2,7 @@
 
 #include "sched/engine_private.h"
 
-void lh_engine_commit_every_set(struct lh_engine *engine, uint64_t every)
+void lh_every_set(struct lh_engine *engine, uint64_t every)
 {
     LH_ASSERT(engine->opts.commit_every > 1 && every > 1);
     LH_ASSERT(atomic_load(&engine->commit_every_later) == 0);

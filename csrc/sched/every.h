@@ -13,6 +13,6 @@ struct lh_engine;
  * place of opts.commit_every. Both must be above 1: gradients then wait in memory. Call it once,
  * before the first gradient of the step.
  */
-void lh_engine_commit_every_set(struct lh_engine *engine, uint64_t every);
+void lh_every_set(struct lh_engine *engine, uint64_t every);
 
 #endif

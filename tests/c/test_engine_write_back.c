@@ -88,7 +88,7 @@ static void test_every_is_set(void)
     rig_make(&rig, "write-set", opts_of(1 << 20));
     for (int step = 1; step <= 9; step++) {
         if (step == 6)
-            lh_engine_commit_every_set(rig.engine, 3);
+            lh_every_set(rig.engine, 3);
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
         struct lh_engine_step_stats stats = rig_over_as_planned(&rig);
         bool commits = step == 6 || step == 9; /* not 3, whose number was set later */
@@ -110,7 +110,7 @@ static void test_every_is_set_while_a_step_is_closed(void)
     rig_make(&rig, "write-closed", opts);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    lh_engine_commit_every_set(rig.engine, 2);
+    lh_every_set(rig.engine, 2);
     rig_over(&rig);
     LH_CHECK(lh_store_step(rig.store) == 0);
     for (int step = 3; step <= 4; step++) {
