@@ -124,6 +124,8 @@ def block_swap(model: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module:
 
 def _of(model: nn.Module) -> _Swap | None:
     """Return what was asked for the model or a module in it, such as the base of adapters."""
+    if not isinstance(model, nn.Module):  # which wrap() refuses later
+        return None
     found = (module.__dict__.get(_KEY) for module in model.modules())
     return next((swap for swap in found if swap is not None), None)
 
