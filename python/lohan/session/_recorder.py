@@ -32,7 +32,7 @@ class Noted:
     """What a program notes for a step: the mean of its losses, and the sum of its tokens.
 
     Attributes:
-        tokens: the number of tokens; NaN if there is none.
+        tokens: the number of tokens; NaN if it is unknown.
         known_loss: the loss if the program notes none.
     """
 
