@@ -12,6 +12,7 @@
 #             transformers)
 #   memory    Llama's shape of 7B parameters in 20 GB of device memory
 #   mezo      zeroth-order steps beside two forwards (needs nvcc)
+#   features  micro-batches in turns, 8-bit moments, a base in NF4, a loss without logits, two processes
 #   sanitize  compute-sanitizer on the C test of csrc/dev
 #   peers     steps beside torch with AdamW on the CPU, DeepSpeed and torchao, if installed
 #
@@ -22,14 +23,15 @@
 #
 # The script needs Python 3.11, torch with CUDA and a C compiler, and no network. PYTHON names an
 # interpreter other than python3, LOHAN_GPU_STORE a folder for stores (at most 90 GB; default
-# build/), and LOHAN_GPU_SECONDS the time after which a part begins no new case (440).
+# build/), and LOHAN_GPU_SECONDS the time after which a part begins no new case (440). With
+# LOHAN_GPU_BUILD=0 the extension is used as it is, for example where it was built elsewhere.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 python="${PYTHON:-python3}"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
 # This must be set before the first use of cuBLAS, which then adds in a fixed order.
 export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
-PARTS=(facts tests asserts links overlap models memory mezo sanitize peers)
+PARTS=(facts tests asserts links overlap models memory mezo features sanitize peers)
 # A part begins no new case near this limit, and is killed at the limit if a case does not end.
 PART_SECONDS=475
 

@@ -1,11 +1,17 @@
-"""gpu.sh tests: the C tests on the real driver, the kernels' bits, and each file of tests/cuda."""
+"""gpu.sh tests: C tests on the real driver, the kernels' bits, tests/cuda, and tests/lag's bits.
+
+tests/lag compares training with plain torch's bits in hundreds of settings. Where pytest-xdist is
+installed, several processes share the GPU.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +19,10 @@ from gpu_part import ROOT, Part, Skip
 
 # The limit for a file of tests/cuda, which suffices even on a slow disk.
 FILE_SECONDS = 235
+# How long tests/lag begins new tests, and the processes that share the GPU.
+LAG_SECONDS = 150
+LAG_PROCESSES = 8
+LAG_FILES = ("test_late_vertical.py", "test_late_bits.py")
 FATBIN = ROOT / "python" / "lohan" / "lohan.fatbin"
 
 
@@ -45,19 +55,21 @@ def answer(code: int, said: str) -> Mapping[str, Any]:
     return {"said": said.strip().splitlines()[-1:] or ""}
 
 
-def pytest(part: Part, name: str) -> Mapping[str, Any]:
-    """Run one file of tests; report its failures by name."""
+def pytest(part: Part, *files: str, processes: int = 1, **environment: str) -> Mapping[str, Any]:
+    """Run files of tests; report their failures by name."""
     try:
         import pytest as found
     except ImportError as error:
-        raise Skip(f"{name}: {error}") from error
+        raise Skip(f"{files[0]}: {error}") from error
     command = [sys.executable, "-m", found.__name__, "-q", "-rs", "--durations=5", "--tb=short"]
     if part.place.is_dry:
         command.append("--collect-only")
+    elif processes > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(processes)]
     # Drop pyproject.toml's options, whose plugins may be missing here, and the cache.
     options = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
     left = min(FILE_SECONDS, max(part.left_s(), 1.0))
-    code, said = ran([*command, *options, f"tests/cuda/{name}"], left)
+    code, said = ran([*command, *options, *files], left, **environment)
     failures = re.findall(r"^(?:FAILED|ERROR) .*$", said, re.MULTILINE)
     if code:
         part.say(exit_status=code, failures=failures, said=said[-4000:])
@@ -91,5 +103,13 @@ def run(part: Part) -> None:
 
     cases: dict[str, Any] = {"test_dev_c": c_tests, "zo_launch": kernels}
     for path in sorted((ROOT / "tests" / "cuda").glob("test_*.py")):
-        cases[path.stem] = lambda name=path.name: pytest(part, name)
+        cases[path.stem] = lambda name=path.name: pytest(part, f"tests/cuda/{name}")
+
+    def lag() -> Mapping[str, Any]:
+        end = time.time() + min(LAG_SECONDS, part.left_s())
+        files = [f"tests/lag/{name}" for name in LAG_FILES]
+        wanted = {"LOHAN_TEST_LAG": "gpu", "LOHAN_TESTS_END": str(end)}
+        return pytest(part, *files, processes=LAG_PROCESSES, **wanted)
+
+    cases["lag"] = lag
     part.run(cases)

@@ -1,7 +1,8 @@
 """The late device for the tests in this folder; late.py describes it.
 
-Where LOHAN_TEST_LAG is 1, this process gets the device before torch is imported. Otherwise, or if
-the device cannot be built, every test is skipped with the reason.
+Where LOHAN_TEST_LAG is 1, this process gets the device before torch is imported. Where it is gpu,
+the tests in ON_A_GPU use the machine's GPU instead (real.py). Otherwise, or if the device cannot be
+had, every test is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -19,24 +20,31 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "py")]
 
 import late  # noqa: E402  (these folders have just been named)
 import patience  # noqa: E402
+import real  # noqa: E402
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 SEED = 1234
-_why = "LOHAN_TEST_LAG is not 1"
-if os.environ.get("LOHAN_TEST_LAG") == "1":
+# The files whose claims hold on any GPU.
+ON_A_GPU = ("test_late_bits.py", "test_late_vertical.py")
+_kind = os.environ.get("LOHAN_TEST_LAG", "")
+_why = "LOHAN_TEST_LAG is neither 1 nor gpu"
+if _kind in ("1", "gpu"):
     try:
-        late.load()
+        late.load() if _kind == "1" else real.load()
         _why = ""
     except late.Missing as missing:
-        _why = f"the late device: {missing}"
+        _why = f"the device of these tests: {missing}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.lag)
-            if _why:
-                item.add_marker(pytest.mark.skip(reason=_why))
+            why = _why
+            if not why and _kind == "gpu" and item.path.name not in ON_A_GPU:
+                why = "this claim needs the late device, which executes only what a test allows"
+            if why:
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(tryfirst=True)

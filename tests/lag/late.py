@@ -283,9 +283,15 @@ _device: Late | None = None
 
 
 def device() -> Late:
-    """Return the device that `load()` made."""
+    """Return the device that `load()` made, or that was installed."""
     assert _device is not None, "late.load() has not been called"
     return _device
+
+
+def install(made: Any) -> None:
+    """Let `device()` return another device (real.py)."""
+    global _device
+    _device = made
 
 
 def load() -> Late:

@@ -28,7 +28,7 @@ program_server.preload("transformers.models.llama.modeling_llama")
 # Of each part, cases that a dry run has results of.
 CASES = {
     "facts": {"machine", "software", "disks", "device", "build", "doctor"},
-    "tests": {"test_dev_c", "test_dev", "test_training", "test_activations", "test_mezo_gpu"},
+    "tests": {"test_dev_c", "test_dev", "test_training", "test_activations", "test_mezo_gpu", "lag"},
     "asserts": {
         "streams",
         "data_across_devices",
@@ -64,6 +64,7 @@ CASES = {
     },
     "memory": {"wrap", "steps", "too_large"},
     "mezo": {"plain", "all_blocks", "some_blocks", "some_blocks_written"},
+    "features": {"turns", "low_precision", "packed", "no_logits", "pair"},
     "sanitize": {"memcheck", "synccheck", "initcheck"},
     "peers": {"lohan", "torch_adamw_on_cpu"},
 }
@@ -128,10 +129,11 @@ def check_dry(part: str, store_dir: pathlib.Path, *cases: str) -> None:
     assert not stores.exists() or not list(stores.iterdir()), "a store was left behind"
 
 
-# Each file of tests/cuda takes a process, and the models take many.
+# Each file of tests/cuda takes a process, the pair takes seven, and the models take many.
 SOME = {
     "tests": ("test_dev_c", "test_dev"),
     "models": ("plain", "swap", "plain_autocast", "autocast", "lora", "trainer"),
+    "features": ("turns", "packed", "no_logits"),
 }
 
 
