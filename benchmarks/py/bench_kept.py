@@ -81,11 +81,12 @@ class Gathering:
     """Two processes of world_train.py whose accelerators gather blocks from each other."""
 
     def __init__(
-        self, store: Path, device_param_bytes: int, link: int, port: int, batch: int
+        self, store: Path, device_param_bytes: int, link: int, port: int, shape: tuple[int, int]
     ) -> None:
         words = [sys.executable, "-W", "ignore", str(HERE / "world_train.py"), "lohan", "--lora"]
         words += ["--share=on", "--gather=shards", f"--store={store}", f"--link-rate={link}"]
-        words += [f"--device-param-bytes={device_param_bytes}", f"--batch={batch}"]
+        words += [f"--device-param-bytes={device_param_bytes}", f"--batch={shape[0]}"]
+        words += [f"--length={shape[1]}"]
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env = {**where, "WORLD_SIZE": "2", "GROUP_RANK": "0"}
         self._system = System([[*pinned(i), *words] for i in range(2)], env)
@@ -122,9 +123,9 @@ def least_bytes(folder: Path) -> int:
 class Contestants:
     """Makes contestants of one kind: wrapped models of this process, or pairs of processes."""
 
-    def __init__(self, is_gathered: bool, folder: Path, batch: int) -> None:
+    def __init__(self, is_gathered: bool, folder: Path, shape: tuple[int, int]) -> None:
         self._is_gathered = is_gathered
-        self._batch = batch
+        self._shape = shape
         self._folder = folder
         self._count = 0
 
@@ -133,17 +134,17 @@ class Contestants:
         self._count += 1
         store = self._folder / str(self._count)
         if self._is_gathered:
-            return Gathering(store, device_param_bytes, link, PORT + self._count, self._batch)
+            return Gathering(store, device_param_bytes, link, PORT + self._count, self._shape)
         return Contestant(store, device_param_bytes, link)
 
 
 def measure(args: argparse.Namespace, folder: Path, report: Report) -> None:
     """Measure the steps of all sizes in turns."""
     generator = torch.Generator().manual_seed(1)
-    batch = torch.randint(0, 50257, (args.batch, LENGTH), generator=generator)
+    batch = torch.randint(0, 50257, (args.batch, args.length), generator=generator)
     every = sum(param.nbytes for param in build(True).parameters())
     least = least_bytes(folder)
-    contestants = Contestants(args.gathered, folder, args.batch)
+    contestants = Contestants(args.gathered, folder, (args.batch, args.length))
     whole = contestants.make(2 * every, UNLIMITED)
     probe = contestants.make(least, UNLIMITED)
     for contestant in (whole, probe):
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slowness", type=float, default=2.0)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--gathered", action="store_true")
     parser.add_argument("--directory", default=None)
     parser.add_argument("--history", action="store_true")

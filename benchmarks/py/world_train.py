@@ -77,7 +77,7 @@ def lohan_step(args: argparse.Namespace) -> Step:
 
     plain = build(args.lora)
     if args.memory:
-        plain(input_ids=torch.zeros((1, LENGTH), dtype=torch.int64))
+        plain(input_ids=torch.zeros((1, args.length), dtype=torch.int64))
     # Each process has a plain model until wrap() takes its memory, which is not torch's own.
     weights = sum(param.nbytes for param in plain.parameters())
     before = own_bytes() - weights if args.memory else 0
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--store", default=None)
     parser.add_argument("--batch", type=int, default=2, help="sequences of one process")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
     parser.add_argument("--share", default="off", choices=("off", "on"))
     parser.add_argument("--accumulate", type=int, default=1, help="backwards of a step (lohan)")
     parser.add_argument("--replicas", default="all", choices=("all", "parameters"))
@@ -197,7 +198,7 @@ def main() -> None:
     step = make(args)
     generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
     for line in sys.stdin:
-        shape = (args.batch, LENGTH)
+        shape = (args.batch, args.length)
         batches = [torch.randint(0, 50257, shape, generator=generator) for _ in range(int(line))]
         begin, cpu = time.perf_counter(), time.process_time()
         losses = [float(step(batch)) for batch in batches]
