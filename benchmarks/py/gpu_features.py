@@ -7,6 +7,7 @@ a bit, and times both.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import socket
@@ -226,7 +227,7 @@ class Features:
             try:
                 found = {name: _said(each) for name, each in running.items()}
             finally:
-                for process in sum(running.values(), []):
+                for process in itertools.chain(*running.values()):
                     process.kill()
         assert len(set(found.values())) == 1, found
         return found

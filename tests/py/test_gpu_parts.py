@@ -28,7 +28,14 @@ program_server.preload("transformers.models.llama.modeling_llama")
 # Of each part, cases that a dry run has results of.
 CASES = {
     "facts": {"machine", "software", "disks", "device", "build", "doctor"},
-    "tests": {"test_dev_c", "test_dev", "test_training", "test_activations", "test_mezo_gpu", "lag"},
+    "tests": {
+        "test_dev_c",
+        "test_dev",
+        "test_training",
+        "test_activations",
+        "test_mezo_gpu",
+        "lag",
+    },
     "asserts": {
         "streams",
         "data_across_devices",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -77,9 +79,21 @@ def _changes(question: Question) -> dict[str, Question]:
     return made
 
 
-def _step(question: Question) -> tuple[Step, _plan.Model]:
-    model = _models.load(question.model, question.batch, question.seq, **question.load)
-    return simulate(model, question.machine, question.options), model
+class _Steps:
+    """Simulates steps at the same time on all cores, and loads each model once."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.models: dict[Any, _plan.Model] = {}
+        self._pool = pool
+
+    def begin(self, question: Question) -> Future[Step]:
+        """Begin to simulate a question's step."""
+        key = (question.batch, *sorted(question.load.items()))
+        if key not in self.models:
+            self.models[key] = _models.load(
+                question.model, question.batch, question.seq, **question.load
+            )
+        return self._pool.submit(simulate, self.models[key], question.machine, question.options)
 
 
 def wrap_line(question: Question, step: Step) -> str:
@@ -134,24 +148,36 @@ def answer(question: Question, tell: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         MachineError, ModelError: the model or a setting is invalid.
     """
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        return _answered(question, _Steps(pool), tell)
+    finally:  # an interrupt does not wait for simulations that have not begun
+        pool.shutdown(cancel_futures=True)
+
+
+def _answered(question: Question, steps: _Steps, tell: Callable[[str], None]) -> dict[str, Any]:
     tell(f"a step of {question.model}")
+    first = steps.begin(question)
+    (model,) = steps.models.values()
+    changed = _changes(question)
+    running = {name: steps.begin(each) for name, each in changed.items()}
     found: dict[str, Any] = {"fits": True, "why_not": None, "model": question.model}
     found["tokens"] = question.tokens
     try:
-        step, model = _step(question)
+        step = first.result()
         found |= {"param_count": model.param_count + model.frozen_count}
         found |= {**_figures(question, step), "step": step.as_dict()}
     except BudgetError as error:
         found |= {"fits": False, "why_not": str(error)}
     changes = []
-    for name, changed in _changes(question).items():
+    for name, each in changed.items():
         tell(name)
         try:
-            step = _step(changed)[0]
+            step = running[name].result()
         except BudgetError:
             changes.append({"change": name, "fits": False})
             continue
-        changes.append({"change": name, "fits": True, **_figures(changed, step)})
+        changes.append({"change": name, "fits": True, **_figures(each, step)})
     return {**found, "changes": changes}
 
 
