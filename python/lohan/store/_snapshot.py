@@ -42,7 +42,7 @@ from lohan.errors import (
 )
 from lohan.journal._journal import Journal
 from lohan.journal._zo_run import of_store, uuid_of
-from lohan.store import _requests, _store
+from lohan.store import _requests, _steps, _store
 from lohan.store._directories import new_directories
 from lohan.torch_glue._tensor import in_backward
 
@@ -247,7 +247,7 @@ class _Copy:
         groups = [slots.get(group, 1) for group in range(max(slots) + 1)]
 
         def create() -> _core.Store:
-            return _core.store_create(
+            made = _core.store_create(
                 type=_core.Store,
                 raiser=store_error,
                 directories=self.out,
@@ -261,6 +261,8 @@ class _Copy:
                 allow_buffered=config.allow_buffered,
                 allow_tmpfs=config.allow_tmpfs,
             )
+            _steps.discard(self.out)
+            return made
 
         try:
             return create()
