@@ -300,13 +300,14 @@ def _is_disk_full(code: int, message: str) -> bool:
 
 
 def engine_raiser(
-    unit_names: Sequence[str], param_names: Sequence[str]
+    unit_names: Sequence[str], param_names: Sequence[str], made: set[type[LohanError]]
 ) -> Callable[[int, str, bool], LohanError]:
     """Make a function that converts the engine's errors to exceptions, and numbers to names.
 
     Args:
         unit_names: the name of each unit.
         param_names: the name of each parameter.
+        made: gets the class of each exception that the function makes.
 
     Returns:
         A function of (-errno, message, is_rule) that returns the exception. If is_rule is true,
@@ -319,12 +320,17 @@ def engine_raiser(
         label = "block" if match[1] == "unit" else "parameter"
         return f"{label} {names[index]!r}" if index < len(names) else match[0]
 
-    def raiser(code: int, message: str, is_rule: bool) -> LohanError:
+    def error_of(code: int, message: str, is_rule: bool) -> LohanError:
         text = re.sub(r"\b(unit|param) (\d+)\b", named, message)
         if is_rule:
             return _make(_RULE_BY_CODE, _RULE_HINTS, code, text)
         if _is_disk_full(code, text):
             return _make({}, {errno.ENOSPC: "free space there, then resume the store"}, code, text)
         return _make(_ENGINE_BY_CODE, _ENGINE_HINTS, code, text)
+
+    def raiser(code: int, message: str, is_rule: bool) -> LohanError:
+        error = error_of(code, message, is_rule)
+        made.add(type(error))
+        return error
 
     return raiser
