@@ -7,20 +7,22 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
-# A whole number of a million or more in a message, possibly grouped by commas. Values of keywords
-# and numbers that already have a unit do not match.
-_SIZE = re.compile(
-    r"(?<![\w=.,/-])(\d{7,}+|\d{1,3}(?:,\d{3}){2,}+)( bytes)?+(?![\w/]|[.,]\d| \([\d.]+ [MGT]B\))"
-)
-
-_SIZE_OF_BYTES = re.compile(_SIZE.pattern.replace("( bytes)?+", "( bytes)"))
+# Whole numbers in a message, possibly grouped by commas: 10,000 bytes or more, and without the word
+# "bytes" a million or more. Values of keywords and numbers that already have a unit do not match.
+_BEFORE = r"(?<![\w=.,/-])"
+_AFTER = r"(?![\w/]|[.,]\d| \([\d.]+ [kMGT]B\))"
+_MILLIONS = r"\d{7,}+|\d{1,3}(?:,\d{3}){2,}+"
+_BYTES = rf"(?:{_MILLIONS}|\d{{5,6}}|\d{{2,3}},\d{{3}}) bytes"
+_SIZE_OF_BYTES = re.compile(f"{_BEFORE}({_BYTES}){_AFTER}")
+_SIZE = re.compile(f"{_BEFORE}({_BYTES}|(?:{_MILLIONS})(?! bytes)){_AFTER}")
 _ERRNO = re.compile(r"\[Errno -?\d+\] ")  # how the message of an OSError begins
 
 
 def _with_unit(match: re.Match[str]) -> str:
-    value = int(match[1].replace(",", ""))
-    unit, name = next((u, n) for u, n in ((10**12, "T"), (10**9, "G"), (10**6, "M")) if value >= u)
-    return f"{match[1]}{match[2] or ''} ({value / unit:.3g} {name}B)"
+    value = int(match[1].removesuffix(" bytes").replace(",", ""))
+    units = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+    unit, name = next((u, n) for u, n in units if value >= u)
+    return f"{match[1]} ({value / unit:.3g} {name}B)"
 
 
 class LohanError(Exception):
@@ -300,13 +302,14 @@ def _is_disk_full(code: int, message: str) -> bool:
 
 
 def engine_raiser(
-    unit_names: Sequence[str], param_names: Sequence[str]
+    unit_names: Sequence[str], param_names: Sequence[str], made: set[type[LohanError]]
 ) -> Callable[[int, str, bool], LohanError]:
     """Make a function that converts the engine's errors to exceptions, and numbers to names.
 
     Args:
         unit_names: the name of each unit.
         param_names: the name of each parameter.
+        made: gets the class of each exception that the function makes.
 
     Returns:
         A function of (-errno, message, is_rule) that returns the exception. If is_rule is true,
@@ -319,12 +322,17 @@ def engine_raiser(
         label = "block" if match[1] == "unit" else "parameter"
         return f"{label} {names[index]!r}" if index < len(names) else match[0]
 
-    def raiser(code: int, message: str, is_rule: bool) -> LohanError:
+    def error_of(code: int, message: str, is_rule: bool) -> LohanError:
         text = re.sub(r"\b(unit|param) (\d+)\b", named, message)
         if is_rule:
             return _make(_RULE_BY_CODE, _RULE_HINTS, code, text)
         if _is_disk_full(code, text):
             return _make({}, {errno.ENOSPC: "free space there, then resume the store"}, code, text)
         return _make(_ENGINE_BY_CODE, _ENGINE_HINTS, code, text)
+
+    def raiser(code: int, message: str, is_rule: bool) -> LohanError:
+        error = error_of(code, message, is_rule)
+        made.add(type(error))
+        return error
 
     return raiser

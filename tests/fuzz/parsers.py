@@ -17,6 +17,7 @@ from unittest import mock
 import gguf_files
 import lohan
 import mutate
+import steps_files
 import torch
 from hypothesis import strategies as st
 from lohan import _core
@@ -593,5 +594,6 @@ TARGETS = [
         is_json=False,
     ),
     Target("trace", trace_make, trace_run, (_trace.load,)),
+    Target("steps", *steps_files.PARTS, is_cache=True, strategy=steps_files.changes),
 ]
 assert _safetensors.NAMES  # the samples' dtypes need these names

@@ -138,6 +138,8 @@ def test_a_number_that_is_not_one_of_blocks_is_refused(count: Any) -> None:
 
 
 def test_blocks_of_another_model_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"takes a torch\.nn\.Module, not str"):
+        lohan.block_swap("model", [])  # type: ignore[arg-type]
     for blocks in ([], build().blocks):
         with pytest.raises(ModelError, match="own blocks"):
             lohan.block_swap(build(), blocks)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parent / "campaign"))
 import campaign_build  # noqa: E402  (its folder has just been named)
 
 WORKER = HERE / "full_disk_worker.py"
-RAISER = engine_raiser(["embed"], [])
+RAISER = engine_raiser(["embed"], [], set())
 
 
 def test_enospc_at_any_write_or_sync_of_a_step_and_its_commit_is_a_store_error(

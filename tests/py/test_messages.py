@@ -144,7 +144,9 @@ def test_a_budget_s_large_numbers_have_their_units_once(text: str, said: str) ->
     [
         (StoreError, "has 12345678 bytes", "has 12345678 bytes (12.3 MB)"),
         (ModelError, "has 12,345,678 bytes, and", "has 12,345,678 bytes (12.3 MB), and"),
-        (StoreError, "at step 12345678, 123456 bytes", "at step 12345678, 123456 bytes"),
+        (StoreError, "step 12345678, 123456 bytes", "step 12345678, 123456 bytes (123 kB)"),
+        (BudgetError, "12,345 bytes of 123456", "12,345 bytes (12.3 kB) of 123456"),
+        (LohanError, "blocks of 4096 bytes", "blocks of 4096 bytes"),
         (DeviceMemoryError, "of 12345678, with", "of 12345678 (12.3 MB), with"),
     ],
 )

@@ -30,7 +30,7 @@ WAITING: list[dict[str, Any]] = [
 ]
 
 
-def bad_step(model: Any, step: int, value: float) -> None:
+def bad_step(model: Any, step: int, value: float, *, flushes: bool = True) -> None:
     """Train a step in which one element of one parameter's gradient has this value."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,8 @@ def bad_step(model: Any, step: int, value: float) -> None:
     try:
         square_loss(model, step).backward()
         model.optimizer.step()
-        model.lohan.flush()
+        if flushes:
+            model.lohan.flush()
     finally:
         handle.remove()
 
@@ -81,13 +82,43 @@ def test_one_gradient_that_is_not_finite_is_named_and_its_step_is_not_in_the_sto
     assert isinstance(told.value, FloatingPointError) and "resume=True" in str(told.value)
     with pytest.raises(NonFiniteError):
         train_step(model, 3)
-    with pytest.raises(NonFiniteError):
-        model.lohan.close()
+    model.lohan.close()  # the program has the error
+    model.lohan.close()
     kept = {key: settings[key] for key in ("states",) if key in settings}
     again = resumed(workshop, dtype=dtype, **kept)
     assert again.lohan.step == 2
     assert_same_state(dict(again.state_dict()), before)
     train_step(again, 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"schedule": "deferred"}, {"schedule": "serial"}, {"schedule": "naive"}),
+        *({"schedule": "auto"}, {"accumulate": 2}, {"device": "emu"}, {"commit_every": 3}),
+        {"commit_every": "manual"},
+    ],
+    ids=str,
+)
+def test_the_error_is_raised_once_and_close_ends_the_session_at_its_last_commit(
+    settings: dict[str, Any], workshop: Workshop
+) -> None:
+    """Also where updates run later, so that close() is the first to find it."""
+    model = workshop.wrap(build(), **settings)
+    for step in range(2):
+        train_step(model, step)
+    model.lohan.commit()
+    before = dict(model.state_dict())
+    if settings.get("accumulate"):
+        square_loss(model, 2).backward()
+    with pytest.raises(NonFiniteError):
+        bad_step(model, 2, math.nan, flushes=False)
+        model.lohan.close()
+    model.lohan.close()
+    assert model.lohan.closed
+    again = resumed(workshop)
+    assert again.lohan.step == 2
+    assert_same_state(dict(again.state_dict()), before)
 
 
 @pytest.mark.parametrize("settings", [{}, {"schedule": "deferred"}])

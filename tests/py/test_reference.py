@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import pathlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,20 @@ def losses(folder: pathlib.Path, *, with_lohan: bool, **given: Any) -> list[floa
         assert twin.lohan.step == 0
         assert not torch.equal(trainer.model.state_dict()[name], value)
     return helper.logged(trainer, "loss")
+
+
+def test_a_forward_of_this_one_model_is_the_twins_as_well(base: pathlib.Path) -> None:
+    model: Any = helper.gpt2().eval()
+    plain = type(model).forward
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs).logits * 2
+
+    model.forward = types.MethodType(doubled, model)
+    twin = lohan.reference(model, weights=base)
+    with torch.no_grad():
+        assert torch.equal(twin(TOKENS), model(TOKENS))
+    twin.lohan.close()
 
 
 def test_dpo_has_the_losses_of_a_reference_in_memory(store_dir: pathlib.Path) -> None:

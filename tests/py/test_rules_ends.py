@@ -13,6 +13,7 @@ import lohan
 import program_server
 import pytest
 import torch
+from lohan.common import _mounts
 from lohan.errors import (
     StaleGraphError,
     StaleStateError,
@@ -389,7 +390,7 @@ def test_a_new_store_below_a_missing_place_of_drives_is_refused(
     monkeypatch.setattr(_directories, "MOUNTED_IN", {str(workshop.folder)})
     missing = workshop.folder / "nvme0" / "project"
     wanted = rf"{missing / 'run'} cannot be created, because {missing} does not exist:.* is not"
-    wanted += rf" mounted: mount it\. Otherwise run: mkdir -p {missing}$"
+    wanted += rf" mounted: mount it\. Otherwise run: mkdir -p {missing / 'run'}$"
     model = workshop.wrap(build())
     train_step(model, 0)
     calls: list[Callable[[], Any]] = [
@@ -412,7 +413,7 @@ def test_a_new_store_below_a_missing_place_of_drives_is_refused(
         with pytest.raises(StoreError, match=wanted):
             call()
     assert not missing.parent.exists() and not (workshop.folder / "first").exists()
-    missing.mkdir(parents=True)  # what the message names
+    (missing / "run").mkdir(parents=True)  # what the message names
     workshop.made.append(lohan.wrap(build(), store=missing / "run"))
 
 
@@ -421,6 +422,71 @@ def test_a_drive_that_is_not_mounted_is_named(place: str) -> None:
     with pytest.raises(StoreError, match=rf"because {place}/nvme0 does not exist.*mkdir -p"):
         lohan.wrap(build(), store=f"{place}/nvme0/run")
     assert not os.path.exists(place)
+
+
+@pytest.mark.parametrize("listed", ["nvme0", "my drive", ""], ids=str)
+def test_a_new_store_in_the_place_of_a_drive_that_is_not_mounted_is_refused(
+    listed: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drive is in /etc/fstab, or its mount point is an empty directory of those for drives."""
+    point = workshop.folder / (listed or "nvme0")
+    fstab = workshop.folder / "fstab"
+    escaped = str(point).replace(" ", "\\040")
+    fstab.write_text(
+        f"# drives\nUUID=1 / ext4 defaults 0 1\nnone {workshop.folder} tmpfs\n"
+        + f"UUID=2 none swap sw 0 0\nUUID=3 {escaped} ext4 defaults,nofail 0 2\n" * bool(listed)
+    )
+    monkeypatch.setattr(_directories, "FSTAB", fstab)
+    monkeypatch.setattr(_directories, "MOUNTED_IN", {str(workshop.folder)})
+    monkeypatch.setattr(_directories, "_is_container", lambda: False)
+    point.mkdir()
+    if listed:  # what a run without this rule has left there does not matter
+        monkeypatch.setattr(_directories, "MOUNTED_IN", set())
+        (point / "other").touch()
+    why = "is the mount point of a drive in /etc/fstab" if listed else "is empty"
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    calls: list[Callable[[pathlib.Path], Any]] = [
+        lambda place: lohan.wrap(build(), store=place),
+        lambda place: lohan.wrap(build(), store=[workshop.folder / "first", place]),
+        lambda place: model.lohan.snapshot(place),
+    ]
+    for call in calls:
+        wanted = rf"{point} {why}, and no drive is mounted there.*mkdir -p '?{point}/run'?"
+        with pytest.raises(StoreError, match=wanted + "$") as told:
+            call(point / "run")
+        assert told.value.errno == errno.ENOENT
+        with pytest.raises(StoreError, match=wanted + rf" and pass store='{point}/run'$"):
+            call(point)
+    assert not (workshop.folder / "first").exists() and not (point / "run").exists()
+    (point / "run").mkdir()  # what the message names
+    workshop.made.append(lohan.wrap(build(), store=point / "run"))
+
+
+def test_mounted_drives_and_containers_are_not_mistaken_for_unmounted_drives(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = workshop.folder / "nvme0"
+    fstab = workshop.folder / "fstab"
+    fstab.write_text(f"UUID=3 {point} ext4 defaults 0 2\n")
+    point.mkdir()
+    monkeypatch.setattr(_directories, "FSTAB", fstab)
+    monkeypatch.setattr(_directories, "MOUNTED_IN", {str(workshop.folder)})
+    monkeypatch.setattr(_directories, "_is_container", lambda: False)
+    with pytest.raises(StoreError, match="no drive is mounted there"):
+        _directories.refuse_unmounted(point / "run")
+    for is_point in (str(point), str(workshop.folder)):
+        with monkeypatch.context() as patched:
+            mounted = (is_point, "ext4", "/dev/nvme0n1")
+            patched.setattr(_mounts, "mount_of", lambda _, found=mounted: found)
+            patched.setattr(os.path, "ismount", lambda path, found=is_point: str(path) == found)
+            if is_point == str(workshop.folder):
+                fstab.write_text("")  # a drive that is mounted at, say, /mnt has directories
+                _directories.refuse_unmounted(workshop.folder / "missing" / "run")
+            _directories.refuse_unmounted(point / "run")
+    fstab.write_text(f"UUID=3 {point} ext4 defaults 0 2\n")
+    monkeypatch.setattr(_directories, "_is_container", lambda: True)
+    _directories.refuse_unmounted(point / "run")
 
 
 def test_parents_elsewhere_are_made(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

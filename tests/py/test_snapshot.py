@@ -224,7 +224,7 @@ def test_what_cannot_be_copied_is_refused_by_name(store_dir: pathlib.Path, slow:
     with pytest.raises(StoreExistsError, match="directory of the store itself"):
         model.lohan.snapshot([store_dir / "a", store_dir / "s"])
     copy = model.lohan.snapshot(store_dir / "copy")
-    with pytest.raises(SessionError, match=r"in progress \(\d+ of [\d,]+ bytes\)"):
+    with pytest.raises(SessionError, match=r"in progress \([\d.]+ \w?B of [\d.]+ \w?B\)"):
         model.lohan.snapshot(store_dir / "other")
     slow.go.set()
     copy.wait()

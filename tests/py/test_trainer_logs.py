@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import pickle
 import time
 import types
 from typing import Any
@@ -15,6 +16,7 @@ from lohan.hf import _trainer_logs
 from lohan.planning import _drives
 from lohan.planning._wear import DAY_S, Drive
 
+_HELD = {"trainer", "session"}
 FIGURES = {"step_s", "eta_s", "bound_by", "ssd_read_gb", "ssd_written_gb"}
 
 
@@ -60,6 +62,22 @@ def test_trackers_get_the_figures_of_steps(store_dir: pathlib.Path) -> None:
     assert full[-1]["ssd_written_gb"] == pytest.approx(stats.written_bytes / 1e9, rel=0.5)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [figures(entry) for entry in history] == [figures(logs) for logs in steps]
+
+
+def test_steps_that_are_never_logged_take_no_memory() -> None:
+    logs = _trainer_logs.Logs(types.SimpleNamespace(log=None), lambda: None)
+
+    def nbytes() -> int:
+        return len(pickle.dumps({k: v for k, v in vars(logs).items() if k[1:] not in _HELD}))
+
+    for _ in range(100):
+        logs.step_begins()
+        logs.step_ends()
+    before = nbytes()
+    for _ in range(1000):
+        logs.step_begins()
+        logs.step_ends()
+    assert nbytes() <= before + 8
 
 
 def test_the_logged_losses_do_not_change(store_dir: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ import lohan
 import pytest
 import torch
 import trainer_helper as helper
+import transformers
 from lohan.common import _exit
 from lohan.errors import StoreError, StoreMismatchError
 from patience import HUNG_S
@@ -179,6 +180,36 @@ def test_a_checkpoint_continues_with_a_copy_of_its_store(
     copies = [store_dir / "b", store_dir / "c"]
     lohan.snapshot(store_dir / "out" / "lohan", copies)
     assert_is(resume(store_dir, store=copies), whole)
+
+
+class Copies(transformers.TrainerCallback):  # type: ignore[misc]
+    """It copies the store with a checkpoint, as docs/trainer.md shows."""
+
+    def __init__(self, step: int, out: pathlib.Path) -> None:
+        self.step = step
+        self.out = out
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the copy."""
+        if state.global_step == self.step:
+            kwargs["model"].lohan.snapshot(self.out)
+
+
+def test_a_copy_that_was_made_with_an_older_checkpoint_goes_back_to_it(
+    whole: Any, store_dir: pathlib.Path
+) -> None:
+    copy = store_dir / "copy"
+    callbacks = (Copies(2, copy), Dies(7, "step", end))
+    trainer = helper.make(store_dir, {}, model=helper.gpt2(), callbacks=callbacks, **ARGUMENTS)
+    with pytest.raises(Ended):
+        trainer.train()
+    close_all()
+    oldest = str(checkpoints(store_dir)[0])
+    with pytest.raises(StoreMismatchError) as refused:
+        resume(store_dir, oldest)
+    assert "To go back to step 2, pass a copy that lohan.snapshot() made" in str(refused.value)
+    assert f"train(resume_from_checkpoint={oldest!r})" in str(refused.value)
+    assert_is(resume(store_dir, oldest, store=copy), whole)
 
 
 def test_a_checkpoint_without_its_store_is_refused(store_dir: pathlib.Path) -> None:

@@ -194,6 +194,18 @@ def test_a_reader_that_follows_sees_what_a_new_one_sees(tmp_path: pathlib.Path) 
     writer.close()
 
 
+def test_a_reader_that_follows_sees_a_note_of_a_complete_step(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, [(1, range(1, 4))], "running")
+    writer = Writer([str(tmp_path)], watch_helper.UUID, is_resumed=True)
+    with Reader([str(tmp_path)]) as reader:
+        reader.refresh()
+        writer.put(record(3, tokens=7.0))
+        writer.put(record(4))
+        reader.refresh(again=True)
+        assert reader.records[3].tokens == 7.0 and [*reader.records] == [1, 2, 3, 4]
+    writer.close()
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_torn_and_hostile_records_are_ignored_or_shown(data: st.DataObject) -> None:
@@ -294,8 +306,11 @@ def test_a_full_disk_is_noted_once_and_does_not_stop_training(
 def test_a_file_that_cannot_be_opened_is_noted_once(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    lohan.wrap(crash_worker.build(), store=store_dir).lohan.close()
+    (store_dir / _steps.NAME).unlink()
     (store_dir / _steps.NAME).symlink_to(store_dir / "victim")
-    model: Any = lohan.wrap(crash_worker.build(), store=store_dir)
+    capfd.readouterr()
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir, resume=True)
     step(model)
     model.lohan.note(loss=1.0)
     model.lohan.close()
@@ -347,6 +362,36 @@ def test_copies_and_checks_of_a_store_ignore_its_records(
     resumed.lohan.close()
     assert [*read(store_dir / "copy")[1]] == [2]
     assert notes(capfd.readouterr().err) == ""
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "live", "convert", "reshard", "new"])
+def test_a_new_store_begins_without_a_history(kind: str, store_dir: pathlib.Path) -> None:
+    """Neither that of the store that it was made from, nor one that an earlier store has left."""
+    out, source = store_dir / "out", store_dir / "s"
+    write(out, [(1, range(1, 6))])
+    (out / "lohan.data").unlink()
+    model: Any = lohan.wrap(crash_worker.build(), store=source)
+    step(model)
+    if kind == "live":
+        model.lohan.snapshot(out).wait()
+    model.lohan.close()
+    before = (source / _steps.NAME).read_bytes()
+    given_settings: dict[str, Any] = {}
+    if kind == "snapshot":
+        lohan.snapshot(source, out).wait()
+    elif kind == "convert":
+        lohan.convert(source, out, states="bf16")
+        given_settings["states"] = "bf16"
+    elif kind == "reshard":
+        lohan.reshard(source, out, parts=1)
+    elif kind == "new":
+        lohan.wrap(crash_worker.build(), store=out, step_records=False).lohan.close()
+    assert [path.name for path in out.iterdir()] == ["lohan.data"]
+    assert (source / _steps.NAME).read_bytes() == before
+    resumed: Any = lohan.wrap(crash_worker.build(), store=out, resume=True, **given_settings)
+    step(resumed)
+    resumed.lohan.close()
+    assert [*read(out)[1]] == [1 if kind == "new" else 2]
 
 
 def test_the_cost_of_the_records_is_below_half_a_percent_of_a_step(
@@ -502,6 +547,28 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(store_dir: pathlib.Path) -> No
     assert watching.returncode == 130 and "interrupted" in said
     step(model)
     model.lohan.close()
+
+
+def test_steps_that_a_resumed_run_makes_again_are_shown_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is killed and resumed between two looks of the command, so it never seems ended."""
+    write(tmp_path, [(1, range(1, 6))], "running")
+    looks = iter([True, True, False])
+    monkeypatch.setattr(Reader, "is_running", property(lambda _: next(looks)))
+
+    def resume(_: float) -> None:
+        os.utime(tmp_path / _steps.NAME, ns=(0, 0))  # its time has changed
+        writer = Writer([str(tmp_path)], watch_helper.UUID, is_resumed=True)
+        writer.describe(watch_helper.header(2, 3))
+        for number in (4, 5, 6):
+            writer.put(record(number, session=2))
+        writer.close()
+
+    monkeypatch.setattr(time, "sleep", resume)
+    found = lines(run(tmp_path, "--json"))
+    shown = [(each["session"], each["step"]) for each in found]
+    assert shown == [*((1, step) for step in range(1, 6)), (2, 4), (2, 5), (2, 6)]
 
 
 def test_a_line_has_the_figures_of_its_step(tmp_path: pathlib.Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 from lohan.cli import main
 from lohan.commands import _watch, _watch_page
-from lohan.store._steps import Reader
+from lohan.store._steps import Reader, Writer
 from patience import HUNG_S, slowness
-from watch_helper import write
+from watch_helper import UUID, record, write
 
 
 def run(*words: object) -> Result:
@@ -51,12 +51,31 @@ def test_a_bucket_has_the_mean_and_the_range_of_its_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (2.1, 5.3), (0, 0), (-3, 1e-9), (1e9, 1e9), (0, 7.3e12), (-1, -1)]
+    ("low", "high"),
+    [
+        *((0, 1), (2.1, 5.3), (0, 0), (-3, 1e-9), (1e9, 1e9), (0, 7.3e12), (-1, -1)),
+        *((0, 5e-324), (1e99, math.nextafter(1e99, math.inf)), (-1e99, 1e99)),
+    ],
 )
 def test_ticks_are_round_and_cover_what_is_shown(low: float, high: float) -> None:
     found = _watch_page.ticks_of(low, high)
     assert 2 <= len(found) <= 8 and found[0] <= low and found[-1] >= high
     assert all(a < b for a, b in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 5e-324, 1e99])
+def test_a_page_is_made_of_extreme_numbers(value: float, tmp_path: pathlib.Path) -> None:
+    write(tmp_path / "s", [(1, range(1, 701))])  # a bucket has several steps
+    writer = Writer([str(tmp_path / "s")], UUID, is_resumed=True)
+    for step in range(1, 701):
+        names = ("seconds", "loss", "tokens", "written_bytes", "ssd")
+        writer.put(record(step, **dict.fromkeys(names, value)))
+    writer.close()
+    page = tmp_path / "page.html"
+    answer = run(tmp_path / "s", "--once", "--html", page)
+    assert answer.exit_code == 0, answer.exception
+    assert "<h1>/nvme0/run</h1>" in page.read_text()
+    assert run(tmp_path / "s", "--once").exit_code == 0
 
 
 def test_the_page_is_replaced_as_a_whole(

@@ -200,14 +200,16 @@ def watch(directories: Sequence[str], *, once: bool, is_json: bool, html: Path |
         if html is not None:
             _watch_html(run, html, once=once)
             return
-        shown = 0
+        shown, session = 0, reader.header.get("session")
         if not once and len(reader.records) > _FIRST_LINES and not is_json:
             shown = run.steps[-_FIRST_LINES - 1].step
         if not is_json:
             _print(f"{reader.header.get('about', {}).get('store', reader.path)}: {run.state}")
 
         def show() -> float:
-            nonlocal shown
+            nonlocal shown, session
+            if reader.header and reader.header["session"] != session:  # resumed since the last look
+                shown, session = min(shown, reader.header["first_step"]), reader.header["session"]
             for record in run.after(shown):
                 _print(json_of(run, record) if is_json else line_of(run, record))
                 shown = record.step

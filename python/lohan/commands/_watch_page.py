@@ -22,6 +22,8 @@ _ROWS = 12
 _WIDTH, _HEIGHT = 720, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 26
 _TICKS = 4
+_DRAWN_MAX = 1e100  # larger numbers would overflow in sums and scales
+_SPAN_SHARE_MIN = 1e-9  # of an axis that has nearly one value: its ticks must differ
 _COLORS = ("#2f6fb0", "#d0703c", "#3d8f6b", "#8a63a8", "#a08a2e")
 
 _Format = Callable[[float], str]
@@ -95,7 +97,8 @@ def charts_of(steps: Sequence[Record]) -> list[Chart]:
     """Return the charts of which something is known."""
 
     def values(name: str) -> list[float]:
-        return [getattr(each, name) for each in steps]
+        found = (getattr(each, name) for each in steps)
+        return [each if abs(each) < _DRAWN_MAX else math.nan for each in found]
 
     has_bytes = any(each.written_bytes >= 0 for each in steps)
     busy = [Series(name, values(name)) for name in RESOURCES]
@@ -109,7 +112,7 @@ def charts_of(steps: Sequence[Record]) -> list[Chart]:
         Chart("tokens per second", _number, [Series("tokens/s", values("tokens_per_s"))]),
         Chart("share of the step in which a resource is busy", _percent, busy, high=1.0),
         Chart("bytes a step", _shown.of_bytes, moved),
-        Chart("written in all", _shown.of_bytes, [Series("written", written)]),
+        Chart("written by these steps", _shown.of_bytes, [Series("written", written)]),
     ]
     found = []
     for chart in made:
@@ -121,7 +124,9 @@ def charts_of(steps: Sequence[Record]) -> list[Chart]:
 
 def ticks_of(low: float, high: float) -> list[float]:
     """Return round numbers that cover a range."""
-    span = (high - low) or abs(high) or 1.0
+    largest = max(abs(low), abs(high))
+    span = max((high - low) or largest, largest * _SPAN_SHARE_MIN)
+    span = span if span > 1 / _DRAWN_MAX else 1.0
     step = 10.0 ** math.floor(math.log10(span / _TICKS))
     step *= next((each for each in (1, 2, 5) if span / (step * each) <= _TICKS), 10)
     first = math.floor(low / step)

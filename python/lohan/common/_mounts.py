@@ -21,14 +21,31 @@ def read(path: Path) -> str:
         return ""
 
 
+def _unescaped(name: str) -> str:
+    """Return a name of a list of mounts, in which white space is three octal digits."""
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), name)
+
+
+def points_in(fstab: Path) -> set[str]:
+    """Return the mount points in a file like /etc/fstab, except for those in main memory."""
+    lines = [line.split() for line in read(fstab).splitlines()]
+    return {
+        os.path.realpath(_unescaped(fields[1]))
+        for fields in lines
+        if len(fields) >= 3
+        and not fields[0].startswith("#")
+        and fields[1].startswith("/")
+        and fields[2] not in MEMORY_FILE_SYSTEMS
+    }
+
+
 def mount_of(path: str, root: Path = ROOT) -> tuple[str, str, str]:
     """Return (mount point, file system, source) of a path, which need not exist."""
     best, kind, source = "", "unknown", ""
     real = os.path.realpath(path)
     for line in read(root / "proc/mounts").splitlines():
         fields = line.split()
-        # The kernel writes white space and backslashes in names as three octal digits.
-        point = _ESCAPE.sub(lambda found: chr(int(found[1], 8)), fields[1])
+        point = _unescaped(fields[1])
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best, kind, source = point, fields[2], fields[0]

@@ -17,6 +17,7 @@ import inspect
 import itertools
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,8 @@ def reference(model: nn.Module, *, weights: PathLike, **settings: Any) -> nn.Mod
         least = _division.least(layout, config)["host_bytes_min"]
         config = dataclasses.replace(config, host_bytes=least)
     wrap(twin, weights=weights, config=config)
-    forward = functools.partial(_without_gradients, weakref.ref(twin))
+    own = twin.__dict__.get("forward")  # of this one model, as libraries of kernels put it there
+    forward = functools.partial(_without_gradients, weakref.ref(twin), own)
     forward.__signature__ = inspect.signature(twin.forward)  # type: ignore[attr-defined]
     object.__setattr__(twin, "forward", forward)
     return twin
@@ -99,8 +101,16 @@ def _twin(model: nn.Module) -> nn.Module:
     return twin.eval()
 
 
-def _without_gradients(reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+def _without_gradients(
+    reference: weakref.ref[nn.Module], own: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
     """Compute a forward without gradients.
+
+    Args:
+        reference: the twin.
+        own: the twin's forward, if it takes the place of its class's.
+        *args: arguments of the forward.
+        **kwargs: arguments of the forward.
 
     Raises:
         UnsupportedError: an input requires a gradient, which it would not get.
@@ -117,4 +127,4 @@ def _without_gradients(reference: weakref.ref[nn.Module], *args: Any, **kwargs: 
             " whose inputs get gradients"
         )
     with torch.no_grad():
-        return type(twin).forward(twin, *args, **kwargs)
+        return own(*args, **kwargs) if own else type(twin).forward(twin, *args, **kwargs)

@@ -48,7 +48,7 @@ from lohan.hf import (
     _trainer_world,
     _zo_trainer,
 )
-from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync
+from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync, way_back
 from lohan.session import _settings
 from lohan.session._optim import DEFAULTS
 from lohan.store import _store
@@ -434,14 +434,15 @@ class TrainerCallback(transformers.TrainerCallback):
             return text
         fitting = self._fitting(folder, found)
         if fitting:
-            return f"{text}. To resume from there: train(resume_from_checkpoint={fitting!r})"
+            text += f". To resume from there: train(resume_from_checkpoint={fitting!r})"
+            return text + way_back(folder, asked, found)
         if self._is_zeroth:
             return text + _zo_trainer.way_out(place, found["step"])
         return (
             f"{text}, and no checkpoint beside it is of that step: a store keeps only its last"
             f" commit. lohan.wrap(model, store={place!r}, resume=True) resumes it without a"
             f" Trainer's state; from_pretrained({str(folder)!r}) with a new store starts from the"
-            " checkpoint's weights, with moments of zero"
+            f" checkpoint's weights, with moments of zero{way_back(folder, asked, found)}"
         )
 
     def _fitting(self, folder: Path, found: Reference) -> str | None:

@@ -50,6 +50,17 @@ def fits(asked: Reference | None, found: Reference) -> bool:
     return found["store"] in stores_of(asked)
 
 
+def way_back(folder: Path, asked: Reference, found: Reference) -> str:
+    """Return how to go back to a checkpoint that is older than the store's step; "" for others."""
+    if asked["step"] >= found["step"]:
+        return ""
+    return (
+        f". To go back to step {asked['step']}, pass a copy that lohan.snapshot() made of the store"
+        " at that step to lohan.TrainerCallback(store=...), and call"
+        f" train(resume_from_checkpoint={str(folder)!r})"
+    )
+
+
 def sync(folder: Path, pattern: str = "*") -> None:
     """Make a folder's files durable, before the store commits their step."""
     for path in [*folder.rglob(pattern), folder, folder.parent]:

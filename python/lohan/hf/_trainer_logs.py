@@ -52,7 +52,8 @@ class Logs:
         self._began: float | None = None  # when the first step began
         self._step_began = self._step_ended = 0.0
         self._steps = 0
-        self._seconds: list[float] = []  # of the steps since the last log
+        self._seconds = 0.0  # of the steps since the last log
+        self._seconds_steps = 0
 
     def step_begins(self) -> None:
         """Start the clock of a step."""
@@ -63,16 +64,17 @@ class Logs:
     def step_ends(self) -> None:
         """Stop the clock of a step."""
         self._step_ended = time.monotonic()
-        self._seconds.append(self._step_ended - self._step_began)
+        self._seconds += self._step_ended - self._step_began
+        self._seconds_steps += 1
         self._steps += 1
 
     def _add(self, logs: dict[str, Any]) -> None:
         """Add figures to the logs of steps; those of evaluations and of the end do not change."""
         session = self._session()
-        if session is None or "loss" not in logs or not self._seconds or self._began is None:
+        if session is None or "loss" not in logs or not self._seconds_steps or self._began is None:
             return
-        step_s = sum(self._seconds) / len(self._seconds)
-        self._seconds.clear()
+        step_s = self._seconds / self._seconds_steps
+        self._seconds, self._seconds_steps = 0.0, 0
         logs["lohan/step_s"] = step_s
         state = self._trainer.state
         each_s = (self._step_ended - self._began) / self._steps

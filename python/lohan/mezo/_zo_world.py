@@ -113,7 +113,7 @@ class Shared:
         """
         world, zeroth = self.world, self._zeroth
         if store is not None and not resumed:
-            _directories.refuse_missing_parents(store)
+            _directories.refuse_unmounted(store)
         if world is None:
             return store, open_at
         if zeroth is not None:

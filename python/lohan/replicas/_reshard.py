@@ -34,7 +34,7 @@ from lohan.errors import (
 )
 from lohan.layout._block import divide_states
 from lohan.replicas import _places
-from lohan.store import _contents, _process, _scalars, _snapshot, _store
+from lohan.store import _contents, _process, _scalars, _snapshot, _steps, _store
 from lohan.store._directories import new_directories
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ class _Target:
             allow_buffered=_CONFIG.allow_buffered,
             allow_tmpfs=_CONFIG.allow_tmpfs,
         )
+        _steps.discard(self.out)
 
     def fill(self, advance: Any) -> None:
         """Write all bytes."""

@@ -109,8 +109,10 @@ def block_swap(model: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module:
         The same module.
 
     Raises:
-        ModelError: blocks is empty, or has a module that is not in the model.
+        ModelError: model is not a module, or blocks is empty or has a module that is not in it.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"lohan.block_swap takes a torch.nn.Module, not {type(model).__name__}")
     given = list(blocks)
     inside = {id(module) for module in model.modules()}
     if not given or any(id(block) not in inside for block in given):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lohan.common import _exit, _log, _shown
-from lohan.errors import StepError, StoreError
+from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
 from lohan.session._session_base import SessionPart
 from lohan.store import _scalars, _store
 
@@ -136,6 +136,10 @@ class Commits(SessionPart):
         A Ctrl-C before the commit leaves the session open: a further call commits, and so does the
         end of the process. With commit_every="manual", everything since the last commit is lost,
         as in a crash.
+
+        Raises:
+            NonFiniteError: the last updates had a gradient that is not finite. A session that has
+                raised this error before ends without it, with the store at its last commit.
         """
         if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
@@ -147,7 +151,7 @@ class Commits(SessionPart):
                     self.snapshot_now.end()
                 self.snapshot_now = None
                 try:
-                    self._finish()
+                    self._finish_once()
                     said = self._summary()
                     self._end_records()
                 except Exception:  # not a Ctrl-C: nothing may be released before the commit
@@ -175,6 +179,15 @@ class Commits(SessionPart):
             f" session, {_shown.of_bytes(self.wear.written)} written by them; the store is at"
             f" step {durable}{later}"
         )
+
+    def _finish_once(self) -> None:
+        """Finish, without raising again what ended the session if the program has that error."""
+        has_raised = NonFiniteError in self.raised
+        try:
+            self._finish()
+        except NonFiniteError:
+            if not has_raised:
+                raise
 
     def _finish(self) -> None:
         """Discard an open step, and commit the closed ones unless commits are manual."""
@@ -366,6 +379,11 @@ class Commits(SessionPart):
     def run_now(self) -> Run | None:
         """Return the run of zeroth-order training so far; None for other methods."""
         return None
+
+    @functools.cached_property
+    def raised(self) -> set[type[LohanError]]:
+        """The classes of the errors that the engine has raised so far."""
+        return set()
 
     @functools.cached_property
     def holds(self) -> Holds:

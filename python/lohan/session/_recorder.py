@@ -37,20 +37,21 @@ class Noted:
     """
 
     def __init__(self) -> None:
-        self._losses: list[float] = []
+        self._losses = (0, 0.0)  # their number and sum
         self.tokens = self.known_loss = _NAN
 
     def add(self, loss: float | None, tokens: float | None) -> None:
         """Add a note."""
         if loss is not None:
-            self._losses.append(loss)
+            self._losses = self._losses[0] + 1, self._losses[1] + loss
         if tokens is not None:
             self.tokens = tokens if math.isnan(self.tokens) else self.tokens + tokens
 
     @property
     def loss(self) -> float:
         """The loss; NaN if it is not known."""
-        return sum(self._losses) / len(self._losses) if self._losses else self.known_loss
+        count, total = self._losses
+        return total / count if count else self.known_loss
 
 
 class Recorder:

@@ -99,7 +99,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self.uuid = str(store.describe()["uuid"])
         self._close_lock = threading.RLock()
         self._raiser = engine_raiser(
-            [u.name for u in layout.units], [p.name for p in layout.params]
+            [u.name for u in layout.units], [p.name for p in layout.params], self.raised
         )
         self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
         self.workers = config.threads or self.device.workers(config.sharers)

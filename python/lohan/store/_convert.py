@@ -25,7 +25,7 @@ from lohan.common._arguments import directories_of
 from lohan.config import Config
 from lohan.errors import ModelError, StoreExistsError, UnsupportedError, store_error
 from lohan.layout._block import STATES, Param, place
-from lohan.store import _contents, _moments, _snapshot, _store
+from lohan.store import _contents, _moments, _snapshot, _steps, _store
 from lohan.store._directories import new_directories
 from lohan.store._export import open_to_read
 
@@ -125,7 +125,7 @@ class _Target:
     def _create(self) -> _core.Store:
         if _snapshot.is_unfinished(self.out):
             _store.remove(self.out)
-        return _core.store_create(
+        made = _core.store_create(
             type=_core.Store,
             raiser=store_error,
             directories=self.out,
@@ -139,6 +139,8 @@ class _Target:
             allow_buffered=_CONFIG.allow_buffered,
             allow_tmpfs=_CONFIG.allow_tmpfs,
         )
+        _steps.discard(self.out)
+        return made
 
     def _pieces(self) -> list[tuple[Param, int]]:
         """Return the parameters with moments in pieces that fit into memory, and where they begin.

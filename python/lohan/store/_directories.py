@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from lohan.config import Config
 
 PathLike = str | os.PathLike[str]
-# Directories in which drives are mounted; desktops mount in a user's directory of /media as well.
+# Directories in which drives are mounted. Desktops mount in a user's directory of the last two.
 MOUNTED_IN = {"/", "/mnt", "/media", "/run/media"}
+_USERS_IN = {"/media", "/run/media"}
+FSTAB = Path("/etc/fstab")
+_CONTAINER_FILE_SYSTEMS = {"overlay", "fuse-overlayfs", "aufs"}  # of "/" in a container
 
 
 def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
@@ -27,44 +30,102 @@ def directories_of(store: PathLike | Sequence[PathLike] | None) -> list[str]:
     return [_temporary.temporary_directory()] if store is None else _arguments.directories_of(store)
 
 
-def refuse_missing_parents(store: PathLike | Sequence[PathLike]) -> None:
-    """Reject new directories below a missing one where drives are mounted, such as /nvme0.
+def refuse_unmounted(store: PathLike | Sequence[PathLike]) -> None:
+    """Reject new directories on a drive that does not seem to be mounted.
 
-    The drive may not be mounted, and the store would silently be on the root file system. Parents
-    that are missing elsewhere are created with the store.
+    The store would silently be on the root file system, and fill it. Three things show that a drive
+    is not mounted: the parent of a new directory is missing where drives are mounted, as /nvme0 is
+    (parents that are missing elsewhere are created with the store); /etc/fstab has a drive that is
+    not there; or a directory where drives are mounted is empty. In a container, whose /etc/fstab
+    and empty directories say nothing about its drives, only the first one counts.
 
     Args:
         store: one or several directories, as the user named them.
 
     Raises:
-        StoreError: the message names the missing directory.
+        StoreError: the message names the drive's directory, and what to do if there is no drive.
     """
     for given in [store] if isinstance(store, str | os.PathLike) else store:
         place = Path(_arguments.path_of("store=", given)).expanduser()
-        there = place.parent
-        while not there.exists():
-            there = there.parent
-        if there == place.parent or not (str(there) in MOUNTED_IN or str(there.parent) == "/media"):
+        _refuse_missing_parent(place)
+        if not _is_container():
+            _refuse_empty(place)
+
+
+def _is_container() -> bool:
+    return _mounts.mount_of("/")[1] in _CONTAINER_FILE_SYSTEMS
+
+
+def _is_for_drives(directory: Path) -> bool:
+    """Return whether drives are mounted in a directory, which is not on such a drive itself."""
+    name = str(directory)
+    if name not in MOUNTED_IN and str(directory.parent) not in _USERS_IN:
+        return False
+    return name == "/" or not os.path.ismount(name)
+
+
+def _refuse_missing_parent(place: Path) -> None:
+    """Reject a directory whose parent is missing where drives are mounted."""
+    there = place.parent
+    while not there.exists():
+        there = there.parent
+    if there == place.parent or not _is_for_drives(there):
+        return
+    point, _, device = _mounts.mount_of(str(there))
+    raise StoreError(
+        errno.ENOENT,
+        f"{place} cannot be created, because {place.parent} does not exist: {there} exists, on"
+        f" the file system of {device}, which is mounted at {point}. If the store belongs on"
+        " another drive, that drive is not mounted: mount it. Otherwise run: mkdir -p"
+        f" {shlex.quote(str(place))}",
+    )
+
+
+def _refuse_empty(place: Path) -> None:
+    """Reject a directory at or below the mount point of a drive that is not mounted.
+
+    A directory below the mount point that exists was made on purpose, and is accepted. An empty
+    directory in "/" may be anything, and is accepted unless /etc/fstab has it.
+    """
+    real = Path(os.path.realpath(place))
+    point, _, device = _mounts.mount_of(str(real))
+    listed = _mounts.points_in(FSTAB)
+    for above in (real, *real.parents):
+        if str(above) in (point, "/"):
+            return
+        is_listed = str(above) in listed
+        is_point = str(above.parent) != "/" and _is_for_drives(above.parent) and _is_empty(above)
+        if not (is_listed or is_point):
             continue
-        point, _, device = _mounts.mount_of(str(there))
+        if above != real and real.exists():
+            return
+        is_a = "is the mount point of a drive in /etc/fstab" if is_listed else "is empty"
+        inside = real if above != real else real / "run"
+        named = "" if above != real else f" and pass store={str(inside)!r}"
         raise StoreError(
             errno.ENOENT,
-            f"{place} cannot be created, because {place.parent} does not exist: {there} exists, on"
-            f" the file system of {device}, which is mounted at {point}. If the store belongs on"
-            " another drive, that drive is not mounted: mount it. Otherwise run: mkdir -p"
-            f" {shlex.quote(str(place.parent))}",
+            f"{place} would be on the file system of {device}, which is mounted at {point}: {above}"
+            f" {is_a}, and no drive is mounted there. If the store belongs on a drive, mount the"
+            f" drive. Otherwise run: mkdir -p {shlex.quote(str(inside))}{named}",
         )
+
+
+def _is_empty(directory: Path) -> bool:
+    try:
+        return not os.listdir(directory)
+    except OSError:  # it is missing, is a file, or cannot be read
+        return False
 
 
 def make_parents(directories: Sequence[str]) -> None:
     """Make the directories of store= in which the directories of a replica will be.
 
     Raises:
-        StoreError: a drive may not be mounted; see refuse_missing_parents().
+        StoreError: a drive may not be mounted; see refuse_unmounted().
     """
     for directory in directories:
         parent = os.path.dirname(directory)
-        refuse_missing_parents(parent)
+        refuse_unmounted(parent)
         _durable.make_directory(parent, mode=0o700)
 
 
@@ -72,10 +133,10 @@ def new_directories(out: PathLike | Sequence[PathLike]) -> list[str]:
     """Return the directories of a new store that is not made by wrap(), such as a copy.
 
     Raises:
-        StoreError: the parent of one of them does not exist.
+        StoreError: a drive may not be mounted; see refuse_unmounted().
     """
     places = _arguments.directories_of(out)
-    refuse_missing_parents(out)
+    refuse_unmounted(out)
     return places
 
 

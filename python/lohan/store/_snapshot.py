@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan import _core
-from lohan.common import _bar, _exit, _log, _meta
+from lohan.common import _bar, _exit, _log, _meta, _shown
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
 from lohan.common._wake import Flag
@@ -42,7 +42,7 @@ from lohan.errors import (
 )
 from lohan.journal._journal import Journal
 from lohan.journal._zo_run import of_store, uuid_of
-from lohan.store import _requests, _store
+from lohan.store import _requests, _steps, _store
 from lohan.store._directories import new_directories
 from lohan.torch_glue._tensor import in_backward
 
@@ -142,7 +142,7 @@ class Snapshot:
         if not self.is_done:
             _log.inform(
                 f"waiting for the snapshot to {self.directories[0]}"
-                f" ({self.done_bytes:,} of {self.total_bytes:,} bytes)"
+                f" ({_shown.of_bytes(self.done_bytes)} of {_shown.of_bytes(self.total_bytes)})"
             )
         try:
             self.wait()
@@ -247,7 +247,7 @@ class _Copy:
         groups = [slots.get(group, 1) for group in range(max(slots) + 1)]
 
         def create() -> _core.Store:
-            return _core.store_create(
+            made = _core.store_create(
                 type=_core.Store,
                 raiser=store_error,
                 directories=self.out,
@@ -261,6 +261,8 @@ class _Copy:
                 allow_buffered=config.allow_buffered,
                 allow_tmpfs=config.allow_tmpfs,
             )
+            _steps.discard(self.out)
+            return made
 
         try:
             return create()
@@ -491,8 +493,9 @@ def _refuse(session: Session) -> None:
     running = session.snapshot_now
     if running is not None and not running.is_done:
         raise SessionError(
-            f"a snapshot to {running.directories[0]} is in progress ({running.done_bytes:,} of"
-            f" {running.total_bytes:,} bytes): wait() for it"
+            f"a snapshot to {running.directories[0]} is in progress"
+            f" ({_shown.of_bytes(running.done_bytes)} of {_shown.of_bytes(running.total_bytes)}):"
+            " wait() for it"
         )
     if session.store.describe()["is_single_slot"]:
         raise UnsupportedError(

@@ -170,6 +170,13 @@ def place(directories: Sequence[str]) -> str:
     return next(found, directories[0])
 
 
+def discard(directories: Sequence[str]) -> None:
+    """Remove what an earlier store has left in the directories of one that was just created."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(directory, NAME))
+
+
 class Writer:
     """Writes the records of a session. It has the file locked, so that readers know that it runs.
 
@@ -293,16 +300,20 @@ class Reader:
         return True
 
     def _advance(self) -> bool:
-        """Read the records after the last complete one; return whether another is complete."""
-        first = step = max((s for s, each in self._last(2) if each.is_whole), default=0)
-        while step > 0:
+        """Read the records from the last complete one on; return whether another is complete.
+
+        The last complete one is read again, because a later note may have changed it.
+        """
+        last = max((s for s, each in self._last(2) if each.is_whole), default=0)
+        step = last - 1
+        while last > 0:
             record = unpack(os.pread(self._file, BYTES, _place(step + 1)))
             if record is None or record.step != step + 1 or not self._counts(record):
                 break
             step += 1
             self.records[step] = record
             self.records.pop(step - COUNT, None)
-        return step > first and self.records[first + 1].is_whole
+        return step > last and self.records[last + 1].is_whole
 
     def _last(self, count: int) -> list[tuple[int, Record]]:
         last = next(reversed(self.records), 0)
