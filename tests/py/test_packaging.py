@@ -149,6 +149,11 @@ def options() -> argparse.Namespace:
     return try_install.parse(["--suite", "bookworm"])
 
 
+def test_the_times_of_a_tree_are_those_between_its_marks() -> None:
+    said = ["@ begin 10.0 0m0.5s 0m0.25s", "{}", "@ venv 12.5 1m1.0s 0m0.75s"]
+    assert try_install.differences(said) == ({"venv": 2.5}, {"venv": 61.0})
+
+
 def test_a_tree_is_deleted_after_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
