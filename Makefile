@@ -5,6 +5,7 @@
 # With DEVICE=emu, bench-step measures the step on an emulated accelerator.
 
 VENV ?= .venv
+PYTHON ?= python3
 PY := $(VENV)/bin/python
 RUN := $(PY) tests/run.py
 ARGS ?=
@@ -15,7 +16,7 @@ DEVICE ?=
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
 	sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
-	troubles paper parity docs wheel matrix coverage build clean what-fits
+	troubles paper parity docs wheel wheel-aarch64 wheel-test dist try-install matrix coverage build clean what-fits
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -45,7 +46,10 @@ help:
 	@echo 'make what-fits docs/what-fits.md: large models on small machines, in virtual time; some minutes'
 	@echo 'make parity    docs/parity.md: lohan compared with torch in all settings, some minutes'
 	@echo 'make docs      the pages of docs/ as a site, in build/site'
-	@echo 'make wheel     one wheel for every Python, in dist/, tested without a compiler'
+	@echo 'make wheel     one wheel for every Python, in dist/; wheel-aarch64: the same for aarch64;'
+	@echo '               wheel-test: the wheel, tested with several Pythons and torches without a compiler'
+	@echo 'make dist      all that is uploaded to PyPI, in dist/, checked by twine'
+	@echo 'make try-install  the wheel in fresh Debian 12 and 13, from nothing to the first step; needs root'
 	@echo 'make matrix    a quick selection of tests with each Python and several versions of torch'
 	@echo 'make coverage  the share of lines that the C tests and the quick Python tests run, per folder'
 	@echo 'make build     the extension, in place'
@@ -141,8 +145,23 @@ parity: build
 docs: $(VENV)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet && echo build/site/index.html
 
-wheel: $(VENV)/.ready
-	$(PY) tools/make_wheel.py $(ARGS)
+# These need only Python 3.11 or newer and a C compiler, not the development environment.
+wheel:
+	$(PYTHON) tools/make_wheel.py $(ARGS)
+
+wheel-aarch64:
+	tools/setup_cross.sh
+	$(PYTHON) tools/make_wheel.py --machine aarch64 $(ARGS)
+
+wheel-test:
+	$(PYTHON) tools/make_wheel.py --test $(ARGS)
+
+dist:
+	tools/setup_cross.sh
+	$(PYTHON) tools/make_wheel.py --dist $(ARGS)
+
+try-install:
+	$(PYTHON) tools/try_install.py $(ARGS)
 
 matrix: $(VENV)/.ready
 	$(PY) tools/matrix.py $(ARGS)

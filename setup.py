@@ -7,6 +7,7 @@ Environment variables:
     CC                  the C compiler
     LOHAN_DEBUG=1       -O1, and checks that are too slow for release builds
     LOHAN_SANITIZE=...  address,undefined or thread
+    LOHAN_SHARED=1      liburing and libaio as shared libraries, for distributions
     LOHAN_NVCC=...      the CUDA compiler; empty: none
     LOHAN_FATBIN=...    a file with compiled kernels (tools/kernels.py), in place of compiling them
 """

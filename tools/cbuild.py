@@ -92,7 +92,7 @@ class BuildError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A static archive to link, or the reason why it was not found."""
+    """A library to link, or the reason why it was not found."""
 
     name: str
     define: str
@@ -172,17 +172,19 @@ def target_machine(command: Sequence[str]) -> str:
 
 
 def _probe(command: Sequence[str], name: str, source: str, define: str) -> Library:
-    """Compile and link a shared object against lib`name`.a, as the extension will."""
+    """Compile and link a shared object against the library, as the extension will."""
     exports = (ROOT / "tools" / "core.map").read_text().replace("PyInit__core", "lh_probe")
-    link_flags = [f"-l:lib{name}.a"]
+    is_shared = os.environ.get("LOHAN_SHARED", "") not in ("", "0")
+    link_flags = [f"-l{name}" if is_shared else f"-l:lib{name}.a"]
     with tempfile.TemporaryDirectory(prefix="lohan-probe-") as folder:
         base = pathlib.Path(folder) / name
         base.with_suffix(".c").write_text(source)
         base.with_suffix(".map").write_text(exports)
+        kind = "shared library" if is_shared else "static archive"
         shared = ["-shared", f"-Wl,--version-script={base}.map"]
         steps = (
             ("header", [*LANGUAGE_FLAGS, "-c", f"{base}.c", "-o", f"{base}.o"]),
-            ("static archive", [*shared, f"{base}.o", "-o", f"{base}.so", *link_flags]),
+            (kind, [*shared, f"{base}.o", "-o", f"{base}.so", *link_flags]),
         )
         for what, step in steps:
             answer = subprocess.run([*command, *step], capture_output=True, text=True, check=False)

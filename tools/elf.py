@@ -8,23 +8,26 @@ import re
 
 C_LIBRARY = re.compile(r"(libc|libm|libpthread|libdl|librt|ld-linux[\w-]*)\.so\.\d+")
 LIMITED_MINOR = 11
+MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
     """The requirements of one shared object."""
 
+    machine: str
     needed: list[str]
     undefined: list[str]
     versions: list[str]
 
 
 def read(path: pathlib.Path) -> Needs:
-    """Read the libraries that it is linked with, its undefined symbols, and their versions."""
+    """Read a file's machine, its libraries, its undefined symbols, and their versions."""
     from elftools.elf.elffile import ELFFile
 
     with path.open("rb") as file:
         image = ELFFile(file)
+        machine = MACHINES.get(image["e_machine"], image["e_machine"])
         dynamic = image.get_section_by_name(".dynamic")
         needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]
         symbols = image.get_section_by_name(".dynsym").iter_symbols()
@@ -34,7 +37,7 @@ def read(path: pathlib.Path) -> Needs:
             for _, every in image.get_section_by_name(".gnu.version_r").iter_versions()
             for version in every
         ]
-    return Needs(needed, undefined, versions)
+    return Needs(machine, needed, undefined, versions)
 
 
 def is_of_the_c_library(name: str) -> bool:

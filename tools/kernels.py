@@ -8,8 +8,9 @@ drivers, too, so its kernels are compiled by NVRTC of CUDA 12, which the registr
 * PTX of CUDA 12.0 for compute_75, from which any such driver (525 and later) makes machine code for
   other architectures.
 
-The images are packed by fatbinary, a part of the CUDA Toolkit. Nothing is compressed, because older
-drivers cannot read all kinds of compression, and so that check() can read what is inside.
+pack() puts the images into a fatbin, byte for byte as fatbinary of the CUDA Toolkit does, so that
+no part of the Toolkit is needed. Nothing is compressed, because older drivers cannot read all kinds
+of compression, and so that check() can read what is inside.
 
 Usage: tools/kernels.py [FATBIN]: build it (default: build/cuda/wheel.fatbin) and list its images.
 """
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import cbuild
 
@@ -65,6 +66,14 @@ _ABI = (0x33, 7)
 _BLACKWELL_ABI = (0x41, 8)
 _PTX_NEWEST = (8, 0)  # of CUDA 12.0
 _CUBINS = (75, 80, 90, 100, 120)
+
+
+# Each image's header: its kind, the header's version and bytes, the image's bytes, a field that is
+# for compressed images, where the options begin (0: none), two numbers of the code's version, the
+# architecture, an empty name, flags (64-bit code for Linux), and two fields that are zero.
+_HEADER = struct.Struct("<HHIQIIHHIIIQQQ")
+_HEADER_VERSION = 0x101
+_FLAGS, _HAS_ATTRIBUTES = 0x11, 0x0100_0000
 
 
 class KernelsError(Exception):
@@ -116,6 +125,56 @@ def _images(fatbin: bytes) -> Iterator[Image]:
                 f"an image for sm_{arch} is compressed, or of the unknown kind {kind}"
             )
         at += header + length
+
+
+def attributes(cubin: bytes) -> bytes:
+    """Return a cubin's attributes (section .nv.compat) as a fatbin's header has them.
+
+    Raises:
+        KernelsError: an attribute has an unknown form.
+    """
+    (at,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<I20xQQ", cubin, at + index * size) for index in range(count)]
+    names_at = sections[names_index][1] if sections else 0
+    found = b""
+    for name, begin, length in sections:
+        if cubin.startswith(b".nv.compat\0", names_at + name):
+            for form, key, low, high in struct.iter_unpack("4B", cubin[begin : begin + length]):
+                if high != 0:
+                    raise KernelsError(f"attribute {key} of a cubin has the unknown form {form}")
+                found += bytes((0, form, key, low))
+    return found
+
+
+def pack(made: Iterable[tuple[str, int, bytes]]) -> bytes:
+    """Put images into a fatbin, uncompressed.
+
+    Args:
+        made: the kind ("cubin" or "ptx"), the compute capability times ten, and the bytes of each.
+    """
+    rows = []
+    for kind, arch, image in made:
+        if kind == "cubin":
+            number, version, details = _CUBIN, (image[8], 1), attributes(image)
+        else:
+            # Without comments and indentation, and with a zero at its end.
+            image = re.sub(rb"[ \t]+", b" ", re.sub(rb"//[^\n]*", b"", image))
+            image = re.sub(rb"^ ", b"", image, flags=re.M).rstrip(b"\0") + b"\0"
+            found = re.search(rb"^\.version (\d+)\.(\d+)", image, re.M)
+            if found is None:
+                raise KernelsError(f"the PTX for compute_{arch} has no line .version")
+            number, version, details = _PTX, (int(found[2]), int(found[1])), b""
+        options = b""
+        if kind == "ptx" or details:
+            options = struct.pack("<II", _HEADER.size + 8, len(details)) + details + bytes(8)
+        image = image.ljust(-(-len(image) // 8) * 8, b"\0")
+        size, at = _HEADER.size + len(options), _HEADER.size if options else 0
+        flags = _FLAGS | (_HAS_ATTRIBUTES if details else 0)
+        fields = (number, _HEADER_VERSION, size, len(image), 0, at, *version, arch, 0, 0, flags)
+        rows.append(_HEADER.pack(*fields, 0, 0) + options + image)
+    body = b"".join(rows)
+    return struct.pack("<IHHQ", _FATBIN_MAGIC, 1, 16, len(body)) + body
 
 
 def check(fatbin: bytes) -> list[Image]:
@@ -223,33 +282,24 @@ def build(target: pathlib.Path) -> list[Image]:
     """Compile cuda/*.cu into the fatbin `target`; return its images.
 
     Raises:
-        KernelsError: a tool is missing, a kernel does not compile, or the result fails check().
+        KernelsError: NVRTC cannot be downloaded, a kernel does not compile, or the result fails
+            check().
     """
-    fatbinary = shutil.which("fatbinary") or shutil.which("/usr/local/cuda/bin/fatbinary")
-    if fatbinary is None:
-        raise KernelsError(
-            "fatbinary was not found: it is a part of the CUDA Toolkit, next to nvcc"
-        )
     kernels = sorted((ROOT / "cuda").glob("*.cu"))
     if len(kernels) != 1:
         raise KernelsError(f"cuda/ has {len(kernels)} files *.cu, but a fatbin is made of one")
+    made = []
+    for version, archs in TARGETS.items():
+        compiler = Compiler(fetch(version))
+        for arch in archs:
+            kind, number = ("cubin" if arch.startswith("sm_") else "ptx"), arch.split("_")[1]
+            made.append((kind, int(number), compiler.compile(kernels[0], arch)))
+    fatbin = pack(made)
+    found = check(fatbin)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        words = []
-        for version, archs in TARGETS.items():
-            compiler = Compiler(fetch(version))
-            for arch in archs:
-                made = pathlib.Path(scratch, arch)
-                made.write_bytes(compiler.compile(kernels[0], arch))
-                kind, number = ("elf" if arch.startswith("sm_") else "ptx"), arch.split("_")[1]
-                words.append(f"--image3=kind={kind},sm={number},file={made}")
-        made = pathlib.Path(scratch, "fatbin")
-        command = [fatbinary, f"--create={made}", "--64", "--compress=false", *words]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        if answer.returncode != 0:
-            raise KernelsError(f"{fatbinary} failed: {answer.stdout}{answer.stderr}")
-        found = check(made.read_bytes())
-        made.replace(target)
+    part = target.with_suffix(".part")
+    part.write_bytes(fatbin)
+    part.replace(target)
     return found
 
 

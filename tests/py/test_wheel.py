@@ -139,7 +139,7 @@ def test_the_kernels_of_a_wheel_can_be_loaded_by_each_driver_since_cuda_12(
     try:
         found = kernels.build(target)
     except kernels.KernelsError as error:
-        if "fatbinary was not found" in str(error) or "cannot be downloaded" in str(error):
+        if "cannot be downloaded" in str(error):
             pytest.skip(str(error))
         raise
     assert [(image.kind, image.arch) for image in found] == [each[:2] for each in (*CUBINS, PTX)]
