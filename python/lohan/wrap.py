@@ -23,7 +23,7 @@ from lohan import _core
 from lohan.activations import _activations, _swap
 from lohan.activations._planner import Planner
 from lohan.common import _arguments, _exit, _meta
-from lohan.config import CHOSEN_LATER, Config
+from lohan.config import Config
 from lohan.errors import (
     ModelError,
     OffloadedGradientError,
@@ -155,8 +155,8 @@ def _lay_out(
     if shared.is_mate:
         made = _join.config_of_mate(made)
         budget = _division.least(layout, made)
-    elif zeroth is None:
-        made, budget = _division.commits_by_cost(layout, made, budget)
+    if zeroth is None:
+        made, budget = _division.commits_by_cost(layout, made, budget, shared.world)
     return _Opening(model, layout, made, budget, found, zeroth, open_at, shared)
 
 
@@ -298,8 +298,7 @@ class _Opening:
                 _store.remove(directories)
             raise
         session.speaks = self.shared.world is None or self.shared.world.rank == 0
-        if self.config.commit_every == CHOSEN_LATER:
-            session.commit_choice = _commit_rule.Rule(session)
+        _commit_rule.begin(session, self.shared.world)
         wear = None if self.zeroth is None else ZerothWear
         full = functools.partial(_division.full_budget, self.layout, self.config)
         _opened.opened(session, wear, full, is_resumed=resume, is_temporary=temporary)
@@ -345,6 +344,7 @@ class _Opening:
         if resume:
             session.resumed_step = session.step
             session.restore_scalars()
+        _commit_rule.begin(session, self.shared.world)
         return session
 
     def _session(

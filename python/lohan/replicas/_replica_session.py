@@ -265,6 +265,7 @@ class ReplicaSession(Session):
         """Close the open step in all processes, once they agree on it; see Session.close_step."""
         self.check_open()
         self._refuse_edited()
+        every = self.config.commit_steps  # a number that is chosen now is for the next steps
         has_gradients = bool(self._engine.status()["has_gradients"])
         if has_gradients:
             self._agree(unscale)
@@ -274,11 +275,10 @@ class ReplicaSession(Session):
         self.exchange.forget()
         if has_gradients:
             self.exchange.take_order()
-        self._await_snapshot()
+        self._await_snapshot(every)
 
-    def _await_snapshot(self) -> None:
+    def _await_snapshot(self, every: int) -> None:
         """Commit a step whose commit a snapshot holds back. See [Note: Commits of replicas]."""
-        every = self.config.commit_steps
         if not self._has_copied or every == 0 or self.step % every:
             return
         self.world.say(f"waiting for a snapshot after step {self.step}")
@@ -511,6 +511,7 @@ class MateSession(ReplicaSession):
         self._accumulation.reset()
         self._scale.reset()
         self._share_norm()
+        self._commits_choose()
         self._count_traffic()
         if self._planner is not None:
             self._planner.step_end(self)

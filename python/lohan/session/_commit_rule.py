@@ -8,49 +8,81 @@ COMMIT_LIFE_DAYS at most the endurance that the drives have left. The seconds be
 steps after the first four: no step commits before that, the last two are timed, and the number does
 not change any more in this session. A number of steps rather than a time is what the engine needs:
 updates in backward already write what the commit of their step will have.
+
+[Note: One interval for all] Several processes must commit the same steps, or there would be none
+that all stores have. So they choose together: no step commits at once if a commit of any of them
+adds SAVED_BYTES_MIN, the seconds are the most that one of them needs, and the time of a step is
+that of the slowest. They tell each other the bytes and the seconds in wrap(), and the time once,
+after the fourth step, which all have closed by then. Processes that write to the same drives
+measure their rates at the same time, and each counts the writes of all against the drives' life.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log, _shown
+from lohan.config import CHOSEN_LATER
 from lohan.planning import _drives, _measure, _wear
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
+    from lohan.world._world import World
 
 _now = time.monotonic
 _STEPS_BEFORE = 2  # the first steps allocate memory and record the order of uses
 _STEPS_TIMED = 2
 
 
+def begin(session: Session, world: World | None) -> None:
+    """Let a session choose the steps between its commits, if wrap() has left that to it.
+
+    Args:
+        session: the session.
+        world: the processes of the run, all of which do the same; None: there is only one.
+    """
+    if session.config.commit_every == CHOSEN_LATER:
+        session.commit_choice = Rule(session, world)
+
+
+def _cost(session: Session) -> tuple[float, int]:
+    """Return the seconds between commits that a session's store needs, and a commit's bytes."""
+    config, store = session.config, session.store.describe()
+    if config.commit_steps == 0:  # the store is another process's, which commits
+        return 0.0, 0
+    is_served = _device.parse(config.device)[0] != "cpu"
+    nbytes = _wear.saved_bytes(session.layout.units, session.budget, is_served)
+    nbytes += int(store["commit_bytes"])
+    sizes = [size for _, size, _ in store["files"]]
+    drives = [
+        drive._replace(share=drive.share * config.sharers)
+        for drive in _drives.of_store(session.directories, sizes, config.ssd_endurance_bytes)
+    ]
+    file_system = os.statvfs(session.directories[0])
+    fs_bytes = file_system.f_blocks * file_system.f_frsize
+    rate = _measure.write_rate(session.directories)
+    return _wear.commit_interval_s(nbytes, rate, drives, fs_bytes), nbytes
+
+
 class Rule:
-    """Chooses the steps between commits of a session.
+    """Chooses the steps between commits of a session. See [Note: One interval for all].
 
     Attributes:
-        nbytes: the bytes that a commit adds to what a step writes.
         interval_s: the seconds between two commits.
+        nbytes: the bytes that a commit adds to what a step writes, in the process that needs these
+            seconds.
     """
 
-    def __init__(self, session: Session) -> None:
-        config, store = session.config, session.store.describe()
-        is_served = _device.parse(config.device)[0] != "cpu"
-        self.nbytes = _wear.saved_bytes(session.layout.units, session.budget, is_served)
-        self.nbytes += int(store["commit_bytes"])
-        sizes = [nbytes for _, nbytes, _ in store["files"]]
-        drives = _drives.of_store(session.directories, sizes, config.ssd_endurance_bytes)
-        file_system = os.statvfs(session.directories[0])
-        self.interval_s = _wear.commit_interval_s(
-            self.nbytes,
-            _measure.write_rate(session.directories),
-            drives,
-            file_system.f_blocks * file_system.f_frsize,
-        )
+    def __init__(self, session: Session, world: World | None) -> None:
+        """Choose the seconds; the processes of a world call this together."""
+        self._world = world
+        told = self._told(_cost(session), "the cost of commits")
+        self.interval_s, self.nbytes = max(told)
         self._count = 0
         self._began = 0.0
 
@@ -68,7 +100,8 @@ class Rule:
             self._began = _now()
         if self._count < _STEPS_BEFORE + _STEPS_TIMED:
             return False
-        step_s = (_now() - self._began) / _STEPS_TIMED
+        own_s = (_now() - self._began) / _STEPS_TIMED
+        step_s = max(self._told(own_s, f"the steps between commits after step {session.step}"))
         every = max(2, math.ceil(self.interval_s / max(step_s, 1e-6)))
         session.commit_every(every)
         if session.speaks:
@@ -77,3 +110,10 @@ class Rule:
                 f" {_shown.of_seconds(every * step_s)}"
             )
         return True
+
+    def _told(self, mine: Any, what: str) -> list[Any]:
+        """Return what all processes say, of whom each says this."""
+        if self._world is None:
+            return [mine]
+        told = self._world.exchange(json.dumps(mine).encode(), what)
+        return [json.loads(each) for each in told]

@@ -319,10 +319,16 @@ class Commits(SessionPart):
 
     def commit_every(self, steps: int) -> None:
         """Set the number of steps between commits, from the next step on."""
-        self._engine.commit_every(steps)
+        if self.config.commit_steps > 0:  # otherwise another process has the store, and commits
+            self._engine.commit_every(steps)
         self.config = dataclasses.replace(self.config, commit_every=steps)
         if self.wear is not None:
             self.wear.every(steps)
+
+    def _commits_choose(self) -> None:
+        """Handle the close of a step: the session may choose the steps between commits now."""
+        if self.commit_choice is not None and self.commit_choice.closed(cast("Session", self)):
+            self.commit_choice = None
 
     def durable_step(self) -> int:
         """Return the step that a resumed run would begin after."""

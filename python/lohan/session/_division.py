@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.layout._in_place import Found
+    from lohan.world._world import World
 
 # The constant reserve for small objects: messages, requests, event lists and the rounding of the
 # arena. The tables of units and a requested timeline take memory in addition to this reserve.
@@ -249,30 +250,39 @@ def _divided(
 
 
 def commits_by_cost(
-    layout: Layout, config: Config, budget: dict[str, int]
+    layout: Layout, config: Config, budget: dict[str, int], world: World | None
 ) -> tuple[Config, dict[str, int]]:
     """Leave the steps between commits to the session if memory keeps much of what a commit writes.
 
-    That is [Note: Commits by cost] in session/_commit_rule.py. Otherwise every step commits.
+    That is [Note: Commits by cost] in session/_commit_rule.py. Otherwise every step commits. In
+    several processes it is enough if this is so in one of them: [Note: One interval for all].
 
     Args:
         layout: the model's layout.
         config: the session's config.
         budget: the division of main memory if every step commits.
+        world: the processes of the run, all of which call this; None: there is only one.
 
     Returns:
         The config, with commit_every=CHOSEN_LATER if the session chooses; and the division.
     """
-    if config.commit_every == "auto" and config.process_count == 1:
-        rare = dataclasses.replace(config, commit_every=CHOSEN_LATER)
-        is_served = _device.parse(config.device)[0] != "cpu"
+    if config.commit_every != "auto":
+        return config, budget
+    rare = dataclasses.replace(config, commit_every=CHOSEN_LATER)
+    kept, saved = budget, 0
+    if rare.commit_steps > 0:  # otherwise another process has the store, and commits
         try:
             kept = _budget(layout, rare)
+            is_served = _device.parse(config.device)[0] != "cpu"
+            saved = _wear.saved_bytes(layout.units, kept, is_served)
         except BudgetError:  # gradients cannot wait in memory
-            return config, budget
-        if _wear.saved_bytes(layout.units, kept, is_served) >= SAVED_BYTES_MIN:
-            return rare, kept
-    return config, budget
+            saved = -1
+    told = [saved]
+    if world is not None:
+        told = [*map(int, world.exchange(str(saved).encode(), "what commits write"))]
+    if min(told) < 0 or max(told) < SAVED_BYTES_MIN:
+        return config, budget
+    return rare, kept
 
 
 def _layout_for_budget(

@@ -378,8 +378,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self._accumulation.reset()
         self._scale.reset()
         self._await_updates()
-        if self.commit_choice is not None and self.commit_choice.closed(self):
-            self.commit_choice = None
+        self._commits_choose()
         if self.wear is not None:
             self.wear.closed(self)
         if self._planner is not None:
