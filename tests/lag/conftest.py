@@ -1,8 +1,8 @@
 """The late device for the tests in this folder; late.py describes it.
 
 Where LOHAN_TEST_LAG is 1, this process gets the device before torch is imported. Where it is gpu,
-the tests in ON_A_GPU use the machine's GPU instead (real.py). Otherwise, or if the device cannot be
-had, every test is skipped with the reason.
+the tests in ON_A_GPU use the machine's GPU instead (real.py). Otherwise, or if the device is not
+available, every test is skipped with the reason.
 """
 
 from __future__ import annotations
