@@ -65,9 +65,9 @@ def test_ticks_are_round_and_cover_what_is_shown(low: float, high: float) -> Non
 
 @pytest.mark.parametrize("value", [1e308, -1e308, 5e-324, 1e99])
 def test_a_page_is_made_of_extreme_numbers(value: float, tmp_path: pathlib.Path) -> None:
-    write(tmp_path / "s", [(1, range(1, 701))])  # a bucket has several steps
+    write(tmp_path / "s", [(1, range(1, 601))])  # each bucket has two steps
     writer = Writer([str(tmp_path / "s")], UUID, is_resumed=True)
-    for step in range(1, 701):
+    for step in range(1, 601):
         names = ("seconds", "loss", "tokens", "written_bytes", "ssd")
         writer.put(record(step, **dict.fromkeys(names, value)))
     writer.close()
