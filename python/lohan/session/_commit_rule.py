@@ -10,11 +10,12 @@ not change any more in this session. A number of steps rather than a time is wha
 updates in backward already write what the commit of their step will have.
 
 [Note: One interval for all] Several processes must commit the same steps, or there would be none
-that all stores have. So they choose together: no step commits at once if a commit of any of them
-adds SAVED_BYTES_MIN, the seconds are the most that one of them needs, and the time of a step is
-that of the slowest. They tell each other the bytes and the seconds in wrap(), and the time once,
-after the fourth step, which all have closed by then. Processes that write to the same drives
-measure their rates at the same time, and each counts the writes of all against the drives' life.
+that all stores have. So they choose together: there is an interval if a commit of any of them adds
+SAVED_BYTES_MIN (and gradients can wait in the memory of all), it is the longest that one of them
+needs, and the time of a step is that of the slowest. They exchange the bytes and the interval in
+wrap(), and the time once, after the fourth step, which all have closed by then. Processes that
+write to the same drives measure their rates at the same time, and each counts the writes of all
+against the drives' life.
 """
 
 from __future__ import annotations
