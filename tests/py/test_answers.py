@@ -155,3 +155,85 @@ def test_wraps_line_has_adapters_and_micro_batches() -> None:
     step = simulate(_models.load("opt-1.3b", 1, 64, **load), of_parts(), options)
     line = _answer.wrap_line(question, step)
     assert 'weights="FOLDER"' in line and "accumulate=4" in line
+
+
+LORA = ("--adapter-params", "3000000")
+WITHOUT_LOGITS = ("--loss", "linear_cross_entropy")
+# (model, GPU, main memory, drives, the other words, arguments of load(), options)
+QUESTIONS: dict[str, tuple[str, str, str, str, tuple[str, ...], dict[str, Any], Options]] = {
+    "all parameters": ("opt-1.3b", "rtx-4090", "64GiB", "2TB,7GB/s,1200TBW", (), {}, Options()),
+    "little of everything": ("opt-1.3b", "rtx-3060", "16GiB", "1TB,3.5GB/s", (), {}, Options()),
+    "8-bit moments": (
+        *("opt-2.7b", "rtx-3060", "32GiB", "1TB,5GB/s,600TBW"),
+        ("--states", "8bit"),
+        {},
+        Options(states="8bit"),
+    ),
+    "bf16 moments": (
+        *("opt-2.7b", "rtx-4080", "32GiB", "1TB,5GB/s,600TBW"),
+        ("--states", "bf16"),
+        {},
+        Options(states="bf16"),
+    ),
+    "accumulated steps": (
+        *("opt-1.3b", "rtx-3090", "32GiB", "1TB,7GB/s,600TBW"),
+        ("--accumulate", "2"),
+        {},
+        Options(accumulate=2),
+    ),
+    "a commit in each step": (
+        *("opt-1.3b", "rtx-5080", "32GiB", "1TB,7GB/s,600TBW"),
+        ("--commit-every", "1"),
+        {},
+        Options(commit_every=1),
+    ),
+    "adapters": (
+        *("opt-2.7b", "rtx-4060-ti", "16GiB", "1TB,5GB/s,600TBW"),
+        LORA,
+        {"adapter_params": 3_000_000},
+        Options(),
+    ),
+    "adapters on NF4": (
+        *("opt-6.7b", "rtx-4060-ti", "16GiB", "1TB,5GB/s,600TBW"),
+        (*LORA, "--base", "nf4"),
+        {"adapter_params": 3_000_000, "base": "nf4"},
+        Options(),
+    ),
+    "a loss without logits": (
+        *("opt-1.3b", "rtx-4070-ti-super", "32GiB", "2TB,7GB/s,1200TBW"),
+        WITHOUT_LOGITS,
+        {"loss": "linear_cross_entropy"},
+        Options(),
+    ),
+    "two drives": ("opt-2.7b", "rtx-5090", "64GiB", "2x2TB,14GB/s,1200TBW", (), {}, Options()),
+    "a transformer for images": (
+        *("dit-0.67b", "rtx-4090", "32GiB", "1TB,5GB/s,600TBW"),
+        (),
+        {},
+        Options(),
+    ),
+    "a server": ("opt-6.7b", "h100", "1TiB", "4x3.84TB,14GB/s,6.75GB/s,7PBW", (), {}, Options()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_figure_of_an_answer_is_the_simulators(name: str) -> None:
+    model, gpu, ram, ssd, words, load, options = QUESTIONS[name]
+    parts = ("--gpu", gpu, "--ram", ram, "--ssd", ssd)
+    seq = 1024 if model.startswith("dit") else 512
+    asked = ask("--model", model, *parts, "--batch", "2", "--seq", str(seq), *words)
+    step = simulate(_models.load(model, 2, seq, **load), _parts.machine(gpu, ram, ssd), options)
+    assert asked["fits"] and asked["step"] == step.as_dict()
+    assert asked["step_s"] == step.step_ns / 1e9
+    assert asked["tokens_per_s"] == step.tokens_per_s
+    assert asked["bound_by"] == step.bound_by
+    assert (asked["commit_every"], asked["ssd_life_days"]) == (
+        step.commit_every,
+        step.ssd_life_days,
+    )
+    wide = simulate(_models.load(model, 4, seq, **load), _parts.machine(gpu, ram, ssd), options)
+    (row,) = [row for row in asked["changes"] if row["change"] == "batch 4"]
+    assert (row["step_s"], row["bound_by"]) == (wide.step_ns / 1e9, wide.bound_by)
+    stated = [f"states='{options.states}'".replace("'", '"')] if options.states != "fp32" else []
+    assert all(text in asked["wrap"] for text in stated)
