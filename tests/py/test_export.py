@@ -243,7 +243,10 @@ def test_a_full_disk_leaves_nothing_and_says_how_much_is_missing(
 ) -> None:
     model: Any = lohan.wrap(llama(), store=store_dir / "s")
     monkeypatch.setattr(_safetensors.shutil, "disk_usage", lambda _: Free())
-    with pytest.raises(lohan.errors.StoreError, match=r"need [\d,]+ bytes, 1,000 are free"):
+    with pytest.raises(
+        lohan.errors.StoreError,
+        match=r"need [\d,]+ bytes \(\S+ kB\), 1,000 bytes are free, and [\d,]+ bytes \(",
+    ):
         model.save_pretrained(store_dir / "new" / "deep")
     assert not (store_dir / "new").exists()
     monkeypatch.undo()

@@ -223,8 +223,8 @@ def _check_space(out: Path, needed: int) -> None:
     if needed > free:
         raise StoreError(
             errno.ENOSPC,
-            f"{out}: the files need {needed:,} bytes, {free:,} are free, {needed - free:,} are"
-            " missing: free space there, or choose another folder",
+            f"{out}: the files need {needed:,} bytes, {free:,} bytes are free, and"
+            f" {needed - free:,} bytes are missing: free space there, or choose another folder",
         )
 
 
