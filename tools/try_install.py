@@ -55,7 +55,7 @@ mkdir -p "$1/house" "$1/links"
 mount --bind "$2" "$1/house"
 mount --bind "$3" "$1/links"
 shift 3
-exec chroot "$@"
+exec env -i "$@"
 """
 DOWNLOAD = """
 python3 -m venv /download
@@ -76,7 +76,7 @@ now lohan
 now steps
 /venv/bin/lohan doctor --json /root >/doctor.json
 """
-EMULATED = "cd /root; exec /qemu /usr/bin/python3 /first_step.py"
+EMULATED = ("/qemu", "/usr/bin/python3", "/first_step.py")
 
 
 @contextlib.contextmanager
@@ -131,9 +131,13 @@ def make_tree(suite: str, root: pathlib.Path, options: argparse.Namespace) -> No
 
 
 def inside(
-    root: pathlib.Path, house: pathlib.Path, options: argparse.Namespace, script: str, **more: str
+    root: pathlib.Path,
+    house: pathlib.Path,
+    options: argparse.Namespace,
+    command: Sequence[str],
+    **more: str,
 ) -> str:
-    """Run a shell script in a tree; return its output."""
+    """Run a command in a tree; return its output."""
     kept = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
     environment = {name: os.environ[name] for name in kept if name in os.environ} | more
     environment |= {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "TORCH": TORCH}
@@ -142,8 +146,9 @@ def inside(
     if (root / "certificates.crt").exists():
         environment["PIP_CERT"] = "/certificates.crt"
     words = [f"{name}={value}" for name, value in environment.items()]
-    enter = [*NAMESPACE, "sh", "-euc", ENTER, "sh", root, house, options.find_links or house, root]
-    return run([*enter, "env", "-i", *words, "sh", "-euc", script])
+    # The tree may be of another machine: the first of its programs is that of the command.
+    enter = [*NAMESPACE, "sh", "-euc", ENTER, "sh", root, house, options.find_links or house]
+    return run([*enter, *words, "chroot", root, *command])
 
 
 def house_of(root: pathlib.Path, options: argparse.Namespace) -> pathlib.Path:
@@ -154,7 +159,7 @@ def house_of(root: pathlib.Path, options: argparse.Namespace) -> pathlib.Path:
         shutil.rmtree(house, ignore_errors=True)
         house.mkdir(parents=True)
         say(f"downloading torch {TORCH} for {python}")
-        inside(root, house, options, DOWNLOAD)
+        inside(root, house, options, ["sh", "-euc", DOWNLOAD])
         (house / "complete").touch()
     return house
 
@@ -182,7 +187,7 @@ def differences(said: Sequence[str]) -> tuple[dict[str, float], dict[str, float]
 def try_here(suite: str, root: pathlib.Path, options: argparse.Namespace) -> bool:
     """Install and train in a tree of this machine; print the times, return whether they pass."""
     house = house_of(root, options)
-    said = inside(root, house, options, TIMED).splitlines()
+    said = inside(root, house, options, ["sh", "-euc", TIMED]).splitlines()
     told = next(json.loads(line) for line in said if line.startswith("{"))
     seconds, cpu_seconds = differences(said)
     has_cuda = any(house.glob("nvidia_*.whl"))
