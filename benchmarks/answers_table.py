@@ -114,15 +114,17 @@ def text(step: Step | None) -> str:
     return f"{step.tokens_per_s:,.0f}; {hours:,.3g} h; {_life(step.ssd_life_days)}"
 
 
+def line(row: Model, steps: list[Step | None]) -> str:
+    """Return a row's line."""
+    return f"| {row.title} | {' | '.join(map(text, steps))} |"
+
+
 def page(jobs: int) -> str:
     """Return the page."""
     with ProcessPoolExecutor(jobs) as pool:
         found = list(pool.map(run, MODELS))
     lines = [f"| | {' | '.join(MACHINES)} |", "|---|" + "---|" * len(MACHINES)]
-    lines += [
-        f"| {row.title} | {' | '.join(map(text, steps))} |"
-        for row, steps in zip(MODELS, found, strict=True)
-    ]
+    lines += [line(row, steps) for row, steps in zip(MODELS, found, strict=True)]
     return HEAD + "\n".join(lines) + "\n" + TAIL
 
 

@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 
 import cbuild
-import make_wheel
+import wheel_environments
 
 ROOT = cbuild.ROOT
 WORK = cbuild.BUILD / "matrix"
@@ -150,7 +150,7 @@ def pairs(pythons: Sequence[str], torches: Sequence[str]) -> list[Pair]:
     Raises:
         MatrixError: no interpreter was found, or not one that was asked for.
     """
-    found = make_wheel.pythons(pythons)
+    found = wheel_environments.pythons(pythons)
     missing = [name for name in pythons if name not in found]
     if missing or not found:
         raise MatrixError(f"python{' and python'.join(missing) or '3.11 or newer'} was not found")

@@ -23,7 +23,7 @@ def test_every_selected_test_exists_and_every_need_is_pinned() -> None:
 
 def test_pairs_are_every_python_with_every_torch_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"3.9": pathlib.Path("b"), "3.12": pathlib.Path("a")}
-    monkeypatch.setattr(matrix.make_wheel, "pythons", lambda wanted: found)
+    monkeypatch.setattr(matrix.wheel_environments, "pythons", lambda wanted: found)
     chosen = matrix.pairs([], ["2.11.0", "newest"])
     assert [(pair.python, pair.torch) for pair in chosen] == [
         ("3.9", "2.11.0"),

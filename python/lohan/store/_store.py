@@ -25,7 +25,7 @@ from lohan.errors import (
 )
 from lohan.layout import _experts
 from lohan.layout._block import BYTES_CODE, DTYPE_CODES, STATES, checksum_bytes, checksum_count
-from lohan.store import _process, _steps
+from lohan.store import _process
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
@@ -314,7 +314,7 @@ def create(
         StoreExistsError, StoreLockedError, StoreError: the message names the directory and the
             numbers; on a full disk, it states how much space is missing.
     """
-    made = _core.store_create(
+    return _core.store_create(
         type=_core.Store,
         raiser=store_error,
         directories=list(directories),
@@ -331,8 +331,6 @@ def create(
         allow_buffered=config.allow_buffered,
         allow_tmpfs=config.allow_tmpfs,
     )
-    _steps.discard(directories)
-    return made
 
 
 def open_existing(
