@@ -265,6 +265,28 @@ def test_a_torn_record_does_not_hide_its_neighbours(tmp_path: pathlib.Path) -> N
     assert [*read(tmp_path)[1]] == [1, 2, 4, 5]
 
 
+def test_records_that_were_read_while_they_were_written_are_read_again(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a read may have a part of both, and the steps after that one must not hide this."""
+    write(tmp_path, [(1, range(1, 6))], "running")
+    writer = Writer([str(tmp_path)], watch_helper.UUID, is_resumed=True)
+    real, torn = os.pread, [3, 3, 2]
+
+    def pread(file: int, count: int, offset: int) -> bytes:
+        data = bytearray(real(file, count, offset))
+        if torn and count > _steps.HEADER_BYTES:
+            at = _steps._place(torn.pop()) + 40
+            data[at : at + 8] = b"\xff" * 8
+        return bytes(data)
+
+    with Reader([str(tmp_path)]) as reader:
+        monkeypatch.setattr(os, "pread", pread)
+        reader.refresh()
+        assert not torn and [*reader.records] == [1, 2, 3, 4, 5]
+    writer.close()
+
+
 def test_a_description_that_is_too_long_loses_its_texts(tmp_path: pathlib.Path) -> None:
     write(tmp_path, [(1, range(1, 3))])
     writer = Writer([str(tmp_path)], watch_helper.UUID, is_resumed=True)

@@ -23,6 +23,7 @@ import math
 import os
 import stat
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,9 @@ _HEADER = struct.Struct("<8sII")  # magic, bytes of JSON, their checksum
 _MAGIC = b"LOHANSTE"
 _RECORD = struct.Struct("<QQ12dBB10x")
 _CRC = struct.Struct("<I")
+# A record that is read while it is written is invalid, until the writer has gone on.
+_READS_MAX = 5
+_WRITE_S = 0.02
 _WHOLE_BYTES_MAX = HEADER_BYTES + COUNT * BYTES
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 _NAN = math.nan
@@ -322,14 +326,25 @@ class Reader:
         ]
 
     def _read_all(self) -> None:
+        """Read all records; again, if one between others was being written."""
+        records = self._valid()
+        for _ in range(_READS_MAX - 1):
+            is_whole = not records or records[-1].step - records[0].step == len(records) - 1
+            if is_whole or not self.is_running:
+                break
+            time.sleep(_WRITE_S)
+            records = self._valid()
+        self.records = {each.step: each for each in records}
+
+    def _valid(self) -> list[Record]:
         data = os.pread(self._file, _WHOLE_BYTES_MAX, 0)
         found = [unpack(data[at : at + BYTES]) for at in range(HEADER_BYTES, len(data), BYTES)]
-        records = [
+        valid = [
             record
             for slot, record in enumerate(found)
             if record is not None and record.step % COUNT == slot and self._counts(record)
         ]
-        self.records = {each.step: each for each in sorted(records, key=lambda each: each.step)}
+        return sorted(valid, key=lambda each: each.step)
 
     def _counts(self, record: Record) -> bool:
         """Return whether a record is of a step that the store still has."""
