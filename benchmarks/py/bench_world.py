@@ -27,8 +27,9 @@ live for all rounds.
   CPU time, compared with those of the same program without torchrun. Both processes live for all
   rounds and use the same core. They must have the same losses, and as many sockets open.
 * world_wire_cpu: the CPU time that a process of two spends on the exchange of its gradients in a
-  full step of one sequence of CPU_LENGTH tokens, for each GB that it sends while it receives
-  another: its CPU time, less that of one process that computes the same batch.
+  step with 403 MB of gradients in fp32, sums and copies included, for each GB that it sends while
+  it receives another: its CPU time, less that of one process that makes the same step. The model
+  has next to no computation, whose noise would be larger than the difference.
 
     python benchmarks/py/bench_world.py [--only zo lora full wire overlap disk memory one cpu]
 """
@@ -58,7 +59,6 @@ import namespaces
 HERE = Path(__file__).resolve().parent
 ZO_RATE = "1mbit"
 PORT = 29511
-CPU_LENGTH = 8
 MICRO_BATCHES = 4
 PEERS = ("ddp", "fsdp2", "fsdp2_best", "deepspeed")
 RATES = {"1gbit": 125_000_000, "100mbit": 12_500_000}
@@ -408,9 +408,7 @@ def measure_one(args: Any, folder: Path, report: Report) -> None:
 
 def measure_cpu(args: Any, folder: Path, report: Report) -> None:
     """Measure what the exchange of gradients costs a processor."""
-    words = [sys.executable, "-W", "ignore", str(HERE / "world_train.py"), "lohan"]
-    # With more tokens, the difference of two processes would be that of their computation.
-    words += ["--batch=1", f"--length={CPU_LENGTH}"]
+    words = [sys.executable, "-W", "ignore", str(HERE / "world_train.py"), "lohan_wide"]
     one = System([[*pinned(0), *words, "--store", str(folder / "cpu-one")]], {})
     found: list[tuple[float, float]] = []
     with namespaces.nodes(2, None) as names:

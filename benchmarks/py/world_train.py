@@ -1,5 +1,7 @@
 """One process of a system of bench_world.py: GPT-2 124M in bf16, trained on two nodes.
 
+lohan_wide has another model, whose computation takes next to no time.
+
 It answers each line of stdin, a number of steps, with what these took, the losses of all steps and
 the sockets that the process has open.
 """
@@ -23,7 +25,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LENGTH = 128
 LORA_RANK = 16
-SYSTEMS = ("lohan", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
+WIDE, WIDE_LAYERS = 4096, 6  # of 403 MB of gradients, and little computation
+SYSTEMS = ("lohan", "lohan_wide", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -174,6 +177,27 @@ def deepspeed_step(args: argparse.Namespace) -> Step:
     return step
 
 
+def wide_step(args: argparse.Namespace) -> Step:
+    """Exchange the gradients of matrices in fp32, each of which is multiplied by one vector."""
+    import lohan
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDE, WIDE, bias=False) for _ in range(WIDE_LAYERS)]
+    model = lohan.wrap(
+        torch.nn.Sequential(*layers), store=args.store, commit_every="manual", threads=1, **HYPER
+    )
+    x = torch.ones(1, WIDE)
+
+    def step(_: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        model.optimizer.step()
+        model.lohan.flush()
+        return loss.detach()
+
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("system", choices=SYSTEMS)
@@ -194,8 +218,8 @@ def main() -> None:
     # Libraries print; only answers belong in this program's output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    make = {"lohan": lohan_step, "deepspeed": deepspeed_step}.get(args.system, torch_step)
-    step = make(args)
+    made = {"lohan": lohan_step, "lohan_wide": wide_step, "deepspeed": deepspeed_step}
+    step = made.get(args.system, torch_step)(args)
     generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
     for line in sys.stdin:
         shape = (args.batch, args.length)
