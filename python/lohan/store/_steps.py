@@ -40,7 +40,7 @@ _HEADER = struct.Struct("<8sII")  # magic, bytes of JSON, their checksum
 _MAGIC = b"LOHANSTE"
 _RECORD = struct.Struct("<QQ12dBB10x")
 _CRC = struct.Struct("<I")
-# A record that is read while it is written is invalid, until the writer has gone on.
+# A record that is read while it is written is invalid until the writer has written all of it.
 _READS_MAX = 5
 _WRITE_S = 0.02
 _WHOLE_BYTES_MAX = HEADER_BYTES + COUNT * BYTES
