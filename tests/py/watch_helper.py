@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pathlib
@@ -13,6 +14,8 @@ from typing import Any
 import crash_worker
 import lohan
 import torch
+from click.testing import CliRunner, Result
+from lohan.cli import main
 from lohan.store import _steps
 from lohan.store._steps import Reader, Record, Writer
 
@@ -38,6 +41,25 @@ def train(store: str, steps: int, *, is_resumed: bool = False, forks: bool = Fal
         model.lohan.note(loss=loss.item(), tokens=BATCH.numel())
         time.sleep(0.02)
     model.lohan.close()
+
+
+def step(model: Any) -> float:
+    """Take a step; return its loss."""
+    loss = model(BATCH)
+    loss.backward()
+    model.optimizer.step()
+    return float(loss.detach())
+
+
+def run(*words: object) -> Result:
+    """Run `lohan watch` in this process."""
+    return CliRunner().invoke(main, ["watch", *map(str, words)])
+
+
+def lines(answer: Result) -> list[dict[str, Any]]:
+    """Return the lines of JSON of an answer."""
+    assert answer.exit_code == 0, answer.output
+    return [json.loads(line) for line in answer.stdout.splitlines()]
 
 
 def start(*words: str) -> subprocess.Popen[str]:
