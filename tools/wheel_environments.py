@@ -82,7 +82,7 @@ class Shelf:
         self.find_links = find_links
 
     def torch(self, python: pathlib.Path, version: str, name: str) -> pathlib.Path | str:
-        """Return a folder with this torch for this Python, or the reason why there is none."""
+        """Return a folder with this torch for this Python, or a message if it is unavailable."""
         target = WORK / "torch" / f"{version}-{name}"
         if (target / "complete").exists():
             return target
