@@ -79,9 +79,10 @@ test-quick: build
 test-sanitized: $(VENV)/.ready
 	$(RUN) asan tsan sim --fast -- $(ARGS)
 
+# The late device comes first: it takes minutes, and the slow tests may use all the time there is.
 test-slow test-long: build
-	$(RUN) py --marked $(@:test-%=%) -- $(ARGS)
 	$(if $(findstring slow,$@),$(RUN) lag --fast)
+	$(RUN) py --marked $(@:test-%=%) -- $(ARGS)
 
 test-thread: build
 	LOHAN_TEST_BACKWARD=thread $(RUN) py --fast -- $(ARGS)

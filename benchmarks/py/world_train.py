@@ -1,6 +1,7 @@
 """One process of a system of bench_world.py: GPT-2 124M in bf16, trained on two nodes.
 
-lohan_wide has another model, whose computation takes next to no time.
+lohan_wide has another model, whose computation takes next to no time, and gloo has none: it sends
+and receives as many bytes as lohan_wide, and does nothing with them.
 
 It answers each line of stdin, a number of steps, with what these took, the losses of all steps and
 the sockets that the process has open.
@@ -26,7 +27,8 @@ HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight
 LENGTH = 128
 LORA_RANK = 16
 WIDE, WIDE_LAYERS = 4096, 6  # of 403 MB of gradients, and little computation
-SYSTEMS = ("lohan", "lohan_wide", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
+PIECE_BYTES, PIECES_AT_ONCE = 4 << 20, 8  # as in lohan
+SYSTEMS = ("lohan", "lohan_wide", "gloo", "ddp", "fsdp2", "fsdp2_best", "deepspeed")
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -198,6 +200,27 @@ def wide_step(args: argparse.Namespace) -> Step:
     return step
 
 
+def gloo_step(_: argparse.Namespace) -> Step:
+    """Exchange as many bytes as wide_step does."""
+    dist.init_process_group("gloo")
+    other = 1 - dist.get_rank()
+    pieces = WIDE_LAYERS * WIDE * WIDE * 4 // PIECE_BYTES
+    out, into = (
+        [torch.zeros(PIECE_BYTES, dtype=torch.uint8) for _ in range(PIECES_AT_ONCE)]
+        for _ in range(2)
+    )
+
+    def step(_: torch.Tensor) -> torch.Tensor:
+        for _ in range(0, pieces, PIECES_AT_ONCE):
+            works = [dist.irecv(each, other) for each in into]
+            works += [dist.isend(each, other) for each in out]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
+        return torch.zeros(())
+
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("system", choices=SYSTEMS)
@@ -218,7 +241,12 @@ def main() -> None:
     # Libraries print; only answers belong in this program's output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    made = {"lohan": lohan_step, "lohan_wide": wide_step, "deepspeed": deepspeed_step}
+    made = {
+        "lohan": lohan_step,
+        "lohan_wide": wide_step,
+        "gloo": gloo_step,
+        "deepspeed": deepspeed_step,
+    }
     step = made.get(args.system, torch_step)(args)
     generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
     for line in sys.stdin:

@@ -11,6 +11,8 @@
 #endif
 
 #define KERNEL_COUNT_MAX 3
+/* What lh_crc32c_copy() copies before it reads the copy again from the first-level cache. */
+#define COPY_BYTES (16 << 10)
 #define X_TO_0 (UINT32_C(1) << 31)
 #define X_TO_1 (UINT32_C(1) << 30)
 
@@ -123,6 +125,16 @@ uint32_t lh_crc32c(uint32_t crc, const void *data, uint64_t bytes)
     const struct lh_crc32c_kernel *best = NULL;
     lh_crc32c_kernels(&best);
     return best->run(crc, data, bytes);
+}
+
+uint32_t lh_crc32c_copy(uint32_t crc, void *to, const void *from, uint64_t bytes)
+{
+    for (uint64_t at = 0; at < bytes; at += COPY_BYTES) {
+        uint64_t part = lh_min_u64(bytes - at, COPY_BYTES);
+        memcpy((uint8_t *)to + at, (const uint8_t *)from + at, part);
+        crc = lh_crc32c(crc, (const uint8_t *)to + at, part);
+    }
+    return crc;
 }
 
 uint32_t lh_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t b_bytes)

@@ -16,6 +16,8 @@
 #include "base/base.h"
 
 uint32_t lh_crc32c(uint32_t crc, const void *data, uint64_t bytes);
+/* Copy memory, and return the CRC of the copy. It is computed while the copy is in cache. */
+uint32_t lh_crc32c_copy(uint32_t crc, void *to, const void *from, uint64_t bytes);
 
 typedef uint32_t (*lh_crc32c_fn)(uint32_t crc, const void *data, uint64_t bytes);
 

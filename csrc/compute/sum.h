@@ -13,5 +13,11 @@
 void lh_sum_start(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);
 /* Add a later gradient to sum. */
 void lh_sum_add(float *sum, const void *gradient, enum lh_dtype dtype, uint64_t count);
+/*
+ * Add gradients one after the other; the first one starts the sum if is_first. The bits are those
+ * of as many calls of the functions above, but the sum passes through memory only once.
+ */
+void lh_sum_add_all(float *sum, const void *const *gradients, uint32_t gradient_count,
+                    enum lh_dtype dtype, uint64_t count, bool is_first);
 
 #endif

@@ -370,6 +370,21 @@ static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
     return PyLong_FromUnsignedLong(value);
 }
 
+static PyObject *crc32c_copy(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    void *to = NULL;
+    const void *from = NULL;
+    uint64_t bytes = 0;
+    uint32_t value = 0;
+
+    if (LHPY_ARGS(args, NULL, LHPY_ARG(to), LHPY_ARG(from), LHPY_ARG(bytes), LHPY_ARG(value)) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    value = lh_crc32c_copy(value, to, from, bytes);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLong(value);
+}
+
 PyMethodDef lhpy_adam_functions[] = {
     {"adam_update", LHPY_KEYWORDS(adam_update),
      "One AdamW update; with checksums returns them, to be `expected` by the next."},
@@ -383,5 +398,8 @@ PyMethodDef lhpy_adam_functions[] = {
     {"stream_bound", LHPY_KEYWORDS(stream_bound),
      "Move the bytes of an update and compute nothing; the arrays are garbage after."},
     {"crc32c", LHPY_KEYWORDS(crc32c), "CRC-32C of a buffer, continued from value."},
+    {"crc32c_copy", crc32c_copy, METH_VARARGS,
+     "(to, from, bytes, value): copy bytes between addresses; their CRC-32C, continued from "
+     "value."},
     {NULL, NULL, 0, NULL},
 };

@@ -128,36 +128,38 @@ static bool part_is_there(const struct lhpy_engine *self, uint32_t index, bool g
     return false;
 }
 
+static const struct lhpy_table address_table = LHPY_TABLE_OF("an address", const void *);
+
 /*
- * sums_add(param, first, count, address, dtype, is_first): add a part of a gradient to a sum.
+ * sums_add(param, first, count, addresses, dtype, is_first): add a part of gradients to a sum, one
+ * gradient after the other.
  *
- * The gradient may be another process's. Any thread may call this for other elements, or for the
+ * The gradients may be other processes'. Any thread may call this for other elements, or for the
  * same ones one after the other. is_first: no gradient of the step has been added to this part.
  */
 static PyObject *sums_add(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
-    uint32_t index = 0, dtype = 0;
+    uint32_t index = 0, dtype = 0, gradient_count = 0;
     uint64_t first = 0, count = 0;
-    const void *address = NULL;
+    const void **gradients = NULL;
     bool is_first = false;
     if (!self ||
         LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(first), LHPY_ARG(count),
-                  LHPY_ARG(address), LHPY_ARG(dtype, .max = LH_DTYPE_F16), LHPY_ARG(is_first)) < 0)
+                  LHPY_ARG_ROWS("addresses", gradients, gradient_count, address_table),
+                  LHPY_ARG(dtype, .max = LH_DTYPE_F16), LHPY_ARG(is_first)) < 0)
         return NULL;
-    if (lhpy_index_check("param", index, self->param_count) < 0)
-        return NULL;
-    struct lhpy_param *param = &self->params[index];
-    if (!part_is_there(self, index, false, first, count))
-        return NULL;
-    param->sum_state = SUM_STATE_SUMMED;
-    Py_BEGIN_ALLOW_THREADS
-    if (is_first)
-        lh_sum_start(sum_of(param) + first, address, (enum lh_dtype)dtype, count);
-    else
-        lh_sum_add(sum_of(param) + first, address, (enum lh_dtype)dtype, count);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    bool is_there = lhpy_index_check("param", index, self->param_count) == 0 &&
+                    part_is_there(self, index, false, first, count);
+    if (is_there && gradient_count > 0) {
+        self->params[index].sum_state = SUM_STATE_SUMMED;
+        float *sum = sum_of(&self->params[index]) + first;
+        Py_BEGIN_ALLOW_THREADS
+        lh_sum_add_all(sum, gradients, gradient_count, (enum lh_dtype)dtype, count, is_first);
+        Py_END_ALLOW_THREADS
+    }
+    lhpy_free(&address_table, gradients, gradient_count);
+    return is_there ? Py_NewRef(Py_None) : NULL;
 }
 
 /*
@@ -253,7 +255,8 @@ void lhpy_sums_forget(struct lhpy_engine *self)
 
 PyMethodDef lhpy_sums_methods[] = {
     {"sums_add", sums_add, METH_VARARGS,
-     "sums_add(param, first, count, address, dtype, is_first): add a part of a gradient to a sum."},
+     "sums_add(param, first, count, addresses, dtype, is_first): add a part of gradients to a "
+     "sum."},
     {"sums_give", sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
     {"given_expect", given_expect, METH_O, "given_expect(param): its new values will be given."},
     {"given_put", given_put, METH_VARARGS, "given_put(param, first, count, address)"},

@@ -103,6 +103,25 @@ static void test_combine_long(void)
     LH_CHECK(lh_crc32c_combine(0x12345678, 0, 1) != 0x12345678);
 }
 
+static void test_copy(const uint8_t *memory)
+{
+    lh_test_name("a copy has the bytes and the checksum of what was copied, and nothing more");
+    enum { BYTES = 100000 };
+    uint8_t *from = malloc(BYTES);
+    uint8_t *to = malloc(BYTES + 1);
+    LH_CHECK(from && to);
+    for (uint32_t i = 0; i < BYTES; i++)
+        from[i] = memory[i % MEMORY_BYTES] ^ (uint8_t)(i / MEMORY_BYTES);
+    static const uint64_t sizes[] = {0, 1, 4097, 16383, 16384, 16385, 32768, BYTES};
+    for (uint32_t i = 0; i < LH_COUNT_OF(sizes); i++) {
+        memset(to, 0xa5, BYTES + 1);
+        LH_CHECK(lh_crc32c_copy(7, to, from, sizes[i]) == lh_crc32c(7, from, sizes[i]));
+        LH_CHECK(memcmp(to, from, sizes[i]) == 0 && to[sizes[i]] == 0xa5);
+    }
+    free(from);
+    free(to);
+}
+
 static void *first_call(void *context)
 {
     *(uint32_t *)context = lh_crc32c(0, "123456789", 9);
@@ -138,5 +157,6 @@ int main(void)
         test_each_bit(&kernels[i], memory);
     }
     test_combine_long();
+    test_copy(memory);
     return 0;
 }

@@ -52,6 +52,45 @@ static void test_sums(enum lh_dtype dtype)
     }
 }
 
+/* Every alignment of the sum, so that both kinds of stores are used, and up to four gradients. */
+static void test_several(enum lh_dtype dtype)
+{
+    static uint8_t bytes[4][COUNT_MAX * sizeof(float)];
+    static _Alignas(16) float sum[COUNT_MAX + 8], expected[COUNT_MAX + 8];
+    const void *gradients[4];
+    uint64_t seed = 2;
+
+    for (uint32_t j = 0; j < 4; j++) {
+        gradients[j] = bytes[j];
+        for (uint64_t i = 0; i < COUNT_MAX; i++) {
+            float value = (float)((double)(int32_t)lh_test_random(&seed) / 1e6);
+            uint32_t bits = bits_of(value);
+            uint16_t half = dtype == LH_DTYPE_F16 ? lh_half_round(bits) : (uint16_t)(bits >> 16);
+            if (dtype == LH_DTYPE_F32)
+                memcpy(bytes[j] + 4 * i, &bits, sizeof(bits));
+            else
+                memcpy(bytes[j] + 2 * i, &half, sizeof(half));
+        }
+    }
+    for (uint32_t round = 0; round < 400; round++) {
+        uint32_t count_of_gradients = 1 + round % 4;
+        uint64_t shift = round / 4 % 5;
+        uint64_t count = lh_test_random(&seed) % (COUNT_MAX + 1);
+        bool is_first = round % 3 > 0;
+
+        for (uint64_t i = 0; i < COUNT_MAX + 8; i++)
+            sum[i] = expected[i] = (float)i / 3;
+        for (uint32_t j = 0; j < count_of_gradients; j++) {
+            if (is_first && j == 0)
+                lh_sum_start(expected + 1 + shift, gradients[j], dtype, count);
+            else
+                lh_sum_add(expected + 1 + shift, gradients[j], dtype, count);
+        }
+        lh_sum_add_all(sum + 1 + shift, gradients, count_of_gradients, dtype, count, is_first);
+        LH_CHECK(memcmp(sum, expected, sizeof(sum)) == 0);
+    }
+}
+
 static void test_zeros(void)
 {
     float zero = -0.0f;
@@ -73,6 +112,10 @@ int main(void)
     test_sums(LH_DTYPE_BF16);
     lh_test_name("and from fp16");
     test_sums(LH_DTYPE_F16);
+    lh_test_name("several gradients at once have the bits of one after the other, at any address");
+    test_several(LH_DTYPE_F32);
+    test_several(LH_DTYPE_BF16);
+    test_several(LH_DTYPE_F16);
     test_zeros();
     return 0;
 }

@@ -478,15 +478,15 @@ def flip_a_bit(store: str) -> str:
     """A bit of a gradient of rank 1 changes on its way in the second step."""
     rank, _ = rank_and_count()
     model = wrapped(store)
-    seal = _gradient_pieces.Piece.seal
+    seal = _gradient_pieces.Draft.seal
 
-    def sealed(self: Any, message: memoryview, trailer: Any) -> None:
-        seal(self, message, trailer)
+    def sealed(self: Any, trailer: Any) -> None:
+        seal(self, trailer)
         if model.lohan.step == 1:
-            message[1000] ^= 4
+            self._buffer[1000] ^= 4
 
     if rank == 1:
-        _gradient_pieces.Piece.seal = sealed  # type: ignore[method-assign]
+        _gradient_pieces.Draft.seal = sealed  # type: ignore[method-assign]
     try:
         for _ in range(3):
             one_step(model)

@@ -98,11 +98,6 @@ class Piece:
         """The bytes of the message, with the trailer."""
         return self.nbytes + _TRAILER.size + (len(self.parts) + 7) // 8
 
-    def seal(self, message: memoryview, trailer: Trailer) -> None:
-        """Write the trailer after the parts of a message."""
-        packed = _TRAILER.pack(*trailer.row, self.checksum(message, trailer))
-        message[self.nbytes :] = packed + trailer.bits
-
     def trailer_of(self, message: memoryview) -> tuple[Trailer, int]:
         """Return the trailer of a message, and the checksum that it states."""
         step, micro, number, failed, check = _TRAILER.unpack_from(message, self.nbytes)
@@ -111,8 +106,54 @@ class Piece:
 
     def checksum(self, message: memoryview, trailer: Trailer) -> int:
         """Return the CRC-32C of a message with this trailer."""
-        packed = _TRAILER.pack(*trailer.row, 0) + trailer.bits
-        return _core.crc32c(packed, _core.crc32c(message[: self.nbytes]))
+        return _with_trailer(_core.crc32c(message[: self.nbytes]), trailer)
+
+
+class Draft:
+    """A message that is being made: parts are put into a buffer, which is then sealed.
+
+    A part that follows the ones before it goes into the checksum while it is copied, so that the
+    processor reads it from memory only once.
+    """
+
+    def __init__(self, piece: Piece, buffer: torch.Tensor) -> None:
+        """Begin a message of the piece in a buffer of uint8, which is at least message_bytes."""
+        self._piece = piece
+        self._buffer = buffer
+        self._address = buffer.data_ptr()
+        self._summed = 0  # the leading bytes that the checksum has
+        self._checksum = 0
+
+    def put(self, part: Part, flat: torch.Tensor) -> None:
+        """Copy a part from its parameter's values, which are flat, in main memory, in its dtype."""
+        values = flat[part.first : part.first + part.count].contiguous()
+        is_next = part.offset == self._summed
+        if part.offset < self._summed:  # a part is put again
+            self._summed = self._checksum = 0
+        nbytes = values.numel() * values.element_size()
+        to, before = self._address + part.offset, self._checksum if is_next else 0
+        checksum = _core.crc32c_copy(to, values.data_ptr(), nbytes, before)
+        if is_next:
+            self._summed, self._checksum = part.offset + nbytes, checksum
+
+    def clear(self, part: Part) -> None:
+        """Fill a part that is missing with zeros: what the buffer had stays in this process."""
+        end = part.offset + part.count * part.dtype.itemsize
+        self._buffer[part.offset : end].zero_()
+        if part.offset < self._summed:
+            self._summed = self._checksum = 0
+
+    def seal(self, trailer: Trailer) -> None:
+        """Write the trailer after the parts."""
+        message = memory_of(self._piece, self._buffer)
+        rest = _core.crc32c(message[self._summed : self._piece.nbytes], self._checksum)
+        packed = _TRAILER.pack(*trailer.row, _with_trailer(rest, trailer))
+        message[self._piece.nbytes :] = packed + trailer.bits
+
+
+def _with_trailer(checksum: int, trailer: Trailer) -> int:
+    """Continue the checksum of a message's parts with its trailer."""
+    return _core.crc32c(_TRAILER.pack(*trailer.row, 0) + trailer.bits, checksum)
 
 
 def pieces_of(params: Sequence[Param], part_of: Mapping[int, int] | None = None) -> list[Piece]:

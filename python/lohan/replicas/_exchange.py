@@ -41,6 +41,7 @@ from lohan.errors import (
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._gradient_pieces import (
+    Draft,
     Trailer,
     buffer_bytes,
     buffer_count,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lohan.layout._block import Param
+    from lohan.layout._gradient_pieces import Piece
     from lohan.world._world import World
 
 _POLL_S = 0.1
@@ -62,8 +64,9 @@ _POLL_S = 0.1
 class Filled:
     """A piece of this process, from its first gradient until all have it."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, piece: Piece, buffer: torch.Tensor) -> None:
         self.buffer = buffer
+        self.draft = Draft(piece, buffer)
         self.there: set[int] = set()  # indices of parts
         self.is_sent = False
         self.is_queued = False  # for addition
@@ -253,8 +256,7 @@ class Exchange:
             self._check_dtype(index, flat, parts[0][2].dtype)
         for number, position, part in parts:
             own = self._own_of(number)
-            values = flat[part.first : part.first + part.count].view(torch.uint8)
-            own.buffer[part.offset : part.offset + values.numel()].copy_(values)
+            own.draft.put(part, flat)
             own.there.add(position)
             is_last = number == self._routes.last  # see [Note: A backward that fails]
             if len(own.there) == len(self._pieces[number].parts) and not is_last:
@@ -292,9 +294,8 @@ class Exchange:
             if own.is_sent:
                 continue
             for index, part in enumerate(piece.parts):
-                if index not in own.there:  # what an earlier piece left does not leave the process
-                    end = part.offset + part.count * part.dtype.itemsize
-                    own.buffer[part.offset : end].zero_()
+                if index not in own.there:
+                    own.draft.clear(part)
             self._send(number, failed=failed)
         what = self._what()
         self._wait(lambda: self._added == len(self._pieces) and not self._busy(), what)
@@ -393,7 +394,7 @@ class Exchange:
             buffer = self._free.pop() if self._free else None
         if buffer is None:  # the gradients come in another order: see [Note: Room for pieces]
             buffer = torch.empty(self._largest, dtype=torch.uint8)
-        self._own[number] = Filled(buffer)
+        self._own[number] = Filled(self._pieces[number], buffer)
         return self._own[number]
 
     def _send(self, number: int, *, failed: bool) -> None:
@@ -403,7 +404,7 @@ class Exchange:
         for index in own.there:
             bits[index // 8] |= 1 << index % 8
         trailer = Trailer(self._step, self._micro, tag, int(failed), bytes(bits))
-        piece.seal(memory_of(piece, own.buffer), trailer)
+        own.draft.seal(trailer)
         message = own.buffer[: piece.message_bytes]
         self.count_sends(len(to))
         with self._lock:  # from here on, the piece may be added
@@ -525,22 +526,17 @@ class Exchange:
         added = set(self._summed)
         ranks = self._routes.added[number]
         others = [rank for rank in ranks if rank != self._world.rank]
+        there = []  # for each contribution, the trailer and the address of the parts
         for rank in ranks:
             buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
-            trailer = self._checked(number, rank, buffer)
-            base = buffer.data_ptr()
-            for index, part in enumerate(piece.parts):
-                if not trailer.has(index):
-                    continue
-                self._engine.sums_add(
-                    part.param,
-                    part.first,
-                    part.count,
-                    base + part.offset,
-                    DTYPE_CODES[part.dtype],
-                    part.param not in added,
-                )
-                added.add(part.param)
+            there.append((self._checked(number, rank, buffer), buffer.data_ptr()))
+        for index, part in enumerate(piece.parts):
+            addresses = [base + part.offset for trailer, base in there if trailer.has(index)]
+            if not addresses:
+                continue
+            is_first, code = part.param not in added, DTYPE_CODES[part.dtype]
+            self._engine.sums_add(part.param, part.first, part.count, addresses, code, is_first)
+            added.add(part.param)
         with self._lock:
             self._present |= added
             for rank in others:

@@ -126,15 +126,16 @@ class GroupExchange(Exchange):
         self._check_dtype(index, flat, dtype)
         is_first = index not in self._summed
         code = DTYPE_CODES[dtype]
-        self._engine.sums_add(index, 0, flat.numel(), flat.data_ptr(), code, is_first)
+        self._engine.sums_add(index, 0, flat.numel(), [flat.data_ptr()], code, is_first)
         with self._lock:
             self._present.add(index)
 
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece, without waiting."""
         if number not in self._own:
-            size = self._pieces[number].message_bytes
-            self._own[number] = Filled(torch.empty(size, dtype=torch.uint8))
+            piece = self._pieces[number]
+            buffer = torch.empty(piece.message_bytes, dtype=torch.uint8)
+            self._own[number] = Filled(piece, buffer)
         return self._own[number]
 
     def _release(self, own: Filled) -> None:

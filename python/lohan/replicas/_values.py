@@ -32,6 +32,7 @@ import torch
 from lohan.common._wake import Bell
 from lohan.errors import NetworkError, WorldMismatchError
 from lohan.layout._gradient_pieces import (
+    Draft,
     Trailer,
     buffer_bytes,
     buffer_count,
@@ -264,15 +265,14 @@ class Pass:
                 return False
             buffer = values.free.pop()
         number, piece = self._to_send.popleft()
+        draft = Draft(piece, buffer)
         for part in piece.parts:
-            if part.param not in self._present:
-                buffer[part.offset : part.offset + part.count * part.dtype.itemsize].zero_()
-                continue
-            flat = self._read(values.params[part.param])
-            raw = flat[part.first : part.first + part.count].view(torch.uint8)
-            buffer[part.offset : part.offset + raw.numel()].copy_(raw)
+            if part.param in self._present:
+                draft.put(part, self._read(values.params[part.param]))
+            else:
+                draft.clear(part)
         bits = bytes((len(piece.parts) + 7) // 8)
-        piece.seal(memory_of(piece, buffer), Trailer(self._step, 0, number, 0, bits))
+        draft.seal(Trailer(self._step, 0, number, 0, bits))
         values.exchange.count_sends(len(self._others))
         with values.lock:
             self._sending += 1
