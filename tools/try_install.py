@@ -291,7 +291,8 @@ def try_here(suite: str, root: pathlib.Path, options: argparse.Namespace) -> boo
     if counted(seconds) > SECONDS_MAX:
         say(f"{suite}: {counted(seconds)} s passed until the first step, more than {SECONDS_MAX} s")
     for problem in doctor["problems"]:
-        say(f"{suite}: lohan doctor: {problem}")
+        if problem["needed"]:
+            say(f"{suite}: lohan doctor: {problem['what']}: {problem['fix']}")
     return passed
 
 
@@ -396,9 +397,9 @@ def main() -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     passed = True
     try:
-        check_machine(options)
         if options.cuda_stubs:
             toolbox.enter()  # which has what reads torch's libraries
+        check_machine(options)
         attempt = try_here if options.machine == platform.machine() else try_emulated
         for suite in options.suite or SUITES:
             with tree(suite, options) as root:

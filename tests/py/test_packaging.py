@@ -185,6 +185,8 @@ def test_a_python_that_cannot_be_executed_is_not_tried(
     (tmp_path / "python3.98").write_text("not executable", encoding="utf-8")
     (tmp_path / "python3.99").symlink_to(shutil.which("true") or "")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "nothing"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "nothing"))
     found = wheel_environments.pythons([])
     assert found["3.99"] == tmp_path / "python3.99"
     assert not {"3.97", "3.98"} & found.keys()

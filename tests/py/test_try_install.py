@@ -269,8 +269,9 @@ def test_torch_is_loaded_with_stubs_whose_functions_find_no_device(tmp_path: pat
         "nvidia_nccl_cu13-2.29.7+stub-py3-none-any.whl",
     ]
     assert names == [*stubs, "torch-2.13.0-py3-none-any.whl"]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--target", installed]
-    subprocess.run([*pip, *(house / stub for stub in stubs)], check=True)
+    for stub in stubs:
+        with zipfile.ZipFile(house / stub) as archive:
+            archive.extractall(installed)
     shutil.copy2(torch, installed / "torch" / "lib")
     code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).both())"
     words = [sys.executable, "-c", code, str(installed / "torch" / "lib" / "libtorch_cuda.so")]
