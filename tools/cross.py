@@ -8,11 +8,13 @@ this machine's: the stable ABI is the same on all 64-bit little-endian machines.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import pathlib
+import platform
+import shlex
 import shutil
 import sysconfig
 import tempfile
-import urllib.error
 import urllib.request
 
 from toolbox import WORK, WheelError, run
@@ -30,20 +32,32 @@ PACKAGES = {
 }
 
 
-def environment(machine: str) -> dict[str, str]:
-    """Return the variables with which setup.py builds for a machine.
+def check(machine: str) -> None:
+    """Check that this machine can compile for another one.
 
     Raises:
-        WheelError: a tool is missing, or a package cannot be downloaded.
+        WheelError: it cannot, or a tool is missing.
     """
     if machine != "aarch64":
-        raise WheelError(f"a wheel for {machine} is built on a machine with {machine} only")
+        raise WheelError(
+            f"a wheel for {machine} is built on a machine with {machine} only, but this one is"
+            f" {platform.machine()}"
+        )
     absent = [tool for tool in (COMPILER, "dpkg-deb") if not shutil.which(tool)]
     if absent:
         raise WheelError(
             f"{' and '.join(absent)} not found: run tools/setup_cross.sh, which needs Debian or"
             " Ubuntu"
         )
+
+
+def environment(machine: str) -> dict[str, str]:
+    """Return the variables with which setup.py builds for a machine.
+
+    Raises:
+        WheelError: a tool is missing, or a package cannot be downloaded.
+    """
+    check(machine)
     root = sysroot()
     # Debian's pyconfig.h includes the one of the compiler's machine; others have only one.
     version = f"python{sysconfig.get_python_version()}"
@@ -53,7 +67,8 @@ def environment(machine: str) -> dict[str, str]:
         target = root / "usr" / "include" / "aarch64-linux-gnu" / version
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ours, target)
-    folders = f"-isystem {root}/usr/include -L{root}/usr/lib/aarch64-linux-gnu"
+    include, library = root / "usr" / "include", root / "usr" / "lib" / "aarch64-linux-gnu"
+    folders = f"-isystem {shlex.quote(str(include))} -L{shlex.quote(str(library))}"
     # setuptools takes the wheel's platform from sysconfig, which this variable overrides.
     return {"CC": f"{COMPILER} {folders}", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
 
@@ -72,10 +87,16 @@ def sysroot() -> pathlib.Path:
         try:
             with urllib.request.urlopen(f"{MIRROR}/{path}", timeout=60) as answer:
                 package = answer.read()
-        except (urllib.error.URLError, TimeoutError) as error:
-            raise WheelError(f"{MIRROR}/{path} cannot be downloaded: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise WheelError(
+                f"{MIRROR}/{path} cannot be downloaded: {error}. http_proxy names a proxy; if"
+                " Debian has moved the package, change PACKAGES in tools/cross.py"
+            ) from error
         if hashlib.sha256(package).hexdigest() != digest:
-            raise WheelError(f"{MIRROR}/{path} does not have the SHA-256 {digest}")
+            raise WheelError(
+                f"{MIRROR}/{path}, {len(package)} bytes, does not have the SHA-256 {digest}:"
+                " a proxy may have changed it"
+            )
         with tempfile.NamedTemporaryFile(suffix=".deb") as file:
             file.write(package)
             file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
 import re
@@ -38,6 +39,40 @@ def read(path: pathlib.Path) -> Needs:
             for version in every
         ]
     return Needs(machine, needed, undefined, versions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """How one shared object is linked: to which libraries, by which symbols."""
+
+    needed: list[str]
+    defined: set[str]
+    undefined: dict[tuple[str, str], set[str]]  # by library and version, ("", "") if unversioned
+
+
+def links(path: pathlib.Path) -> Links:
+    """Read the libraries that a file needs, and its symbols with the versions they must have."""
+    from elftools.elf.elffile import ELFFile
+
+    defined: set[str] = set()
+    undefined: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+    with path.open("rb") as file:
+        image = ELFFile(file)
+        needed = [t.needed for t in image.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
+        requirements = image.get_section_by_name(".gnu.version_r")
+        numbers = {
+            version["vna_other"]: (library.name, version.name)
+            for library, every in (requirements.iter_versions() if requirements else ())
+            for version in every
+        }
+        versions = image.get_section_by_name(".gnu.version")
+        for index, symbol in enumerate(image.get_section_by_name(".dynsym").iter_symbols()):
+            if symbol["st_shndx"] != "SHN_UNDEF":
+                defined.add(symbol.name)
+            elif symbol.name:
+                number = versions.get_symbol(index)["ndx"] if versions else 0
+                undefined[numbers.get(number, ("", ""))].add(symbol.name)
+    return Links(needed, defined, dict(undefined))
 
 
 def is_of_the_c_library(name: str) -> bool:

@@ -164,6 +164,9 @@ def build_dist() -> None:
     reasons = toolbox.without()
     if reasons:
         raise WheelError(f"this machine's wheel would not have all backends: {', '.join(reasons)}")
+    for machine in MACHINES:
+        if machine != platform.machine():
+            cross.check(machine)
     shutil.rmtree(DIST, ignore_errors=True)
     files = [build_sdist(), *map(build, MACHINES)]
     say(run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *files]).strip())

@@ -54,7 +54,8 @@ def run(command: Sequence[str | pathlib.Path], **environment: str) -> str:
         errors="replace",
     )
     if answer.returncode != 0:
-        raise WheelError(f"$ {' '.join(words)}\n{answer.stdout}\nexit status {answer.returncode}")
+        said = answer.stdout.rstrip()
+        raise WheelError(f"$ {' '.join(words)}\n{said}\nexit status {answer.returncode}")
     return answer.stdout
 
 

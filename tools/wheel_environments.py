@@ -62,10 +62,32 @@ def pythons(wanted: Sequence[str]) -> dict[str, pathlib.Path]:
             match = re.fullmatch(r"python(3\.(\d+))", path.name)
             if not match or int(match[2]) < PYTHON_MINOR_MIN or match[1] in found:
                 continue
-            probe = [path, "-c", "import ensurepip, venv"]
-            if subprocess.run(probe, capture_output=True).returncode == 0:
+            if has_venv(path):
                 found[match[1]] = path
     return {name: path for name, path in sorted(found.items()) if not wanted or name in wanted}
+
+
+def has_venv(python: pathlib.Path) -> bool:
+    """Return whether a Python can be executed and can make virtual environments."""
+    probe = [python, "-c", "import ensurepip, venv"]
+    try:
+        return subprocess.run(probe, capture_output=True).returncode == 0
+    except OSError:  # a link to nothing, or a program of another machine
+        return False
+
+
+def url_of(report: str) -> str:
+    """Return the address of the package in pip's report, which warnings may precede and follow.
+
+    Raises:
+        WheelError: there is no report.
+    """
+    begin = report.find("{")
+    if begin < 0:
+        raise WheelError(f"pip printed no report, but this:\n{report.strip()}\nno report")
+    told, _ = json.JSONDecoder().raw_decode(report, begin)
+    url: str = told["install"][0]["download_info"]["url"]
+    return url
 
 
 class Shelf:
@@ -89,11 +111,10 @@ class Shelf:
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         asked = [*pip, "--no-deps", "--target", target, f"torch=={version}"]
         try:
-            report = run([*asked, "--dry-run", "--ignore-installed", "--report", "-"])
+            url = url_of(run([*asked, "--dry-run", "--ignore-installed", "--report", "-"]))
         except WheelError as error:
             reason = str(error).splitlines()[-2]
-            return f"the registry has no torch {version} for this Python ({reason})"
-        url = json.loads(report[report.index("{") :])["install"][0]["download_info"]["url"]
+            return f"pip finds no torch {version} for this Python ({reason})"
         is_cuda = "+cpu" not in url and "%2Bcpu" not in url
         if not url.startswith("file:") and not self.may_download:
             return "needs --download: 0.5 GB, and 2 GB of CUDA's libraries"
@@ -151,9 +172,10 @@ def smoke(inside: pathlib.Path) -> str:
             stderr=subprocess.STDOUT,
             text=True,
         )
-    if answer.returncode != 0:
-        raise WheelError(f"{answer.stdout}\nexit status {answer.returncode}")
-    return answer.stdout.strip().splitlines()[-1]
+    said = answer.stdout.strip()
+    if answer.returncode != 0 or not said:
+        raise WheelError(f"{said}\nwheel_smoke.py: exit status {answer.returncode}")
+    return said.splitlines()[-1]
 
 
 def try_all(wheel: pathlib.Path, options: argparse.Namespace) -> list[Outcome]:

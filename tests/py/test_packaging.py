@@ -1,8 +1,8 @@
-"""What is published: metadata, tags, the tools that build it, and the trees that try it."""
+"""What is published: metadata, tags, and the tools that build it."""
 
 from __future__ import annotations
 
-import argparse
+import http.client
 import io
 import pathlib
 import re
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
-from typing import Any
 
 import lohan
 import pytest
@@ -25,7 +24,7 @@ import elf  # noqa: E402
 import kernels  # noqa: E402
 import make_wheel  # noqa: E402
 import toolbox  # noqa: E402
-import try_install  # noqa: E402
+import wheel_environments  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONDA_NAMES = {"torch": "pytorch"}
@@ -144,48 +143,86 @@ def test_a_library_for_another_machine_that_was_changed_is_refused(
     assert not (tmp_path / "sysroot-aarch64" / "complete").exists()
 
 
-# --- Root trees -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("reset"), http.client.IncompleteRead(b"half", 4)]
+)
+def test_a_library_whose_download_breaks_off_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cross, "WORK", tmp_path)
+    monkeypatch.setattr(urllib.request, "urlopen", fail)
+    with pytest.raises(toolbox.WheelError, match=r"liburing-dev\S* cannot be downloaded"):
+        cross.sysroot()
 
 
-def options() -> argparse.Namespace:
-    return try_install.parse(["--suite", "bookworm"])
-
-
-def test_the_times_of_a_tree_are_those_between_its_marks() -> None:
-    said = ["@ begin 10.0 0m0.5s 0m0.25s", "{}", "@ venv 12.5 1m1.0s 0m0.75s"]
-    assert try_install.differences(said) == ({"venv": 2.5}, {"venv": 61.0})
-
-
-def test_a_tree_is_deleted_after_an_error(
+def test_the_last_upload_is_kept_if_the_cross_compiler_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    def fail(suite: str, root: pathlib.Path, _: Any) -> None:
-        (root / "etc").mkdir(parents=True)
-        raise toolbox.WheelError("no network")
+    monkeypatch.setattr(toolbox, "without", dict)
+    monkeypatch.setattr(make_wheel, "DIST", tmp_path)
+    monkeypatch.setattr(make_wheel, "build_sdist", lambda: pytest.fail("something was built"))
+    monkeypatch.setattr(make_wheel.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cross, "COMPILER", "nonexistent-gcc")
+    (tmp_path / "lohan.whl").touch()
+    with pytest.raises(toolbox.WheelError, match=r"nonexistent-gcc not found.*setup_cross\.sh"):
+        make_wheel.build_dist()
+    monkeypatch.setattr(make_wheel.platform, "machine", lambda: "aarch64")
+    with pytest.raises(toolbox.WheelError, match="a wheel for x86_64 is built on a machine with"):
+        make_wheel.build_dist()
+    assert (tmp_path / "lohan.whl").exists()
 
-    monkeypatch.setattr(try_install.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(try_install, "make_tree", fail)
-    with (
-        pytest.raises(toolbox.WheelError, match="no network"),
-        try_install.tree("bookworm", options()),
-    ):
-        pass
-    assert list(tmp_path.iterdir()) == []
+
+# --- Environments ---------------------------------------------------------------------------------
 
 
-def test_a_tree_in_which_something_is_mounted_is_not_deleted(
+def test_a_python_that_cannot_be_executed_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    (tmp_path / "tree" / "dev").mkdir(parents=True)
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(f"25 31 0:5 / {tmp_path}/tree/dev rw - devtmpfs udev rw\n", encoding="utf-8")
-    monkeypatch.setattr(try_install, "MOUNTS", mounts)
-    with pytest.raises(toolbox.WheelError, match="which is therefore kept"):
-        try_install.remove(tmp_path / "tree")
-    assert (tmp_path / "tree" / "dev").exists()
-    mounts.write_text("", encoding="utf-8")
-    try_install.remove(tmp_path / "tree")
-    assert not (tmp_path / "tree").exists()
+    (tmp_path / "python3.97").symlink_to(tmp_path / "nothing")
+    (tmp_path / "python3.98").write_text("not executable", encoding="utf-8")
+    (tmp_path / "python3.99").symlink_to(shutil.which("true") or "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "nothing"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "nothing"))
+    found = wheel_environments.pythons([])
+    assert found["3.99"] == tmp_path / "python3.99"
+    assert not {"3.97", "3.98"} & found.keys()
+
+
+def test_the_report_of_pip_is_read_between_warnings() -> None:
+    report = '{"install": [{"download_info": {"url": "https://host/torch.whl"}}]}'
+    said = f"WARNING: slow\n{report}\nWARNING: a new pip {{}}\n"
+    assert wheel_environments.url_of(said) == "https://host/torch.whl"
+    with pytest.raises(toolbox.WheelError, match="no report"):
+        wheel_environments.url_of("ERROR: no network\n")
+
+
+def test_a_torch_that_pip_does_not_find_is_not_tried_and_the_reason_is_its_last_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(wheel_environments, "WORK", tmp_path)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho first\necho ERROR: no such torch\nexit 1\n", "utf-8")
+    python.chmod(0o755)
+    shelf = wheel_environments.Shelf(may_download=True, find_links=[])
+    said = shelf.torch(python, "9.0", "cp399")
+    assert said == "pip finds no torch 9.0 for this Python (ERROR: no such torch)"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [(["passed"], 0), (["passed", "not tried"], 0), (["passed", "failed"], 1), (["not tried"], 1)],
+)
+def test_a_wheel_passes_if_a_test_passed_and_none_failed(
+    monkeypatch: pytest.MonkeyPatch, statuses: list[str], status: int
+) -> None:
+    outcomes = [wheel_environments.Outcome("3.11", "2.13.0", each, "") for each in statuses]
+    monkeypatch.setattr(wheel_environments, "try_all", lambda *_: outcomes)
+    nothing = wheel_environments.argparse.Namespace()
+    assert wheel_environments.report(pathlib.Path("lohan.whl"), nothing) == status
 
 
 # --- The whole build ------------------------------------------------------------------------------
