@@ -397,11 +397,9 @@ def run_pytest(paths: Sequence[str], options: Options, **environment: str) -> bo
     """Run pytest on paths.
 
     A run that finds no tests does not count as a failure, but one in which LOHAN_TESTS_END left all
-    of them out does, unless it follows tests that may take all the time: that of the slow tests,
-    and that of the late device.
+    of them out does, except for slow tests and the late device, which come last.
     """
-    is_last = options.marked == "slow" or "LOHAN_TEST_LAG" in environment
-    if is_last and is_late():
+    if is_late() and (options.marked == "slow" or "LOHAN_TEST_LAG" in environment):
         say_left_out(f"{paths[0]}: all tests")
         return True
     marks = MARKS["fast" if options.fast else options.marked]
