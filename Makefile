@@ -12,7 +12,7 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread lag lint \
+.PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread test-frameworks lag lint \
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
 	sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-slow more Python tests: those that take more than 2.5 seconds each;'
 	@echo '               test-long: those that take many minutes, or 40 GB of disk'
 	@echo 'make lag       training on a fake GPU that computes late, bit for bit; in quick form in test-slow'
+	@echo 'make test-frameworks  axolotl, ms-swift and LLaMA-Factory with lohan, each in its own environment'
 	@echo 'make test-thread  the quick Python tests with every backward on a thread of its own'
 	@echo 'make lint      formatting, linters, types, spelling (lint-quick), and clang-tidy (analyze)'
 	@echo 'make fmt       format C and Python'
@@ -87,6 +88,15 @@ test-slow test-long: build
 
 test-thread: build
 	LOHAN_TEST_BACKWARD=thread $(RUN) py --fast -- $(ARGS)
+
+# axolotl, ms-swift and LLaMA-Factory pin their own versions of transformers: 2 GB in build/frameworks.
+FRAMEWORKS ?= axolotl swift llamafactory
+test-frameworks: build
+	@failed=; for name in $(FRAMEWORKS); do \
+		tools/setup_framework.sh $$name build/frameworks/$$name \
+			&& build/frameworks/$$name/bin/python -m pytest -n0 -m "slow or not slow" \
+				tests/py/test_frameworks.py $(ARGS) || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 lag: build
 	$(RUN) lag -- $(ARGS)

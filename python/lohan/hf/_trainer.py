@@ -62,20 +62,6 @@ if TYPE_CHECKING:
     from lohan.session._session import Session
     from lohan.wrap import PathLike
 
-# Arguments of lohan.wrap() that the callback rejects, and the TrainingArguments to use instead.
-_SAID_BY_ARGS = {
-    "lr": "learning_rate",
-    "betas": "adam_beta1 and adam_beta2",
-    "eps": "adam_epsilon",
-    "weight_decay": "weight_decay",
-    "max_grad_norm": "max_grad_norm",
-    "accumulate": "gradient_accumulation_steps",
-    "loss_scaling": "fp16",
-    "params": "weight_decay, or Trainer(optimizers=...)",
-    "optimizer": "optim, or Trainer(optimizers=...)",
-    "resume": "train(resume_from_checkpoint=...)",
-}
-
 # The methods of a Trainer that the callback replaces.
 _SHADOWED = (
     *("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint", "log"),
@@ -132,10 +118,10 @@ class TrainerCallback(transformers.TrainerCallback):
             )
         self._is_zeroth = _zo_trainer.is_asked(settings)
         own = {"eps"} if self._is_zeroth else set()
-        for name in sorted(set(settings) & set(_SAID_BY_ARGS) - own):
+        for name in sorted(set(settings) & set(_trainer_args.SAID_BY_ARGS) - own):
             raise ModelError(
                 f"{name}= cannot be passed to lohan.TrainerCallback: set it in TrainingArguments"
-                f" ({_SAID_BY_ARGS[name]})"
+                f" ({_trainer_args.SAID_BY_ARGS[name]})"
             )
         self.session: Session | None = None
         self._store = store

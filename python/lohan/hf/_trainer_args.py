@@ -15,6 +15,20 @@ from lohan.world._rendezvous import process_count
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
+# Arguments of lohan.wrap() that the callback rejects, and the TrainingArguments to use instead.
+SAID_BY_ARGS = {
+    "lr": "learning_rate",
+    "betas": "adam_beta1 and adam_beta2",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+    "max_grad_norm": "max_grad_norm",
+    "accumulate": "gradient_accumulation_steps",
+    "loss_scaling": "fp16",
+    "params": "weight_decay, or Trainer(optimizers=...)",
+    "optimizer": "optim, or Trainer(optimizers=...)",
+    "resume": "train(resume_from_checkpoint=...)",
+}
+
 
 def calling_trainer() -> Any:
     """Find the Trainer that calls the callback; the callback's arguments do not include it.
