@@ -15,7 +15,7 @@ DEVICE ?=
 .PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread test-frameworks lag lint \
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
-	sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
+	bench-diffusion sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
 	troubles paper parity docs wheel wheel-aarch64 wheel-test dist try-install matrix coverage build clean what-fits
 
 help:
@@ -42,7 +42,7 @@ help:
 	@echo 'make kills     10,000 kills of engine, store and sessions; also powercuts (500 cuts), interrupts'
 	@echo '               (1,000 times Ctrl-C) and troubles (full disk, EIO, SIGSTOP, out of memory)'
 	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora, -loss,'
-	@echo '               -accumulate, -states, -learning, -unpack'
+	@echo '               -accumulate, -states, -learning, -unpack, -diffusion'
 	@echo 'make paper     docs/paper-results.md: the papers compared with the simulator, some minutes'
 	@echo 'make what-fits docs/what-fits.md: large models on small machines, in virtual time; some minutes'
 	@echo 'make parity    docs/parity.md: lohan compared with torch in all settings, some minutes'
@@ -116,7 +116,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning bench-reference: build
+bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning bench-reference bench-diffusion: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 sanitize: $(VENV)/.installed

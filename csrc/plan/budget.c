@@ -7,6 +7,8 @@
 
 /* Forward takes a third of a step, or less if backward recomputes activations. */
 #define FREE_DIVISOR 3
+/* Slabs for all chunks come before parameters if they take at most this part of frozen ones. */
+#define ADAPTERS_DIVISOR 8
 /* The elements that share a byte of scales. */
 #define SCALED_ELEMENTS 16
 
@@ -16,6 +18,7 @@ struct needs {
     uint64_t second_bytes;
     uint64_t apart_bytes_max;
     uint64_t all_bytes;
+    uint64_t frozen_bytes;
     uint64_t gradient_bytes_max;
     uint64_t trainable_bytes_max;
     uint64_t waiting_bytes;        /* all gradients that wait for the end of the step */
@@ -53,6 +56,7 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
     for (uint32_t i = 0; i < unit_count; i++) {
         const struct lh_budget_unit *unit = &units[i];
         needs.all_bytes += unit->bytes;
+        needs.frozen_bytes += unit->elements == 0 ? unit->bytes : 0;
         needs.gradient_bytes_max = lh_max_u64(
             needs.gradient_bytes_max, gradients_round(unit, unit->gradient_bytes, chunk_elements));
         if (unit->elements > 0)
@@ -192,6 +196,14 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->gradient_waiting_bytes += free_more;
     budget->gradient_bytes += free_more;
     spare -= free_more;
+    /* Adapters: their states are few, and would be written in each step; the base is only read. */
+    if (slabs_most * budget->slab_bytes <= needs.frozen_bytes / ADAPTERS_DIVISOR) {
+        reserved = lh_min_u64(spare, reserved);
+        spare = slabs_grow(budget, spare - reserved, slabs_most);
+        if (budget->slab_count < slabs_most)
+            spare = 0; /* too little for a slab: it waits for more */
+        spare += reserved;
+    }
     uint64_t region_more =
         lh_min_u64(spare, needs.all_bytes - budget->region_bytes) / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
     budget->region_bytes += region_more;

@@ -17,7 +17,10 @@
  * in this order, to the gradients of a second unit (otherwise backward waits for each update), to
  * slabs up to a full pipeline, to waiting gradients (each byte saves two bytes of traffic), to
  * parameters (each resident byte of P16 saves two bytes of traffic per step), and to slabs that
- * keep their chunk (each byte saves one byte). Memory that is not needed is not allocated.
+ * keep their chunk (each byte saves one byte). If slabs for all chunks take at most an eighth of
+ * the bytes of frozen parameters, these slabs come before parameters (except those of two more
+ * units): the states of adapters are few, and each step writes those without a slab of their own,
+ * while frozen parameters are only read. Memory that is not needed is not allocated.
  *
  * Pure; includes base only.
  * Source: LoHan IV-D (the plan divides main memory), Fuyou 4.4.

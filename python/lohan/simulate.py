@@ -265,8 +265,12 @@ def _check_options(options: Options) -> None:
         raise MachineError(f"without {options.without}: must be a subset of {', '.join(SWITCHES)}")
 
 
-def _tries(options: Options) -> list[Options]:
-    """Return the variants to simulate; with `auto`, some of them lack some of its features."""
+def _tries(model: Model, options: Options) -> list[Options]:
+    """Return the variants to simulate; with `auto`, some of them lack some of its features.
+
+    With a frozen base, one of them has main memory for activations before it has any for the base:
+    then nothing but adapters is written to SSD, and the base is read more often.
+    """
     found = [options]
     if options.policy != "auto" or options.swap_share is not None or options.turns.visits > 1:
         return found
@@ -274,6 +278,9 @@ def _tries(options: Options) -> list[Options]:
         found.append(dataclasses.replace(options, without=(*options.without, "deferred")))
     if not options.without:
         found.append(dataclasses.replace(options, policy="lohan"))
+    if model.frozen_count and "ssd_activations" not in options.without:
+        without = (*options.without, "ssd_activations")
+        found.append(dataclasses.replace(options, without=without))
     return found
 
 
@@ -305,11 +312,11 @@ def _run(
     return placement, raw
 
 
-def _fitting(options: Options, run: Callable[[Options], _T]) -> Iterator[_T]:
+def _fitting(model: Model, options: Options, run: Callable[[Options], _T]) -> Iterator[_T]:
     """Yield run()'s result for each variant that fits; if none does, raise the first error."""
     refusal: BudgetError | None = None
     has_fitted = False
-    for tried in _tries(options):
+    for tried in _tries(model, options):
         try:
             given = run(tried)
         except BudgetError as error:
@@ -329,7 +336,7 @@ def check(model: Model, machine: Machine, options: Options) -> None:
         MachineError: an option is invalid.
     """
     _check_options(options)
-    next(_fitting(options, lambda tried: _run(model, machine, tried, True)))
+    next(_fitting(model, options, lambda tried: _run(model, machine, tried, True)))
 
 
 def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, Options]:
@@ -344,14 +351,15 @@ def _fastest(model: Model, machine: Machine, options: Options) -> tuple[Step, Op
             f"{machine.name} has {ranks} GPUs, and the engine is simulated on one: set node_count=1"
             " and gpu_count=1"
         )
-    return min(_fitting(options, run), key=lambda found: found[0].step_ns)
+    return min(_fitting(model, options, run), key=lambda found: found[0].step_ns)
 
 
 def simulate(model: Model, machine: Machine, options: Options | None = None) -> Step:
     """Simulate training in virtual time until its steps repeat, and return the figures of a step.
 
     With `auto`, three plans are simulated: its own with and without deferred updates, and that of
-    policy "lohan". The fastest step is returned.
+    policy "lohan"; with frozen parameters also its own without activations on SSD. The fastest step
+    is returned.
 
     Args:
         model: the model at one batch size.

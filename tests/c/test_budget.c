@@ -192,6 +192,49 @@ static void test_full(void)
     }
 }
 
+/* A base of frozen_count blocks with an adapter in each of two more units. */
+static struct model model_adapted(uint32_t frozen_count)
+{
+    struct model model = {.count = frozen_count + 2};
+    for (uint32_t i = 0; i < frozen_count; i++)
+        model.units[i] = (struct lh_budget_unit){.bytes = UINT64_C(200) << 20};
+    for (uint32_t i = frozen_count; i < model.count; i++)
+        model.units[i] = (struct lh_budget_unit){.bytes = UINT64_C(14) << 20,
+                                                 .elements = UINT64_C(7) << 20,
+                                                 .gradient_bytes = UINT64_C(14) << 20,
+                                                 .state_bytes_per_element = 10};
+    return model;
+}
+
+static void test_adapters(void)
+{
+    lh_test_name("states of adapters stay in memory before frozen parameters, others after them");
+    for (uint32_t frozen_count = 2; frozen_count <= UNIT_COUNT_MAX - 2; frozen_count += 4) {
+        struct model model = model_adapted(frozen_count);
+        struct lh_budget before;
+        struct lh_budget budget;
+        LH_CHECK(make(&model, UINT64_MAX / 4, &budget, NULL) == 0);
+        uint64_t full = budget.host_bytes_full;
+        uint64_t all_bytes = budget.region_bytes;
+        bool are_few =
+            8 * budget.slab_count * budget.slab_bytes <= frozen_count * model.units[0].bytes;
+        LH_CHECK(are_few == (frozen_count > 2));
+        LH_CHECK(make(&model, budget.host_bytes_min, &before, NULL) == 0);
+        uint64_t least = before.host_bytes_min;
+        uint64_t first_bytes = before.region_bytes + 2 * model.units[0].bytes;
+        for (uint64_t i = 1; i <= 64; i++) {
+            LH_CHECK(make(&model, least + (full - least) / 64 * i, &budget, NULL) == 0);
+            bool has_pipeline = before.slab_count >= LH_BUDGET_SLAB_COUNT_PIPELINE &&
+                                budget.chunk_elements == before.chunk_elements;
+            LH_CHECK(!has_pipeline || budget.region_bytes >= before.region_bytes);
+            bool is_kept = budget.kept_chunk_count == budget.state_chunk_count;
+            LH_CHECK(!are_few || budget.region_bytes <= first_bytes || is_kept);
+            LH_CHECK(are_few || budget.kept_chunk_count == 0 || budget.region_bytes == all_bytes);
+            before = budget;
+        }
+    }
+}
+
 static void test_edges(void)
 {
     struct lh_error err = {0};
@@ -250,6 +293,7 @@ int main(void)
     test_minimum();
     test_monotone();
     test_full();
+    test_adapters();
     test_edges();
     return 0;
 }

@@ -10,7 +10,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan.planning import _machines, _measure, _models, _wear
+from lohan.planning import _engine, _machines, _measure, _models, _parts, _wear
 from lohan.planning._wear import DAY_S, Drive
 from lohan.session import _commit_rule, _division
 from lohan.simulate import Options, simulate
@@ -152,7 +152,19 @@ def test_the_simulator_commits_as_rarely_as_wrap() -> None:
             step.ssd_write_bytes - each.ssd_write_bytes / step.commit_every
         )
         drives = [Drive("ssd", 1.0, endurance * machine.ssd_count)]
-        rate = saved / (step.commit_ns / 1e9)
+        rate = machine.ssd_count * machine.ssd_write_bytes_per_s
         interval_s = _wear.commit_interval_s(saved, rate, drives, 0)
         assert step.commit_every == pytest.approx(interval_s * 1e9 / step.step_ns, rel=0.01)
         assert step.ssd_life_days is not None and step.ssd_life_days > 365 / share
+
+
+def test_a_commit_that_costs_the_simulated_step_no_time_still_wears_the_drives() -> None:
+    machine = _parts.machine("rtx-4090", "64GiB", "2TB,7GB/s,1200TBW")
+    raw = {"commit_write_bytes": 500_000_000, "commit_ns": 0, "step_ns": 4_000_000_000}
+    # Half a percent of the time: 0.357 s at 1.4 GB/s every 71 s.
+    assert _engine.rare_commits(raw, machine) == 18
+    worn = dataclasses.replace(machine, ssd_endurance_bytes=machine.ssd_endurance_bytes // 10)
+    # Two years: 63.1 million seconds at 120 TB every 500 MB, one every 263 s.
+    assert _engine.rare_commits(raw, worn) == 66
+    unknown = dataclasses.replace(machine, ssd_endurance_bytes=0)
+    assert _engine.rare_commits(raw, unknown) == 18

@@ -93,13 +93,18 @@ def arguments(model: Model, machine: Machine, placement: Placement) -> dict[str,
 def rare_commits(raw: dict[str, Any], machine: Machine) -> int:
     """Return the number of steps between commits that wrap's commit_every="auto" chooses.
 
+    As in wrap(), a commit counts with the time that the drives take to write its bytes, although
+    some or all of it may be hidden: raw["commit_ns"] may be 0.
+
     Args:
         raw: the result of the simulator: a step, and what a commit adds.
         machine: the machine, whose drives are new.
     """
-    nbytes, commit_s = raw["commit_write_bytes"], raw["commit_ns"] / NS_PER_S
     endurance = machine.ssd_count * machine.ssd_endurance_bytes
     drives = [_wear.Drive("", 1.0, endurance)] if endurance > 0 else []
-    interval_s = _wear.commit_interval_s(nbytes, nbytes / commit_s, drives, 0) if commit_s else 0
+    rate = machine.ssd_count * machine.ssd_write_bytes_per_s
+    if machine.ssd_total_bytes_per_s:
+        rate = min(rate, machine.ssd_total_bytes_per_s)
+    interval_s = _wear.commit_interval_s(raw["commit_write_bytes"], rate, drives, 0)
     steps: int = math.ceil(interval_s * NS_PER_S / raw["step_ns"])
     return max(steps, 1)

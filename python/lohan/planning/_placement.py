@@ -39,8 +39,15 @@ _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 
 # The features of `auto` that can be disabled, and the suffix of the policy that disables each:
 # residuals of 2 bytes instead of masters of 4, updates deferred to the next forward, states in main
-# memory, activations that stay on the GPU.
-SWITCHES = {"residuals": "", "deferred": "/eager", "host_states": "/ssd", "kept": "/moved"}
+# memory, activations that stay on the GPU. "ssd_activations" disables none in the planner: what it
+# would put on SSD goes to main memory, before parameters and states, or is recomputed.
+SWITCHES = {
+    "residuals": "",
+    "deferred": "/eager",
+    "host_states": "/ssd",
+    "kept": "/moved",
+    "ssd_activations": "",
+}
 _PAPER_MASTER_BYTES = 4
 
 
@@ -219,6 +226,42 @@ def _brought_in(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...
     return tuple(made)
 
 
+def _saved_bytes(model: Model, fates: Sequence[str], *which: str) -> int:
+    """Return the bytes of the activations that have one of these fates."""
+    layers = [one for one in zip(model.layers, fates, strict=True) if one[1] in which]
+    return sum(size for layer, fate in layers for size, _ in saved_pieces(layer, fate))
+
+
+def _off_ssd(model: Model, fates: Sequence[str], room: int) -> tuple[str, ...]:
+    """Replace the fate "ssd" by "host" for the first layers that fit in `room`; recompute others.
+
+    The inputs of blocks come first, because they cannot be recomputed.
+
+    Raises:
+        BudgetError: they do not fit.
+    """
+    inputs = ["recompute"] * len(fates)
+    for index, (layer, fate) in enumerate(zip(model.layers, fates, strict=True)):
+        inputs[index] = fate if layer.is_inter_block else "recompute"
+    taken = _saved_bytes(model, inputs, *LEAVES)
+    if taken > max(room, 0):
+        raise BudgetError(
+            f"the inputs of blocks take {taken:,} bytes, and main memory has room for"
+            f" {max(room, 0):,}: raise host_bytes, use a smaller batch, or let activations leave"
+            " to SSD"
+        )
+    room -= taken
+    made = []
+    for layer, fate in zip(model.layers, fates, strict=True):
+        if layer.is_inter_block or fate not in LEAVES:
+            made.append("host" if fate == "ssd" else fate)
+            continue
+        nbytes = sum(size for size, _ in saved_pieces(layer, fate))
+        made.append("host" if nbytes <= room else "recompute")
+        room -= nbytes if nbytes <= room else 0
+    return tuple(made)
+
+
 def _swapped(model: Model, share: float) -> tuple[str, ...]:
     """Return fates that offload inter-block activations and, by falling benefit, a share of others.
 
@@ -277,13 +320,12 @@ def place(
     if share is not None:
         room = machine.host_bytes - transit - 2 * buffer_bytes(model) - sums
         fates = _brought_in(model, _swapped(model, share), room // turns.visits)
-    elif policy == "auto":  # auto offloads to SSD what costs no time, even if memory is unused
-        taken = sum(
-            size
-            for layer, fate in zip(model.layers, fates, strict=True)
-            if fate == "host"
-            for size, _ in saved_pieces(layer, fate)
+    elif "ssd_activations" in without:
+        fates = _off_ssd(
+            model, fates, machine.host_bytes - transit - 2 * buffer_bytes(model) - sums
         )
+    elif policy == "auto":  # auto offloads to SSD what costs no time, even if memory is unused
+        taken = _saved_bytes(model, fates, "host")
         taken += transit + _states_bytes(model, plan) + 2 * buffer_bytes(model) + sums
         fates = _brought_in(model, fates, machine.host_bytes - taken)
     slots, rooms, computing = _gpu_split(model, machine, fates)
