@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -155,6 +156,10 @@ def test_wraps_line_has_adapters_and_micro_batches() -> None:
     step = simulate(_models.load("opt-1.3b", 1, 64, **load), of_parts(), options)
     line = _answer.wrap_line(question, step)
     assert 'weights="FOLDER"' in line and "accumulate=4" in line
+    assert "swap_ssd_bytes=0" in line
+    written = {**step.link_bytes, "saved_write": 1}
+    step = dataclasses.replace(step, link_bytes=written)
+    assert "swap_ssd_bytes" not in _answer.wrap_line(question, step)
 
 
 LORA = ("--adapter-params", "3000000")

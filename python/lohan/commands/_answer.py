@@ -106,6 +106,8 @@ def wrap_line(question: Question, step: Step) -> str:
     settings["activations"] = activations
     if "adapter_params" in question.load:
         settings["weights"] = "FOLDER"
+        if step.link_bytes["saved_write"] == 0:  # wrap by itself may offload some
+            settings["swap_ssd_bytes"] = 0
     if options.states != "fp32":
         settings["states"] = options.states
     if options.commit_every is not None:
