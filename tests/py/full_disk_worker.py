@@ -1,7 +1,7 @@
 """Train a step whose N-th write or sync fails with ENOSPC, for each N; print a line of JSON.
 
 Run as `python full_disk_worker.py FOLDER`, FOLDER on a disk. Each item is [class, errno, message]
-of the error of one step.
+of the error of one step, or null if the step succeeded although a call failed.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ def main() -> None:
             io="threads",  # this backend makes the C library's calls
         )
         calls.arm(at, lives.FAIL, 0, errno.ENOSPC)
-        failed = False
+        error_found = None
         try:
             crash_worker.train_step(model, model.lohan.step)
             model.lohan.commit()
         except LohanError as error:
-            failed = True
-            found.append([type(error).__name__, getattr(error, "errno", None), str(error)])
+            error_found = [type(error).__name__, getattr(error, "errno", None), str(error)]
+        made = calls.count()
         calls.arm(0, 0, 0, kinds=0)
         with contextlib.suppress(LohanError):
             model.lohan.close()
-        if not failed:
+        if made < at:
             break
+        found.append(error_found)
     print(json.dumps(found))
 
 

@@ -37,7 +37,9 @@ def test_a_run_is_followed_until_it_is_killed_and_after_it_was_resumed(
         run_process.send_signal(signal.SIGKILL)
         run_process.wait(HUNG_S)
         os.kill(child, 0)  # it lives, and does not count as the run
-        rest, _ = watching.communicate(timeout=HUNG_S)
+        # communicate() would not return what readline() has read ahead.
+        rest = watching.stdout.read()
+        watching.wait(HUNG_S)
         drawing.communicate(timeout=HUNG_S)
         assert watching.returncode == drawing.returncode == 0
     finally:
