@@ -102,10 +102,15 @@ def test_one_process_may_evaluate_alone(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_flipped_bit_is_named_with_the_parameter(tmp_path: pathlib.Path) -> None:
-    said = run(tmp_path, 2, world_adamw.flip_a_bit, str(tmp_path / "run"))
-    assert said[0].startswith("NetworkError: gradients from rank 1 (host"), said
-    assert "in backward 1 of step 2" in said[0]
-    assert "'end.bias'" in said[0]
+    found = run(tmp_path, 2, world_adamw.flip_a_bit, str(tmp_path / "run"))
+    said, *later, step = found[0]
+    assert said.startswith("NetworkError: gradients from rank 1 (host"), said
+    assert "in backward 1 of step 2" in said
+    assert "'end.bias'" in said
+    # The sums may have the wrong gradient: nothing may be trained with them.
+    assert all(each.startswith("StepError: ") for each in later), later
+    assert "restart all processes with resume=True" in later[1]
+    assert step == 1
 
 
 def test_a_gradient_of_another_dtype_is_rejected_by_name(tmp_path: pathlib.Path) -> None:

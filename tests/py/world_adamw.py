@@ -474,8 +474,12 @@ def _differ(case: str, store: str) -> tuple[str, str]:
     return "", ""
 
 
-def flip_a_bit(store: str) -> str:
-    """A bit of a gradient of rank 1 changes on its way in the second step."""
+def flip_a_bit(store: str) -> tuple[str, str, str, int]:
+    """A bit of a gradient of rank 1 changes on its way in the second step.
+
+    Returns the errors of that step, of optimizer.step() after it, and of another attempt, and the
+    step that the session is at.
+    """
     rank, _ = rank_and_count()
     model = wrapped(store)
     seal = _gradient_pieces.Draft.seal
@@ -485,14 +489,19 @@ def flip_a_bit(store: str) -> str:
         if model.lohan.step == 1:
             self._buffer[1000] ^= 4
 
+    def said_by(act: Callable[[], object]) -> str:
+        try:
+            act()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     if rank == 1:
         _gradient_pieces.Draft.seal = sealed  # type: ignore[method-assign]
-    try:
-        for _ in range(3):
-            one_step(model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    one_step(model)
+    first = said_by(lambda: one_step(model))
+    step = said_by(model.optimizer.step)
+    return first, step, said_by(lambda: one_step(model)), model.lohan.step
 
 
 def other_dtype(store: str) -> str:
