@@ -381,6 +381,20 @@ def test_a_checkpoint_continues_with_the_same_bits(where: str, store_dir: pathli
     assert_continues(trainer, store_dir)
 
 
+class SeenFirst(Seen, helper.SchedulesFirst):
+    """Its scheduler is made for the optimizer that its own method has made."""
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_scheduler_of_the_optimizer_that_the_trainer_made_sets_the_learning_rates(
+    is_resumed: bool, store_dir: pathlib.Path
+) -> None:
+    if is_resumed:
+        train_until(store_dir, 4, "done", cls=SeenFirst)
+    trainer = resumed(store_dir, is_resumed, cls=SeenFirst)
+    assert_continues(trainer, store_dir)
+
+
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
 def test_parameters_in_fewer_bits_are_those_of_a_loop_and_continue(
     storage: str, store_dir: pathlib.Path

@@ -113,6 +113,21 @@ def test_a_scheduler_of_the_replaced_optimizer_is_named_at_step(
     assert model.lohan.step == 1
 
 
+def test_loading_a_state_does_not_hide_a_scheduler_of_the_replaced_optimizer(
+    workshop: Workshop,
+) -> None:
+    model, optimizer = optimized()
+    model = workshop.wrap(model)
+    state = model.optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 2e-3
+    model.optimizer.load_state_dict(state)
+    train_step(model, 0)
+    optimizer.param_groups[0]["lr"] = 5e-3
+    square_loss(model, 1).backward()
+    with pytest.raises(HyperParameterError, match=r"from 0\.01 to 0\.005, but .* has 0\.002:"):
+        model.optimizer.step()
+
+
 def test_a_script_that_sets_both_learning_rates_or_adopts_its_optimizer_is_not_refused(
     workshop: Workshop,
 ) -> None:

@@ -90,6 +90,15 @@ def test_a_killed_training_continues_with_the_same_bits(
     assert_is(trainer, whole)
 
 
+def test_a_scheduler_of_the_optimizer_that_the_trainer_made_still_rules_a_resumed_run(
+    whole: Any, store_dir: pathlib.Path
+) -> None:
+    train_until(store_dir, 4, "done", cls=helper.SchedulesFirst)
+    trainer = resume(store_dir, arguments={"cls": helper.SchedulesFirst})
+    assert trainer.first is not trainer.model.optimizer
+    assert_is(trainer, whole)
+
+
 @pytest.mark.parametrize("where", ["step", "files", "commit", "saved", "done"])
 def test_wherever_it_ends_the_store_fits_one_whole_checkpoint(
     where: str, whole: Any, store_dir: pathlib.Path

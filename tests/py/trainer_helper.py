@@ -94,6 +94,19 @@ def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
     return GPT2LMHeadModel(config).to(dtype)
 
 
+class SchedulesFirst(Trainer):  # type: ignore[misc]
+    """Makes the scheduler for the optimizer that its own method has made, as ms-swift does."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Keep the optimizer."""
+        self.first = super().create_optimizer(model)
+        return self.first
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Ignore the optimizer that the Trainer uses."""
+        return super().create_scheduler(num_training_steps, self.first)
+
+
 def make(
     folder: pathlib.Path,
     lohan_takes: dict[str, Any] | None,

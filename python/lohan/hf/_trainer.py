@@ -473,6 +473,9 @@ class TrainerCallback(transformers.TrainerCallback):
             self._steps = _zo_trainer.Steps(trainer, model)
         else:
             ours.defaults.update({name: made.defaults[name] for name in DEFAULTS})
+        # Some frameworks make the scheduler for the optimizer that their own method has made.
+        made.param_groups = ours.param_groups
+        made._opt_called = True  # torch's schedulers would warn that it makes no steps
         self._model = model
         self.session = model.lohan  # type: ignore[assignment]
         return ours

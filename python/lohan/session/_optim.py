@@ -126,6 +126,8 @@ class StoreOptimizer(torch.optim.Optimizer):
             group.clear()
             group.update(loaded)
         self.param_groups = groups  # keep the same dicts, because origin shares them
+        if self.replaced is not None:
+            self.replaced.loaded(self)
 
 
 class Optimizer(StoreOptimizer):

@@ -85,6 +85,11 @@ class Replaced:
                     self._found.append((weakref.ref(found), _rates(found)))
         self._ours = _rates(optimizer) if self._found else []
 
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the learning rates of a state that the session's optimizer has loaded."""
+        if self._found:
+            self._ours = _rates(optimizer)
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Reject a step whose learning rate does not follow that of a replaced optimizer.
 
@@ -98,6 +103,8 @@ class Replaced:
             other = reference()
             if other is None or (now := _rates(other)) == before:
                 continue
+            if other.param_groups is optimizer.param_groups:
+                continue  # it has been given the groups of model.optimizer
             if _rates(optimizer) != self._ours:
                 continue  # the script sets these learning rates as well
             old, new = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
