@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import io
 import json
 import pathlib
@@ -16,6 +18,7 @@ from click.testing import CliRunner
 from lohan.cli import main
 from lohan.commands import _answer
 from lohan.planning import _machines, _models, _parts
+from lohan.session import _settings
 from lohan.simulate import Options, simulate
 from rich.console import Console
 
@@ -33,6 +36,18 @@ def refusal(*words: str) -> str:
     done = CliRunner().invoke(main, ["plan", *words])
     assert done.exit_code == 2
     return done.output
+
+
+def accept(line: str) -> None:
+    """Check the settings of a printed call as lohan.wrap does, on a machine without a GPU."""
+    call = ast.parse(line.replace("lr=...", "lr=1e-3"), mode="eval").body
+    assert isinstance(call, ast.Call)
+    given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    own = inspect.signature(lohan.wrap).parameters
+    settings = {name: value for name, value in given.items() if name not in own}
+    assert settings.pop("device") == "cuda"
+    settings["device"] = "emu"
+    _settings.checked(_settings.make(None, settings, lohan.wrap), None, torch.nn.Linear(1, 1))
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +172,7 @@ def test_wraps_line_has_adapters_and_micro_batches() -> None:
     line = _answer.wrap_line(question, step)
     assert 'weights="FOLDER"' in line and "accumulate=4" in line
     assert "swap_ssd_bytes=0" in line
+    accept(line)
     written = {**step.link_bytes, "saved_write": 1}
     step = dataclasses.replace(step, link_bytes=written)
     assert "swap_ssd_bytes" not in _answer.wrap_line(question, step)
@@ -242,3 +258,4 @@ def test_every_figure_of_an_answer_is_the_simulators(name: str) -> None:
     assert (row["step_s"], row["bound_by"]) == (wide.step_ns / 1e9, wide.bound_by)
     stated = [f"states='{options.states}'".replace("'", '"')] if options.states != "fp32" else []
     assert all(text in asked["wrap"] for text in stated)
+    accept(asked["wrap"])

@@ -11,6 +11,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.activations import _swap
 from lohan.activations._profile import Profile
 from lohan.config import POLICIES
 from lohan.errors import BudgetError, ModelError
@@ -206,6 +207,30 @@ def test_a_batch_that_fits_only_when_it_leaves_trains(store_dir: pathlib.Path, k
     model.lohan.close()
     expected = kept(torch.float32, 0.1)
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=False))
+
+
+def test_without_room_on_ssd_a_policy_uses_main_memory_alone(
+    store_dir: pathlib.Path, kept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_swap, "_POLICY_LEAST", MIB)  # the model is small
+    settings = {**TIGHT, "swap_bytes": None, "swap_ssd_bytes": 0}
+    model = lohan.wrap(build(), store=store_dir, lr=1e-3, activations="auto", **settings)
+    losses, _ = train(model)
+    moved = model.lohan.stats().bytes
+    model.lohan.close()
+    assert moved["saved_out"] > 0 and moved["saved_write"] == 0
+    expected = kept(torch.float32, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=False))
+
+
+def test_without_room_on_ssd_nothing_is_offloaded_where_main_memory_computes(
+    store_dir: pathlib.Path,
+) -> None:
+    model = lohan.wrap(build(), store=store_dir, lr=1e-3, activations="auto", swap_ssd_bytes=0)
+    train(model)
+    moved = model.lohan.stats().bytes
+    model.lohan.close()
+    assert moved["saved_out"] == moved["saved_write"] == 0
 
 
 def test_each_shape_has_a_plan_of_its_own_and_its_first_forward_is_conservative(

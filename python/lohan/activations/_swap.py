@@ -54,12 +54,12 @@ def check(config: Config) -> None:
     Raises:
         ModelError: a setting is invalid; the message names it and what to change.
     """
-    if config.swap_ssd_bytes is not None and not config.swap_bytes:
+    if config.swap_ssd_bytes and not config.swap_bytes:
         raise ModelError(
             f"swap_ssd_bytes {config.swap_ssd_bytes}: activations go to SSD through main memory:"
             " set swap_bytes, too"
         )
-    if config.swap_ssd_bytes == 0 and parse(config.device)[0] == "cpu":
+    if config.swap_bytes and config.swap_ssd_bytes == 0 and parse(config.device)[0] == "cpu":
         raise ModelError(
             "swap_ssd_bytes 0: the model runs on the CPU, so activations are already in main memory"
             " and can only be swapped to SSD: set swap_ssd_bytes above 0"
@@ -74,14 +74,16 @@ def check(config: Config) -> None:
 
 
 def with_room(config: Config, param_bytes: int) -> Config:
-    """Set swap_bytes to a default if a policy plans activations and the user set no sizes.
+    """Set swap_bytes to a default if a policy plans activations and the user did not set it.
 
     The default is a quarter of the main memory that lohan may use, but at most eight times the size
     of the parameters, and nothing below 128 MiB. On SSD, activations get at most sixteen times as
-    much.
+    much, or what the user set: with swap_ssd_bytes=0 they stay in main memory, and on the CPU,
+    where they already are, nothing is offloaded.
     """
-    is_given = config.swap_bytes is not None or config.swap_ssd_bytes is not None
-    if config.activations not in POLICIES or is_given:
+    if config.activations not in POLICIES or config.swap_bytes is not None:
+        return config
+    if config.swap_ssd_bytes == 0 and parse(config.device)[0] == "cpu":
         return config
     available = int(_core.build_info()["memory_available_bytes"])
     memory = config.host_bytes or available // (2 * config.sharers)
