@@ -14,7 +14,8 @@ if [ "$#" -ne 2 ] || [ ! -e "$requirements" ]; then
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
     exit 2
 fi
-base="$(cd "$(dirname "$0")/.." && pwd)/.venv"
+root="$(cd "$(dirname "$0")/.." && pwd)"
+base="$root/.venv"
 if [ ! -x "$base/bin/python" ]; then
     echo "setup: $base is missing: make build"
     exit 1
@@ -23,7 +24,10 @@ if [ ! -x "$2/bin/python" ]; then
     "$base/bin/python" -m venv --without-pip "$2"
 fi
 here="$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-"$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$here/zz_base.pth"
+# Python does not read the .pth files of a folder that a .pth file names, such as lohan's own.
+printf '%s\n' "$root/python" \
+    "$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    >"$here/zz_base.pth"
 
 echo "setup: installing $requirements into $2"
 "$base/bin/python" -m pip --python "$2/bin/python" install --quiet --disable-pip-version-check \

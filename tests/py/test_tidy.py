@@ -537,6 +537,15 @@ def test_development_requirements_are_pinned_and_match_the_project() -> None:
     complain(sorted(difference), "pyproject.toml and requirements-dev.txt name different packages:")
 
 
+def test_requirements_of_tools_are_pinned() -> None:
+    paths = sorted((ROOT / "tools").glob("requirements-*.txt"))
+    assert len(paths) > 1
+    for path in paths:
+        lines = [ln for ln in path.read_bytes().decode().split("\n") if ln and ln[0] != "#"]
+        unpinned = [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+        complain(unpinned, f"{path.name} pins each version exactly:")
+
+
 def test_the_version_is_in_one_file_and_the_citation_repeats_it() -> None:
     project = tomllib.loads(text_of("pyproject.toml"))
     assert project["project"]["dynamic"] == ["version"]
