@@ -78,7 +78,7 @@ Common models on common PCs, as `lohan plan` [answers](machines.md#will-it-serve
 second, hours for 100 million tokens, and how long the drives last if training does not stop. Every
 cell is a simulated step with lohan's defaults, 16 sequences of 1,024 tokens and the [loss without
 logits](losses.md). LoRA is planned without activations on SSD where that is faster
-(`swap_ssd_bytes=0` in the call that `lohan plan` prints). The parts have the figures of their
+(the call that `lohan plan` prints has the sizes). The parts have the figures of their
 datasheets, and nothing here was measured on such a machine. `benchmarks/answers_table.py` makes
 this page.
 

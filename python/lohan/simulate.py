@@ -121,6 +121,8 @@ class Step:
         ssd_read_bytes, ssd_write_bytes: the bytes that the step reads and writes on all SSDs.
         link_bytes: the bytes over each link of the engine, as `lohan.StepStats.bytes` has them.
         swapped_bytes: the size of the activations that were offloaded from the GPU.
+        saved_bytes: their room: in main memory ("host"), in its staging buffer for those on their
+            way to and from SSD ("transit"), and on SSD ("ssd").
         peak_bytes: the peak use of each tier: "gpu", "host", "ssd".
         ssd_life_days: how long the SSDs last; None if the machine does not define their endurance.
     """
@@ -138,6 +140,7 @@ class Step:
     ssd_write_bytes: int
     link_bytes: dict[str, int]
     swapped_bytes: int
+    saved_bytes: dict[str, int]
     peak_bytes: dict[str, int]
     ssd_life_days: float | None
 
@@ -174,6 +177,7 @@ class Step:
             "forward_flop": self.forward_flop,
             "recompute_flop": self.recompute_flop,
             "swapped_bytes": self.swapped_bytes,
+            "saved_bytes": self.saved_bytes,
             "ssd_read_bytes": self.ssd_read_bytes,
             "ssd_write_bytes": self.ssd_write_bytes,
             "link_bytes": self.link_bytes,
@@ -436,6 +440,11 @@ def _step(
         ssd_read_bytes=sum(raw["bytes"][name] for name in READS),
         ssd_write_bytes=written,
         swapped_bytes=raw["bytes"]["saved_out"],
+        saved_bytes={
+            "host": placement.saved_bytes - placement.transit_bytes,
+            "transit": placement.transit_bytes,
+            "ssd": placement.ssd_bytes,
+        },
         peak_bytes={
             "gpu": gpu_bytes,
             "host": raw["host_bytes"] + placement.saved_bytes,

@@ -171,11 +171,30 @@ def test_wraps_line_has_adapters_and_micro_batches() -> None:
     step = simulate(_models.load("opt-1.3b", 1, 64, **load), of_parts(), options)
     line = _answer.wrap_line(question, step)
     assert 'weights="FOLDER"' in line and "accumulate=4" in line
-    assert "swap_ssd_bytes=0" in line
     accept(line)
-    written = {**step.link_bytes, "saved_write": 1}
-    step = dataclasses.replace(step, link_bytes=written)
-    assert "swap_ssd_bytes" not in _answer.wrap_line(question, step)
+
+
+@pytest.mark.parametrize(
+    ("room", "settings"),
+    [
+        ({"host": 0, "transit": 0, "ssd": 0}, "swap_bytes=0)"),
+        ({"host": 150_000_000, "transit": 0, "ssd": 0}, 'swap_bytes="0.2GB", swap_ssd_bytes=0)'),
+        # Three quarters of swap_bytes hold activations, and a quarter passes others on.
+        ({"host": 3 << 30, "transit": 9, "ssd": 10}, 'swap_bytes="4.3GB", swap_ssd_bytes="0.1GB")'),
+        (
+            {"host": 0, "transit": 1 << 30, "ssd": 10**9},
+            'swap_bytes="4.3GB", swap_ssd_bytes="1GB")',
+        ),
+    ],
+)
+def test_wraps_line_gives_activations_the_room_of_the_simulated_step(
+    room: dict[str, int], settings: str
+) -> None:
+    question = _answer.Question("opt-1.3b", 1, 64, of_parts(), Options(), {}, 1)
+    step = simulate(_models.load("opt-1.3b", 1, 64), of_parts(), Options())
+    line = _answer.wrap_line(question, dataclasses.replace(step, saved_bytes=room))
+    assert line.endswith(settings)
+    accept(line)
 
 
 LORA = ("--adapter-params", "3000000")

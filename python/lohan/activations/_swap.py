@@ -98,6 +98,17 @@ def host_bytes(config: Config) -> int:
     return 0 if not config.swap_bytes else -(-config.swap_bytes // _ALIGN) * _ALIGN
 
 
+def least_bytes(nbytes: int, transit: int = 0) -> int:
+    """Return the least swap_bytes with which activations stay in main memory, and others go to SSD.
+
+    Args:
+        nbytes: the size of those that stay.
+        transit: the least staging buffer for the others.
+    """
+    least = max(-(-nbytes * _TRANSIT_SHARE // (_TRANSIT_SHARE - 1)), nbytes + _TRANSIT_LEAST)
+    return -(-max(least, transit * _TRANSIT_SHARE) // _ALIGN) * _ALIGN
+
+
 def way_out(config: Config, device: Device, nbytes: int) -> str:
     """Return advice for the error message of a policy that has too little memory.
 
@@ -111,8 +122,7 @@ def way_out(config: Config, device: Device, nbytes: int) -> str:
             "the model runs on the CPU, so activations are already in main memory: use 'auto' or"
             " 'lohan', which can offload them to SSD, or device='cuda'"
         )
-    least = max(-(-nbytes * _TRANSIT_SHARE // (_TRANSIT_SHARE - 1)), nbytes + _TRANSIT_LEAST)
-    least = -(-least // _ALIGN) * _ALIGN
+    least = least_bytes(nbytes)
     now = "it is not set" if config.swap_bytes is None else f"it is {config.swap_bytes}"
     return (
         f"set swap_bytes={least}, which is part of host_bytes ({now}; a quarter of it is a staging"

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from lohan.activations import _swap
 from lohan.commands._simulate_show import RESOURCES, load_of, options_of
 from lohan.common import _progress
 from lohan.common._shown import of_bytes as size
@@ -96,6 +97,24 @@ class _Steps:
         return self._pool.submit(simulate, self.models[key], question.machine, question.options)
 
 
+def _swap_settings(step: Step) -> dict[str, Any]:
+    """Return the sizes that give activations the room which they have in the simulated step.
+
+    wrap's defaults are a quarter of main memory and room on SSD, whatever a step needs of them.
+    """
+    room = step.saved_bytes
+    if not any(room.values()):
+        return {"swap_bytes": 0}
+    if room["ssd"] == 0:
+        return {"swap_bytes": _rounded_up(room["host"]), "swap_ssd_bytes": 0}
+    memory = _swap.least_bytes(room["host"], room["transit"])
+    return {"swap_bytes": _rounded_up(memory), "swap_ssd_bytes": _rounded_up(room["ssd"])}
+
+
+def _rounded_up(nbytes: int) -> str:
+    return f"{-(-nbytes // 10**8) / 10:g}GB"
+
+
 def wrap_line(question: Question, step: Step) -> str:
     """Return the call of lohan.wrap() that makes the simulated step."""
     options = question.options
@@ -106,8 +125,7 @@ def wrap_line(question: Question, step: Step) -> str:
     settings["activations"] = activations
     if "adapter_params" in question.load:
         settings["weights"] = "FOLDER"
-        if step.link_bytes["saved_write"] == 0:  # wrap by itself may offload some
-            settings["swap_ssd_bytes"] = 0
+    settings |= _swap_settings(step)
     if options.states != "fp32":
         settings["states"] = options.states
     if options.commit_every is not None:
