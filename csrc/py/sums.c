@@ -128,16 +128,11 @@ static bool part_is_there(const struct lhpy_engine *self, uint32_t index, bool g
     return false;
 }
 
-static const struct lhpy_table source_table = LHPY_TABLE_PLAIN(
-    "a gradient", LHPY_FORM_TUPLE, struct lh_sum_source, gradient, checksum, is_checked);
-static const struct lhpy_table checksum_table =
-    LHPY_TABLE("a checksum", LHPY_FORM_VALUE, struct lh_sum_source,
-               LHPY_FIELD(struct lh_sum_source, checksum));
+static const struct lhpy_table address_table = LHPY_TABLE_OF("an address", const void *);
 
 /*
- * sums_add(param, first, count, sources, dtype, is_first): add a part of gradients to a sum, one
- * gradient after the other. A source is (address, checksum, whether it is checked). Returns the
- * checksums, which now include the bytes of those that are checked.
+ * sums_add(param, first, count, addresses, dtype, is_first): add a part of gradients to a sum, one
+ * gradient after the other.
  *
  * The gradients may be other processes'. Any thread may call this for other elements, or for the
  * same ones one after the other. is_first: no gradient of the step has been added to this part.
@@ -145,29 +140,26 @@ static const struct lhpy_table checksum_table =
 static PyObject *sums_add(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
-    uint32_t index = 0, dtype = 0, source_count = 0;
+    uint32_t index = 0, dtype = 0, gradient_count = 0;
     uint64_t first = 0, count = 0;
-    struct lh_sum_source *sources = NULL;
-    PyObject *added = NULL;
+    const void **gradients = NULL;
     bool is_first = false;
     if (!self ||
         LHPY_ARGS(args, NULL, LHPY_ARG_AS("param", index), LHPY_ARG(first), LHPY_ARG(count),
-                  LHPY_ARG_ROWS("sources", sources, source_count, source_table),
+                  LHPY_ARG_ROWS("addresses", gradients, gradient_count, address_table),
                   LHPY_ARG(dtype, .max = LH_DTYPE_F16), LHPY_ARG(is_first)) < 0)
         return NULL;
-    if (lhpy_index_check("param", index, self->param_count) == 0 &&
-        part_is_there(self, index, false, first, count)) {
-        if (source_count > 0) {
-            self->params[index].sum_state = SUM_STATE_SUMMED;
-            float *sum = sum_of(&self->params[index]) + first;
-            Py_BEGIN_ALLOW_THREADS
-            lh_sum_add_all(sum, sources, source_count, (enum lh_dtype)dtype, count, is_first);
-            Py_END_ALLOW_THREADS
-        }
-        added = lhpy_list(&checksum_table, sources, source_count);
+    bool is_there = lhpy_index_check("param", index, self->param_count) == 0 &&
+                    part_is_there(self, index, false, first, count);
+    if (is_there && gradient_count > 0) {
+        self->params[index].sum_state = SUM_STATE_SUMMED;
+        float *sum = sum_of(&self->params[index]) + first;
+        Py_BEGIN_ALLOW_THREADS
+        lh_sum_add_all(sum, gradients, gradient_count, (enum lh_dtype)dtype, count, is_first);
+        Py_END_ALLOW_THREADS
     }
-    lhpy_free(&source_table, sources, source_count);
-    return added;
+    lhpy_free(&address_table, gradients, gradient_count);
+    return is_there ? Py_NewRef(Py_None) : NULL;
 }
 
 /*
@@ -263,7 +255,7 @@ void lhpy_sums_forget(struct lhpy_engine *self)
 
 PyMethodDef lhpy_sums_methods[] = {
     {"sums_add", sums_add, METH_VARARGS,
-     "sums_add(param, first, count, sources, dtype, is_first): add a part of gradients to a "
+     "sums_add(param, first, count, addresses, dtype, is_first): add a part of gradients to a "
      "sum."},
     {"sums_give", sums_give, METH_NOARGS, "Hand the summed gradients to the engine."},
     {"given_expect", given_expect, METH_O, "given_expect(param): its new values will be given."},

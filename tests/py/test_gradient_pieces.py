@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from lohan import _core
-from lohan.layout._gradient_pieces import Arrival, Draft, Part, Piece, Trailer, memory_of
+from lohan.layout._gradient_pieces import Draft, Part, Piece, Trailer, memory_of
 
 # A part of another dtype, so that its place is aligned: two bytes of padding precede it.
 PARTS = [
@@ -87,31 +86,3 @@ def test_every_flipped_bit_changes_the_checksum_of_a_message() -> None:
         trailer, check = PIECE.trailer_of(message)
         assert check != PIECE.checksum(message, trailer)
         message[at] ^= 1 << at % 8
-
-
-@pytest.mark.parametrize("missing", [set(), {0}, {1, 3}, {0, 1, 2, 3}])
-@pytest.mark.parametrize("at", [-1, 0, 6002, 6004, 22387, 22389, 22400, 22420, 22434])
-def test_a_message_is_checked_while_its_parts_are_added(at: int, missing: set[int]) -> None:
-    """The bytes between parts, missing parts and the trailer count, too."""
-    buffer = torch.zeros(PIECE.message_bytes, dtype=torch.uint8)
-    draft = Draft(PIECE, buffer)
-    for index, part in enumerate(PARTS):
-        if index in missing:
-            draft.clear(part)
-        else:
-            draft.put(part, values_of(part, 1))
-    draft.seal(TRAILER._replace(bits=bytes([sum(1 << i for i in range(4) if i not in missing)])))
-    if at >= 0:
-        buffer[at] ^= 16
-    arrival = Arrival(PIECE, buffer, is_checked=True)
-    message = bytes(memory_of(PIECE, buffer))
-    for index, part in enumerate(PARTS):
-        if arrival.trailer.has(index):
-            address, checksum, is_checked = arrival.source(part)
-            assert (address, is_checked) == (buffer.data_ptr() + part.offset, True)
-            end = part.offset + part.count * part.dtype.itemsize
-            arrival.note(part, _core.crc32c(message[part.offset : end], checksum))
-    assert (arrival.checksum() == arrival.stated) == (at < 0)
-    unchecked = Arrival(PIECE, buffer, is_checked=False)
-    assert unchecked.source(PARTS[1]) == (buffer.data_ptr() + PARTS[1].offset, 0, False)
-    assert unchecked.checksum() == unchecked.stated

@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_named_with_the_parameter(tmp_path: pathlib.Path) -> No
     assert said.startswith("NetworkError: gradients from rank 1 (host"), said
     assert "in backward 1 of step 2" in said
     assert "'end.bias'" in said
-    # The sums may have the wrong gradient: nothing may be trained with them.
+    # The gradients of the step are incomplete: nothing may be trained with them.
     assert all(each.startswith("StepError: ") for each in later), later
     assert "restart all processes with resume=True" in later[1]
     assert step == 1

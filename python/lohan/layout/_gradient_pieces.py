@@ -151,52 +151,6 @@ class Draft:
         message[self._piece.nbytes :] = packed + trailer.bits
 
 
-class Arrival:
-    """A message that has come, or this process's own one: its parts are about to be added.
-
-    The checksum of what has come is computed while the parts are added, so that the processor reads
-    them from memory only once. So it is known to be right only after all parts have been added.
-
-    Attributes:
-        trailer: the message's trailer.
-        stated: the checksum that the message states.
-    """
-
-    def __init__(self, piece: Piece, buffer: torch.Tensor, *, is_checked: bool) -> None:
-        """Begin to add the message of a piece in a buffer; is_checked: with its checksum."""
-        self._message = memory_of(piece, buffer)
-        self._piece = piece
-        self._address = buffer.data_ptr()
-        self._is_checked = is_checked
-        self._summed = 0  # the leading bytes that the checksum has
-        self._checksum = 0
-        self.trailer, self.stated = piece.trailer_of(self._message)
-
-    def source(self, part: Part) -> tuple[int, int, bool]:
-        """Return a part as a source of Engine.sums_add(). Parts come in their order."""
-        if self._is_checked:
-            self._skip(part.offset)
-        return self._address + part.offset, self._checksum, self._is_checked
-
-    def note(self, part: Part, checksum: int) -> None:
-        """Note the checksum that includes a part which has been added."""
-        self._summed = part.offset + part.count * part.dtype.itemsize
-        self._checksum = checksum
-
-    def checksum(self) -> int:
-        """Return the checksum of the message, after its parts have been added."""
-        if not self._is_checked:
-            return self.stated
-        self._skip(self._piece.nbytes)
-        return _with_trailer(self._checksum, self.trailer)
-
-    def _skip(self, end: int) -> None:
-        """Put the bytes up to end, which are not added, into the checksum."""
-        if end > self._summed:
-            self._checksum = _core.crc32c(self._message[self._summed : end], self._checksum)
-            self._summed = end
-
-
 def _with_trailer(checksum: int, trailer: Trailer) -> int:
     """Continue the checksum of a message's parts with its trailer."""
     return _core.crc32c(_TRAILER.pack(*trailer.row, 0) + trailer.bits, checksum)

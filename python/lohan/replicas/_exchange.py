@@ -41,11 +41,11 @@ from lohan.errors import (
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._gradient_pieces import (
-    Arrival,
     Draft,
     Trailer,
     buffer_bytes,
     buffer_count,
+    memory_of,
 )
 from lohan.replicas._routes import Routes, routes_to_adders
 from lohan.world._rendezvous import SAY_AFTER_S
@@ -526,30 +526,18 @@ class Exchange:
         added = set(self._summed)
         ranks = self._routes.added[number]
         others = [rank for rank in ranks if rank != self._world.rank]
-        arrivals = {}
+        there = []  # for each contribution, the trailer and the address of the parts
         for rank in ranks:
-            is_own = rank == self._world.rank
-            buffer = own.buffer if is_own else self._came[rank][number]
-            arrivals[rank] = Arrival(piece, buffer, is_checked=not is_own)
-        for rank in others:
-            self._check_turn(number, rank, arrivals[rank])
+            buffer = own.buffer if rank == self._world.rank else self._came[rank][number]
+            there.append((self._checked(number, rank, buffer), buffer.data_ptr()))
         for index, part in enumerate(piece.parts):
-            there = [arrival for arrival in arrivals.values() if arrival.trailer.has(index)]
-            if not there:
+            addresses = [base + part.offset for trailer, base in there if trailer.has(index)]
+            if not addresses:
                 continue
             is_first, code = part.param not in added, DTYPE_CODES[part.dtype]
-            sources = [arrival.source(part) for arrival in there]
-            checksums = self._engine.sums_add(
-                part.param, part.first, part.count, sources, code, is_first
-            )
-            for arrival, checksum in zip(there, checksums, strict=True):
-                arrival.note(part, checksum)
+            self._engine.sums_add(part.param, part.first, part.count, addresses, code, is_first)
             added.add(part.param)
-        # An error ends the session, so that nobody uses sums with a wrong contribution.
-        for rank in others:
-            self._check_bytes(number, rank, arrivals[rank])
         with self._lock:
-            self._failed |= {rank for rank, each in arrivals.items() if each.trailer.failed}
             self._present |= added
             for rank in others:
                 self._free_in[rank].append(self._came[rank].pop(number))
@@ -558,34 +546,34 @@ class Exchange:
             self._ask(rank)
         self._release(own)
 
-    def _check_turn(self, number: int, rank: int, arrival: Arrival) -> None:
-        """Check that a message belongs to this step and backward.
+    def _checked(self, number: int, rank: int, buffer: torch.Tensor) -> Trailer:
+        """Check a piece, and return its trailer.
 
         Raises:
             NetworkError: its checksum is wrong.
             WorldMismatchError: it belongs to another step or backward.
         """
-        trailer = arrival.trailer
-        if trailer.row[:3] == (self._step, self._micro, self._routes.tags[number]):
-            return
-        self._check_bytes(number, rank, arrival)
-        raise WorldMismatchError(
-            f"{self._world.name(rank)} is in backward {trailer.micro + 1} of step"
-            f" {trailer.step + 1}, but {self._world.name(self._world.rank)} in"
-            f" {self._what()}: all processes must run the same number of backwards per"
-            " step; end all of them"
-        )
-
-    def _check_bytes(self, number: int, rank: int, arrival: Arrival) -> None:
-        """Check a message's checksum. Raises NetworkError if it is wrong."""
-        found = arrival.checksum()
-        if found == arrival.stated:
-            return
         piece = self._pieces[number]
-        raise NetworkError(
-            f"gradients from {self._world.name(rank)} have the checksum {found:08x} instead"
-            f" of {arrival.stated:08x} in {self._what()}"
-            f" ({self._params[piece.parts[0].param].name!r} from"
-            f" element {piece.parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
-            " has changed them. Restart the processes with resume=True"
-        )
+        message = memory_of(piece, buffer)
+        trailer, check = piece.trailer_of(message)
+        if rank != self._world.rank:
+            found = piece.checksum(message, trailer)
+            if found != check:
+                parts = piece.parts
+                raise NetworkError(
+                    f"gradients from {self._world.name(rank)} have the checksum {found:08x} instead"
+                    f" of {check:08x} in {self._what()} ({self._params[parts[0].param].name!r} from"
+                    f" element {parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
+                    " has changed them. Restart the processes with resume=True"
+                )
+            if trailer.row[:3] != (self._step, self._micro, self._routes.tags[number]):
+                raise WorldMismatchError(
+                    f"{self._world.name(rank)} is in backward {trailer.micro + 1} of step"
+                    f" {trailer.step + 1}, but {self._world.name(self._world.rank)} in"
+                    f" {self._what()}: all processes must run the same number of backwards per"
+                    " step; end all of them"
+                )
+        if trailer.failed:
+            with self._lock:
+                self._failed.add(rank)
+        return trailer

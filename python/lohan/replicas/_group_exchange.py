@@ -126,8 +126,7 @@ class GroupExchange(Exchange):
         self._check_dtype(index, flat, dtype)
         is_first = index not in self._summed
         code = DTYPE_CODES[dtype]
-        source = (flat.data_ptr(), 0, False)
-        self._engine.sums_add(index, 0, flat.numel(), [source], code, is_first)
+        self._engine.sums_add(index, 0, flat.numel(), [flat.data_ptr()], code, is_first)
         with self._lock:
             self._present.add(index)
 
