@@ -252,7 +252,7 @@ def bench_errors(name: str, options: Any, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["gpt2", "llama", "vit"])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="0: only the rows learning_error")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--dir", default=None, help="folder for the stores")
     parser.add_argument("--history", action="store_true")
@@ -261,7 +261,8 @@ def main() -> None:
     report = Report(options.history)
     for name in options.models:
         bench_errors(name, options, report)
-        bench(name, options, report)
+        if options.seeds:
+            bench(name, options, report)
 
 
 if __name__ == "__main__":
