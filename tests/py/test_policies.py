@@ -224,12 +224,14 @@ def test_without_room_on_ssd_a_policy_uses_main_memory_alone(
 
 
 def test_without_room_on_ssd_nothing_is_offloaded_where_main_memory_computes(
-    store_dir: pathlib.Path,
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_swap, "_POLICY_LEAST", MIB)
     model = lohan.wrap(build(), store=store_dir, lr=1e-3, activations="auto", swap_ssd_bytes=0)
     train(model)
     moved = model.lohan.stats().bytes
     model.lohan.close()
+    assert model.lohan.config.swap_bytes is None
     assert moved["saved_out"] == moved["saved_write"] == 0
 
 
