@@ -16,7 +16,11 @@ NAMES = ["tower-dropout", "llama", "gpt2", "gpt2-dropout", "t5", "dit", "dit-che
 KEPT: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"activations": "recompute"},
-    "swap": {"activations": {"*": "swap"}, "swap_bytes": models.SWAP_BYTES},
+    "swap": {
+        "activations": {"*": "swap"},
+        "swap_bytes": models.SWAP_BYTES,
+        "swap_ssd_bytes": 64 << 20,
+    },
 }
 
 

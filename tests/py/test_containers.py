@@ -24,7 +24,12 @@ BLOCK_COUNT = 3
 WAYS: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
     "layers": {"activations": {"*.up": "keep", "*": "recompute"}},
-    "swap": {"activations": {"*": "swap"}, "swap_bytes": "64MB", "device": "emu"},
+    "swap": {
+        "activations": {"*": "swap"},
+        "swap_bytes": "64MB",
+        "swap_ssd_bytes": "64MB",
+        "device": "emu",
+    },
     **{name: {"activations": name, "device": "emu", "swap_bytes": "256MB"} for name in POLICIES},
     "auto on the CPU": {"activations": "auto"},
 }

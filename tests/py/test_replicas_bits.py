@@ -24,7 +24,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "seldom": ("float32", {"commit_every": 3}),
     "recompute": ("float32", {"activations": "recompute"}),
     "emulated device": ("bfloat16", {"device": "emu"}),
-    "offloaded": ("float32", {"swap_bytes": 8 << 20, "activations": {"*": "swap"}}),
+    "offloaded": (
+        "float32",
+        {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20, "activations": {"*": "swap"}},
+    ),
     "frozen": ("bfloat16", {"change": "frozen"}),
     "other order": ("float32", {"change": "order", "piece_bytes": 3000}),
     "absent": ("float32", {"change": "absent"}),

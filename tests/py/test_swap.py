@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import re
@@ -11,6 +12,8 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan import _core
+from lohan.activations import _swap
 from lohan.common import _timeline
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StoreError, StoreExistsError
 from patience import slowness
@@ -269,6 +272,39 @@ def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.P
         model(batch(0, torch.float32)).backward()
     with pytest.raises(BudgetError, match="no room to move a saved tensor"):
         model.lohan.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_default_size_is_halved_until_it_fits_what_other_processes_left(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    create, sizes = _core.store_create, []
+
+    def nearly_full(**args: Any) -> _core.Store:
+        if args.get("temporary"):
+            sizes.append(args["extents"][0][0])
+            if sizes[-1] > left << 20:
+                raise StoreError(code, os.strerror(code))
+        return create(**args)
+
+    monkeypatch.setattr(_swap._core, "store_create", nearly_full)
+    monkeypatch.setattr(_swap, "_free_bytes", lambda directories, store_bytes: 512 << 20)
+    left = 100
+    _, stats = train(store_dir / "a", torch.float32, swap_bytes=8 << 20)
+    assert stats[-1].bytes["saved_write"] > 0
+    assert sizes == [256 << 20, 128 << 20, 64 << 20]
+
+    sizes.clear()
+    left = 0
+    with pytest.raises(StoreError) as caught:
+        lohan.wrap(Tower(), store=store_dir / "b", swap_bytes=8 << 20)
+    assert caught.value.errno == code and "swap_ssd_bytes" in caught.value.__notes__[0]
+    assert not list(store_dir.glob("b/.swap*"))
+
+    sizes.clear()
+    with pytest.raises(StoreError):
+        lohan.wrap(Tower(), store=store_dir / "c", swap_bytes=8 << 20, swap_ssd_bytes=64 << 20)
+    assert sizes == [64 << 20]
 
 
 def test_a_timeline_has_what_left_and_came_back_by_name(store_dir: pathlib.Path) -> None:

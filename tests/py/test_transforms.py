@@ -33,7 +33,7 @@ ROWS = 32
 SETTINGS: dict[str, dict[str, Any]] = {
     "keep": {"activations": "keep"},
     "recompute": {"activations": "recompute"},
-    "swap": {"activations": {"*": "swap"}, "swap_bytes": "64MB"},
+    "swap": {"activations": {"*": "swap"}, "swap_bytes": "64MB", "swap_ssd_bytes": "64MB"},
     "auto": {"activations": "auto"},
     "emu": {"activations": "auto", "device": "emu"},
 }

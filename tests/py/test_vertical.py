@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEPT: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"activations": "recompute"},
-    "swap": {"activations": {"*": "swap"}, "swap_bytes": 16 << 20},
+    "swap": {"activations": {"*": "swap"}, "swap_bytes": 16 << 20, "swap_ssd_bytes": 64 << 20},
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import time
@@ -46,6 +47,8 @@ _POLICY_SHARE = 4
 _POLICY_LEAST = 128 << 20
 _POLICY_PARAMS = 8
 _POLICY_SSD = 16
+# How often a default size that does not fit on the disk is lowered.
+_DEFAULT_RETRIES = 8
 
 
 def check(config: Config) -> None:
@@ -175,14 +178,36 @@ def make_room(config: Config, directories: Sequence[str], store_bytes: int) -> _
         A store for activations, or None if the settings or the disks leave no space for one.
 
     Raises:
-        StoreError: a disk is full; no file is left behind.
+        StoreError: a disk is full, although a default size was halved several times; no file is
+            left behind.
     """
-    nbytes = config.swap_ssd_bytes
-    if nbytes is None:
-        nbytes = _free_bytes(directories, store_bytes) // (2 * config.room_sharers)
-        if config.activations in POLICIES:
-            nbytes = min(nbytes, _POLICY_SSD * (config.swap_bytes or 0))
-    if not config.swap_bytes or nbytes == 0:
+    if not config.swap_bytes:
+        return None
+    if config.swap_ssd_bytes is not None:
+        return _allocate(config, directories, config.swap_ssd_bytes)
+    nbytes = _default_bytes(config, directories, store_bytes)
+    for _ in range(_DEFAULT_RETRIES):
+        try:
+            return _allocate(config, directories, nbytes)
+        except StoreError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        # Another process took the space after this one looked, or a quota is less than the disk.
+        nbytes = min(_default_bytes(config, directories, store_bytes), nbytes // 2)
+    return _allocate(config, directories, nbytes)
+
+
+def _default_bytes(config: Config, directories: Sequence[str], store_bytes: int) -> int:
+    """Return the SSD space to allocate if the user did not set it, in bytes."""
+    nbytes = _free_bytes(directories, store_bytes) // (2 * config.room_sharers)
+    if config.activations in POLICIES:
+        nbytes = min(nbytes, _POLICY_SSD * (config.swap_bytes or 0))
+    return nbytes
+
+
+def _allocate(config: Config, directories: Sequence[str], nbytes: int) -> _core.Store | None:
+    """Allocate so much SSD space, in bytes; None if it is 0."""
+    if nbytes == 0:
         return None
     nbytes = -(-nbytes // _ALIGN) * _ALIGN
     folders = [os.path.join(directory, f".swap-{os.getpid()}") for directory in directories]
