@@ -328,6 +328,21 @@ static PyObject *store_extents(PyObject *object, PyObject *Py_UNUSED(args))
     return list;
 }
 
+/* The checksums of an extent's newest bytes: a native uint32 for each LH_CHECKSUM_BYTES. */
+static PyObject *store_checksums(PyObject *object, PyObject *args)
+{
+    struct lh_store *store = lhpy_store_get(object);
+    uint32_t extent = 0;
+    if (!store || LHPY_ARGS(args, NULL, LHPY_ARG(extent)) < 0)
+        return NULL;
+    if (extent >= lh_store_extent_count(store))
+        return PyErr_Format(PyExc_IndexError, "there is no extent %u", extent);
+    uint32_t slot = lh_store_read_slot(store, lh_store_extent(store, extent).group);
+    uint32_t count = 0;
+    const uint32_t *sums = lh_store_checksums(store, extent, slot, &count);
+    return PyBytes_FromStringAndSize((const char *)sums, (Py_ssize_t)(count * sizeof *sums));
+}
+
 /* Where a byte of an extent lies: (path, offset in the file). */
 static PyObject *store_locate(PyObject *object, PyObject *args)
 {
@@ -363,6 +378,7 @@ static PyMethodDef store_methods[] = {
     {"describe", store_describe, METH_NOARGS, "What the store is: a dict."},
     {"extents", store_extents, METH_NOARGS,
      "Each extent: (bytes, group, slots, whether it reads as zeros)."},
+    {"checksums", store_checksums, METH_VARARGS, "checksums(extent) -> bytes"},
     {"locate", store_locate, METH_VARARGS, "locate(extent, offset) -> (path, offset in the file)"},
     {"close", store_close, METH_NOARGS, "Close files, release the lock."},
     {NULL, NULL, 0, NULL},

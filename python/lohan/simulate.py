@@ -110,6 +110,7 @@ class Step:
     Attributes:
         step_ns: the time from the beginning of the step to that of the next one.
         forward_ns, backward_ns: the times of forward and backward, without a commit.
+        schedule: when updates run, as `schedule` of `lohan.wrap`.
         commit_every: the number of steps between commits.
         commit_ns: the time that a commit adds, once in commit_every steps.
         tokens: the number of tokens in the step.
@@ -130,6 +131,7 @@ class Step:
     step_ns: int
     forward_ns: int
     backward_ns: int
+    schedule: str
     commit_every: int
     commit_ns: int
     tokens: int
@@ -170,6 +172,7 @@ class Step:
             "step_ms": self.step_ns / 1e6,
             "forward_ms": self.forward_ns / 1e6,
             "backward_ms": self.backward_ns / 1e6,
+            "schedule": self.schedule,
             "commit_every": self.commit_every,
             "commit_ms": self.commit_ns / 1e6,
             "tokens_per_s": self.tokens_per_s,
@@ -430,6 +433,7 @@ def _step(
         step_ns=step_ns,
         forward_ns=raw["forward_ns"],
         backward_ns=raw["backward_ns"],
+        schedule=options.own_schedule or placement.schedule,
         commit_every=commit_every,
         commit_ns=raw["commit_ns"],
         tokens=count * model.tokens,

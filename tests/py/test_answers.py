@@ -175,6 +175,62 @@ def test_wraps_line_has_adapters_and_micro_batches() -> None:
 
 
 @pytest.mark.parametrize(
+    ("simulated", "accumulate", "text"),
+    [
+        ("optimized", 1, ""),
+        ("deferred", 1, 'schedule="deferred"'),
+        ("auto", 1, 'schedule="auto"'),
+        # wrap chooses it for sums of gradients
+        ("deferred", 4, ""),
+        ("serial", 4, 'schedule="serial"'),
+    ],
+)
+def test_wraps_line_has_the_schedule_that_was_simulated(
+    simulated: str, accumulate: int, text: str
+) -> None:
+    question = _answer.Question("x", 1, 64, of_parts(), Options(accumulate=accumulate), {}, 1)
+    step = simulate(_models.load("opt-1.3b", 1, 64), of_parts(), Options())
+    line = _answer.wrap_line(question, dataclasses.replace(step, schedule=simulated))
+    assert text in line and ("schedule" in line) == bool(text)
+    accept(line)
+
+
+def test_a_schedule_that_is_asked_for_is_simulated_and_in_wraps_line() -> None:
+    load = ("--model", "opt-1.3b", *PARTS, "--batch", "2", "--seq", "512")
+    asked = ask(*load, "--schedule", "serial")
+    assert asked["step"]["schedule"] == "serial" and 'schedule="serial"' in asked["wrap"]
+
+
+def test_wraps_line_has_a_budget_that_holds_the_step_on_a_small_machine() -> None:
+    options = Options()
+    step = simulate(_models.load("opt-1.3b", 1, 64), of_parts(), options)
+    for budget, needed, text in (
+        (12_900_000_000, 11 * 10**9, 'host_bytes="12GB"'),
+        (12_900_000_000, 12_500_000_000, 'host_bytes="12.9GB"'),
+        (219_400_000, 195_000_000, 'host_bytes="0.219GB"'),
+    ):
+        machine = dataclasses.replace(of_parts(), host_bytes=budget)
+        question = _answer.Question("opt-1.3b", 1, 64, machine, options, {}, 1)
+        peak = {**step.peak_bytes, "host": needed}
+        line = _answer.wrap_line(question, dataclasses.replace(step, peak_bytes=peak))
+        assert text in line
+        accept(line)
+
+
+def test_a_policy_commits_as_it_is_simulated_and_one_that_wrap_lacks_is_refused() -> None:
+    load = ("--model", "opt-1.3b", *PARTS, "--batch", "2", "--seq", "512")
+    asked = ask(*load, "--policy", "lohan")
+    assert 'activations="lohan"' in asked["wrap"]
+    assert f"commit_every={asked['commit_every']}" in asked["wrap"]
+    changes = {
+        row["change"] for row in ask(*load, "--policy", "lohan", "--commit-every", "1")["changes"]
+    }
+    assert changes and 'commit_every="auto"' not in changes
+    text = " ".join(refusal(*load, "--policy", "capuchin").split())
+    assert "lohan.wrap has only fuyou, lohan, auto" in text
+
+
+@pytest.mark.parametrize(
     ("room", "settings"),
     [
         ({"host": 0, "transit": 0, "ssd": 0}, "swap_bytes=0)"),

@@ -452,10 +452,13 @@ def test_a_checkpoint_that_parameters_were_written_behind_is_refused_with_a_way_
     assert (store_dir / "exported" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("written", [None, b"", b'{"epoch": 0.5, "log_his'])
 def test_a_folder_that_was_never_finished_is_passed_over_or_refused(
-    store_dir: pathlib.Path,
+    store_dir: pathlib.Path, written: bytes | None
 ) -> None:
     train_until(store_dir, 4, "files")
+    if written is not None:  # the process died in the write of the last file
+        (checkpoints(store_dir)[-1] / "trainer_state.json").write_bytes(written)
     with pytest.raises(StoreMismatchError, match=r"is incomplete.*is at step 4"):
         resumed(store_dir, str(checkpoints(store_dir)[-1]))
     assert_continues(resumed(store_dir), store_dir)

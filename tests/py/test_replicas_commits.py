@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import random
+import shutil
 
 import world_adamw
 import world_commits
@@ -46,3 +47,27 @@ def test_a_run_resumes_if_one_process_stopped_between_two_commits(tmp_path: path
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), resumed[0][0])[0]
     assert resumed == [whole] * 2
     assert resumed[0][0] == 4  # from step 0: rank 0 has steps 3 and 0, rank 1 steps 2 and 0
+
+
+def test_a_replica_whose_process_trained_alone_through_the_same_steps_is_named(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = tmp_path / "run"
+    run(tmp_path, 2, world_adamw.train, str(store), 4)
+    alone = run(tmp_path, 1, world_commits.train_alone, str(store), "step 3", 4)[0]
+    for said in run(tmp_path, 2, world_adamw.resume_step, str(store), True):
+        assert isinstance(said, str) and said.startswith("WorldMismatchError: ")
+        assert f"{store} (rank 0" in said and f"{store / 'rank-00001'} (rank 1" in said
+        assert "have different parameters at step 4" in said
+    shutil.rmtree(store / "rank-00001")  # as the message says
+    assert run(tmp_path, 2, world_adamw.resume_for, str(store), 0) == [(4, alone)] * 2
+
+
+def test_processes_whose_blocks_are_divided_in_other_ways_resume_together(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = str(tmp_path / "run")
+    for resume in (False, True):
+        zero, one = run(tmp_path, 2, world_commits.train_with_blocks, store, resume)
+        assert zero[0] != one[0], "the units are to differ"
+        assert zero[1:] == one[1:] and zero[1] == (4 if resume else 2)

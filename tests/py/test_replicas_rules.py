@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import world_adamw
+import world_commits
 from world_helper import run
 
 DIFFERENCES = {
@@ -70,6 +71,20 @@ def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
     expected = failed if where == "backward" else discarded
     assert zero[0].startswith(f"PeerStepError: {expected}"), zero
     assert "step 3" in zero[0]
+
+
+@pytest.mark.parametrize("share", ["off", "on"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_gradient_that_one_process_changed_is_rejected_and_the_step_forgotten_in_all(
+    tmp_path: pathlib.Path, share: str, who: int
+) -> None:
+    env = {world_adamw.SHARE: share}
+    told = run(tmp_path, 2, world_commits.change_a_gradient, str(tmp_path / "run"), who, env=env)
+    for rank, (said, step, _) in enumerate(told):
+        expected = "OffloadedGradientError: " if rank == who else "PeerStepError: "
+        assert said.startswith(expected), said
+        assert step == 3
+    assert told[0][2] == told[1][2]
 
 
 def test_a_step_may_be_discarded_by_all_processes(tmp_path: pathlib.Path) -> None:

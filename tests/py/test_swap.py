@@ -328,3 +328,16 @@ def test_a_timeline_has_what_left_and_came_back_by_name(store_dir: pathlib.Path)
         assert sum(span.nbytes for span in saved if span.lane == lane) == moved[link] > 0
     assert all(span.name in names for span in spans if span.lane == "optimizer workers")
     model.lohan.close()
+
+
+def test_a_storage_at_the_address_of_a_freed_one_is_counted_too() -> None:
+    counter = _swap.Counter()
+    hook = counter.wrap(lambda tensor: None)
+    counter.begin()
+    memory = torch.zeros(2048, dtype=torch.uint8)
+    for _ in range(3):  # three storages of the same memory, one after the other
+        storage = torch.frombuffer(memory.numpy(), dtype=torch.uint8)
+        hook(storage)
+        hook(storage[:100])
+        del storage
+    assert counter.nbytes == 3 * 2048

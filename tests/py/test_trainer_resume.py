@@ -283,6 +283,48 @@ def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_resume_from(
     assert helper.logged(again, "loss") == helper.logged(runs[0], "loss")
 
 
+@pytest.mark.parametrize("takes", [{}, {"method": "mezo"}], ids=["adamw", "mezo"])
+def test_after_an_interrupt_the_process_is_told_how_to_resume_what_it_has_trained_past(
+    takes: dict[str, Any], store_dir: pathlib.Path
+) -> None:
+    trainer = helper.make(store_dir, takes, callbacks=(Interrupts(3),), **ARGUMENTS)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(StoreMismatchError, match="this process has trained on since") as caught:
+        trainer.train(resume_from_checkpoint=True)
+    folder = re.findall(r"resume_from_checkpoint='(.*)'", str(caught.value))[0]
+    trainer.model.lohan.close()
+    again = helper.make(store_dir, takes, **ARGUMENTS)
+    again.train(resume_from_checkpoint=folder)
+    plain = helper.make(store_dir / "whole", takes, **ARGUMENTS)
+    plain.train()
+    assert helper.logged(again, "loss") == helper.logged(plain, "loss")
+
+
+def test_a_store_that_commits_by_itself_is_not_said_to_resume_an_older_checkpoint(
+    store_dir: pathlib.Path,
+) -> None:
+    takes = {"commit_every": 2}  # close() commits step 3
+    trainer = helper.make(store_dir, takes, callbacks=(Interrupts(3),), **ARGUMENTS)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(StoreMismatchError, match=r"is at step 3, and no checkpoint") as caught:
+        trainer.train(resume_from_checkpoint=True)
+    assert "trained on since" not in str(caught.value)
+
+
+class Interrupts(transformers.TrainerCallback):  # type: ignore[misc]
+    """Ctrl-C at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Interrupt once."""
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
 def test_train_again_from_a_checkpoint_of_this_process(store_dir: pathlib.Path) -> None:
     trainer = helper.make(store_dir, {}, model=helper.gpt2(), **{**ARGUMENTS, "max_steps": 4})
     trainer.train()

@@ -11,8 +11,10 @@ import threading
 import time
 from typing import Any
 
+import lohan
+import torch
 from lohan.errors import BudgetError, LohanError
-from world_adamw import one_step, wrapped
+from world_adamw import BATCHES, build, loss_of, one_step, states_digest, values_digest, wrapped
 from world_worker import rank_and_count
 
 
@@ -40,6 +42,64 @@ def stop_between_commits(store: str) -> int:
     with contextlib.suppress(LohanError):
         model.lohan.close()
     return step
+
+
+def change_a_gradient(store: str, who: int) -> tuple[str, int, str]:
+    """One process replaces p.grad between backward and step(), and all continue.
+
+    Returns:
+        The error, the step at the end, and a hash of the parameters.
+    """
+    rank, _ = rank_and_count()
+    model = wrapped(store, accumulate=1)
+
+    def backward(number: int) -> None:
+        loss_of(model, model.lohan.step, 2 * number + rank, torch.float32).backward()
+
+    said = ""
+    for attempt in range(4):
+        backward(attempt)
+        if attempt == 1 and rank == who:
+            next(iter(model.parameters())).grad = None
+        try:
+            model.optimizer.step()
+        except LohanError as error:
+            said = f"{type(error).__name__}: {error}"
+            model.optimizer.zero_grad()
+    found = said, model.lohan.step, values_digest(model)
+    if model.lohan.team is not None:
+        model.lohan.part()
+    model.lohan.close()
+    return found
+
+
+def train_alone(store: str, which: str, steps: int) -> str:
+    """Train from a step with other data than world_adamw.train(); return a hash of all states."""
+    model = wrapped(store, resume=which)
+    while model.lohan.step < steps:
+        one_step(model, change="absent")
+    found = states_digest(model)
+    model.lohan.close()
+    return found
+
+
+def train_with_blocks(store: str, resume: bool) -> tuple[int, int, str]:
+    """Train two steps more; rank 1 has one block.
+
+    Returns:
+        The number of units, the step at the end, and a hash of the parameters.
+    """
+    rank, count = rank_and_count()
+    model: Any = build()
+    blocks = [model] if rank == 1 else None
+    settings: dict[str, Any] = {"resume": True} if resume else {"lr": 1e-3}
+    lohan.wrap(model, store=store, blocks=blocks, accumulate=BATCHES // count, **settings)
+    end = model.lohan.step + 2
+    while model.lohan.step < end:
+        one_step(model)
+    found = len(model.lohan.layout.units), model.lohan.step, values_digest(model)
+    model.lohan.close()
+    return found
 
 
 def least_bytes(store: str) -> int:

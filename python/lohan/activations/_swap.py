@@ -511,7 +511,7 @@ class Counter:
     def __init__(self) -> None:
         self.is_on = False
         self.nbytes = 0
-        self._seen: set[int] = set()  # the addresses of the storages of one forward
+        self._seen: dict[int, _StorageRef] = {}  # the storages of one forward by address
 
     def begin(self) -> None:
         """Begin to count a forward."""
@@ -525,8 +525,10 @@ class Counter:
             packed = pack(tensor)
             if self.is_on and not isinstance(packed, _core.Handle) and has_storage(tensor):
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._seen:
-                    self._seen.add(storage.data_ptr())
+                seen = self._seen.get(storage.data_ptr())
+                # An offloaded storage is freed, and another one may have its address.
+                if seen is None or seen.is_dead():
+                    self._seen[storage.data_ptr()] = _StorageRef(storage)
                     self.nbytes += storage.nbytes()
             return packed
 

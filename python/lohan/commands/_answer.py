@@ -16,6 +16,7 @@ from lohan.activations import _swap
 from lohan.commands._simulate_show import RESOURCES, load_of, options_of
 from lohan.common import _progress
 from lohan.common._shown import of_bytes as size
+from lohan.config import POLICIES, Config
 from lohan.errors import BudgetError
 from lohan.planning import _machines, _models, _parts
 from lohan.simulate import Options, Step, simulate
@@ -63,7 +64,7 @@ def _changes(question: Question) -> dict[str, Question]:
 
     if options.states != "8bit":
         put('states="8bit"', options=dataclasses.replace(options, states="8bit"))
-    if options.commit_every == 1:
+    if options.commit_every == 1 and options.policy == "auto":
         put('commit_every="auto"', options=dataclasses.replace(options, commit_every=None))
     if options.accumulate == 1:
         several = dataclasses.replace(options, accumulate=_MICRO_BATCHES)
@@ -115,21 +116,29 @@ def _rounded_up(nbytes: int) -> str:
     return f"{-(-nbytes // 10**8) / 10:g}GB"
 
 
+def _rounded_down(nbytes: int, least: int) -> str:
+    """Return a budget in whole GB, or in more digits if the step needs more than these."""
+    unit = 10**9 if nbytes // 10**9 * 10**9 >= least else 10**6
+    return f"{nbytes // unit * unit / 10**9:.12g}GB"
+
+
 def wrap_line(question: Question, step: Step) -> str:
     """Return the call of lohan.wrap() that makes the simulated step."""
     options = question.options
     stores = [f"/ssd{i}/run" for i in range(question.machine.ssd_count)]
-    activations = options.policy if options.policy in ("fuyou", "lohan") else "auto"
     settings: dict[str, Any] = {"store": stores, "device": "cuda"}
-    settings["host_bytes"] = f"{question.machine.host_bytes // 10**9}GB"
-    settings["activations"] = activations
+    settings["host_bytes"] = _rounded_down(question.machine.host_bytes, step.peak_bytes["host"])
+    settings["activations"] = options.policy
     if "adapter_params" in question.load:
         settings["weights"] = "FOLDER"
     settings |= _swap_settings(step)
     if options.states != "fp32":
         settings["states"] = options.states
-    if options.commit_every is not None:
-        settings["commit_every"] = options.commit_every
+    # With accumulate=, wrap itself makes all updates wait for the end of the step.
+    if step.schedule != ("deferred" if options.accumulate > 1 else Config().schedule):
+        settings["schedule"] = step.schedule
+    if options.commit_every is not None or options.policy != "auto":
+        settings["commit_every"] = step.commit_every
     if options.accumulate > 1:
         settings["accumulate"] = options.accumulate
     said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -299,6 +308,11 @@ def question_of(
             " activations in this order; use lohan simulate"
         )
     options = options_of(words)
+    if options.policy not in POLICIES:
+        raise click.UsageError(
+            f"--policy {options.policy} cannot be combined with the name of a GPU: lohan.wrap has"
+            f" only {', '.join(POLICIES)}; use lohan simulate"
+        )
     return Question(
         model=asked["model"],
         batch=asked["batch"],

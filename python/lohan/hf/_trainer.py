@@ -48,7 +48,16 @@ from lohan.hf import (
     _trainer_world,
     _zo_trainer,
 )
-from lohan.hf._trainer_folders import checkpoints, fits, is_finished, reference_of, sync, way_back
+from lohan.hf._trainer_folders import (
+    checkpoints,
+    fits,
+    fitting_beside,
+    is_finished,
+    reference_of,
+    sync,
+    trained_past,
+    way_back,
+)
 from lohan.session import _settings
 from lohan.session._optim import DEFAULTS
 from lohan.store import _store
@@ -418,10 +427,15 @@ class TrainerCallback(transformers.TrainerCallback):
         if found["store"] not in stores_of(asked):
             text += f" and is a different one, {found['store']}: pass the store= of that run"
             return text
-        fitting = self._fitting(folder, found)
+        fitting = fitting_beside(folder, found)
         if fitting:
             text += f". To resume from there: train(resume_from_checkpoint={fitting!r})"
             return text + way_back(folder, asked, found)
+        session = self._open()
+        if session is not None and asked["step"] < found["step"]:
+            way = trained_past(folder, asked["step"], session, self._is_zeroth)
+            if way:
+                return text + way
         if self._is_zeroth:
             return text + _zo_trainer.way_out(place, found["step"])
         return (
@@ -431,15 +445,9 @@ class TrainerCallback(transformers.TrainerCallback):
             f" checkpoint's weights, with moments of zero{way_back(folder, asked, found)}"
         )
 
-    def _fitting(self, folder: Path, found: Reference) -> str | None:
-        """Return a complete checkpoint next to `folder` that matches `found`, or None."""
-        finished = filter(is_finished, checkpoints(folder.parent))
-        matching = [each for each in finished if fits(reference_of(each), found)]
-        return str(matching[-1]) if matching else None
-
     def _unfinished(self, folder: Path) -> str:
         committed = self._committed()[0]
-        fitting = self._fitting(folder, committed)
+        fitting = fitting_beside(folder, committed)
         text = f"{folder} is incomplete: the process ended while writing it"
         if fitting:
             return f"{text}. Resume from {fitting}: train(resume_from_checkpoint={fitting!r})"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
@@ -13,6 +14,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lohan.common import _durable
 from lohan.store._stale import stores_of
+
+if TYPE_CHECKING:
+    from lohan.session._session import Session
 
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-\d+$")
 
@@ -39,8 +43,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether a checkpoint's last file exists: [Note: A checkpoint and its store]."""
-    return (folder / TRAINER_STATE_NAME).is_file()
+    """Return whether a checkpoint's last file is whole: [Note: A checkpoint and its store]."""
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_bytes())
+    except (OSError, ValueError):  # the process died before it wrote the file, or meanwhile
+        return False
+    return True
 
 
 def fits(asked: Reference | None, found: Reference) -> bool:
@@ -58,6 +66,40 @@ def way_back(folder: Path, asked: Reference, found: Reference) -> str:
         f". To go back to step {asked['step']}, pass a copy that lohan.snapshot() made of the store"
         " at that step to lohan.TrainerCallback(store=...), and call"
         f" train(resume_from_checkpoint={str(folder)!r})"
+    )
+
+
+def fitting_beside(folder: Path, found: Reference) -> str | None:
+    """Return a complete checkpoint next to `folder` that matches `found`, or None."""
+    finished = filter(is_finished, checkpoints(folder.parent))
+    matching = [each for each in finished if fits(reference_of(each), found)]
+    return str(matching[-1]) if matching else None
+
+
+def trained_past(folder: Path, step: int, session: Session, is_zeroth: bool) -> str:
+    """Return how to resume after an interrupt, while this process has the store open.
+
+    Args:
+        folder: the checkpoint that is to be resumed.
+        step: its step, which the session has trained past.
+        session: the open session.
+        is_zeroth: whether its steps can be rolled back to any step since the last commit.
+
+    Returns:
+        The end of the error message; "" if no checkpoint can be resumed.
+    """
+    if not (is_zeroth or session.commits_by_hand):
+        return ""  # close() commits the last step
+    durable = int(session.store.describe()["step"])
+    there: str | None = str(folder)
+    if durable != step and not (is_zeroth and durable < step):
+        there = fitting_beside(folder, {"store": session.uuid, "step": durable})
+    if there is None:
+        return ""
+    return (
+        ", because this process has trained on since. To resume, start a new process, or call"
+        " trainer.model.lohan.close() and create a new model, Trainer and lohan.TrainerCallback;"
+        f" then call train(resume_from_checkpoint={there!r})"
     )
 
 

@@ -51,6 +51,7 @@ class Logs:
         """Begin a train(), in which no step has ended."""
         self._began: float | None = None  # when the first step began
         self._step_began = self._step_ended = 0.0
+        self._written = 0  # by the session before the first step
         self._steps = 0
         self._seconds = 0.0  # of the steps since the last log
         self._seconds_steps = 0
@@ -60,6 +61,10 @@ class Logs:
         self._step_began = time.monotonic()
         if self._began is None:
             self._began = self._step_began
+            session = self._session()
+            if session is not None and session.wear is not None:
+                session.wear.look()
+                self._written = session.wear.written
 
     def step_ends(self) -> None:
         """Stop the clock of a step."""
@@ -84,9 +89,23 @@ class Logs:
             logs["lohan/bound_by"] = BOUNDS.index(stats.bound_by)
             logs["lohan/ssd_read_gb"] = stats.read_bytes / _GB
             logs["lohan/ssd_written_gb"] = stats.written_bytes / _GB
-            days = self._life_days(session, stats.written_bytes / step_s)
+            days = self._life_days(
+                session, self._written_per_s(session, stats.written_bytes / step_s)
+            )
             if days is not None:
                 logs["lohan/drive_life_days"] = days
+
+    def _written_per_s(self, session: Session, last: float) -> float:
+        """Return the mean since train() began, so that commits of checkpoints count, too.
+
+        Args:
+            session: the open session.
+            last: the rate of the last step, which is used if the session does not count its writes.
+        """
+        if session.wear is None or self._began is None:
+            return last
+        session.wear.look()
+        return (session.wear.written - self._written) / (time.monotonic() - self._began)
 
     def _life_days(self, session: Session, bytes_per_s: float) -> float | None:
         """Return how long the drive that wears out first lasts; None if that is unknown."""

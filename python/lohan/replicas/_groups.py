@@ -174,6 +174,10 @@ class Groups:
                 " module: a process without such modules leaves the pattern out"
             )
 
+    def has(self, name: str) -> bool:
+        """Return whether a parameter or a buffer is in a group."""
+        return name in self._by_name
+
     @property
     def mine(self) -> list[Ranks]:
         """The groups of this process's modules."""

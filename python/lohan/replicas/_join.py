@@ -233,8 +233,8 @@ def provide(
         The step to open the store at; None: its newest.
 
     Raises:
-        WorldMismatchError: the replicas belong to different runs.
-        StoreError: there is no replica that this process can see, or it cannot be copied.
+        WorldMismatchError: the replicas are of different runs, or of different histories of one.
+        StoreError: this process sees no replica, or it cannot be copied.
     """
     described = None if groups is None else groups.described(world)
     mine = _look(_places.of_number(_places.number_of(world, team), base), config, described)
@@ -251,25 +251,104 @@ def provide(
     if open_at is None and able < len(there):
         step = max(each.step for each in there)
         is_there = has = mine.run is not None and mine.step == step
-    # A copy has only the newest step of its source.
+    # A copy has only its source's newest step.
     alike = there if groups is None else [told[rank] for rank in groups.alike if told[rank].run]
     sources = [each.directories for each in alike if has_journal or each.step == step]
     if not has and is_divided:
-        raise StoreError(
-            errno.ENOENT,
-            f"{world.name(world.rank)} has no store of the run at step {step} in"
-            f" {mine.directories[0]}, and no other one has the same part of the optimizer's states:"
-            " resume with the number of processes that the run had (with share='on', of machines),"
-            f" each with its directories, or first run 'lohan reshard {base[0]} OUT --parts"
-            f" {config.part_count}', and pass OUT as store=",
-        )
+        why = _no_part(world, mine.directories[0], step, base[0], config.part_count)
+        raise StoreError(errno.ENOENT, why)
     if not has and groups is not None and not sources:
         where = [each.directories[0] for each in alike if each is not told[world.rank]]
         raise StoreError(errno.ENOENT, groups.no_copy(world, mine.directories[0], step, where))
-    if not has and not (team is not None and team.is_mate):
+    is_mate = team is not None and team.is_mate
+    if not has and not is_mate:
         _copy_one(world, mine, sources, step, there[0].run, config, described)
-    world.exchange(b"", "resume, copied")
-    return step if has and not is_there else open_at
+    opens = step if has and not is_there else open_at
+    is_compared = not (has_journal or is_mate)
+    sums = _sums(mine.directories, config, opens, groups) if is_compared else {}
+    _check_one_history(world, sums, step, groups)
+    return opens
+
+
+def _no_part(world: World, directory: str, step: int, base: str, count: int) -> str:
+    """Return the message of an error: this process has no store with its part of the states."""
+    return (
+        f"{world.name(world.rank)} has no store of the run at step {step} in {directory}, and no"
+        " other one has the same part of the optimizer's states: resume with the number of"
+        " processes that the run had (with share='on', of machines), each with its directories, or"
+        f" first run 'lohan reshard {base} OUT --parts {count}', and pass OUT as store="
+    )
+
+
+def _sums(
+    directories: Sequence[str], config: Config, open_at: int | None, groups: Groups | None
+) -> dict[str, str]:
+    """Return what a store's parameters are compared by: those of groups apart from those of all.
+
+    The checksums are of pieces of 1 MiB of a unit, so that they can only be compared if the units
+    have the same parameters ("layout"). Budgets that differ may divide blocks in other ways.
+
+    Raises:
+        StoreError: the store cannot be opened.
+    """
+    from lohan.store import _contents  # not needed by new runs
+
+    store = _store.open_existing(directories, config, read_only=True, open_at=open_at)
+    try:
+        contents = _contents.read(store, directories[0])
+        sums = {"all": hashlib.sha256(), "own": hashlib.sha256()}
+        layouts: dict[str, list[Any]] = {"all": [], "own": []}
+        for unit, its in zip(contents.layout.units, contents.extents.units, strict=True):
+            if its.param >= 0:
+                is_own = groups is not None and any(groups.has(each.name) for each in unit.params)
+                key = "own" if is_own else "all"
+                layouts[key].append([[each.name, each.first] for each in unit.params])
+                sums[key].update(store.checksums(its.param))
+        found = {key: each.hexdigest() for key, each in sums.items()}
+        for key, each in layouts.items():
+            digest = hashlib.sha256(json.dumps(each).encode()).hexdigest()
+            found[f"layout of {key}"] = digest
+        return {"directory": directories[0], **found}
+    finally:
+        store.close()
+
+
+def _check_one_history(
+    world: World, sums: dict[str, str], step: int, groups: Groups | None
+) -> None:
+    """Reject stores whose parameters differ at the step that is resumed.
+
+    A process that trains alone for a while goes through the same numbers of steps as the others
+    had, with other parameters.
+
+    Args:
+        world: the processes.
+        sums: what _sums() returns; empty if another process has the same store, or steps are in
+            journals, which are compared in another place.
+        step: the step.
+        groups: the groups of this process's modules.
+
+    Raises:
+        WorldMismatchError: the message names the first two stores that differ.
+    """
+    told: list[dict[str, str]] = [
+        json.loads(each) for each in world.exchange(json.dumps(sums).encode(), "resume, copied")
+    ]
+    for key, ranks in (("all", range(world.size)), ("own", groups.alike if groups else ())):
+        first_of: dict[str, int] = {}  # by layout
+        for rank in ranks:
+            if not told[rank]:
+                continue
+            first = first_of.setdefault(told[rank][f"layout of {key}"], rank)
+            if told[rank][key] != told[first][key]:
+                raise WorldMismatchError(
+                    f"{told[first]['directory']} ({world.name(first)}) and"
+                    f" {told[rank]['directory']} ({world.name(rank)}) have different parameters at"
+                    f" step {step}: probably one of them was trained without the other. If it is"
+                    " out of date, move its files to another directory, and resume again: the"
+                    " process then copies another store. With replicas='parameters' or groups=,"
+                    " restore all stores from snapshots of the same step"
+                )
 
 
 def _check_one_run(world: World, told: Sequence[_Found]) -> None:

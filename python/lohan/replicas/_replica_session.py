@@ -268,6 +268,7 @@ class ReplicaSession(Session):
         every = self.config.commit_steps  # a number that is chosen now is for the next steps
         has_gradients = bool(self._engine.status()["has_gradients"])
         if has_gradients:
+            self._check_alone()
             self._agree(unscale)
         super().close_step(unscale)
         if has_gradients:
@@ -297,13 +298,18 @@ class ReplicaSession(Session):
         self._has_copied = True
         return super().copy_begin(out, on_change, is_behind_step=True)
 
-    def _agree(self, unscale: float) -> None:
-        """Check that all processes close the same step with the same hyper-parameters."""
+    def _check_alone(self) -> None:
+        """Raise what can fail in this process alone, before the others are told that it closes."""
+        self.refuse_other_thread("step()")
         if self._backward == "running":
             raise StepError(
                 "the backward of this step raised an exception: call"
                 " model.optimizer.zero_grad() to discard the step, or begin the next forward"
             )
+        self._gradients.check(True)
+
+    def _agree(self, unscale: float) -> None:
+        """Check that all processes close the same step with the same hyper-parameters."""
         what = f"step {self.step + 1}"
         self.world.say(f"in step() of {what}")
         facts = [
@@ -493,6 +499,7 @@ class MateSession(ReplicaSession):
         if not (self.exchange.has_begun or self.exchange.is_open):
             self._backward = "none"
             return
+        self._check_alone()
         self.phases.begin("step", self)
         self._agree(unscale)
         self._gradients.hide()
