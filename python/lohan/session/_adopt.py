@@ -12,6 +12,7 @@ from lohan import _core
 from lohan.errors import ModelError, UnsupportedError
 from lohan.session import _adopt_8bit
 from lohan.store import _moments, _scalars
+from lohan.torch_glue._classes import check_bytes
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
@@ -98,7 +99,8 @@ def _moment(name: str, key: str, param: torch.Tensor, value: Any) -> torch.Tenso
             f"{key} of parameter {name!r} in optimizer.state is {what}, not values of shape"
             f" {tuple(param.shape)}: load the state after the model has its values"
         )
-    return value.detach().to("cpu", torch.float32).contiguous()
+    check_bytes(value, f"{key} of parameter {name!r} in optimizer.state")
+    return value.detach().to("cpu", torch.float32).resolve_neg().contiguous()
 
 
 def write_state(

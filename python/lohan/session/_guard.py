@@ -22,6 +22,7 @@ from lohan.session._outside import Outside, refuse_replicas
 from lohan.store import _stale, _store
 from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
+from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._compile import Traced, Uncompiled, skip_lohan
 from lohan.torch_glue._hollow import HollowClasses, show
 from lohan.torch_glue._tensor import ReadParameters, is_same, without_classes
@@ -338,6 +339,8 @@ class Guard:
                     names[full] = self.index[id(tensor)]
         rest = {k: v for k, v in state_dict.items() if k not in names}
         given = {k: v for k, v in state_dict.items() if k in names}
+        for key, value in given.items():
+            check_bytes(value, f"{key!r} in the state dict of load_state_dict()")
         missing = [k for k in names if k not in given]
         if _stale.is_fresh(self.session):
             different = self._first_difference(model, state_dict, names)

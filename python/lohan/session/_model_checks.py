@@ -13,6 +13,7 @@ from torch import nn
 from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import RESIDUAL_BYTES, is_dense
+from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._peft import check_quantized
 
 
@@ -72,6 +73,11 @@ def check_model(model: Any, is_filled: bool) -> None:
                 f"buffer {name!r} has no storage: build the model in lohan.empty(), which creates"
                 ' buffers as usual; torch.device("meta") does not'
             )
+    for path, module in model.named_modules():
+        # Only persistent buffers are read, for commits and exports.
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            if module._buffers[name] is not None:
+                check_bytes(module._buffers[name], f"buffer {f'{path}.{name}'.lstrip('.')!r}")
     if count == 0:
         raise ModelError(f"{type(model).__name__} has no parameters")
     _check_memory(model)
@@ -104,6 +110,8 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
     check_quantized(name, param)
     if param.is_quantized:
         raise ModelError(f"parameter {name!r} is quantized: dequantize it before lohan.wrap()")
+    if not param.is_meta:
+        check_bytes(param, f"parameter {name!r}")
     if param.requires_grad and param.dtype not in RESIDUAL_BYTES:
         raise ModelError(
             f"parameter {name!r} is {param.dtype} and requires a gradient: trainable parameters are"

@@ -574,7 +574,7 @@ def write_param(
             of fp32 values is kept, in the residual or the master.
         is_fresh: whether the place was never written, so that a zero residual can be skipped.
     """
-    values = values.detach().contiguous()
+    values = values.detach().resolve_neg().contiguous()
     if unit.residual_bytes and not is_fresh:
         values = values.float()  # exact; a zero residual is then written, too
     if unit.residual_bytes and unit.dtype == torch.float16:

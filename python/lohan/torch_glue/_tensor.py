@@ -173,7 +173,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     The result is a writable view if the tensor is contiguous and in main memory, otherwise a copy.
     The result keeps the bytes alive.
     """
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
     array: Any = (ctypes.c_ubyte * nbytes_of(flat)).from_address(flat.data_ptr())
