@@ -4,8 +4,8 @@ The model is GPT-2 124M in bf16, batch 4, sequence 128, on the CPU, with the sam
 and AdamW for all (training.py). Each contestant is a separate process and takes a few steps in
 turn; lohan's time includes the flush of its last step's writes. The rows, in steps per second:
 
-* ssd_torch: lohan with all states on SSD and --host-bytes, compared with training in memory
-  (autocast over fp32 weights, or bf16 with fp32 masters).
+* ssd_torch: lohan with all states on SSD and --host-bytes, compared with training in memory: a row
+  for autocast over fp32 weights, and one for bf16 with fp32 masters.
 * ssd_zero3: the same lohan process, compared with DeepSpeed's ZeRO-3 with everything on NVMe.
 * same_memory_zero3, same_memory_zero2: lohan in a process that takes no more memory than ZeRO-3 on
   NVMe, or ZeRO-2 with its optimizer in main memory, compared with that.
@@ -260,8 +260,10 @@ def add_row(
 
 def compare(starter: Starter, report: Report, options: argparse.Namespace) -> None:
     """Choose the peers, fit lohan's budgets to them, measure, and report."""
-    kinds = [f"torch {kind}{pages}" for kind in torch_train.KINDS for pages in ("", ", huge pages")]
-    peers = {"torch": best_of(kinds, starter.torch)}
+    peers = {
+        f"torch {kind}": best_of([f"torch {kind}", f"torch {kind}, huge pages"], starter.torch)
+        for kind in torch_train.KINDS
+    }
     if starter.python is None:
         note("DeepSpeed is not compared: --deepspeed-python was not given")
     else:
@@ -273,7 +275,7 @@ def compare(starter: Starter, report: Report, options: argparse.Namespace) -> No
         note("a peer is missing: run tools/setup_deepspeed.sh again to add what is missing")
     small = starter.lohan(options.host_bytes)
     budgets = {"lohan ssd": options.host_bytes}
-    rows = [(f"ssd_{peer}", "lohan ssd", peer) for peer in ("torch", "zero3")]
+    rows = [(f"ssd_{peer.split()[0]}", "lohan ssd", peer) for peer in peers if peer != "zero2"]
     contestants["lohan ssd"] = small
     for peer in ("zero3", "zero2"):
         if peer in contestants:

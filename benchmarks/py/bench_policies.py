@@ -222,7 +222,7 @@ def sizes(options: argparse.Namespace, store: Path) -> None:
     for policy in SIZED_POLICIES:
         found = [rows[size, policy] for size in SIZES]
         report.add(
-            f"policy_{policy}",
+            f"policy_{policy}" + (f"_{options.model}" if options.model != "wide" else ""),
             found[-1].rates,
             "tokens/s",
             peer="lohan",

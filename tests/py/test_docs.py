@@ -6,7 +6,6 @@ README's own claims are in test_readme.py.
 from __future__ import annotations
 
 import inspect
-import json
 import pathlib
 import re
 import subprocess
@@ -85,23 +84,6 @@ def test_every_link_leads_to_a_file_and_a_heading(page: pathlib.Path) -> None:
         assert there.is_relative_to(helper.ROOT), f"{page.name}: {target} is not in the project"
         if anchor:
             assert anchor in anchors_of(there), f"{page.name}: no heading for {target}"
-
-
-def test_every_ratio_that_is_told_was_measured() -> None:
-    """A row of docs/performance.md is a line of the benchmarks' history, to two places."""
-    page = (helper.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    row = r"^\|.+\| (\d+\.\d\d) \| (\d+\.\d\d) to (\d+\.\d\d) \| `make [^|]+` \| `(\S+)` \|$"
-    told = re.findall(row, page, re.M)
-    assert len(told) == len(re.findall(r"^\|.*`make ", page, re.M)) > 10
-    lines = (helper.ROOT / "benchmarks" / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    measured = [json.loads(line) for line in lines]
-    for *ratios, name in told:
-        found = [
-            [f"{line[key]:.2f}" for key in ("ratio", "ratio_min", "ratio_max")]
-            for line in measured
-            if line["name"] == name and line["ratio"] is not None
-        ]
-        assert ratios in found, f"{name}: {ratios}, measured {found}"
 
 
 def test_the_picture_of_a_step_is_what_its_script_draws() -> None:

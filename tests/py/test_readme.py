@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import re
 
@@ -53,19 +52,3 @@ def test_every_setting_has_a_row_on_its_page() -> None:
     page = (helper.ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", page, re.M)
     assert sorted(rows) == sorted(field.name for field in dataclasses.fields(lohan.Config))
-
-
-def test_every_ratio_of_the_readme_was_measured() -> None:
-    """A row of README's table is a line of the benchmarks' history, to two places."""
-    row = r"\| (\d\.\d\d) \((\d\.\d\d) to (\d\.\d\d)\) \| `make [^|]+` \| `(\S+)` \|$"
-    told = re.findall(row, README, re.M)
-    assert len(told) == len(re.findall(r"^\|.*`make ", README, re.M)) > 3
-    lines = (helper.ROOT / "benchmarks" / "history.jsonl").read_text(encoding="utf-8").splitlines()
-    measured = [json.loads(line) for line in lines]
-    for *ratios, name in told:
-        found = [
-            [f"{line[key]:.2f}" for key in ("ratio", "ratio_min", "ratio_max")]
-            for line in measured
-            if line["name"] == name and line["ratio"] is not None
-        ]
-        assert ratios in found, f"{name}: {ratios}, measured {found}"
