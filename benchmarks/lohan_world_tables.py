@@ -1,5 +1,8 @@
 """lohan on several GPUs: LoHan V-G, and lohan beside FCDP and Elixir on FCDP's cluster.
 
+What `lohan.wrap` does (_world_wrap) stands beside what is only planned (_world_lohan), in columns
+that say so.
+
 Nothing is fitted here. V-G's server is the preset `paper-4090` with four GPUs, whose constants are
 fitted on one GPU (benchmarks/paper_tables.py). LoHan runs a process for each GPU; each of them
 reads the parameters that it computes with from the SSDs, and the states are read and written once.
@@ -33,6 +36,7 @@ SCALED_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 SCALED_NET_BYTES_PER_S = 12_500_000_000
 SCALED_MODEL, SCALED_BATCH = "10B", 64
 SCALED_LEAST = 0.9
+PLANNED = "planned, not implemented"
 DIVIDED, REPLICATED = (_world_wrap.Setting("on", name) for name in ("parameters", "all"))
 
 
@@ -73,10 +77,28 @@ class Place:
         except BudgetError:
             return None
 
-    def gain(self, policy: str, sums: str) -> float:
-        """Return how much faster lohan is than a policy; 0 if the policy finds no room."""
-        other, own = self.step(policy), self.step("lohan", sums)
-        return other.step_s / own.step_s if other is not None and own is not None else 0.0
+    def planned_s(self, sums: str) -> float:
+        """Return the seconds of the step that is planned for lohan with an order of sums."""
+        own = self.step("lohan", sums)
+        assert own is not None
+        return own.step_s
+
+    def wrapped_s(self) -> float:
+        """Return the seconds of a step of lohan.wrap with the faster setting of replicas=."""
+        work = fcdp_tables.work_of(self.model, self.batch, self.is_lora)
+        here = fcdp_tables.machine_of(self.nodes, self.network)
+        settings = (DIVIDED, REPLICATED)
+        return min(_world_wrap.step(work, here, setting).step_s for setting in settings)
+
+    def gain(self, policy: str, own_s: float) -> float:
+        """Return how much faster than a policy's step own_s is; 0 if the policy finds no room."""
+        other = self.step(policy)
+        return other.step_s / own_s if other is not None else 0.0
+
+
+def planned_gain(place: Place, sums: str) -> float:
+    """Return how much faster than fcdp the step is that is planned with an order of sums."""
+    return place.gain("fcdp", place.planned_s(sums))
 
 
 def places(is_lora: bool) -> Iterator[Place]:
@@ -86,26 +108,34 @@ def places(is_lora: bool) -> Iterator[Place]:
 
 
 def sums_of(is_lora: bool) -> tuple[str, ...]:
-    """Return the orders of sums with which lohan should not be slower than fcdp."""
+    """Return the orders of sums with which lohan's plan should not be slower than fcdp."""
     return ("auto", *_world_lohan.SUMS) if is_lora else ("node16",)
 
 
 def gains_table(is_lora: bool, sums: str, policies: tuple[str, ...]) -> str:
-    """Format the least and the largest gain over the models, by number of nodes and network."""
+    """Format the least and the largest gain over the models, by number of nodes and network.
+
+    Args:
+        is_lora: whether adapters are trained, or all parameters.
+        sums: the order of sums of the planned columns.
+        policies: those that lohan is compared with.
+    """
+
+    def gains(policy: str, here: list[Place], own_s: list[float]) -> str:
+        found = [place.gain(policy, each) for place, each in zip(here, own_s, strict=True)]
+        run = [gain for gain in found if gain]
+        return f"{min(run):.2f} to {max(run):.2f}" if run else "out of memory"
 
     def rows() -> Iterator[list[str]]:
         for nodes, network in itertools.product(NODES, NETWORKS):
-            row = [str(nodes), network]
-            for policy in policies:
-                found = [
-                    Place(model, nodes, network, is_lora).gain(policy, sums)
-                    for model in fcdp_tables.SHAPES
-                ]
-                run = [gain for gain in found if gain]
-                row.append(f"{min(run):.2f} to {max(run):.2f}" if run else "out of memory")
-            yield row
+            here = [Place(model, nodes, network, is_lora) for model in fcdp_tables.SHAPES]
+            wrapped = [place.wrapped_s() for place in here]
+            planned = [place.planned_s(sums) for place in here]
+            cells = [gains(policy, here, own) for own in (wrapped, planned) for policy in policies]
+            yield [str(nodes), network, *cells]
 
-    return world_cells.markdown("|".join(("nodes", "network", *policies)), rows())
+    heads = (*policies, *(f"{PLANNED}: {policy}" for policy in policies))
+    return world_cells.markdown("|".join(("nodes", "network", *heads)), rows())
 
 
 def scaled_step(policy: str | _world_wrap.Setting, nodes: int) -> Step:
@@ -125,7 +155,13 @@ def efficiency(policy: str | _world_wrap.Setting, nodes: int) -> float:
     return scaled_step(policy, 1).step_s / scaled_step(policy, nodes).step_s
 
 
-SCALED = ("zero3", "fcdp", "lohan", DIVIDED, REPLICATED)
+SCALED = {
+    "`zero3`": "zero3",
+    "`fcdp`": "fcdp",
+    f"`{DIVIDED}`": DIVIDED,
+    f"`{REPLICATED}`": REPLICATED,
+    PLANNED: "lohan",
+}
 
 
 def scaling_table() -> str:
@@ -134,11 +170,10 @@ def scaling_table() -> str:
 
     def rows() -> Iterator[list[str]]:
         for nodes in SCALED_NODES:
-            found = [f"{efficiency(policy, nodes):.2f}" for policy in SCALED]
+            found = [f"{efficiency(policy, nodes):.2f}" for policy in SCALED.values()]
             yield [f"{nodes * gpus:,}", *found]
 
-    names = [f"`{policy}`" for policy in SCALED]
-    return world_cells.markdown("|".join(("GPUs", *names)), rows())
+    return world_cells.markdown("|".join(("GPUs", *SCALED)), rows())
 
 
 TEXT = """\
@@ -146,29 +181,34 @@ The server is `paper-4090` with four GPUs, and nothing is fitted. Each of LoHan'
 the parameters that it computes with from the SSDs: 2P G in each pass, besides the states.
 """
 OWN_TEXT = """\
-With one memory for all GPUs of the node, as lohan plans it, the parameters are read once. With
-this, 12 bytes written and 10 read for a parameter's states, and deferred updates, the plan has
-{own:.0f} TFLOP/s.
+With one memory for all GPUs of the node, the parameters are read once. With this, 12 bytes written
+and 10 read for a parameter's states, and deferred updates, a plan (_world_lohan.py) has {own:.0f}
+TFLOP/s. lohan has not run on several GPUs.
 """
 VERSUS_TEXT = """\
-How much faster lohan's plan is than each policy, from the least to the largest over GPT-10B to
-GPT-30B, 8 GPUs a node and micro-batches of 8, as in FCDP V-B. `node16` sums in 16 bits between
-nodes, as the rings do. Steps do not have to fit the GPU here, so that all policies can be compared.
+How much faster a step is than that of each policy (below 1: slower), from the least to the largest
+over GPT-10B to GPT-30B, 8 GPUs a node and micro-batches of 8, as in FCDP V-B. All of it is
+calculated. The first columns are what `lohan.wrap` does with `share="on"`, and with the faster one
+of `replicas="parameters"` and `"all"`. The columns headed "planned, not implemented" add up the
+gradients of a node's GPUs before they are sent, which no setting of `lohan.wrap` does. Steps do not
+have to fit the GPU here, so that all policies can be compared.
 """
 SCALING_TEXT = """\
 The time of a step on one node over that on several, with as much work for each GPU: GPT-10B, full
 fine-tuning, 64 samples of 1,024 tokens for each GPU, and 100 Gb/s between nodes of 8 GPUs.
-Calculated as above, not simulated. `lohan` is its plan with exact sums; the last two columns are
-what `lohan.wrap` does with these settings. Where states are divided, each node updates fewer of
-them the more nodes there are, so that a step may be shorter than on one node. With whole replicas
-each node sends its gradients to every other one: use them on two nodes, or with adapters.
+Calculated as above, not simulated. The columns with settings are what `lohan.wrap` does with them;
+the last one is a plan with exact sums, each node with an equal shard of states. Where states
+are divided, each node updates fewer of them the more nodes there are, so that a step may be shorter
+than on one node. With whole replicas each node sends its gradients to every other one: use them on
+two nodes, or with adapters.
 """
 LORA_TEXT = """\
-LoRA of rank 8, with `sums="auto"`, which means `node` for 8 GPUs a node. FCDP sends 3.75 bytes of
-an adapter's parameter on two nodes, lohan 3 with `node` and 2 with `node16`. With `exact` it sends
-9, with `rank` 17, none of which is hidden: the adapters are one unit, exchanged after backward.
-These two, which `auto` does not choose here, are slower than FCDP over Ethernet. With RDMA both
-take the same time: lohan is slower by 0.1 ms of 6.6 s, in which the CPU updates the adapters.
+LoRA of rank 8. The planned columns have `sums="auto"`, which means `node` for 8 GPUs a node. FCDP
+sends 3.75 bytes of an adapter's parameter on two nodes, the plan 3 with `node` and 2 with `node16`.
+With `exact` it sends 9, with `rank` 17, none of which is hidden: the adapters are one unit,
+exchanged after backward. These two, which `auto` does not choose here, are slower than FCDP over
+Ethernet. With RDMA both take the same time: the plan is slower by 0.1 ms of 6.6 s, in which the CPU
+updates the adapters.
 """
 
 
@@ -181,16 +221,16 @@ def parts() -> Iterator[str]:
     yield OWN_TEXT.format(own=own)
     yield "## lohan against the papers' policies on FCDP's cluster\n"
     yield VERSUS_TEXT
-    yield "Full fine-tuning, `node16`:\n"
+    yield "Full fine-tuning; the planned sums are in 16 bits (`node16`), as in the rings:\n"
     yield gains_table(False, "node16", ("zero3", "zeropp", "fcdp", "elixir"))
     yield "Weak scaling to 1,024 GPUs:\n"
     yield SCALING_TEXT
     yield scaling_table()
     yield LORA_TEXT
     yield world_cells.markdown(
-        "sums|the least gain against fcdp, over models, nodes and networks",
+        f"sums, {PLANNED}|the least gain against fcdp, over models, nodes and networks",
         (
-            [sums, f"{min(place.gain('fcdp', sums) for place in places(True)):.3f}"]
+            [sums, f"{min(planned_gain(place, sums) for place in places(True)):.3f}"]
             for sums in sums_of(True)
         ),
     )
@@ -204,20 +244,24 @@ def checks() -> Iterator[tuple[str, bool]]:
     for is_lora in (False, True):
         for sums in sums_of(is_lora):
             least, place = min(
-                ((place.gain("fcdp", sums), place) for place in places(is_lora)),
+                ((planned_gain(place, sums), place) for place in places(is_lora)),
                 key=lambda found: found[0],
             )
             what = f"{'LoRA' if is_lora else 'full'}, {sums}"
             where = f"{place.model}, {place.nodes} nodes, {place.network}"
-            yield f"lohan against fcdp, {what}: at least {least:.3f}x ({where})", least >= 1 - TIE
+            yield (
+                f"lohan's plan against fcdp, {what}: at least {least:.3f}x ({where})",
+                least >= 1 - TIE,
+            )
     for nodes, bar in LEAST_GAINS.items():
         least = min(
-            place.gain("fcdp", "node16")
+            planned_gain(place, "node16")
             for place in places(False)
             if (place.nodes, place.network) == (nodes, "10gbe")
         )
         yield (
-            f"lohan against fcdp, full, 10gbe, {nodes} nodes: {least:.2f}x (at least {bar}x)",
+            f"lohan's plan against fcdp, full, 10gbe, {nodes} nodes: {least:.2f}x"
+            f" (at least {bar}x)",
             least >= bar,
         )
     for policy in ("lohan", DIVIDED):

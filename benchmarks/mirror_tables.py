@@ -32,7 +32,7 @@ STRONG_SAMPLES = 4096
 BATCH_MAX = 64
 LEAST = 0.9
 CALCULATED = ("divided", "ddp", "zero2", "zero3", "hsdp", "fcdp")
-COLUMNS = ("simulated", *CALCULATED)
+PLANNED = "planned, not implemented"
 
 
 def machine_of(nodes: int) -> Machine:
@@ -140,40 +140,45 @@ def table(made: list[Row], is_weak: bool) -> str:
             yield [
                 f"{_world.rank_count(machine_of(each.nodes)):,}",
                 f"{load.micro_steps} x {load.batch}",
+                *(f"{efficiency(made, index, column, is_weak):.3f}" for column in CALCULATED),
+                f"{efficiency(made, index, 'simulated', is_weak):.3f}",
                 f"{each.step.step_ns / 1e9:.2f}",
                 f"{each.step.update_ns / 1e9:.2f}",
                 f"{each.step.net_bytes / 1e9:.1f}",
-                *(f"{efficiency(made, index, column, is_weak):.3f}" for column in COLUMNS),
             ]
 
-    heads = ("GPUs", "batch of a GPU", "step s", "after backward s", "sent GB")
-    return world_cells.markdown("|".join((*heads, *(f"`{c}`" for c in COLUMNS))), cells())
+    calculated = (f"`{column}`" for column in CALCULATED)
+    planned = ("efficiency", "step s", "after backward s", "sent GB")
+    heads = ("GPUs", "batch of a GPU", *calculated, *(f"{PLANNED}: {each}" for each in planned))
+    return world_cells.markdown("|".join(heads), cells())
 
 
 TEXT = """\
-`lohan`'s engines, simulated: those of one node run in virtual time, and all other nodes are its
-images ([what a mirror assumes](simulator.md#a-mirror-for-large-clusters)). GPT-10B, full
-fine-tuning on FCDP's cluster, with 100 Gb/s and 5 us between nodes of 8 GPUs. The columns after the
-bytes that a node sends are efficiencies: the time of a step on one node over that on several, over
-what it would ideally be. `simulated` is the mirror, with equal shards of states; `divided` is
-calculated for `share="on", replicas="parameters"`; the others are the papers' policies, calculated
-as above. Those two kinds of figures do not mean the same step: calculated steps do not have to fit
-the GPU, so that nothing is recomputed. The engine offloads and recomputes as much as 48 GiB a GPU
-and 490 GB a node require.
+GPT-10B, full fine-tuning on FCDP's cluster, with 100 Gb/s and 5 us between nodes of 8 GPUs. The
+columns with names are efficiencies: the time of a step on one node over that on several, over what
+it would ideally be. `divided` is what `lohan.wrap` does with `share="on", replicas="parameters"`,
+and the others are the papers' policies, all calculated as above.
+
+The columns headed "planned, not implemented" are of equal shards of states, which no setting of
+`lohan.wrap` offers. They are simulated: the engines of one node run in virtual time, and all other
+nodes are its images ([what a mirror assumes](simulator.md#a-mirror-for-large-clusters)). These two
+kinds of figures do not mean the same step: calculated steps do not have to fit the GPU, so that
+nothing is recomputed. The engine offloads and recomputes as much as 48 GiB a GPU and 490 GB a node
+require.
 """
 WEAK_TEXT = f"""\
-Weak scaling, {WEAK_BATCH * fcdp_tables.SEQ:,} tokens for each GPU. Backward hides the gradients. On
-one node updates overlap with the next forward, on several they follow backward: AdamW for half of
-the states takes two nodes 4.9 s. With more nodes that shrinks, and the exchange of new values,
-1.7 s, remains:
+Weak scaling, {WEAK_BATCH * fcdp_tables.SEQ:,} tokens for each GPU. In the plan backward hides the
+gradients. On one node updates overlap with the next forward, on several they follow backward:
+AdamW for half of the states takes two nodes 4.9 s. With more nodes that shrinks, and the exchange
+of new values, 1.7 s, remains:
 """
 STRONG_TEXT = f"""\
 Strong scaling, {STRONG_SAMPLES * fcdp_tables.SEQ:,} tokens in all, in micro-batches of at most
-{BATCH_MAX} sequences. From 512 GPUs on the network bounds a step: the 202 GB of 1,024 GPUs take
-16.2 s. Each process sends its own gradients, so that sums are exact, and a node therefore sends
-those of eight processes, however small their batches are. In a ring they cross a node's card as one
-sum, an eighth of the bytes. Figures above 1 have smaller micro-batches, of which more activations
-fit and fewer are recomputed:
+{BATCH_MAX} sequences. From 512 GPUs on the network bounds a planned step: the 202 GB of 1,024
+GPUs take 16.2 s. Each process sends its own gradients, so that sums are exact, and a node therefore
+sends those of eight processes, however small their batches are. In a ring they cross a node's card
+as one sum, an eighth of the bytes. Planned figures above 1 have smaller micro-batches, of which
+more activations fit and fewer are recomputed:
 """
 
 
