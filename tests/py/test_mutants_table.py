@@ -12,8 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 ROW = """
-[[mutant]]
-name = "{name}"
+[{name}]
 what = "it breaks"
 file = "csrc/store/fs.c"
 old = '''
@@ -35,7 +34,7 @@ def _sources() -> types.ModuleType:
 
 
 def test_every_mutant_applies_and_its_tests_exist(sources: types.ModuleType) -> None:
-    assert len(sources.table()) >= 118
+    assert len(sources.table()) >= 100
     assert not sources.stale_equivalents()
 
 
