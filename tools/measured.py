@@ -1,4 +1,4 @@
-"""Writes the figures of benchmarks/history.jsonl into the pages that show them.
+"""Writes the figures of benchmarks/history.jsonl, and what ran on a GPU, into the pages.
 
     measured.py            rewrite README.md and the pages of docs/
     measured.py --check    exit status 1 if a page differs from what would be written
@@ -8,7 +8,11 @@ A page shows the newest line of each measurement, for each vendor of processors:
 
     <!-- ratio world_disk Intel -->0.52<!-- end -->
 
-where the first word is a field of the line: a ratio has two decimals, another number one.
+where the first word is a field of the line: a ratio has two decimals, another number one. The
+beginning of the peer's name may follow the vendor.
+
+Between "<!-- gpu sentence -->" or "<!-- gpu table -->" and "<!-- end -->" is what
+tests/cuda/ran.json records (gpu_record.py).
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import re
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+import gpu_record
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HISTORY = ROOT / "benchmarks" / "history.jsonl"
@@ -278,16 +284,23 @@ def table(rows: list[Row], lines: list[Line], has_memory: bool) -> str:
 
 def figure(match: re.Match[str], lines: list[Line]) -> str:
     """Return the figure of a sentence, with its comments."""
-    field, name, vendor = match[2], match[3], match[4]
-    line = newest(lines, name, vendor)
+    field, name, vendor, peer = match[2], match[3], match[4], match[5] or ""
+    line = newest(lines, name, vendor, peer)
     if line is None:
         raise SystemExit(f"{HISTORY.name} has no line {name} of {vendor}")
     value = f"{line[field]:.2f}" if "ratio" in field else f"{line[field]:.1f}"
     return f"{match[1]}{value}<!-- end -->"
 
 
-def written(page: str, text: str, lines: list[Line]) -> str:
-    """Return the text of a page with the newest figures."""
+def written(page: str, text: str, lines: list[Line], gpu_texts: dict[str, str]) -> str:
+    """Return the text of a page with the newest figures.
+
+    Args:
+        page: the path of the page in the project.
+        text: its text.
+        lines: the history.
+        gpu_texts: what ran on a GPU (gpu_record.texts).
+    """
     if page in TABLES:
         made = table(TABLES[page], lines, has_memory=page == "README.md")
         text, count = re.subn(
@@ -297,7 +310,17 @@ def written(page: str, text: str, lines: list[Line]) -> str:
         )
         if count != 1:
             raise SystemExit(f"{page} has {count} tables of measurements instead of one")
-    sentence = r"(<!-- (\w+) (\S+) (AMD|Intel) -->)[^<]*<!-- end -->"
+    for mark, told in gpu_texts.items():
+        text = re.sub(
+            rf"(?s)(<!-- gpu {mark} -->)(\n?).*?<!-- end -->",
+            lambda match, told=told: (
+                f"{match[1]}\n\n{told}\n\n<!-- end -->"
+                if match[2]
+                else f"{match[1]}{told}<!-- end -->"
+            ),
+            text,
+        )
+    sentence = r"(<!-- (\w+) (\S+) (AMD|Intel)(?: (\w+))? -->)[^<]*<!-- end -->"
     return re.sub(sentence, lambda match: figure(match, lines), text)
 
 
@@ -313,9 +336,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     lines = read(HISTORY.read_text(encoding="utf-8"))
+    gpu_texts = gpu_record.texts()
     stale = False
     for page, text in pages().items():
-        made = written(page, text, lines)
+        made = written(page, text, lines, gpu_texts)
         if made != text:
             stale = True
             print(f"{page} does not show the newest lines" if options.check else f"wrote {page}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import pathlib
 import re
 import sys
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 sys.path.insert(0, str(helper.ROOT / "tools"))
 sys.path.insert(0, str(helper.ROOT / "benchmarks" / "py"))
 
+import gpu_record
 import measured
 
 LINES = measured.read(measured.HISTORY.read_text(encoding="utf-8"))
-FIGURE = re.compile(r"<!-- (?:ratio|ratio_min|ratio_max|value) (\S+) (AMD|Intel) -->")
+FIGURE = re.compile(r"<!-- (?:ratio|ratio_min|ratio_max|value) (\S+) (AMD|Intel)(?: (\w+))? -->")
+GPU_TEXTS = gpu_record.texts()
 # The settings of an experiment: what a line with the same name must have in common.
 SETTINGS = ("batch", "tokens", "disk_bytes_per_s", "link", "processes", "micro_batches", "layers")
 
@@ -31,9 +34,7 @@ def shown() -> list[tuple[str, str, str, str]]:
         for vendor in measured.VENDORS
     ]
     sentences = [
-        (page, *match, "")
-        for page, text in measured.pages().items()
-        for match in FIGURE.findall(text)
+        (page, *match) for page, text in measured.pages().items() for match in FIGURE.findall(text)
     ]
     return list(dict.fromkeys(tables + sentences))
 
@@ -56,7 +57,7 @@ def newer(name: str, vendor: str, peer: str) -> dict[str, Any]:
 @pytest.mark.parametrize("page", list(measured.pages()))
 def test_a_page_shows_the_newest_lines(page: str) -> None:
     text = measured.pages()[page]
-    assert measured.written(page, text, LINES) == text, "run tools/measured.py"
+    assert measured.written(page, text, LINES, GPU_TEXTS) == text, "run tools/measured.py"
 
 
 @pytest.mark.parametrize(("page", "name", "vendor", "peer"), shown())
@@ -64,7 +65,7 @@ def test_a_page_is_stale_once_a_newer_line_exists(
     page: str, name: str, vendor: str, peer: str
 ) -> None:
     text = measured.pages()[page]
-    made = measured.written(page, text, [*LINES, newer(name, vendor, peer)])
+    made = measured.written(page, text, [*LINES, newer(name, vendor, peer)], GPU_TEXTS)
     assert made != text
     assert re.search(r"9[789]\.\d", made)
 
@@ -73,7 +74,7 @@ def test_an_older_line_that_is_appended_later_is_not_shown() -> None:
     """Lines of two branches meet in the file in any order."""
     older = {**newer("step", "AMD", measured.MASTERS), "date": "2000-01-01"}
     text = measured.pages()["README.md"]
-    assert measured.written("README.md", text, [*LINES, older]) == text
+    assert measured.written("README.md", text, [*LINES, older], GPU_TEXTS) == text
 
 
 def test_a_line_of_another_processor_is_in_another_column() -> None:
@@ -119,3 +120,37 @@ def test_a_step_with_other_settings_is_recorded_with_another_name(
         "disk_rate": 0,
     }
     assert bench_step.name_of(argparse.Namespace(**{**usual, **setting})) == name
+
+
+def test_code_that_differs_from_what_ran_on_a_gpu_is_stale() -> None:
+    record = gpu_record.read()
+    same = dict(record["code"])
+    assert "stale" not in gpu_record.sentence(record, same) + gpu_record.table(record, same)
+    for name in same:
+        other = {**same, name: "another"}
+        assert "stale" in gpu_record.sentence(record, other)
+        (row,) = [row for row in gpu_record.table(record, other).splitlines() if "stale" in row]
+        assert row.startswith(f"| {name} |")
+
+
+@pytest.mark.parametrize("change", ["content", "new file"])
+def test_a_changed_file_has_another_fingerprint(
+    change: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
+    folder = tmp_path / "csrc" / "dev"
+    folder.mkdir(parents=True)
+    (folder / "dev.c").write_text("int one;\n")
+    before = gpu_record.fingerprints(["csrc/dev", "csrc/dev/dev.c"])
+    changed = folder / ("dev.c" if change == "content" else "more.h")
+    changed.write_text("int two;\n")
+    after = gpu_record.fingerprints(["csrc/dev", "csrc/dev/dev.c"])
+    assert before["csrc/dev"] != after["csrc/dev"]
+    assert (before["csrc/dev/dev.c"] != after["csrc/dev/dev.c"]) is (change == "content")
+
+
+def test_the_record_of_the_gpu_names_every_file_of_tests_that_passed() -> None:
+    record = gpu_record.read()
+    assert {"csrc/dev", "cuda", "python/lohan/torch_glue"} <= record["code"].keys()
+    assert record["passed"].keys() <= record["code"].keys()
+    assert all(name.startswith("tests/cuda/") for name in record["passed"])
