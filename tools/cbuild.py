@@ -78,8 +78,6 @@ MODE_FLAGS = {
         "-fno-sanitize-recover=undefined",
     ],
     "tsan": ["-O1", "-g", "-DLH_DEBUG", "-fno-omit-frame-pointer", "-fsanitize=thread"],
-    # For tools/plain_path.py, which records calls.
-    "path": ["-O0", "-g", "-finstrument-functions"],
     # Counters that several threads increment must be atomic.
     "coverage": ["-O0", "-g", "--coverage", "-fprofile-update=atomic"],
 }
