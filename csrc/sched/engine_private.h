@@ -5,7 +5,7 @@
  * Parts, from the bottom: core.h (clock, first error, counters), job.h, transfer.h and copy.h (work
  * in flight), region.h (plans), unit.h, chunk.h and slab.h (the contents of memory), gradient.h,
  * update.h, update_pump.h and write_back.h (the pipeline of a gradient), step.h (close, commit,
- * abort). Optional parts are features (feature.h), which the other parts call only through a table.
+ * abort). Optional parts are features (feature.h), which the pipeline calls only through a table.
  * The state machines are drawn in unit.h, chunk.h, step.h, device.h, spill.h, norm.h and
  * saved_private.h.
  *

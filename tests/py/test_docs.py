@@ -86,6 +86,42 @@ def test_every_link_leads_to_a_file_and_a_heading(page: pathlib.Path) -> None:
             assert anchor in anchors_of(there), f"{page.name}: no heading for {target}"
 
 
+def test_the_mean_errors_that_are_told_are_those_of_all_rows() -> None:
+    """Rows of batch 32 were fitted; the others of both tables were not."""
+    page = (helper.ROOT / "docs" / "paper-results.md").read_text(encoding="utf-8")
+    row = r"^\| (\d+) \| \d+ \| [\d.]+ \| [\d.]+ \| [+-]([\d.]+)% \|$"
+    found = [(batch == "32", float(error)) for batch, error in re.findall(row, page, re.M)]
+    fitted, others = (
+        [error for is_fitted, error in found if is_fitted is on] for on in (True, False)
+    )
+    assert (len(fitted), len(others)) == (5, 6)
+    means = [f"{sum(errors) / len(errors):.1f} %" for errors in (fitted, others)]
+    for name in ("performance.md", "machines.md", "decisions/simulator.md"):
+        text = (helper.ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert re.search(rf"{means[0]} on the rows.{{,120}}{means[1]}", text, re.S), (name, means)
+
+
+def test_the_files_of_the_engine_that_name_features_are_those_that_the_page_lists() -> None:
+    folder = helper.ROOT / "csrc" / "sched"
+    page = (helper.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| features \| (.*?) \|", page, re.M)
+    told = re.search(r"to pass a call on or to read their state: (.*?)\. Each", page, re.S)
+    assert row and told
+    features = row[1].split(", ")
+    head = (folder / "feature.h").read_text(encoding="utf-8").split("*/")[0]
+    assert set(re.findall(r"^ \*      (\w+) .*\.c$", head, re.M)) <= set(features)
+    named = "|".join(features)
+    use = re.compile(rf"\blh_(?:{named})_\w+\(|(?:->|\.)(?:{named})(?:\.|->)")
+    own = re.compile(rf"(?:{named})(?:_calls)?\.c")
+    found = []
+    for path in sorted(folder.glob("*.c")):
+        code = re.sub(r"(?s)/\*.*?\*/", "", path.read_text(encoding="utf-8"))
+        if not own.fullmatch(path.name) and use.search(code):
+            found.append(path.name)
+    *first, last = found
+    assert told[1] == f"{', '.join(first)} and {last}"
+
+
 def test_the_picture_of_a_step_is_what_its_script_draws() -> None:
     command = [sys.executable, "tools/step_picture.py", "--check"]
     done = subprocess.run(command, cwd=helper.ROOT, check=False)
