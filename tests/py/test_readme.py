@@ -10,6 +10,7 @@ import docs_helper as helper
 import lohan
 import pytest
 import torch
+from lohan.planning import _plan
 from safetensors.torch import load_file
 
 PAGE = helper.ROOT / "README.md"
@@ -52,3 +53,30 @@ def test_every_setting_has_a_row_on_its_page() -> None:
     page = (helper.ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", page, re.M)
     assert sorted(rows) == sorted(field.name for field in dataclasses.fields(lohan.Config))
+
+
+def test_the_errors_of_the_readme_are_those_of_the_parity_page() -> None:
+    page = (helper.ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    cells = [line.split("|") for line in page.splitlines() if line.endswith("| pass |")]
+    ratios = [float(cell[12]) for cell in cells]
+    errors = [float(cell[place]) for cell in cells for place in (10, 11)]
+    assert len(cells) > 10 and max(errors) < 3e-6, "one part in a million"
+    told = f"{min(ratios):.2f} to {max(ratios):.2f} times torch's in {len(cells)} settings"
+    assert told in README
+
+
+def test_the_activations_of_the_readme_are_those_of_the_planner() -> None:
+    layers = _plan.named_model("opt-1.3b", batch=1).layers
+    every = sum(layer.activation_bytes for layer in layers)
+    inputs = sum(layer.activation_bytes for layer in layers if layer.is_inter_block)
+    recomputed = inputs + max(layer.working_bytes for layer in layers)
+    told = f"has {every / 1e9:.1f} GB of activations, or {recomputed / 1e9:.1f} GB with"
+    assert told in README
+
+
+def test_the_space_and_the_wear_of_the_readme_are_those_of_the_format() -> None:
+    billions, space, written = 7, 24, 12
+    assert f"{billions * space} GB for {billions} billion" in README
+    assert f"{billions * written} GB for {billions} billion" in README
+    steps = 600e12 / (billions * 1e9 * written)
+    assert f"lasts {round(steps, -3):,.0f} such steps" in README
