@@ -9,7 +9,7 @@ A page shows the newest line of each measurement, for each vendor of processors:
     <!-- ratio world_disk Intel -->0.52<!-- end -->
 
 where the first word is a field of the line: a ratio has two decimals, another number one. The
-beginning of the peer's name may follow the vendor.
+beginning of the peer's name may follow the vendor, with underscores instead of spaces.
 
 Between "<!-- gpu sentence -->" or "<!-- gpu table -->" and "<!-- end -->" is what
 tests/cuda/ran.json records (gpu_record.py).
@@ -239,7 +239,7 @@ def newest(lines: Iterable[Line], name: str, vendor: str, peer: str = "") -> Lin
         for line in lines
         if line["name"] == name
         and vendor_of(line) == vendor
-        and (line["peer"] or "").startswith(peer)
+        and (line["peer"] or "").replace(" ", "_").startswith(peer.replace(" ", "_"))
     ]
     dates = [line["date"] for line in found]
     return found[len(dates) - 1 - dates[::-1].index(max(dates))] if found else None
