@@ -11,6 +11,7 @@
 #define LH_TEST_H
 
 #include <inttypes.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -39,6 +40,20 @@
 #define LH_TEST_IS_EMULATED 0
 #endif
 #define LH_TEST_IS_SLOW (LH_TEST_IS_SANITIZED || LH_TEST_IS_EMULATED)
+
+/*
+ * Handle signals as in a program that a terminal has started: a background job ignores SIGINT, and
+ * a runner may ignore or block more. SIGHUP stays ignored if it is, as nohup wants it.
+ */
+__attribute__((constructor)) static void lh_test_signals(void)
+{
+    static const int numbers[] = {SIGINT, SIGTERM, SIGCHLD, SIGALRM, SIGUSR1, SIGUSR2, SIGPIPE};
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    for (size_t i = 0; i < sizeof(numbers) / sizeof(*numbers); i++)
+        signal(numbers[i], SIG_DFL);
+}
 
 /* Whether loops are to be shorter (tests/run.py --fast). */
 __attribute__((unused)) static bool lh_test_is_fast(void)

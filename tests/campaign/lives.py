@@ -23,6 +23,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "py"))
 
 import crash_worker  # noqa: E402  (its folder has just been named)
+import default_signals  # noqa: E402
 import lohan  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  (torch.optim imports it when it is first used)
@@ -32,6 +33,7 @@ from lohan.errors import LohanError  # noqa: E402
 # Bandwidth is measured with 64 MiB in each directory: that would be most of what a life does.
 _core.store_measure = lambda *_: (1 << 30, 1 << 30)
 
+default_signals.restore()
 PR_SET_PDEATHSIG = 1
 PHASES = (
     "create",

@@ -18,9 +18,12 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "py")]
 
-import late  # noqa: E402  (these folders have just been named)
+import default_signals  # noqa: E402  (these folders have just been named)
+import late  # noqa: E402
 import patience  # noqa: E402
 import real  # noqa: E402
+
+default_signals.restore()
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 SEED = 1234

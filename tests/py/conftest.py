@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Iterator
 
 import backward_thread
+import default_signals
 import patience
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+default_signals.restore()
 SEED = 1234
 TORCH_THREAD_COUNT = 2
 # Read when torch is first imported. Threads that wait for each other by spinning make a step of a

@@ -10,6 +10,8 @@ import pytest
 # A process or thread that takes longer than this hangs. Importing torch alone has taken 45 seconds.
 # pytest's own timeout (pyproject.toml) is longer, so that a test can still report what hung.
 HUNG_S = 600
+# How long a running process may take to end after a signal: nothing is imported any more.
+ENDS_S = HUNG_S if "LOHAN_TESTS_END" in os.environ else 120
 # The time that slowness() measures on a quiet machine.
 _QUIET_S = 0.05
 # In CI it is at least this, because a machine there was 25 times slower in every other second.

@@ -13,7 +13,7 @@ from typing import Any
 import program_server
 import pytest
 import torch
-from patience import HUNG_S
+from patience import ENDS_S, HUNG_S
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "benchmarks" / "py"
@@ -203,7 +203,7 @@ def test_a_part_that_is_cut_keeps_what_it_had(store_dir: pathlib.Path) -> None:
         if '"case": "plain"' in line:
             break
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate()
+    out, err = process.communicate(ENDS_S)
     assert process.returncode == 128 + signal.SIGTERM, out + err
     lines = lines_of(store_dir, "overlap")
     assert any(line["case"] == "plain" and "losses" in line for line in lines)

@@ -12,7 +12,7 @@ import tempfile
 import lohan
 import pytest
 from notes_helper import notes
-from patience import HUNG_S
+from patience import ENDS_S, HUNG_S
 from program_server import Program
 from rules_helper import Workshop, assert_same_state, build, workshop
 
@@ -74,6 +74,10 @@ def test_a_signal_ends_a_run_with_its_last_step_committed(
             process.wait(10)
         if process.poll() is None:
             process.send_signal(number)
+    try:
+        process.wait(ENDS_S)
+    finally:
+        process.kill()
     # communicate() would not return what readline() has read ahead.
     lines = [line, *process.stdout.read().splitlines()]
     status, _, err = finish(process)

@@ -33,7 +33,7 @@ from lohan.errors import (
     UnsupportedError,
 )
 from lohan.store import _requests, _snapshot
-from patience import HUNG_S
+from patience import ENDS_S, HUNG_S
 from program_server import Program
 
 
@@ -435,7 +435,7 @@ def test_sigterm_in_the_middle_of_a_copy_ends_soon_and_keeps_the_last_step(
     # if the process died now, its step could not be rolled back
     assert process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait() == 128 + signal.SIGTERM
+    assert process.wait(ENDS_S) == 128 + signal.SIGTERM
     process.close()
     assert not list(store_dir.glob("[ab]/*")), "a part of the copy is left"
     again = resumed(store_dir / "s")

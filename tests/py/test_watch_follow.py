@@ -15,7 +15,7 @@ import pytest
 import watch_helper
 from lohan.store import _steps
 from lohan.store._steps import Reader, Writer
-from patience import HUNG_S
+from patience import ENDS_S, HUNG_S
 from watch_helper import BATCH, lines, record, run, step, write
 
 
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(store_dir: pathlib.Path) -> No
     step(model)  # now the record of step 1 is complete
     assert watching.stdout.readline().startswith("step 1: ")
     watching.send_signal(signal.SIGINT)
-    _, said = watching.communicate(timeout=HUNG_S)
+    _, said = watching.communicate(timeout=ENDS_S)
     assert watching.returncode == 130 and "interrupted" in said
     step(model)
     model.lohan.close()

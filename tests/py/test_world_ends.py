@@ -21,7 +21,7 @@ import world_worker
 from lohan.errors import PeerLostError
 from lohan.world import _wire, _world
 from lohan.world._watch import End, Peer, Watch
-from patience import HUNG_S, slowness
+from patience import ENDS_S, HUNG_S, slowness
 from world_helper import Group, run
 
 # What the processes run: zeroth-order training, and AdamW.
@@ -54,7 +54,7 @@ def kill_one(folder: pathlib.Path, seed: int, worker: Any, **options: Any) -> li
     group.kill(victim)
     killed_at = time.monotonic()
     limit_s = 1.0 if nodes == 1 else world_adamw.PEER_TIMEOUT_S + 2.0
-    ended = group.wait()
+    ended = group.wait(ENDS_S)
     assert ended[victim].code == -signal.SIGKILL
     wrong = []
     for rank, each in enumerate(ended):
@@ -281,9 +281,9 @@ def test_a_stopped_process_is_named_after_the_timeout(
     group.kill(victim, signal.SIGSTOP)
     stopped_at = time.monotonic()
     other = 1 - victim
-    group.processes[other].join(HUNG_S)
+    group.processes[other].join(ENDS_S)
     group.kill(victim)
-    ended = group.wait()
+    ended = group.wait(ENDS_S)
     assert ended[other].error == "PeerLostError", ended[other]
     # Rank 0 serves the store here, and if it stops, the store does not answer.
     assert f"rank {victim} (host" in ended[other].text
@@ -313,7 +313,7 @@ def test_an_interrupt_of_a_process_that_waits_ends_the_wait_of_the_others(
     wait_for([pathlib.Path(f"{marker}.{rank}") for rank in range(3)])
     time.sleep(1.0)
     group.kill(1, signal.SIGINT)
-    ended = group.wait()
+    ended = group.wait(ENDS_S)
     assert ended[1].error == "KeyboardInterrupt"
     for rank in (0, 2):
         assert ended[rank].error == "PeerStepError", ended[rank]
@@ -358,7 +358,7 @@ def agent_store() -> tuple[Any, dict[str, str]]:
 
 def test_ctrl_c_ends_the_wait_in_wrap(tmp_path: pathlib.Path) -> None:
     agent, env = agent_store()
-    zero, one = Group(tmp_path, 2, world_worker.interrupted_alone, env=env).wait()
+    zero, one = Group(tmp_path, 2, world_worker.interrupted_alone, env=env).wait(ENDS_S)
     assert (zero.code, zero.error) == (1, "KeyboardInterrupt"), zero
     assert one.code == 0
     del agent
@@ -382,7 +382,7 @@ def test_restarted_processes_do_not_read_what_earlier_ones_have_left(
 
 
 def test_ctrl_c_ends_the_wait_for_the_rendezvous(tmp_path: pathlib.Path) -> None:
-    zero, one = Group(tmp_path, 2, world_worker.interrupted_alone).wait()
+    zero, one = Group(tmp_path, 2, world_worker.interrupted_alone).wait(ENDS_S)
     assert (zero.code, zero.error) == (1, "KeyboardInterrupt"), zero
     assert one.code == 0
 
