@@ -37,7 +37,6 @@ import os
 import pathlib
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -584,8 +583,6 @@ def main() -> int:
     )
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:cut])
-    # If the parent ignores it, the exit status of every child is lost, and none has failed.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     rest = sys.argv[cut + 1 :]
     options = Options(
         arguments.only, arguments.fast, arguments.seeds, rest, marked=arguments.marked
