@@ -12,7 +12,7 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-sanitized test-slow test-long test-thread test-frameworks lag lint \
+.PHONY: help demo test tier1 test-sanitized fuzz-corpora tsan test-slow test-long test-thread test-frameworks lag lint \
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
 	bench-diffusion sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
@@ -20,8 +20,10 @@ DEVICE ?=
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
-	@echo 'make test      all tests, the sanitizers on the quick part of them'
-	@echo '               in two parts: test-quick (unit tests in C and Python), test-sanitized'
+	@echo 'make test      the quick tests in C and Python: 10 minutes on two cores'
+	@echo 'make tier1     what every change must pass: lint-quick, test, test-sanitized (the C tests under'
+	@echo '               ASan, 200 seeds of the simulator) and fuzz-corpora; 25 minutes on two cores'
+	@echo 'make tsan      the C tests that use threads, under ThreadSanitizer'
 	@echo 'make test-slow more Python tests: those that take more than 2.5 seconds each;'
 	@echo '               test-long: those that take many minutes, or 40 GB of disk'
 	@echo 'make lag       training on a fake GPU that computes late, bit for bit; in quick form in test-slow'
@@ -72,14 +74,19 @@ demo: build
 	$(PY) -m lohan demo $(ARGS)
 
 test: build
-	$(RUN) tidy c py asan tsan sim --fast -- $(ARGS)
-
-# The two parts of `make test`, which .ci/run runs separately.
-test-quick: build
 	$(RUN) tidy c py --fast -- $(ARGS)
 
+# These, lint-quick and test are the first tier of .ci/run, which every change must pass.
+tier1: lint-quick test test-sanitized fuzz-corpora
+
 test-sanitized: $(VENV)/.ready
-	$(RUN) asan tsan sim --fast -- $(ARGS)
+	$(RUN) asan sim --fast
+
+fuzz-corpora: $(VENV)/.ready
+	$(RUN) fuzz -- --corpora
+
+tsan: $(VENV)/.ready
+	$(RUN) tsan --fast
 
 # The late device comes first: it takes minutes, and the slow tests may use all the time there is.
 test-slow test-long: build
@@ -123,7 +130,7 @@ sanitize: $(VENV)/.installed
 	$(RUN) asan tsan sim asan-py -- $(ARGS)
 
 neon neon-fast: $(VENV)/.ready
-	tools/setup_cross.sh
+	-tools/setup_cross.sh
 	$(RUN) neon $(if $(findstring fast,$@),--fast)
 
 mutants: build

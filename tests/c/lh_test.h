@@ -63,7 +63,7 @@ __attribute__((unused)) static bool lh_test_is_fast(void)
 
 /*
  * Whether the longest loops are to be a sample of what the same program tests in full elsewhere in
- * `make test`: without a sanitizer, it has all the values, and under one all the code.
+ * `make tier1`: without a sanitizer, it has all the values, and under one all the code.
  */
 __attribute__((unused)) static bool lh_test_is_sample(void)
 {

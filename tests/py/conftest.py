@@ -77,26 +77,10 @@ def mark_slow(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests, and put the files that take longest first: no process is idle at the end.
-
-    If time is short (see tests/run.py), order tests by how much each adds to the others instead:
-    the first case of each test function comes first, then the second case of each; among equals the
-    files take turns.
-    """
+    """Mark slow tests, and put the files that take longest first: no process is idle at the end."""
     mark_slow(items)
-    if "LOHAN_TESTS_SPREAD" not in os.environ:
-        places = {name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-        return
-    cases: dict[tuple[str, str], int] = {}
-    functions: dict[str, dict[str, int]] = {}
-    ranks = {}
-    for item in items:
-        file, name = str(item.path), item.nodeid.partition("[")[0]
-        case = cases[file, name] = cases.get((file, name), -1) + 1
-        known = functions.setdefault(file, {})
-        ranks[item] = case, known.setdefault(name, len(known))
-    items.sort(key=ranks.__getitem__)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.hookimpl(tryfirst=True)

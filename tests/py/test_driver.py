@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+import time
 
 import pytest
 
@@ -20,6 +21,18 @@ import pytest
 @pytest.mark.parametrize("x", [1, 2])
 def test_is_two(x):
     assert x == 2
+"""
+
+SLEEPING = """
+import os, sys
+sys.path.insert(0, {folder!r})
+from patience import skip_if_late as setup_function
+
+def test_in_time():
+    os.environ["LOHAN_TESTS_END"] = "1"
+
+def test_late():
+    pass
 """
 
 
@@ -44,6 +57,30 @@ def test_what_failed_in_c_is_named_and_a_pytest_that_died_is_too() -> None:
         "asan: test_ring",
         "pytest tests/py/test_driver.py: exit status 4",
     ]
+
+
+@pytest.mark.parametrize("may_be_left_out", [False, True])
+def test_what_is_late_is_a_failure_unless_a_file_is_to_list_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, may_be_left_out: bool
+) -> None:
+    log = tmp_path / "left_out"
+    monkeypatch.delenv("LOHAN_LEFT_OUT", raising=False)
+    if may_be_left_out:
+        monkeypatch.setenv("LOHAN_LEFT_OUT", str(log))
+    file = tmp_path / "test_it.py"
+    file.write_text(SLEEPING.format(folder=str(ROOT / "tests" / "py")))
+    options = run.Options([], False, 1, ["-p", "no:cacheprovider"])
+    programs = [run.Outcome("test_ring", "left out", 0.0, ""), run.Outcome("x", "passed", 1.0, "")]
+    monkeypatch.setenv("LOHAN_TESTS_END", str(time.time() + 600))
+    done = [run.report(programs, "asan", options), run.run_pytest([str(file)], options)]
+    monkeypatch.setenv("LOHAN_TESTS_END", "1")
+    done += [run.run_c(options), run.run_sim(options), run.run_pytest(["tests/lag"], options)]
+    assert done == [may_be_left_out] * len(done)
+    names = ["asan: 1 of 2 programs", f"{file}: 1 of 2 tests", "C tests, release", "simulator"]
+    names.append("tests/lag: all tests")
+    listed = log.read_text().splitlines() if log.exists() else []
+    lines = [f"{name}: the time was over" for name in names]
+    assert (listed, options.failures) == ((lines, []) if may_be_left_out else ([], lines))
 
 
 def test_quick_and_slow_tests_run_in_a_process_more_than_processors_and_long_ones_in_one(
