@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/cpu.h"
 #include "base/crc32c_kernels.h"
 
 #if defined(__aarch64__)
@@ -92,12 +93,8 @@ static void kernels_init(void)
 {
     slices_init();
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    bool has_sse42 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
-    bool has_avx512 = has_sse42 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq");
-    if (has_avx512) {
+    bool has_sse42 = lh_cpu_has(LH_CPU_ISA_SSE42);
+    if (has_sse42 && lh_cpu_has(LH_CPU_ISA_AVX512) && lh_cpu_has(LH_CPU_ISA_VPCLMULQDQ)) {
         lh_crc32c_avx512_init();
         kernel_add("avx512", lh_crc32c_avx512);
     }

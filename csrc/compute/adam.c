@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/cpu.h"
 #include "compute/adam_kernels.h"
 
 #if defined(__aarch64__)
@@ -53,15 +54,11 @@ static int kernels_here_count;
 static bool kernel_runs(const struct lh_adam_kernel *kernel)
 {
 #if defined(__x86_64__)
-    if (kernel->run == lh_adam_avx512 &&
-        !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
+    if (kernel->run == lh_adam_avx512 && !lh_cpu_has(LH_CPU_ISA_AVX512))
         return false;
-    if (kernel->run != lh_adam_ref &&
-        !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-          __builtin_cpu_supports("f16c")))
+    if (kernel->run != lh_adam_ref && !lh_cpu_has(LH_CPU_ISA_AVX2))
         return false;
-    if (kernel->run_checking && !__builtin_cpu_supports("vpclmulqdq"))
+    if (kernel->run_checking && !lh_cpu_has(LH_CPU_ISA_VPCLMULQDQ))
         return false;
 #elif defined(__aarch64__)
     if (kernel->run_checking && (~getauxval(AT_HWCAP) & (HWCAP_CRC32 | HWCAP_PMULL)) != 0)

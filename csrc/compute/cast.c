@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/cpu.h"
 #include "compute/cast_kernels.h"
 #include "compute/half.h"
 
@@ -25,7 +26,7 @@ static bool differs(const uint16_t *cast, enum lh_dtype dtype, const float *valu
 static lh_cast_differs_fn kernel_of(enum lh_dtype dtype)
 {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+    if (lh_cpu_has(LH_CPU_ISA_AVX2))
         return dtype == LH_DTYPE_F16 ? lh_cast_half_differs_avx2 : lh_cast_bf16_differs_avx2;
     return NULL;
 #elif defined(__aarch64__)

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/cpu.h"
 #include "compute/half.h"
 #include "compute/unpack_kernels.h"
 
@@ -248,7 +249,7 @@ static void element_put(const struct lh_unpack *unpack, float product, uint64_t 
 static const struct lh_unpack_kernel *kernel_get(void)
 {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+    if (lh_cpu_has(LH_CPU_ISA_AVX2))
         return &lh_unpack_avx2;
 #endif
     return NULL;

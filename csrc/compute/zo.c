@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/cpu.h"
 #include "compute/zo_environment.h"
 #include "compute/zo_kernels.h"
 
@@ -22,10 +23,8 @@ int lh_zo_kernels(const struct lh_zo_kernel **kernels_out)
 {
     int first = 0;
 #if defined(__x86_64__)
-    bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (!has_avx512)
-        first = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? 1 : 2;
+    if (!lh_cpu_has(LH_CPU_ISA_AVX512))
+        first = lh_cpu_has(LH_CPU_ISA_AVX2) ? 1 : 2;
 #endif
     *kernels_out = kernels + first;
     return (int)LH_COUNT_OF(kernels) - first;

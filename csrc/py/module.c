@@ -1,4 +1,5 @@
 /* lohan._core: slots, types, method table. The work is in the other files of this folder. */
+#include "base/cpu.h"
 #include "py/lhpy.h"
 
 static int type_add(PyObject *module, PyType_Spec *spec, const char *name)
@@ -36,6 +37,11 @@ static int module_exec(PyObject *module)
         type_add(module, &lhpy_scope_spec, "Scope") < 0 ||
         type_add(module, &lhpy_context_spec, "Context") < 0)
         return -1;
+    if (lh_cpu_invalid_cap()) {
+        PyErr_Format(PyExc_ImportError, "LOHAN_MAX_CPU_ISA=%s: must be " LH_CPU_ISA_NAMES,
+                     lh_cpu_invalid_cap());
+        return -1;
+    }
     for (size_t i = 0; i < LH_COUNT_OF(constants); i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
             return -1;

@@ -1,0 +1,68 @@
+#include "base/cpu.h"
+
+#include "base/crc32c.h"
+#include "base/crc32c_kernels.h"
+#include "compute/adam_kernels.h"
+#include "compute/zo_kernels.h"
+#include "lh_test.h"
+
+/* The best kernels of each kind on a processor that has all instructions up to the cap. */
+static const struct {
+    const char *cap, *crc32c, *adam, *zo;
+} cases[] = {
+    {"sse2", "portable", "ref", "ref"},           {"sse42", "sse42", "ref", "ref"},
+    {"avx2", "sse42", "avx2_tiles", "avx2"},      {"avx512", "sse42", "avx512_tiles", "avx512"},
+    {"vpclmulqdq", "avx512", "avx512", "avx512"},
+};
+
+/* Run in a program that has the cap of cases[at]. */
+static int look(size_t at)
+{
+    const struct lh_crc32c_kernel *crc = NULL;
+    const struct lh_adam_kernel *adam = NULL;
+    const struct lh_zo_kernel *zo = NULL;
+    lh_crc32c_kernels(&crc);
+    lh_adam_kernels(&adam);
+    lh_zo_kernels(&zo);
+    lh_test_name("LOHAN_MAX_CPU_ISA=%s: %s, %s, %s", cases[at].cap, crc->name, adam->name,
+                 zo->name);
+    LH_CHECK(lh_cpu_invalid_cap() == NULL);
+    for (size_t isa = at + 1; isa < LH_CPU_ISA_COUNT; isa++)
+        LH_CHECK(!lh_cpu_has((enum lh_cpu_isa)isa));
+    LH_CHECK(strcmp(crc->name, cases[at].crc32c) == 0);
+    LH_CHECK(strcmp(adam->name, cases[at].adam) == 0);
+    LH_CHECK(strcmp(zo->name, cases[at].zo) == 0);
+    return 0;
+}
+
+/* Start this program again with the cap; return its exit code. */
+static int run_capped(const char *cap, const char *argument)
+{
+    pid_t child = fork();
+    LH_CHECK(child >= 0);
+    if (child == 0) {
+        setenv("LOHAN_MAX_CPU_ISA", cap, 1);
+        execl("/proc/self/exe", "test_cpu", argument, (char *)NULL);
+        _exit(1);
+    }
+    int status = 0;
+    LH_CHECK(waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1 && strcmp(argv[1], "invalid") == 0)
+        return lh_cpu_invalid_cap() == NULL || strcmp(lh_cpu_invalid_cap(), "avx3") != 0;
+    if (argc > 1)
+        return look((size_t)(argv[1][0] - '0'));
+    lh_test_name("an unknown cap is reported");
+    LH_CHECK(run_capped("avx3", "invalid") == 0);
+    for (size_t at = 0; at < LH_CPU_ISA_COUNT && lh_cpu_has((enum lh_cpu_isa)at); at++) {
+        char text[8];
+        snprintf(text, sizeof(text), "%zu", at);
+        lh_test_name("the cap %s selects the kernels of such a processor", cases[at].cap);
+        LH_CHECK(run_capped(cases[at].cap, text) == 0);
+    }
+    return 0;
+}
