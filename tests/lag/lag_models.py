@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import late
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.errors import BudgetError
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import kit as helper
 import torch
-import train_helper as helper
 from diffusers import (
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,

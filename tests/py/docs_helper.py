@@ -8,8 +8,8 @@ import re
 import shlex
 from typing import Any
 
+import kit as helper
 import torch
-import train_helper as helper
 from click.testing import CliRunner
 from lohan.cli import main
 from lohan.common import _exit

@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.torch_glue._device import Meter
 from torch import nn
 from torch.nn import functional

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lohan
 import pytest
 import torch
-from lohan.errors import BudgetError
+from kit import assert_same_state as assert_same_state
+from kit import host_bytes_min
 from torch import nn
 
 WIDTH = 32
@@ -124,11 +124,7 @@ class Workshop:
 
     def least(self, model: nn.Module, **settings: Any) -> int:
         """Return the smallest budget for model, from the error that rejects less."""
-        with pytest.raises(BudgetError) as refused:
-            lohan.wrap(model, store=self.folder / "refused", host_bytes=1, **settings)
-        found = re.search(r"at least (\d+)", str(refused.value))
-        assert found, str(refused.value)
-        return int(found[1])
+        return host_bytes_min(model, self.folder, **settings)
 
     def train(
         self, steps: Iterable[int], make: Make = Stack, loss_of: Loss = square_loss, **settings: Any
@@ -180,10 +176,3 @@ def train_step(model: nn.Module, step: int, loss_of: Loss = square_loss) -> floa
     loss.backward()
     model.optimizer.step()
     return loss.item()
-
-
-def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check that both have the same names with the same bits."""
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name

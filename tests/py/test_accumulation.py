@@ -6,10 +6,10 @@ import contextlib
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
 from lohan.errors import (
     BudgetError,

@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan import errors
 from lohan.common import _exit
 from lohan.session import _adopt

@@ -6,10 +6,10 @@ import copy
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.errors import ModelError, UnsupportedError
 from peft import LoraConfig, get_peft_model
 from torch import nn

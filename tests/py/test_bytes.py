@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan import StepStats
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
 from quick_helper import half_quick

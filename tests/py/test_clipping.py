@@ -6,10 +6,10 @@ import math
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import (
     ChecksumError,
@@ -54,8 +54,7 @@ def test_norm_and_parameters_are_the_same_bits_for_every_budget_and_schedule(
     for index, setting in enumerate(settings):
         other_norms, other = train(store_dir / str(index), dtype, max_grad_norm=0.5, **setting)
         assert other_norms == norms, setting
-        for name, value in state.items():
-            assert torch.equal(other[name], value), (setting, name)
+        helper.assert_same_state(other, state)
 
 
 def test_norm_and_parameters_are_the_same_bits_however_blocks_are_split(
@@ -78,8 +77,7 @@ def test_norm_and_parameters_are_the_same_bits_however_blocks_are_split(
         model.lohan.close()
     (few, norms, state), (many, others, other) = made
     assert few < many and norms == others and max(norms) > 0.5
-    for name, value in state.items():
-        assert torch.equal(other[name], value), name
+    helper.assert_same_state(other, state)
 
 
 def test_clipped_training_is_torchs(store_dir: pathlib.Path) -> None:
@@ -253,8 +251,7 @@ def test_torchs_clip_grad_norm_has_the_bits_of_max_grad_norm(
             model.optimizer.step()
         other = dict(model.state_dict())
         model.lohan.close()
-        for name, value in state.items():
-            assert torch.equal(other[name], value), (setting, name)
+        helper.assert_same_state(other, state)
 
 
 def test_a_norm_of_a_step_of_several_backwards_is_that_of_the_sum(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.errors import FrozenParameterError, ModelError, SessionError
 from torch import nn
 

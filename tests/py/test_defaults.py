@@ -8,9 +8,9 @@ import pathlib
 import threading
 import time
 
+import kit as helper
 import lohan
 import torch
-import train_helper as helper
 from lohan.session._optim import DEFAULTS
 from torch import nn
 

@@ -6,10 +6,10 @@ import contextlib
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.config import SCHEDULES
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StepError
 from lohan.torch_glue import _device
@@ -21,34 +21,21 @@ STEPS = 4
 ROWS = 4
 
 
-class Tower(nn.Module):
-    """Many equal blocks, and a mean that has no parameters."""
-
-    def __init__(self, depth: int = DEPTH, frozen: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-        for block in self.blocks[:frozen]:
-            block.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x.square().mean()
+def tower(depth: int = DEPTH, frozen: int = 0) -> nn.Module:
+    return helper.Tower(WIDTH, depth, frozen)
 
 
 BLOCK_BYTES = 4 * 2048 * -(-(WIDTH + 1) * WIDTH // 2048)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    loss: torch.Tensor = model(torch.randn(ROWS, WIDTH, generator=generator))
+    loss: torch.Tensor = model(helper.normal(step, ROWS, WIDTH))
     return loss
 
 
 def wrap(folder: pathlib.Path, model: nn.Module | None = None, **settings: Any) -> nn.Module:
     settings = {"device": "emu", "lr": 1e-3, **settings}
-    return lohan.wrap(model or Tower(), store=folder / "store", **settings)
+    return lohan.wrap(model or tower(), store=folder / "store", **settings)
 
 
 def step_of(model: nn.Module, step: int) -> Any:
@@ -59,9 +46,9 @@ def step_of(model: nn.Module, step: int) -> Any:
 
 
 def test_a_model_eight_times_the_device_trains_to_the_same_bits(store_dir: pathlib.Path) -> None:
-    nbytes = sum(p.numel() * 4 for p in Tower().parameters())
+    nbytes = sum(p.numel() * 4 for p in tower().parameters())
     reference = helper.train(
-        lohan.wrap(Tower(), store=store_dir / "cpu", lr=1e-3), range(STEPS), loss_of
+        lohan.wrap(tower(), store=store_dir / "cpu", lr=1e-3), range(STEPS), loss_of
     )
     model = wrap(store_dir, device_bytes=nbytes // 8)
     meter = model.lohan.saving.meter
@@ -73,7 +60,7 @@ def test_a_model_eight_times_the_device_trains_to_the_same_bits(store_dir: pathl
 
 
 def test_what_is_kept_counts_until_autograd_lets_go_of_it(store_dir: pathlib.Path) -> None:
-    model = wrap(store_dir, Tower(3))
+    model = wrap(store_dir, tower(3))
     try:
         loss = loss_of(model, 0)
         kept = model.lohan.saving.meter.kept_bytes
@@ -86,7 +73,7 @@ def test_what_is_kept_counts_until_autograd_lets_go_of_it(store_dir: pathlib.Pat
 
 
 def test_tensors_that_share_a_storage_count_once(store_dir: pathlib.Path) -> None:
-    model = wrap(store_dir, Tower(2))
+    model = wrap(store_dir, tower(2))
     try:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with_views = [x[:2] * x[2:] for _ in range(3)]
@@ -106,7 +93,7 @@ def test_tensors_that_share_a_storage_count_once(store_dir: pathlib.Path) -> Non
 def test_activations_above_the_ceiling_are_refused_and_the_next_step_is_exact(
     store_dir: pathlib.Path,
 ) -> None:
-    least = helper.device_bytes_min(Tower(), store_dir)
+    least = helper.device_bytes_min(tower(), store_dir)
     model = wrap(store_dir, device_bytes=least + (2 << 20), device_param_bytes=least)
     try:
         with pytest.raises(
@@ -118,7 +105,7 @@ def test_activations_above_the_ceiling_are_refused_and_the_next_step_is_exact(
         trained = helper.train(model, range(STEPS), loss_of)
     finally:
         model.lohan.close()
-    reference = lohan.wrap(Tower(), store=store_dir / "cpu", lr=1e-3)
+    reference = lohan.wrap(tower(), store=store_dir / "cpu", lr=1e-3)
     helper.assert_same(trained, helper.train(reference, range(STEPS), loss_of))
 
 
@@ -145,9 +132,9 @@ def test_bytes_over_the_devices_links_are_the_plans(
         "device": "emu",
     }
     if host == "minimal":
-        settings["host_bytes"] = helper.host_bytes_min(Tower(), store_dir, **settings)
+        settings["host_bytes"] = helper.host_bytes_min(tower(), store_dir, **settings)
     model = wrap(store_dir, **settings)
-    trained = sum(p.numel() * 4 for p in Tower().parameters())
+    trained = sum(p.numel() * 4 for p in tower().parameters())
     try:
         for step in range(STEPS):
             stats = step_of(model, step)
@@ -161,7 +148,7 @@ def test_bytes_over_the_devices_links_are_the_plans(
 
 
 def test_blocks_that_never_change_cross_once_where_there_is_room(store_dir: pathlib.Path) -> None:
-    model = wrap(store_dir, Tower(8, frozen=6))
+    model = wrap(store_dir, tower(8, frozen=6))
     try:
         first = step_of(model, 0)
         step_of(model, 1)  # copies for this step and, after its updates, for the next one
@@ -176,8 +163,8 @@ def test_blocks_that_never_change_cross_once_where_there_is_room(store_dir: path
 def test_an_evaluation_and_a_loop_over_parameters_see_the_newest_values(
     store_dir: pathlib.Path,
 ) -> None:
-    plain = lohan.wrap(Tower(6), store=store_dir / "cpu", lr=1e-3)
-    model = wrap(store_dir, Tower(6), device_param_bytes=3 * BLOCK_BYTES)
+    plain = lohan.wrap(tower(6), store=store_dir / "cpu", lr=1e-3)
+    model = wrap(store_dir, tower(6), device_param_bytes=3 * BLOCK_BYTES)
     try:
         for step in range(2):
             step_of(model, step)
@@ -220,7 +207,7 @@ def test_a_step_that_dies_is_forgotten(store_dir: pathlib.Path) -> None:
         state = {k: v.clone() for k, v in model.state_dict().items()}
     finally:
         model.lohan.close()
-    reference = lohan.wrap(Tower(), store=store_dir / "cpu", lr=1e-3)
+    reference = lohan.wrap(tower(), store=store_dir / "cpu", lr=1e-3)
     expected = helper.train(reference, range(STEPS), loss_of)
     assert all(torch.equal(state[k], v) for k, v in expected.state.items())
 
@@ -267,7 +254,7 @@ def test_cuda_without_a_gpu_is_refused_by_name(store_dir: pathlib.Path) -> None:
 
 
 def test_a_second_backward_is_refused_as_ever(store_dir: pathlib.Path) -> None:
-    model = wrap(store_dir, Tower(4))
+    model = wrap(store_dir, tower(4))
     try:
         loss_of(model, 0).backward()
         with pytest.raises(StepError):

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.errors import LohanError
 from torch import nn
 

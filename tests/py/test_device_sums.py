@@ -5,10 +5,10 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from torch import nn
 
 WIDTH = 256

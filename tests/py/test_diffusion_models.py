@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import diffusion_helper as diffusion
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from diffusion_helper import FAMILIES, build
 from peft import get_peft_model_state_dict
 from quick_helper import half_quick

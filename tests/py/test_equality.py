@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.config import SCHEDULES
 from quick_helper import half_quick
 from torch import nn

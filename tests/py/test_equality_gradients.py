@@ -8,10 +8,10 @@ import itertools
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.config import SCHEDULES
 from torch import nn
 

@@ -7,11 +7,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
-from experts_helper import EXPERTS, HYPER, SIZES, Zipf, assert_same, qwen
+from experts_helper import EXPERTS, HYPER, SIZES, Zipf, loss_of, qwen
 from lohan.errors import (
     BudgetError,
     FrozenParameterError,
@@ -88,13 +88,6 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return lora(MODELS[name]().to(dtype))
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    """Return a loss on so few tokens that most experts get none."""
-    batch = helper.tokens(step)[:1, :4].contiguous()
-    loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
-    return loss
-
-
 def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: v.clone() for name, v in model.state_dict().items() if "lora_" in name}
 
@@ -115,16 +108,6 @@ def in_memory(name: str, dtype: torch.dtype) -> tuple[list[float], dict[str, tor
             param.grad = None
         losses.append(loss.item())
     return losses, adapters(model)
-
-
-def train(model: Any, steps: Any = STEPS) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = loss_of(model, step)
-        loss.backward()
-        model.optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def checkpointed(model: Any) -> None:
@@ -164,8 +147,8 @@ def test_training_has_the_bits_of_torch_with_eager_experts(
     model = lohan.wrap(model, store=store_dir / "run", **HYPER, **settings)
     experts = {unit.name for unit in model.lohan.layout.units if ".experts." in unit.name}
     assert len(experts) % EXPERTS == 0 and experts
-    assert train(model) == losses
-    assert_same(adapters(model), expected)
+    assert helper.losses(model, STEPS, loss_of) == losses
+    helper.assert_same_state(adapters(model), expected)
     model.lohan.flush()
     stats = model.lohan.stats()
     assert stats.bytes == stats.planned_bytes
@@ -240,12 +223,12 @@ def test_experts_are_read_from_the_users_files(
     experts = [unit for unit in units if ".experts." in unit.name]
     runs = {len(unit.runs) for unit in experts}
     assert runs == ({0} if frozen == "copy" else {2} if is_fused else {1})
-    assert train(model, STEPS[:2]) == losses[:2]
+    assert helper.losses(model, STEPS[:2], loss_of) == losses[:2]
     model.lohan.close()
     again = {**settings, "weights": None, "resume": True}
     model = lohan.wrap(build("qwen", torch.bfloat16), store=store_dir / "run", **again)
-    assert train(model, STEPS[2:]) == losses[2:]
-    assert_same(adapters(model), expected)
+    assert helper.losses(model, STEPS[2:], loss_of) == losses[2:]
+    helper.assert_same_state(adapters(model), expected)
     model.lohan.close()
 
 
@@ -263,7 +246,7 @@ def test_a_model_without_storage_gets_its_experts_from_files(store_dir: pathlib.
         batch = helper.tokens(0)
         assert torch.equal(model(input_ids=batch).logits, plain(input_ids=batch).logits)
     plain = lohan.unwrap(model)
-    assert_same(dict(plain.state_dict()), dict(bare().state_dict()))
+    helper.assert_same_state(dict(plain.state_dict()), dict(bare().state_dict()))
     assert isinstance(plain.model.layers[0].mlp.experts.down_proj, nn.Parameter)
 
 
@@ -291,7 +274,7 @@ def test_an_expert_whose_parts_are_in_several_files_is_copied(
     assert copied == {
         f"base_model.model.model.layers.{i}.mlp.experts.3.gate_up_proj" for i in (0, 1)
     }
-    assert train(model, STEPS[:2]) == losses[:2]
+    assert helper.losses(model, STEPS[:2], loss_of) == losses[:2]
     model.lohan.close()
 
 
@@ -319,7 +302,7 @@ def test_names_outside_of_the_session_are_those_of_the_fused_model(
     assert whole.untyped_storage().nbytes() == whole.element_size()
     found = model.state_dict()
     assert list(found) == list(expected)
-    assert_same(dict(found), expected)
+    helper.assert_same_state(dict(found), expected)
     assert str(model.load_state_dict(found)) == "<All keys matched successfully>"
     layer = model.base_model.model.model.layers[1].mlp.experts
     assert [*layer.state_dict()] == ["gate_up_proj", "down_proj"]
@@ -336,14 +319,14 @@ def test_names_outside_of_the_session_are_those_of_the_fused_model(
     model.save_pretrained(store_dir / "adapters")
     assert all("lora_" in k for k in load_file(store_dir / "adapters/adapter_model.safetensors"))
     model.base_model.model.save_pretrained(store_dir / "saved")
-    assert_same(
+    helper.assert_same_state(
         load_file(store_dir / "saved/model.safetensors"),
         load_file(store_dir / "expected/model.safetensors"),
     )
     with pytest.raises(UnsupportedError, match="save_pretrained"):
         lohan.export(model, store_dir / "exported")
     plain = lohan.unwrap(model)
-    assert_same(dict(plain.state_dict()), expected)
+    helper.assert_same_state(dict(plain.state_dict()), expected)
     assert list(plain.state_dict()) == list(expected)
     assert plain.base_model.model.model.layers[1].mlp.experts.down_proj is whole
     assert "forward" not in plain.base_model.model.model.layers[1].mlp.experts.__dict__

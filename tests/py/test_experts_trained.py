@@ -11,11 +11,11 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
-from experts_helper import EXPERTS, HYPER, Zipf, assert_same, qwen
+from experts_helper import EXPERTS, HYPER, Zipf, loss_of, qwen
 from lohan.errors import (
     ModelError,
     StoreError,
@@ -44,12 +44,6 @@ def routers(model: Any) -> list[Zipf]:
     return [layer.mlp.gate for layer in model.model.layers]
 
 
-def loss_of(model: Any, step: int) -> torch.Tensor:
-    batch = helper.tokens(step)[:1, :4].contiguous()
-    loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
-    return loss
-
-
 def rate(step: int) -> float:
     """Return the learning rate of a step, which is different in each."""
     return HYPER["lr"] / (1 + step)
@@ -69,16 +63,12 @@ def train(model: Any, steps: Any = STEPS, each: Callable[[Any, int], None] | Non
     return losses
 
 
-def values(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 @functools.cache
 def together(dtype: torch.dtype, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train by lohan with all experts of a layer in one parameter."""
     model = lohan.wrap(build(dtype), **HYPER, **settings)
     losses = train(model)
-    found = values(model)
+    found = helper.values(model)
     model.lohan.close()
     return losses, found
 
@@ -152,7 +142,7 @@ def test_with_skip_an_expert_without_tokens_is_not_updated(
     losses, expected = skipping(dtype)
     model = wrapped(store_dir, dtype, setting, idle="skip")
     assert train(model) == losses
-    assert_same(values(model), expected)
+    helper.assert_same_state(helper.values(model), expected)
     model.lohan.close()
 
 
@@ -163,7 +153,7 @@ def test_training_has_the_bits_of_experts_that_are_one_parameter(
     losses, expected = together(dtype)
     model = wrapped(store_dir, dtype, setting)
     assert train(model) == losses
-    assert_same(values(model), expected)
+    helper.assert_same_state(helper.values(model), expected)
     model.lohan.close()
 
 
@@ -195,7 +185,7 @@ def test_torch_has_nearly_the_same_values(store_dir: pathlib.Path) -> None:
                     param.copy_(torch.stack([*parts[name]]).reshape(param.shape))
         model = wrapped(store_dir / idle, torch.float32, "least", idle=idle)
         train(model)
-        found = values(model)
+        found = helper.values(model)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
         model.lohan.close()
@@ -216,7 +206,7 @@ MORE: dict[str, tuple[dict[str, Any], Callable[[Any, int], None] | None]] = {
     "clipped": ({"max_grad_norm": 0.05}, lambda model, step: clipped(model)),
     "flushed": ({}, lambda model, step: model.lohan.flush()),
     "committed": ({"commit_every": "manual"}, lambda model, step: model.lohan.commit()),
-    "read": ({"commit_every": 3}, lambda model, step: step % 2 and values(model) and None),
+    "read": ({"commit_every": 3}, lambda model, step: step % 2 and helper.values(model) and None),
 }
 
 
@@ -227,7 +217,7 @@ def test_what_happens_between_steps_changes_no_bit(what: str, store_dir: pathlib
     losses, expected = together(torch.float32, **clip)
     model = wrapped(store_dir, torch.float32, "least", **settings)
     assert train(model, each=each) == losses
-    assert_same(values(model), expected)
+    helper.assert_same_state(helper.values(model), expected)
     model.lohan.close()
 
 
@@ -249,10 +239,10 @@ def test_evaluations_and_accumulated_batches_have_the_same_bits(store_dir: pathl
                 model.lohan.flush()
                 with torch.no_grad():
                     losses.append(loss_of(model, 200).item())
-        found.append((losses, values(model)))
+        found.append((losses, helper.values(model)))
         model.lohan.close()
     assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
+    helper.assert_same_state(found[1][1], found[0][1])
 
 
 def bytes_of(stats: Any) -> int:
@@ -313,9 +303,9 @@ def test_values_are_settled_wherever_they_are_read(store_dir: pathlib.Path) -> N
     model.save_pretrained(store_dir / "saved")
     saved = load_file(store_dir / "saved" / "model.safetensors")
     assert any("experts" in name for name in saved)
-    now = values(model)
+    now = helper.values(model)
     plain = lohan.unwrap(model)
-    assert_same(dict(plain.state_dict()), now)
+    helper.assert_same_state(dict(plain.state_dict()), now)
 
 
 KILLED = """
@@ -350,7 +340,7 @@ def test_a_killed_run_resumes_with_the_same_bits(commits: bool, store_dir: pathl
         for _ in range(begun):
             router(torch.zeros(4, 64))
     assert train(model, range(begun, 6)) == losses[begun:]
-    assert_same(values(model), expected)
+    helper.assert_same_state(helper.values(model), expected)
     model.lohan.close()
 
 
@@ -360,7 +350,7 @@ def test_a_snapshot_has_what_experts_owe(store_dir: pathlib.Path) -> None:
     train(model, range(3))
     model.lohan.snapshot(store_dir / "copy").wait()
     train(model, range(3, 6))
-    assert_same(values(model), expected)
+    helper.assert_same_state(helper.values(model), expected)
     model.lohan.close()
     with pytest.raises(StoreError, match="owe up to"):
         shut = lohan.wrap(build(), store=store_dir / "copy", resume=True, experts="apart")
@@ -403,16 +393,16 @@ def test_groups_name_the_parameters_of_the_model_before_it_was_wrapped(
             model.optimizer.param_groups[0]["weight_decay"] = 0.1 / (1 + step)
             loss_of(model, step).backward()
             model.optimizer.step()
-        found.append(values(model))
+        found.append(helper.values(model))
         model.lohan.close()
-    assert_same(found[1], found[0])
+    helper.assert_same_state(found[1], found[0])
 
 
 def test_low_precision_states_need_skip(store_dir: pathlib.Path) -> None:
     for states in ("bf16", "8bit"):
         model = wrapped(store_dir / states, torch.bfloat16, "least", idle="skip", states=states)
         train(model)
-        assert all(torch.isfinite(value).all() for value in values(model).values())
+        assert all(torch.isfinite(value).all() for value in helper.values(model).values())
         model.lohan.close()
         with pytest.raises(UnsupportedError, match="idle='skip'"):
             lohan.wrap(build(), store=store_dir / "no", experts="apart", states=states)
@@ -446,7 +436,7 @@ def test_weights_of_trained_experts_come_from_files(store_dir: pathlib.Path) -> 
     settings: dict[str, Any] = {"weights": store_dir / "base", "experts": "apart", **HYPER}
     model = lohan.wrap(made, store=store_dir / "run", **settings)
     assert train(model) == losses
-    assert_same(values(model), expected)
+    helper.assert_same_state(helper.values(model), expected)
     model.lohan.close()
 
 
@@ -458,10 +448,10 @@ def test_fifty_steps_of_512_experts_have_the_same_bits(store_dir: pathlib.Path) 
         settings: dict[str, Any] = {"experts": experts, "max_grad_norm": 0.5}
         settings["host_bytes"] = helper.host_bytes_min(made, store_dir / experts, **settings)
         model = lohan.wrap(made, store=store_dir / experts, **HYPER, **settings)
-        found.append((train(model, range(50)), values(model)))
+        found.append((train(model, range(50)), helper.values(model)))
         model.lohan.close()
     assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
+    helper.assert_same_state(found[1][1], found[0][1])
 
 
 @pytest.mark.slow
@@ -474,7 +464,7 @@ def test_an_expert_that_is_never_used_is_settled_after_a_bounded_number_of_steps
         routers(made)[0].count = 3  # three of them are never chosen
         settings: dict[str, Any] = {"experts": experts, "commit_every": 100}
         model = lohan.wrap(made, store=store_dir / experts, **HYPER, **settings)
-        found.append((train(model, range(1100)), values(model)))
+        found.append((train(model, range(1100)), helper.values(model)))
         model.lohan.close()
     assert found[0][0] == found[1][0]
-    assert_same(found[1][1], found[0][1])
+    helper.assert_same_state(found[1][1], found[0][1])

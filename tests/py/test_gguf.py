@@ -12,6 +12,7 @@ import lohan
 import pytest
 import torch
 from gguf_helper import CONFIGS, NUMBERS, header, metadata, save
+from kit import host_bytes_min
 from lohan.errors import (
     ChecksumError,
     LohanError,
@@ -22,7 +23,6 @@ from lohan.errors import (
 from lohan.layout._in_place import InPlace
 from lora_helper import adapters, logits, lora, train
 from safetensors.torch import load_file
-from train_helper import host_bytes_min
 from transformers import AutoModelForCausalLM
 
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 import transformers
 from quick_helper import half_quick
 from rules_helper import assert_same_gradients, watch

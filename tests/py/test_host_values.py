@@ -6,11 +6,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import mezo_helper
 import pytest
 import torch
-import train_helper as helper
 from lohan.config import SCHEDULES
 from lohan.errors import StepError
 from lohan.store import _export

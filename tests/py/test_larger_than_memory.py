@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
-from typing import Any
 
 import pytest
+from kit import run_worker
 
 WORKER = pathlib.Path(__file__).with_name("large_worker.py")
 HOST_BYTES = 2_000_000_000
@@ -20,16 +18,6 @@ SWAPPING_BYTES = 3_000_000_000
 DISK_BYTES = 40_000_000_000
 # The memory of activations, the allocator's slack, and Python's objects of a model of 24 blocks.
 TOLERANCE = 0.10
-
-
-def run(*words: str) -> dict[str, Any]:
-    """Run the worker and return its result."""
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
 
 
 def need_disk(folder: pathlib.Path) -> None:
@@ -43,8 +31,8 @@ def need_disk(folder: pathlib.Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_model_of_1_3_billion_parameters_trains_in_2_gb(store_dir: pathlib.Path) -> None:
     need_disk(store_dir)
-    baseline = run("baseline")
-    trained = run(str(store_dir / "run"), str(HOST_BYTES))
+    baseline = run_worker(WORKER, "baseline")
+    trained = run_worker(WORKER, str(store_dir / "run"), str(HOST_BYTES))
     print(json.dumps({"baseline": baseline, "trained": trained}))
     assert trained["params"] > 1_300_000_000
     assert trained["host_bytes"] <= HOST_BYTES
@@ -61,9 +49,9 @@ def test_its_activations_on_ssd_train_to_the_losses_of_those_in_memory(
     store_dir: pathlib.Path,
 ) -> None:
     need_disk(store_dir)
-    swapped = run(str(store_dir / "run"), str(SWAPPING_BYTES), str(1 << 30))
+    swapped = run_worker(WORKER, str(store_dir / "run"), str(SWAPPING_BYTES), str(1 << 30))
     shutil.rmtree(store_dir / "run")
-    kept = run(str(store_dir / "run"), str(2 * SWAPPING_BYTES), "0")
+    kept = run_worker(WORKER, str(store_dir / "run"), str(2 * SWAPPING_BYTES), "0")
     print(json.dumps({"kept": kept, "swapped": swapped}))
     assert swapped["losses"] == kept["losses"] and len(set(kept["losses"])) == 2
     assert min(swapped["swapped_bytes"]) > 2_000_000_000 and kept["swapped_bytes"] == [0, 0]

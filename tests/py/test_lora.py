@@ -12,12 +12,12 @@ import lohan
 import lora_helper as helper
 import pytest
 import torch
+from kit import host_bytes_min
 from lohan.errors import ModelError, UnsupportedError
 from lora_helper import BATCH, CONFIG, adapters, load, logits, lora, train
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from train_helper import host_bytes_min
 from transformers import AutoModelForCausalLM, OPTConfig, OPTModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_lora.py"

@@ -7,11 +7,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
 import torch.nn.functional as F
-import train_helper as helper
 from lohan.errors import HollowParameterError, SecondBackwardError
 from lohan.losses import linear_cross_entropy
 from rules_helper import WIDTH, Workshop, build, vectors, workshop

@@ -7,25 +7,13 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
-from typing import Any
 
 import pytest
+from kit import run_worker
 
 WORKER = pathlib.Path(__file__).with_name("load_save_worker.py")
 ABOVE_BYTES = 1_000_000_000
 DISK_BYTES = 42_000_000_000
-
-
-def run(*words: str) -> dict[str, Any]:
-    """Run the worker and return its result."""
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
 
 
 @pytest.mark.long
@@ -38,12 +26,12 @@ def test_1_3_billion_parameters_are_loaded_saved_and_exported_in_1_gb_and_unchan
         pytest.skip(f"{free / 1e9:.0f} GB free in {store_dir}, {DISK_BYTES / 1e9:.0f} GB needed")
     folder, store, saved, exported = (str(store_dir / n) for n in ("in", "store", "out", "again"))
     said = {
-        "baseline": run("baseline"),
-        "make": run("make", folder),
-        "load": run("load", folder, store),
-        "save": run("save", store, saved),
-        "export": run("export", store, exported),
-        "verify": run("verify", store),
+        "baseline": run_worker(WORKER, "baseline"),
+        "make": run_worker(WORKER, "make", folder),
+        "load": run_worker(WORKER, "load", folder, store),
+        "save": run_worker(WORKER, "save", store, saved),
+        "export": run_worker(WORKER, "export", store, exported),
+        "verify": run_worker(WORKER, "verify", store),
     }
     print(json.dumps(said))
     shards = [name for name in os.listdir(folder) if name.endswith(".safetensors")]

@@ -24,10 +24,10 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from kit import host_bytes_min
 from mezo_helper import SEED, Plain, Settings
 from torch import nn
 from torch.nn import functional
-from train_helper import host_bytes_min
 
 BATCH = 32
 HELD_OUT = 384

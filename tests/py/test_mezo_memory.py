@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
-from typing import Any
 
 import lohan
 import pytest
+from kit import host_bytes_min, run_worker
 from large_worker import config
-from train_helper import host_bytes_min
 from transformers import OPTForCausalLM
 
 WORKER = pathlib.Path(__file__).with_name("mezo_memory_worker.py")
@@ -25,16 +22,6 @@ DISK_BYTES = 14_000_000_000
 EMBEDDING_BYTES = 4 * 50272 * 2048
 # Blocks are split for the budget: of one, the largest part.
 PART_BYTES = 4 * 2048 * 8192
-
-
-def run(*words: str) -> dict[str, Any]:
-    """Run the worker and return its result."""
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
 
 
 def test_the_least_budget_is_the_tied_embedding_and_two_parts_of_blocks(
@@ -56,8 +43,8 @@ def test_wrap_steps_and_resume_of_1_3_billion_parameters_stay_in_the_budget(
     if free < DISK_BYTES:
         pytest.skip(f"{free / 1e9:.0f} GB free in {store_dir}, {DISK_BYTES / 1e9:.0f} GB needed")
     store = str(store_dir / "run")
-    baseline = run("baseline")["peak_bytes"]
-    said = {word: run(word, store, str(HOST_BYTES)) for word in ("train", "resume")}
+    baseline = run_worker(WORKER, "baseline")["peak_bytes"]
+    said = {word: run_worker(WORKER, word, store, str(HOST_BYTES)) for word in ("train", "resume")}
     print(json.dumps({"baseline": baseline, **said}))
     assert said["train"]["params"] > 1_300_000_000
     assert [said[word]["step"] for word in said] == [3, 6]

@@ -10,9 +10,9 @@ import lohan
 import mezo_helper as helper
 import pytest
 import torch
+from kit import device_bytes_min, host_bytes_min
 from lohan.errors import StepError
 from torch import nn
-from train_helper import device_bytes_min, host_bytes_min
 from transformers import OPTConfig, OPTForCausalLM
 
 COUNT = 4

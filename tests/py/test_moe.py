@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from torch import nn
 from transformers import (
     MixtralConfig,

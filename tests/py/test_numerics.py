@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from quick_helper import half_quick
 from torch import nn
 

@@ -10,20 +10,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import kit
 import lohan
 import pytest
 import torch
 import world_helper
 from lohan.common import _log
 from notes_helper import notes
-from torch import nn
 
 WIDTH = 64
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def train(model: Any, steps: int = 1) -> None:
@@ -42,7 +37,9 @@ def level() -> Iterator[None]:
 def test_a_session_says_in_one_line_what_it_opened_and_in_one_what_it_did(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = lohan.wrap(build(), store=store_dir, host_bytes="20MB", io="threads", commit_every=2)
+    model = lohan.wrap(
+        kit.linears(WIDTH, 2), store=store_dir, host_bytes="20MB", io="threads", commit_every=2
+    )
     (said,) = capfd.readouterr().err.splitlines()
     size = sum(file.stat().st_size for file in store_dir.iterdir())
     assert said.startswith(f"lohan: new store {store_dir} ({size / 1e6:.3g} MB) at step 0; ")
@@ -58,7 +55,7 @@ def test_a_session_says_in_one_line_what_it_opened_and_in_one_what_it_did(
         f"lohan: closed store {store_dir}: 3 steps in this session, {written / 1e3:.3g} kB written"
         " by them; the store is at step 3"
     )
-    model = lohan.wrap(build(), store=store_dir, resume=True)
+    model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir, resume=True)
     said = capfd.readouterr().err
     assert said.startswith("lohan: resumed store") and " at step 3; " in said
     model.lohan.close()
@@ -66,7 +63,7 @@ def test_a_session_says_in_one_line_what_it_opened_and_in_one_what_it_did(
 
 def test_the_bytes_at_the_close_are_the_sum_of_all_steps(store_dir: pathlib.Path) -> None:
     for every in (1, 3):
-        model = lohan.wrap(build(), store=store_dir / str(every), commit_every=every)
+        model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir / str(every), commit_every=every)
         total = 0
         for _ in range(7):
             train(model)
@@ -81,10 +78,10 @@ def test_the_bytes_at_the_close_are_the_sum_of_all_steps(store_dir: pathlib.Path
 def test_the_lines_name_a_temporary_store_and_steps_that_are_not_committed(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lohan.wrap(build()).lohan.close()
+    lohan.wrap(kit.linears(WIDTH, 2)).lohan.close()
     said = capfd.readouterr().err
     assert re.search(r"^lohan: temporary store .*removed at exit; pass store= to keep it\)", said)
-    model = lohan.wrap(build(), store=store_dir, commit_every="manual")
+    model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir, commit_every="manual")
     train(model, 2)
     assert "only commit() commits" in capfd.readouterr().err
     model.lohan.close()
@@ -95,7 +92,7 @@ def test_the_lines_name_a_temporary_store_and_steps_that_are_not_committed(
 def test_a_zeroth_order_session_says_what_its_journal_and_its_parameters_take(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = lohan.wrap(build(), store=store_dir, method="mezo", write_every=2)
+    model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir, method="mezo", write_every=2)
     said = capfd.readouterr().err
     assert "a step writes 64 B to the journal, and 188 kB every 2 steps" in said
     for _ in range(3):
@@ -111,7 +108,7 @@ def test_the_logger_silences_the_lines_and_then_nothing_is_counted(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger("lohan").setLevel(logging.WARNING)
-    model = lohan.wrap(build(), store=store_dir)
+    model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir)
     assert model.lohan.wear is None
     train(model)
     model.lohan.close()
@@ -136,7 +133,7 @@ def test_a_program_that_configured_the_logger_first_keeps_its_level_and_its_hand
 
 
 def _train_in_a_world(store: str) -> None:
-    model = lohan.wrap(build(), store=store)
+    model = lohan.wrap(kit.linears(WIDTH, 2), store=store)
     train(model)
     model.lohan.close()
 
@@ -151,6 +148,6 @@ def test_of_several_processes_only_rank_0_prints_the_lines(store_dir: pathlib.Pa
 def test_the_helper_of_other_tests_keeps_notes(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lohan.wrap(build(), store=store_dir).lohan.close()
+    lohan.wrap(kit.linears(WIDTH, 2), store=store_dir).lohan.close()
     _log.note("a limitation")
     assert notes(capfd.readouterr().err) == "lohan: a limitation\n"

@@ -8,6 +8,7 @@ import re
 import time
 from typing import Any
 
+import kit
 import lohan
 import pytest
 import torch
@@ -17,28 +18,14 @@ from lohan.config import POLICIES
 from lohan.errors import BudgetError, ModelError
 from quick_helper import half_quick
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 STEPS, VOCABULARY = 5, 500
 MIB = 1 << 20
 
 
 def build(dropout: float = 0.1, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=3,
-        n_embd=64,
-        n_head=4,
-        vocab_size=VOCABULARY,
-        n_positions=128,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).to(dtype).train()
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 128}
+    return kit.seeded(lambda: kit.gpt2(dropout=dropout, **sizes), dtype)
 
 
 def tokens(step: int, rows: int = 8, columns: int = 128) -> torch.Tensor:

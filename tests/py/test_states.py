@@ -5,7 +5,6 @@ The file is also the program that is killed while it trains.
 
 from __future__ import annotations
 
-import hashlib
 import pathlib
 import re
 import signal
@@ -13,10 +12,10 @@ import subprocess
 import sys
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan import _core
 from lohan.config import Config
 from lohan.errors import ModelError, StoreMismatchError
@@ -61,8 +60,7 @@ def build(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    batch = torch.randn(8, WIDTH, generator=generator).to(torch.bfloat16)
+    batch = helper.normal(step, 8, WIDTH).to(torch.bfloat16)
     loss: torch.Tensor = (model(batch, step % 2 == 0).float() - 0.1).square().mean()
     return loss
 
@@ -132,13 +130,6 @@ def test_a_step_moves_the_bytes_of_its_format(states: str, store_dir: pathlib.Pa
     assert moved == STATE_BYTES[states] * elements
 
 
-def digest(model: nn.Module) -> str:
-    made = hashlib.sha256()
-    for value in model.state_dict().values():
-        made.update(value.contiguous().view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
-
-
 @pytest.mark.parametrize("states", STATES)
 def test_killed_and_resumed_it_ends_at_the_same_bits(states: str, store_dir: pathlib.Path) -> None:
     command = [sys.executable, __file__, str(store_dir / "killed"), states]
@@ -157,13 +148,13 @@ def test_killed_and_resumed_it_ends_at_the_same_bits(states: str, store_dir: pat
     for step in range(begin, begin + 3):
         loss_of(model, step).backward()
         model.optimizer.step()
-    actual = digest(model)
+    actual = helper.digest(model)
     model.lohan.close()
     model = lohan.wrap(build(), store=store_dir / "whole", states=states, **helper.HYPER)
     for step in range(begin + 3):
         loss_of(model, step).backward()
         model.optimizer.step()
-    assert digest(model) == actual
+    assert helper.digest(model) == actual
     model.lohan.close()
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 import trainer_helper
 import world_lora
+from kit import host_bytes_min
 from lohan.commands import _quantize
 from lohan.common import _arguments
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.store import _snapshot
 from quantize_helper import CONFIG, model
-from train_helper import host_bytes_min
 from world_helper import run
 from world_lora import build, digest, tokens
 

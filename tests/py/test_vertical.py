@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
+import kit as helper
 import lohan
 import pytest
 import torch
-import train_helper as helper
 from lohan import _core
 from lohan.errors import DeviceMemoryError, ModelError, SecondBackwardError, UnsupportedError
 from lohan.session import _order

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import kit
 import lohan
 import pytest
 import torch
@@ -28,8 +29,7 @@ DEPTH = 4
 
 
 def build(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))).to(dtype)
+    return kit.linears(WIDTH, DEPTH, dtype)
 
 
 def train(model: Any, steps: int = 1) -> None:

@@ -6,21 +6,16 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import kit
 import lohan
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 
 VOCABULARY = 64
 ROWS = 22
+TEXT = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "use_cache": True}
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -65,33 +60,15 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
     """No dropout, weights that are not tied."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(dtype)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return kit.seeded(lambda: kit.llama(**sizes, **heads, **TEXT), dtype)
 
 
 def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with dropout and tied weights."""
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=32,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(config).to(dtype)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2}
+    return kit.seeded(lambda: kit.gpt2(dropout=0.1, **sizes, **TEXT), dtype)
 
 
 class SchedulesFirst(Trainer):  # type: ignore[misc]
