@@ -1,6 +1,6 @@
 /*
- * A thread with a non-default floating-point environment: it rounds upwards and flushes denormals,
- * as a thread and its children do after torch.set_flush_denormal(True).
+ * The bits of floats, and a thread with a non-default floating-point environment: it rounds upwards
+ * and flushes denormals, as a thread and its children do after torch.set_flush_denormal(True).
  */
 #ifndef FP_FIXTURE_H
 #define FP_FIXTURE_H
@@ -8,6 +8,7 @@
 #include <fenv.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -15,6 +16,22 @@
 #else
 #define FP_FLUSH (UINT64_C(1) << 24)
 #endif
+
+static inline float float_of(uint32_t bits)
+{
+    float value;
+
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+static inline uint32_t bits_of(float value)
+{
+    uint32_t bits;
+
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
 
 static inline uint64_t fp_control_get(void)
 {

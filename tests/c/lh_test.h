@@ -129,6 +129,12 @@ __attribute__((unused)) static uint64_t lh_test_random(uint64_t *state)
     return z ^ (z >> 31);
 }
 
+/* A number from 0 to end - 1. */
+__attribute__((unused)) static uint64_t lh_test_below(uint64_t *state, uint64_t end)
+{
+    return lh_test_random(state) % end;
+}
+
 /*
  * Whether action(context) ends in abort(), as a broken LH_ASSERT does (or a sanitizer's report).
  *

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "adam_states_fixture.h"
+#include "fp_fixture.h"
 
 static const uint32_t specials[] = {
     0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF,
@@ -37,14 +38,6 @@ static bool moments_equal(const struct lh_adam_moments *a, const struct lh_adam_
     return memcmp(a->moment1, b->moment1, bytes) == 0 &&
            memcmp(a->moment2, b->moment2, bytes) == 0 &&
            (!a->scales || memcmp(a->scales, b->scales, lh_adam_scale_bytes(a->states, count)) == 0);
-}
-
-static float float_of(uint32_t bits)
-{
-    float value;
-
-    memcpy(&value, &bits, sizeof(value));
-    return value;
 }
 
 /* Fill a block with values of one of several kinds; the second moment is at least 0 or NaN. */

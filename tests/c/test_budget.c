@@ -16,30 +16,25 @@ struct model {
     uint64_t gradient_bytes_max;
 };
 
-static uint64_t below(uint64_t *seed, uint64_t end)
-{
-    return lh_test_random(seed) % end;
-}
-
 static struct lh_budget_unit unit_random(uint64_t *seed)
 {
-    bool is_trainable = below(seed, 4) > 0;
-    bool is_bf16 = below(seed, 2) > 0;
-    uint64_t scale = below(seed, 3) == 0 ? 4000 : 40;
-    uint64_t elements = 2048 * (1 + below(seed, scale));
+    bool is_trainable = lh_test_below(seed, 4) > 0;
+    bool is_bf16 = lh_test_below(seed, 2) > 0;
+    uint64_t scale = lh_test_below(seed, 3) == 0 ? 4000 : 40;
+    uint64_t elements = 2048 * (1 + lh_test_below(seed, scale));
     uint64_t bytes = elements * (is_bf16 ? 2 : 4);
     return (struct lh_budget_unit){
         .bytes = bytes,
         .elements = is_trainable ? elements : 0,
         .gradient_bytes = is_trainable ? bytes : 0,
         .state_bytes_per_element = is_trainable ? (is_bf16 ? 10 : 8) : 0,
-        .always = below(seed, 6) == 0,
+        .always = lh_test_below(seed, 6) == 0,
     };
 }
 
 static struct model model_random(uint64_t *seed)
 {
-    struct model model = {.count = (uint32_t)(1 + below(seed, UNIT_COUNT_MAX))};
+    struct model model = {.count = (uint32_t)(1 + lh_test_below(seed, UNIT_COUNT_MAX))};
     uint64_t first = 0;
     uint64_t second = 0;
     for (uint32_t i = 0; i < model.count; i++) {
@@ -111,7 +106,7 @@ static void test_sums(void)
         uint64_t least = budget.host_bytes_min;
         check_parts(&model, &budget, UINT64_MAX / 4);
         for (int i = 0; i < 8; i++) {
-            uint64_t host_bytes = least + below(&seed, full - least + 1);
+            uint64_t host_bytes = least + lh_test_below(&seed, full - least + 1);
             LH_CHECK(make(&model, host_bytes, &budget, NULL) == 0);
             check_parts(&model, &budget, host_bytes);
             LH_CHECK(budget.host_bytes_min == least);
@@ -156,7 +151,7 @@ static void test_monotone(void)
         uint64_t host_bytes = budget.host_bytes_min;
         LH_CHECK(make(&model, host_bytes, &before, NULL) == 0);
         for (int i = 0; i < 40; i++) {
-            host_bytes += below(&seed, (full - budget.host_bytes_min) / 16 + 2);
+            host_bytes += lh_test_below(&seed, (full - budget.host_bytes_min) / 16 + 2);
             LH_CHECK(make(&model, host_bytes, &budget, NULL) == 0);
             LH_CHECK(budget.chunk_elements >= before.chunk_elements);
             LH_CHECK(budget.slab_count * budget.slab_bytes >=
@@ -274,7 +269,8 @@ static void test_at_will(void)
         LH_CHECK(make(&model, UINT64_MAX / 4, &budget, NULL) == 0);
         uint64_t full = budget.host_bytes_full;
         for (int i = 0; i < 8; i++) {
-            LH_CHECK(make(&model, least + below(&seed, full - least + 1), &budget, NULL) == 0);
+            LH_CHECK(make(&model, least + lh_test_below(&seed, full - least + 1), &budget, NULL) ==
+                     0);
             LH_CHECK(budget.gradient_waiting_bytes <= waiting_bytes / 3);
             LH_CHECK(budget.gradient_waiting_bytes == 0 ||
                      budget.region_bytes + LH_BLOCK_BYTES > region_bytes);

@@ -9,14 +9,6 @@
 
 #define HALF_INFINITY 0x7C00u
 
-static float float_of(uint32_t bits)
-{
-    float value;
-
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
 static uint16_t rounded(float value)
 {
     uint32_t bits;

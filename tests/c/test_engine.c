@@ -7,20 +7,10 @@
 #include "compute/norm.h"
 #include "engine_fixture.h"
 #include "lh_test.h"
+#include "rig_wait.h"
 
 #define FAULT_STEP_COUNT 3
 #define SYNC_COUNT 4 /* the syncs of a commit in one directory */
-
-/* Flushed and committed, the store holds the last step, and so it does when it is opened again. */
-static void finish(struct rig *rig)
-{
-    uint64_t step = rig->step;
-    LH_CHECK(rig_flush(rig, true) == 0);
-    rig_shut(rig);
-    rig_reopen(rig);
-    LH_CHECK(rig->step == step);
-    rig_unmake(rig);
-}
 
 static void test_equal(const char *what, struct rig_opts opts, int step_count)
 {
@@ -41,7 +31,7 @@ static void test_equal(const char *what, struct rig_opts opts, int step_count)
     LH_CHECK(!has_room || (stats.deferred_units > 0 && stats.deferred_units < RIG_UNIT_COUNT - 1));
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
         LH_CHECK(lh_engine_param_step(rig.engine, i) == rig.param_steps[i]);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_between_commits(void)
@@ -71,7 +61,7 @@ static void test_between_commits(void)
     rig_shut(&rig);
     rig_reopen(&rig);
     LH_CHECK(rig.step == 9);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_stop(bool least_memory)
@@ -115,7 +105,7 @@ static void test_abort(void)
         LH_CHECK(lh_engine_step(rig.engine) == rig.step);
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     }
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_abort_unrecoverable(void)
@@ -134,7 +124,7 @@ static void test_abort_unrecoverable(void)
     rig_shut(&rig);
     rig_reopen(&rig);
     LH_CHECK(rig.step == 3 && rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_abort_before_updates(void)
@@ -161,7 +151,7 @@ static void test_abort_before_updates(void)
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     }
     LH_CHECK(rig_flush(&rig, true) == 0);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_flush_given_up(void)
@@ -184,7 +174,7 @@ static void test_flush_given_up(void)
         else
             LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     }
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_refusals(void)
@@ -197,7 +187,7 @@ static void test_refusals(void)
     LH_CHECK(lh_engine_gradient(rig.engine, 4, rig.gradients[4], LH_DTYPE_F32) == -EINVAL);
     LH_CHECK(rig_close(&rig, 0x01) == 0);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_pause(void)
@@ -224,7 +214,7 @@ static void test_pause(void)
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
     }
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 /* --- Faults -------------------------------------------------------------------------------- */
@@ -375,7 +365,7 @@ static void test_short(void)
                  (struct rig_opts){.least_memory = true, .commit_every = 1, .in_memory = true});
         lh_io_faulty_arm(rig.io, fault);
         LH_CHECK(train(&rig) == 0);
-        finish(&rig);
+        rig_finish(&rig);
     }
 }
 
@@ -508,7 +498,7 @@ static void test_norms(bool least_memory)
         LH_CHECK(fabs(found - expected) <= 1e-12 * expected);
         LH_CHECK(rig_close(&rig, gradients[i]) == 0);
     }
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 int main(void)

@@ -51,16 +51,6 @@ static void check_counters(struct rig *rig)
     LH_CHECK(stats.bytes[LH_ENGINE_LINK_COPY_OUT] > 0);
 }
 
-static void finish(struct rig *rig)
-{
-    uint64_t step = rig->step;
-    LH_CHECK(rig_flush(rig, true) == 0);
-    rig_shut(rig);
-    rig_reopen(rig);
-    LH_CHECK(rig->step == step);
-    rig_unmake(rig);
-}
-
 static void test_equal(struct rig_opts opts, int step_count)
 {
     static const unsigned gradients[] = {RIG_GRADIENTS_ALL, 0xad, 0x01, RIG_GRADIENTS_ALL, 0x6e};
@@ -78,7 +68,7 @@ static void test_equal(struct rig_opts opts, int step_count)
             check_counters(&rig);
     }
     rig_device_check(&rig);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_abort(const char *kind)
@@ -93,7 +83,7 @@ static void test_abort(const char *kind)
         LH_CHECK(rig_abort(&rig) == 0);
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     }
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_stop(const char *kind)
@@ -148,7 +138,7 @@ static void test_unified_update(void)
     gate_open(&gate);
     LH_CHECK(rig_flush(&rig, false) == 0);
     rig_device_check(&rig);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_unified_invalidated(void)
@@ -170,7 +160,7 @@ static void test_unified_invalidated(void)
     lh_engine_resume(rig.engine);
     LH_CHECK(pthread_join(opener, NULL) == 0);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 static void test_unified_refused(void)

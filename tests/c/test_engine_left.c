@@ -1,17 +1,7 @@
 /* Test what an unfinished step leaves behind: in the store, and in a forked child. */
 #include "engine_fixture.h"
 #include "lh_test.h"
-
-/* Flushed and committed, the store holds the last step, and so it does when it is opened again. */
-static void finish(struct rig *rig)
-{
-    uint64_t step = rig->step;
-    LH_CHECK(rig_flush(rig, true) == 0);
-    rig_shut(rig);
-    rig_reopen(rig);
-    LH_CHECK(rig->step == step);
-    rig_unmake(rig);
-}
+#include "rig_wait.h"
 
 /* Return whether one of the first bytes of an extent's slot in the files is not zero. */
 static bool slot_has_bytes(const struct rig *rig, uint32_t extent, uint32_t slot, uint8_t *buffer,
@@ -164,7 +154,7 @@ static void test_fork(void)
     LH_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     LH_CHECK(rig_close(&rig, 0x21) == 0);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    finish(&rig);
+    rig_finish(&rig);
 }
 
 int main(void)

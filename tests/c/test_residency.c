@@ -101,11 +101,6 @@ static void check_same(const struct machine *machine, const struct lh_residency 
     }
 }
 
-static uint64_t below(uint64_t *seed, uint64_t end)
-{
-    return lh_test_random(seed) % end;
-}
-
 /*
  * What is owed comes first, which is never here; then uses that nest and overlap as they like.
  * open: uses of each unit that are open, before and after.
@@ -114,16 +109,16 @@ static uint64_t events_random(uint64_t *seed, const struct machine *machine,
                               uint64_t open_bytes_max, uint32_t *open,
                               struct lh_residency_event *events)
 {
-    uint64_t count = below(seed, EVENT_COUNT_MAX);
-    uint64_t owed_count = below(seed, 3);
+    uint64_t count = lh_test_below(seed, EVENT_COUNT_MAX);
+    uint64_t owed_count = lh_test_below(seed, 3);
     for (uint64_t i = 0; i < count; i++) {
-        uint32_t unit = (uint32_t)below(seed, machine->unit_count);
+        uint32_t unit = (uint32_t)lh_test_below(seed, machine->unit_count);
         uint64_t open_bytes = open[unit] > 0 ? 0 : machine->units[unit].bytes;
         for (uint32_t j = 0; j < machine->unit_count; j++)
             open_bytes += open[j] > 0 ? machine->units[j].bytes : 0;
         bool is_owed = i < owed_count && machine->offsets[unit] == LH_RESIDENCY_ABSENT &&
                        (i == 0 || events[0].unit != unit); /* each only once */
-        uint32_t kind = is_owed ? LH_RESIDENCY_EVENT_NEED : (uint32_t)below(seed, 3);
+        uint32_t kind = is_owed ? LH_RESIDENCY_EVENT_NEED : (uint32_t)lh_test_below(seed, 3);
         owed_count = is_owed ? owed_count : 0;
         if (kind == LH_RESIDENCY_EVENT_BEGIN && open_bytes > open_bytes_max)
             kind = LH_RESIDENCY_EVENT_UPDATE;
@@ -145,23 +140,24 @@ struct trial {
 
 static struct trial trial_random(uint64_t *seed)
 {
-    struct trial trial = {.unit_count = (uint32_t)(1 + below(seed, UNIT_COUNT_MAX))};
+    struct trial trial = {.unit_count = (uint32_t)(1 + lh_test_below(seed, UNIT_COUNT_MAX))};
     uint64_t always = 0;
     uint64_t largest = 0; /* the largest of the others */
     uint64_t all = 0;
     for (uint32_t i = 0; i < trial.unit_count; i++) {
-        uint64_t bytes = (1 + below(seed, 6)) * LH_RESIDENCY_GRANULE;
+        uint64_t bytes = (1 + lh_test_below(seed, 6)) * LH_RESIDENCY_GRANULE;
         trial.units[i].bytes = bytes;
-        trial.units[i].unread_bytes = below(seed, 3) * bytes / 2;
-        trial.units[i].always = below(seed, 8) == 0;
+        trial.units[i].unread_bytes = lh_test_below(seed, 3) * bytes / 2;
+        trial.units[i].always = lh_test_below(seed, 8) == 0;
         all += bytes;
         always += trial.units[i].always ? bytes : 0;
         largest = lh_max_u64(largest, trial.units[i].always ? 0 : bytes);
     }
     uint64_t least = always + largest;
-    uint64_t spare = below(seed, (all - least) / LH_RESIDENCY_GRANULE + 1) * LH_RESIDENCY_GRANULE;
+    uint64_t spare =
+        lh_test_below(seed, (all - least) / LH_RESIDENCY_GRANULE + 1) * LH_RESIDENCY_GRANULE;
     trial.region_bytes = least + spare;
-    trial.open_bytes_max = below(seed, trial.region_bytes + 1);
+    trial.open_bytes_max = lh_test_below(seed, trial.region_bytes + 1);
     return trial;
 }
 
@@ -228,7 +224,7 @@ static void test_random(bool is_eager)
             memcpy(open, machine.open_uses, sizeof(open));
             uint64_t count = events_random(&seed, &machine, trial.open_bytes_max, open, events);
             lh_residency_copy(&before, &state);
-            count = plan_some(&state, &before, events, count, below(&seed, 2) > 0, &machine,
+            count = plan_some(&state, &before, events, count, lh_test_below(&seed, 2) > 0, &machine,
                               &cut_again_count);
             for (uint64_t i = 0; i < count; i++)
                 machine.is_owed[events[i].unit] |= events[i].kind == LH_RESIDENCY_EVENT_NEED;
@@ -349,14 +345,14 @@ static uint64_t scopes_random(uint64_t *seed, const uint32_t *scope_of, uint32_t
                               uint32_t scope_count, struct lh_residency_event *events)
 {
     uint64_t count = 0;
-    for (uint64_t uses = below(seed, 12); uses > 0; uses--) {
-        uint32_t scope = (uint32_t)below(seed, scope_count);
+    for (uint64_t uses = lh_test_below(seed, 12); uses > 0; uses--) {
+        uint32_t scope = (uint32_t)lh_test_below(seed, scope_count);
         uint32_t order[UNIT_COUNT_MAX];
         uint32_t size = 0;
         for (uint32_t i = 0; i < unit_count; i++) {
             if (scope_of[i] != scope)
                 continue;
-            uint32_t at = (uint32_t)below(seed, size + 1);
+            uint32_t at = (uint32_t)lh_test_below(seed, size + 1);
             order[size++] = order[at];
             order[at] = i;
         }
@@ -375,18 +371,19 @@ static uint32_t least_random(uint64_t *seed, struct lh_residency_unit *units, ui
     struct lh_budget_unit described[UNIT_COUNT_MAX] = {0};
     struct lh_budget budget;
     struct lh_error err = {0};
-    uint32_t scope_count = 2 + (uint32_t)below(seed, 5);
-    uint64_t large = 2 + below(seed, 10);
-    uint64_t small = 1 + below(seed, large);
+    uint32_t scope_count = 2 + (uint32_t)lh_test_below(seed, 5);
+    uint64_t large = 2 + lh_test_below(seed, 10);
+    uint64_t small = 1 + lh_test_below(seed, large);
     for (uint32_t i = 0; i < unit_count; i++) {
-        bool always = below(seed, 6) == 0;
-        bool is_first = below(seed, 2) == 0; /* whether the unit belongs to the large scope */
-        uint64_t blocks = 1 + below(seed, is_first ? large : small);
+        bool always = lh_test_below(seed, 6) == 0;
+        bool is_first =
+            lh_test_below(seed, 2) == 0; /* whether the unit belongs to the large scope */
+        uint64_t blocks = 1 + lh_test_below(seed, is_first ? large : small);
         units[i] =
             (struct lh_residency_unit){.bytes = blocks * LH_RESIDENCY_GRANULE, .always = always};
         scope_of[i] = always     ? UINT32_MAX
                       : is_first ? 0
-                                 : 1 + (uint32_t)below(seed, scope_count - 1);
+                                 : 1 + (uint32_t)lh_test_below(seed, scope_count - 1);
         described[i] = (struct lh_budget_unit){.bytes = units[i].bytes, .always = always};
     }
     for (uint32_t scope = 0; scope < scope_count; scope++) {
@@ -424,7 +421,7 @@ static void test_least(void)
     for (int round = 0; round < round_max; round++) {
         struct lh_residency_unit units[UNIT_COUNT_MAX];
         uint32_t scope_of[UNIT_COUNT_MAX];
-        uint32_t unit_count = 1 + (uint32_t)below(&seed, UNIT_COUNT_MAX);
+        uint32_t unit_count = 1 + (uint32_t)lh_test_below(&seed, UNIT_COUNT_MAX);
         uint64_t region_bytes = 0;
         uint32_t scope_count = least_random(&seed, units, unit_count, scope_of, &region_bytes);
         struct lh_residency state;
@@ -436,11 +433,11 @@ static void test_least(void)
             uint64_t loaded_bytes = 0;
             uint64_t failed_at = 0;
             uint64_t count = scopes_random(&seed, scope_of, unit_count, scope_count, events);
-            uint32_t other = (uint32_t)below(&seed, unit_count);
+            uint32_t other = (uint32_t)lh_test_below(&seed, unit_count);
             if (units[other].always) /* its first use may be anywhere */
                 events[count++] = (struct lh_residency_event){other, LH_RESIDENCY_EVENT_UPDATE};
             int64_t added =
-                lh_residency_plan(&state, events, count, below(&seed, 2) > 0, machine.ops,
+                lh_residency_plan(&state, events, count, lh_test_below(&seed, 2) > 0, machine.ops,
                                   LH_COUNT_OF(machine.ops), &loaded_bytes, &failed_at, &err);
             LH_CHECK(added >= 0);
             machine.op_first = 0;

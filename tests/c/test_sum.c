@@ -3,18 +3,10 @@
 
 #include "compute/half.h"
 
-#include <string.h>
-
+#include "fp_fixture.h"
 #include "lh_test.h"
 
 #define COUNT_MAX 300
-
-static uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
 
 static float widened(uint16_t bits16, enum lh_dtype dtype)
 {

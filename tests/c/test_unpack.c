@@ -26,20 +26,6 @@ static const struct lh_unpack_source source = {
     .nested_table = (const uint8_t *)nested_table,
 };
 
-static float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
-static uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
-
 /* A description with random sizes that fits the arrays above. */
 static struct lh_unpack any(uint64_t *seed)
 {

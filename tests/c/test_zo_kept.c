@@ -15,20 +15,6 @@ static const int mantissa_bits[] = {23, 7, 10, 3};
 static const int exponent_min[] = {-126, -126, -14, -6}; /* the least exponent of a normal number */
 static const double largest[] = {0x1.fffffep127, 0x1.fep127, 65504, 448};
 
-static float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-}
-
-static uint32_t bits_of(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
-
 /* The number of the format below a magnitude, and how far the next one is. */
 static double below(double magnitude, int format, double *step_out)
 {
