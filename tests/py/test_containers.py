@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -212,7 +213,7 @@ def _batch(kind: str, step: int) -> Any:
 
 def _losses_and_state(model: nn.Module, kind: str, steps: int) -> tuple[list[float], Any]:
     losses = []
-    try:
+    with contextlib.closing(model.lohan):
         for step in range(steps):
             torch.manual_seed(step)
             loss = model(_batch(kind, step)).square().mean()
@@ -220,8 +221,6 @@ def _losses_and_state(model: nn.Module, kind: str, steps: int) -> tuple[list[flo
             model.optimizer.step()
             losses.append(loss.item())
         return losses, {name: value.clone() for name, value in model.state_dict().items()}
-    finally:
-        model.lohan.close()
 
 
 # Every way for two kinds, and for each kind the ways that differ in what they do with containers.
@@ -311,8 +310,6 @@ def test_a_tensor_in_a_dataclass_that_is_changed_in_place_is_refused_and_not_com
     store_dir: pathlib.Path,
 ) -> None:
     model = lohan.wrap(Doubled(), store=store_dir, activations="recompute")
-    try:
+    with contextlib.closing(model.lohan):
         with pytest.raises(RecomputeError, match="changed in place"):
             model(torch.randn(ROWS, WIDTH)).sum().backward()
-    finally:
-        model.lohan.close()

@@ -61,20 +61,18 @@ def test_a_model_eight_times_the_device_trains_to_the_same_bits(store_dir: pathl
 
 def test_what_is_kept_counts_until_autograd_lets_go_of_it(store_dir: pathlib.Path) -> None:
     model = wrap(store_dir, tower(3))
-    try:
+    with contextlib.closing(model.lohan):
         loss = loss_of(model, 0)
         kept = model.lohan.saving.meter.kept_bytes
         assert kept >= 6 * ROWS * WIDTH * 4
         loss.backward()
         del loss
         assert model.lohan.saving.meter.kept_bytes == 0
-    finally:
-        model.lohan.close()
 
 
 def test_tensors_that_share_a_storage_count_once(store_dir: pathlib.Path) -> None:
     model = wrap(store_dir, tower(2))
-    try:
+    with contextlib.closing(model.lohan):
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with_views = [x[:2] * x[2:] for _ in range(3)]
         meter = model.lohan.saving.meter
@@ -86,8 +84,6 @@ def test_tensors_that_share_a_storage_count_once(store_dir: pathlib.Path) -> Non
         assert meter.kept_bytes == x.untyped_storage().nbytes()
         del with_views
         assert meter.kept_bytes == 0
-    finally:
-        model.lohan.close()
 
 
 def test_activations_above_the_ceiling_are_refused_and_the_next_step_is_exact(
@@ -95,7 +91,7 @@ def test_activations_above_the_ceiling_are_refused_and_the_next_step_is_exact(
 ) -> None:
     least = helper.device_bytes_min(tower(), store_dir)
     model = wrap(store_dir, device_bytes=least + (2 << 20), device_param_bytes=least)
-    try:
+    with contextlib.closing(model.lohan):
         with pytest.raises(
             DeviceMemoryError, match=r"device_bytes \d+.*: raise it to at least \d+.*, use"
         ):
@@ -103,8 +99,6 @@ def test_activations_above_the_ceiling_are_refused_and_the_next_step_is_exact(
         assert model.lohan.saving.meter.kept_bytes == 0
         assert model.lohan.saving.meter.peak_bytes <= least + (2 << 20)
         trained = helper.train(model, range(STEPS), loss_of)
-    finally:
-        model.lohan.close()
     reference = lohan.wrap(tower(), store=store_dir / "cpu", lr=1e-3)
     helper.assert_same(trained, helper.train(reference, range(STEPS), loss_of))
 
@@ -135,7 +129,7 @@ def test_bytes_over_the_devices_links_are_the_plans(
         settings["host_bytes"] = helper.host_bytes_min(tower(), store_dir, **settings)
     model = wrap(store_dir, **settings)
     trained = sum(p.numel() * 4 for p in tower().parameters())
-    try:
+    with contextlib.closing(model.lohan):
         for step in range(STEPS):
             stats = step_of(model, step)
             assert stats.bytes == stats.planned_bytes
@@ -143,21 +137,17 @@ def test_bytes_over_the_devices_links_are_the_plans(
         # Forward copies every block in, backward all but the first, which it does not need, and
         # the last six, which are still there.
         assert stats.bytes["copy_in"] == (2 * DEPTH - 1 - 6) * BLOCK_BYTES
-    finally:
-        model.lohan.close()
 
 
 def test_blocks_that_never_change_cross_once_where_there_is_room(store_dir: pathlib.Path) -> None:
     model = wrap(store_dir, tower(8, frozen=6))
-    try:
+    with contextlib.closing(model.lohan):
         first = step_of(model, 0)
         step_of(model, 1)  # copies for this step and, after its updates, for the next one
         third = step_of(model, 2)
         nbytes = [unit.nbytes for unit in model.lohan.layout.units]
         assert first.bytes["copy_in"] == sum(nbytes)
         assert third.bytes["copy_in"] == sum(nbytes[6:])
-    finally:
-        model.lohan.close()
 
 
 def test_an_evaluation_and_a_loop_over_parameters_see_the_newest_values(
@@ -195,7 +185,7 @@ def test_a_step_that_dies_is_forgotten(store_dir: pathlib.Path) -> None:
             raise ValueError("half-way")
 
     model = wrap(store_dir, device_param_bytes=5 * BLOCK_BYTES)
-    try:
+    with contextlib.closing(model.lohan):
         step_of(model, 0)
         half = DEPTH // 2
         hook = model.blocks[half].register_forward_hook(lambda m, a, out: Dies.apply(out))
@@ -205,8 +195,6 @@ def test_a_step_that_dies_is_forgotten(store_dir: pathlib.Path) -> None:
         for step in range(1, STEPS):
             step_of(model, step)
         state = {k: v.clone() for k, v in model.state_dict().items()}
-    finally:
-        model.lohan.close()
     reference = lohan.wrap(tower(), store=store_dir / "cpu", lr=1e-3)
     expected = helper.train(reference, range(STEPS), loss_of)
     assert all(torch.equal(state[k], v) for k, v in expected.state.items())
@@ -217,14 +205,12 @@ def test_slow_links_are_what_a_step_is_bound_by(store_dir: pathlib.Path) -> None
     model = wrap(
         store_dir, device_param_bytes=3 * BLOCK_BYTES, emu_bytes_per_s=(3 * nbytes, 3 * nbytes)
     )
-    try:
+    with contextlib.closing(model.lohan):
         step_of(model, 0)
         stats = step_of(model, 1)
         assert stats.bytes["copy_in"] > 1.8 * nbytes
         assert stats.copy_in_ns > 0.57e9  # all blocks together take a third of a second
         assert stats.bound_by == "copies"
-    finally:
-        model.lohan.close()
 
 
 @pytest.mark.parametrize(
@@ -255,9 +241,7 @@ def test_cuda_without_a_gpu_is_refused_by_name(store_dir: pathlib.Path) -> None:
 
 def test_a_second_backward_is_refused_as_ever(store_dir: pathlib.Path) -> None:
     model = wrap(store_dir, tower(4))
-    try:
+    with contextlib.closing(model.lohan):
         loss_of(model, 0).backward()
         with pytest.raises(StepError):
             loss_of(model, 1)
-    finally:
-        model.lohan.close()

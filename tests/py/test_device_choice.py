@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -105,7 +106,7 @@ def test_no_setting_touches_the_gpu_of_a_model_that_computes_on_the_cpu(
     """Torch is built without CUDA here, so that any call but those of the fixture would raise."""
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(4)]
     model = lohan.wrap(nn.Sequential(*layers), store=store_dir / "store", **settings)
-    try:
+    with contextlib.closing(model.lohan):
         for step in range(1, 5):
             if "method" in settings:
                 model.zo_step(lambda: model(here()).square().mean())
@@ -114,8 +115,6 @@ def test_no_setting_touches_the_gpu_of_a_model_that_computes_on_the_cpu(
                     model(here()).square().mean().backward()
                 model.optimizer.step()
             assert model.lohan.step == step
-    finally:
-        model.lohan.close()
     assert not torch.cuda.is_initialized()
 
 
@@ -224,7 +223,7 @@ def test_a_batch_elsewhere_is_refused_in_the_first_forward(
 ) -> None:
     args, kwargs, said = CALLS[call]
     model = wrap(store_dir / "store", device=device)
-    try:
+    with contextlib.closing(model.lohan):
         with pytest.raises(DeviceMismatchError, match=re.escape(said)) as found:
             model(*args, **kwargs)
         assert "the model computes on cpu" in str(found.value)
@@ -232,8 +231,6 @@ def test_a_batch_elsewhere_is_refused_in_the_first_forward(
         model(here()).backward()  # and nothing is left over
         model.optimizer.step()
         assert model.lohan.step == 1
-    finally:
-        model.lohan.close()
 
 
 class Elsewhere(nn.Module):
@@ -287,18 +284,16 @@ def test_forwards_after_the_first_are_not_looked_at(
     monkeypatch.setattr(
         BatchCheck, "_away", lambda self, *args: (looked.append(1), plain(self, *args))[1]
     )
-    try:
+    with contextlib.closing(model.lohan):
         for _ in range(3):
             model(here()).backward()
             model.optimizer.step()
         assert len(looked) == 1
-    finally:
-        model.lohan.close()
 
 
 def test_an_error_of_a_later_forward_names_what_is_elsewhere(store_dir: pathlib.Path) -> None:
     model = wrap(store_dir / "store")
-    try:
+    with contextlib.closing(model.lohan):
         model(here()).backward()
         model.optimizer.step()
         with pytest.raises(RuntimeError, match="device meta") as found:
@@ -312,8 +307,6 @@ def test_an_error_of_a_later_forward_names_what_is_elsewhere(store_dir: pathlib.
         assert not hasattr(found.value, "__notes__"), "an error of another kind has no such note"
         model(here()).backward()
         model.optimizer.step()
-    finally:
-        model.lohan.close()
 
 
 @pytest.mark.parametrize(

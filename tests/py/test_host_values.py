@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -86,15 +87,13 @@ def reads_of(
     """Train a few steps; return what is read before and after the updates of each are made."""
     model = wrapped(folder / "store", Mixed().to(dtype), **settings)
     found = []
-    try:
+    with contextlib.closing(model.lohan):
         for step in range(STEPS):
             loss_of(model, step).backward()
             model.optimizer.step()
             found += [values_of(model), state_of(model)]
             model.lohan.flush()
             found += [state_of(model), exported(model, folder / "out")]
-    finally:
-        model.lohan.close()
     return found
 
 
@@ -132,7 +131,7 @@ def test_reads_copy_nothing_to_or_from_the_device(
     def copies() -> int:
         return sum(event[0] in COPIES for event in model.lohan.trace())
 
-    try:
+    with contextlib.closing(model.lohan):
         assert any(unit.runs for unit in model.lohan.layout.units)
         loss_of(model, 0).backward()
         model.optimizer.step()
@@ -147,15 +146,13 @@ def test_reads_copy_nothing_to_or_from_the_device(
         model.load_state_dict(state)
         assert copies() == before
         assert model.lohan.stats() == stats
-    finally:
-        model.lohan.close()
 
 
 def test_a_state_dict_within_a_loops_turn_has_what_the_loop_has_written(
     store_dir: pathlib.Path,
 ) -> None:
     model = wrapped(store_dir, Mixed(), device="emu")
-    try:
+    with contextlib.closing(model.lohan):
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if name == "blocks.2.weight":
@@ -163,8 +160,6 @@ def test_a_state_dict_within_a_loops_turn_has_what_the_loop_has_written(
                     param.mul_(2)
                     assert torch.equal(state_of(model)[name], 2 * before)
         assert torch.equal(state_of(model)["blocks.2.weight"], 2 * before)
-    finally:
-        model.lohan.close()
 
 
 def test_values_cannot_be_read_between_backward_and_step(store_dir: pathlib.Path) -> None:
@@ -190,13 +185,11 @@ def test_a_step_in_the_middle_of_an_export_is_refused(
             loss_of(model, 0).backward()
             model.optimizer.step()
 
-    try:
+    with contextlib.closing(model.lohan):
         with pytest.raises(StepError, match="was updated while its value was read in pieces"):
             lohan.export(model, store_dir / "out", progress=progress)
         assert model.lohan.step == 1
         assert not list((store_dir / "out").glob("*.safetensors"))
-    finally:
-        model.lohan.close()
 
 
 @pytest.mark.parametrize("read", [state_of, values_of])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -100,11 +101,9 @@ def _check_continues(folder: pathlib.Path, text: str | None, steps: int = 1) -> 
     if text is not None:
         (folder / "profile.json").write_text(text)
     model = _wrap(folder, resume=True, allow_tmpfs=True)
-    try:
+    with contextlib.closing(model.lohan):
         wanted = _build()(X)
         assert all(torch.equal(out, wanted) for out in _steps(model, steps))
-    finally:
-        model.lohan.close()
 
 
 def test_a_profile_with_any_value_of_another_type_or_range_is_ignored_or_makes_a_plan(

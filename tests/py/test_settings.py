@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from typing import Any
@@ -143,11 +144,9 @@ def test_a_device_that_fills_names_how_much_is_enough(store_dir: pathlib.Path) -
     def step(store: str, nbytes: int) -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         wrapped = lohan.wrap(model, store=store_dir / store, device="emu", device_bytes=nbytes)
-        try:
+        with contextlib.closing(wrapped.lohan):
             wrapped(torch.ones(512, 64)).tanh().square().mean().backward()
             wrapped.optimizer.step()
-        finally:
-            wrapped.lohan.close()
 
     with pytest.raises(DeviceMemoryError, match=r"raise it to at least \d+") as caught:
         step("small", 300_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -138,12 +139,10 @@ def model(request: Any, store_dir: pathlib.Path) -> Iterator[nn.Module]:
     made = lohan.wrap(
         _build(), store=store_dir, lr=0.0, weight_decay=0.0, **SETTINGS[request.param]
     )
-    try:
+    with contextlib.closing(made.lohan):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield made
-    finally:
-        made.lohan.close()
 
 
 def _step(model: nn.Module) -> torch.Tensor:
