@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,10 +151,8 @@ def test_bytes_are_the_plans_exactly_in_every_step_from_the_second_on(
 ) -> None:
     (name, dtype), (between, flushes) = row.split("-"), steps
     model = wrap(name, DTYPES[dtype], budget, store_dir)
-    try:
+    with contextlib.closing(model.lohan):
         found = list(steps_of(model, name, flushes=flushes, between=between))
-    finally:
-        model.lohan.close()
     assert [stats.step for stats in found] == list(range(1, STEP_COUNT + 1))
     for stats in found[1:]:
         assert stats.bytes == stats.planned_bytes, stats.step
@@ -168,10 +167,8 @@ def test_bytes_are_the_plans_in_every_schedule_and_gradients_that_wait_pass_once
     name, dtype = row.split("-")
     model = wrap(name, DTYPES[dtype], budget, store_dir, schedule=schedule)
     waiting = model.lohan.budget["gradient_waiting_bytes"]
-    try:
+    with contextlib.closing(model.lohan):
         found = list(steps_of(model, name, flushes=True))
-    finally:
-        model.lohan.close()
     for stats in found[1:]:
         assert stats.bytes == stats.planned_bytes, stats.step
         assert stats.bytes["gradient_read"] == stats.bytes["gradient_write"]
@@ -187,10 +184,8 @@ def test_the_order_of_uses_is_predicted_from_the_third_step_on(
 ) -> None:
     # After backward, an update may come before or after the next use by microseconds.
     model = wrap("gpt2", DTYPES[dtype], "minimal", store_dir, schedule="serial")
-    try:
+    with contextlib.closing(model.lohan):
         found = list(steps_of(model, "gpt2", flushes=True))
-    finally:
-        model.lohan.close()
     assert [stats.replans for stats in found[2:]] == [0] * (STEP_COUNT - 2)
     assert len({stats.read_bytes for stats in found[3:]}) == 1
 
@@ -224,14 +219,12 @@ def test_with_nothing_cached_a_step_writes_12_and_reads_14_bytes_a_parameter_of_
     smallest = helper.host_bytes_min(wide(DTYPES[dtype]), store_dir)
     model = lohan.wrap(wide(DTYPES[dtype]), store=store_dir / "run", host_bytes=smallest)
     params = sum(unit.elements for unit in model.lohan.layout.units)
-    try:
+    with contextlib.closing(model.lohan):
         wide_step(model)
         wide_step(model)
         before = kernel_bytes()
         stats = wide_step(model)
         after = kernel_bytes()
-    finally:
-        model.lohan.close()
 
     commit = stats.bytes["commit_write"]
     assert 0 < commit <= COMMIT_SHARE_MAX * stats.written_bytes
@@ -271,10 +264,8 @@ def test_a_step_that_does_not_commit_writes_no_commit(budget: str, store_dir: pa
         host_bytes=host_bytes,
         commit_every=3,
     )
-    try:
+    with contextlib.closing(model.lohan):
         found = list(steps_of(model, "gpt2", flushes=False))
-    finally:
-        model.lohan.close()
     assert [stats.bytes["commit_write"] > 0 for stats in found] == [
         stats.step % 3 == 0 for stats in found
     ]

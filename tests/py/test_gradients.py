@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 from collections.abc import Callable
@@ -191,7 +192,7 @@ def check(
     plain = watch(build(make, dtype))
     wrapped = watch(build(make, dtype))
     model = lohan.wrap(wrapped.model, store=folder / "store", **settings)
-    try:
+    with contextlib.closing(model.lohan):
         assert model is wrapped.model
         for step in range(2):
             plain.model.load_state_dict(model.state_dict())
@@ -204,8 +205,6 @@ def check(
             model.lohan.flush()
             link = "copy_in" if budget == "emu" else "param_read"
             assert model.lohan.stats().bytes[link] > 0  # so blocks were evicted and loaded
-    finally:
-        model.lohan.close()
 
 
 # --- Tests ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 from typing import Any
@@ -151,14 +152,12 @@ def test_a_layer_is_skipped_where_its_output_and_what_it_saved_are_there(
     said = {key: value for key, value in said.items() if key != "*.none"}
     model = wrap(model, store_dir, said, device="emu", blocks=[model.blocks[0]])
     block = model.blocks[0]
-    try:
+    with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         # The loss keeps the block's output as well.
         assert model.lohan.saving.meter.kept_bytes == (kept + 1) * TENSOR_BYTES
         loss.backward()
         assert (block.a.calls, block.b.calls, block.c.calls) == calls
-    finally:
-        model.lohan.close()
 
 
 class Ending(Chain):
@@ -172,14 +171,12 @@ def test_an_output_behind_which_nothing_is_missing_is_not_kept(store_dir: pathli
     model = Tower(Ending, 1)
     said = {"*.a": "recompute"}
     model = wrap(model, store_dir, said, device="emu", blocks=[model.blocks[0]])
-    try:
+    with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         # The saved tensors are x, a's result, b's two, and the loss's.
         assert model.lohan.saving.meter.kept_bytes == 5 * TENSOR_BYTES
         loss.backward()
         assert [layer.calls for layer in model.blocks[0].children()] == [2, 1, 1]
-    finally:
-        model.lohan.close()
 
 
 def test_a_part_that_is_kept_as_a_whole_keeps_its_last_output_alone(
@@ -198,7 +195,7 @@ def test_a_part_that_is_kept_as_a_whole_keeps_its_last_output_alone(
     model = Tower(Whole, 1)
     said = {"*.part": "keep", "*": "recompute"}
     model = wrap(model, store_dir, said, device="emu", blocks=[model.blocks[0]])
-    try:
+    with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         # x; of the part dropout's mask, what its last layer saves, and its output, which nobody
         # does; the loss. Not what its first layer computed.
@@ -206,15 +203,13 @@ def test_a_part_that_is_kept_as_a_whole_keeps_its_last_output_alone(
         loss.backward()
         assert model.blocks[0].part[0].calls == 1
         assert model.blocks[0].last.calls == 2
-    finally:
-        model.lohan.close()
 
 
 def test_what_is_swapped_leaves_once_and_comes_back(
     put: list[int], store_dir: pathlib.Path
 ) -> None:
     model = wrap(build(Plain), store_dir, {"*": "swap"}, device="emu", **SWAP)
-    try:
+    with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         # Three blocks save five each; one more is the loss's.
         assert sum(put) == (3 * 5 + 1) * TENSOR_BYTES
@@ -222,44 +217,36 @@ def test_what_is_swapped_leaves_once_and_comes_back(
         assert len(put) == 3 * 3 + 1
         del loss
         assert model.lohan.saving.meter.kept_bytes == 0
-    finally:
-        model.lohan.close()
 
 
 def test_where_activations_leave_a_block_that_is_computed_again_leaves_its_input_alone(
     put: list[int], store_dir: pathlib.Path
 ) -> None:
     model = wrap(build(Plain), store_dir, "recompute", device="emu", **SWAP)
-    try:
+    with contextlib.closing(model.lohan):
         model(batch_of(0)).backward()
         assert put == 4 * [TENSOR_BYTES]
-    finally:
-        model.lohan.close()
 
 
 def test_where_activations_leave_those_of_a_layer_that_is_kept_stay(
     put: list[int], store_dir: pathlib.Path
 ) -> None:
     model = wrap(build(Plain), store_dir, {"blocks.*": "keep"}, device="emu", **SWAP)
-    try:
+    with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         assert put == [TENSOR_BYTES]  # saved by the loss
         assert model.lohan.saving.meter.kept_bytes >= 3 * 5 * TENSOR_BYTES
         del loss
-    finally:
-        model.lohan.close()
 
 
 def test_views_of_one_tensor_leave_once(put: list[int], store_dir: pathlib.Path) -> None:
     model = Tower(Split, 1)
     said = {"*.up": "swap", "blocks.*": "keep"}
     model = wrap(model, store_dir, said, device="emu", blocks=[model.blocks[0]], **SWAP)
-    try:
+    with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         assert put == [2 * TENSOR_BYTES, TENSOR_BYTES]  # the second one is saved by the loss
         loss.backward()
-    finally:
-        model.lohan.close()
 
 
 def frames_alive() -> int:
@@ -313,12 +300,10 @@ def test_only_blocks_and_layers_that_need_it_have_a_forward_of_ours(
     store_dir: pathlib.Path,
 ) -> None:
     model = wrap(build(Body), store_dir, {"blocks.1.up": "recompute", "blocks.2": "recompute"})
-    try:
+    with contextlib.closing(model.lohan):
         ours = {name for name, module in model.named_modules() if "forward" in module.__dict__}
         layers = {f"blocks.1.{name}" for name in ("norm", "up", "down", "dropout")}
         assert ours == {"blocks.1", "blocks.2"} | layers
-    finally:
-        model.lohan.close()
 
 
 @pytest.mark.parametrize(
