@@ -52,26 +52,35 @@ def test_a_context_returns_the_result_of_enter_and_calls_leave() -> None:
     assert (value, book.lines) == ("value", ["enter", "leave"])
 
 
-def test_an_error_in_the_block_passes_through_after_leave() -> None:
-    book = Book()
-    with pytest.raises(KeyError), _core.Context(book.enter, book.leave):
-        raise KeyError
-    assert book.lines == ["enter", "leave"]
+FOREVER = 1 << 30
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError()])
-def test_an_enter_that_fails_is_undone(error: BaseException) -> None:
-    book = Book(error=error)
-    with pytest.raises(type(error)), _core.Context(book.enter, book.leave):
-        pytest.fail("entered")
-    assert book.lines == ["enter", "leave"]
-
-
-def test_a_leave_that_is_interrupted_runs_again_and_the_interrupt_is_raised() -> None:
-    book = Book(3)
-    with pytest.raises(KeyboardInterrupt), _core.Context(book.enter, book.leave):
-        pass
-    assert book.lines == ["enter", "leave"]
+@pytest.mark.parametrize(
+    ("interrupt_count", "enter_error", "raised", "lines"),
+    [
+        pytest.param(0, None, KeyError, ["enter", "leave"], id="an-error-in-the-block"),
+        pytest.param(0, ValueError(), ValueError, ["enter", "leave"], id="an-enter-that-fails"),
+        pytest.param(
+            0, KeyboardInterrupt(), KeyboardInterrupt, ["enter", "leave"], id="an-enter-interrupted"
+        ),
+        # An interrupted leave runs again; one that raises KeyboardInterrupt itself must not do so
+        # indefinitely.
+        pytest.param(3, None, KeyboardInterrupt, ["enter", "leave"], id="a-leave-interrupted"),
+        pytest.param(FOREVER, None, KeyboardInterrupt, ["enter"], id="a-leave-that-always-is"),
+    ],
+)
+def test_an_error_passes_through_after_leave(
+    interrupt_count: int,
+    enter_error: BaseException | None,
+    raised: type[BaseException],
+    lines: list[str],
+) -> None:
+    book = Book(interrupt_count, enter_error)
+    with pytest.raises(raised), _core.Context(book.enter, book.leave):
+        assert enter_error is None, "entered"
+        if raised is KeyError:
+            raise KeyError
+    assert book.lines == lines
 
 
 def test_a_leave_that_fails_raises_its_error_once() -> None:
@@ -84,13 +93,6 @@ def test_a_leave_that_fails_raises_its_error_once() -> None:
     with pytest.raises(ValueError, match="1"), _core.Context(lambda: None, leave):
         pass
     assert len(calls) == 1
-
-
-def test_a_leave_that_raises_keyboard_interrupt_by_itself_ends() -> None:
-    book = Book(1 << 30)
-    with pytest.raises(KeyboardInterrupt), _core.Context(book.enter, book.leave):
-        pass
-    assert book.lines == ["enter"]
 
 
 def test_a_context_is_not_entered_twice_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 import weakref
@@ -75,7 +76,7 @@ def test_sums_of_gradients_over_forwards_that_overlap_are_the_same_bits(
     for activations in ("keep", "recompute"):
         model = wrap(build(Normed), store_dir, activations, accumulate=2)
         loss_of = loss_in(torch.float32, False)
-        try:
+        with contextlib.closing(model.lohan):
             for step in STEPS:
                 losses = [loss_of(model, 2 * step), loss_of(model, 2 * step + 1)]
                 random = torch.get_rng_state()
@@ -83,10 +84,8 @@ def test_sums_of_gradients_over_forwards_that_overlap_are_the_same_bits(
                     loss.backward()
                 assert torch.equal(random, torch.get_rng_state())
                 model.optimizer.step()
-            runs.append({name: value.clone() for name, value in model.state_dict().items()})
-        finally:
-            model.lohan.close()
-    assert all(torch.equal(runs[1][name], value) for name, value in runs[0].items())
+            runs.append(helper.values(model))
+    helper.assert_same_state(runs[1], runs[0])
     assert runs[0]["blocks.0.count"] == 2 * len(STEPS)
 
 
@@ -94,7 +93,7 @@ def test_modules_are_computed_again_in_the_mode_of_their_forward(store_dir: path
     runs = []
     for activations in ("keep", "recompute"):
         model = wrap(build(Normed), store_dir, activations)
-        try:
+        with contextlib.closing(model.lohan):
             model.blocks[1].eval()
             loss = loss_in(torch.float32, False)(model, 0)
             model.blocks[1].train()
@@ -102,10 +101,8 @@ def test_modules_are_computed_again_in_the_mode_of_their_forward(store_dir: path
             loss.backward()
             assert not model.blocks[2].dropout.training
             model.optimizer.step()
-            runs.append({name: value.clone() for name, value in model.state_dict().items()})
-        finally:
-            model.lohan.close()
-    assert all(torch.equal(runs[1][name], value) for name, value in runs[0].items())
+            runs.append(helper.values(model))
+    helper.assert_same_state(runs[1], runs[0])
 
 
 def test_a_forward_keeps_the_inputs_of_blocks_and_backward_the_rest_of_one(
@@ -117,14 +114,12 @@ def test_a_forward_keeps_the_inputs_of_blocks_and_backward_the_rest_of_one(
         model = wrap(build(Plain), store_dir, activations, device="emu")
         meter = model.lohan.saving.meter
         seen = watch(meter, monkeypatch)
-        try:
+        with contextlib.closing(model.lohan):
             loss = model(batch_of(0))
             kept.append(meter.kept_bytes)
             loss.backward()
             peaks.append(max(seen))
             assert meter.kept_bytes == 0
-        finally:
-            model.lohan.close()
     assert kept == [(3 * 5 + 1) * TENSOR_BYTES, (3 + 1) * TENSOR_BYTES]
     # The loss is done when the last block is recomputed.
     assert peaks == [kept[0], (3 + 4) * TENSOR_BYTES]
@@ -136,15 +131,13 @@ def test_a_block_is_computed_again_once_and_not_where_nothing_is_differentiated(
     model = wrap(build(Plain), store_dir, "recompute")
     frames = []
     monkeypatch.setattr(_activations, "Frame", lambda *given: frames.append(given) or Frame(*given))
-    try:
+    with contextlib.closing(model.lohan):
         Plain.calls = 0
         with torch.no_grad():
             model(batch_of(0))
         assert (Plain.calls, len(frames)) == (3, 0)
         model(batch_of(0)).backward()
         assert (Plain.calls, len(frames)) == (3 + 6, 3)
-    finally:
-        model.lohan.close()
 
 
 class Affine(Plain):
@@ -157,12 +150,10 @@ class Affine(Plain):
 
 def test_a_block_that_saves_its_input_alone_is_not_computed_again(store_dir: pathlib.Path) -> None:
     model = wrap(build(Affine), store_dir, "recompute")
-    try:
+    with contextlib.closing(model.lohan):
         Affine.calls = 0
         model(batch_of(0)).backward()
         assert Affine.calls == 3
-    finally:
-        model.lohan.close()
 
 
 def test_computing_again_stops_where_everything_is_there(store_dir: pathlib.Path) -> None:
@@ -175,11 +166,9 @@ def test_computing_again_stops_where_everything_is_there(store_dir: pathlib.Path
             return y
 
     model = wrap(build(Stops), store_dir, "recompute")
-    try:
+    with contextlib.closing(model.lohan):
         model(batch_of(0)).backward()
         assert len(ends) == 3
-    finally:
-        model.lohan.close()
 
 
 def test_activations_that_are_kept_cost_no_hook_more(store_dir: pathlib.Path) -> None:
@@ -235,20 +224,6 @@ class ChangesLater(Tower):
         return loss
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Tower(Changes), lambda: ChangesLater(Body)], ids=["inside", "behind"]
-)
-def test_an_input_that_is_changed_in_place_is_refused_by_name(
-    make: Callable[[], nn.Module], store_dir: pathlib.Path
-) -> None:
-    model = wrap(make(), store_dir, "recompute")
-    try:
-        with pytest.raises(RecomputeError, match=r"an input of block 'blocks\.0'.*a clone\(\)"):
-            model(batch_of(0)).backward()
-    finally:
-        model.lohan.close()
-
-
 class Forgetful(Body):
     """Computes something else the second time."""
 
@@ -277,18 +252,6 @@ class Shrinking(Body):
         return y
 
 
-@pytest.mark.parametrize("kind", [Forgetful, Growing, Shrinking])
-def test_a_block_that_is_not_the_same_again_is_refused_by_name(
-    kind: type[nn.Module], store_dir: pathlib.Path
-) -> None:
-    model = wrap(Tower(kind, 2), store_dir, "recompute")
-    try:
-        with pytest.raises(RecomputeError, match=r"block 'blocks\.1'.*use_cache=False"):
-            model(batch_of(0)).backward()
-    finally:
-        model.lohan.close()
-
-
 class Probing(Body):
     """Runs a backward inside its forward."""
 
@@ -298,25 +261,43 @@ class Probing(Body):
         return self.inner(y + slope)
 
 
+CHANGED = r"an input of block 'blocks\.0'.*a clone\(\)"
+UNLIKE = r"block 'blocks\.1'.*use_cache=False"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        pytest.param(lambda: Tower(Changes), CHANGED, id="an-input-changed-in-place-inside"),
+        pytest.param(lambda: ChangesLater(Body), CHANGED, id="an-input-changed-in-place-behind"),
+        pytest.param(lambda: Tower(Forgetful, 2), UNLIKE, id="a-block-with-other-shapes"),
+        pytest.param(lambda: Tower(Growing, 2), UNLIKE, id="a-block-that-changes-an-object"),
+        pytest.param(lambda: Tower(Shrinking, 2), UNLIKE, id="a-block-that-saves-less"),
+    ],
+)
+def test_a_block_that_cannot_be_recomputed_is_refused_by_name(
+    make: Callable[[], nn.Module], said: str, store_dir: pathlib.Path
+) -> None:
+    model = wrap(make(), store_dir, "recompute")
+    with contextlib.closing(model.lohan), pytest.raises(RecomputeError, match=said):
+        model(batch_of(0)).backward()
+
+
 def test_a_backward_inside_a_blocks_forward_is_refused_by_name(store_dir: pathlib.Path) -> None:
     model = wrap(build(Probing), store_dir, "recompute")
-    try:
-        with pytest.raises(UnsupportedError, match=r"inside the forward of block 'blocks\.0'"):
-            model(batch_of(0).requires_grad_())
-    finally:
-        model.lohan.close()
+    said = r"inside the forward of block 'blocks\.0'"
+    with contextlib.closing(model.lohan), pytest.raises(UnsupportedError, match=said):
+        model(batch_of(0).requires_grad_())
 
 
 def test_a_graph_of_an_older_step_is_refused_as_ever(store_dir: pathlib.Path) -> None:
     model = wrap(build(Body), store_dir, "recompute")
-    try:
+    with contextlib.closing(model.lohan):
         old = model(batch_of(0))
         model(batch_of(1)).backward()
         model.optimizer.step()
         with pytest.raises(StaleGraphError):
             old.backward()
-    finally:
-        model.lohan.close()
 
 
 def test_a_word_that_is_no_choice_is_refused_by_name(store_dir: pathlib.Path) -> None:
