@@ -82,6 +82,7 @@ class Shared:
                 " method has no optimizer states"
             )
         if world is not None:
+            _refuse_in_processes(world, config)
             if config.share == "on":
                 self.team = Team(world)
             self.config = _join.config_of(world, config, self.team, exchanges=zeroth is None)
@@ -239,3 +240,17 @@ class Shared:
             ("weight_decay=", said["weight_decay"]),
             ("storage=", said["storage"]),
         ]
+
+
+def _refuse_in_processes(world: World, config: Config) -> None:
+    if config.order == "vertical":
+        raise UnsupportedError(
+            "order='vertical' is not supported in a run of several processes: leave order= out"
+        )
+    has_mates = len({peer.node for peer in world.peers}) < len(world.peers)
+    if config.share == "on" and config.commit_steps == 0 and has_mates:
+        # A mate opens the store while its owner has it open: a single slot is unclean then.
+        raise UnsupportedError(
+            "share='on' is not supported with commit_every='never', whose store only the process"
+            " that writes it can open: pass a number of steps, or share='off'"
+        )

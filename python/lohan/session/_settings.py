@@ -194,10 +194,6 @@ def _check_order(config: Config) -> None:
             f"order='vertical' is not supported with activations={config.activations!r}, a policy"
             " that measures one micro-batch at a time: pass 'recompute', or a dict of patterns"
         )
-    if config.process_count > 1 or config.sharers > 1:
-        raise UnsupportedError(
-            "order='vertical' is not supported in a run of several processes: leave order= out"
-        )
 
 
 def _check_gather(config: Config) -> None:
