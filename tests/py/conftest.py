@@ -38,6 +38,7 @@ LONGEST = (
     "test_world_ends",
     "test_world_links",
     "test_replicas_bits",
+    "test_bits",
     "test_real_weights",
     "test_campaigns",
     "test_crash",

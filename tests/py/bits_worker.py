@@ -1,0 +1,284 @@
+"""What each process of test_bits.py does: training one row of its table after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lohan
+import torch
+import train_helper
+import world_moe
+from lohan.errors import BudgetError
+from lohan.layout import _gradient_pieces
+from torch import nn
+from world_worker import Model, rank_and_count
+
+STEPS = 4
+CLIP = 0.01
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What a process passes to wrap() in each place.
+PLACES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "replicas": {},
+    "divided": {"replicas": "parameters"},
+    "team": {"share": "on"},
+    "machines": {"share": "on", "replicas": "parameters"},
+    "gather": {"share": "on", "gather": "shards"},
+    "groups": {},
+}
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "recompute": {"activations": "recompute"},
+    "offload": {"activations": {"*": "swap"}, "swap_bytes": 16 << 20, "swap_ssd_bytes": 256 << 20},
+    "policy": {"activations": "lohan"},
+}
+# Rows and width of a batch: what operations save has the 64 KiB from which on it is offloaded.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "dense": (256, 128),
+    "experts": (512, 64),
+    "wide": (64, 1100),
+    "gpt2": (16, 32, 64),
+    "llama": (16, 32, 64),
+}
+
+
+def build(row: dict[str, Any]) -> tuple[Any, world_moe.Part | None]:
+    """Return the model of a row, and with groups= the part of the experts in it."""
+    torch.manual_seed(0)
+    name, dtype = row["model"], DTYPES[row["dtype"]]
+    part = None
+    if name == "experts" and row["place"] == "groups":
+        part = world_moe.part(2, dtype=dtype)
+        model: Any = part.model
+    elif name == "experts":
+        model = world_moe.Mixture(range(world_moe.EXPERTS), dtype=dtype)
+    elif name == "dense":
+        model = Model(dtype)
+    elif name == "wide":  # units of two chunks, of which the second is short
+        model = nn.Sequential(*(nn.Linear(1100, 1100) for _ in range(3))).to(dtype)
+    else:
+        model = train_helper.build(name, dtype)
+    if row["gradients"] == "frozen":
+        blocks_of(model, name)[1].requires_grad_(False)
+    return model, part
+
+
+def blocks_of(model: Any, name: str) -> list[Any]:
+    """Return the blocks, each of which maps a batch to one of its shape."""
+    if name == "wide":
+        return [*model]
+    if name == "gpt2":
+        return [*model.transformer.h]
+    return [*(model.model if name == "llama" else model).layers]
+
+
+def loss_of(model: Any, row: dict[str, Any], batches: int, number: int) -> torch.Tensor:
+    """Return the loss of a batch of a step."""
+    name, step = row["model"], model.lohan.step
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    x = torch.randn(SHAPES[name], generator=generator).to(DTYPES[row["dtype"]])
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    turn = step + number
+    if name == "llama":
+        places = torch.arange(x.shape[1])[None]
+        keywords["position_embeddings"] = model.model.rotary_emb(x, places)
+    if name == "experts":
+        # An expert has tokens of one process in a step if sums of several have several orders.
+        # Two processes have one order, except where a backward rounds the sum to 16 bits.
+        is_single = batches > 2 or row["dtype"] != "fp32"
+        args = (world_moe.allowed_of(step, number, 2, is_single=is_single),)
+        turn = step + number // 4  # all processes call the same layers
+
+    def apart(block: Any) -> torch.Tensor:
+        y = block(x, *args, **keywords)
+        y = y[0] if isinstance(y, tuple) else y
+        return nn.functional.mse_loss(y.float(), torch.sin(3 * x.float()))
+
+    def whole() -> torch.Tensor:
+        if name in train_helper.MODELS:
+            tokens = torch.randint(0, 256, (16, 32), generator=generator)
+            return model(input_ids=tokens, labels=tokens).loss
+        if name == "experts":
+            return apart(lambda x, allowed: model(x, allowed, has_end=True))
+        return apart(model)
+
+    blocks = blocks_of(model, name)
+    if row["gradients"] == "order":  # half of the batches have their gradients in another order
+        return sum(map(apart, blocks[:: 1 if turn % 2 else -1]), torch.zeros(()))
+    if row["gradients"] == "absent" and turn % 4 != 1:
+        return apart(blocks[0])
+    if row["gradients"] == "absent" and step % 3 == 2:
+        return apart(blocks[1])
+    return whole()
+
+
+def settings_of(row: dict[str, Any], part: world_moe.Part | None = None) -> dict[str, Any]:
+    """Return the settings of wrap() for a row, except those whose least value must be found."""
+    settings: dict[str, Any] = {
+        "lr": 1e-3,
+        "peer_timeout_s": 60,
+        "accumulate": row["accumulate"],
+        "max_grad_norm": CLIP if row["clip"] else None,
+        "device": row["device"].partition(" ")[0],
+        **PLACES[row["place"]],
+        **ACTIVATIONS[row["activations"]],
+    }
+    for name in ("schedule", "order", "states", "commit_every", "io", "threads"):
+        settings[name] = row[name]
+    if row["place"] == "groups":
+        groups = world_moe.groups_of(part) if part else {world_moe.PATTERN: _world_group()}
+        settings["groups"] = groups
+    return settings
+
+
+def _world_group() -> Any:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    return torch.distributed.group.WORLD
+
+
+def _least(row: dict[str, Any], store: str, **settings: Any) -> int:
+    """Return the least number of bytes that wrap() accepts, from the error that names it."""
+    try:
+        lohan.wrap(build(row)[0], store=store, **settings)
+    except BudgetError as error:
+        found = re.search(r"at least (\d+)", str(error))
+        assert found, str(error)
+        return int(found[1])
+    raise AssertionError(f"{settings} is accepted")
+
+
+def wrapped(row: dict[str, Any], folder: str) -> Any:
+    """Wrap the model of a row."""
+    model, part = build(row)
+    settings = settings_of(row, part)
+    if row["device"] == "emu least":
+        settings["device_param_bytes"] = _least(row, folder, **settings, device_param_bytes=1)
+    if row["budget"] == "least":
+        asked = settings.get("swap_bytes", 0) + 4096
+        settings["host_bytes"] = _least(row, folder, **settings, host_bytes=asked)
+    store = [os.path.join(folder, f"disk{index}") for index in range(row["directories"])]
+    model = lohan.wrap(model, store=store, **settings)
+    if _is_mate(model.lohan):  # the rank that has the store also has the budget
+        return model
+    budget = model.lohan.budget
+    if row["budget"] == "least":
+        assert budget["host_bytes"] < budget["host_bytes_full"], budget
+    else:  # all states stay in memory
+        assert budget["kept_chunk_count"] == budget["state_chunk_count"], budget
+    assert model.lohan.status()["io"] == row["io"]
+    if row["model"] == "wide" and row["budget"] == "least" and row["place"] == "alone":
+        assert budget["chunk_elements"] < min(u.elements for u in model.lohan.layout.units)
+    return model
+
+
+def _is_mate(session: Any) -> bool:
+    team = getattr(session, "team", None)
+    return team is not None and team.is_mate
+
+
+def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
+    """Train in a row's setting; return losses, norms, and hashes of parameters and states."""
+    rank, count = rank_and_count()
+    _gradient_pieces.PIECE_BYTES = 20_000
+    model = wrapped(row, folder)
+    session = model.lohan
+    found: dict[str, Any] = {}
+    moved = dict.fromkeys(("saved", "gathered"), 0)
+    for step in range(STEPS):
+        numbers = range(rank, batches, count)
+        calls = [functools.partial(loss_of, model, row, batches, number) for number in numbers]
+        for number, loss in zip(numbers, _backwards(row, session, calls), strict=True):
+            found[f"loss {step} {number}"] = loss
+        session.close_step(unscale=1 / row["accumulate"])
+        if row["clip"]:
+            found[f"norm {step}"] = float(model.optimizer.grad_norm)
+        session.flush()
+        for link, nbytes in session.stats().bytes.items():
+            for kind in moved:
+                moved[kind] += nbytes if link.startswith(kind) else 0
+    assert moved["saved"] > 0 or row["activations"] != "offload", moved
+    # Where a machine has one process, it gathers nothing.
+    assert moved["gathered"] > 0 or row["place"] != "gather" or count == 3, moved
+    found |= values(model) | states(model)
+    if getattr(session, "team", None) is not None:
+        session.part()
+    session.close()
+    return found
+
+
+def _backwards(
+    row: dict[str, Any], session: Any, calls: Sequence[Callable[[], torch.Tensor]]
+) -> list[float]:
+    if row["order"] == "vertical":
+        return [float(loss) for loss in session.accumulate(calls)]
+    losses = []
+    for call in calls:
+        loss = call()
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _hashed(raw: torch.Tensor) -> str:
+    return hashlib.sha256(raw.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def values(model: Any) -> dict[str, str]:
+    """Return a hash of every parameter and buffer as this process reads it."""
+    return {f"{name} read": _hashed(value) for name, value in model.state_dict().items()}
+
+
+def states(model: Any) -> dict[str, str]:
+    """Return a hash of every parameter, and of its optimizer's states, in this process's store."""
+    session = model.lohan
+    found: dict[str, str] = {}
+    if _is_mate(session):
+        return found
+    with session.exclusive([]) as store:
+        sizes = store.extents()
+        for unit, places in zip(session.layout.units, session.extents.units, strict=True):
+            arrays = dataclasses.asdict(places)
+            widths = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes}
+            for array, extent in arrays.items():
+                if extent < 0:
+                    continue
+                raw = torch.empty(sizes[extent][0], dtype=torch.uint8)
+                store.read(extent, 0, raw.data_ptr(), raw.numel())
+                width = widths.get(array, unit.moment_bytes)
+                if array == "scales":  # of all parameters of the unit
+                    found[f"{unit.name} {array}"] = _hashed(raw)
+                    continue
+                for param in unit.params:
+                    begin, end = param.first * width, (param.first + param.count) * width
+                    found[f"{param.name} {array}"] = _hashed(raw[begin:end])
+    return found
+
+
+def train_all(rows: Sequence[tuple[dict[str, Any], str, int]]) -> list[dict[str, Any] | str]:
+    """Train rows one after the other; return what train() does, or the errors."""
+    return [_said(functools.partial(train, *each)) for each in rows]
+
+
+def wrap_all(rows: Sequence[tuple[dict[str, Any], str]]) -> list[Any]:
+    """Wrap the models of rows one after the other; return the errors, "" where there is none."""
+
+    def call(row: dict[str, Any], folder: str) -> str:
+        wrapped(row, folder).lohan.close()
+        return ""
+
+    return [_said(functools.partial(call, *each)) for each in rows]
+
+
+def _said(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,231 @@
+"""No setting changes a bit: a table in which every two choices meet, or are refused by name.
+
+Each row is compared with one process that has everything in memory and the same mathematical job.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pathlib
+import shutil
+from typing import Any
+
+import bits_worker
+import pairwise
+import pytest
+from lohan.config import SCHEDULES
+from pairwise import Pair, Row
+from world_helper import preload, run
+
+preload("transformers.models.gpt2", "transformers.models.llama", "bits_worker")
+SEED = 1
+# The processes of each place, and the machines among which they are divided.
+WORLDS = {
+    ("alone", 1): 1,
+    ("replicas", 2): 1,
+    ("replicas", 3): 1,
+    ("divided", 2): 1,
+    ("divided", 3): 1,
+    ("team", 2): 1,
+    ("team", 3): 1,
+    ("machines", 3): 2,
+    ("machines", 4): 2,
+    ("gather", 2): 1,
+    ("gather", 3): 2,
+    ("groups", 2): 1,
+    ("groups", 4): 1,
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "world": tuple(WORLDS),
+    "activations": tuple(bits_worker.ACTIVATIONS),
+    "schedule": SCHEDULES,
+    "order": ("horizontal", "vertical"),
+    "model": tuple(bits_worker.SHAPES),
+    "dtype": tuple(bits_worker.DTYPES),
+    "states": ("fp32", "bf16", "8bit"),
+    "accumulate": (1, 2),
+    "clip": (False, True),
+    "gradients": ("all", "absent", "order", "frozen"),
+    "budget": ("full", "least"),
+    "device": ("cpu", "emu", "emu least"),
+    "commit_every": (1, 3, "never"),
+    "io": ("io_uring", "libaio", "threads"),
+    "threads": (1, 2, 3),
+    "directories": (1, 3),
+}
+# What the numbers depend on, besides the number of batches of a step.
+JOB = ("model", "dtype", "states", "clip", "gradients")
+EVERYTHING_IN_MEMORY: Row = {
+    **{name: choices[0] for name, choices in FACTORS.items()},
+    "commit_every": "never",
+}
+MANY = [world for world in WORLDS if world[1] > 1]
+GATHER, GROUPS = ([w for w in WORLDS if w[0] == place] for place in ("gather", "groups"))
+SHARING = [world for world in MANY if "share" in bits_worker.PLACES[world[0]]]
+
+
+def _pairs(one: str, choices: Any, other: str, others: Any) -> list[Pair]:
+    return [frozenset([(one, a), (other, b)]) for a in choices for b in others]
+
+
+# Pairs that wrap() refuses: the class of the error, what is refused, and the way out.
+REFUSED: dict[Pair, tuple[str, str, str]] = {
+    pair: said
+    for pairs, said in [
+        (
+            _pairs("order", ["vertical"], "world", MANY),
+            ("UnsupportedError", "order='vertical' is not supported", "leave order= out"),
+        ),
+        (
+            _pairs("order", ["vertical"], "activations", ["policy"]),
+            ("UnsupportedError", "order='vertical' is not supported", "pass 'recompute'"),
+        ),
+        (
+            _pairs("order", ["vertical"], "accumulate", [1]),
+            ("ModelError", "needs several micro-batches", "pass accumulate="),
+        ),
+        (
+            _pairs("states", ["bf16", "8bit"], "world", MANY),
+            ("UnsupportedError", "is not supported in several processes", "omit it"),
+        ),
+        (
+            _pairs("commit_every", ["never"], "world", SHARING),
+            ("UnsupportedError", "is not supported with commit_every='never'", "share='off'"),
+        ),
+        (
+            _pairs("clip", [True], "schedule", ["naive"]),
+            ("ModelError", "updates before the norm", "with max_grad_norm, use 'serial'"),
+        ),
+        (
+            _pairs("device", ["cpu"], "world", GATHER),
+            ("ModelError", "needs an accelerator in each process", "leave gather= out"),
+        ),
+        (
+            _pairs("model", [m for m in FACTORS["model"] if m != "experts"], "world", GROUPS),
+            ("ModelError", "the first match of no module", "leaves the pattern out"),
+        ),
+    ]
+    for pair in pairs
+}
+ROWS = pairwise.covering(FACTORS, set(REFUSED), SEED)
+
+
+def _quick_parts(row: Row) -> set[Any]:
+    """Return each choice, and those of the three most important factors with each place."""
+    place = row["world"][0]
+    main = {(place, row["activations"]), (place, row["schedule"])}
+    return set(row.items()) | main | {(row["activations"], row["schedule"])}
+
+
+QUICK = pairwise.some(ROWS, _quick_parts)
+
+
+def test_every_two_choices_are_run_or_listed_as_refused() -> None:
+    run_pairs = set().union(*map(pairwise.pairs_of, ROWS))
+    assert run_pairs | REFUSED.keys() == pairwise.all_pairs(FACTORS)
+    assert not run_pairs & REFUSED.keys()
+    assert len(ROWS) < 120 and len(QUICK) < len(ROWS)
+
+
+def _asked(row: Row) -> Row:
+    """Return a row as bits_worker.py reads it."""
+    return {**row, "place": row["world"][0]}
+
+
+def _job(row: Row) -> tuple[Any, ...]:
+    return (row["accumulate"] * row["world"][1], *(row[name] for name in JOB))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that trains the jobs of rows in one process, each job once."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def results_of(rows: list[Row]) -> list[dict[str, Any]]:
+        new = [job for job in dict.fromkeys(map(_job, rows)) if job not in known]
+        folder = tmp_path_factory.mktemp("expected")
+        table = []
+        for number, (batches, *choices) in enumerate(new):
+            row = {**EVERYTHING_IN_MEMORY, **dict(zip(JOB, choices, strict=True))}
+            row["accumulate"] = batches
+            table.append((_asked(row), str(folder / str(number)), batches))
+        for job, found in zip(new, run(folder, 1, bits_worker.train_all, table)[0], strict=True):
+            assert isinstance(found, dict), f"{job}: {found}"
+            known[job] = found
+        shutil.rmtree(folder)
+        return [known[_job(row)] for row in rows]
+
+    return results_of
+
+
+def _check(row: Row, found: list[Any], whole: dict[str, Any]) -> str:
+    """Return what is wrong with the results of a row's processes, "" if nothing is."""
+    together: dict[str, Any] = {}
+    for rank, each in enumerate(found):
+        if isinstance(each, str):
+            return f"{row}, rank {rank}: {each}"
+        if other := [key for key, value in each.items() if whole.get(key) != value]:
+            return f"{row}, rank {rank}: other bits: {other[:9]} of {len(other)}"
+        together |= each
+    missing = whole.keys() - together.keys()
+    return f"{row}: no process has {sorted(missing)[:9]}" if missing else ""
+
+
+def _tier(world: tuple[str, int]) -> list[Any]:
+    name = f"{world[0]}-{world[1]}"
+    quick, every = ([row for row in rows if row["world"] == world] for rows in (QUICK, ROWS))
+    found = [pytest.param(world, quick, id=f"{name}-some")] if quick else []
+    return [*found, pytest.param(world, every, id=f"{name}-every", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("world", "rows"), [*itertools.chain.from_iterable(map(_tier, WORLDS))])
+def test_no_setting_changes_a_bit(
+    world: tuple[str, int], rows: list[Row], store_dir: pathlib.Path, expected: Any
+) -> None:
+    wholes = expected(rows)
+    table = [
+        (_asked(row), str(store_dir / str(at)), row["accumulate"] * world[1])
+        for at, row in enumerate(rows)
+    ]
+    told = run(store_dir, world[1], bits_worker.train_all, table, nodes=WORLDS[world])
+    wrong = [
+        _check(row, [each[at] for each in told], whole)
+        for at, (row, whole) in enumerate(zip(rows, wholes, strict=True))
+    ]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+def test_jobs_differ_wherever_the_numbers_depend_on_them(expected: Any) -> None:
+    """A row that was compared with another job's results would fail."""
+    rows = [
+        {**EVERYTHING_IN_MEMORY, "order": "horizontal", name: choice}
+        for name in (*JOB, "accumulate")
+        for choice in FACTORS[name][1:]
+    ]
+    found = [tuple(each.values()) for each in expected([EVERYTHING_IN_MEMORY, *rows])]
+    assert len(set(found)) == len(rows) + 1
+
+
+@functools.cache
+def _row_of_refused(pair: Pair) -> Row:
+    """Return a row with one refused pair, and no other."""
+    (row,) = [
+        row
+        for row in pairwise.covering(FACTORS, REFUSED.keys() - {pair}, SEED)
+        if pair in pairwise.pairs_of(row)
+    ][:1]
+    return row
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+def test_what_the_table_lists_as_refused_is_refused_with_the_way_out(
+    world: tuple[str, int], store_dir: pathlib.Path
+) -> None:
+    pairs = [pair for pair in REFUSED if _row_of_refused(pair)["world"] == world]
+    rows = [(_asked(_row_of_refused(pair)), str(store_dir / "run")) for pair in pairs]
+    for told in run(store_dir, world[1], bits_worker.wrap_all, rows, nodes=WORLDS[world]):
+        for pair, said in zip(pairs, told, strict=True):
+            name, what, way_out = REFUSED[pair]
+            assert said.startswith(f"{name}: "), f"{dict(pair)}: {said or 'it works'}"
+            assert what in said and way_out in said, f"{dict(pair)}: {said}"
