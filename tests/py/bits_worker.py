@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import kit
 import lohan
 import torch
-import train_helper
 import world_moe
 from lohan.errors import BudgetError
 from lohan.layout import _gradient_pieces
@@ -63,7 +63,7 @@ def build(row: dict[str, Any]) -> tuple[Any, world_moe.Part | None]:
     elif name == "wide":  # units of two chunks, of which the second is short
         model = nn.Sequential(*(nn.Linear(1100, 1100) for _ in range(3))).to(dtype)
     else:
-        model = train_helper.build(name, dtype)
+        model = kit.build(name, dtype)
     if row["gradients"] == "frozen":
         blocks_of(model, name)[1].requires_grad_(False)
     return model, part
@@ -102,7 +102,7 @@ def loss_of(model: Any, row: dict[str, Any], batches: int, number: int) -> torch
         return nn.functional.mse_loss(y.float(), torch.sin(3 * x.float()))
 
     def whole() -> torch.Tensor:
-        if name in train_helper.MODELS:
+        if name in kit.MODELS:
             tokens = torch.randint(0, 256, (16, 32), generator=generator)
             return model(input_ids=tokens, labels=tokens).loss
         if name == "experts":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable
 
+import kit as helper
 import lohan
 import torch
-import train_helper as helper
 from torch import nn
 
 STEPS = 30
