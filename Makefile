@@ -12,7 +12,7 @@ ARGS ?=
 DEVICE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test tier1 test-sanitized fuzz-corpora tsan test-slow test-long test-thread test-frameworks lag lint \
+.PHONY: help demo test tier1 test-sanitized fuzz-corpora tsan test-slow test-long test-thread test-frameworks test-isa lag lint \
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
 	bench-diffusion sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
@@ -29,6 +29,8 @@ help:
 	@echo 'make lag       training on a fake GPU that computes late, bit for bit; in quick form in test-slow'
 	@echo 'make test-frameworks  axolotl, ms-swift and LLaMA-Factory with lohan, each in its own environment'
 	@echo 'make test-thread  the quick Python tests with every backward on a thread of its own'
+	@echo 'make test-isa  the numeric tests limited to SSE, AVX2 and AVX-512, with 1 and 2 threads: an hour;'
+	@echo '               ARGS="--isa avx2 --threads 2 --part py": one of these'
 	@echo 'make lint      formatting, linters, types, spelling (lint-quick), and clang-tidy (analyze)'
 	@echo 'make fmt       format C and Python'
 	@echo 'make sanitize  all C and Python tests under the sanitizers'
@@ -95,6 +97,9 @@ test-slow test-long: build
 
 test-thread: build
 	LOHAN_TEST_BACKWARD=thread $(RUN) py --fast -- $(ARGS)
+
+test-isa: build
+	$(PY) tests/isa.py $(ARGS)
 
 # axolotl, ms-swift and LLaMA-Factory pin their own versions of transformers: 2 GB in build/frameworks.
 FRAMEWORKS ?= axolotl swift llamafactory

@@ -1,4 +1,4 @@
-"""The conditions of every Python test: fixed seeds, two torch threads, a folder on a real disk."""
+"""The conditions of every Python test: fixed seeds and torch threads, a folder on a real disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 default_signals.restore()
 SEED = 1234
-TORCH_THREAD_COUNT = 2
+TORCH_THREAD_COUNT = int(os.environ.get("LOHAN_TEST_THREADS", "2"))
 # Read when torch is first imported. Threads that wait for each other by spinning make a step of a
 # small model take a second instead of ten milliseconds where cores are few and busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
