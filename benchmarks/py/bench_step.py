@@ -6,6 +6,7 @@ bf16 compute and fp32 masters, lohan, lohan with its updates after backward ("se
 alone moving a step's bytes, with reads and writes at once. lohan's time includes the flush of the
 last step's writes. If the drive is so fast that it does not bound a step, --disk-rate limits it for
 this process, with cgroups (tools/disk_limits.py), or --batch and --length make computation shorter.
+The lines have the processor seconds of a step by kind of thread, and those of the peer's step.
 
     python benchmarks/py/bench_step.py [--rounds 5] [--steps 4] [--host-bytes 300000000]
                                        [--schedule optimized] [--disk-rate 400000000]
@@ -16,6 +17,7 @@ With --device emu, it measures a step on an emulated accelerator instead (emulat
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import sys
 import tempfile
@@ -38,7 +40,11 @@ import disk_limits
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 HOST_BYTES, BATCH, LENGTH = 300_000_000, 4, 128
 AUTO_STEP_COUNT = 14
+# Kinds of threads by the beginning of their names; all others compute the model (Python, OpenMP).
+KINDS = {"lohan-w": "workers", "lohan-": "engine", "iou-": "io_uring"}
 Batch = torch.Tensor
+# A step and the wait for its last writes, by the name of the contestant.
+Steps = dict[str, tuple[Callable[[Batch], None], Callable[[], None]]]
 
 
 def build(dtype: torch.dtype) -> GPT2LMHeadModel:
@@ -124,7 +130,38 @@ def name_of(options: argparse.Namespace) -> str:
     return "_".join(parts)
 
 
-def main() -> None:
+def thread_seconds() -> collections.Counter[str]:
+    """Return the processor seconds of this process so far, by kind of thread."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # the thread has ended
+            continue
+        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), "torch")
+        user, system = fields.split()[11:13]
+        seconds[kind] += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def take_turns(
+    steps: Steps, batches: list[Batch], round_count: int, disk: Callable[[], float]
+) -> tuple[dict[str, list[float]], dict[str, collections.Counter[str]]]:
+    """Return the seconds of a step in each round, and the processor seconds by kind of thread."""
+    seconds: dict[str, list[float]] = {key: [] for key in [*steps, "disk"]}
+    used: dict[str, collections.Counter[str]] = {key: collections.Counter() for key in steps}
+    for _ in range(round_count):
+        for key, (step, flush) in steps.items():
+            before = thread_seconds()
+            seconds[key].append(timed(step, batches, flush))
+            for kind, total in thread_seconds().items():
+                used[key][kind] += (total - before[kind]) / round_count / len(batches)
+        seconds["disk"].append(disk())
+    return seconds, used
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
@@ -135,7 +172,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
     disk_limits.add_arguments(parser)
     parser.add_argument("--history", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if options.device == "emu":
         emulated.run(options)
@@ -148,7 +189,7 @@ def main() -> None:
         directory = Path(name)
         overlapped = Wrapped(directory / "a", options.schedule, options.host_bytes)
         serial = Wrapped(directory / "b", "serial", options.host_bytes)
-        steps: dict[str, tuple[Callable[[Batch], None], Callable[[], None]]] = {
+        steps: Steps = {
             "torch autocast": (torch_autocast(), lambda: None),
             "torch bf16 with fp32 masters": (torch_masters(), lambda: None),
             "lohan": (overlapped.step, overlapped.flush),
@@ -160,11 +201,12 @@ def main() -> None:
             timed(overlapped.step, AUTO_STEP_COUNT * batches[:1], overlapped.flush)
         stats = overlapped.model.lohan.stats()
         disk = Disk(directory, max(stats.read_bytes, stats.written_bytes))
-        seconds: dict[str, list[float]] = {key: [] for key in [*steps, "disk"]}
-        for _ in range(options.rounds):
-            for key, (step, flush) in steps.items():
-                seconds[key].append(timed(step, batches, flush))
-            seconds["disk"].append(disk.seconds(stats.read_bytes, stats.written_bytes))
+        seconds, used = take_turns(
+            steps,
+            batches,
+            options.rounds,
+            lambda: disk.seconds(stats.read_bytes, stats.written_bytes),
+        )
         stats = overlapped.model.lohan.stats()
         overlapped.model.lohan.close()
         serial.model.lohan.close()
@@ -182,6 +224,9 @@ def main() -> None:
             read_bytes=stats.read_bytes,
             written_bytes=stats.written_bytes,
             bound_by=stats.bound_by,
+            param_wait_s=round(stats.param_wait_ns / 1e9, 4),
+            processor_s={kind: round(value, 4) for kind, value in used["lohan"].items() if value},
+            peer_processor_s=round(used[peer].total(), 4),
             batch=[options.batch, options.length],
             disk_bytes_per_s=options.disk_rate,
         )

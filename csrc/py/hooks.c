@@ -181,24 +181,53 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
     }
 }
 
+/*
+ * [Note: One binder] Binding and unbinding set attributes of parameters, which may run Python code,
+ * so another thread may get the GIL between two parameters. Without this wait it would take a unit
+ * that is bound in part for one that is bound, and read a hollow parameter; or bind what the first
+ * thread then makes hollow. The binder waits for nothing, so the wait is short; a scope that is
+ * entered by the binder's own thread, in a finalizer for example, does not wait for itself.
+ */
+static void binder_wait(const struct lhpy_unit *state)
+{
+    const struct timespec pause = {.tv_nsec = 20000};
+    while (state->binder != 0 && state->binder != PyThread_get_thread_ident()) {
+        Py_BEGIN_ALLOW_THREADS
+        nanosleep(&pause, NULL);
+        Py_END_ALLOW_THREADS
+    }
+}
+
+static void unit_unbind(struct lhpy_engine *self, uint32_t unit)
+{
+    self->unit_states[unit].binder = PyThread_get_thread_ident();
+    lhpy_unit_unbind(self, unit);
+    self->unit_states[unit].binder = 0;
+}
+
 static int unit_enter(struct lhpy_engine *self, uint32_t unit)
 {
     struct lhpy_unit *state = &self->unit_states[unit];
+    binder_wait(state);
     if (state->scope_depth > 0) {
         state->scope_depth++;
         return 0;
     }
     if (lhpy_engine_use(self, unit) < 0)
         return -1;
+    binder_wait(state);
     if (state->scope_depth > 0) { /* another thread entered it during the wait without the GIL */
         lhpy_engine_unuse(self, unit);
         state->scope_depth++;
         return 0;
     }
     state->scope_depth = 1;
-    if (lhpy_unit_bind(self, unit) == 0)
+    state->binder = PyThread_get_thread_ident();
+    int rc = lhpy_unit_bind(self, unit);
+    state->binder = 0;
+    if (rc == 0)
         return 0;
-    lhpy_unit_unbind(self, unit);
+    unit_unbind(self, unit);
     state->scope_depth = 0;
     lhpy_engine_unuse(self, unit);
     return -1;
@@ -212,7 +241,7 @@ static void unit_leave(struct lhpy_engine *self, uint32_t unit)
     state->scope_depth--;
     if (state->scope_depth > 0)
         return;
-    lhpy_unit_unbind(self, unit);
+    unit_unbind(self, unit);
     lhpy_engine_unuse(self, unit);
 }
 

@@ -116,6 +116,7 @@ struct lhpy_param {
 
 struct lhpy_unit {
     uint32_t scope_depth;  /* open scopes of the unit: above 0, its parameters are bound */
+    unsigned long binder;  /* the thread that binds or unbinds it, or 0: [Note: One binder] */
     bool is_used_backward; /* pinned for handles that are still to be unpacked */
     bool has_gradients;    /* in the open step */
     uint32_t epoch;        /* counts steps and writes; a handle with an older epoch is stale */

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import lohan
@@ -284,11 +285,25 @@ def test_many_threads_at_once_get_exact_results_or_named_refusals(
     assert_same_state(dict(model.state_dict()), workshop.train(range(1)))
 
 
+class Slow(nn.Parameter):
+    """A parameter at which threads take turns while its values come or go."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "data":
+            time.sleep(1e-4)
+        super().__setattr__(name, value)
+
+
 @pytest.mark.parametrize("device", [None, "emu"])
 def test_threads_that_read_parameters_at_once_get_exact_values_or_named_refusals(
     device: str | None, workshop: Workshop
 ) -> None:
-    model = workshop.wrap(build(Stack), device=device)
+    plain = build(Stack)
+    for module in plain.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = Slow(param.detach())
+    model = workshop.wrap(plain, device=device)
     train(model, 0)
     want = {name: value.clone() for name, value in model.state_dict().items()}
     # append() is atomic

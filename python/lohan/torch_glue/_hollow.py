@@ -134,43 +134,49 @@ class HollowParameter(nn.Parameter):
         """
         kwargs = kwargs or {}
         if func in _PLACES:
-            args[0]._load_in_loop()
+            cls._load_in_loop(args[0])
         is_form = func in _FORM_OF and not isinstance(args[0], HollowParameter)
         if is_form or func in _ANSWERED:
             with without_classes():
                 return func(*args, **kwargs)
         # A parameter that make_resident() loads gets its plain class back.
         given = list(_parameters_in([*args, *kwargs.values()]))
-        found = [tensor for tensor in given if isinstance(tensor, HollowParameter)]
+        # Their classes are asked for once: another thread that reads them gives them a plain one.
+        kinds = zip(map(type, given), given, strict=True)
+        found = [(kind, tensor) for kind, tensor in kinds if issubclass(kind, HollowParameter)]
         if not found:
             raise HollowParameterError(f"{_what(func)[0]} was given a parameter not in memory")
-        missing = [tensor for tensor in found if not tensor._load_in_loop()]
+        missing = [(kind, tensor) for kind, tensor in found if not kind._load_in_loop(tensor)]
         if not missing:
             return func(*args, **kwargs)
-        session: Owner | None = type(missing[0]).owner()
+        kind, tensor = missing[0]
+        session: Owner | None = kind.owner()
         # Pass all parameters: those loaded for the previous operation would otherwise be evicted.
         if session is None or func == _SET_DATA or not session.make_resident(given):
-            missing[0].refuse(*_what(func))
+            kind.refuse(tensor, *_what(func))
         return func(*args, **kwargs)
 
-    def _load_in_loop(self) -> bool:
-        """Return whether a loop is at this parameter; it is then loaded, and a plain one."""
-        session: Owner | None = type(self).owner()
-        return session is not None and session.load_in_loop(self)
+    @classmethod
+    def _load_in_loop(cls, tensor: Any) -> bool:
+        """Return whether a loop is at a parameter; it is then loaded, and a plain one."""
+        session: Owner | None = cls.owner()
+        return session is not None and session.load_in_loop(tensor)
 
-    def refuse(self, what: str, writes: bool = False) -> NoReturn:
-        """Raise the error for an operation on this parameter.
+    @classmethod
+    def refuse(cls, tensor: Any, what: str, writes: bool = False) -> NoReturn:
+        """Raise the error for an operation on a parameter of this class.
 
         Args:
+            tensor: the parameter.
             what: the operation.
             writes: whether it would change values.
 
         Raises:
             HollowParameterError: always; says what to do instead.
         """
-        session: Owner | None = type(self).owner()
+        session: Owner | None = cls.owner()
         names = session.param_names() if session is not None else {}
-        name = f"parameter {names.get(id(self), '')!r}"
+        name = f"parameter {names.get(id(tensor), '')!r}"
         if session is None or session.closed:
             text = f"{name} no longer has values: its session is closed, and the store has them"
         elif writes:
@@ -195,19 +201,19 @@ class HollowParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy a parameter that a loop is at; otherwise, raise an error: there are no values."""
-        if not self._load_in_loop():
-            self.refuse("deepcopy")
+        if not self._load_in_loop(self):
+            self.refuse(self, "deepcopy")
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, save or copy a parameter that a loop is at; otherwise, raise an error."""
-        if not self._load_in_loop():
-            self.refuse("pickle")
+        if not self._load_in_loop(self):
+            self.refuse(self, "pickle")
         return self.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a readable summary; with the values if a loop is at the parameter."""
-        if self._load_in_loop():
+        if self._load_in_loop(self):
             return repr(self)
         session = type(self).owner()
         name = session.param_names().get(id(self), "") if session is not None else ""
@@ -215,7 +221,7 @@ class HollowParameter(nn.Parameter):
 
     def __format__(self, form: str) -> str:
         """Return the formatted repr()."""
-        if self._load_in_loop():
+        if self._load_in_loop(self):
             return format(self, form)
         return format(repr(self), form)
 
@@ -320,9 +326,10 @@ def scope_of(what: str, tensors: Sequence[torch.Tensor]) -> _core.Scope | None:
         HollowParameterError: the session is closed.
     """
     for tensor in tensors:
-        if isinstance(tensor, HollowParameter) and not tensor._load_in_loop():
-            session: Owner | None = type(tensor).owner()
+        kind = type(tensor)
+        if issubclass(kind, HollowParameter) and not kind._load_in_loop(tensor):
+            session: Owner | None = kind.owner()
             if session is None or session.closed:
-                tensor.refuse(what)
+                kind.refuse(tensor, what)
             return session.scope_of(tensors)
     return None
