@@ -36,9 +36,13 @@ static const struct lh_adam_kernel kernels[] = {
 #if defined(__x86_64__)
     {"avx512", lh_adam_avx512, lh_adam_avx512_folding, lh_adam_avx512_roots, lh_adam_avx512_stored,
      &lh_adam_states_avx512},
+    {"avx512_pclmul", lh_adam_avx512, lh_adam_avx512_pclmul, lh_adam_avx512_roots,
+     lh_adam_avx512_stored, &lh_adam_states_avx512},
     {"avx512_tiles", lh_adam_avx512, NULL, lh_adam_avx512_roots, lh_adam_avx512_stored,
      &lh_adam_states_avx512},
     {"avx2", lh_adam_avx2, lh_adam_avx2_folding, lh_adam_avx2_roots, NULL, &lh_adam_states_avx2},
+    {"avx2_pclmul", lh_adam_avx2, lh_adam_avx2_pclmul, lh_adam_avx2_roots, NULL,
+     &lh_adam_states_avx2},
     {"avx2_tiles", lh_adam_avx2, NULL, lh_adam_avx2_roots, NULL, &lh_adam_states_avx2},
 #elif defined(__aarch64__)
     {"neon", lh_adam_neon, lh_adam_neon_folding, lh_adam_neon_roots, NULL, &lh_adam_states_neon},
@@ -51,6 +55,14 @@ static const struct lh_adam_kernel kernels[] = {
 static struct lh_adam_kernel kernels_here[LH_COUNT_OF(kernels)];
 static int kernels_here_count;
 
+#if defined(__x86_64__)
+static bool needs_vpclmulqdq(const struct lh_adam_kernel *kernel)
+{
+    return kernel->run_checking == lh_adam_avx512_folding ||
+           kernel->run_checking == lh_adam_avx2_folding;
+}
+#endif
+
 static bool kernel_runs(const struct lh_adam_kernel *kernel)
 {
 #if defined(__x86_64__)
@@ -58,7 +70,9 @@ static bool kernel_runs(const struct lh_adam_kernel *kernel)
         return false;
     if (kernel->run != lh_adam_ref && !lh_cpu_has(LH_CPU_ISA_AVX2))
         return false;
-    if (kernel->run_checking && !lh_cpu_has(LH_CPU_ISA_VPCLMULQDQ))
+    if (kernel->run_checking && !lh_cpu_has(LH_CPU_ISA_SSE42))
+        return false;
+    if (needs_vpclmulqdq(kernel) && !lh_cpu_has(LH_CPU_ISA_VPCLMULQDQ))
         return false;
 #elif defined(__aarch64__)
     if (kernel->run_checking && (~getauxval(AT_HWCAP) & (HWCAP_CRC32 | HWCAP_PMULL)) != 0)

@@ -144,7 +144,8 @@ typedef void (*lh_adam_stored_fn)(const struct lh_adam_run *run,
                                   const struct lh_adam_moments *stored, const uint32_t *random);
 
 struct lh_adam_kernel {
-    const char *name; /* "avx512", "avx2", "neon", each also with "_tiles"; "ref" */
+    /* "avx512", "avx2", each also with "_pclmul" and "_tiles"; "neon", "neon_tiles"; "ref" */
+    const char *name;
     lh_adam_fn run;
     lh_adam_checking_fn run_checking; /* NULL: checksums are computed tile by tile */
     /* Like run, but moment2 receives the root of the second moment, which 8-bit states store. */

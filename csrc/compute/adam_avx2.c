@@ -1,5 +1,5 @@
 /*
- * The update with AVX2 and FMA, and its variant that computes checksums. The structure is that of
+ * The update with AVX2 and FMA, and its variants that compute checksums. The structure is that of
  * adam_avx512.c, whose comments explain more. An iteration takes 16 elements, a whole register of
  * each 2-byte array.
  *
@@ -33,9 +33,19 @@ struct lanes {
     __m256i fold;
 };
 
+/* How checksums are computed; NARROW needs no VPCLMULQDQ. */
+enum folding { FOLDING_NONE, FOLDING_WIDE, FOLDING_NARROW };
+
 struct mode {
     enum lh_dtype param, gradient;
-    bool folding, roots;
+    enum folding folding;
+    bool roots;
+};
+
+/* The states of [Note: folds], which are 256 bits in either form. */
+struct folds {
+    __m256i wide[LH_ADAM_STREAM_COUNT];
+    __m128i narrow[LH_ADAM_STREAM_COUNT][2];
 };
 
 static inline struct lanes lanes_make(const struct lh_adam_scalars *scalars)
@@ -148,12 +158,34 @@ static inline __attribute__((always_inline)) void prefetch(const struct lh_adam_
         _mm_prefetch((const char *)run->residual + ahead * residual_bytes, _MM_HINT_T0);
 }
 
-static inline __m256i fold(__m256i state, __m256i word, __m256i constants)
+static inline __m256i wide_fold(__m256i state, __m256i word, __m256i constants)
 {
     __m256i low = _mm256_clmulepi64_epi128(state, constants, 0x00);
     __m256i high = _mm256_clmulepi64_epi128(state, constants, 0x11);
 
     return _mm256_xor_si256(_mm256_xor_si256(low, high), word);
+}
+
+static inline __m128i narrow_fold(__m128i state, __m128i word, __m128i constants)
+{
+    __m128i low = _mm_clmulepi64_si128(state, constants, 0x00);
+    __m128i high = _mm_clmulepi64_si128(state, constants, 0x11);
+
+    return _mm_xor_si128(_mm_xor_si128(low, high), word);
+}
+
+static inline __attribute__((always_inline)) void
+fold(struct folds *folds, int stream, __m256i word, __m256i constants, const enum folding folding)
+{
+    __m128i *narrow = folds->narrow[stream];
+    __m128i half_constants = _mm256_castsi256_si128(constants);
+
+    if (folding == FOLDING_WIDE) {
+        folds->wide[stream] = wide_fold(folds->wide[stream], word, constants);
+    } else if (folding == FOLDING_NARROW) {
+        narrow[0] = narrow_fold(narrow[0], _mm256_castsi256_si128(word), half_constants);
+        narrow[1] = narrow_fold(narrow[1], _mm256_extracti128_si256(word, 1), half_constants);
+    }
 }
 
 /* Extend a crc by bytes (a multiple of 8; inlined), without inversions. */
@@ -186,20 +218,17 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     const __m256i low_mask = _mm256_set1_epi32(0xFFFF);
     const uint64_t count = run->count / STEP_ELEMENTS * STEP_ELEMENTS;
     const uint64_t residual_bytes = lh_adam_residual_bytes(mode.param);
-    __m256i states[LH_ADAM_STREAM_COUNT] = {0};
+    struct folds folds = {0};
     __m256 nans = _mm256_setzero_ps(); /* where a parameter is NaN, all bits are set */
     uint64_t moment1_crc = 0, moment2_crc = 0, residual_crc = 0; /* CRCs of the bytes read */
 
-#define FOLD(stream, word)                                                                         \
-    (states[LH_ADAM_STREAM_##stream] =                                                             \
-         mode.folding ? fold(states[LH_ADAM_STREAM_##stream], (word), lanes.fold)                  \
-                      : states[LH_ADAM_STREAM_##stream])
+#define FOLD(stream, word) fold(&folds, LH_ADAM_STREAM_##stream, (word), lanes.fold, mode.folding)
 
     for (uint64_t i = 0; i < count; i += STEP_ELEMENTS) {
         __m256i bits[2];
 
         prefetch(run, i, mode);
-        if (mode.folding) {
+        if (mode.folding != FOLDING_NONE) {
             moment1_crc = words_chain(moment1_crc, run->moment1 + i, 4 * STEP_ELEMENTS);
             moment2_crc = words_chain(moment2_crc, run->moment2 + i, 4 * STEP_ELEMENTS);
             residual_crc =
@@ -238,9 +267,13 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
     }
 #undef FOLD
     nans_report(run, nans);
-    if (mode.folding) {
-        for (int stream = 0; stream < LH_ADAM_STREAM_COUNT; stream++)
-            crcs_out[stream] = lh_crc32c(UINT32_MAX, states + stream, sizeof(states[stream]));
+    if (mode.folding != FOLDING_NONE) {
+        for (int stream = LH_ADAM_STREAM_PARAM; stream < LH_ADAM_STREAM_COUNT; stream++)
+            crcs_out[stream] =
+                lh_crc32c(UINT32_MAX,
+                          mode.folding == FOLDING_WIDE ? (const void *)(folds.wide + stream)
+                                                       : (const void *)folds.narrow[stream],
+                          sizeof(__m256i));
         crcs_out[LH_ADAM_STREAM_MOMENT1_READ] = ~(uint32_t)moment1_crc;
         crcs_out[LH_ADAM_STREAM_MOMENT2_READ] = ~(uint32_t)moment2_crc;
         crcs_out[LH_ADAM_STREAM_RESIDUAL_READ] = ~(uint32_t)residual_crc;
@@ -250,7 +283,7 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
 
 static inline __attribute__((always_inline)) uint64_t
 body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                 const enum lh_dtype param, bool folding, bool roots, uint32_t *crcs_out)
+                 const enum lh_dtype param, enum folding folding, bool roots, uint32_t *crcs_out)
 {
     if (run->gradient_dtype == LH_DTYPE_BF16)
         return body(run, scalars, (struct mode){param, LH_DTYPE_BF16, folding, roots}, crcs_out);
@@ -260,8 +293,8 @@ body_by_gradient(const struct lh_adam_run *run, const struct lh_adam_scalars *sc
 }
 
 static inline __attribute__((always_inline)) uint64_t
-body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars, bool folding,
-               bool roots, uint32_t *crcs_out)
+body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+               enum folding folding, bool roots, uint32_t *crcs_out)
 {
     LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
 
@@ -274,7 +307,7 @@ body_by_dtypes(const struct lh_adam_run *run, const struct lh_adam_scalars *scal
 
 void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    uint64_t done = body_by_dtypes(run, scalars, false, false, NULL);
+    uint64_t done = body_by_dtypes(run, scalars, FOLDING_NONE, false, NULL);
 
     if (done < run->count) {
         struct lh_adam_run rest = lh_adam_run_from(run, done);
@@ -285,7 +318,7 @@ void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *s
 
 void lh_adam_avx2_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
 {
-    uint64_t done = body_by_dtypes(run, scalars, false, true, NULL);
+    uint64_t done = body_by_dtypes(run, scalars, FOLDING_NONE, true, NULL);
 
     if (done < run->count) {
         struct lh_adam_run rest = lh_adam_run_from(run, done);
@@ -297,7 +330,15 @@ void lh_adam_avx2_roots(const struct lh_adam_run *run, const struct lh_adam_scal
 void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT])
 {
-    uint64_t done = body_by_dtypes(run, scalars, true, false, crcs_out);
+    uint64_t done = body_by_dtypes(run, scalars, FOLDING_WIDE, false, crcs_out);
+
+    LH_ASSERT(done == run->count);
+}
+
+void lh_adam_avx2_pclmul(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                         uint32_t crcs_out[LH_ADAM_STREAM_COUNT])
+{
+    uint64_t done = body_by_dtypes(run, scalars, FOLDING_NARROW, false, crcs_out);
 
     LH_ASSERT(done == run->count);
 }

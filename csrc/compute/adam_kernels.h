@@ -26,6 +26,9 @@ void lh_adam_ref_roots(const struct lh_adam_run *run, const struct lh_adam_scala
 /* Needs AVX2, FMA and F16C. */
 void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 void lh_adam_avx2_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+/* Needs PCLMULQDQ as well. */
+void lh_adam_avx2_pclmul(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                         uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
@@ -34,6 +37,9 @@ void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars 
 void lh_adam_avx512_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 void lh_adam_avx512_stored(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                            const struct lh_adam_moments *stored, const uint32_t *random);
+/* Needs PCLMULQDQ as well. */
+void lh_adam_avx512_pclmul(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 /* Needs VPCLMULQDQ as well. */
 void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                             uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);

@@ -11,7 +11,7 @@ static const struct {
     const char *cap, *crc32c, *adam, *zo;
 } cases[] = {
     {"sse2", "portable", "ref", "ref"},           {"sse42", "sse42", "ref", "ref"},
-    {"avx2", "sse42", "avx2_tiles", "avx2"},      {"avx512", "sse42", "avx512_tiles", "avx512"},
+    {"avx2", "sse42", "avx2_pclmul", "avx2"},     {"avx512", "sse42", "avx512_pclmul", "avx512"},
     {"vpclmulqdq", "avx512", "avx512", "avx512"},
 };
 
