@@ -45,7 +45,8 @@ struct lanes {
 /*
  * How checksums are computed. NARROW needs no VPCLMULQDQ: as in adam_avx2.c, what is read goes
  * through the crc32 instruction, so that two units share the work, and only what is written is
- * folded. Folding from the registers was faster than from the stored bytes (by 1.12 to 1.15 on a Zen 5).
+ * folded. Folding from the registers was faster than from the stored bytes, by 1.12 to 1.15 on a
+ * Zen 5.
  */
 enum folding { FOLDING_NONE, FOLDING_WIDE, FOLDING_NARROW };
 

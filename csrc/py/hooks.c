@@ -200,9 +200,11 @@ static void binder_wait(const struct lhpy_unit *state)
 
 static void unit_unbind(struct lhpy_engine *self, uint32_t unit)
 {
-    self->unit_states[unit].binder = PyThread_get_thread_ident();
+    struct lhpy_unit *state = &self->unit_states[unit];
+    unsigned long before = state->binder; /* not 0 in a finalizer that the binder runs */
+    state->binder = PyThread_get_thread_ident();
     lhpy_unit_unbind(self, unit);
-    self->unit_states[unit].binder = 0;
+    state->binder = before;
 }
 
 static int unit_enter(struct lhpy_engine *self, uint32_t unit)
@@ -222,9 +224,10 @@ static int unit_enter(struct lhpy_engine *self, uint32_t unit)
         return 0;
     }
     state->scope_depth = 1;
+    unsigned long before = state->binder;
     state->binder = PyThread_get_thread_ident();
     int rc = lhpy_unit_bind(self, unit);
-    state->binder = 0;
+    state->binder = before;
     if (rc == 0)
         return 0;
     unit_unbind(self, unit);
@@ -344,6 +347,7 @@ static int unscoped_enter(struct scope *scope)
     struct lhpy_engine *self = scope->engine;
     for (uint32_t i = 0; i < scope->unit_count; i++) {
         uint32_t unit = scope->units[i];
+        binder_wait(&self->unit_states[unit]);
         if (self->unit_states[unit].scope_depth > 0)
             continue;
         if (unit_enter(self, unit) < 0)

@@ -54,6 +54,12 @@ def sharded(values: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(values.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
 
 
+def freed(values: torch.Tensor) -> torch.Tensor:
+    """Free the storage of a tensor, which keeps its shape, as FullyShardedDataParallel does."""
+    values.untyped_storage().resize_(0)
+    return values
+
+
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -104,8 +110,9 @@ def test_a_sharded_state_dict_is_rejected_and_changes_nothing(store_dir: pathlib
         (torch.empty(8, 8, device="meta"), "meta device"),
         (torch.ones(8, 8).to_sparse(), r"sparse.*to_dense\(\)"),
         ([[1.0] * 8] * 8, "list.*pass a tensor"),
+        (freed(torch.ones(8, 8)), "no memory of its own"),
     ],
-    ids=["meta", "sparse", "list"],
+    ids=["meta", "sparse", "list", "freed"],
 )
 def test_values_without_bytes_in_a_state_dict_are_rejected(
     store_dir: pathlib.Path, given: Any, message: str
@@ -136,6 +143,8 @@ def test_persistent_buffers_of_another_class_are_rejected_and_others_are_not_rea
         lohan.wrap(model, store=store_dir / "s", host_bytes=10_000_000)
     del model.table
     model.register_buffer("table", torch.eye(3).to_sparse(), persistent=False)
+    model.register_buffer("large", torch.ones(4_000_000))  # commits leave out all buffers then
+    model.register_buffer("graph", torch.eye(3).to_sparse())
     wrapped = lohan.wrap(model, store=store_dir / "s", host_bytes=10_000_000)
     wrapped(torch.ones(1, 8)).sum().backward()
     wrapped.optimizer.step()

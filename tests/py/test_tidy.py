@@ -46,7 +46,10 @@ ONLY = {"plan": {"base"}}
 
 # SIMD kernels that are one straight run of instructions, and would be harder to read in pieces:
 # (file, function).
-LONG_FUNCTIONS: set[tuple[str, str]] = set()
+LONG_FUNCTIONS: set[tuple[str, str]] = {
+    ("csrc/compute/adam_avx2.c", "body"),
+    ("csrc/compute/adam_avx512.c", "body"),
+}
 
 # Banned calls, the files where they are allowed, and what to do instead.
 BANNED_CALLS = [

@@ -13,8 +13,10 @@ from torch import nn
 from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import RESIDUAL_BYTES, is_dense
+from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._peft import check_quantized
+from lohan.torch_glue._tensor import nbytes_of
 
 
 def _check_compiled(model: nn.Module) -> None:
@@ -73,14 +75,23 @@ def check_model(model: Any, is_filled: bool) -> None:
                 f"buffer {name!r} has no storage: build the model in lohan.empty(), which creates"
                 ' buffers as usual; torch.device("meta") does not'
             )
-    for path, module in model.named_modules():
-        # Only persistent buffers are read, for commits and exports.
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            if module._buffers[name] is not None:
-                check_bytes(module._buffers[name], f"buffer {f'{path}.{name}'.lstrip('.')!r}")
+    _check_buffers(model)
     if count == 0:
         raise ModelError(f"{type(model).__name__} has no parameters")
     _check_memory(model)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Reject buffers that commits would read, but that have no bytes; large ones are not read."""
+    persistent = [
+        (f"{path}.{name}".lstrip("."), buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    if sum(nbytes_of(buffer) for _, buffer in persistent) <= BYTES_MAX:
+        for name, buffer in persistent:
+            check_bytes(buffer, f"buffer {name!r}")
 
 
 def _check_not_held(model: nn.Module) -> None:

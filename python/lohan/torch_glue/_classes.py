@@ -18,8 +18,10 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
         return False
     try:
         storage = tensor.untyped_storage()
-        # A fake tensor states a real device, but its storage is on the meta device.
-        return storage.device.type != "meta" and (storage.nbytes() == 0 or storage.data_ptr() != 0)
+        # A fake tensor states a real device, but its storage is on the meta device. FSDP frees the
+        # storage of a parameter that keeps its shape.
+        is_there = tensor.numel() == 0 or storage.data_ptr() != 0
+        return storage.device.type != "meta" and is_there
     except RuntimeError:
         return False
 
