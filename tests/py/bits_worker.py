@@ -268,7 +268,7 @@ def train_all(rows: Sequence[tuple[dict[str, Any], str, int]]) -> list[dict[str,
 
 
 def wrap_all(rows: Sequence[tuple[dict[str, Any], str]]) -> list[Any]:
-    """Wrap the models of rows one after the other; return the errors, "" where there is none."""
+    """Wrap the models of rows one after the other; return the errors, "" for a success."""
 
     def call(row: dict[str, Any], folder: str) -> str:
         wrapped(row, folder).lohan.close()

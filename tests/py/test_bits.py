@@ -1,4 +1,4 @@
-"""No setting changes a bit: a table in which every two choices meet, or are refused by name.
+"""No setting changes a bit: in a table, every two choices meet or raise an error with a way out.
 
 Each row is compared with one process that has everything in memory and the same mathematical job.
 """

@@ -52,7 +52,7 @@ def check_bytes(tensor: object, what: str) -> None:
     elif tensor.layout != torch.strided:
         kind += f" with layout {tensor.layout}"
         way_out = "convert it with to_dense(), or to_padded_tensor() if it is nested"
-    elif hasattr(tensor, "dequantize"):
+    elif tensor.is_quantized or type(tensor).dequantize is not torch.Tensor.dequantize:
         way_out = (
             "call its dequantize(), or build the model without quantizing it: lohan reads a frozen"
             " base from the SSD, also from quantized files (weights=)"
