@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import world_trainer
+from transformers import LlamaForCausalLM
 from world_helper import run
 
 # The same operations in another order.
@@ -81,7 +82,7 @@ def check_evaluation(
             np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-4, err_msg=f"{rank}: {key}")
         for key, value in theirs["values"].items():
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-4, atol=2e-5)
-    saved = world_trainer.helper.LlamaForCausalLM.from_pretrained(folder / "lohan" / "saved")
+    saved = LlamaForCausalLM.from_pretrained(folder / "lohan" / "saved")
     assert all(
         torch.equal(value, found["lohan"]["values"][key])
         for key, value in saved.state_dict().items()
