@@ -24,7 +24,8 @@ test is 0 (passed), 77 (skipped: its last line says why) or another (failed: its
 
 LOHAN_TESTS_END=SECONDS (of time.time()) leaves out what has not begun by then, which is a failure
 unless LOHAN_LEFT_OUT names a file that is to list it (tools/deadline.py): CI has a limit, and
-shared machines may be ten times slower than usual.
+shared machines may be ten times slower than usual. The file that LOHAN_FAILED names gets each
+failure when it occurs, for the case that the run is stopped.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import cbuild  # noqa: E402  (its folder has just been named)
-from deadline import TIME_IS_OVER, is_late, may_leave_out  # noqa: E402
+from deadline import TIME_IS_OVER, is_late, may_leave_out, note_failure  # noqa: E402
 
 EXIT_SKIPPED = 77
 # Sanitized programs run several times slower; a hang must still end well before CI's own limit.
@@ -215,6 +216,7 @@ def run_program(command: Sequence[str], name: str, mode: str, options: Options) 
     status = {0: "passed", EXIT_SKIPPED: "skipped"}.get(code, "failed")
     if status == "failed":
         output += f"\nexit status {code}"
+        note_failure(f"{mode}: {name}")
     return Outcome(name, status, time.monotonic() - started, output.strip())
 
 

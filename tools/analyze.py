@@ -63,6 +63,8 @@ def analyze(path: str) -> tuple[str, int | None, str]:
     if answer.returncode == 0:
         seen.parent.mkdir(exist_ok=True)
         seen.touch()
+    else:
+        deadline.note_failure(f"clang-tidy: {path}")
     return path, answer.returncode, answer.stdout + answer.stderr
 
 

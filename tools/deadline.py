@@ -1,4 +1,7 @@
-"""The time at which a run of tests ends: LOHAN_TESTS_END, in seconds of time.time()."""
+"""The time at which a run of tests ends, and what is known of it if it is stopped then.
+
+LOHAN_TESTS_END is that time, in seconds of time.time(). LOHAN_LEFT_OUT and LOHAN_FAILED name files.
+"""
 
 from __future__ import annotations
 
@@ -25,3 +28,11 @@ def may_leave_out(what: str, why: str = TIME_IS_OVER) -> bool:
     with open(path, "a", encoding="utf-8") as file:
         file.write(f"{what}: {why}\n")
     return True
+
+
+def note_failure(what: str) -> None:
+    """Add a failure to the file that LOHAN_FAILED names, if it does; a stopped run has no end."""
+    path = os.environ.get("LOHAN_FAILED")
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{what}\n")

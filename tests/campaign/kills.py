@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import campaign_build
+import deadline
 
 FAILURES_MAX = 5
 LIFE_S_MAX = 120
@@ -43,6 +44,8 @@ def kill_core(count: int, seed: int, folder: pathlib.Path) -> list[dict[str, Any
         if not lines:
             raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}")
         results.append({"of": "C", **json.loads(lines[-1])})
+        if results[-1]["failed"]:
+            deadline.note_failure(f"kills of {world} in C: {results[-1]['failed']} failed")
     return results
 
 
@@ -122,6 +125,7 @@ class Killer:
         self._phase()["failed"] += 1
         self.failures.append(f"{self.world.name}: {why}; kept in {self.store}")
         print(self.failures[-1], file=sys.stderr)
+        deadline.note_failure(self.failures[-1])
 
     def judge(self, is_killed: bool) -> None:
         """Look at what the life has left, and say what the next one begins with."""

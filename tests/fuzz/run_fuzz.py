@@ -148,6 +148,7 @@ def fuzz(target: Target, program: pathlib.Path, seconds: int) -> tuple[bool, str
         return True, runs
     written = re.findall(r"Test unit written to (\S+)", text)
     reason = re.search(r"SUMMARY: .*|.*is false.*|.*assert.*", text)
+    deadline.note_failure(f"fuzz: {target.name}")
     return False, f"{runs}; {reason[0] if reason else 'failed'}; {' '.join(written) or log}"
 
 

@@ -55,6 +55,10 @@ def pytest_runtest_setup() -> None:
     patience.skip_if_late()
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    patience.note_failure(report)
+
+
 @pytest.fixture
 def device() -> Iterator[late.Late]:
     """The device, as it is after `late.load()`; nothing of a test's is left on it."""

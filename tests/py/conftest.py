@@ -89,6 +89,10 @@ def pytest_runtest_setup() -> None:
     patience.skip_if_late()
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    patience.note_failure(report)
+
+
 def pytest_configure() -> None:
     """Run every backward on a thread of its own, if LOHAN_TEST_BACKWARD is "thread"."""
     if os.environ.get("LOHAN_TEST_BACKWARD") == "thread":

@@ -31,3 +31,11 @@ def skip_if_late() -> None:
     """Skip a test that has not begun when the time for the run is over (see tests/run.py)."""
     if time.time() > float(os.environ.get("LOHAN_TESTS_END", "inf")):
         pytest.skip("left out: the time for this run (LOHAN_TESTS_END) is over")
+
+
+def note_failure(report: pytest.TestReport) -> None:
+    """Add a failed test to the file that LOHAN_FAILED names, as tools/deadline.py does."""
+    path = os.environ.get("LOHAN_FAILED")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid}\n")

@@ -23,6 +23,20 @@ def test_is_two(x):
     assert x == 2
 """
 
+# The second test passes if the file has the first one's name by then.
+NOTED = """
+import os, pathlib, time
+
+def test_fails():
+    assert False
+
+def test_sees_it():
+    path, until = pathlib.Path(os.environ["LOHAN_FAILED"]), time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert path.read_text().endswith("test_it.py::test_fails\\n")
+"""
+
 SLEEPING = """
 import os, sys
 sys.path.insert(0, {folder!r})
@@ -57,6 +71,24 @@ def test_what_failed_in_c_is_named_and_a_pytest_that_died_is_too() -> None:
         "asan: test_ring",
         "pytest tests/py/test_driver.py: exit status 4",
     ]
+
+
+@pytest.mark.parametrize("processes", [[], pytest.param(["-n1"], marks=pytest.mark.slow)])
+def test_a_failure_is_noted_when_it_occurs(
+    processes: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "failed"
+    monkeypatch.setenv("LOHAN_FAILED", str(log))
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "py" / "conftest.py").read_text())
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "py"))
+    (tmp_path / "slow.txt").touch()
+    (tmp_path / "test_it.py").write_text(NOTED)
+    options = run.Options([], False, 1, ["-p", "no:cacheprovider", *processes])
+    assert not run.run_pytest([str(tmp_path)], options)
+    assert run.run_program(["false"], "test_ring", "debug", options).status == "failed"
+    assert run.run_program(["true"], "test_waker", "debug", options).status == "passed"
+    noted = [line.rpartition("/")[2] for line in log.read_text().splitlines()]
+    assert noted == ["test_it.py::test_fails", "debug: test_ring"]
 
 
 @pytest.mark.parametrize("may_be_left_out", [False, True])
