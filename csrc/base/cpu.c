@@ -6,7 +6,7 @@
 static const char *const names[LH_CPU_ISA_COUNT] = {"sse2", "sse42", "avx2", "avx512",
                                                     "vpclmulqdq"};
 static bool has[LH_CPU_ISA_COUNT];
-static const char *invalid_cap;
+static bool is_cap_invalid;
 
 /* Whether this processor has the instructions that isa adds. */
 static bool is_supported(enum lh_cpu_isa isa)
@@ -34,17 +34,13 @@ static bool is_supported(enum lh_cpu_isa isa)
 #endif
 }
 
-/* Before the constructors without a priority, which choose kernels. */
-__attribute__((constructor(101))) static void cpu_init(void)
+__attribute__((constructor)) static void cpu_init(void)
 {
     const char *cap = getenv("LOHAN_MAX_CPU_ISA");
     int last = cap && *cap ? 0 : LH_CPU_ISA_VPCLMULQDQ;
-    if (cap && *cap) {
-        while (last < LH_CPU_ISA_COUNT && strcmp(cap, names[last]) != 0)
-            last++;
-        if (last == LH_CPU_ISA_COUNT)
-            invalid_cap = cap;
-    }
+    while (cap && *cap && last < LH_CPU_ISA_COUNT && strcmp(cap, names[last]) != 0)
+        last++;
+    is_cap_invalid = last == LH_CPU_ISA_COUNT;
 #if defined(__x86_64__)
     __builtin_cpu_init();
 #endif
@@ -59,5 +55,7 @@ bool lh_cpu_has(enum lh_cpu_isa isa)
 
 const char *lh_cpu_invalid_cap(void)
 {
-    return invalid_cap;
+    if (is_cap_invalid)
+        cpu_init();
+    return is_cap_invalid ? getenv("LOHAN_MAX_CPU_ISA") : NULL;
 }

@@ -12,7 +12,7 @@
  *
  * On other machines the cap has no effect.
  *
- * Thread: any. The variable is read once, before main().
+ * Thread: any. The variable is read once, before main(), unless it is invalid then.
  */
 #ifndef LH_BASE_CPU_H
 #define LH_BASE_CPU_H
@@ -34,7 +34,11 @@ bool lh_cpu_has(enum lh_cpu_isa isa);
 /* The names of LOHAN_MAX_CPU_ISA, for messages. */
 #define LH_CPU_ISA_NAMES "sse2, sse42, avx2, avx512 or vpclmulqdq"
 
-/* The value of LOHAN_MAX_CPU_ISA if it is not one of the names, and thus has no effect; or NULL. */
+/*
+ * The value of LOHAN_MAX_CPU_ISA if it is not one of the names, and thus has no effect; or NULL.
+ * While it is invalid, each call reads the variable again, so that a corrected one takes effect.
+ * Thread: one that may read the environment, before any kernel is used.
+ */
 const char *lh_cpu_invalid_cap(void);
 
 #endif

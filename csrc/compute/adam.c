@@ -1,6 +1,7 @@
 /* The scalars of a step, kernel selection, and conversion between masters and P16 + residual. */
 #include <fenv.h>
 #include <math.h>
+#include <pthread.h>
 #include <string.h>
 
 #include "base/assert.h"
@@ -54,6 +55,7 @@ static const struct lh_adam_kernel kernels[] = {
 /* The kernels that this machine can run. */
 static struct lh_adam_kernel kernels_here[LH_COUNT_OF(kernels)];
 static int kernels_here_count;
+static pthread_once_t kernels_once = PTHREAD_ONCE_INIT;
 
 #if defined(__x86_64__)
 static bool needs_vpclmulqdq(const struct lh_adam_kernel *kernel)
@@ -81,7 +83,7 @@ static bool kernel_runs(const struct lh_adam_kernel *kernel)
     return kernel->run;
 }
 
-__attribute__((constructor)) static void kernels_choose(void)
+static void kernels_choose(void)
 {
     for (size_t k = 0; k < LH_COUNT_OF(kernels); k++)
         if (kernel_runs(kernels + k))
@@ -90,6 +92,8 @@ __attribute__((constructor)) static void kernels_choose(void)
 
 int lh_adam_kernels(const struct lh_adam_kernel **kernels_out)
 {
+    int rc = pthread_once(&kernels_once, kernels_choose);
+    LH_ASSERT(rc == 0);
     *kernels_out = kernels_here;
     return kernels_here_count;
 }

@@ -30,6 +30,12 @@ static int module_exec(PyObject *module)
         {"IN_PLACE_FILE_COUNT_MAX", LHPY_IN_PLACE_FILE_COUNT_MAX},
         {"TRACE_COUNT_MAX", LH_ENGINE_TRACE_COUNT_MAX},
     };
+    const char *invalid_cap = lh_cpu_invalid_cap();
+    if (invalid_cap) {
+        PyErr_Format(PyExc_ImportError, "LOHAN_MAX_CPU_ISA=%s: must be " LH_CPU_ISA_NAMES,
+                     invalid_cap);
+        return -1;
+    }
     lhpy_engine_methods_join();
     if (type_add(module, &lhpy_engine_spec, "Engine") < 0 ||
         type_add(module, &lhpy_store_spec, "Store") < 0 ||
@@ -37,11 +43,6 @@ static int module_exec(PyObject *module)
         type_add(module, &lhpy_scope_spec, "Scope") < 0 ||
         type_add(module, &lhpy_context_spec, "Context") < 0)
         return -1;
-    if (lh_cpu_invalid_cap()) {
-        PyErr_Format(PyExc_ImportError, "LOHAN_MAX_CPU_ISA=%s: must be " LH_CPU_ISA_NAMES,
-                     lh_cpu_invalid_cap());
-        return -1;
-    }
     for (size_t i = 0; i < LH_COUNT_OF(constants); i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
             return -1;

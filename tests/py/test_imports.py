@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import platform
 import subprocess
 import sys
 import tomllib
@@ -13,6 +15,24 @@ from patience import HUNG_S
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+
+INVALID_CAP = """
+import os
+
+os.environ["LOHAN_MAX_CPU_ISA"] = "avx3"
+for _ in range(2):
+    try:
+        import lohan
+    except ImportError as error:
+        names = "sse2, sse42, avx2, avx512 or vpclmulqdq"
+        assert str(error) == f"LOHAN_MAX_CPU_ISA=avx3: must be {names}"
+    else:
+        raise AssertionError("the cap was ignored")
+os.environ["LOHAN_MAX_CPU_ISA"] = "sse2"
+from lohan import _core
+
+assert (_core.build_info()["adam"], _core.build_info()["crc32c"]) == ("ref", "portable")
+"""
 
 FORBIDDEN = """
 import sys
@@ -200,3 +220,9 @@ def test_every_policy_of_the_settings_can_be_simulated() -> None:
     from lohan.planning import _policies
 
     assert set(POLICIES) < set(_policies.names())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the cap is for x86-64")
+def test_an_invalid_cap_of_instructions_is_refused_until_it_is_corrected() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "LOHAN_MAX_CPU_ISA"}
+    subprocess.run([sys.executable, "-c", INVALID_CAP], env=environment, check=True, timeout=HUNG_S)
