@@ -466,11 +466,11 @@ static void stuck_set(const struct lh_engine *engine, struct lh_error *err)
                  "no room to move a saved tensor of %" PRIu64 " bytes %s: main memory for tensors "
                  "in transit has %" PRIu64 " bytes, %" PRIu64
                  " free; for tensors that stay %" PRIu64 " bytes, %" PRIu64 " free; SSD %" PRIu64
-                 " bytes, %" PRIu64
-                 " free: raise swap_bytes or swap_ssd_bytes, or recompute more layers",
+                 " bytes, %" PRIu64 " free, where each tensor takes a multiple of %" PRIu64
+                 ": raise swap_bytes or swap_ssd_bytes, or recompute more layers",
                  saved->bytes, is_put ? "out" : "back", area->transit.total_bytes,
                  area->transit.free_bytes, area->staying.total_bytes, area->staying.free_bytes,
-                 area->ssd.total_bytes, area->ssd.free_bytes);
+                 area->ssd.total_bytes, area->ssd.free_bytes, LH_SAVED_SSD_GRANULE);
 }
 
 static int items_create(struct lh_engine *engine, struct lh_error *err)

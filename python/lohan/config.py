@@ -105,9 +105,9 @@ class Config:
             needs them. Activations of an accelerator stay in main memory while there is room, and
             go to SSD otherwise; if the model computes in main memory, all of them go to SSD. None:
             nothing is offloaded, except by a policy. 0: nothing is offloaded.
-        swap_ssd_bytes: space on SSD for offloaded activations, allocated at the start. None: half
-            of the free space, for a policy at most sixteen times swap_bytes. 0: none, so they stay
-            in main memory.
+        swap_ssd_bytes: space on SSD for offloaded activations, allocated at the start; each tensor
+            takes a multiple of 1 MiB. None: half of the free space, for a policy at most sixteen
+            times swap_bytes. 0: none, so they stay in main memory.
         device: where computation happens: "cpu" (main memory), "cuda", "cuda:1", or "emu", an
             accelerator emulated in main memory (to test without a GPU). A torch.device is accepted,
             too. None: the CPU, even if torch sees a GPU (for a Trainer's callback: the Trainer's

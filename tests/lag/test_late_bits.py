@@ -20,11 +20,7 @@ from torch import nn
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"activations": "recompute"},
-    "swap": {
-        "activations": {"*": "swap"},
-        "swap_bytes": models.SWAP_BYTES,
-        "swap_ssd_bytes": 64 << 20,
-    },
+    "swap": models.SWAP,
 }
 
 

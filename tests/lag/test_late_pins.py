@@ -18,11 +18,7 @@ from torch import nn
 PLACES: dict[str, dict[str, Any]] = {
     "optimized": {},
     "deferred": {"schedule": "deferred"},
-    "swap": {
-        "activations": {"*": "swap"},
-        "swap_bytes": models.SWAP_BYTES,
-        "swap_ssd_bytes": 64 << 20,
-    },
+    "swap": models.SWAP,
     "sums": {"accumulate": 2},
 }
 

@@ -13,14 +13,11 @@ from lag_models import Task
 from torch import nn
 
 NAMES = ["tower-dropout", "llama", "gpt2", "gpt2-dropout", "t5", "dit", "dit-checkpoint", "lora"]
+MICRO_BATCHES = 4
 KEPT: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"activations": "recompute"},
-    "swap": {
-        "activations": {"*": "swap"},
-        "swap_bytes": models.SWAP_BYTES,
-        "swap_ssd_bytes": 64 << 20,
-    },
+    "swap": {**models.SWAP, "swap_ssd_bytes": MICRO_BATCHES * models.SWAP["swap_ssd_bytes"]},
 }
 
 
@@ -56,7 +53,9 @@ def test_micro_batches_in_turns_have_the_bits_of_plain_torch(
     name: str, kept: str, device: late.Late, tmp_path: pathlib.Path
 ) -> None:
     # A power of two, by which the losses can be divided and multiplied without rounding.
-    task = Task(name, accumulate=4, is_clipped=name == "dit", is_autocast=name == "llama")
+    task = Task(
+        name, accumulate=MICRO_BATCHES, is_clipped=name == "dit", is_autocast=name == "llama"
+    )
     settings = {"order": "vertical", **KEPT[kept]}
     settings["device_param_bytes"] = models.least_slots(task, tmp_path)
     model = models.wrap(task, tmp_path, **settings)

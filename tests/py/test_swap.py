@@ -268,7 +268,7 @@ def test_a_disk_that_is_full_ends_the_step_with_the_numbers(store_dir: pathlib.P
     model = lohan.wrap(
         Tower(), store=store_dir / "a", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 20
     )
-    with pytest.raises(BudgetError, match="no room to move a saved tensor"):
+    with pytest.raises(BudgetError, match=r"no room to move .* a multiple of 1048576 "):
         model(batch(0, torch.float32)).backward()
     with pytest.raises(BudgetError, match="no room to move a saved tensor"):
         model.lohan.close()
