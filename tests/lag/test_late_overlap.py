@@ -15,7 +15,10 @@ from lag_models import Task
 
 DEPTH = 24
 SLOTS = 6
-ITEM_US = 2000
+# How long an item of computation takes. Other load delays threads by milliseconds, so an attempt
+# that fails is repeated with longer items, of which a delay is a smaller share. What does not
+# overlap has the same share at every length.
+ITEMS_US = (2000, 4000, 8000, 16000, 32000)
 STEPS = 6  # the first ones are left out
 OVER_BUSIEST_MAX = 1.10
 
@@ -23,14 +26,16 @@ OVER_BUSIEST_MAX = 1.10
 class Steps:
     """The shortest of several steps, and what the last one computed and moved."""
 
-    def __init__(self, device: late.Late, folder: pathlib.Path, slots: int, rate: int) -> None:
+    def __init__(
+        self, device: late.Late, folder: pathlib.Path, slots: int, item_us: int, rate: int = 0
+    ) -> None:
         torch.manual_seed(0)
         made = models.Tower(depth=DEPTH)
         settings = {**models.HYPER, "device": "cuda", "allow_tmpfs": True, "commit_every": "never"}
         model = lohan.wrap(made, store=folder, device_param_bytes=slots, **settings)
         batches = [models.vectors(step) for step in range(STEPS)]
         device.drain()
-        device.slow(ITEM_US, rate)
+        device.slow(item_us, rate)
         ended = []
         try:
             for batch in batches:
@@ -59,15 +64,20 @@ def test_a_step_takes_at_most_a_tenth_longer_than_the_busiest_part_of_each_phase
     new values: so in a forward the link is the busiest part, and in a backward it is computation.
     """
     place = models.least_slots(Task("tower"), tmp_path) // 3
-    alone = Steps(device, tmp_path / "alone", (DEPTH + 2) * place, 0)
     expected = Steps(device, tmp_path / "expected", SLOTS * place, 0)
     loaded = expected.bytes["copy_in"]
-    rate = round(loaded / alone.step_s)
-    together = Steps(device, tmp_path / "together", SLOTS * place, rate)
-    assert together.bytes["copy_in"] == loaded
-    every = alone.bytes["copy_in"]  # with all parameters on the device: each once a step
-    forward_s, backward_s = (alone.step_s * n / sum(alone.items) for n in alone.items)
-    busiest_s = max(forward_s, every / rate)
-    busiest_s += max(backward_s, (loaded - every) / rate, together.bytes["copy_out"] / rate)
-    print(f"{together.step_s / alone.step_s:.3f} {together.step_s / busiest_s:.3f}")
-    assert together.step_s <= OVER_BUSIEST_MAX * busiest_s
+    over_busiest = []
+    for item_us in ITEMS_US:
+        alone = Steps(device, tmp_path / f"alone-{item_us}", (DEPTH + 2) * place, item_us)
+        rate = round(loaded / alone.step_s)
+        folder = tmp_path / f"together-{item_us}"
+        together = Steps(device, folder, SLOTS * place, item_us, rate)
+        assert together.bytes["copy_in"] == loaded
+        every = alone.bytes["copy_in"]  # with all parameters on the device: each once a step
+        forward_s, backward_s = (alone.step_s * n / sum(alone.items) for n in alone.items)
+        busiest_s = max(forward_s, every / rate)
+        busiest_s += max(backward_s, (loaded - every) / rate, together.bytes["copy_out"] / rate)
+        over_busiest.append(together.step_s / busiest_s)
+        if over_busiest[-1] <= OVER_BUSIEST_MAX:
+            return
+    raise AssertionError(over_busiest)
