@@ -108,7 +108,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "import": ("import lohan; print(lohan.__version__); lohan.wrap; lohan.errors; dir(lohan)",),
     "callback": ("import lohan; lohan.TrainerCallback",),
     "another reason": (
-        f"import sys; sys.modules['lohan.common._units'] = None; {MAIN}",
+        f"import sys; sys.modules['lohan.cli'] = None; {MAIN}",
         "--help",
     ),
     **{f"lohan {' '.join(words)}": (MAIN, *words) for words in WORDS},
@@ -226,3 +226,27 @@ def test_every_policy_of_the_settings_can_be_simulated() -> None:
 def test_an_invalid_cap_of_instructions_is_refused_until_it_is_corrected() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "LOHAN_MAX_CPU_ISA"}
     subprocess.run([sys.executable, "-c", INVALID_CAP], env=environment, check=True, timeout=HUNG_S)
+
+
+HELP_ALONE = """
+import sys
+from lohan.cli import main
+main(sys.argv[1:], prog_name="lohan", standalone_mode=False)
+heavy = {"torch", "numpy", "transformers", "lohan._core"} & sys.modules.keys()
+assert not heavy, heavy
+import lohan.wrap
+assert callable(lohan.wrap) and callable(lohan.unwrap) and "torch" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "plan --help"])
+def test_help_is_printed_without_importing_torch(words: str) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HELP_ALONE, *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=HUNG_S,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "lohan" in answer.stdout
