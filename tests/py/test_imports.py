@@ -22,7 +22,7 @@ import os
 os.environ["LOHAN_MAX_CPU_ISA"] = "avx3"
 for _ in range(2):
     try:
-        import lohan
+        from lohan import wrap
     except ImportError as error:
         names = "sse2, sse42, avx2, avx512 or vpclmulqdq"
         assert str(error) == f"LOHAN_MAX_CPU_ISA=avx3: must be {names}"
