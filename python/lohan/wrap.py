@@ -52,7 +52,7 @@ from lohan.session._session import Session
 from lohan.session._vertical import VerticalSession
 from lohan.store import _directories, _export, _store, _temporary, _weights
 from lohan.store._scalars import with_buffers
-from lohan.torch_glue import _buffers, _device
+from lohan.torch_glue import _buffers, _device, _late
 from lohan.world import _world
 
 if TYPE_CHECKING:
@@ -500,6 +500,7 @@ def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) ->
         _adopt.retire(optimizer.origin, session.layout)
     # Install these last: they affect the whole process and stay. A failed wrap() installs none.
     if _exit.set_handlers():
+        _late.prepare()
         register_optimizer_step_pre_hook(_refuse_other_optimizer)
 
 
