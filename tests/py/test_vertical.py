@@ -281,6 +281,22 @@ def test_a_reentrant_checkpoint_is_refused_by_name(workshop: Workshop) -> None:
     model.optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("who", range(2))
+def test_a_function_may_call_a_block_alone(who: int, workshop: Workshop) -> None:
+    found = []
+    for order in ("horizontal", "vertical"):
+        model = workshop.wrap(build(), accumulate=2, order=order, host_bytes="minimal")
+        parts: list[Any] = [model, model]
+        parts[who] = model.blocks[0]
+        for _ in range(STEP_COUNT):
+            functions = [lambda f=f: f(vectors(0)).square().mean() for f in parts]
+            losses = [float(loss) for loss in model.lohan.accumulate(functions)]
+            model.optimizer.step()
+        found.append((losses, dict(model.state_dict())))
+    assert found[0][0] == found[1][0]
+    assert_same_state(found[1][1], found[0][1])
+
+
 class Counting(nn.Module):
     """Counts its forwards in a buffer, as a batch norm does."""
 

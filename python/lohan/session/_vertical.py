@@ -110,6 +110,7 @@ class VerticalSession(Session):
         self._root_units: list[int] = []
         # The units of the modules around blocks, each run's, that the run is inside of.
         self._inside: list[list[list[int]]] = []
+        self._led: set[int] = set()  # the runs that take part in the first one's forward
         self._starts = RandomStarts()
         self._miss_count = 0  # in a row
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -234,13 +235,33 @@ class VerticalSession(Session):
             if self._turns is not None:
                 self._put(self._root_units, self._turns.turn)
         else:
-            self.around.enter()  # hooks for saved tensors belong to a thread
+            self._lead(self._turns.turn)
 
     def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._turns is None or not self._turns.is_led():
+        if not self._let_go():
             super()._root_leave(module, args, kwargs, output)
-        else:
-            self.around.leave()
+
+    def _on_forward(self, begins: bool) -> bool:
+        """Let a run call a block outside the model's own forward while the first run is in its."""
+        turns = self._turns
+        if turns is not None and turns.is_led() and begins:
+            is_new = turns.turn not in self._led
+            if is_new:
+                self._lead(turns.turn)
+            return is_new
+        return False if not begins and self._let_go() else super()._on_forward(begins)
+
+    def _lead(self, who: int) -> None:
+        self.around.enter()  # hooks for saved tensors belong to a thread
+        self._led.add(who)
+
+    def _let_go(self) -> bool:
+        """End the part of a run in the first one's forward; return whether it took part in it."""
+        if self._turns is None or self._turns.turn not in self._led:
+            return False
+        self._led.remove(self._turns.turn)
+        self.around.leave()
+        return True
 
     def _forward_is_alive(self) -> bool:
         if self._is_other():  # the call that began the forward is on the first run's stack
@@ -388,6 +409,7 @@ class VerticalSession(Session):
 
         self._visited = [[] for _ in functions]
         self._inside = [[] for _ in functions]
+        self._led = set()
         before = _buffer_versions(self._model())
         self._turns = turns
         # All runs have new threads, whose counters of nodes begin at 0 and stay near one another.
