@@ -102,11 +102,25 @@ def test_a_close_that_was_interrupted_before_its_commit_can_only_be_repeated(
         assert (step, is_told) == (2, True)
 
 
-def test_a_process_that_makes_fewer_backwards_is_named(tmp_path: pathlib.Path) -> None:
-    said = run(tmp_path, 2, world_adamw.backwards_differ, str(tmp_path / "run"))
-    assert said[0].startswith("WorldMismatchError: rank 1 (host"), said
-    assert "the same number of backwards per step" in said[0]
-    assert said[1] != ""
+@pytest.mark.parametrize(
+    ("share", "who", "calls"),
+    [
+        ("off", 1, "step"),
+        ("on", 0, "step"),
+        pytest.param("on", 1, "step", marks=pytest.mark.slow),
+        pytest.param("off", 1, "commit", marks=pytest.mark.slow),
+        pytest.param("on", 0, "commit", marks=pytest.mark.slow),
+        pytest.param("on", 1, "commit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_makes_fewer_backwards_is_named(
+    tmp_path: pathlib.Path, share: str, who: int, calls: str
+) -> None:
+    args = str(tmp_path / "run"), who, calls
+    said = run(tmp_path, 2, world_adamw.backwards_differ, *args, env={world_adamw.SHARE: share})
+    assert said[1 - who].startswith(f"WorldMismatchError: rank {who} (host"), said
+    assert "the same number of backwards per step" in said[1 - who]
+    assert said[who] != ""
 
 
 def test_one_process_may_evaluate_alone(tmp_path: pathlib.Path) -> None:

@@ -454,3 +454,18 @@ def test_a_connection_to_another_store_is_not_used_again(monkeypatch: pytest.Mon
     _world._connect(second).set("key", "value")
     assert second.check(["key"])
     assert not first.check(["key"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rendezvous_store_that_is_gone_is_blamed_on_the_process_that_serves_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    world = _world.World.__new__(_world.World)
+    world.rank, world._watch = rank, None
+    world.peers = [Peer(each, "host", 100 + each, "node") for each in range(2)]
+    words = "[/pytorch/third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    said = str(world._lost_store(RuntimeError(words), "step 3"))
+    assert f"does not answer rank {rank} (host host, process 10{rank}) in step 3: Conn" in said
+    assert ("This process serves it" in said) == (rank == 0)
+    assert ("rank 0 (host host, process 100), which serves it, has ended" in said) == (rank == 1)

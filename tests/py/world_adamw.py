@@ -369,14 +369,16 @@ def discard(store: str) -> str:
     return result
 
 
-def backwards_differ(store: str) -> str:
-    """Rank 1 makes its step one backward earlier than rank 0."""
-    rank, _ = rank_and_count()
-    model = wrapped(store)
+def backwards_differ(store: str, who: int, calls: str) -> str:
+    """One rank calls this instead of its last backward."""
+    rank, count = rank_and_count()
+    model = wrapped(store, peer_timeout_s=3)
     try:
         for _ in range(3):
-            for number in range(rank, BATCHES - 2 * rank, 2):
+            for number in range(rank, BATCHES - count * (rank == who), count):
                 loss_of(model, model.lohan.step, number, torch.float32).backward()
+            if rank == who and calls != "step":
+                getattr(model.lohan, calls)()
             model.optimizer.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ begins another one whose pieces nobody would take.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -374,11 +375,14 @@ class Exchange:
         self._present: set[int] = set()
         self._failed = set()
         now = time.monotonic()
-        # By peer: how many pieces were asked for, and how many and which have come, and when.
+        # By peer: how many pieces were asked for, how many and which have come, how many of this
+        # process it has not taken yet, and when it last sent or took one.
         self._asked = dict.fromkeys(self._others, 0)
         self._came: dict[int, dict[int, torch.Tensor]] = {rank: {} for rank in self._others}
         self._came_count = dict.fromkeys(self._others, 0)
-        self._came_at = dict.fromkeys(self._others, now)
+        peers = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        self._untaken = dict.fromkeys(peers, 0)
+        self._moved_at = dict.fromkeys(peers, now)
         self._world.say(f"in {self._what()}")
         for rank in self._others:
             self._ask(rank)
@@ -410,10 +414,13 @@ class Exchange:
         with self._lock:  # from here on, the piece may be added
             own.users = len(to) + 1
             own.is_sent = True
+            for rank in to:
+                self._untaken[rank] += 1
             while self._sent_below in self._own and self._own[self._sent_below].is_sent:
                 self._sent_below += 1
         for rank in to:
-            self.wire.send(rank, message, self._sequence + tag, lambda: self._sent(own))
+            done = functools.partial(self._sent, own, rank)
+            self.wire.send(rank, message, self._sequence + tag, done)
         self._sent_bytes += piece.message_bytes * len(to)
         self._check_complete(number)
 
@@ -434,7 +441,7 @@ class Exchange:
                     self._came[rank][number] = buffer
                     self._came_count[rank] += 1
                     self._received_bytes += self._pieces[number].message_bytes
-                    self._came_at[rank] = time.monotonic()
+                    self._moved_at[rank] = time.monotonic()
                 self._news.ring()
                 self._check_complete(number)
 
@@ -451,7 +458,10 @@ class Exchange:
                 own.is_queued = True
                 self._complete.put(number)
 
-    def _sent(self, own: Filled) -> None:
+    def _sent(self, own: Filled, rank: int) -> None:
+        with self._lock:
+            self._untaken[rank] -= 1
+            self._moved_at[rank] = time.monotonic()
         self.count_sends(-1)
         self._release(own)
 
@@ -499,16 +509,21 @@ class Exchange:
                 rank, error = errors[0]
                 raise error if rank is None else self._world.lost_wire(rank, error, what)
             now = time.monotonic()
-            of = self._routes.of
-            late = [rank for rank in self._others if self._came_count[rank] < len(of[rank])]
-            missing = {rank: now - self._came_at[rank] for rank in late}
+            missing = {rank: now - self._moved_at[rank] for rank in self._late()}
             self._world.check_peers(missing, what)
             if len(self._routes.mine) < len(self._pieces):
                 others = {rank for ranks in self._routes.to for rank in ranks}
                 self._world.check_here(others, what)
-            if now - max([began, *self._came_at.values()]) > SAY_AFTER_S and not has_said:
+            if now - max(began, *self._moved_at.values()) > SAY_AFTER_S and not has_said:
                 has_said = self._world.say_waiting(now - began, what)
             self._news.wait(_POLL_S)
+
+    def _late(self) -> set[int]:
+        """Return the processes that have not sent or taken pieces, or else who tells the end."""
+        of, teller = self._routes.of, self._routes.teller
+        late = {rank for rank in self._others if self._came_count[rank] < len(of[rank])}
+        late |= {rank for rank, count in self._untaken.items() if count > 0}
+        return late or ({teller} if teller is not None else set())
 
     # --- The thread that adds -----------------------------------------------------------------
 

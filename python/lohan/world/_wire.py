@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.errors import PeerLostError, UnsupportedError
+from lohan.world._world import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -190,10 +191,10 @@ def connect(gloo: Any, world: World, name: str, ranks: Sequence[int], device: An
     if errors:
         if known := world.known_end(None, _WHAT):
             raise known from errors[0]
-        reason = str(errors[0]).partition("\n")[0]
         raise PeerLostError(
-            f"{world.name(world.rank)} cannot connect to the other processes: {reason}. Set"
-            " GLOO_SOCKET_IFNAME to the network interface that leads to them"
+            f"{world.name(world.rank)} cannot connect to the other processes:"
+            f" {reason_of(errors[0])}. Set GLOO_SOCKET_IFNAME to the network interface that leads"
+            " to them"
         ) from errors[0]
     _groups.append(made[0])
     return made[0]

@@ -24,6 +24,7 @@ import datetime
 import json
 import os
 import queue
+import re
 import socket
 import sys
 import threading
@@ -396,7 +397,7 @@ class World:
         if known := self.known_end(rank, what):
             return known
         self._broken = "a connection has failed"
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = reason_of(error)
         failed = f"the connection of {self.name(self.rank)} to {self.name(rank)} failed in {what}"
         if self._watch is not None:  # see [Note: Followers]
             text = f"does not answer: {failed}: {reason}"
@@ -449,12 +450,14 @@ class World:
             return self._end_error(end, what)  # the reason why the store is gone
         self._broken = "the rendezvous store is gone"
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        server = "torchrun's agent" if is_agents_store() else self.name(0)
+        if self.rank == 0 and not is_agents_store():
+            why = "This process serves it: it was stopped, or blocked for as long"
+        else:
+            server = "torchrun's agent" if is_agents_store() else self.name(0)
+            why = f"{server}, which serves it, has ended, or the network to it is down"
         return PeerLostError(
             f"the rendezvous store ({where}) does not answer {self.name(self.rank)} in {what}:"
-            f" {reason}. {server}, which serves it, has ended, or the network to it is down."
-            " Restart the processes with resume=True"
+            f" {reason_of(error)}. {why}. Restart the processes with resume=True"
         )
 
     def _let_watch_see(self) -> None:
@@ -522,6 +525,12 @@ class World:
     def __repr__(self) -> str:
         """Return rank and size."""
         return f"World(rank={self.rank}, size={self.size})"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error of torch or gloo in one line, without the place in gloo's sources."""
+    text = str(error).partition("\n")[0]
+    return re.sub(r"^(\[[^\]]*:\d+\] *)+", "", text) or type(error).__name__
 
 
 def _named(error: BaseException) -> str:
