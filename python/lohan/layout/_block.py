@@ -269,17 +269,22 @@ class _Finder:
             self.seen.add(id(module))
             self.blocks.append((name, module))
 
+    def add_owner(self, name: str, module: nn.Module) -> None:
+        """Add a module that owns parameters itself, and is descended into."""
+        if any(param is not None for param in module._parameters.values()):
+            self.add(name, module)
+
     def visit(self, name: str, module: nn.Module) -> None:
         """Descend into a module that is not a block."""
         if id(module) in self.seen:
             return
-        if module._parameters and any(p is not None for p in module._parameters.values()):
-            self.add(name, module)
+        self.add_owner(name, module)
         for child_name, child in module.named_children():
             full = f"{name}.{child_name}" if name else child_name
             if _own_bytes(child) == 0:
                 continue
             if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+                self.add_owner(full, child)
                 for item_name, item in child.named_children():
                     self.element(f"{full}.{item_name}", item)
             else:
@@ -333,8 +338,7 @@ def find_blocks(
         if not below and module is not model:
             finder.element(name, module)
             return
-        if any(p is not None for p in module._parameters.values()):
-            finder.add(name, module)
+        finder.add_owner(name, module)
         for child_name, child in module.named_children():
             walk(f"{name}.{child_name}" if name else child_name, child)
 
