@@ -186,12 +186,18 @@ void lhpy_unit_unbind(struct lhpy_engine *self, uint32_t unit)
  * so another thread may get the GIL between two parameters. Without this wait it would take a unit
  * that is bound in part for one that is bound, and read a hollow parameter; or bind what the first
  * thread then makes hollow. The binder waits for nothing, so the wait is short; a scope that is
- * entered by the binder's own thread, in a finalizer for example, does not wait for itself.
+ * entered by the binder's own thread, in a finalizer for example, does not wait for itself. During
+ * the wait, another thread may close the session.
  */
+static bool binder_is_other(const struct lhpy_unit *state)
+{
+    return state->binder != 0 && state->binder != PyThread_get_thread_ident();
+}
+
 static void binder_wait(const struct lhpy_unit *state)
 {
     const struct timespec pause = {.tv_nsec = 20000};
-    while (state->binder != 0 && state->binder != PyThread_get_thread_ident()) {
+    while (binder_is_other(state)) {
         Py_BEGIN_ALLOW_THREADS
         nanosleep(&pause, NULL);
         Py_END_ALLOW_THREADS
@@ -211,6 +217,8 @@ static int unit_enter(struct lhpy_engine *self, uint32_t unit)
 {
     struct lhpy_unit *state = &self->unit_states[unit];
     binder_wait(state);
+    if (lhpy_check_open(self) < 0)
+        return -1;
     if (state->scope_depth > 0) {
         state->scope_depth++;
         return 0;
@@ -218,6 +226,10 @@ static int unit_enter(struct lhpy_engine *self, uint32_t unit)
     if (lhpy_engine_use(self, unit) < 0)
         return -1;
     binder_wait(state);
+    if (lhpy_check_open(self) < 0) {
+        lhpy_engine_unuse(self, unit);
+        return -1;
+    }
     if (state->scope_depth > 0) { /* another thread entered it during the wait without the GIL */
         lhpy_engine_unuse(self, unit);
         state->scope_depth++;
@@ -399,14 +411,23 @@ static PyObject *hook_scopes_drop(PyObject *object, PyObject *Py_UNUSED(args))
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->unscoped_unit_count = 0;
-    /* In a forked child the pins belong to the parent, and the parameters' memory is not mapped. */
-    while (self->io && !lhpy_is_open(self) && self->bound_unit_count > 0) {
-        uint32_t unit = self->bound_units[0];
-        self->unit_states[unit].scope_depth = 0;
-        lhpy_unit_unbind(self, unit);
+    /*
+     * In a forked child the pins belong to the parent, the parameters' memory is not mapped, and a
+     * binder other than the thread that forked does not exist.
+     */
+    for (uint32_t unit = 0; self->io && !lhpy_is_open(self) && unit < self->unit_count; unit++) {
+        struct lhpy_unit *state = &self->unit_states[unit];
+        if (state->scope_depth > 0 || state->binder != 0)
+            lhpy_unit_unbind(self, unit);
+        state->scope_depth = 0;
+        state->binder = 0;
     }
     while (lhpy_is_open(self) && self->bound_unit_count > 0) {
         uint32_t unit = self->bound_units[0];
+        if (binder_is_other(&self->unit_states[unit])) { /* it may leave the unit by itself */
+            binder_wait(&self->unit_states[unit]);
+            continue;
+        }
         self->unit_states[unit].scope_depth = 1;
         unit_leave(self, unit);
     }
