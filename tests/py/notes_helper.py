@@ -6,7 +6,8 @@ import re
 
 _OPENING = r"(?:new|resumed|temporary) store .* at step \d+; .*"
 _CLOSING = r"closed store .*: \d+ steps? in this session, .*"
-_LINE = re.compile(rf"^lohan: (?:{_OPENING}|{_CLOSING})\n", re.M)
+_VALUES = r"values: .*"
+_LINE = re.compile(rf"^lohan: (?:{_OPENING}|{_CLOSING}|{_VALUES})\n", re.M)
 
 
 def notes(said: str) -> str:

@@ -13,7 +13,7 @@ import lora_helper as helper
 import pytest
 import torch
 from kit import host_bytes_min
-from lohan.errors import ModelError, UnsupportedError
+from lohan.errors import UnsupportedError
 from lora_helper import BATCH, CONFIG, adapters, load, logits, lora, train
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -181,16 +181,16 @@ def test_adapters_of_an_empty_model_begin_as_peft_s_do(base: Path, store_dir: Pa
         model.lohan.close()
 
 
-@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
-def test_adapters_that_begin_with_the_base_s_values_are_refused_of_an_empty_model(
-    settings: dict[str, Any], base: Path, store_dir: Path
-) -> None:
-    model = lora(empty(), **({} if "init_lora_weights" in settings else settings))
-    if "init_lora_weights" in settings:
-        model.peft_config["default"].init_lora_weights = "pissa"
-    with pytest.raises(ModelError, match="base weights"):
-        lohan.wrap(model, store=store_dir / "s", weights=base)
-    assert not (store_dir / "s" / "lohan.data").exists()
+def test_dora_begins_with_the_norms_of_the_base_in_the_files(base: Path, store_dir: Path) -> None:
+    plain = lora(load(base), use_dora=True)
+    model = lohan.wrap(lora(empty(), use_dora=True), store=store_dir / "s", weights=base)
+    state, count = model.state_dict(), 0
+    for name, value in plain.state_dict().items():
+        if "lora_" in name:
+            assert torch.equal(state[name], value), name
+            count += "magnitude" in name
+    assert count == 2 * CONFIG["num_hidden_layers"]
+    model.lohan.close()
 
 
 def test_trained_copies_of_modules_get_the_base_s_values(base: Path, store_dir: Path) -> None:

@@ -34,6 +34,7 @@ from lohan.errors import ModelError
 
 if TYPE_CHECKING:
     from lohan.layout._in_place import InPlace
+    from lohan.layout._origins import Origin
     from lohan.layout._packed import Entry
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -217,6 +218,7 @@ class Layout:
         groups: what the store's meta says of the process's groups; None without groups=.
         ranks_of: by the index of a parameter of a group, the ranks that have it.
         owes_idle: whether units of a family owe the steps in which they have no gradient.
+        origins: where each parameter's value came from, by its name; filling the store sets it.
         in_place: the files that frozen parameters are read from; make_layout() sets it.
     """
 
@@ -233,6 +235,7 @@ class Layout:
     made_contiguous: list[str] = dataclasses.field(default_factory=list)
     other_strides: list[str] = dataclasses.field(default_factory=list)
     owes_idle: bool = False
+    origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
     in_place: InPlace = dataclasses.field(init=False)
 
     @property

@@ -23,6 +23,7 @@ from lohan.errors import ModelError, StoreError, UnsupportedError
 from lohan.layout import _experts, _gguf, _quantized
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
+from lohan.torch_glue import _peft
 from lohan.torch_glue._buffers import Buffers
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -36,7 +37,9 @@ _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Parts that peft adds to the names of modules; without them, the original names remain.
 _PEFT_ROOT = "base_model.model."
-_PEFT_PARTS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+_PEFT_PARTS = re.compile(
+    r"\.(?:base_layer|original_module|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
+)
 
 # The names, in the files, of what the parameters of an expert consist of.
 _OF_EXPERT = {
@@ -160,7 +163,7 @@ def _read_gguf(path: Path) -> Folder:
                 f" that {tensor.type} {list(tensor.shape)} is at {begin} to"
                 f" {begin + tensor.nbytes}: the file was truncated; replace it by a complete one"
             )
-        made = Entry(0, begin, tensor.nbytes, tensor.type, tensor.shape)
+        made = Entry(0, begin, tensor.nbytes, tensor.type, tensor.shape, name=tensor.name)
         if folder.entries.setdefault(_gguf.name_of(tensor.name), made) is not made:
             raise StoreError(f"{path} is not a valid GGUF file: {tensor.name} is in it twice")
     return folder
@@ -190,7 +193,8 @@ def _entry(folder: Folder, begin: int, name: str, entry: dict[str, Any]) -> Entr
             f" {entry['dtype']} {list(shape)} is at {begin + first} to {begin + end}: the file was"
             " truncated; replace it by a complete one"
         )
-    return Entry(len(folder.files) - 1, begin + first, end - first, entry["dtype"], shape)
+    file_index, dtype_name = len(folder.files) - 1, entry["dtype"]
+    return Entry(file_index, begin + first, end - first, dtype_name, shape, name=name)
 
 
 def check_descriptor(descriptor: int, file: File) -> None:
@@ -406,10 +410,12 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
     """
     found: dict[int, Entry] = {}
     prefixes = _prefixes(model)
+    _peft.check_base(model)
+    kept = _peft.given(model)
     tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
     for key, names in all_names(model).items():
         name, entry = _look_up(names, prefixes, folder)
-        if tensors[key].numel() == 0:
+        if tensors[key].numel() == 0 or key in kept:
             continue
         if entry is None:
             keys = [each for one in names for each in _candidates(one, prefixes)]
@@ -461,9 +467,8 @@ def _slice_of(
     if whole is None or whole.shape[1:] != tensor.shape or whole.dtype not in DTYPES:
         return None
     nbytes = whole.nbytes // whole.shape[0]
-    made = Entry(
-        whole.file, whole.offset + number * nbytes, nbytes, whole.dtype, tuple(tensor.shape)
-    )
+    offset = whole.offset + number * nbytes
+    made = Entry(whole.file, offset, nbytes, whole.dtype, tuple(tensor.shape), name=whole.name)
     return made, {full}
 
 
@@ -495,9 +500,10 @@ def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, 
     """
     found: list[tuple[torch.Tensor, Entry]] = []
     prefixes = _prefixes(model)
+    kept = _peft.given(model)
     for name, buffer in Buffers(model).items():
         _, entry = _look_up([name], prefixes, folder)
-        if entry is not None and buffer.numel() > 0:
+        if entry is not None and buffer.numel() > 0 and id(buffer) not in kept:
             _check_same(name, buffer, entry, folder)
             found.append((buffer, entry))
     return found

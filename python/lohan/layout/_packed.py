@@ -42,6 +42,7 @@ class Entry:
         packed: how the values are decoded; None: they are stored as they are.
         rest: the entries of the further parts of the values, if they are in several places; then
             `nbytes` is that of the first part.
+        name: the tensor's name in the file, for messages.
     """
 
     file: int
@@ -51,6 +52,7 @@ class Entry:
     shape: tuple[int, ...]
     packed: Packed | None = None
     rest: tuple[Entry, ...] = ()
+    name: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import RESIDUAL_BYTES, is_dense
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
-from lohan.torch_glue._peft import check_quantized
+from lohan.torch_glue._peft import check_quantized, set_empty_buffers
 from lohan.torch_glue._tensor import nbytes_of
 
 
@@ -69,6 +69,7 @@ def check_model(model: Any, is_filled: bool) -> None:
     for name, param in model.named_parameters():
         _check_param(name, param, is_filled)
         count += param.numel() > 0
+    set_empty_buffers(model)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(

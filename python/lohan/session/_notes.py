@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log, _shown
+from lohan.layout import _origins
 from lohan.planning import _hardware
 
 if TYPE_CHECKING:
@@ -81,5 +82,7 @@ def _of_strides(session: Session) -> list[str]:
 
 def say(session: Session, others: list[str]) -> None:
     """Print the session's notes, and others, to stderr."""
+    if session.speaks:
+        _origins.say(session.layout.origins)
     for line in [*lines(session), *_of_pins(session), *_of_strides(session), *others]:
         _log.note(line)

@@ -21,6 +21,7 @@ from lohan.torch_glue._tensor import in_backward, nbytes_of
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout, Param
+    from lohan.layout._origins import Origin
     from lohan.session._loop import Loop
     from lohan.torch_glue._device import Device
 
@@ -44,6 +45,14 @@ class Values(SessionPart):
             )
         self._changed_drop()
         self.idle.settle()
+
+    def origins(self) -> dict[str, Origin]:
+        """Return where the value of each parameter and persistent buffer came from, by its name.
+
+        That is where they were when the model was wrapped; training does not change it. Names of
+        tied parameters are in it, too. `str()` of an origin is readable text.
+        """
+        return dict(self.layout.origins)
 
     def lend(self, index: int) -> torch.Tensor:
         """Return one parameter's values, which stay in memory as long as the tensor lives.

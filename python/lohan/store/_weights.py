@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import dataclasses
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,12 +15,16 @@ from torch import nn
 from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
 from lohan.errors import ModelError, StoreError
+from lohan.layout import _origins
 from lohan.layout._files import DTYPES, check_descriptor
+from lohan.layout._origins import Origin
+from lohan.store import _initial
 from lohan.store._block_writer import BlockWriter
+from lohan.store._initial import give_back
 from lohan.store._store import read_params, write_checksums, write_param
+from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._buffers import remember
-from lohan.torch_glue._peft import initialise, is_adapter
-from lohan.torch_glue._tensor import nbytes_of
+from lohan.torch_glue._empty import no_storage
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -33,8 +37,6 @@ PathLike = str | os.PathLike[str]
 
 # The number of elements in memory at a time while safetensors are streamed.
 PIECE_ELEMENTS = 4 << 20
-# Bytes of freed tensors after which the C library is asked to return memory to the system.
-TRIM_BYTES = 256 << 20
 
 
 @contextlib.contextmanager
@@ -53,43 +55,50 @@ def empty() -> Iterator[None]:
         remember(module, name)
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        plain(module, name, param)
-        made = module._parameters[name]
-        if made is None or made.is_meta or isinstance(made, nn.parameter.UninitializedParameter):
-            return
-        same: Any = made  # a parameter shared by several modules stays shared
-        if not hasattr(same, "_lohan_empty"):
-            same._lohan_empty = nn.Parameter(made.to("meta"), made.requires_grad)
-        module._parameters[name] = same._lohan_empty
+        _empty.register(module, name, plain, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     nn.Module.register_buffer = register_buffer  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _empty.Building():
+            yield
     finally:
         nn.Module.register_buffer = plain_buffer  # type: ignore[method-assign]
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def _replace(model: nn.Module, layout: Layout) -> dict[int, nn.Parameter]:
+def _replace(
+    model: nn.Module, layout: Layout, *, keeps_built: bool = False
+) -> tuple[dict[int, nn.Parameter], set[int]]:
     """Replace each meta parameter by one on the CPU, since a meta parameter cannot get data.
 
+    Args:
+        model: the model.
+        layout: the layout of its parameters.
+        keeps_built: whether values that were set while a module was built count, too.
+
     Returns:
-        The replaced parameters, by the ids of the new ones, which have no values.
+        The replaced parameters, by the ids of the new ones; and the ids of those without values.
     """
     new: dict[int, nn.Parameter] = {}
     old: dict[int, nn.Parameter] = {}
+    empty: set[int] = set()
     for param in layout.params:
         if param.tensor.is_meta:
             tensor = param.tensor
-            made = nn.Parameter(_no_storage(tensor), requires_grad=tensor.requires_grad)
+            values = _empty.given(tensor)
+            is_given = values is not None and (keeps_built or _empty.is_loaded(tensor))
+            data = values if values is not None and is_given else no_storage(tensor)
+            made = nn.Parameter(data, requires_grad=tensor.requires_grad)
             new[id(tensor)], old[id(made)] = made, tensor
+            if not is_given:
+                empty.add(id(made))
     for tensor in model.parameters():
         if tensor.is_meta and tensor.numel() == 0:  # not in the layout
-            made = nn.Parameter(torch.empty_like(tensor, device="cpu"), tensor.requires_grad)
+            made = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
             new[id(tensor)], old[id(made)] = made, tensor
     _put(model, layout, new)
-    return old
+    return old, empty
 
 
 def _put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> None:
@@ -105,6 +114,8 @@ def _put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> N
 def skip_fill(model: nn.Module, layout: Layout) -> None:
     """Prepare the parameters without filling them: the store already has the values."""
     _replace(model, layout)
+    _origins.of_files(layout, layout.in_place.files)
+    _origins.complete(model, layout, "store")
 
 
 def fill(
@@ -127,43 +138,24 @@ def fill(
     """
     if init is not None and not callable(init) and init != "model":
         raise ModelError(f"init {init!r} must be 'model' or a function of a module")
-    replaced = _replace(model, layout)
+    replaced, empty = _replace(model, layout, keeps_built=init is None)
     total = sum(
         unit.nbytes + unit.elements * unit.residual_bytes for unit in layout.units if not unit.runs
     )
     bar = _bar.Bar("filling the store")
     writer = BlockWriter(store, lambda nbytes: bar.add(nbytes, total))
-    with bar:
-        _fill(model, layout, extents, store, writer, weights, init, scalars, files, replaced)
-
-
-def _fill(
-    model: nn.Module,
-    layout: Layout,
-    extents: Extents,
-    store: _core.Store,
-    writer: BlockWriter,
-    weights: PathLike | None,
-    init: str | Callable[[nn.Module], None] | None,
-    scalars: bytes,
-    files: Sequence[File],
-    replaced: dict[int, nn.Parameter],
-) -> None:
-    """Write every parameter; see fill()."""
-    is_empty = any(id(p.tensor) in replaced for p in layout.params)
+    job = _Filling(model, layout, extents, writer, init, files, replaced, empty)
     try:
-        if weights is not None:
-            place = Path(os.fspath(weights))
-            _fill_from_files(model, layout, extents, writer, place, files, replaced)
+        with bar:
+            if weights is None:
+                job.run()
+            else:
+                job.run_with(Path(os.fspath(weights)))
+                writer.flush()
+                write_checksums(layout, extents, store)
             writer.flush()
-            write_checksums(layout, extents, store)
-        elif is_empty or init is not None:
-            _fill_by_init(model, layout, extents, writer, init if callable(init) else None)
-        else:
-            for param in layout.params:
-                _write(layout, extents, writer, param, param.tensor)
-        writer.flush()
-        store.commit(0, scalars)
+            store.commit(0, scalars)
+        _origins.complete(model, layout, "memory")
         said = layout.cut.said()
         if said is not None:
             _log.note(said)
@@ -172,11 +164,94 @@ def _fill(
         raise
 
 
+@dataclasses.dataclass
+class _Filling:
+    """The values of a model on their way to a new store; see fill().
+
+    Attributes:
+        model: the model.
+        layout: the layout of its parameters.
+        extents: where the store has them.
+        writer: the store.
+        init: the argument of wrap().
+        files: the files with the sources of parameters.
+        replaced: the parameters that were empty, by the ids of those in their place.
+        empty: the ids of parameters without values in memory.
+    """
+
+    model: nn.Module
+    layout: Layout
+    extents: Extents
+    writer: BlockWriter
+    init: str | Callable[[nn.Module], None] | None
+    files: Sequence[File]
+    replaced: dict[int, nn.Parameter]
+    empty: set[int]
+
+    def run(self) -> None:
+        """Write every parameter, from memory or by initialisation."""
+        params = self.layout.params
+        if self.init is not None and not self.replaced:
+            missing = list(params)
+        else:
+            missing = [param for param in params if id(param.tensor) in self.empty]
+        self._initialise(missing)
+        self._write_given(params, missing)
+
+    def run_with(self, weights: Path) -> None:
+        """Stream every parameter that is not read in place, one piece at a time.
+
+        A parameter that the files do not have keeps its value, or is initialised if it has none.
+        """
+        params = [param for param in self.layout.params if not self.layout.units[param.unit].runs]
+        of_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
+        for _, _, param in sorted(of_files, key=lambda item: item[:2]):
+            _stream(self.layout, self.extents, self.writer, param, self.files)
+        others = [param for param in params if param.source is None]
+        missing = [param for param in others if id(param.tensor) in self.empty]
+        if missing and self.init is None:
+            _initial.check_may_be_fresh(self.model, self.layout, missing, self.replaced, weights)
+        self._initialise(missing)
+        self._write_given(others, missing)
+        _origins.of_files(self.layout, self.files)
+
+    def _initialise(self, missing: Sequence[Param]) -> None:
+        """Write the initial values of parameters, most of which have no storage."""
+        init = self.init if callable(self.init) else None
+        wanted = {id(param.tensor): param for param in missing}
+        made = _initial.initialise(self.model, wanted, init, self._write, self.read)
+        for key, how in made.items():
+            name = wanted[key].name
+            said = how if self.init is None else f"init={_origins.said(self.init)}"
+            self.layout.origins[name] = Origin("fresh" if self.init is None else "init", said)
+
+    def read(self, tensor: nn.Parameter) -> torch.Tensor | None:
+        """Return a parameter's values, in memory or from the files, or None."""
+        if id(tensor) not in self.empty:
+            return tensor.data
+        param = next(param for param in self.layout.params if param.tensor is tensor)
+        return None if param.source is None else _values_of(param, self.files)
+
+    def _write_given(self, params: Sequence[Param], missing: Sequence[Param]) -> None:
+        left = {param.index for param in missing}
+        for param in params:
+            if param.index in left:
+                continue
+            self._write(param, param.tensor.data)
+            self.layout.origins[param.name] = Origin("memory")
+
+    def _write(self, param: Param, values: torch.Tensor) -> None:
+        unit, places = self.layout.units[param.unit], self.extents.units[param.unit]
+        if param.kept is not None:
+            self.layout.cut.look(values, unit.dtype)
+        write_param(self.writer, unit, places, param.first, param.flat(values))
+
+
 def drop(layout: Layout) -> None:
     """Free the values in memory, which are now in the store."""
     for param in layout.params:
-        param.tensor.data = _no_storage(param.tensor)
-    _give_back()
+        param.tensor.data = no_storage(param.tensor)
+    give_back()
 
 
 def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
@@ -185,163 +260,19 @@ def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
         param.tensor.data = values
 
 
-def _give_back() -> None:
-    """Return freed memory to the system; glibc alone keeps freed memory between objects in use.
-
-    Freed tensors of 8 MiB between small live objects kept 700 MB allocated after a model of 1.3
-    billion parameters was wrapped, in excess of every budget.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
-
-
-def _no_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape without memory, until the session makes it hollow."""
-    return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
-
-
-def _write(
-    layout: Layout, extents: Extents, store: BlockWriter, param: Param, values: torch.Tensor
-) -> None:
-    if param.kept is not None:
-        layout.cut.look(values, layout.units[param.unit].dtype)
-    unit, places = layout.units[param.unit], extents.units[param.unit]
-    write_param(store, unit, places, param.first, param.flat(values))
-
-
-def _fill_by_init(
-    model: nn.Module,
-    layout: Layout,
-    extents: Extents,
-    store: BlockWriter,
-    init: Callable[[nn.Module], None] | None,
-) -> None:
-    """Run initialisation module by module; only one module's parameters are in memory."""
-    by_id = {id(p.tensor): p for p in layout.params}
-    written: set[int] = set()
-    owners = _initialisers(model)
-    freed = 0
-    for name, module in model.named_modules():
-        own = [by_id[id(t)] for t in module._parameters.values() if t is not None and t.numel()]
-        fresh = [p for p in own if p.index not in written]
-        if not fresh:
-            continue
-        for param in own:
-            param.tensor.data = torch.empty(param.tensor.shape, dtype=param.tensor.dtype)
-        _initialise(name, module, init, owners.get(id(module)))
-        for param in fresh:
-            _write(layout, extents, store, param, param.tensor)
-            written.add(param.index)
-        for param in own:
-            freed += nbytes_of(param.tensor)
-            param.tensor.data = _no_storage(param.tensor)
-        if freed >= TRIM_BYTES:
-            _give_back()
-            freed = 0
-
-
-def _initialisers(model: nn.Module) -> dict[int, Callable[[nn.Module], None]]:
-    """Return the innermost `_init_weights` (Hugging Face's convention) for each module."""
-    found: dict[int, Callable[[nn.Module], None]] = {}
-
-    def walk(module: nn.Module, function: Callable[[nn.Module], None] | None) -> None:
-        function = getattr(module, "_init_weights", function)
-        if function is not None:
-            found.setdefault(id(module), function)
-        for child in module.children():
-            walk(child, function)
-
-    walk(model, None)
-    return found
-
-
-def _initialise(
-    name: str,
-    module: nn.Module,
-    init: Callable[[nn.Module], None] | None,
-    owner: Callable[[nn.Module], None] | None,
-) -> None:
-    """Set a module's own parameters by init, or else by its model's `_init_weights`.
-
-    `reset_parameters` comes first only if the function leaves a value unset: one thread draws its
-    random numbers, which takes longer than everything else.
-    """
-    function = init or owner
-    reset = getattr(module, "reset_parameters", None)
-    with torch.no_grad():
-        _unset(module)
-        if function is not None:
-            function(module)
-        missing = _missing(module)
-        if missing is not None and reset is not None:
-            _unset(module)
-            reset()
-            if function is not None:
-                function(module)
-            missing = _missing(module)
-    if missing is not None:
-        raise ModelError(
-            f"{name}.{missing} has no initialisation in {type(module).__name__}: pass"
-            " init=FUNCTION, or weights=FOLDER"
-        )
-
-
-def _unset(module: nn.Module) -> None:
-    """Fill a module's own parameters with NaN, and integers with 0."""
-    for tensor in module._parameters.values():
-        if tensor is not None:
-            tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
-
-
-def _missing(module: nn.Module) -> str | None:
-    """Return the name of a parameter of the module that still has a NaN."""
-    for name, tensor in module._parameters.items():
-        if tensor is not None and tensor.is_floating_point() and bool(tensor.data.isnan().any()):
-            return name
-    return None
-
-
-def _fill_from_files(
-    model: nn.Module,
-    layout: Layout,
-    extents: Extents,
-    store: BlockWriter,
-    weights: Path,
-    files: Sequence[File],
-    made: Container[int],
-) -> None:
-    """Stream every parameter that is not read in place, one piece at a time.
-
-    A parameter that the files do not have keeps its value. If its id is in `made`, it has no value,
-    and must belong to an adapter, whose initial values are computed.
-    """
-    params = [param for param in layout.params if not layout.units[param.unit].runs]
-    in_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
-    for _, _, param in sorted(in_files, key=lambda item: item[:2]):
-        _stream(layout, extents, store, param, files)
-    others = [param for param in params if param.source is None]
-    empty = {id(p.tensor): p for p in others if id(p.tensor) in made}
-    written = initialise(
-        model, set(empty), lambda p: _write(layout, extents, store, empty[id(p)], p)
-    )
-    left = [param.name for key, param in empty.items() if key not in written]
-    if left:
-        raise ModelError(
-            f"weights={weights} has no value for {len(left)} parameters ({left[0]!r}, ...)"
-        )
-    for param in empty.values():
-        param.tensor.data = _no_storage(param.tensor)
-    rest = [param for param in others if id(param.tensor) not in empty]
-    for param in rest:
-        _write(layout, extents, store, param, param.tensor)
-    is_ours = is_adapter(model)
-    told = [param.name for param in rest if not is_ours(param.tensor)]
-    if told:
-        _log.note(
-            f"{len(told)} parameters that weights={weights} does not have keep their current"
-            f" values ({told[0]!r}, ...)"
-        )
+def _values_of(param: Param, files: Sequence[File]) -> torch.Tensor:
+    """Return a parameter's values from its files, in its dtype."""
+    assert param.source is not None
+    packed = param.source.packed
+    if packed is None:
+        parts = (param.source, *param.source.rest)
+        flats = [bytes_at(files, p, 0, p.nbytes).view(DTYPES[p.dtype]) for p in parts]
+        return torch.cat(flats).view(param.tensor.shape).to(param.tensor.dtype)
+    values = torch.empty(param.count, dtype=param.tensor.dtype)
+    beside = [None if p is None else bytes_at(files, p, 0, p.nbytes) for p in packed.parts]
+    raw = bytes_at(files, param.source, *packed.span(0, param.count))
+    packed.decode(0, raw, beside, values)
+    return values.view(param.tensor.shape)
 
 
 def _stream_decoded(
@@ -386,8 +317,15 @@ def bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> tor
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
-def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[File]) -> None:
+def fill_buffers(
+    model: nn.Module,
+    layout: Layout,
+    buffers: Sequence[tuple[torch.Tensor, Entry]],
+    files: Sequence[File],
+) -> None:
     """Load the files' values into persistent buffers, as load_state_dict does.
+
+    Buffers that peft copies from an embedding that is not in memory are filled from its files.
 
     Raises:
         StoreError: a file was changed meanwhile.
@@ -406,6 +344,13 @@ def fill_buffers(buffers: Sequence[tuple[torch.Tensor, Entry]], files: Sequence[
         values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
         with torch.no_grad():
             buffer.copy_(values)
+        for name, own in model.named_buffers():
+            if own is buffer:
+                layout.origins[name] = Origin("file", str(path), entry.name)
+    params = {id(param.tensor): param for param in layout.params if param.source is not None}
+    _peft.fill_buffers(
+        model, lambda t: _values_of(params[id(t)], files) if id(t) in params else None
+    )
 
 
 def _stream(

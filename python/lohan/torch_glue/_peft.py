@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from lohan.errors import ModelError, UnsupportedError
 
 # Classes of bitsandbytes, by name, since it may not be installed.
 _QUANTISED = {"Params4bit", "Int8Params"}
+# The beginnings of init_lora_weights= that subtract the adapter from the base.
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -58,6 +61,69 @@ def is_adapter(model: nn.Module) -> Callable[[torch.Tensor], bool]:
     return lambda tensor: id(tensor) in own
 
 
+def _pairs(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the modules that peft trains as copies, and their originals."""
+    for module in model.modules():
+        layer: Any = module
+        for name, original in (
+            ("modules_to_save", "original_module"),
+            ("ln_tuning_layers", "base_layer"),
+        ):
+            parts = module._modules.get(name)
+            if isinstance(parts, nn.ModuleDict) and original in module._modules:
+                yield from ((part, getattr(layer, original)) for part in parts.values())
+
+
+def copies(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the original of each parameter that peft trains as a copy, by the copy's id."""
+    found: dict[int, nn.Parameter] = {}
+    for part, original in _pairs(model):
+        theirs = dict(original.named_parameters())
+        found |= {id(p): theirs[n] for n, p in part.named_parameters() if n in theirs}
+    return found
+
+
+def given(model: nn.Module) -> set[int]:
+    """Return the ids of parameters and buffers whose values in memory replace those of files.
+
+    They were loaded into an empty model, or are copies of a module, as peft trains them, that are
+    no longer equal to it: a saved head, for example, has the same name in the files as the base's.
+    """
+    # Empty parameters ([Note: Empty parameters] in _empty.py) have these attributes.
+    found = {id(p) for p in model.parameters() if getattr(p, "is_loaded", False)}
+    for part, original in _pairs(model):
+        theirs = {**dict(original.named_parameters()), **dict(original.named_buffers())}
+        for name, mine in itertools.chain(part.named_parameters(), part.named_buffers()):
+            if name not in theirs or mine.is_meta:
+                continue
+            other: Any = theirs[name]
+            other = getattr(other, "given", None) if other.is_meta else other
+            if other is None or not torch.equal(mine.detach(), other.detach()):
+                found.add(id(mine))
+    return found
+
+
+def check_base(model: nn.Module) -> None:
+    """Reject files in place of base weights that an adapter's initialisation has changed.
+
+    Raises:
+        UnsupportedError: names the initialisation.
+    """
+    for name, module in _adapters(model):
+        layer: Any = module
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if weight is None or weight.is_meta:
+            continue
+        for adapter in getattr(layer, "lora_A", ()):
+            init = str(_init_of(model, adapter)).lower()
+            if init.startswith(_CHANGES_BASE):
+                raise UnsupportedError(
+                    f"{name}: init_lora_weights={init!r} has changed the base weights in memory,"
+                    " and weights= would replace them by those of the files: call lohan.wrap"
+                    " without weights=, which copies the base from memory into the store"
+                )
+
+
 def _init_of(model: nn.Module, adapter: str) -> Any:
     """Return `init_lora_weights` from the adapter's config."""
     for module in model.modules():
@@ -67,60 +133,132 @@ def _init_of(model: nn.Module, adapter: str) -> Any:
     return True
 
 
-def initialise(
-    model: nn.Module, wanted: set[int], write: Callable[[nn.Parameter], None]
-) -> set[int]:
+Put = Callable[[nn.Parameter, str], None]
+Read = Callable[[nn.Parameter], torch.Tensor | None]
+
+
+def initialise(model: nn.Module, wanted: set[int], put: Put, read: Read) -> None:
     """Compute peft's initial values for adapters without values, layer by layer.
 
-    `get_peft_model` moves its adapters to the device of the base weights; for an empty model, this
-    is the meta device, and their initial values are lost.
+    Adapters have none if they were created on the meta device (`low_cpu_mem_usage=True`) and not
+    loaded, or if peft computes them from base weights that are not in memory.
 
     Args:
         model: a model with parameters that have a shape but no values.
         wanted: the ids of the parameters that need values.
-        write: called with each parameter when its values are computed.
-
-    Returns:
-        The ids of the parameters that were written.
+        put: called with each parameter when its values are computed, and with what computed them.
+        read: returns the values of a parameter of the base.
 
     Raises:
-        ModelError: an initialisation needs the base weights, which are not in memory.
+        ModelError: an initialisation is not known, or needs values that cannot be read.
     """
-    written: set[int] = set()
     for name, module in _adapters(model):
-        reset = getattr(module, "reset_lora_parameters", None)
-        mine = {id(p): (n, p) for n, p in module.named_parameters() if id(p) in wanted - written}
-        if reset is None or not mine:
+        mine = {
+            n: p
+            for n, p in module.named_parameters()
+            if id(p) in wanted and not n.startswith("base_layer.")
+        }
+        if not mine:
             continue
-        for _, param in mine.values():
-            param.data = torch.full(param.shape, float("nan"), dtype=param.dtype)
-        for adapter in {*module.lora_A, *module.lora_embedding_A}:  # type: ignore[misc]
-            _reset(model, name, module, str(adapter))
-        for key, (param_name, param) in mine.items():
-            if bool(param.data.isnan().any()):
+        values: dict[str, torch.Tensor] = {}
+        if hasattr(module, "reset_lora_parameters"):
+            _reset(model, name, module, mine)
+            values = _magnitudes(module, mine, read)
+        elif hasattr(module, "trainable_tokens_delta"):
+            values = _rows(module, mine, read)
+        for key, param in mine.items():
+            found = values.get(key, param.data)
+            if found.stride() != found.contiguous().stride() or bool(found.isnan().any()):
                 raise ModelError(
-                    f"{name}.{param_name} has no values, and peft computes its initial values from"
-                    " the base weights: call get_peft_model on a model that is in memory"
+                    f"{name}.{key} has no values: load them before lohan.wrap() (inside"
+                    " lohan.empty(), or without low_cpu_mem_usage=True), or load them after it with"
+                    " peft's set_peft_model_state_dict or model.load_state_dict(); if peft computes"
+                    " them from the base weights, call get_peft_model on a base that is in memory"
                 )
-            write(param)
-            written.add(key)
-    return written
+            param.data = found
+            put(param, f"peft, {type(module).__name__}")
 
 
-def _reset(model: nn.Module, name: str, module: Any, adapter: str) -> None:
-    init = _init_of(model, adapter)
-    if init is False:  # peft keeps the initial values of torch.nn.Linear
-        for part in (module.lora_A, module.lora_B):
-            if adapter in part:
-                part[adapter].reset_parameters()
-    elif init is True or init == "gaussian":
+def _reset(model: nn.Module, name: str, module: Any, mine: dict[str, nn.Parameter]) -> None:
+    """Set a LoRA layer's matrices without values as peft does."""
+    left = {id(p) for n, p in mine.items() if not n.startswith("lora_magnitude_vector.")}
+    for adapter in {*module.lora_A, *module.lora_embedding_A}:
+        parts = [module.lora_A, module.lora_B, module.lora_embedding_A, module.lora_embedding_B]
+        own = [part[adapter] for part in parts if adapter in part]
+        params = [p for o in own for p in (o.parameters() if isinstance(o, nn.Module) else [o])]
+        if not left & {id(p) for p in params}:
+            continue
+        before = [(p, p.data) for p in params if id(p) not in left]
+        for param in params:
+            param.data = torch.full(param.shape, float("nan"), dtype=param.dtype)
+        init = _init_of(model, adapter)
+        if init is False:  # peft keeps the initial values of torch.nn.Linear
+            for part in own:
+                part.reset_parameters()
+        elif init is True or init == "gaussian":
+            with torch.no_grad():
+                module.reset_lora_parameters(adapter, init)
+        else:
+            raise ModelError(
+                f"{name}: init_lora_weights={init!r} is computed from the base weights, which are"
+                " not in memory: call get_peft_model on a model in memory, or use the default"
+            )
+        for param, data in before:
+            param.data = data
+
+
+def _magnitudes(module: Any, mine: dict[str, nn.Parameter], read: Read) -> dict[str, torch.Tensor]:
+    """Compute the magnitudes of DoRA from the base weights."""
+    found: dict[str, torch.Tensor] = {}
+    for adapter, layer in getattr(module, "lora_magnitude_vector", {}).items():
+        key = f"lora_magnitude_vector.{adapter}.weight"
+        base = module.get_base_layer()
+        values = read(base.weight) if key in mine else None
+        if values is None:
+            continue
+        before, base.weight.data = base.weight.data, values
+        parts = (module.lora_A, module.lora_B)
+        if adapter not in module.lora_A:
+            parts = (module.lora_embedding_A, module.lora_embedding_B)
+        a, b = (part[adapter] for part in parts)
+        # peft converts the matrices to fp32, if it does, after this computation.
+        a, b = (getattr(part, "weight", part).detach().to(values.dtype) for part in (a, b))
+        made = type(layer)(fan_in_fan_out=layer.fan_in_fan_out)
         with torch.no_grad():
-            module.reset_lora_parameters(adapter, init)
-    else:
-        raise ModelError(
-            f"{name}: init_lora_weights={init!r} is computed from the base weights, which are not"
-            " in memory: call get_peft_model on a model in memory, or use the default"
-        )
+            made.update_layer(base_layer=base, lora_A=a, lora_B=b, scaling=module.scaling[adapter])
+        base.weight.data = before
+        found[key] = made.weight.data.to(mine[key].dtype)
+    return found
+
+
+def _rows(module: Any, mine: dict[str, nn.Parameter], read: Read) -> dict[str, torch.Tensor]:
+    """Return the rows of an embedding from which trainable tokens begin."""
+    values = read(module.get_base_layer().weight)
+    if values is None:
+        return {}
+    keys = {f"trainable_tokens_delta.{n}": i for n, i in module.token_indices.items()}
+    return {key: values[index].clone() for key, index in keys.items() if key in mine}
+
+
+def set_empty_buffers(model: nn.Module) -> None:
+    """Give the buffers that peft copies from an empty embedding storage; see fill_buffers()."""
+    for _, module in _adapters(model):
+        parts: Any = getattr(module, "trainable_tokens_original", None)
+        for name, buffer in parts._buffers.items() if parts is not None else ():
+            if buffer.is_meta:
+                parts._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+
+def fill_buffers(model: nn.Module, read: Read) -> None:
+    """Fill the buffers to which set_empty_buffers() gave storage, from the base."""
+    for _, module in _adapters(model):
+        parts: Any = getattr(module, "trainable_tokens_original", None)
+        layer: Any = module
+        for name, buffer in parts._buffers.items() if parts is not None else ():
+            if not bool(buffer.any()):
+                values = read(layer.get_base_layer().weight)
+                if values is not None:
+                    buffer.copy_(values[layer.token_indices[name]])
 
 
 def needs_embeddings(model: Any, asked: Any) -> bool:
