@@ -16,7 +16,7 @@ from rich.console import Console
 
 from lohan.commands import _cli_stores
 from lohan.commands._cli_types import EXIT_INTERRUPTED, Group, OneOf, Size, Sweep
-from lohan.common import _units
+from lohan.common import _console, _units
 
 HELP = {"help_option_names": ["-h", "--help"]}
 STATUSES = """Exit status: 0: success. 1: an error, which is printed (a lohan error, or a problem
@@ -60,7 +60,7 @@ def doctor(directories: tuple[str, ...], json_wanted: bool) -> None:
     """
     from lohan.commands import _doctor
 
-    sys.exit(_doctor.run(directories, json_wanted, Console()))
+    sys.exit(_doctor.run(directories, json_wanted, _console.make(markup=True)))
 
 
 @main.command()
@@ -77,7 +77,7 @@ def inspect(store: tuple[str, ...], json_wanted: bool) -> None:
     if json_wanted:
         _write_json(found, None)
     else:
-        _inspect.show(found, Console())
+        _inspect.show(found, _console.make())
 
 
 @main.command()
@@ -95,7 +95,7 @@ def trace(file: Path, json_wanted: bool) -> None:
     if json_wanted:
         _write_json({"steps": steps}, None)
     else:
-        _trace.show(steps, Console())
+        _trace.show(steps, _console.make())
 
 
 @main.command()
@@ -151,7 +151,7 @@ def demo(
     from lohan.commands import _demo
     from lohan.commands._demo_worker import Options
 
-    console = Console()
+    console = _console.make(markup=True)
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise click.BadParameter(f"--json {json_path}: folder {json_path.parent} does not exist")
     options = Options(
@@ -342,7 +342,7 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
     from lohan.commands import _bench
 
     words = {"policy": "auto", "schedule": None, "commit_every": None, "sweep": None, "plot": None}
-    console = None if json_wanted else Console()
+    console = None if json_wanted else _console.make()
     answer = _bench.run(directories or (".",), load, words, save, console)
     if json_wanted:
         _write_json(answer, None)
@@ -403,7 +403,7 @@ def simulate(
     from lohan.planning import _machines
 
     here = _with_world(_machines.change(_machines.load(machine), changes), words)
-    console = None if json_wanted else Console()
+    console = None if json_wanted else _console.make()
     if division is not None and not mirror:
         raise click.UsageError("--division needs --mirror")
     if mirror:
@@ -545,7 +545,7 @@ def plan(
             raise click.UsageError("--gpu NAME takes a model and the PC's parts: --ram and --ssd")
         asked = {"model": model, "batch": batch or _BATCH, "tokens": tokens or 100e6}
         question = _answer.question_of(asked, (gpu, ram, ssd), changes, words)
-        answer = _answer.run(question, None if json_wanted else Console())
+        answer = _answer.run(question, None if json_wanted else _console.make())
         if json_wanted:
             _write_json(answer, None)
         return
@@ -568,7 +568,7 @@ def plan(
     if ssd is not None:
         each = _machines.quantity("ssd_bytes", ssd) // here.ssd_count
         here = _machines.change(here, [f"ssd_bytes={each}"])
-    console = None if json_wanted else Console()
+    console = None if json_wanted else _console.make()
     if found:
         if here.node_count * here.gpu_count > 1:
             flag = _FOUND_FLAGS[found]

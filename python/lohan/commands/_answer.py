@@ -16,6 +16,7 @@ from lohan.activations import _swap
 from lohan.commands._simulate_show import RESOURCES, load_of, options_of
 from lohan.common import _progress
 from lohan.common._shown import of_bytes as size
+from lohan.common._shown import of_number
 from lohan.config import POLICIES, Config
 from lohan.errors import BudgetError
 from lohan.planning import _machines, _models, _parts
@@ -237,9 +238,10 @@ def show(found: dict[str, Any], question: Question, console: Console) -> None:
         )
         say(
             f"a step of {question.options.accumulate * question.batch} x {question.seq:,} tokens"
-            f" takes {found['step_s']:.3g} s: {found['tokens_per_s']:,.0f} tokens/s,"
-            f" {found['hours']:,.3g} hours for {question.tokens / 1e6:,.4g} million tokens; bound"
-            f" by: {RESOURCES[found['bound_by']]} ({busy:.0%} busy)"
+            f" takes {of_number(found['step_s'])} s: {found['tokens_per_s']:,.0f} tokens/s,"
+            f" {of_number(found['hours'])} hours for"
+            f" {of_number(question.tokens / 1e6)} million tokens; bound by:"
+            f" {RESOURCES[found['bound_by']]} ({busy:.0%} busy)"
         )
         written = step["written_bytes_per_day"]
         life = _life(found["ssd_life_days"])
@@ -254,8 +256,8 @@ def show(found: dict[str, Any], question: Question, console: Console) -> None:
     for row in found["changes"]:
         cells = ["does not fit", "", "", ""]
         if row["fits"]:
-            cells = [f"{row['step_s']:.3g}", f"{row['tokens_per_s']:,.0f}"]
-            cells += [f"{row['hours']:,.3g}", _life(row["ssd_life_days"])]
+            cells = [of_number(row["step_s"]), f"{row['tokens_per_s']:,.0f}"]
+            cells += [of_number(row["hours"]), _life(row["ssd_life_days"])]
         table.add_row(row["change"], *cells)
     console.print(table, highlight=False)
     say(

@@ -72,7 +72,7 @@ def run(
     except BudgetError as error:
         answer["step_error"] = str(error)
         if console is not None:
-            said = f"{load['model']} does not fit: {error}".replace("[", r"\[")
+            said = f"{load['model']} does not fit: {error}"
             console.print(said, highlight=False, soft_wrap=True)
     return answer
 
@@ -95,7 +95,7 @@ def _show(answer: dict[str, Any], console: Console) -> None:
 
     for ssd in answer["ssds"]:
         among = cells(ssd["among_all"]) if several else []
-        table.add_row(ssd["directory"].replace("[", r"\["), *cells(ssd), *among)
+        table.add_row(ssd["directory"], *cells(ssd), *among)
     if several:
         table.add_row("together", "", "", *cells(answer["together"]))
     console.print(table, highlight=False)

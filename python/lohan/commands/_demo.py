@@ -432,7 +432,7 @@ def _draw(options: Options, ours: Result, out: Path, console: Console) -> None:
             said += f", {picture}"
         except UnsupportedError as error:
             said += f"; {error}"
-        console.print(said, highlight=False, soft_wrap=True)
+        console.print(said, highlight=False, soft_wrap=True, markup=False)
     except BaseException:
         trace.unlink(missing_ok=True)
         picture.unlink(missing_ok=True)

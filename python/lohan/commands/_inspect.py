@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan.common import _meta
+from lohan.common import _meta, _shown
 from lohan.config import Config
 from lohan.planning import _wear
 from lohan.store import _scalars
@@ -142,7 +142,7 @@ def _written(found: dict[str, Any]) -> str:
         steps /= found["write_every"]
         what = f'method="mezo": every {found["write_every"]} steps, a step'
     return (
-        f"{what} writes {written:,} bytes: {steps * written / 1e12:.3g} TB of the SSDs' rated"
+        f"{what} writes {written:,} bytes: {_shown.of_bytes(steps * written)} of the SSDs' rated"
         " endurance (TBW) in 1,000 steps"
     )
 
@@ -176,7 +176,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         files.add_column(name, justify="right")
     for file in found["files"]:
         files.add_row(
-            file["path"].replace("[", r"\["),
+            file["path"],
             f"{file['bytes']:,}",
             "direct" if file["direct"] else "buffered",
         )
@@ -190,5 +190,5 @@ def show(found: dict[str, Any], console: Console) -> None:
         first += unit["params"]
         count = unit["elements"] or sum(param["count"] for param in inside)
         numbers = (f"{number:,}" for number in (unit["params"], count, unit["bytes"]))
-        units.add_row(unit["name"].replace("[", r"\["), *numbers)
+        units.add_row(unit["name"], *numbers)
     console.print(units, highlight=False)

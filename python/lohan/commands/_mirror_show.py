@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from lohan.common import _shown
 from lohan.planning import _mirror, _models
 
 if TYPE_CHECKING:
@@ -59,5 +60,6 @@ def _show(name: str, step: _mirror.Step, machine: Machine, division: str, consol
     )
     say(f"{step.tokens_per_s:,.0f} tokens/s on all GPUs")
     say(
-        f"a node sends {step.net_bytes / 1e9:.3g} GB and writes {step.ssd_write_bytes / 1e9:.3g} GB"
+        f"a node sends {_shown.of_bytes(step.net_bytes)} and writes"
+        f" {_shown.of_bytes(step.ssd_write_bytes)}"
     )

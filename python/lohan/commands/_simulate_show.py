@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lohan.common import _progress
 from lohan.common._shown import of_bytes as size
+from lohan.common._shown import of_number
 from lohan.errors import MachineError, UnsupportedError
 from lohan.planning import _machines, _models, _simulate_zeroth
 from lohan.planning._machines import Machine
@@ -112,11 +113,12 @@ def values_of(text: str) -> tuple[str, list[int]]:
 def show_machine(machine: Machine, console: Console) -> None:
     """Print a machine's rates and sizes, measured or assumed."""
     console.print(
-        f"{machine.name}: {machine.gpu_flop_per_s / 1e12:.3g} TFLOP/s, {size(machine.gpu_bytes)};"
-        f" link {size(machine.link_in_bytes_per_s)}/s in, {size(machine.link_out_bytes_per_s)}/s"
-        f" out; main memory {size(machine.host_bytes)}; {machine.ssd_count} x SSD"
-        f" {size(machine.ssd_read_bytes_per_s)}/s read, {size(machine.ssd_write_bytes_per_s)}/s"
-        f" written; AdamW {machine.adam_params_per_s / 1e6:,.0f} million parameters/s",
+        f"{machine.name}: {of_number(machine.gpu_flop_per_s / 1e12)} TFLOP/s,"
+        f" {size(machine.gpu_bytes)}; link {size(machine.link_in_bytes_per_s)}/s in,"
+        f" {size(machine.link_out_bytes_per_s)}/s out; main memory {size(machine.host_bytes)};"
+        f" {machine.ssd_count} x SSD {size(machine.ssd_read_bytes_per_s)}/s read,"
+        f" {size(machine.ssd_write_bytes_per_s)}/s written; AdamW"
+        f" {machine.adam_params_per_s / 1e6:,.0f} million parameters/s",
         highlight=False,
         soft_wrap=True,
     )
@@ -124,10 +126,13 @@ def show_machine(machine: Machine, console: Console) -> None:
 
 def _show_step(step: Step, model: _plan.Model, machine: Machine, console: Console) -> None:
     count = model.param_count + model.frozen_count
-    trained = f" ({model.param_count / 1e6:.3g} million trained)" if model.frozen_count else ""
+    trained = (
+        f" ({of_number(model.param_count / 1e6)} million trained)" if model.frozen_count else ""
+    )
     console.print(
-        f"{model.name}, {count / 1e9:.3g} billion parameters{trained}, {step.tokens:,} tokens"
-        f" per step, on {machine.name} with {machine.ssd_count} SSD{'s'[: machine.ssd_count > 1]}",
+        f"{model.name}, {of_number(count / 1e9)} billion parameters{trained},"
+        f" {step.tokens:,} tokens per step, on {machine.name} with {machine.ssd_count}"
+        f" SSD{'s'[: machine.ssd_count > 1]}",
         highlight=False,
         soft_wrap=True,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from lohan.common._shown import of_bytes as size
 from lohan.errors import BudgetError, MachineError
 from lohan.planning import _models, _world, _world_lohan, _world_policies, _world_wrap
 
@@ -49,10 +50,6 @@ class Load:
     seq: int
     micro_steps: int = 1
     adapter_params: int | None = None
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.3g} MB"
 
 
 def _row(
@@ -129,9 +126,9 @@ def run(load: Load, machine: Machine, console: Console | None) -> dict[str, Any]
         )
         raise BudgetError(
             f"{load.model} does not fit {machine.name}: it needs at least"
-            f" {_size(least.gpu_bytes)} of GPU memory (there are {_size(machine.gpu_bytes)}) and"
-            f" {_size(least.host_bytes)} of main memory a node (there are"
-            f" {_size(machine.host_bytes)}): take a smaller batch or more memory"
+            f" {size(least.gpu_bytes)} of GPU memory (there are {size(machine.gpu_bytes)}) and"
+            f" {size(least.host_bytes)} of main memory a node (there are"
+            f" {size(machine.host_bytes)}): take a smaller batch or more memory"
         )
     best = min(rows, key=lambda row: float(row["step_s"]))
     rows += [_row(name, step, tokens * ranks, machine) for name, step in _peers(work, machine)]
@@ -170,7 +167,7 @@ def _show(answer: dict[str, Any], param_count: int, machine: Machine, console: C
     console.print(table, highlight=False, soft_wrap=True)
     say("sent, SSD: the bytes that a node sends and writes in a step; RAM: what it needs")
     best = next(row for row in answer["rows"] if answer["best"].items() <= row.items())
-    say(f"lohan takes {_size(best['gpu_bytes'])} of each GPU")
+    say(f"lohan takes {size(best['gpu_bytes'])} of each GPU")
     if one:
         ratio = best["tokens_per_s"] / one["tokens_per_s"]
         say(f"{nodes * gpus} GPUs train {ratio:.2f} times as fast as one")
@@ -186,8 +183,8 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
     return (
         f"{row['step_s']:.3f}",
         f"{row['tokens_per_s']:,.0f}",
-        _size(row["net_bytes"]),
-        _size(row["ssd_write_bytes"]),
-        _size(row["host_bytes"]),
+        size(row["net_bytes"]),
+        size(row["ssd_write_bytes"]),
+        size(row["host_bytes"]),
         _RESOURCES.get(row["bound_by"], row["bound_by"]),
     )

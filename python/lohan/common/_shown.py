@@ -15,6 +15,11 @@ def of_bytes(nbytes: float) -> str:
     return f"{nbytes:.3g} PB" if nbytes < _SHOWN_MAX else f"{nbytes:,.0f} PB"
 
 
+def of_number(number: float) -> str:
+    """Return a number with three digits, and all digits of a larger one: "1.04", "1,040"."""
+    return f"{number:.3g}" if abs(number) < _SHOWN_MAX else f"{number:,.0f}"
+
+
 def of_ns(ns: float) -> str:
     """Return a time in seconds: "0.844 s"."""
     return f"{ns / 1e9:.3f} s"
@@ -29,9 +34,9 @@ def of_seconds(seconds: float) -> str:
     for unit_s, name in ((_HOUR_S, "hour"), (_MINUTE_S, "minute")):
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.0f} {name}s"
-    return f"{seconds:.3g} s"
+    return f"{of_number(seconds)} s"
 
 
 def of_days(days: float) -> str:
     """Return a time in days or years: "11.8 days", "1.23 years"."""
-    return f"{days / YEAR_DAYS:.3g} years" if days >= YEAR_DAYS else f"{days:.3g} days"
+    return f"{of_number(days / YEAR_DAYS)} years" if days >= YEAR_DAYS else f"{days:.3g} days"
