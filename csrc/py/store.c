@@ -247,6 +247,17 @@ static PyObject *store_write(PyObject *object, PyObject *args)
     return store_transfer(object, args, true);
 }
 
+static PyObject *store_check_names(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    struct store *self = (struct store *)object;
+    struct lh_error err = {0};
+    if (!lhpy_store_get(object))
+        return NULL;
+    if (lh_store_names_check(self->store, &err) < 0)
+        return lhpy_raise_error(self->raiser, &err);
+    Py_RETURN_NONE;
+}
+
 static PyObject *store_commit(PyObject *object, PyObject *args)
 {
     struct store *self = (struct store *)object;
@@ -374,6 +385,8 @@ static PyObject *store_close(PyObject *object, PyObject *Py_UNUSED(args))
 static PyMethodDef store_methods[] = {
     {"read", store_read, METH_VARARGS, "read(extent, offset, address, bytes)"},
     {"write", store_write, METH_VARARGS, "write(extent, offset, address, bytes)"},
+    {"check_names", store_check_names, METH_NOARGS,
+     "Raise an error if a file of the store was deleted while it was open."},
     {"commit", store_commit, METH_VARARGS, "commit(step, scalars)"},
     {"describe", store_describe, METH_NOARGS, "What the store is: a dict."},
     {"extents", store_extents, METH_NOARGS,

@@ -57,6 +57,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/assert.h"
 #include "base/crc32c.h"
@@ -202,6 +203,24 @@ int lh_store_write_begin(struct lh_store *store, struct lh_error *err)
     return lh_store_fail(store, err);
 }
 
+int lh_store_names_check(struct lh_store *store, struct lh_error *err)
+{
+    store->has_names = true;
+    for (uint32_t index = 0; store->failure.code == 0 && index < store->file_count; index++) {
+        const struct lh_store_file *file = &store->files[index];
+        struct lh_store_fs_info info;
+        int fd = store->io_files[index].fd;
+        if (store->fs->ops->info(store->fs, fd, &info) != 0 || !info.is_deleted)
+            continue; /* a file that does not answer fails in its next request */
+        lh_error_set(&store->failure, -EIDRM,
+                     "%s was deleted while it was open: the store ends with this process, at step "
+                     "%" PRIu64 ", and commits nothing more. Until the process ends, "
+                     "/proc/%ld/fd/%d has the file's contents, for a copy",
+                     file->path, store->superblock.step, (long)getpid(), fd);
+    }
+    return store->failure.code == -EIDRM ? lh_store_fail(store, err) : 0;
+}
+
 int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *scalars,
                           uint64_t scalar_bytes, struct lh_error *err)
 {
@@ -210,6 +229,8 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
         return lh_store_fail(store, err);
     if (store->is_read_only)
         return lh_error_set(err, -EROFS, "the store was opened for reading only");
+    if (store->has_names)
+        LH_TRY(lh_store_names_check(store, err));
     if (scalar_bytes > store->header.scalar_bytes_max)
         return lh_error_set(err, -EINVAL,
                             "a commit has %" PRIu64 " bytes of scalars, but the store was created "

@@ -311,7 +311,9 @@ int lh_store_file_read(const struct lh_store *store, uint32_t file_index, uint64
         if (rc == 0)
             return lh_error_set(err, -ENODATA,
                                 "%s was truncated: it ends at offset %" PRIu64
-                                ", and bytes up to %" PRIu64 " are needed",
+                                ", and bytes up to %" PRIu64
+                                " are needed; copy the store again if this "
+                                "is a copy, otherwise restore it from a snapshot",
                                 store->files[file_index].path, offset + done, offset + bytes);
         done += (uint64_t)rc;
     }

@@ -114,6 +114,7 @@ static void info_fill(const struct stat *file, const struct statfs *system,
         .bytes = (uint64_t)file->st_size,
         .is_regular = S_ISREG(file->st_mode),
         .is_directory = S_ISDIR(file->st_mode),
+        .is_deleted = file->st_nlink == 0,
         .memory_name = type == TMPFS_TYPE   ? "tmpfs"
                        : type == RAMFS_TYPE ? "ramfs"
                                             : NULL,

@@ -33,6 +33,7 @@ struct lh_store_fs_info {
     uint64_t bytes; /* the file's size */
     bool is_regular;
     bool is_directory;
+    bool is_deleted; /* an open file that has no name any more */
     /* The name of the file system if it keeps its data in main memory, else NULL; static. */
     const char *memory_name;
     /* The space of the file system available to this process; UINT64_MAX: unknown. */

@@ -44,7 +44,8 @@ static int header_missing(struct lh_store *store, uint32_t file_index, uint64_t 
     LH_TRY(rc);
     if (is_begun && rc == 0)
         return lh_error_set(err, -EINPROGRESS,
-                            "%s has no header: its creation was interrupted; remove the file and "
+                            "%s has no header: its creation was interrupted, or a copy of it; copy "
+                            "the store again if this is a copy, otherwise remove the file and "
                             "create the store again",
                             path);
     return lh_error_set(err, -EILSEQ,
@@ -108,14 +109,17 @@ static int file_begin(struct lh_store *store, uint32_t file_index, struct lh_sto
     LH_TRY(lh_store_file_info(store, file_index, &info, err));
     if (info.bytes == 0)
         return lh_error_set(err, -EINPROGRESS,
-                            "%s is empty: its creation was interrupted, or it was truncated; "
-                            "remove the file and create the store again",
+                            "%s is empty: its creation was interrupted, or it was truncated; copy "
+                            "the store again if this is a copy, otherwise remove the file and "
+                            "create the store again",
                             path);
     LH_TRY(header_read(store, file_index, info.bytes, header, err));
     if (info.bytes < header->file_bytes)
         return lh_error_set(err, -ENODATA,
-                            "%s was truncated: it has %" PRIu64 " bytes, expected %" PRIu64, path,
-                            info.bytes, header->file_bytes);
+                            "%s was truncated: it has %" PRIu64 " bytes, expected %" PRIu64
+                            "; copy the store again if this is a copy, otherwise restore it from "
+                            "a snapshot",
+                            path, info.bytes, header->file_bytes);
     return 0;
 }
 

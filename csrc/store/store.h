@@ -256,6 +256,13 @@ int lh_store_commit_begin(struct lh_store *store, uint64_t step, const void *sca
 int lh_store_commit_next(struct lh_store *store, struct lh_io_request *requests,
                          uint32_t request_max, struct lh_error *err) LH_MUST_CHECK;
 bool lh_store_is_committing(const struct lh_store *store);
+/*
+ * Make the store FAILED if a file of it was deleted while it was open: what it commits would be
+ * gone when it is closed. After the first call every commit begins with this; a temporary store,
+ * whose files have no names, does not call it.
+ * Errors: -EIDRM.
+ */
+int lh_store_names_check(struct lh_store *store, struct lh_error *err) LH_MUST_CHECK;
 /* The bytes that every commit writes (manifest, superblock, witnesses), for byte accounting. */
 uint64_t lh_store_commit_bytes(const struct lh_store *store);
 

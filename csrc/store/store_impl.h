@@ -85,6 +85,7 @@ struct lh_store {
     struct lh_store_control control;
     struct lh_store_layout layout;
     bool is_read_only;
+    bool has_names;      /* files that have no name any more are an error */
     bool is_held;        /* another store object of this process holds the lock */
     bool is_fallback;    /* the newest step is damaged, and this is the step before it */
     uint64_t older_step; /* at open: the other step that may be intact; none: the opened one */

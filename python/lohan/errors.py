@@ -106,6 +106,10 @@ class StoreUncleanError(StoreError):
     """The writing of a store was interrupted, so its contents match no known step."""
 
 
+class StoreDeletedError(StoreError):
+    """A file of the store was deleted while a session or a program had it open."""
+
+
 class ChecksumError(StoreError):
     """Bytes read from a store differ from those that were written."""
 
@@ -192,6 +196,7 @@ _BY_CODE: dict[int, type[LohanError]] = {
     errno.EPROTO: StoreVersionError,
     errno.EUCLEAN: StoreUncleanError,
     errno.EINPROGRESS: StoreUncleanError,  # its creation was interrupted
+    errno.EIDRM: StoreDeletedError,
     errno.EILSEQ: ChecksumError,
     errno.EBADMSG: StoreMismatchError,
     errno.ECANCELED: SessionError,
@@ -203,6 +208,7 @@ _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.ENOMEM: BudgetError,
     errno.ECANCELED: SessionError,
     errno.ENOTRECOVERABLE: SessionError,
+    errno.EIDRM: StoreDeletedError,
     errno.EILSEQ: ChecksumError,
     errno.EBADMSG: StoreMismatchError,
     errno.ESTALE: StaleGraphError,

@@ -298,6 +298,8 @@ class _Opening:
                 _store.remove(directories)
             raise
         session.speaks = self.shared.world is None or self.shared.world.rank == 0
+        if not temporary:
+            session.keep_names()
         _commit_rule.begin(session, self.shared.world)
         wear = None if self.zeroth is None else ZerothWear
         full = functools.partial(_division.full_budget, self.layout, self.config)

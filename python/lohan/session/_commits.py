@@ -116,6 +116,7 @@ class Commits(SessionPart):
     _optimizer: Optimizer | None
     _last_step: int
     has_edits: bool = False
+    has_names = False  # whether the store's files must keep their names: see keep_names()
     resumed_step: int | None = None
     replicas: tuple[str, ...] = ()
     _edit: Edit | None = None  # always None if commits are manual
@@ -201,6 +202,13 @@ class Commits(SessionPart):
             self.idle.settle()
             self._engine.flush(True)
             self._end_edits()
+        if self.has_names:
+            self.store.check_names()
+
+    def keep_names(self) -> None:
+        """Let commits, and the end of the session, fail if the store's files were deleted."""
+        self.store.check_names()
+        self.has_names = True
 
     def _say_unfinished(self, count: int) -> None:
         if not self.is_ending and sys.exception() is None:

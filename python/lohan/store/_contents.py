@@ -100,8 +100,9 @@ def read(store: _core.Store, where: str) -> Contents:
     described = store.describe()
     if described["is_empty"]:
         raise StoreUncleanError(
-            f"{where}: the store was created, but its contents were never written (its creation,"
-            " or a copy to this place, was interrupted): delete it, and start again"
+            f"{where}: the store was created, but its contents were never written, because its"
+            " creation, or a copy to this place, was interrupted: copy it again if this is a copy,"
+            " otherwise delete it and start again from the weights"
         )
     contents = _parse(_meta.of(store))
     _check_table(contents, store, where)

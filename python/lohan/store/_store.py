@@ -413,7 +413,9 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     if store.describe()["is_empty"]:
         path = store.describe()["files"][0][0]
         raise StoreUncleanError(
-            f"{path} was created, but its weights were never written: delete it, and start again"
+            f"{path} was created, but its weights were never written, because its creation, or a"
+            " copy to this place, was interrupted: copy the store again if this is a copy,"
+            " otherwise delete it and start again from the weights"
         )
     theirs = _meta.of(store)
     _process.check_groups(theirs, layout.groups, store.describe()["files"][0][0])
