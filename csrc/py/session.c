@@ -182,8 +182,7 @@ static PyObject *session_commit_every(PyObject *object, PyObject *number)
     uint64_t every = 0;
     if (!self || LHPY_VALUE(number, every) < 0)
         return NULL;
-    lh_every_set(self->core->engine, every);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(lh_every_set(self->core->engine, every));
 }
 
 static PyObject *session_abort(PyObject *object, PyObject *Py_UNUSED(args))
@@ -532,7 +531,8 @@ PyMethodDef lhpy_session_methods[] = {
     {"gradient_square_sums", session_gradient_square_sums, METH_NOARGS,
      "Its parts, one for each parameter, as bytes of doubles."},
     {"gradient_scale", session_gradient_scale, METH_O, "gradient_scale(scale)"},
-    {"commit_every", session_commit_every, METH_O, "commit_every(steps)"},
+    {"commit_every", session_commit_every, METH_O,
+     "commit_every(steps): whether that is possible: not if gradients wait on SSD"},
     {"backward_end", session_backward_end, METH_NOARGS,
      "Report that a backward ended or failed; returns whether it gave gradients."},
     {"post_tail", session_post_tail, METH_VARARGS,

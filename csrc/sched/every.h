@@ -4,15 +4,17 @@
 #ifndef LH_SCHED_EVERY_H
 #define LH_SCHED_EVERY_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 struct lh_engine;
 
 /*
  * From the open step on, commit every `every` steps (those whose number is a multiple of it), in
- * place of opts.commit_every. Both must be above 1: gradients then wait in memory. Call it once,
- * before the first gradient of the step.
+ * place of opts.commit_every. `every` must be above 1. Call it once, before the first gradient of
+ * the step. Returns false, without effect, if gradients wait on SSD (opts.commit_every of 1 and too
+ * little memory for them): they are in the slot of the next commit, so every step must commit.
  */
-void lh_every_set(struct lh_engine *engine, uint64_t every);
+bool lh_every_set(struct lh_engine *engine, uint64_t every);
 
 #endif

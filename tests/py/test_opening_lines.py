@@ -83,7 +83,9 @@ def test_the_lines_name_a_temporary_store_and_steps_that_are_not_committed(
     assert re.search(r"^lohan: temporary store .*removed at exit; pass store= to keep it\)", said)
     model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir, commit_every="manual")
     train(model, 2)
-    assert "only commit() commits" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "commits are those of commit() and of a Trainer's checkpoints; a commit writes" in said
+    assert said.endswith(", and other steps nothing\n")
     model.lohan.close()
     said = capfd.readouterr().err
     assert "the store is at step 0 (2 later steps are not committed)" in said

@@ -354,7 +354,8 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
 ) -> None:
     seconds = itertools.count(0.0, 10.0)
     monkeypatch.setattr(_wear_life, "time", type("Clock", (), {"monotonic": lambda: next(seconds)}))
-    model = lohan.wrap(build(), store=store_dir / "a", ssd_endurance_bytes="10GB", io="threads")
+    given: dict[str, Any] = {"ssd_endurance_bytes": "10GB", "io": "threads", "commit_every": 1}
+    model = lohan.wrap(build(), store=store_dir / "a", **given)
     full = model.lohan.budget
     capfd.readouterr()
     train(model, 5)
@@ -380,7 +381,7 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     for states, every in (("8bit", 1), ("fp32", 10)):
         what = f'states="{states}"' if states != "fp32" else f"commit_every={every}"
         nbytes = next(n for n, text in found if text.startswith(what))
-        given: dict[str, Any] = {"states": states, "commit_every": every}
+        given = {"states": states, "commit_every": every}
         model = lohan.wrap(build(), store=store_dir / f"{states}{every}", **given)
         assert writes_of(model.lohan).mean == nbytes, "it is what a session with them writes"
         model.lohan.close()
@@ -389,7 +390,7 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
 def test_a_long_life_is_said_without_advice(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = lohan.wrap(build(), store=store_dir, ssd_endurance_bytes="1000 PB")
+    model = lohan.wrap(build(), store=store_dir, ssd_endurance_bytes="1000 PB", commit_every=1)
     train(model, 6)
     said = capfd.readouterr().err
     assert "years (after a further 1,000 PB)" in said

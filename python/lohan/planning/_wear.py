@@ -11,6 +11,7 @@ batch, and only the engine counts them.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,12 +176,16 @@ class StepWrites:
 # drives have left.
 COMMIT_TIME_SHARE = 0.005
 COMMIT_LIFE_DAYS = 730
-_ASSUMED_DRIVE_WRITES = 300  # the endurance of a drive that reports none, in its size
+ASSUMED_DRIVE_WRITES = 300  # the endurance of a drive that reports none, in its size
 _INTERVAL_MAX_S = 7200.0  # what a crash costs at most
+# Commits of which each writes little, but of which a second has many: these bytes are written
+# before they become rare, and then at most these bytes a day.
+SMALL_FREE_BYTES = 10**9
+_SMALL_DAY_BYTES = 8 * 10**9
 
 
 def commit_interval_s(
-    nbytes: int, write_bytes_per_s: float, drives: Sequence[Drive], fs_bytes: int
+    nbytes: int, write_bytes_per_s: float, drives: Sequence[Drive], assumed_bytes: int
 ) -> float:
     """Return the seconds between commits that `commit_every="auto"` asks for.
 
@@ -188,15 +193,26 @@ def commit_interval_s(
         nbytes: the bytes that a commit adds to what a step writes.
         write_bytes_per_s: the rate at which the store's drives write, all together.
         drives: the store's drives.
-        fs_bytes: the size of a drive that does not report its endurance.
+        assumed_bytes: the endurance of a drive that does not report it.
     """
     interval_s = nbytes / max(write_bytes_per_s, 1) / COMMIT_TIME_SHARE
     for drive in drives:
         left = drive.left_bytes
-        endurance = _ASSUMED_DRIVE_WRITES * fs_bytes if left is None else left
+        endurance = assumed_bytes if left is None else left
         needed = nbytes * drive.share * COMMIT_LIFE_DAYS * DAY_S
         interval_s = max(interval_s, needed / max(endurance, 1))
     return min(interval_s, _INTERVAL_MAX_S)
+
+
+def small_interval_s(nbytes: int) -> float:
+    """Return the seconds between small commits, for the bytes that each adds to a step's."""
+    return nbytes * DAY_S / _SMALL_DAY_BYTES
+
+
+def assumed_bytes(directory: str) -> int:
+    """Return the endurance that is assumed of a drive that reports none."""
+    file_system = os.statvfs(directory)
+    return ASSUMED_DRIVE_WRITES * file_system.f_blocks * file_system.f_frsize
 
 
 # --- A budget -------------------------------------------------------------------------------------

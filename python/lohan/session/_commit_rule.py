@@ -2,12 +2,18 @@
 
 [Note: Commits by cost] A commit adds the bytes of what memory keeps: states of chunks with a slab
 of their own, and the parameters if all of them stay in main memory. If that is less than
-SAVED_BYTES_MIN, every step commits. Otherwise wrap() computes the seconds between two commits with
+SAVED_BYTES_MIN, see the next note. Otherwise wrap() computes the seconds between two commits with
 which these take at most COMMIT_TIME_SHARE of the time, at the measured rate of the drives, and in
 COMMIT_LIFE_DAYS at most the endurance that the drives have left. The seconds become a number of
 steps after the first four: no step commits before that, the last two are timed, and the number does
 not change any more in this session. A number of steps rather than a time is what the engine needs:
 updates in backward already write what the commit of their step will have.
+
+[Note: Small commits] A step of a small model takes milliseconds, so commits of a few megabytes each
+may write a hundred terabytes a day. If a step writes little but what memory keeps, every step
+commits until that has written SMALL_FREE_BYTES. The session then chooses the number of steps with
+which the commits of a day write a few gigabytes, at the mean time of the steps so far. This is for
+one process, and not if gradients wait on SSD, which needs a commit in every step.
 
 [Note: One interval for all] Several processes must commit the same steps, or there would be none
 that all stores have. So they choose together: there is an interval if a commit of any of them adds
@@ -22,13 +28,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log, _shown
 from lohan.config import CHOSEN_LATER
 from lohan.planning import _drives, _measure, _wear
+from lohan.session import _wear_life
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
 _now = time.monotonic
 _STEPS_BEFORE = 2  # the first steps allocate memory and record the order of uses
 _STEPS_TIMED = 2
+_STEPS_SAID_MAX = 1000  # more steps before small commits become rare are not in the opening line
 
 
 def begin(session: Session, world: World | None) -> None:
@@ -49,6 +56,11 @@ def begin(session: Session, world: World | None) -> None:
     """
     if session.config.commit_every == CHOSEN_LATER:
         session.commit_choice = Rule(session, world)
+    elif session.config.commit_every == "auto" and world is None and session.trains:
+        writes = _wear_life.writes_of(session)
+        nbytes = writes.committed - writes.between
+        if nbytes > writes.between:
+            session.commit_choice = SmallRule(nbytes, writes.between)
 
 
 def _cost(session: Session) -> tuple[float, int]:
@@ -64,10 +76,59 @@ def _cost(session: Session) -> tuple[float, int]:
         drive._replace(share=drive.share * config.sharers)
         for drive in _drives.of_store(session.directories, sizes, config.ssd_endurance_bytes)
     ]
-    file_system = os.statvfs(session.directories[0])
-    fs_bytes = file_system.f_blocks * file_system.f_frsize
+    assumed = _wear.assumed_bytes(session.directories[0])
     rate = _measure.write_rate(session.directories)
-    return _wear.commit_interval_s(nbytes, rate, drives, fs_bytes), nbytes
+    return _wear.commit_interval_s(nbytes, rate, drives, assumed), nbytes
+
+
+class SmallRule:
+    """Commits each step at first, and then rarely. See [Note: Small commits].
+
+    Attributes:
+        interval_s: the seconds between two commits, later.
+        steps: the steps that commit before.
+    """
+
+    def __init__(self, nbytes: int, between: int) -> None:
+        """Choose the seconds.
+
+        Args:
+            nbytes: the bytes that a commit adds to what a step writes.
+            between: what a step writes without a commit.
+        """
+        self._nbytes, self._between = nbytes, between
+        self.interval_s = _wear.small_interval_s(nbytes)
+        self.steps = max(_STEPS_BEFORE + _STEPS_TIMED, _wear.SMALL_FREE_BYTES // nbytes)
+        self._count = 0
+        self._began = 0.0
+
+    def __str__(self) -> str:
+        """Return when steps are committed, for people."""
+        if self.steps > _STEPS_SAID_MAX:
+            return "each step is committed"
+        return (
+            f"each of the first {self.steps} steps is committed, then at most one in"
+            f" {_shown.of_seconds(self.interval_s)} (commit_every=1: each step)"
+        )
+
+    def closed(self, session: Session) -> bool:
+        """Handle the close of a step; return whether the number of steps is chosen now."""
+        self._count += 1
+        if self._count == _STEPS_BEFORE:
+            self._began = _now()
+        if self._count < self.steps:
+            return False
+        step_s = (_now() - self._began) / (self._count - _STEPS_BEFORE)
+        every = math.ceil(self.interval_s / max(step_s, 1e-6))
+        if every > 1 and session.commit_every(every) and session.speaks:
+            day = (self._between + self._nbytes) / step_s * _wear.DAY_S
+            _log.inform(
+                f"at {step_s:.3g} s a step, committing each one would write"
+                f" {_shown.of_bytes(day)} a day: from"
+                f" now on, every {every:,} steps are committed, about every"
+                f" {_shown.of_seconds(every * step_s)} (commit_every=1: each step)"
+            )
+        return True
 
 
 class Rule:

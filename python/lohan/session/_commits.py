@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
-    from lohan.session._commit_rule import Rule
+    from lohan.session._commit_rule import Rule, SmallRule
     from lohan.session._optim import Optimizer
     from lohan.session._recorder import Recorder
     from lohan.session._session import Session
@@ -106,7 +106,7 @@ class Commits(SessionPart):
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
     wear: Wear | None = None  # counts what the session writes, if that is needed
-    commit_choice: Rule | None = None  # chooses the steps between commits, until it has
+    commit_choice: Rule | SmallRule | None = None  # chooses the steps between commits, until it has
     recorder: Recorder | None
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
@@ -316,7 +316,10 @@ class Commits(SessionPart):
 
     def commit_rule(self) -> str:
         """Return when steps are committed, for people."""
-        named = {"manual": "only commit() commits", "never": "nothing is kept if the run crashes"}
+        named = {
+            "manual": "commits are those of commit() and of a Trainer's checkpoints",
+            "never": "nothing is kept if the run crashes",
+        }
         every = self.config.commit_every
         if isinstance(every, str) and every in named:
             return named[every]
@@ -325,13 +328,18 @@ class Commits(SessionPart):
         steps = self.config.commit_steps
         return "each step is committed" if steps == 1 else f"every {steps} steps are committed"
 
-    def commit_every(self, steps: int) -> None:
-        """Set the number of steps between commits, from the next step on."""
-        if self.config.commit_steps > 0:  # otherwise another process has the store, and commits
-            self._engine.commit_every(steps)
+    def commit_every(self, steps: int) -> bool:
+        """Set the number of steps between commits, from the next step on; return whether it is set.
+
+        It is not if every step must commit, because its gradients wait on SSD.
+        """
+        # Without commit_steps, another process has the store, and commits.
+        if self.config.commit_steps > 0 and not self._engine.commit_every(steps):
+            return False
         self.config = dataclasses.replace(self.config, commit_every=steps)
         if self.wear is not None:
             self.wear.every(steps)
+        return True
 
     def _commits_choose(self) -> None:
         """Handle the close of a step: the session may choose the steps between commits now."""

@@ -6,6 +6,7 @@ that of rank 0 prints them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,9 @@ def opened(
         sizes = [nbytes for _, nbytes, _ in session.store.describe()["files"]]
         rated = session.config.ssd_endurance_bytes
         made.drives = _drives.of_store(session.directories, sizes, rated)
-        if any(drive.left_bytes is not None for drive in made.drives):
-            made.life = Life(made.drives, full)
+        if session.trains:
+            assumed = _budgets.assumed_bytes(session.directories[0])
+            made.life = Life(made.drives, full, assumed)
         _log.inform(_opening(session, is_resumed=is_resumed, is_temporary=is_temporary))
 
 
@@ -65,6 +67,10 @@ def _opening(session: Session, *, is_resumed: bool, is_temporary: bool) -> str:
         kind, tail = "temporary", ", removed at exit"
         tail += "; pass store= to keep it" if trains else ""
     assert session.wear is not None
+    read = session.layout.in_place.files
+    if not trains and is_temporary and read:
+        folder = os.path.dirname(read[0].path)
+        kind = f"frozen model, whose parameters are read from {folder}; temporary"
     status, files = session.status(), session.store.describe()["files"]
     size = _shown.of_bytes(sum(nbytes for _, nbytes, _ in files))
     rule = f"{session.commit_rule()}; {session.wear.rule()}" if trains else "nothing is trained"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.common import _shown
 from lohan.common._stats import WRITES
+from lohan.config import CHOSEN_LATER
 from lohan.errors import StoreMismatchError, WearBudgetError
 from lohan.planning._wear import DAY_S
 
@@ -178,6 +179,12 @@ class Wear:
                 for drive in self.drives
             )
             each = f" ({', '.join(parts)})"
+        if self._writes.every >= CHOSEN_LATER:
+            steps, commit = self._writes.between, self._writes.committed - self._writes.between
+            further = _shown.of_bytes(commit)
+            if steps == 0:
+                return f"a commit writes {further}{each}, and other steps nothing"
+            return f"a step writes {_shown.of_bytes(steps)}{each}, and a commit a further {further}"
         mean = " on average" if self._writes.every > 1 else ""
         return f"a step writes {_shown.of_bytes(self.mean_bytes)}{mean}{each}"
 

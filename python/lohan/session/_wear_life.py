@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _STEPS_BEFORE = 3  # the first step allocates, and policies profile two
 _STEPS_TIMED = 3
 _CHANGES_MAX = 3
+BYTES_UNTIL_SAID = 10**10  # what is written before an endurance that is only assumed is reported
 _FEWER_COMMITS = 10  # the change of commit_every= that is computed, as in docs/checkpoints.md
 
 
@@ -79,13 +80,20 @@ def changes(session: Session, full: dict[str, int]) -> list[tuple[int, str]]:
 class Life:
     """Times some steps, and then prints how long the drives last."""
 
-    def __init__(self, drives: list[Drive], full: Callable[[], dict[str, int]]) -> None:
+    def __init__(
+        self, drives: list[Drive], full: Callable[[], dict[str, int]], assumed_bytes: int
+    ) -> None:
         """Begin to time steps.
 
         Args:
             drives: the store's drives.
             full: returns the division of as much main memory as the model can use.
+            assumed_bytes: the endurance that is assumed of each drive if none of them reports it.
+                A line is then printed only if they last less than a year, after BYTES_UNTIL_SAID.
         """
+        self._is_known = any(drive.left_bytes is not None for drive in drives)
+        if not self._is_known:
+            drives = [drive._replace(left_bytes=assumed_bytes) for drive in drives]
         self._drives = drives
         self._full = full
         self._count = 0
@@ -98,15 +106,19 @@ class Life:
             session: the session.
             step_bytes: what a step writes.
         """
+        if session.commit_choice is not None:  # a step will write less
+            return False
         self._count += 1
         if self._count == _STEPS_BEFORE:
             self._began = time.monotonic()
-        if self._count < _STEPS_BEFORE + _STEPS_TIMED:
+        count = self._count - _STEPS_BEFORE
+        if count < _STEPS_TIMED or (not self._is_known and count * step_bytes < BYTES_UNTIL_SAID):
             return False
-        step_s = (time.monotonic() - self._began) / _STEPS_TIMED
-        text, days = _lives(self._drives, step_s, step_bytes)
+        step_s = (time.monotonic() - self._began) / count
+        text, days = _lives(self._drives, step_s, step_bytes, self._is_known)
         if days >= _shown.YEAR_DAYS:
-            _log.inform(text)
+            if self._is_known:
+                _log.inform(text)
             return True
         found = changes(session, self._full())[:_CHANGES_MAX]
         less = [f"{what}: {_shown.of_bytes(nbytes)}" for nbytes, what in found]
@@ -120,7 +132,9 @@ class Life:
         return True
 
 
-def _lives(drives: list[Drive], step_s: float, step_bytes: int) -> tuple[str, float]:
+def _lives(
+    drives: list[Drive], step_s: float, step_bytes: int, is_known: bool
+) -> tuple[str, float]:
     """Return a sentence on all drives, and the days that the first one to wear out lasts."""
     rate = step_bytes / step_s
     lives = [(drive, drive.days(rate)) for drive in drives]
@@ -130,6 +144,12 @@ def _lives(drives: list[Drive], step_s: float, step_bytes: int) -> tuple[str, fl
         f" {_shown.of_bytes(drive.left_bytes or 0)})"
         for drive, days in known
     )
+    if not is_known:
+        said = ", ".join(
+            f"{drive.name}, which does not report its endurance to this user, will have been"
+            f" written {_wear.ASSUMED_DRIVE_WRITES} times in {_shown.of_days(days)}"
+            for drive, days in known
+        )
     text = (
         f"at {step_s:.3g} s a step, training writes {_shown.of_bytes(rate * DAY_S)} a day: {said}"
     )
