@@ -87,8 +87,9 @@ class Logs:
         stats = session.stats()
         if stats.step > 0:
             logs["lohan/bound_by"] = BOUNDS.index(stats.bound_by)
-            logs["lohan/ssd_read_gb"] = stats.read_bytes / _GB
-            logs["lohan/ssd_written_gb"] = stats.written_bytes / _GB
+            for name, nbytes in (("read", stats.read_bytes), ("written", stats.written_bytes)):
+                if nbytes > 0:  # a model that memory holds would fill the logs with zeros
+                    logs[f"lohan/ssd_{name}_gb"] = nbytes / _GB
             days = self._life_days(
                 session, self._written_per_s(session, stats.written_bytes / step_s)
             )
