@@ -119,7 +119,7 @@ def wrap(
         ModelError, UnsupportedError, BudgetError, StoreError: the message says what to change.
     """
     hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, config)
+    _arguments.check(model, hyper, store, resume, max_grad_norm, blocks, weights, init, config)
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
     made = _settings.checked(_settings.make(config, settings, wrap), max_grad_norm, model)
     is_resumed, open_at = _arguments.resume_of(resume)

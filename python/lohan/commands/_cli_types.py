@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import os
 import sys
 from typing import Any
 
@@ -15,6 +17,18 @@ from lohan.errors import LohanError
 EXIT_INTERRUPTED = 130
 
 
+HELP = {"-h", "--help"}
+
+
+def _has_working_directory() -> bool:
+    """Return whether there is one: without it, torch's libraries end the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 class Group(click.Group):
     """A command group that prints lohan's errors as sentences, without a traceback.
 
@@ -24,6 +38,12 @@ class Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that the arguments name."""
         words = [*ctx._protected_args, *ctx.args]
+        if not _has_working_directory() and not HELP & {*words}:
+            raise click.ClickException(
+                "the working directory was deleted: change to another directory"
+            )
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that it lacks
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except LohanError as error:

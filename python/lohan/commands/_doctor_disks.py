@@ -92,7 +92,7 @@ def _probe_backends(found: Diagnosis, directory: str) -> dict[str, dict[str, str
     for name in names:
         answers[name] = {}
         for direct in (True, False):
-            code, why = _core.probe_io(name, directory, direct)
+            code, why = _core.probe_io(name, os.fsencode(directory), direct)
             codes[name, direct] = code
             answers[name]["direct" if direct else "buffered"] = why or (f"{code}" if code else "")
     works = [key for key, code in codes.items() if code == 0]

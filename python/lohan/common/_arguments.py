@@ -6,10 +6,12 @@ cause a TypeError or AttributeError in a line of code that the caller does not k
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -18,11 +20,12 @@ import torch
 from torch import nn
 
 from lohan.config import Config
-from lohan.errors import HyperParameterError, ModelError, UnsupportedError
+from lohan.errors import HyperParameterError, ModelError, StoreError, UnsupportedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_PATH_BYTES_MAX = 4084  # the kernel's limit, less the name of the store's file
 _FP32_MAX = 3.4028234663852886e38
 # Modules that keep parameters in a different form or expect several processes to call them.
 _WRAPPERS = (
@@ -104,14 +107,48 @@ def directories_of(store: Any) -> list[str]:
 
     Raises:
         ModelError: store is something else, or a name that a directory cannot have.
+        StoreError: a path is longer than any that the kernel opens, or is relative to a working
+            directory that was deleted.
     """
     if isinstance(store, str | os.PathLike):
-        return [str(Path(path_of("store=", store)).expanduser().absolute())]
+        return [_absolute("store=", store)]
     if not isinstance(store, Sequence) or isinstance(store, bytes | bytearray):
         raise ModelError(f"store= {store!r} must be a path, or a list of paths, one per disk")
     if not store:
         raise ModelError("store=[] names no directory: pass a path, or a list of paths")
-    return [str(Path(path_of("an item of store=", one)).expanduser().absolute()) for one in store]
+    return [_absolute("an item of store=", one) for one in store]
+
+
+def _check_working_directory() -> None:
+    """Reject a deleted working directory where torch cannot import what its optimizers need."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        if "torch._dynamo" not in sys.modules:
+            raise StoreError(
+                errno.ENOENT,
+                "the working directory was deleted, and torch.optim cannot be used in one that does"
+                " not exist: change to another directory",
+            ) from error
+
+
+def _absolute(name: str, value: Any) -> str:
+    """Return the absolute path of a directory; see directories_of()."""
+    try:
+        path = str(Path(path_of(name, value)).expanduser().absolute())
+    except FileNotFoundError as error:
+        raise StoreError(
+            errno.ENOENT,
+            f"{name} {value!r} is relative to the working directory, which was deleted: change to"
+            " another directory, or pass an absolute path",
+        ) from error
+    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+        raise StoreError(
+            errno.ENAMETOOLONG,
+            f"{name} names a directory of {len(os.fsencode(path)):,} bytes; the maximum is"
+            f" {_PATH_BYTES_MAX:,}: pass a shorter path",
+        )
+    return path
 
 
 def resume_of(resume: Any) -> tuple[bool, int | None]:
@@ -151,6 +188,7 @@ def check(
     max_grad_norm: Any,
     blocks: Any,
     weights: Any,
+    init: Any,
     config: Any,
 ) -> None:
     """Reject arguments of `lohan.wrap` that have a wrong type.
@@ -163,6 +201,7 @@ def check(
         max_grad_norm: a number, or None.
         blocks: modules, or None.
         weights: a path, or None.
+        init: "model", a function, or None.
         config: a Config, or None.
 
     Raises:
@@ -173,8 +212,11 @@ def check(
     _check_model(model)
     if store is not None:
         directories_of(store)
+    _check_working_directory()
     if weights is not None:
         path_of("weights=", weights)
+    if not (init is None or init == "model" or callable(init)):
+        raise ModelError(f"init {init!r} must be 'model' or a function of a module")
     resume_of(resume)
     check_hyper(hyper)
     if max_grad_norm is not None:

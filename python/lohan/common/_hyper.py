@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lohan.errors import HyperParameterError
@@ -44,11 +45,9 @@ def check_hyper(hyper: Hyper) -> None:
         HyperParameterError: a value is out of range; the message names the value and the limit.
     """
     lr, beta1, beta2, eps, weight_decay = hyper
-    if not lr >= 0.0:
-        raise HyperParameterError(f"lr {lr} is below 0")
-    if not eps >= 0.0:
-        raise HyperParameterError(f"eps {eps} is below 0")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0.0:
+            said = "is not a number" if math.isnan(value) else "is below 0"
+            raise HyperParameterError(f"{name} {value} {said}: it must be at least 0")
     if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
         raise HyperParameterError(f"betas ({beta1}, {beta2}) are not in [0, 1)")
-    if not weight_decay >= 0.0:
-        raise HyperParameterError(f"weight_decay {weight_decay} is below 0")

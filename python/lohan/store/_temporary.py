@@ -9,6 +9,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 
 from lohan.common import _mounts
 from lohan.errors import StoreError
@@ -26,7 +27,7 @@ def temporary_directory() -> str:
 
     It is locked until remove_temporary(). Directories left by killed processes are removed.
     """
-    for base in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
+    for base in _places():
         is_disk = not _mounts.is_memory(base) and not _mounts.is_windows_drive(base)
         if is_disk and os.path.isdir(base) and os.access(base, os.W_OK):
             _remove_stale(base)
@@ -36,6 +37,14 @@ def temporary_directory() -> str:
                 fcntl.flock(_locked[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
             return path
     raise StoreError("found no directory on a disk for a temporary store: pass store=")
+
+
+def _places() -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError):  # it may be the working directory, too
+        yield tempfile.gettempdir()
+    yield "/var/tmp"
+    with contextlib.suppress(FileNotFoundError):  # the working directory was deleted
+        yield os.getcwd()
 
 
 def remove_temporary(path: str) -> None:

@@ -136,8 +136,6 @@ def fill(
         ModelError: a parameter gets no value, or a module has no initialisation.
         StoreError: the files of weights= cannot be read, or the store cannot be written.
     """
-    if init is not None and not callable(init) and init != "model":
-        raise ModelError(f"init {init!r} must be 'model' or a function of a module")
     replaced, empty = _replace(model, layout, keeps_built=init is None)
     total = sum(
         unit.nbytes + unit.elements * unit.residual_bytes for unit in layout.units if not unit.runs
