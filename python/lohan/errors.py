@@ -342,3 +342,9 @@ def engine_raiser(
         return error
 
     return raiser
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error of torch or gloo in one line, without the place in gloo's sources."""
+    text = str(error).partition("\n")[0]
+    return re.sub(r"^(\[[^\]]*:\d+\] *)+", "", text) or type(error).__name__

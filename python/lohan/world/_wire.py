@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.errors import PeerLostError, UnsupportedError
-from lohan.world._world import reason_of
+from lohan.errors import PeerLostError, UnsupportedError, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -24,7 +24,6 @@ import datetime
 import json
 import os
 import queue
-import re
 import socket
 import sys
 import threading
@@ -43,6 +42,7 @@ from lohan.errors import (
     PeerStepError,
     StepError,
     WorldMismatchError,
+    reason_of,
 )
 from lohan.world._meeting import POLL_S, Meeting
 from lohan.world._rendezvous import (
@@ -525,12 +525,6 @@ class World:
     def __repr__(self) -> str:
         """Return rank and size."""
         return f"World(rank={self.rank}, size={self.size})"
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an error of torch or gloo in one line, without the place in gloo's sources."""
-    text = str(error).partition("\n")[0]
-    return re.sub(r"^(\[[^\]]*:\d+\] *)+", "", text) or type(error).__name__
 
 
 def _named(error: BaseException) -> str:
