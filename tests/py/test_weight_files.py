@@ -16,7 +16,8 @@ from lohan import _core
 from lohan.errors import LohanError, ModelError, StoreError
 from lohan.layout._in_place import InPlace
 from lohan.store import _store, _weights
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 ONES = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
@@ -406,3 +407,45 @@ def test_weights_that_are_not_a_file_are_refused_and_not_waited_for(
     os.mkfifo(path) if kind == "fifo" else path.mkdir()
     with pytest.raises(StoreError, match=r"not a regular file|directory"):
         lohan.wrap(frozen(), store=store_dir, weights=tmp_path)
+
+
+def place(path: Path, places: dict[str, tuple[int, int]], nbytes: int) -> None:
+    """Write a file with these tensors of fp32 at these places, and a number of bytes for them."""
+    header = {
+        name: {"dtype": "F32", "shape": [4, 4][: 1 + (end - first > 16)], "data_offsets": at}
+        for name, at in places.items()
+        for first, end in [at]
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("weight_at", "bias_at", "nbytes", "said"),
+    [
+        ((0, 64), (80, 96), 96, "bias begins at 80, but weight ends at 64.*belong to no tensor"),
+        ((16, 80), (80, 96), 96, "weight begins at 16, but what is before it ends at 0"),
+        ((0, 64), (60, 76), 76, "bias begins at 60, but weight ends at 64.*are in both"),
+        ((0, 64), (48, 64), 64, "bias begins at 48, but weight ends at 64.*are in both"),
+        ((0, 64), (64, 80), 96, "the tensors end at 80, but 96 bytes follow.*belong to no tensor"),
+    ],
+    ids=["hole", "begins late", "overlap", "inside", "trailing"],
+)
+def test_tensors_that_do_not_fill_a_file_are_refused_as_by_its_library(
+    weight_at: tuple[int, int],
+    bias_at: tuple[int, int],
+    nbytes: int,
+    said: str,
+    frozen: bool,
+    tmp_path: Path,
+    store_dir: Path,
+) -> None:
+    path = tmp_path / "model.safetensors"
+    place(path, {"weight": weight_at, "bias": bias_at}, nbytes)
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    with pytest.raises(StoreError, match=rf"model\.safetensors: {said}.*save it again"):
+        lohan.wrap(linear().requires_grad_(not frozen), store=store_dir, weights=tmp_path)
+    save_file(ONES, path)
+    assert weight(tmp_path, store_dir) == 1

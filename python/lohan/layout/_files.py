@@ -94,7 +94,7 @@ def read_folder(place: Path) -> Folder:
     """Read the headers of a folder of safetensors, or of one file of safetensors or GGUF.
 
     Raises:
-        StoreError: there are no files, or one is missing or incomplete.
+        StoreError: there are no files, or one is missing, incomplete or damaged.
         ModelError: the file is a GGUF file that is not supported.
         UnsupportedError: the weights are pickles.
     """
@@ -114,6 +114,7 @@ def read_folder(place: Path) -> Folder:
                 folder.entries[name] = made
             elif file_of.get(name) != paths[first.file]:
                 folder.doubles[name] = (folder.files[first.file].path, path)
+        _check_places(header, file, file.nbytes - begin)
     return folder
 
 
@@ -195,6 +196,36 @@ def _entry(folder: Folder, begin: int, name: str, entry: dict[str, Any]) -> Entr
         )
     file_index, dtype_name = len(folder.files) - 1, entry["dtype"]
     return Entry(file_index, begin + first, end - first, dtype_name, shape, name=name)
+
+
+def _check_places(header: dict[str, Any], file: File, nbytes: int) -> None:
+    """Check that tensors follow one another and fill the file, as the safetensors library does.
+
+    Where they do not, the file is damaged, or another program has written it wrongly, and values
+    may be those of another tensor.
+
+    Args:
+        header: the tensors' descriptions by name.
+        file: the file.
+        nbytes: the size of what follows its header.
+    """
+    places = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+    at, before = 0, "what is before it"
+    for first, end, name in places:
+        if first != at:
+            what = "are in both" if first < at else "belong to no tensor"
+            raise _misplaced(file, f"{name} begins at {first}, but {before} ends at {at}", what)
+        at, before = end, name
+    if at != nbytes:
+        said = f"the tensors end at {at}, but {nbytes} bytes follow the header"
+        raise _misplaced(file, said, "belong to no tensor")
+
+
+def _misplaced(file: File, said: str, what: str) -> StoreError:
+    return StoreError(
+        f"{file.path}: {said}, and the bytes between {what}: the file is damaged, and the"
+        " safetensors library rejects it, too. Download or save it again"
+    )
 
 
 def check_descriptor(descriptor: int, file: File) -> None:
