@@ -40,14 +40,12 @@ _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(
     r"\.(?:base_layer|original_module|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
 )
-
 # The names, in the files, of what the parameters of an expert consist of.
 _OF_EXPERT = {
     "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
     "up_proj": ("up_proj.weight",),
     "down_proj": ("down_proj.weight",),
 }
-
 # Older files contain this buffer, but current models compute it.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$")
 

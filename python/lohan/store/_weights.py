@@ -14,7 +14,7 @@ from torch import nn
 
 from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
-from lohan.errors import ModelError, StoreError
+from lohan.errors import StoreError
 from lohan.layout import _origins
 from lohan.layout._files import DTYPES, check_descriptor
 from lohan.layout._origins import Origin
