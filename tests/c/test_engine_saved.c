@@ -249,7 +249,7 @@ static void test_refusals(void)
              -EAGAIN);
     LH_CHECK(taken_wait(&test) == -ENOSPC); /* SSD has room for one of them */
     LH_CHECK(lh_engine_error(test.rig.engine, &err) == -ENOSPC);
-    LH_CHECK(strstr(err.message, "bytes out: ") && strstr(err.message, " bytes, 0 free: raise"));
+    LH_CHECK(strstr(err.message, "bytes out: ") && strstr(err.message, " bytes, 0 free, where"));
     test_shut(&test);
 }
 
