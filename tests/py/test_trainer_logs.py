@@ -17,7 +17,8 @@ from lohan.planning import _drives
 from lohan.planning._wear import DAY_S, Drive
 
 _HELD = {"trainer", "session"}
-FIGURES = {"step_s", "eta_s", "bound_by", "ssd_read_gb", "ssd_written_gb"}
+FIGURES = {"step_s", "eta_s", "bound_by"}
+OF_SSD = {"ssd_read_gb", "ssd_written_gb"}
 
 
 class Tracker(transformers.TrainerCallback):
@@ -51,7 +52,11 @@ def test_trackers_get_the_figures_of_steps(store_dir: pathlib.Path) -> None:
     # Writes of the last steps may still be in flight.
     assert set(figures(steps[-1])) - {"drive_life_days"} >= {"step_s", "eta_s"}
     full = [figures(logs) for logs in steps if "lohan/bound_by" in logs]
-    assert full and all(set(each) - {"drive_life_days"} == FIGURES for each in full)
+    assert full and all(set(each) - {"drive_life_days"} - OF_SSD == FIGURES for each in full)
+    traffic = [each[name] for each in full for name in OF_SSD & each.keys()]
+    assert all(value > 0 for value in traffic) and len(traffic) < 2 * len(full), (
+        "zeros are left out"
+    )
     for logs in steps:
         assert all(type(value) in (int, float) for value in figures(logs).values())
         assert figures(logs)["step_s"] > 0

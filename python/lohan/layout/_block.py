@@ -30,6 +30,8 @@ from torch import nn
 
 from lohan import _core
 from lohan.common import _storage_formats
+from lohan.common._states import SCALED_ELEMENTS as SCALED_ELEMENTS
+from lohan.common._states import STATES as STATES
 from lohan.errors import ModelError
 
 if TYPE_CHECKING:
@@ -42,11 +44,6 @@ BYTES_CODE = 3
 # Bytes per element that a trainable parameter needs in addition for an fp32 master: none for fp32,
 # a 16-bit residual for bf16, the master itself for fp16.
 RESIDUAL_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}
-# How moments are stored, in the order of the core's enum lh_adam_states, and the bytes per element
-# of each of the two; csrc/compute/adam_states.h describes the formats.
-STATES = {"fp32": 4, "bf16": 2, "8bit": 1}
-# 8-bit moments: the elements that share a byte of scales.
-SCALED_ELEMENTS = 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lohan import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
 # The numbers of enum lh_unpack_format, enum lh_dtype and enum lh_unpack_scale.
 FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3, "e2m1": 4}
 FORMATS |= {"q8_0": 5, "q4_k": 6, "q6_k": 7, "f32": 8, "bf16": 9, "f16": 10}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
 _SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4, "F8_E4M3": 5}
 # The elements and bytes of a grain.
 GRAINS = dict.fromkeys(FORMATS, (1, 1)) | {"nibbles": (2, 1), "e2m1": (2, 1)}
@@ -127,8 +127,8 @@ class Packed:
         """Return the description for the C core, for a result of this dtype."""
         return (
             FORMATS[self.format],
-            _DTYPES[dtype],
-            _DTYPES[self.rounding],
+            _DTYPES[str(dtype)],
+            _DTYPES[str(self.rounding)],
             self.rows,
             self.columns,
             *self.block,

@@ -16,8 +16,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lohan.errors import MachineError
 from lohan.layout._packed import FORMATS as PACKED_FORMATS
 from lohan.layout._packed import GRAINS, NESTED_TABLE_COUNT, TABLE_COUNT, Entry, Packed
@@ -27,7 +25,9 @@ if TYPE_CHECKING:
 
 # The format in which the model computes. It needs no decoding.
 PLAIN = "bf16"
-_DTYPE = torch.bfloat16
+# Dtypes by their names, so that plans need not import torch.
+_DTYPE: Any = "torch.bfloat16"
+_DTYPE_BYTES = 2
 _FLOAT_BYTES = 4
 _SCALE_BYTES = {"F32": 4, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
 
@@ -45,7 +45,7 @@ class _Format:
     """
 
     name: str
-    rounding: torch.dtype = torch.float32
+    rounding: Any = "torch.float32"
     group: int = 0
     scale: str = ""
     nested_group: int = 0
@@ -75,10 +75,10 @@ def _floats(nbytes: int, dtype: str = "F32") -> Entry:
 
 # What `lohan quantize` writes (nf4, fp8), and other formats that docs/lora.md describes.
 _FORMATS = {
-    "nf4": _Format("nibbles", torch.bfloat16, 64, "U8", 256),
-    "fp8": _Format("f8_e4m3", torch.float32, 128 * 128, "F32"),
-    "mxfp4": _Format("e2m1", torch.bfloat16, 32, "F8_E8M0"),
-    "nvfp4": _Format("e2m1", torch.bfloat16, 16, "F8_E4M3"),
+    "nf4": _Format("nibbles", _DTYPE, 64, "U8", 256),
+    "fp8": _Format("f8_e4m3", "torch.float32", 128 * 128, "F32"),
+    "mxfp4": _Format("e2m1", _DTYPE, 32, "F8_E8M0"),
+    "nvfp4": _Format("e2m1", _DTYPE, 16, "F8_E4M3"),
     "q8_0": _Format("q8_0"),
     "q4_k": _Format("q4_k"),
     "q6_k": _Format("q6_k"),
@@ -96,7 +96,7 @@ def part_bytes(base: str, count: int) -> int:
 def read_bytes(base: str, count: int) -> int:
     """Return the bytes that a load of `count` packed parameters reads."""
     if count == 0 or base == PLAIN:
-        return count * _DTYPE.itemsize
+        return count * _DTYPE_BYTES
     return _FORMATS[base].packed(count).nbytes(count) + part_bytes(base, count)
 
 
@@ -106,7 +106,7 @@ def packs(base: str, packed_count: int, plain_count: int) -> list[tuple[Any, ...
         return []
     made = [_FORMATS[base].packed(packed_count).native(_DTYPE)]
     if plain_count:
-        raw = (PACKED_FORMATS["raw"], 0, 0, 1, plain_count * _DTYPE.itemsize)
+        raw = (PACKED_FORMATS["raw"], 0, 0, 1, plain_count * _DTYPE_BYTES)
         made.append((*raw, 0, 0, 0, 0, 0.0, 0))
     return made
 

@@ -30,8 +30,8 @@ import dataclasses
 from typing import Any
 
 from lohan.common import _loss_pieces
+from lohan.common._states import SCALED_ELEMENTS, STATES
 from lohan.errors import ModelError
-from lohan.layout._block import SCALED_ELEMENTS, STATES
 from lohan.planning import _base
 
 # The bytes of an activation, a parameter or a gradient in 16-bit computation.

@@ -1,0 +1,7 @@
+"""How moments are stored; without torch, so that plans need not import it."""
+
+# In the order of the core's enum lh_adam_states, with the bytes per element of each of the two
+# moments; csrc/compute/adam_states.h describes the formats.
+STATES = {"fp32": 4, "bf16": 2, "8bit": 1}
+# 8-bit moments: the elements that share a byte of scales.
+SCALED_ELEMENTS = 16
