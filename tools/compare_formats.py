@@ -2,13 +2,15 @@
 
     PYTHONPATH=python:FOLDER python tools/compare_formats.py
 
-FOLDER has compressed-tensors, loguru and gguf (`pip install --no-deps --target FOLDER ...`), which
-no test needs. Each line names a comparison, which is of every bit; NaNs count as equal. The exit
-status is 1 if one differs.
+FOLDER has compressed-tensors, loguru, gguf, autoawq, and gptqmodel with pypcre, logbar, device-smi,
+tokenicer and defuser (`pip install --no-deps --target FOLDER ...`), which no test needs. Each line
+names a comparison, which is of every bit; NaNs count as equal. The exit status is 1 if one differs.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import pathlib
 import sys
 import tempfile
@@ -16,11 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from awq.utils.packing_utils import dequantize_gemm
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
+from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
 from lohan.layout import _files
 from safetensors.torch import save_file
 from torch import nn
@@ -108,6 +113,49 @@ def fours(folder: pathlib.Path) -> None:
                 compare(f"{name}, {kind}", ours, theirs.to(dtype))
 
 
+def words(*shape: int) -> torch.Tensor:
+    """Return random words of 32 bits."""
+    return torch.randint(-(1 << 31), 1 << 31, shape).to(torch.int32)
+
+
+def integers(folder: pathlib.Path) -> None:
+    """Compare GPTQ with gptqmodel, and AWQ with AutoAWQ; all bits of the files are random."""
+    group, count = 128, COLUMNS // 128
+    for name, bits, has_order, is_real in itertools.product(
+        ("gptq", "gptq_v2", "gemm"), (4, 8), (False, True), (False, True)
+    ):
+        if name == "gemm" and (bits == 8 or has_order):
+            continue
+        scales = torch.randint(-(1 << 15), 1 << 15, (count, ROWS)).to(torch.int16).view(torch.half)
+        if is_real:
+            scales = ((torch.rand(count, ROWS) + 0.01) * 0.02).half()
+        state = {"scales": scales, "qzeros": words(count, ROWS * bits // 32)}
+        said: dict[str, Any] = {"bits": bits, "group_size": group}
+        if name == "gemm":
+            said |= {"quant_method": "awq", "version": name}
+            state["qweight"] = words(COLUMNS, ROWS * bits // 32)
+            theirs = dequantize_gemm(state["qweight"], state["qzeros"], scales, bits, group)
+        else:
+            said |= {"quant_method": "gptq", "checkpoint_format": name}
+            state["qweight"] = words(COLUMNS * bits // 32, ROWS)
+            index = torch.arange(COLUMNS) // group
+            state["g_idx"] = (torch.randperm(COLUMNS) % count if has_order else index).int()
+            module = TorchLinear(bits, group, False, has_order, COLUMNS, ROWS)
+            for key, value in state.items():
+                setattr(module, key, value.clone())
+            if name == "gptq":
+                convert_gptq_v1_to_v2_format_module(module, bits, torch.int32)
+            theirs = module.dequantize_weight()
+        save_file(state, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
+        for dtype in DTYPES:
+            ours = decoded(folder, nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype))["weight"]
+            what = (
+                f"{name}, {bits} bits, {'act-order, ' * has_order}{'real' if is_real else 'random'}"
+            )
+            compare(what, ours, theirs.T.to(dtype).contiguous())
+
+
 def grains(folder: pathlib.Path) -> None:
     """Compare GGUF's types."""
     for name, (_, size) in gguf_helper.GRAINS.items():
@@ -149,7 +197,7 @@ def models(folder: pathlib.Path) -> None:
 def main() -> int:
     """Run all comparisons."""
     torch.manual_seed(0)
-    for part in (fours, grains, models):
+    for part in (fours, integers, grains, models):
         with tempfile.TemporaryDirectory() as folder:
             part(pathlib.Path(folder))
     print(f"{bad} comparisons differ")

@@ -36,6 +36,8 @@ static const struct form {
     enum lh_unpack_format format;
     enum lh_unpack_scale scale_type;
     uint64_t block_rows, block_columns; /* 0 if no scales are stored apart from the values */
+    enum lh_unpack_order order;
+    bool has_index;
 } forms[] = {
     {"nf4_nested", LH_UNPACK_FORMAT_NIBBLES, LH_UNPACK_SCALE_NESTED, 1, 64},
     {"nf4", LH_UNPACK_FORMAT_NIBBLES, LH_UNPACK_SCALE_F32, 1, 64},
@@ -47,23 +49,38 @@ static const struct form {
     {"q4_k", LH_UNPACK_FORMAT_Q4_K, LH_UNPACK_SCALE_F32, 0, 0},
     {"q6_k", LH_UNPACK_FORMAT_Q6_K, LH_UNPACK_SCALE_F32, 0, 0},
     {"f16", LH_UNPACK_FORMAT_F16, LH_UNPACK_SCALE_F32, 0, 0},
+    {"gptq", LH_UNPACK_FORMAT_U4, LH_UNPACK_SCALE_F16, 1, 128, LH_UNPACK_ORDER_WORDS},
+    {"gptq_groups_of_32", LH_UNPACK_FORMAT_U4, LH_UNPACK_SCALE_F16, 1, 32, LH_UNPACK_ORDER_WORDS},
+    {"gptq_act_order", LH_UNPACK_FORMAT_U4, LH_UNPACK_SCALE_F16, 1, 128, LH_UNPACK_ORDER_WORDS,
+     true},
+    {"gptq_8_bits", LH_UNPACK_FORMAT_U8, LH_UNPACK_SCALE_F16, 1, 128, LH_UNPACK_ORDER_WORDS},
+    {"awq", LH_UNPACK_FORMAT_U4, LH_UNPACK_SCALE_F16, 1, 128, LH_UNPACK_ORDER_AWQ},
+    {"mxfp4_transposed", LH_UNPACK_FORMAT_E2M1, LH_UNPACK_SCALE_E8M0, 32, 1,
+     LH_UNPACK_ORDER_TRANSPOSED},
 };
 
 static struct lh_unpack unpack_make(const struct form *form, uint64_t elements)
 {
-    bool is_flat =
-        form->format == LH_UNPACK_FORMAT_NIBBLES || form->format == LH_UNPACK_FORMAT_E2M1;
+    bool is_ordered = form->order != LH_UNPACK_ORDER_ROWS;
+    bool is_flat = !is_ordered && (form->format == LH_UNPACK_FORMAT_NIBBLES ||
+                                   form->format == LH_UNPACK_FORMAT_E2M1);
+    bool has_zeros = form->format == LH_UNPACK_FORMAT_U4 || form->format == LH_UNPACK_FORMAT_U8;
     uint64_t columns = is_flat ? elements : COLUMNS;
     return (struct lh_unpack){
         .format = form->format,
         .dtype = LH_DTYPE_BF16,
-        .rounding = LH_DTYPE_F32,
+        .rounding = has_zeros ? LH_DTYPE_F16 : LH_DTYPE_F32,
         .rows = elements / columns,
         .columns = columns,
         .block_rows = form->block_rows ? form->block_rows : 1,
         .block_columns = form->block_columns ? form->block_columns : columns,
         .scale_type = form->scale_type,
         .nested_block = 256,
+        .group_rows = is_ordered ? elements / columns : 0,
+        .order = form->order,
+        .has_zeros = has_zeros,
+        .has_index = form->has_index,
+        .zero = has_zeros,
     };
 }
 
@@ -160,12 +177,16 @@ int main(int argc, char **argv)
     }
     uint8_t *packed = bytes_make(elements * 2), *out = measure_pages(elements * 2);
     uint8_t *bytes = bytes_make(elements / 8), *floats = floats_make(elements / 32 + 256);
+    uint32_t *groups = measure_pages(COLUMNS * sizeof(*groups));
+    for (size_t i = 0; i < COLUMNS; i++)
+        groups[i] = draw() % (COLUMNS / 128);
     for (size_t f = 0; f < LH_COUNT_OF(forms); f++) {
         uint8_t *scales = forms[f].scale_type == LH_UNPACK_SCALE_F32 ? floats : bytes;
-        struct bench bench = {.unpack = unpack_make(forms + f, elements),
-                              .source = {packed, scales, floats, floats, floats},
-                              .out = out,
-                              .thread_count = thread_count};
+        struct bench bench = {
+            .unpack = unpack_make(forms + f, elements),
+            .source = {packed, scales, floats, floats, floats, bytes, (const uint8_t *)groups},
+            .out = out,
+            .thread_count = thread_count};
         LH_ASSERT(lh_unpack_is_valid(&bench.unpack));
         LH_ASSERT(lh_unpack_scale_count(&bench.unpack) * lh_unpack_scale_bytes(&bench.unpack) <=
                   elements / 8);

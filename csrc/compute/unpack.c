@@ -29,15 +29,23 @@ static struct grain grain_of(const struct lh_unpack *unpack)
         [LH_UNPACK_FORMAT_F32] = {1, 4},
         [LH_UNPACK_FORMAT_BF16] = {1, 2},
         [LH_UNPACK_FORMAT_F16] = {1, 2},
+        [LH_UNPACK_FORMAT_U4] = {2, 1},
+        [LH_UNPACK_FORMAT_U8] = {1, 1},
     };
     LH_ASSERT(unpack->format < LH_UNPACK_FORMAT_COUNT);
     return grains[unpack->format];
 }
 
+static bool has_zero(const struct lh_unpack *unpack)
+{
+    return unpack->format == LH_UNPACK_FORMAT_U4 || unpack->format == LH_UNPACK_FORMAT_U8;
+}
+
 /* Whether elements have scales of their own, outside of what is packed. */
 static bool has_scales(const struct lh_unpack *unpack)
 {
-    return unpack->format >= LH_UNPACK_FORMAT_F8_E4M3 && unpack->format <= LH_UNPACK_FORMAT_E2M1;
+    return has_zero(unpack) ||
+           (unpack->format >= LH_UNPACK_FORMAT_F8_E4M3 && unpack->format <= LH_UNPACK_FORMAT_E2M1);
 }
 
 static bool scales_are_valid(const struct lh_unpack *unpack)
@@ -45,21 +53,46 @@ static bool scales_are_valid(const struct lh_unpack *unpack)
     const uint64_t most = UINT64_C(1) << SIZE_MAX_LOG2;
     return unpack->scale_type < LH_UNPACK_SCALE_COUNT && unpack->block_rows > 0 &&
            unpack->block_columns > 0 && unpack->block_rows <= most &&
-           unpack->block_columns <= most && unpack->group_rows == 0 &&
+           unpack->block_columns <= most &&
+           (unpack->group_rows > 0) == (unpack->order != LH_UNPACK_ORDER_ROWS) &&
            (unpack->scale_type != LH_UNPACK_SCALE_NESTED || unpack->nested_block > 0);
+}
+
+/* See [Note: Orders] and [Note: Zeros]. */
+static bool order_is_valid(const struct lh_unpack *unpack)
+{
+    const uint64_t part = unpack->format == LH_UNPACK_FORMAT_U8 ? 4 : 8; /* elements in a word */
+    if (!has_zero(unpack))
+        return unpack->format == LH_UNPACK_FORMAT_E2M1 &&
+               unpack->order == LH_UNPACK_ORDER_TRANSPOSED && unpack->group_rows % part == 0 &&
+               unpack->rows % unpack->group_rows == 0 && unpack->block_columns == 1 &&
+               unpack->block_rows % part == 0 && unpack->group_rows % unpack->block_rows == 0 &&
+               unpack->scale_type == LH_UNPACK_SCALE_E8M0;
+    return (unpack->order == LH_UNPACK_ORDER_WORDS ||
+            (unpack->order == LH_UNPACK_ORDER_AWQ && part == 8 && !unpack->has_index)) &&
+           unpack->group_rows == unpack->rows && unpack->rows % part == 0 &&
+           unpack->columns % part == 0 && unpack->block_rows == 1 &&
+           unpack->scale_type <= LH_UNPACK_SCALE_F16 && unpack->zero <= UINT8_MAX &&
+           (!unpack->has_zeros || unpack->zero <= 1);
 }
 
 bool lh_unpack_is_valid(const struct lh_unpack *unpack)
 {
     const uint64_t most = UINT64_C(1) << SIZE_MAX_LOG2;
-    if (unpack->format >= LH_UNPACK_FORMAT_COUNT || unpack->rows == 0 || unpack->columns == 0)
+    if (unpack->format >= LH_UNPACK_FORMAT_COUNT || unpack->order >= LH_UNPACK_ORDER_COUNT ||
+        unpack->rows == 0 || unpack->columns == 0)
+        return false;
+    if (!has_zero(unpack) && (unpack->has_zeros || unpack->has_index || unpack->zero > 0))
         return false;
     if (unpack->columns > most || unpack->rows > most / unpack->columns)
         return false;
     if (unpack->format == LH_UNPACK_FORMAT_RAW)
-        return unpack->rows == 1 && unpack->group_rows == 0;
+        return unpack->rows == 1 && unpack->group_rows == 0 &&
+               unpack->order == LH_UNPACK_ORDER_ROWS;
     if (unpack->dtype >= LH_DTYPE_BYTES || unpack->rounding >= LH_DTYPE_BYTES)
         return false;
+    if (has_zero(unpack) || unpack->order != LH_UNPACK_ORDER_ROWS)
+        return has_scales(unpack) && scales_are_valid(unpack) && order_is_valid(unpack);
     if (lh_unpack_is_narrow(unpack))
         return unpack->rows == 1 && scales_are_valid(unpack);
     if (has_scales(unpack))
@@ -104,7 +137,9 @@ bool lh_unpack_fits(const struct lh_unpack *unpack, uint64_t from, uint64_t to)
 
 bool lh_unpack_is_narrow(const struct lh_unpack *unpack)
 {
-    return unpack->format == LH_UNPACK_FORMAT_NIBBLES || unpack->format == LH_UNPACK_FORMAT_E2M1;
+    return (unpack->format == LH_UNPACK_FORMAT_NIBBLES ||
+            unpack->format == LH_UNPACK_FORMAT_E2M1) &&
+           unpack->order == LH_UNPACK_ORDER_ROWS;
 }
 
 uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack)
@@ -122,7 +157,8 @@ uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack)
     return unpack->scale_type <= LH_UNPACK_SCALE_F16 ? sizeof(uint16_t) : 1;
 }
 
-uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack)
+/* The number of scales of scales. */
+static uint64_t nested_count(const struct lh_unpack *unpack)
 {
     if (!has_scales(unpack))
         return 0;
@@ -130,6 +166,28 @@ uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack)
         return 1;
     bool is_nested = unpack->scale_type == LH_UNPACK_SCALE_NESTED;
     return is_nested ? lh_div_ceil(lh_unpack_scale_count(unpack), unpack->nested_block) : 0;
+}
+
+uint64_t lh_unpack_part_bytes(const struct lh_unpack *unpack, enum lh_unpack_part part)
+{
+    bool is_nested = has_scales(unpack) && unpack->scale_type == LH_UNPACK_SCALE_NESTED;
+    switch (part) {
+    case LH_UNPACK_PART_SCALES:
+        return lh_unpack_scale_count(unpack) * lh_unpack_scale_bytes(unpack);
+    case LH_UNPACK_PART_TABLE:
+        return unpack->format == LH_UNPACK_FORMAT_NIBBLES ? LH_UNPACK_TABLE_COUNT * sizeof(float)
+                                                          : 0;
+    case LH_UNPACK_PART_NESTED:
+        return nested_count(unpack) * sizeof(float);
+    case LH_UNPACK_PART_NESTED_TABLE:
+        return is_nested ? LH_UNPACK_NESTED_TABLE_COUNT * sizeof(float) : 0;
+    case LH_UNPACK_PART_ZEROS:
+        return unpack->has_zeros ? lh_unpack_packed_bytes(unpack, lh_unpack_scale_count(unpack))
+                                 : 0;
+    case LH_UNPACK_PART_INDEX:
+        break;
+    }
+    return unpack->has_index ? unpack->columns * sizeof(uint32_t) : 0;
 }
 
 static float float_of(uint32_t bits)
@@ -175,8 +233,8 @@ static uint64_t nested_index(uint64_t index, uint64_t block)
     return is_power ? index >> __builtin_ctzll(block) : index / block;
 }
 
-static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
-                      uint64_t index)
+float lh_unpack_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                         uint64_t index)
 {
     const uint8_t *at = source->scales + index * lh_unpack_scale_bytes(unpack);
     float value;
@@ -198,13 +256,14 @@ static float scale_at(const struct lh_unpack *unpack, const struct lh_unpack_sou
     return narrow_at(at, unpack->scale_type == LH_UNPACK_SCALE_F16);
 }
 
+const float lh_unpack_e2m1[LH_UNPACK_TABLE_COUNT] = {
+    0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f,
+};
+
 static float value_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                       uint64_t at)
 {
-    static const float e2m1[LH_UNPACK_TABLE_COUNT] = {
-        0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-        -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f,
-    };
     const uint8_t *packed = source->packed;
     switch ((enum lh_unpack_format)unpack->format) {
     case LH_UNPACK_FORMAT_F8_E4M3:
@@ -212,7 +271,7 @@ static float value_at(const struct lh_unpack *unpack, const struct lh_unpack_sou
     case LH_UNPACK_FORMAT_I8:
         return (float)(int8_t)packed[at];
     case LH_UNPACK_FORMAT_E2M1:
-        return e2m1[at % 2 == 0 ? packed[at / 2] & 15 : packed[at / 2] >> 4];
+        return lh_unpack_e2m1[at % 2 == 0 ? packed[at / 2] & 15 : packed[at / 2] >> 4];
     case LH_UNPACK_FORMAT_F32:
         return float_at(packed, at);
     case LH_UNPACK_FORMAT_BF16:
@@ -231,7 +290,7 @@ static uint32_t rounded(uint32_t bits, uint32_t dtype)
     return dtype == LH_DTYPE_F16 ? lh_half_widen(lh_half_round(bits)) : bits;
 }
 
-static void element_put(const struct lh_unpack *unpack, float product, uint64_t at, void *out)
+void lh_unpack_put(const struct lh_unpack *unpack, float product, uint64_t at, void *out)
 {
     uint32_t bits;
     memcpy(&bits, &product, sizeof(bits));
@@ -294,10 +353,10 @@ static void unpack_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
         uint64_t run = lh_min_u64(end - column, count - at);
         float scale = 1;
         if (has_scales(unpack))
-            scale = scale_at(unpack, source, row_scales + block);
+            scale = lh_unpack_scale_at(unpack, source, row_scales + block);
         uint64_t done = run_by(kernel, unpack, source, scale, at, run, out);
         for (uint64_t i = at + done; i < at + run; i++)
-            element_put(unpack, value_at(unpack, source, i) * scale, i, out);
+            lh_unpack_put(unpack, value_at(unpack, source, i) * scale, i, out);
         at += run;
         column += run;
     }
@@ -313,7 +372,7 @@ static uint64_t nibbles_by(const struct lh_unpack_kernel *kernel, const struct l
     uint64_t blocks = lh_min_u64(count / block, LH_UNPACK_BLOCK_COUNT_MAX);
     memcpy(table, source->table, sizeof(table));
     for (uint64_t i = 0; i < blocks; i++)
-        scales[i] = scale_at(unpack, source, first / block + i);
+        scales[i] = lh_unpack_scale_at(unpack, source, first / block + i);
     kernel->nibbles(unpack, source->packed, table, scales, blocks, (uint16_t *)(void *)out);
     return blocks * block;
 }
@@ -387,7 +446,7 @@ static void grains_by(const struct lh_unpack_kernel *kernel, const struct lh_unp
         uint64_t end = lh_min_u64(grain.elements, skip + count - at);
         lh_unpack_grain_ref(unpack->format, packed, values);
         for (; skip < end; skip++)
-            element_put(unpack, values[skip], at++, out);
+            lh_unpack_put(unpack, values[skip], at++, out);
         skip = 0;
         packed += grain.bytes;
     }
@@ -440,7 +499,9 @@ static void unpack_range(const struct lh_unpack_kernel *kernel, const struct lh_
     }
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);
-    if (unpack->group_rows > 0)
+    if (unpack->order != LH_UNPACK_ORDER_ROWS)
+        lh_unpack_orders_by(kernel, unpack, source, first, count, out);
+    else if (unpack->group_rows > 0)
         groups_by(kernel, unpack, source, first, count, out);
     else
         rows_by(kernel, unpack, source, first, count, out);

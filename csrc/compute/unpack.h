@@ -8,6 +8,8 @@
  *      NIBBLES   table[4 bits], the high ones first      the same
  *      E2M1      the number that 4 bits encode, the      the same
  *                low ones first
+ *      U4, U8    4 or 8 bits, the low ones first,        one for each block_columns elements of
+ *                minus a zero                            a row: see [Note: Zeros]
  *      F32, BF16, F16    the number itself               1
  *      Q8_0      the byte as a signed integer            in each grain, one
  *      Q4_K      4 bits                                  in each grain, 8, and 8 minima
@@ -26,11 +28,13 @@
  *      weight_scale (compressed-tensors)      dequantize() of compressed-tensors the scales' type
  *      absmax (bitsandbytes' NF4 and FP4)     dequantize_4bit() of bitsandbytes  quant_state's type
  *      weight_packed (MXFP4 and NVFP4)        decompress() of compressed-tensors BF16
+ *      qweight (GPTQ)                         dequantize_weight() of gptqmodel   the scales' type
+ *      qweight (AWQ)                          dequantize_gemm() of autoawq       the scales' type
  *      GGUF                                   dequantize() of gguf-py            F32
  *
  * A tensor is a matrix of rows and columns. The scales form a matrix with one element for each
- * block of block_rows rows and block_columns columns; blocks at the edges may be smaller. NIBBLES
- * and E2M1 have one row.
+ * block of block_rows rows and block_columns columns; blocks at the edges may be smaller. NIBBLES,
+ * and E2M1 in the order of rows, have one row.
  *
  * [Note: Grains] A grain is the shortest run of elements that begins and ends at a whole byte: 32
  * elements of Q8_0, 256 of Q4_K and Q6_K, 2 of 4-bit formats, otherwise one. Scales and minima in a
@@ -42,6 +46,23 @@
  * order: the rows of its two halves alternate. GGUF files have the rows of each head of Llama's
  * queries and keys so, because llama.cpp rotates neighbors. Row i of half j is row 2 * i + j of the
  * group in the file.
+ *
+ * [Note: Orders] Some files have the elements of a group in another order than rows: then no packed
+ * byte of a group is free before its last row is decoded, and a group is not decoded over its own
+ * bytes. With W the decoded group, of R rows, and 32-bit words of N elements, low bits first:
+ *
+ *      ROWS         row after row
+ *      WORDS        word [c / N][r] has N consecutive elements of row r (GPTQ)
+ *      TRANSPOSED   word [c][r / 8] has 8 consecutive elements of column c, of 4 bits
+ *      AWQ          the same, and their rows are 0, 2, 4, 6, 1, 3, 5, 7 of the eight (AWQ)
+ *
+ * [Note: Zeros] An element of U4 and U8 is (float)(bits - zero) * scale. Without has_zeros the zero
+ * is `zero`. With it, zeros are packed in 32-bit words, one for each scale, those of consecutive
+ * rows in a word, with AWQ in its order of rows; and `zero`, 0 or 1, is added to each part of a
+ * word, with carries into the next part: that is what gptqmodel does with GPTQ's first format, in
+ * which zeros are less by one. Scales and zeros form a matrix with one row for each group of
+ * block_columns columns, and one column for each row of W. With has_index, column c belongs to
+ * group index[c] instead of c / block_columns.
  *
  * Sources may have any alignment. Thread: any. The floating-point environment does not matter.
  */
@@ -62,9 +83,20 @@ enum lh_unpack_format {
     LH_UNPACK_FORMAT_F32,
     LH_UNPACK_FORMAT_BF16,
     LH_UNPACK_FORMAT_F16,
+    LH_UNPACK_FORMAT_U4,
+    LH_UNPACK_FORMAT_U8,
 };
-#define LH_UNPACK_FORMAT_COUNT 11
+#define LH_UNPACK_FORMAT_COUNT 13
 #define LH_UNPACK_GRAIN_MAX 256 /* elements */
+
+/* See [Note: Orders]. */
+enum lh_unpack_order {
+    LH_UNPACK_ORDER_ROWS = 0,
+    LH_UNPACK_ORDER_WORDS,
+    LH_UNPACK_ORDER_TRANSPOSED,
+    LH_UNPACK_ORDER_AWQ,
+};
+#define LH_UNPACK_ORDER_COUNT 4
 
 /* The types of scales; the first three have the numbers of enum lh_dtype. */
 enum lh_unpack_scale {
@@ -92,15 +124,32 @@ struct lh_unpack {
     uint64_t nested_block; /* with NESTED */
     float nested_offset;   /* with NESTED */
     uint64_t group_rows;   /* see [Note: Groups of rows]; 0: the rows are in order */
+    uint32_t order;        /* enum lh_unpack_order; others than ROWS have group_rows */
+    uint32_t has_zeros;    /* U4, U8: see [Note: Zeros] */
+    uint32_t has_index;
+    uint32_t zero;
 };
+
+/* What elements are decoded with besides the packed bytes. */
+enum lh_unpack_part {
+    LH_UNPACK_PART_SCALES = 0,
+    LH_UNPACK_PART_TABLE,
+    LH_UNPACK_PART_NESTED,
+    LH_UNPACK_PART_NESTED_TABLE,
+    LH_UNPACK_PART_ZEROS,
+    LH_UNPACK_PART_INDEX,
+};
+#define LH_UNPACK_PART_COUNT 6
 
 /* What a tensor is decoded from. */
 struct lh_unpack_source {
     const uint8_t *packed;       /* what is at lh_unpack_needed() of the first element to decode */
-    const uint8_t *scales;       /* all scales of the tensor, as are the next three */
+    const uint8_t *scales;       /* all scales of the tensor, as are the next five */
     const uint8_t *table;        /* NIBBLES: 16 floats */
     const uint8_t *nested;       /* floats */
     const uint8_t *nested_table; /* 256 floats */
+    const uint8_t *zeros;        /* 32-bit words */
+    const uint8_t *index;        /* a number of a group for each column, of 32 bits */
 };
 
 /* Whether the description is valid, and its sizes can be computed without overflow. */
@@ -113,14 +162,15 @@ uint64_t lh_unpack_packed_bytes(const struct lh_unpack *unpack, uint64_t count);
 uint64_t lh_unpack_needed(const struct lh_unpack *unpack, uint64_t first);
 /* Whether what is packed at offset `from` can be decoded to offset `to` of the same memory. */
 bool lh_unpack_fits(const struct lh_unpack *unpack, uint64_t from, uint64_t to);
-/* Whether an element has 4 bits. */
+/* Whether elements of 4 bits lie one after the other. */
 bool lh_unpack_is_narrow(const struct lh_unpack *unpack);
 uint64_t lh_unpack_scale_count(const struct lh_unpack *unpack);
 uint64_t lh_unpack_scale_bytes(const struct lh_unpack *unpack); /* of one scale */
-uint64_t lh_unpack_nested_count(const struct lh_unpack *unpack);
+/* The bytes of a part; 0: there is no such part. */
+uint64_t lh_unpack_part_bytes(const struct lh_unpack *unpack, enum lh_unpack_part part);
 
 /*
- * Decode `count` elements from element `first` on, which must be even if elements have 4 bits.
+ * Decode `count` elements from element `first` on, which must be even if lh_unpack_is_narrow().
  * `out` may overlap source->packed as lh_unpack_fits() permits: elements are decoded from front to
  * back, and each grain is read before its bytes are overwritten. It must not overlap the other
  * sources.

@@ -1,49 +1,10 @@
 /* Decode quantized tensors with AVX2 and F16C, eight elements at a time in fp32. */
 #if defined(__x86_64__)
 
-#include <immintrin.h>
 #include <math.h>
 #include <string.h>
 
-#include "compute/unpack_kernels.h"
-
-/* Every NaN becomes the positive quiet one. */
-static inline __m256 settled(__m256 value)
-{
-    const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
-    return _mm256_blendv_ps(value, nan, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-}
-
-/* Round to bf16, in the low half of each lane; a settled NaN stays one. */
-static inline __m256i bf16_rounded(__m256 value)
-{
-    __m256i bits = _mm256_castps_si256(value);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
-    return _mm256_srli_epi32(nearest, 16);
-}
-
-static inline __m128i half_rounded(__m256 value)
-{
-    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
-}
-
-/* Scale, and round to `rounding`. */
-static inline __m256 product(__m256 value, __m256 scale, uint32_t rounding)
-{
-    value = settled(_mm256_mul_ps(value, scale));
-    if (rounding == LH_DTYPE_BF16)
-        return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_rounded(value), 16));
-    return rounding == LH_DTYPE_F16 ? _mm256_cvtph_ps(half_rounded(value)) : value;
-}
-
-static inline __m128i narrowed(__m256 value, uint32_t dtype)
-{
-    if (dtype == LH_DTYPE_F16)
-        return half_rounded(value);
-    __m256i bits = bf16_rounded(value);
-    return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
-}
+#include "compute/unpack_avx2.h"
 
 /* E4M3 widened to a half has the value times 2^-8; the half of a byte with the NaN's bits is 480.
  */
@@ -56,16 +17,6 @@ static inline __m256 e4m3_values(__m128i bytes)
     __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(0x1p8f));
     __m256i is_nan = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F)));
     return _mm256_or_ps(value, _mm256_castsi256_ps(is_nan)); /* all bits set: a NaN */
-}
-
-/* The tables of shuffles that look the low and the high bytes of 16 values up. */
-static inline void bytes_split(__m128i first, __m128i second, __m256i *lows, __m256i *highs)
-{
-    const __m128i low_bits = _mm_set1_epi16(0xFF);
-    *lows = _mm256_broadcastsi128_si256(
-        _mm_packus_epi16(_mm_and_si128(first, low_bits), _mm_and_si128(second, low_bits)));
-    *highs = _mm256_broadcastsi128_si256(
-        _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));
 }
 
 /* Eight elements of a format of which each begins at a byte. */
@@ -233,16 +184,6 @@ static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float s
         }
         done += more;
     }
-}
-
-/* Store the 16-bit values of 32 codes, of whose values the tables hold the low and high bytes. */
-static inline void looked_up_put(__m256i codes, __m256i lows, __m256i highs, uint16_t *out)
-{
-    codes = _mm256_permute4x64_epi64(codes, 0xD8);
-    __m256i low = _mm256_shuffle_epi8(lows, codes);
-    __m256i high = _mm256_shuffle_epi8(highs, codes);
-    _mm256_storeu_si256((void *)out, _mm256_unpacklo_epi8(low, high));
-    _mm256_storeu_si256((void *)(out + 16), _mm256_unpackhi_epi8(low, high));
 }
 
 /* A block's 16 products are rounded once, and then looked up. */
@@ -582,7 +523,13 @@ static uint64_t grains(const struct lh_unpack *unpack, const uint8_t *packed, ui
     return grains_unpack(unpack->format, packed, count, out, unpack->dtype);
 }
 
-const struct lh_unpack_kernel lh_unpack_avx2 = {
-    .bytes = bytes, .nibbles = nibbles, .e2m1 = e2m1, .grains = grains};
+const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = bytes,
+                                                .nibbles = nibbles,
+                                                .e2m1 = e2m1,
+                                                .grains = grains,
+                                                .tile = lh_unpack_tile_avx2,
+                                                .integers = lh_unpack_integers_avx2,
+                                                .indexed = lh_unpack_indexed_avx2,
+                                                .scaled = lh_unpack_scaled_avx2};
 
 #endif

@@ -18,10 +18,34 @@
 #define LH_UNPACK_Q4_K_BYTES 144 /* 2 of fp16, 12 bytes of scales and minima, 128 of values */
 #define LH_UNPACK_Q6_K_BYTES 210 /* 128 bytes of low bits, 64 of high bits, 16 scales, fp16 */
 
+/* The values of the codes of E2M1. */
+extern const float lh_unpack_e2m1[LH_UNPACK_TABLE_COUNT];
+
+/* A scale as fp32, and an element's product rounded and stored as element `at` of the result. */
+float lh_unpack_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                         uint64_t index);
+void lh_unpack_put(const struct lh_unpack *unpack, float product, uint64_t at, void *out);
+
 /* The values of a grain of Q8_0, Q4_K or Q6_K. */
 void lh_unpack_grain_ref(uint32_t format, const uint8_t *grain, float *values);
 /* The scales and the minima of the 8 parts of a grain of Q4_K, as integers of 6 bits. */
 void lh_unpack_q4_k_scales(const uint8_t *grain, uint8_t *scales, uint8_t *minima);
+
+/* [Note: Tiles] in unpack_orders.c. */
+#define LH_UNPACK_TILE 64
+#define LH_UNPACK_STRIP 256
+#define LH_UNPACK_INDEXED_ROWS 32
+#define LH_UNPACK_INDEXED_COLUMNS 8
+#define LH_UNPACK_INDEXED_GROUP_MAX 512
+
+/* What rows are decoded with whose columns belong to groups in any order, and eight results. */
+struct lh_unpack_indexed {
+    const uint8_t *index; /* the number of the group of each column, of 32 bits */
+    uint32_t last;        /* the greatest number of a group; a greater one counts as this */
+    float scales[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS]; /* group after group */
+    float zeros[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS];
+    float values[8][LH_UNPACK_STRIP]; /* elements of the result's type */
+};
 
 /*
  * The caller has set the default floating-point environment. Kernels go from front to back, and
@@ -51,7 +75,33 @@ struct lh_unpack_kernel {
      */
     uint64_t (*grains)(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t count,
                        void *out);
+    /*
+     * Orders other than ROWS: copy the elements of `rows` rows and LH_UNPACK_TILE columns of a
+     * group to a row of LH_UNPACK_STRIP bytes for each, the low bits first. `rows` is
+     * LH_UNPACK_TILE, or, in order WORDS, a multiple of 8.
+     */
+    void (*tile)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row, uint64_t rows,
+                 uint64_t column, uint8_t *bits);
+    /* U4 and U8: decode elements with one scale and one zero. */
+    void (*integers)(const struct lh_unpack *unpack, const uint8_t *bits, float zero, float scale,
+                     uint64_t count, void *out);
+    /*
+     * U4 and U8 in order WORDS: decode eight rows, from `row` of the group on, of a multiple of
+     * LH_UNPACK_INDEXED_COLUMNS columns, to `values`. `first` is the number of the first of the
+     * eight rows in `scales` and `zeros`.
+     */
+    void (*indexed)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                    uint64_t column, uint64_t columns, uint64_t first,
+                    struct lh_unpack_indexed *all);
+    /* E2M1: decode elements with a scale each. */
+    void (*scaled)(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
+                   uint64_t count, void *out);
 };
+
+/* Decode elements of a tensor in another order than rows, with a kernel or without (NULL). */
+void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                         const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                         uint8_t *out);
 
 #if defined(__x86_64__)
 /* Needs AVX2 and F16C. */

@@ -1,9 +1,10 @@
 /* Units that are read in place (sched/in_place.h), as Python describes them. */
 #include "py/lhpy.h"
 
-const struct lhpy_table lhpy_unpack_table = LHPY_TABLE_PLAIN(
-    "a packed tensor", LHPY_FORM_TUPLE, struct lh_unpack, format, dtype, rounding, rows, columns,
-    block_rows, block_columns, scale_type, nested_block, nested_offset, group_rows);
+const struct lhpy_table lhpy_unpack_table =
+    LHPY_TABLE_PLAIN("a packed tensor", LHPY_FORM_TUPLE, struct lh_unpack, format, dtype, rounding,
+                     rows, columns, block_rows, block_columns, scale_type, nested_block,
+                     nested_offset, group_rows, order, has_zeros, has_index, zero);
 
 static const struct lhpy_table run_table =
     LHPY_TABLE_PLAIN("a run", LHPY_FORM_TUPLE, struct lh_in_place_run, file, file_offset, offset,
@@ -15,7 +16,8 @@ static const struct lhpy_table move_table =
 static const struct lhpy_table pack_table =
     LHPY_TABLE("a pack", LHPY_FORM_TUPLE, struct lh_in_place_pack,
                LHPY_STRUCT("unpack", struct lh_in_place_pack, unpack, lhpy_unpack_table),
-               LHPY_FIELDS(struct lh_in_place_pack, from, to, scales, table, nested, nested_table));
+               LHPY_FIELDS(struct lh_in_place_pack, from, to, scales, table, nested, nested_table,
+                           zeros, index));
 
 static const struct lhpy_table checksum_table = LHPY_TABLE_OF("a checksum", uint32_t);
 
@@ -58,11 +60,12 @@ static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct lh_unpack what = {0};
     void *packed = NULL, *scales = NULL, *table = NULL;
-    void *nested = NULL, *nested_table = NULL, *out = NULL;
+    void *nested = NULL, *nested_table = NULL, *zeros = NULL, *index = NULL, *out = NULL;
     uint64_t first = 0, count = 0;
     if (LHPY_ARGS(args, NULL, LHPY_ARG_STRUCT("unpack", what, lhpy_unpack_table), LHPY_ARG(first),
                   LHPY_ARG(count), LHPY_ARG(packed), LHPY_ARG(scales), LHPY_ARG(table),
-                  LHPY_ARG(nested), LHPY_ARG(nested_table), LHPY_ARG(out)) < 0)
+                  LHPY_ARG(nested), LHPY_ARG(nested_table), LHPY_ARG(zeros), LHPY_ARG(index),
+                  LHPY_ARG(out)) < 0)
         return NULL;
     if (!lh_unpack_is_valid(&what) || first > lh_unpack_count(&what) ||
         count > lh_unpack_count(&what) - first || (lh_unpack_is_narrow(&what) && first % 2 != 0)) {
@@ -70,7 +73,8 @@ static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
                      (unsigned long long)count, (unsigned long long)first);
         return NULL;
     }
-    const struct lh_unpack_source source = {packed, scales, table, nested, nested_table};
+    const struct lh_unpack_source source = {packed,       scales, table, nested,
+                                            nested_table, zeros,  index};
     Py_BEGIN_ALLOW_THREADS
     lh_unpack(&what, &source, first, count, out);
     Py_END_ALLOW_THREADS
@@ -80,6 +84,6 @@ static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef lhpy_in_place_functions[] = {
     {"unpack", unpack, METH_VARARGS,
      "unpack(description, first, count, addresses of what is packed, of scales, table, nested, "
-     "nested_table, and of the result): decode elements of a quantized tensor."},
+     "nested_table, zeros, index, and of the result): decode elements of a quantized tensor."},
     {NULL, NULL, 0, NULL},
 };

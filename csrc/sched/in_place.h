@@ -87,6 +87,8 @@ struct lh_in_place_pack {
     uint64_t table;
     uint64_t nested;
     uint64_t nested_table;
+    uint64_t zeros;
+    uint64_t index;
 };
 
 struct lh_in_place_unit {

@@ -13,30 +13,35 @@ static bool is_in_a_run(const struct lh_in_place_unit *made, uint64_t offset, ui
 }
 
 /*
- * The same for items that must stay until the last parameter, which ends at `end`, is decoded. If
+ * The same for bytes that must stay until the last parameter, which ends at `end`, is decoded. If
  * there are none, the offset is 0.
  */
 static bool stays(const struct lh_in_place_unit *made, uint64_t end, uint64_t offset,
-                  uint64_t count, uint64_t item_bytes)
+                  uint64_t bytes)
 {
-    /* A description that is valid has at most 2^48 items. */
-    return count == 0 ? offset == 0
-                      : offset >= end && is_in_a_run(made, offset, count * item_bytes);
+    return bytes == 0 ? offset == 0 : offset >= end && is_in_a_run(made, offset, bytes);
+}
+
+/* Where a part of what a parameter is decoded with is. */
+static uint64_t part_place(const struct lh_in_place_pack *pack, enum lh_unpack_part part)
+{
+    const uint64_t places[LH_UNPACK_PART_COUNT] = {
+        [LH_UNPACK_PART_SCALES] = pack->scales, [LH_UNPACK_PART_TABLE] = pack->table,
+        [LH_UNPACK_PART_NESTED] = pack->nested, [LH_UNPACK_PART_NESTED_TABLE] = pack->nested_table,
+        [LH_UNPACK_PART_ZEROS] = pack->zeros,   [LH_UNPACK_PART_INDEX] = pack->index,
+    };
+    return places[part];
 }
 
 static bool pack_is_good(const struct lh_in_place_unit *made, const struct lh_in_place_pack *pack,
                          uint64_t end)
 {
-    const struct lh_unpack *unpack = &pack->unpack;
-    bool has_table = unpack->format == LH_UNPACK_FORMAT_NIBBLES;
-    uint64_t nested_count = lh_unpack_nested_count(unpack);
-    bool is_nested = nested_count > 0 && unpack->scale_type == LH_UNPACK_SCALE_NESTED;
-    return stays(made, end, pack->scales, lh_unpack_scale_count(unpack),
-                 lh_unpack_scale_bytes(unpack)) &&
-           stays(made, end, pack->table, has_table ? LH_UNPACK_TABLE_COUNT : 0, sizeof(float)) &&
-           stays(made, end, pack->nested, nested_count, sizeof(float)) &&
-           stays(made, end, pack->nested_table, is_nested ? LH_UNPACK_NESTED_TABLE_COUNT : 0,
-                 sizeof(float));
+    for (uint32_t i = 0; i < LH_UNPACK_PART_COUNT; i++) {
+        enum lh_unpack_part part = (enum lh_unpack_part)i;
+        if (!stays(made, end, part_place(pack, part), lh_unpack_part_bytes(&pack->unpack, part)))
+            return false;
+    }
+    return true;
 }
 
 bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes)
@@ -133,6 +138,8 @@ static void decode_run(struct lh_exec_job *exec)
             .table = part_at(packed, pack->table, skipped),
             .nested = part_at(packed, pack->nested, skipped),
             .nested_table = part_at(packed, pack->nested_table, skipped),
+            .zeros = part_at(packed, pack->zeros, skipped),
+            .index = part_at(packed, pack->index, skipped),
         };
         lh_unpack(&pack->unpack, &source, first, (end - begin) / element_bytes, memory + begin);
     }

@@ -110,21 +110,18 @@ static void scales_add(struct lh_sim_model *model, uint32_t index)
  */
 static uint64_t parts_place(struct lh_in_place_pack *pack, uint64_t offset)
 {
-    const struct lh_unpack *unpack = &pack->unpack;
-    bool is_nested = unpack->scale_type == LH_UNPACK_SCALE_NESTED && lh_unpack_scale_count(unpack);
-    const struct {
-        uint64_t *place;
-        uint64_t bytes;
-    } parts[] = {
-        {&pack->scales, lh_unpack_scale_count(unpack) * lh_unpack_scale_bytes(unpack)},
-        {&pack->table,
-         unpack->format == LH_UNPACK_FORMAT_NIBBLES ? LH_UNPACK_TABLE_COUNT * sizeof(float) : 0},
-        {&pack->nested, lh_unpack_nested_count(unpack) * sizeof(float)},
-        {&pack->nested_table, is_nested ? LH_UNPACK_NESTED_TABLE_COUNT * sizeof(float) : 0},
+    uint64_t *places[LH_UNPACK_PART_COUNT] = {
+        [LH_UNPACK_PART_SCALES] = &pack->scales,
+        [LH_UNPACK_PART_TABLE] = &pack->table,
+        [LH_UNPACK_PART_NESTED] = &pack->nested,
+        [LH_UNPACK_PART_NESTED_TABLE] = &pack->nested_table,
+        [LH_UNPACK_PART_ZEROS] = &pack->zeros,
+        [LH_UNPACK_PART_INDEX] = &pack->index,
     };
-    for (size_t i = 0; i < LH_COUNT_OF(parts); i++) {
-        *parts[i].place = parts[i].bytes > 0 ? offset : 0;
-        offset += parts[i].bytes;
+    for (uint32_t i = 0; i < LH_UNPACK_PART_COUNT; i++) {
+        uint64_t bytes = lh_unpack_part_bytes(&pack->unpack, (enum lh_unpack_part)i);
+        *places[i] = bytes > 0 ? offset : 0;
+        offset += bytes;
     }
     return offset;
 }

@@ -368,6 +368,8 @@ def unpack(
     table: int,
     nested: int,
     nested_table: int,
+    zeros: int,
+    index: int,
     out: int,
     /,
 ) -> None: ...

@@ -151,9 +151,13 @@ static void packed_expect(const struct rig_in_place *made, const struct packed_s
     LH_CHECK(out);
     for (uint32_t i = 0; i < PACK_COUNT; i++) {
         const struct lh_in_place_pack *pack = &made->packs[i];
-        const struct lh_unpack_source source = {state + pack->from, state + pack->scales,
-                                                state + pack->table, state + pack->nested,
-                                                state + pack->nested_table};
+        const struct lh_unpack_source source = {state + pack->from,
+                                                state + pack->scales,
+                                                state + pack->table,
+                                                state + pack->nested,
+                                                state + pack->nested_table,
+                                                NULL,
+                                                NULL};
         lh_unpack_ref(&pack->unpack, &source, 0, lh_unpack_count(&pack->unpack), out + pack->to);
     }
     memcpy(state, out, sizes->out_bytes);

@@ -15,6 +15,8 @@ static uint8_t scales[4 * SCALE_COUNT_MAX];
 static float nested[SCALE_COUNT_MAX];
 static float table[LH_UNPACK_TABLE_COUNT];
 static float nested_table[LH_UNPACK_NESTED_TABLE_COUNT];
+static uint8_t zeros[4 * SCALE_COUNT_MAX];
+static uint32_t groups[COUNT_MAX];
 static uint8_t found[4 * COUNT_MAX + 64];
 static uint8_t expected[4 * COUNT_MAX + 64];
 
@@ -24,7 +26,42 @@ static const struct lh_unpack_source source = {
     .table = (const uint8_t *)table,
     .nested = (const uint8_t *)nested,
     .nested_table = (const uint8_t *)nested_table,
+    .zeros = zeros,
+    .index = (const uint8_t *)groups,
 };
+
+/* Change a description to one of a tensor in another order than rows. */
+static void order_draw(struct lh_unpack *made, uint64_t *seed)
+{
+    bool is_e2m1 = made->format == LH_UNPACK_FORMAT_E2M1;
+    made->rows = 8 * (1 + lh_test_random(seed) % 18);
+    if (lh_test_random(seed) % 2)
+        made->rows = 64 * (1 + lh_test_random(seed) % 2);
+    made->columns = 8 * (1 + lh_test_random(seed) % (36000 / 8 / made->rows));
+    made->group_rows = made->rows;
+    made->order = LH_UNPACK_ORDER_WORDS;
+    if (is_e2m1) {
+        made->order = LH_UNPACK_ORDER_TRANSPOSED;
+        made->group_rows = made->rows % 3 == 0 ? made->rows / 3 : made->rows;
+        made->rows = made->group_rows = 8 * (made->group_rows / 8);
+        made->block_rows = made->rows % 32 == 0 ? 32 : 8;
+        made->block_columns = 1;
+        if (made->columns % 2 == 0 && made->columns > 8)
+            made->columns /= 2, made->rows *= 2;
+        made->scale_type = LH_UNPACK_SCALE_E8M0;
+        return;
+    }
+    if (made->format == LH_UNPACK_FORMAT_U4 && lh_test_random(seed) % 2)
+        made->order = LH_UNPACK_ORDER_AWQ;
+    made->block_rows = 1;
+    made->block_columns = 32 * (1 + lh_test_random(seed) % 5);
+    if (lh_test_random(seed) % 4 == 0)
+        made->block_columns = 1 + lh_test_random(seed) % 100;
+    made->scale_type %= 3;
+    made->has_zeros = lh_test_random(seed) % 4 > 0;
+    made->has_index = made->order == LH_UNPACK_ORDER_WORDS && lh_test_random(seed) % 2;
+    made->zero = (uint32_t)(lh_test_random(seed) % (made->has_zeros ? 2 : 256));
+}
 
 /* A description with random sizes that fits the arrays above. */
 static struct lh_unpack any(uint64_t *seed)
@@ -41,6 +78,13 @@ static struct lh_unpack any(uint64_t *seed)
         .nested_block = 1 + lh_test_random(seed) % 20,
         .nested_offset = 0.37f,
     };
+    if (made.format == LH_UNPACK_FORMAT_U4 || made.format == LH_UNPACK_FORMAT_U8 ||
+        (made.format == LH_UNPACK_FORMAT_E2M1 && lh_test_random(seed) % 2)) {
+        order_draw(&made, seed);
+        while (lh_unpack_scale_count(&made) > SCALE_COUNT_MAX)
+            made.block_columns *= 2;
+        return made;
+    }
     if (made.format >= LH_UNPACK_FORMAT_Q8_0) {
         uint64_t rows = 2 * (1 + lh_test_random(seed) % 4); /* of a group, at most */
         uint64_t grain = made.format == LH_UNPACK_FORMAT_Q8_0 ? 32
@@ -74,6 +118,10 @@ static void fill(uint64_t *seed, bool has_specials)
         packed[i] = (uint8_t)lh_test_random(seed);
     for (uint64_t i = 0; i < sizeof(scales); i++)
         scales[i] = (uint8_t)lh_test_random(seed);
+    for (uint64_t i = 0; i < sizeof(zeros); i++)
+        zeros[i] = (uint8_t)lh_test_random(seed);
+    for (int i = 0; i < COUNT_MAX; i++)
+        groups[i] = (uint32_t)lh_test_random(seed) % (lh_test_random(seed) % 4 ? 4 : 4000);
     for (int i = 0; i < SCALE_COUNT_MAX; i++)
         nested[i] = (float)(int32_t)lh_test_random(seed) / 1e9f;
     for (int i = 0; i < LH_UNPACK_TABLE_COUNT; i++)
@@ -165,7 +213,7 @@ static void test_definition(void)
     lh_test_name("an element is its value times the scale of its block, rounded twice");
     for (int turn = 0; turn < 120; turn++) {
         struct lh_unpack unpack = any(&seed);
-        if (unpack.format >= LH_UNPACK_FORMAT_Q8_0)
+        if (unpack.format >= LH_UNPACK_FORMAT_Q8_0 || unpack.order != LH_UNPACK_ORDER_ROWS)
             continue;
         struct lh_unpack plain = unpack;
         fill(&seed, false);
@@ -278,11 +326,112 @@ static void test_grains(void)
     }
 }
 
+/* Store the low bits of a value in a word. */
+static void part_put(uint8_t *words, uint64_t word, uint64_t bit, uint32_t value)
+{
+    words[4 * word + bit / 8] |= (uint8_t)(value << bit % 8);
+}
+
+/* Where an element of the tensor, and a zero, is packed: as the libraries' writers have it. */
+static void element_pack(const struct lh_unpack *unpack, uint8_t *words, uint64_t row,
+                         uint64_t column, uint32_t value)
+{
+    static const uint8_t order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    uint64_t bits = unpack->format == LH_UNPACK_FORMAT_U8 ? 8 : 4, parts = 32 / bits, place = 0;
+    if (unpack->order == LH_UNPACK_ORDER_WORDS) {
+        part_put(words, column / parts * unpack->rows + row, column % parts * bits, value);
+        return;
+    }
+    while (unpack->order == LH_UNPACK_ORDER_AWQ ? order[place] != row % 8 : place != row % 8)
+        place++;
+    part_put(words, column * (unpack->rows / 8) + row / 8, place * bits, value);
+}
+
+static void zero_pack(const struct lh_unpack *unpack, uint64_t group, uint64_t row, uint32_t value)
+{
+    static const uint8_t order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    uint64_t bits = unpack->format == LH_UNPACK_FORMAT_U8 ? 8 : 4, parts = 32 / bits;
+    uint64_t place = row % parts;
+    if (unpack->order == LH_UNPACK_ORDER_AWQ)
+        for (place = 0; order[place] != row % 8;)
+            place++;
+    part_put(zeros, group * (unpack->rows / parts) + row / parts, place * bits, value);
+}
+
+static void test_orders(void)
+{
+    static float values[COUNT_MAX];
+    uint64_t seed = 8;
+    lh_test_name("integers minus zeros times scales, in the orders of GPTQ and AWQ");
+    for (int turn = 0; turn < 60; turn++) {
+        struct lh_unpack unpack = {
+            .format = turn % 3 == 0 ? LH_UNPACK_FORMAT_U8 : LH_UNPACK_FORMAT_U4,
+            .has_index = turn % 2 && turn % 3 != 1,
+            .rows = 64 + 8 * (lh_test_random(&seed) % 3),
+            .group_rows = 0,
+            .columns = 320,
+            .block_rows = 1,
+            .block_columns = 32,
+            .has_zeros = 1,
+            .order = turn % 3 == 1 ? LH_UNPACK_ORDER_AWQ : LH_UNPACK_ORDER_WORDS};
+        fill(&seed, false);
+        unpack.group_rows = unpack.rows;
+        unpack.zero = turn % 5 == 0;
+        LH_CHECK(lh_unpack_is_valid(&unpack));
+        uint32_t most = unpack.format == LH_UNPACK_FORMAT_U8 ? 255 : 15;
+        for (uint64_t i = 0; i < lh_unpack_scale_count(&unpack); i++) {
+            float scale = (float)(1 + lh_test_random(&seed) % 100);
+            memcpy(scales + 4 * i, &scale, sizeof(scale));
+        }
+        memset(packed, 0, sizeof(packed));
+        memset(zeros, 0, sizeof(zeros));
+        static uint8_t all_zeros[40][144], all[144][320];
+        for (uint64_t r = 0; r < unpack.rows; r++) {
+            for (uint64_t g = 0; g < 10; g++) {
+                all_zeros[g][r] = (uint8_t)(lh_test_random(&seed) % (most + 1));
+                if (unpack.zero && all_zeros[g][r] == 0)
+                    all_zeros[g][r] = 1; /* no carry: see below */
+                zero_pack(&unpack, g, r, all_zeros[g][r] - unpack.zero);
+            }
+            for (uint64_t c = 0; c < 320; c++) {
+                groups[c] = (uint32_t)(lh_test_random(&seed) % 10);
+                all[r][c] = (uint8_t)(lh_test_random(&seed) % (most + 1));
+                element_pack(&unpack, packed, r, c, all[r][c]);
+            }
+        }
+        lh_unpack(&unpack, &source, 0, lh_unpack_count(&unpack), values);
+        for (uint64_t r = 0; r < unpack.rows; r++) {
+            for (uint64_t c = 0; c < 320; c++) {
+                uint64_t g = unpack.has_index ? groups[c] : c / 32;
+                float scale;
+                memcpy(&scale, scales + 4 * (g * unpack.rows + r), sizeof(scale));
+                LH_CHECK(values[r * 320 + c] == (float)(all[r][c] - all_zeros[g][r]) * scale);
+            }
+        }
+    }
+    lh_test_name("adding one to a part of a word of zeros carries, as in gptqmodel");
+    struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U4, .rows = 8, .group_rows = 8};
+    const uint8_t words[] = {0xF7, 0x7F, 0xF7, 0xFF};
+    const float subtracted[] = {8, 0, 1, 9, 8, 0, 1, 1};
+    const float one = 1;
+    unpack.columns = unpack.block_columns = 8;
+    unpack.block_rows = unpack.has_zeros = unpack.zero = 1;
+    unpack.order = LH_UNPACK_ORDER_WORDS;
+    memset(packed, 0, sizeof(packed));
+    memcpy(zeros, words, sizeof(words));
+    for (int r = 0; r < 8; r++)
+        memcpy(scales + 4 * r, &one, sizeof(one));
+    LH_CHECK(lh_unpack_is_valid(&unpack));
+    lh_unpack(&unpack, &source, 0, 64, values);
+    for (int r = 0; r < 8; r++)
+        LH_CHECK(values[8 * r] == -subtracted[r]);
+}
+
 static void test_kernels(void)
 {
     uint64_t seed = 4;
     lh_test_name("the kernels decode any range to the bits of the definition, in any environment");
-    for (int turn = 0; turn < 600; turn++) {
+    for (int turn = 0; turn < 900; turn++) {
         struct lh_unpack unpack = any(&seed);
         if (turn % 20 == 0)
             fill(&seed, turn % 40 == 0);
@@ -370,9 +519,12 @@ static void test_refusals(void)
                                    .nested_block = 1};
     lh_test_name("descriptions without sizes, with unknown types or with an overflow are invalid");
     LH_CHECK(lh_unpack_is_valid(&good));
-    LH_CHECK(lh_unpack_scale_count(&good) == 2 && lh_unpack_nested_count(&good) == 2);
-    struct lh_unpack bad[18];
-    for (int turn = 0; turn < 18; turn++)
+    LH_CHECK(lh_unpack_part_bytes(&good, LH_UNPACK_PART_SCALES) == 2 &&
+             lh_unpack_part_bytes(&good, LH_UNPACK_PART_NESTED) == 8 &&
+             lh_unpack_part_bytes(&good, LH_UNPACK_PART_NESTED_TABLE) == 1024 &&
+             lh_unpack_part_bytes(&good, LH_UNPACK_PART_ZEROS) == 0);
+    struct lh_unpack bad[28];
+    for (int turn = 0; turn < 28; turn++)
         bad[turn] = good;
     bad[0].format = LH_UNPACK_FORMAT_COUNT;
     bad[1].dtype = LH_DTYPE_BYTES;
@@ -394,7 +546,30 @@ static void test_refusals(void)
     bad[15].rounding = LH_DTYPE_BF16;
     bad[16] = (struct lh_unpack){.rows = 1, .columns = 4, .group_rows = 2};
     bad[17].format = LH_UNPACK_FORMAT_NIBBLES; /* two rows */
-    for (int turn = 0; turn < 18; turn++)
+    bad[18].order = LH_UNPACK_ORDER_WORDS;     /* not integers with zeros */
+    bad[19].has_zeros = 1;
+    const struct lh_unpack words = {.format = LH_UNPACK_FORMAT_U4,
+                                    .rows = 16,
+                                    .columns = 8,
+                                    .group_rows = 16,
+                                    .block_rows = 1,
+                                    .block_columns = 8,
+                                    .order = LH_UNPACK_ORDER_WORDS,
+                                    .has_zeros = 1};
+    LH_CHECK(lh_unpack_is_valid(&words) && !lh_unpack_is_narrow(&words));
+    LH_CHECK(lh_unpack_part_bytes(&words, LH_UNPACK_PART_ZEROS) == 8);
+    for (int turn = 20; turn < 28; turn++)
+        bad[turn] = words;
+    bad[20].order = LH_UNPACK_ORDER_ROWS;
+    bad[21].order = LH_UNPACK_ORDER_COUNT;
+    bad[22].group_rows = 8;
+    bad[23].columns = 12;
+    bad[24].zero = 2;
+    bad[25].block_rows = 2;
+    bad[26].scale_type = LH_UNPACK_SCALE_E8M0;
+    bad[27].order = LH_UNPACK_ORDER_AWQ;
+    bad[27].has_index = 1;
+    for (int turn = 0; turn < 28; turn++)
         LH_CHECK(!lh_unpack_is_valid(&bad[turn]));
 }
 
@@ -403,6 +578,7 @@ int main(void)
     test_values();
     test_definition();
     test_grains();
+    test_orders();
     test_kernels();
     test_places();
     test_overlap();

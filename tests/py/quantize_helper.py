@@ -207,7 +207,10 @@ def save(
     names = sorted(packed)
     for place in ("packed", "plain"):
         (folder / place).mkdir(parents=True)
-        llama_config(layers).save_pretrained(folder / place)
+        config = llama_config(layers)
+        if place == "packed" and hasattr(form, "quantization"):
+            config.quantization_config = form.quantization
+        config.save_pretrained(folder / place)
     # The parts of a weight may be in other files than the weight.
     for shard in range(shards):
         some = {name: packed[name] for name in names[shard::shards]}

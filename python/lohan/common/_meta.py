@@ -28,9 +28,12 @@ _STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
 # The formats of quantized parameters: the elements and bytes of a grain.
 _PACKED = {"f8_e4m3": (1, 1), "i8": (1, 1), "nibbles": (2, 1), "e2m1": (2, 1)}
+_PACKED |= {"u4": (2, 1), "u8": (1, 1)}
 # Those that have no scales outside of it.
 _ALONE = {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
 _ALONE |= {"f32": (1, 4), "bf16": (1, 2), "f16": (1, 2)}
+_INTEGERS = ("u4", "u8")
+_PARTS = ("scales", "table", "nested", "nested_table", "zeros", "index")
 # The bytes of an element.
 _SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
 # Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
@@ -348,7 +351,7 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
     is_good = is_good and _is_text(said.get("rounding")) and dtype_of(said["rounding"]) in _TRAINED
     if is_good and said["format"] in _ALONE:
         return _is_alone(said)
-    if not is_good or said.get("scale_dtype") not in _SCALES or "group_rows" in said:
+    if not is_good or said.get("scale_dtype") not in _SCALES:
         return False
     scales = -(-said["rows"] // said["block"][0]) * -(-said["columns"] // said["block"][1])
     needed = {"scales": scales * _SCALES[said["scale_dtype"]]}
@@ -358,19 +361,52 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
         needed["nested"] = 4
     if said["scale_dtype"] == "U8":
         needed |= {"nested": -(-scales // said["nested_block"]) * 4, "nested_table": 256 * 4}
-    for name in ("scales", "table", "nested", "nested_table"):
+    is_ordered = said.get("order", "rows") != "rows"
+    if is_ordered:
+        if not _is_ordered(said):
+            return False
+        if "zeros" in said:
+            needed["zeros"] = scales * _PACKED[said["format"]][1] // _PACKED[said["format"]][0]
+        if "index" in said:
+            needed["index"] = said["columns"] * 4
+    for name in _PARTS:
         is_there = name in said
         if is_there != (name in needed):
             return False
         if is_there and not (_is_place(said[name], files) and said[name][2] == needed[name]):
             return False
+    if is_ordered:
+        return True
+    if "group_rows" in said or "zero" in said or said["format"] in _INTEGERS:
+        return False
     return bool(_PACKED[said["format"]][0] == 1 or sizes[0] == 1)
+
+
+def _is_ordered(said: dict[str, Any]) -> bool:
+    """Return whether said is valid for a form in another order than rows, but for its parts."""
+    part = 4 if said["format"] == "u8" else 8
+    rows, columns, group = said["rows"], said["columns"], said.get("group_rows")
+    block_rows, block_columns = said["block"]
+    if not _is_count(group, 1) or rows % group or not _is_count(said.get("zero", 0), 0, 256):
+        return False
+    if said["format"] not in _INTEGERS:
+        is_good = said["order"] == "transposed" and said["format"] == "e2m1"
+        is_good = is_good and said["scale_dtype"] == "F8_E8M0" and block_columns == 1
+        is_good = is_good and not {"zeros", "index", "zero"} & said.keys()
+        return bool(is_good and block_rows % part == 0 and group % block_rows == 0)
+    orders = ("words", "awq") if part == 8 else ("words",)
+    if "index" in said and said["order"] != "words":
+        return False
+    is_good = said["order"] in orders and said["scale_dtype"] in ("F32", "BF16", "F16")
+    is_good = is_good and group == rows and rows % part == columns % part == 0
+    return bool(is_good and block_rows == 1 and ("zeros" not in said or said.get("zero", 0) <= 1))
 
 
 def _is_alone(said: dict[str, Any]) -> bool:
     """Return whether said is valid for a format without scales outside of its grains."""
-    rows, parts = said.get("group_rows", 0), ("scales", "table", "nested", "nested_table")
-    is_good = said["columns"] % _ALONE[said["format"]][0] == 0 and not any(p in said for p in parts)
+    rows, unknown = said.get("group_rows", 0), (*_PARTS, "order", "zero")
+    is_good = said["columns"] % _ALONE[said["format"]][0] == 0
+    is_good = is_good and not any(name in said for name in unknown)
     is_good = is_good and said["rounding"] == "torch.float32" and _is_count(rows) and rows % 2 == 0
     return bool(is_good and (rows == 0 or said["rows"] % rows == 0))
 

@@ -80,7 +80,7 @@ class Pack:
     """
 
     begin: int
-    parts: tuple[int, ...] = (0, 0, 0, 0)
+    parts: tuple[int, ...] = (0,) * 6
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import ModelError, StoreError, UnsupportedError
-from lohan.layout import _experts, _gguf, _quantized
+from lohan.layout import _experts, _gguf, _integers, _quantized
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue import _peft
@@ -442,13 +442,19 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
     _peft.check_base(model)
     kept = _peft.given(model)
     tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
+    turned = {
+        id(p) for m in model.modules() if type(m).__name__ == "Conv1D" for p in m.parameters()
+    }
     for key, names in all_names(model).items():
         name, entry = _look_up(names, prefixes, folder)
         if tensors[key].numel() == 0 or key in kept:
             continue
         if entry is None:
             keys = [each for one in names for each in _candidates(one, prefixes)]
-            entry = _quantized.find_other(folder, keys, tensors[key])
+            is_turned = key in turned
+            make = _quantized.One
+            entry = _integers.find(folder, keys, tensors[key], make, is_turned=is_turned)
+            entry = entry or _quantized.find_other(folder, keys, tensors[key])
             if entry is None:
                 continue
         else:

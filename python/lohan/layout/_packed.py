@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
     import torch
 
-# The numbers of enum lh_unpack_format, enum lh_dtype and enum lh_unpack_scale.
+# The numbers of enum lh_unpack_format, enum lh_unpack_order, enum lh_dtype and enum
+# lh_unpack_scale.
 FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3, "e2m1": 4}
 FORMATS |= {"q8_0": 5, "q4_k": 6, "q6_k": 7, "f32": 8, "bf16": 9, "f16": 10}
+FORMATS |= {"u4": 11, "u8": 12}
+ORDERS = {"rows": 0, "words": 1, "transposed": 2, "awq": 3}
 _DTYPES = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
 _SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4, "F8_E4M3": 5}
 # The elements and bytes of a grain.
 GRAINS = dict.fromkeys(FORMATS, (1, 1)) | {"nibbles": (2, 1), "e2m1": (2, 1)}
 GRAINS |= {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
-GRAINS |= {"f32": (1, 4), "bf16": (1, 2), "f16": (1, 2)}
+GRAINS |= {"f32": (1, 4), "bf16": (1, 2), "f16": (1, 2), "u4": (2, 1)}
 TABLE_COUNT = 16
 NESTED_TABLE_COUNT = 256
 
@@ -73,6 +76,10 @@ class Packed:
         nested_block: the number of scales that share an element of nested.
         nested_offset: the number that is added to each scale.
         group_rows: the rows of a group whose rows are in another order; 0: all are in order.
+        order: a key of ORDERS.
+        zeros: for "u4" and "u8": the packed zeros, if they are not all `zero`.
+        index: for "u4" and "u8": the group of each column, if groups are not consecutive.
+        zero: what is subtracted from the values' bits, or added to those of `zeros`.
     """
 
     format: str
@@ -87,11 +94,15 @@ class Packed:
     nested_block: int = 1
     nested_offset: float = 0.0
     group_rows: int = 0
+    order: str = "rows"
+    zeros: Entry | None = None
+    index: Entry | None = None
+    zero: int = 0
 
     @property
     def parts(self) -> tuple[Entry | None, ...]:
         """What the values are decoded with, in the order of struct lh_in_place_pack."""
-        return self.scales, self.table, self.nested, self.nested_table
+        return self.scales, self.table, self.nested, self.nested_table, self.zeros, self.index
 
     @property
     def count(self) -> int:
@@ -136,6 +147,10 @@ class Packed:
             self.nested_block,
             self.nested_offset,
             self.group_rows,
+            ORDERS[self.order],
+            int(self.zeros is not None),
+            int(self.index is not None),
+            self.zero,
         )
 
     def decode(
@@ -153,7 +168,7 @@ class Packed:
             parts: the bytes of `parts`.
             out: the result, of any shape.
         """
-        scales, table, nested, nested_table = (
+        scales, table, nested, nested_table, zeros, index = (
             0 if part is None else part.data_ptr() for part in parts
         )
         _core.unpack(
@@ -165,6 +180,8 @@ class Packed:
             table,
             nested,
             nested_table,
+            zeros,
+            index,
             out.data_ptr(),
         )
 
@@ -176,8 +193,9 @@ class Packed:
         made["rounding"] = str(self.rounding)
         if self.scales is not None:
             made["scale_dtype"] = self.scales.dtype
-        if self.group_rows > 0:
-            made["group_rows"] = self.group_rows
+        for name, usual in _OPTIONAL.items():
+            if getattr(self, name) != usual:
+                made[name] = getattr(self, name)
         for name, part in zip(_PARTS, self.parts, strict=True):
             if part is not None:
                 made[name] = [part.file, part.offset, part.nbytes]
@@ -185,7 +203,8 @@ class Packed:
 
 
 _PLAIN = ("format", "rows", "columns", "block", "nested_block", "nested_offset")
-_PARTS = ("scales", "table", "nested", "nested_table")
+_OPTIONAL = {"group_rows": 0, "order": "rows", "zero": 0}
+_PARTS = ("scales", "table", "nested", "nested_table", "zeros", "index")
 
 
 def restored(said: dict[str, Any], dtype: Callable[[str], torch.dtype]) -> Packed:
@@ -198,7 +217,7 @@ def restored(said: dict[str, Any], dtype: Callable[[str], torch.dtype]) -> Packe
     made: dict[str, Any] = {name: said[name] for name in _PLAIN}
     made["block"] = tuple(said["block"])
     made["scales"] = None
-    made["group_rows"] = said.get("group_rows", 0)
+    made |= {name: said.get(name, usual) for name, usual in _OPTIONAL.items()}
     for name in _PARTS:
         if name in said:
             file, offset, nbytes = said[name]

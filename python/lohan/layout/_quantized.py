@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BYTES = {"F8_E4M3": "f8_e4m3", "I8": "i8"}
+_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _BLOCK = (128, 128)  # transformers' default
 _STATE = ".quant_state.bitsandbytes__"
 _STATE_BYTES_MAX = 1 << 16
@@ -42,7 +43,6 @@ _PARTS = {
 # Names that replace X.weight in formats that are not supported.
 _OTHERS = (
     ("weight", "weight_packed", "compressed-tensors' packed integers"),
-    ("weight", "qweight", "GPTQ's or AWQ's integers"),
     ("", "_blocks", "gpt-oss' MXFP4: each of its matrices is transposed while it is decoded"),
 )
 _GRAINS = ("q8_0", "q4_k", "q6_k", "f32", "bf16", "f16")  # GGUF's types, in lower case
@@ -51,11 +51,25 @@ _GROUPS = {"U8": 32, "F8_E4M3": 16}
 
 
 def read_config(place: Path) -> dict[str, Any]:
-    """Return quantization_config of the config.json of a folder (or beside a file), or {}."""
-    path = (place if place.is_dir() else place.parent) / "config.json"
+    """Return quantization_config of the config.json of a folder (or beside a file), or {}.
+
+    Older folders of GPTQ and AWQ have it in a file of its own.
+    """
+    folder = place if place.is_dir() else place.parent
+    said = _read_json(folder / "config.json").get("quantization_config")
+    if isinstance(said, dict):
+        return said
+    for name, method in _CONFIGS.items():
+        said = _read_json(folder / name)
+        if said:
+            return {"quant_method": method, **said}
+    return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))["quantization_config"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 
@@ -78,7 +92,7 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
     is_packed = entry.dtype in _BYTES or is_four_bit
     if not is_packed or tensor.dtype not in _MODEL_DTYPES:
         return entry
-    one = _One(folder, key, entry, tuple(tensor.shape))
+    one = One(folder, key, entry, tuple(tensor.shape))
     made = one.nibbles(states) if entry.dtype == "U8" else one.scaled()
     return dataclasses.replace(entry, shape=one.shape, packed=made)
 
@@ -121,7 +135,7 @@ def find_other(folder: Folder, keys: Sequence[str], tensor: torch.Tensor) -> Ent
     for key in keys:
         entry = folder.entries.get(f"{key}_packed")
         if key.endswith("weight") and entry is not None and entry.dtype == "U8":
-            one = _One(folder, key, entry, tuple(tensor.shape))
+            one = One(folder, key, entry, tuple(tensor.shape))
             made = one.fours(tensor.dtype)
             return dataclasses.replace(entry, shape=one.shape, packed=made)
     _refuse_others(folder, keys)
@@ -141,22 +155,39 @@ def _refuse_others(folder: Folder, keys: Sequence[str]) -> None:
                 )
 
 
-class _One:
-    """A quantized tensor in files."""
+class One:
+    """A quantized tensor in files.
+
+    Args:
+        folder: the files; names of tensors that part() finds are added to its `parts`.
+        key: the name that the tensor would have in the files if it were not quantized.
+        entry: the entry of its quantized values.
+        shape: the shape of the model's parameter.
+    """
 
     def __init__(self, folder: Folder, key: str, entry: Entry, shape: tuple[int, ...]) -> None:
         self.folder, self.key, self.entry, self.shape = folder, key, entry, shape
         self.path = folder.files[entry.file].path
 
     def refuse(self, why: str) -> ModelError:
+        """Return the error for a form that is not supported, or not valid."""
         return ModelError(
             f"{self.path}: {self.key} is quantized ({self.entry.dtype}), but {why}. Use files in a"
             " form that docs/lora.md lists, or files that are not quantized"
         )
 
     def part(self, name: str, dtypes: Sequence[str], count: int | None = None) -> Entry:
-        """Return a tensor that belongs to this one."""
-        full = self.key + name
+        """Return a tensor that belongs to this one, whose name begins with the same key."""
+        return self.named(self.key + name, dtypes, count)
+
+    def named(self, full: str, dtypes: Sequence[str], count: int | None = None) -> Entry:
+        """Return a tensor that belongs to this one.
+
+        Args:
+            full: its name in the files.
+            dtypes: the dtypes that it may have.
+            count: the number of its elements; None: any.
+        """
         found = self.folder.entries.get(full)
         if found is None:
             raise self.refuse(f"the files do not have {full}: the folder is incomplete")
@@ -168,6 +199,23 @@ class _One:
             raise self.refuse(f"{full} has {math.prod(found.shape)} elements, not {count}")
         self.folder.parts.add(full)
         return found
+
+    def raw(self, entry: Entry) -> bytes:
+        """Read a small tensor."""
+        path = self.folder.files[entry.file].path
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "rb") as opened:
+                opened.seek(entry.offset)
+                return opened.read(entry.nbytes)
+        except OSError as error:
+            raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
+
+    def values(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        """Read a small tensor's values, flattened."""
+        raw = bytearray(self.raw(entry))
+        if len(raw) != entry.nbytes:
+            raise StoreError(f"{self.path} was truncated while it was being read: try again")
+        return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
 
     # --- 8 bits with scales by rectangle -------------------------------------------------------
 
@@ -310,22 +358,16 @@ class _One:
 
     def _state(self, entry: Entry) -> dict[str, Any]:
         """Read the JSON that bitsandbytes stores as a tensor."""
-        file = self.folder.files[entry.file]
         if entry.nbytes > _STATE_BYTES_MAX:
             raise self.refuse(f"its quant_state has {entry.nbytes} bytes: the file is damaged")
-        try:
-            with open(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC), "rb") as opened:
-                opened.seek(entry.offset)
-                raw = opened.read(entry.nbytes)
-        except OSError as error:
-            raise StoreError(error.errno, f"cannot read {file.path}: {error.strerror}") from error
+        raw = self.raw(entry)
         try:
             state = json.loads(raw)
             if not isinstance(state, dict):
                 raise ValueError(f"it is {type(state).__name__}")
         except (ValueError, RecursionError) as error:
             raise StoreError(
-                f"{file.path}: the quant_state of {self.key} is damaged ({error}): download the"
-                " file again"
+                f"{self.folder.files[entry.file].path}: the quant_state of {self.key} is damaged"
+                f" ({error}): download the file again"
             ) from error
         return state

@@ -1,0 +1,78 @@
+/* What the files of lh_unpack()'s kernels with AVX2 and F16C share; only they include this. */
+#ifndef LH_COMPUTE_UNPACK_AVX2_H
+#define LH_COMPUTE_UNPACK_AVX2_H
+
+#include <immintrin.h>
+
+#include "compute/unpack_kernels.h"
+
+/* unpack_orders_avx2.c: see struct lh_unpack_kernel. */
+void lh_unpack_tile_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                         uint64_t rows, uint64_t column, uint8_t *bits);
+void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
+                             float scale, uint64_t count, void *out);
+void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                            uint64_t column, uint64_t columns, uint64_t first,
+                            struct lh_unpack_indexed *all);
+void lh_unpack_scaled_avx2(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
+                           uint64_t count, void *out);
+
+/* Every NaN becomes the positive quiet one. */
+static inline __m256 settled(__m256 value)
+{
+    const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
+    return _mm256_blendv_ps(value, nan, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+}
+
+/* Round to bf16, in the low half of each lane; a settled NaN stays one. */
+static inline __m256i bf16_rounded(__m256 value)
+{
+    __m256i bits = _mm256_castps_si256(value);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    return _mm256_srli_epi32(nearest, 16);
+}
+
+static inline __m128i half_rounded(__m256 value)
+{
+    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
+}
+
+/* Scale, and round to `rounding`. */
+static inline __m256 product(__m256 value, __m256 scale, uint32_t rounding)
+{
+    value = settled(_mm256_mul_ps(value, scale));
+    if (rounding == LH_DTYPE_BF16)
+        return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_rounded(value), 16));
+    return rounding == LH_DTYPE_F16 ? _mm256_cvtph_ps(half_rounded(value)) : value;
+}
+
+static inline __m128i narrowed(__m256 value, uint32_t dtype)
+{
+    if (dtype == LH_DTYPE_F16)
+        return half_rounded(value);
+    __m256i bits = bf16_rounded(value);
+    return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+}
+
+/* The tables of shuffles that look the low and the high bytes of 16 values up. */
+static inline void bytes_split(__m128i first, __m128i second, __m256i *lows, __m256i *highs)
+{
+    const __m128i low_bits = _mm_set1_epi16(0xFF);
+    *lows = _mm256_broadcastsi128_si256(
+        _mm_packus_epi16(_mm_and_si128(first, low_bits), _mm_and_si128(second, low_bits)));
+    *highs = _mm256_broadcastsi128_si256(
+        _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));
+}
+
+/* Store the 16-bit values of 32 codes, of whose values the tables hold the low and high bytes. */
+static inline void looked_up_put(__m256i codes, __m256i lows, __m256i highs, uint16_t *out)
+{
+    codes = _mm256_permute4x64_epi64(codes, 0xD8);
+    __m256i low = _mm256_shuffle_epi8(lows, codes);
+    __m256i high = _mm256_shuffle_epi8(highs, codes);
+    _mm256_storeu_si256((void *)out, _mm256_unpacklo_epi8(low, high));
+    _mm256_storeu_si256((void *)(out + 16), _mm256_unpackhi_epi8(low, high));
+}
+
+#endif

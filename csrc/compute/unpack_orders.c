@@ -1,0 +1,381 @@
+/*
+ * Decode tensors in other orders than rows, and integers with zeros: [Note: Orders] and
+ * [Note: Zeros] in unpack.h.
+ *
+ * [Note: Tiles] With a kernel, a group is decoded in bands of LH_UNPACK_TILE rows, and a band in
+ * strips of LH_UNPACK_STRIP columns. The kernel first copies the bits of a strip so that those of
+ * each row are consecutive, in tiles of LH_UNPACK_TILE columns; it then decodes them row by row.
+ * What the tiles and batches do not cover is copied and decoded by the definition.
+ */
+#include <string.h>
+
+#include "base/assert.h"
+#include "base/base.h"
+#include "compute/unpack_kernels.h"
+
+/* The most groups of at least LH_UNPACK_BATCH columns that a strip meets. */
+#define STRIP_GROUP_COUNT_MAX (LH_UNPACK_STRIP / LH_UNPACK_BATCH + 1)
+
+static uint32_t word_at(const uint8_t *words, uint64_t index)
+{
+    uint32_t word;
+    memcpy(&word, words + index * sizeof(word), sizeof(word));
+    return word;
+}
+
+static uint32_t element_bits(const struct lh_unpack *unpack)
+{
+    return unpack->format == LH_UNPACK_FORMAT_U8 ? 8 : 4;
+}
+
+/* The place, in a word, of the bits of one of its eight rows. */
+static uint32_t awq_place(uint64_t row)
+{
+    static const uint8_t places[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    return places[row % 8];
+}
+
+/* The bits of an element of a group. */
+static uint32_t bits_at(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                        uint64_t column)
+{
+    const uint32_t bits = element_bits(unpack), parts = 32 / bits, mask = (UINT32_C(1) << bits) - 1;
+    if (unpack->order == LH_UNPACK_ORDER_WORDS) {
+        uint32_t word = word_at(group, column / parts * unpack->group_rows + row);
+        return word >> (column % parts * bits) & mask;
+    }
+    uint32_t word = word_at(group, column * (unpack->group_rows / 8) + row / 8);
+    uint32_t place = unpack->order == LH_UNPACK_ORDER_AWQ ? awq_place(row) : (uint32_t)(row % 8);
+    return word >> (place * bits) & mask;
+}
+
+/* A word of zeros. */
+static uint32_t zeros_at(const struct lh_unpack *unpack, const uint8_t *zeros, uint64_t index)
+{
+    uint32_t ones = UINT32_MAX / ((UINT32_C(1) << element_bits(unpack)) - 1);
+    return word_at(zeros, index) + unpack->zero * ones;
+}
+
+static uint32_t zero_at(const struct lh_unpack *unpack, const uint8_t *zeros, uint64_t group,
+                        uint64_t row)
+{
+    const uint32_t bits = element_bits(unpack), parts = 32 / bits, mask = (UINT32_C(1) << bits) - 1;
+    if (!unpack->has_zeros)
+        return unpack->zero;
+    uint32_t word = zeros_at(unpack, zeros, group * (unpack->rows / parts) + row / parts);
+    bool is_awq = unpack->order == LH_UNPACK_ORDER_AWQ;
+    return word >> ((is_awq ? awq_place(row) : row % parts) * bits) & mask;
+}
+
+static uint64_t group_count(const struct lh_unpack *unpack)
+{
+    return lh_div_ceil(unpack->columns, unpack->block_columns);
+}
+
+/* The group of columns to which a column belongs. */
+static uint64_t group_of(const struct lh_unpack *unpack, const uint8_t *index, uint64_t column)
+{
+    if (!unpack->has_index)
+        return column / unpack->block_columns;
+    return lh_min_u64(word_at(index, column), group_count(unpack) - 1);
+}
+
+/* The definition: an element with these bits. `row` counts from the first row of the tensor. */
+static void put(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                uint32_t bits, uint64_t row, uint64_t column, uint64_t at, void *out)
+{
+    if (unpack->format == LH_UNPACK_FORMAT_E2M1) {
+        uint64_t blocks = unpack->group_rows / unpack->block_rows;
+        uint64_t first = row / unpack->group_rows * unpack->columns + column;
+        uint64_t block = row % unpack->group_rows / unpack->block_rows;
+        float scale = lh_unpack_scale_at(unpack, source, first * blocks + block);
+        lh_unpack_put(unpack, lh_unpack_e2m1[bits] * scale, at, out);
+        return;
+    }
+    uint64_t group = group_of(unpack, source->index, column);
+    int32_t zero = (int32_t)zero_at(unpack, source->zeros, group, row);
+    float scale = lh_unpack_scale_at(unpack, source, group * unpack->rows + row);
+    lh_unpack_put(unpack, (float)((int32_t)bits - zero) * scale, at, out);
+}
+
+/* --- With a kernel: see [Note: Tiles] --------------------------------------------------------- */
+
+/* A strip; `row` and `column` are its first ones. */
+struct strip {
+    const uint8_t *group; /* the packed bytes of its group */
+    uint64_t group_first; /* the group's first row in the tensor */
+    uint64_t row;         /* in the group */
+    uint64_t rows;
+    uint64_t column;
+    uint64_t columns;
+    uint8_t bits[LH_UNPACK_TILE][LH_UNPACK_STRIP];
+    float scales[STRIP_GROUP_COUNT_MAX * LH_UNPACK_TILE];
+    float zeros[STRIP_GROUP_COUNT_MAX * LH_UNPACK_TILE];
+};
+
+static void strip_fill(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                       struct strip *strip)
+{
+    const uint32_t width = element_bits(unpack);
+    bool is_tile = strip->rows == LH_UNPACK_TILE ||
+                   (unpack->order == LH_UNPACK_ORDER_WORDS && strip->rows % 8 == 0);
+    uint64_t done = is_tile ? strip->columns - strip->columns % LH_UNPACK_TILE : 0;
+    for (uint64_t c = 0; c < done; c += LH_UNPACK_TILE)
+        kernel->tile(unpack, strip->group, strip->row, strip->rows, strip->column + c,
+                     strip->bits[0] + c * width / 8);
+    for (uint64_t r = 0; r < strip->rows; r++) {
+        uint8_t *to = strip->bits[r];
+        for (uint64_t c = done; c < strip->columns; c++) {
+            uint8_t bits =
+                (uint8_t)bits_at(unpack, strip->group, strip->row + r, strip->column + c);
+            if (width == 8)
+                to[c] = bits;
+            else
+                to[c / 2] = c % 2 == 0 ? bits : (uint8_t)(to[c / 2] | bits << 4);
+        }
+    }
+}
+
+static uint32_t strip_bits(const struct lh_unpack *unpack, const struct strip *strip, uint64_t row,
+                           uint64_t column)
+{
+    const uint8_t *bits = strip->bits[row];
+    if (unpack->format == LH_UNPACK_FORMAT_U8)
+        return bits[column];
+    return bits[column / 2] >> (column % 2 * 4) & 15;
+}
+
+/* The scales and zeros of LH_UNPACK_BATCH rows of a group of columns. */
+static void batch_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                        const struct lh_unpack_source *source, uint64_t group, uint64_t row,
+                        float *scales, float *zeros)
+{
+    static const uint32_t formats[] = {[LH_UNPACK_SCALE_F32] = LH_UNPACK_FORMAT_F32,
+                                       [LH_UNPACK_SCALE_BF16] = LH_UNPACK_FORMAT_BF16,
+                                       [LH_UNPACK_SCALE_F16] = LH_UNPACK_FORMAT_F16};
+    const struct lh_unpack wide = {.format = formats[unpack->scale_type], .dtype = LH_DTYPE_F32};
+    const uint64_t first = group * unpack->rows + row;
+    const uint32_t bits = element_bits(unpack), parts = 32 / bits, mask = (UINT32_C(1) << bits) - 1;
+    kernel->bytes(&wide, source->scales + first * lh_unpack_scale_bytes(unpack), 1, LH_UNPACK_BATCH,
+                  scales);
+    for (uint32_t i = 0; i < LH_UNPACK_BATCH; i += parts) {
+        uint32_t word = 0;
+        if (unpack->has_zeros)
+            word = zeros_at(unpack, source->zeros, (first + i) / parts);
+        for (uint32_t j = 0; j < parts; j++) {
+            uint32_t place = unpack->order == LH_UNPACK_ORDER_AWQ ? awq_place(j) : j;
+            uint32_t zero = unpack->has_zeros ? word >> (place * bits) & mask : unpack->zero;
+            zeros[i + j] = (float)zero;
+        }
+    }
+}
+
+/* Prepare the scales of a strip of integers, if its columns belong to consecutive groups. */
+static bool strip_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                        const struct lh_unpack_source *source, struct strip *strip)
+{
+    if (unpack->has_index || unpack->block_columns < LH_UNPACK_BATCH ||
+        strip->rows % LH_UNPACK_BATCH != 0)
+        return false;
+    uint64_t first = strip->column / unpack->block_columns;
+    uint64_t end = lh_div_ceil(strip->column + strip->columns, unpack->block_columns);
+    LH_ASSERT(end - first <= STRIP_GROUP_COUNT_MAX);
+    for (uint64_t g = first; g < end; g++) {
+        for (uint64_t r = 0; r < strip->rows; r += LH_UNPACK_BATCH) {
+            uint64_t at = (g - first) * LH_UNPACK_TILE + r;
+            batch_widen(kernel, unpack, source, g, strip->row + r, strip->scales + at,
+                        strip->zeros + at);
+        }
+    }
+    return true;
+}
+
+/* The same for a strip of E2M1: a scale for each column, and each block of rows. */
+static bool strip_powers(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                         struct strip *strip)
+{
+    const uint64_t blocks = unpack->group_rows / unpack->block_rows;
+    if (unpack->block_rows != LH_UNPACK_TILE / 2)
+        return false;
+    for (uint64_t b = 0; b < lh_div_ceil(strip->rows, unpack->block_rows); b++) {
+        uint64_t first = strip->group_first / unpack->group_rows * unpack->columns + strip->column;
+        for (uint64_t c = 0; c < strip->columns; c++)
+            strip->scales[b * LH_UNPACK_STRIP + c] = lh_unpack_scale_at(
+                unpack, source, (first + c) * blocks + (strip->row / unpack->block_rows + b));
+    }
+    return true;
+}
+
+/* Elements [begin, end) of the tensor are decoded to `out`. */
+struct range {
+    uint64_t begin;
+    uint64_t end;
+    uint8_t *out;
+};
+
+/* The part of a range that is in one row of a strip or of columns; `columns` is 0 if none is. */
+struct piece {
+    uint64_t skip; /* columns before it */
+    uint64_t columns;
+    uint8_t *out;
+};
+
+static struct piece piece_of(const struct lh_unpack *unpack, const struct range *range,
+                             uint64_t row, uint64_t column, uint64_t columns)
+{
+    const uint64_t first = row * unpack->columns + column;
+    const uint64_t begin = lh_max_u64(first, range->begin);
+    const uint64_t end = lh_min_u64(first + columns, range->end);
+    struct piece piece = {0};
+    if (begin >= end)
+        return piece;
+    piece.skip = begin - first;
+    piece.columns = end - begin;
+    piece.out = range->out + (begin - range->begin) * lh_unpack_element_bytes(unpack);
+    return piece;
+}
+
+/* Decode one element of a row of a strip by the definition; `row` counts from the strip's first. */
+static void strip_put(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                      const struct strip *strip, uint64_t row, uint64_t column, void *out)
+{
+    put(unpack, source, strip_bits(unpack, strip, row, column),
+        strip->group_first + strip->row + row, strip->column + column, 0, out);
+}
+
+/*
+ * Decode a piece of a row, run by run: the elements of a run belong to one group, whose scales and
+ * zeros are those of the strip.
+ */
+static void runs_put(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                     const struct lh_unpack_source *source, const struct strip *strip, uint64_t row,
+                     struct piece piece)
+{
+    const uint64_t element_bytes = lh_unpack_element_bytes(unpack), width = element_bits(unpack);
+    const uint64_t phase = strip->column % unpack->block_columns;
+    uint64_t group = 0, column = piece.skip, end = piece.skip + piece.columns;
+    for (uint64_t stop = unpack->block_columns - phase; column < end;
+         stop += unpack->block_columns, group++) {
+        uint64_t run = lh_min_u64(end, stop);
+        while (column < run) {
+            uint8_t *to = piece.out + (column - piece.skip) * element_bytes;
+            uint64_t count = column % 2 == 0 ? run - column : 0, at = group * LH_UNPACK_TILE + row;
+            count -= count % LH_UNPACK_BATCH;
+            if (count > 0)
+                kernel->integers(unpack, strip->bits[row] + column * width / 8, strip->zeros[at],
+                                 strip->scales[at], count, to);
+            else
+                strip_put(unpack, source, strip, row, column, to);
+            column += lh_max_u64(count, 1);
+        }
+    }
+}
+
+/* Decode a piece of a row of E2M1, of whose scales those of the strip are the powers. */
+static void powers_put(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                       const struct lh_unpack_source *source, const struct strip *strip,
+                       uint64_t row, struct piece piece)
+{
+    const float *scales = strip->scales + row / unpack->block_rows * LH_UNPACK_STRIP;
+    uint64_t end = piece.skip + piece.columns;
+    for (uint64_t column = piece.skip; column < end;) {
+        uint8_t *to = piece.out + (column - piece.skip) * lh_unpack_element_bytes(unpack);
+        uint64_t count = column % 2 == 0 ? end - column : 0;
+        count -= count % LH_UNPACK_BATCH;
+        if (count > 0)
+            kernel->scaled(unpack, strip->bits[row] + column / 2, scales + column, count, to);
+        else
+            strip_put(unpack, source, strip, row, column, to);
+        column += lh_max_u64(count, 1);
+    }
+}
+
+/* Decode the part of a range that is in a band. */
+static void band_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                    const struct lh_unpack_source *source, struct strip *strip,
+                    const struct range *range)
+{
+    const bool is_e2m1 = unpack->format == LH_UNPACK_FORMAT_E2M1;
+    for (uint64_t c = 0; c < unpack->columns; c += LH_UNPACK_STRIP) {
+        strip->column = c;
+        strip->columns = lh_min_u64(LH_UNPACK_STRIP, unpack->columns - c);
+        strip_fill(kernel, unpack, strip);
+        bool is_ready = is_e2m1 ? strip_powers(unpack, source, strip)
+                                : strip_widen(kernel, unpack, source, strip);
+        for (uint64_t r = 0; r < strip->rows; r++) {
+            struct piece piece =
+                piece_of(unpack, range, strip->group_first + strip->row + r, c, strip->columns);
+            if (is_ready && is_e2m1)
+                powers_put(kernel, unpack, source, strip, r, piece);
+            else if (is_ready)
+                runs_put(kernel, unpack, source, strip, r, piece);
+            for (uint64_t i = 0; !is_ready && i < piece.columns; i++)
+                strip_put(unpack, source, strip, r, piece.skip + i,
+                          piece.out + i * lh_unpack_element_bytes(unpack));
+        }
+    }
+}
+
+/*
+ * The same if the columns belong to groups in any order. The kernel decodes columns of eight rows,
+ * with the scales and zeros of the eight, and transposes the results.
+ */
+static void indexed_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                       const struct lh_unpack_source *source, const uint8_t *group, uint64_t row,
+                       const struct range *range)
+{
+    const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
+    struct lh_unpack_indexed all = {.last = (uint32_t)group_count(unpack) - 1};
+    for (uint64_t g = 0; g <= all.last; g++)
+        batch_widen(kernel, unpack, source, g, row, all.scales + g * LH_UNPACK_INDEXED_ROWS,
+                    all.zeros + g * LH_UNPACK_INDEXED_ROWS);
+    for (uint64_t c = 0; c < unpack->columns; c += LH_UNPACK_STRIP) {
+        uint64_t columns = lh_min_u64(LH_UNPACK_STRIP, unpack->columns - c);
+        uint64_t done = columns - columns % LH_UNPACK_INDEXED_COLUMNS;
+        all.index = source->index + c * sizeof(uint32_t);
+        for (uint64_t r = 0; r < LH_UNPACK_INDEXED_ROWS; r++) {
+            if (r % 8 == 0)
+                kernel->indexed(unpack, group, row + r, c, done, r, &all);
+            struct piece piece = piece_of(unpack, range, row + r, c, columns);
+            uint64_t some = piece.skip < done ? lh_min_u64(piece.columns, done - piece.skip) : 0;
+            if (some > 0)
+                memcpy(piece.out, (uint8_t *)all.values[r % 8] + piece.skip * element_bytes,
+                       some * element_bytes);
+            for (uint64_t i = some; i < piece.columns; i++)
+                put(unpack, source, bits_at(unpack, group, row + r, c + piece.skip + i), row + r,
+                    c + piece.skip + i, 0, piece.out + i * element_bytes);
+        }
+    }
+}
+
+void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                         const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                         uint8_t *out)
+{
+    const uint64_t columns = unpack->columns, group_rows = unpack->group_rows;
+    const uint64_t group_bytes = lh_unpack_packed_bytes(unpack, group_rows * columns);
+    const uint64_t height = unpack->has_index ? LH_UNPACK_INDEXED_ROWS : LH_UNPACK_TILE;
+    const bool is_few = !unpack->has_index || group_count(unpack) <= LH_UNPACK_INDEXED_GROUP_MAX;
+    struct strip strip;
+    for (uint64_t at = first; at < first + count;) {
+        uint64_t row = at / columns, group = row / group_rows;
+        strip.group = source->packed + (group - first / (group_rows * columns)) * group_bytes;
+        strip.group_first = group * group_rows;
+        strip.row = row % group_rows / height * height;
+        strip.rows = lh_min_u64(height, group_rows - strip.row);
+        uint64_t stop = (strip.group_first + strip.row + strip.rows) * columns;
+        const struct range range = {at, lh_min_u64(first + count, stop),
+                                    out + (at - first) * lh_unpack_element_bytes(unpack)};
+        bool is_whole = strip.rows == height && is_few;
+        if (kernel && !unpack->has_index)
+            band_by(kernel, unpack, source, &strip, &range);
+        else if (kernel && is_whole)
+            indexed_by(kernel, unpack, source, strip.group, strip.row, &range);
+        else
+            for (uint64_t i = range.begin; i < range.end; i++)
+                put(unpack, source,
+                    bits_at(unpack, strip.group, i / columns % group_rows, i % columns),
+                    i / columns, i % columns, i - range.begin, range.out);
+        at = range.end;
+    }
+}

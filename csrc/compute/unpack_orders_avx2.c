@@ -1,0 +1,279 @@
+/* Decode tensors in other orders than rows with AVX2 and F16C: see [Note: Tiles]. */
+#if defined(__x86_64__)
+
+#include <string.h>
+
+#include "compute/unpack_avx2.h"
+
+/* --- Tiles ------------------------------------------------------------------------------------ */
+
+/* Exchange rows and columns of 8 x 8 words. */
+static inline void words_transpose(__m256i *v)
+{
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+        a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    }
+}
+
+/* Exchange `shift` bits of the words of b with those above them in the words of a. */
+static inline void bits_swap(__m256i *a, __m256i *b, int shift, uint32_t mask)
+{
+    __m256i both = _mm256_xor_si256(_mm256_srli_epi32(*a, shift), *b);
+    both = _mm256_and_si256(both, _mm256_set1_epi32((int32_t)mask));
+    *b = _mm256_xor_si256(*b, both);
+    *a = _mm256_xor_si256(*a, _mm256_slli_epi32(both, shift));
+}
+
+/* In each lane, exchange rows and columns of 8 x 8 parts of 4 bits. */
+static inline void nibbles_transpose(__m256i *v)
+{
+    for (int i = 0; i < 4; i++)
+        bits_swap(v + i, v + i + 4, 16, UINT32_C(0x0000FFFF));
+    for (int i = 0; i < 8; i += i % 4 == 1 ? 3 : 1)
+        bits_swap(v + i, v + i + 2, 8, UINT32_C(0x00FF00FF));
+    for (int i = 0; i < 8; i += 2)
+        bits_swap(v + i, v + i + 1, 4, UINT32_C(0x0F0F0F0F));
+}
+
+static void words_tile(const uint8_t *words, uint64_t stride, uint64_t rows, uint64_t bytes,
+                       uint8_t *bits)
+{
+    for (uint64_t r = 0; r < rows; r += 8) {
+        for (uint64_t at = 0; at < bytes; at += 32) {
+            __m256i v[8];
+            for (uint64_t i = 0; i < 8; i++)
+                v[i] = _mm256_loadu_si256((const void *)(words + (at / 4 + i) * stride + 4 * r));
+            words_transpose(v);
+            for (uint64_t i = 0; i < 8; i++)
+                _mm256_storeu_si256((void *)(bits + (r + i) * LH_UNPACK_STRIP + at), v[i]);
+        }
+    }
+}
+
+static void columns_tile(const uint8_t *words, uint64_t stride, bool is_awq, uint8_t *bits)
+{
+    __m256i parts[8][8];
+    for (uint64_t c = 0; c < 8; c++) {
+        __m256i v[8];
+        for (uint64_t i = 0; i < 8; i++)
+            v[i] = _mm256_loadu_si256((const void *)(words + (8 * c + i) * stride));
+        nibbles_transpose(v);
+        for (uint64_t i = 0; i < 8; i++)
+            parts[i][c] = v[i];
+    }
+    for (uint64_t i = 0; i < 8; i++) {
+        uint64_t row = !is_awq ? i : i < 4 ? 2 * i : 2 * i - 7;
+        words_transpose(parts[i]);
+        for (uint64_t j = 0; j < 8; j++)
+            _mm256_storeu_si256((void *)(bits + (8 * j + row) * LH_UNPACK_STRIP), parts[i][j]);
+    }
+}
+
+void lh_unpack_tile_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                         uint64_t rows, uint64_t column, uint8_t *bits)
+{
+    const uint64_t parts = unpack->format == LH_UNPACK_FORMAT_U8 ? 4 : 8;
+    if (unpack->order == LH_UNPACK_ORDER_WORDS) {
+        const uint64_t stride = unpack->group_rows * sizeof(uint32_t);
+        words_tile(group + column / parts * stride + row * sizeof(uint32_t), stride, rows,
+                   LH_UNPACK_TILE / parts * sizeof(uint32_t), bits);
+        return;
+    }
+    const uint64_t stride = unpack->group_rows / 2;
+    columns_tile(group + column * stride + row / 2, stride, unpack->order == LH_UNPACK_ORDER_AWQ,
+                 bits);
+}
+
+/* --- Rows ------------------------------------------------------------------------------------- */
+
+/* Eight elements of 4 bits. */
+static inline __m256i eight_nibbles(const uint8_t *bits)
+{
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    int32_t word;
+    memcpy(&word, bits, sizeof(word));
+    return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(word), shifts),
+                            _mm256_set1_epi32(15));
+}
+
+static inline __m256i eight_bytes(const uint8_t *bits)
+{
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)bits));
+}
+
+/* Store eight values. */
+static inline __attribute__((always_inline)) void eight_put(__m256 value, uint32_t dtype, void *out,
+                                                            uint64_t at)
+{
+    if (dtype == LH_DTYPE_F32)
+        _mm256_storeu_ps((float *)out + at, value);
+    else
+        _mm_storeu_si128((void *)((uint16_t *)out + at), narrowed(value, dtype));
+}
+
+/* The 16 products are rounded once, and then looked up. */
+static inline __attribute__((always_inline)) void nibbles_put(const uint8_t *bits, float zero,
+                                                              float scale, uint64_t count,
+                                                              uint16_t *out, uint32_t rounding,
+                                                              uint32_t dtype)
+{
+    const __m256 factor = _mm256_set1_ps(scale), less = _mm256_set1_ps(zero);
+    const __m256 codes = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256 first = _mm256_sub_ps(codes, less);
+    __m256 second = _mm256_sub_ps(_mm256_add_ps(codes, _mm256_set1_ps(8)), less);
+    __m256i lows, highs;
+    bytes_split(narrowed(product(first, factor, rounding), dtype),
+                narrowed(product(second, factor, rounding), dtype), &lows, &highs);
+    for (uint64_t i = 0; i < count; i += 32, bits += 16, out += 32) {
+        __m256i pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)bits));
+        __m256i both = _mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4));
+        looked_up_put(_mm256_and_si256(both, _mm256_set1_epi8(15)), lows, highs, out);
+    }
+}
+
+static inline __attribute__((always_inline)) void bytes_put(const uint8_t *bits, float zero,
+                                                            float scale, uint64_t count, void *out,
+                                                            uint32_t rounding, uint32_t dtype,
+                                                            bool is_byte)
+{
+    const __m256 factor = _mm256_set1_ps(scale), less = _mm256_set1_ps(zero);
+    for (uint64_t i = 0; i < count; i += 8) {
+        __m256i code = is_byte ? eight_bytes(bits + i) : eight_nibbles(bits + i / 2);
+        __m256 value = _mm256_sub_ps(_mm256_cvtepi32_ps(code), less);
+        eight_put(product(value, factor, rounding), dtype, out, i);
+    }
+}
+
+void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
+                             float scale, uint64_t count, void *out)
+{
+    const bool is_byte = unpack->format == LH_UNPACK_FORMAT_U8;
+    const bool is_usual = unpack->dtype == LH_DTYPE_BF16 && unpack->rounding == LH_DTYPE_F16;
+    if (is_usual && !is_byte)
+        nibbles_put(bits, zero, scale, count, out, LH_DTYPE_F16, LH_DTYPE_BF16);
+    else if (is_usual)
+        bytes_put(bits, zero, scale, count, out, LH_DTYPE_F16, LH_DTYPE_BF16, true);
+    else if (!is_byte && unpack->dtype != LH_DTYPE_F32)
+        nibbles_put(bits, zero, scale, count, out, unpack->rounding, unpack->dtype);
+    else
+        bytes_put(bits, zero, scale, count, out, unpack->rounding, unpack->dtype, is_byte);
+}
+
+/* Exchange rows and columns of 8 x 8 elements of 16 bits, and store the rows. */
+static inline void narrow_put(const __m128i *v, struct lh_unpack_indexed *all, uint64_t at)
+{
+    __m128i a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm_unpacklo_epi16(v[i], v[i + 1]);
+        a[i + 1] = _mm_unpackhi_epi16(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm_unpacklo_epi32(a[i], a[i + 2]);
+        b[i + 1] = _mm_unpackhi_epi32(a[i], a[i + 2]);
+        b[i + 2] = _mm_unpacklo_epi32(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm_unpackhi_epi32(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        uint16_t *first = (uint16_t *)(void *)all->values[2 * i] + at;
+        uint16_t *second = (uint16_t *)(void *)all->values[2 * i + 1] + at;
+        _mm_storeu_si128((void *)first, _mm_unpacklo_epi64(b[i], b[i + 4]));
+        _mm_storeu_si128((void *)second, _mm_unpackhi_epi64(b[i], b[i + 4]));
+    }
+}
+
+/* The elements of a column in eight rows, from their words, rounded. */
+static inline __attribute__((always_inline)) __m256
+column_values(__m256i words, uint64_t part, bool is_byte, const struct lh_unpack_indexed *all,
+              uint64_t column, uint64_t first, uint32_t rounding)
+{
+    const uint64_t width = is_byte ? 8 : 4;
+    uint32_t group;
+    memcpy(&group, all->index + column * sizeof(group), sizeof(group));
+    group = group < all->last ? group : all->last;
+    const uint64_t at = (uint64_t)group * LH_UNPACK_INDEXED_ROWS + first;
+    __m256i code = _mm256_srl_epi32(words, _mm_cvtsi32_si128((int32_t)(part * width)));
+    code = _mm256_and_si256(code, _mm256_set1_epi32(is_byte ? 255 : 15));
+    __m256 value = _mm256_sub_ps(_mm256_cvtepi32_ps(code), _mm256_loadu_ps(all->zeros + at));
+    return product(value, _mm256_loadu_ps(all->scales + at), rounding);
+}
+
+static inline __attribute__((always_inline)) void
+indexed_put(const uint8_t *words, uint64_t stride, uint64_t columns, uint64_t first,
+            struct lh_unpack_indexed *all, uint32_t rounding, uint32_t dtype, bool is_byte)
+{
+    const uint64_t parts = is_byte ? 4 : 8;
+    for (uint64_t c = 0; c < columns; c += 8) {
+        __m128i narrow[8];
+        __m256i wide[8];
+        for (uint64_t i = 0; i < 8; i++) {
+            __m256i eight = _mm256_loadu_si256((const void *)(words + (c + i) / parts * stride));
+            __m256 value = column_values(eight, i % parts, is_byte, all, c + i, first, rounding);
+            if (dtype == LH_DTYPE_F32)
+                wide[i] = _mm256_castps_si256(value);
+            else
+                narrow[i] = narrowed(value, dtype);
+        }
+        if (dtype != LH_DTYPE_F32) {
+            narrow_put(narrow, all, c);
+            continue;
+        }
+        words_transpose(wide);
+        for (uint64_t i = 0; i < 8; i++)
+            _mm256_storeu_si256((void *)(all->values[i] + c), wide[i]);
+    }
+}
+
+void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                            uint64_t column, uint64_t columns, uint64_t first,
+                            struct lh_unpack_indexed *all)
+{
+    const bool is_byte = unpack->format == LH_UNPACK_FORMAT_U8;
+    const uint64_t stride = unpack->group_rows * sizeof(uint32_t);
+    const uint8_t *words = group + column / (is_byte ? 4 : 8) * stride + row * sizeof(uint32_t);
+    const bool is_usual = unpack->dtype == LH_DTYPE_BF16 && unpack->rounding == LH_DTYPE_F16;
+    if (is_usual && !is_byte)
+        indexed_put(words, stride, columns, first, all, LH_DTYPE_F16, LH_DTYPE_BF16, false);
+    else if (unpack->dtype == LH_DTYPE_F32)
+        indexed_put(words, stride, columns, first, all, unpack->rounding, LH_DTYPE_F32, is_byte);
+    else
+        indexed_put(words, stride, columns, first, all, unpack->rounding, unpack->dtype, is_byte);
+}
+
+static inline __attribute__((always_inline)) void scaled_put(const uint8_t *bits,
+                                                             const float *scales, uint64_t count,
+                                                             void *out, uint32_t rounding,
+                                                             uint32_t dtype)
+{
+    const __m256 magnitudes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+    for (uint64_t i = 0; i < count; i += 8) {
+        __m256i code = eight_nibbles(bits + i / 2);
+        __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(8)), 28);
+        __m256 value = _mm256_permutevar8x32_ps(magnitudes, code);
+        value = _mm256_xor_ps(value, _mm256_castsi256_ps(sign));
+        eight_put(product(value, _mm256_loadu_ps(scales + i), rounding), dtype, out, i);
+    }
+}
+
+void lh_unpack_scaled_avx2(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
+                           uint64_t count, void *out)
+{
+    /* Rounding to bf16 twice is rounding to bf16 once. */
+    if (unpack->dtype == LH_DTYPE_BF16 && unpack->rounding != LH_DTYPE_F16)
+        scaled_put(bits, scales, count, out, LH_DTYPE_F32, LH_DTYPE_BF16);
+    else
+        scaled_put(bits, scales, count, out, unpack->rounding, unpack->dtype);
+}
+
+#endif
