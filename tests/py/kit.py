@@ -64,6 +64,28 @@ def linears(width: int, depth: int, dtype: torch.dtype = torch.float32) -> nn.Mo
     return seeded(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))), dtype)
 
 
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.float()
+
+
+class WideGradient(nn.Module):
+    """A layer of 8 x 8 in bf16 whose gradient is fp32, which a grad_dtype of None allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        self.weight.grad_dtype = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ _Wide.apply(self.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class Tower(nn.Module):
     """Equal residual blocks, the first of which may be frozen, and a mean without parameters."""
 

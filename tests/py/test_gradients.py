@@ -13,6 +13,7 @@ import lohan
 import pytest
 import torch
 import transformers
+from lohan.errors import UnsupportedError
 from quick_helper import half_quick
 from rules_helper import assert_same_gradients, watch
 from torch import nn
@@ -376,3 +377,27 @@ def test_gradients_are_equal_under_autocast_with_checkpointed_blocks(
         "minimal",
         autocast(vector_loss, cache_enabled=False),
     )
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_grad_dtype_other_than_that_of_the_parameter_is_refused_when_it_is_set(
+    when: str, store_dir: pathlib.Path
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16))
+    said = r"'0\.weight' is torch\.bfloat16.*float32.*set its grad_dtype to None"
+    if when == "before":
+        model[0].weight.grad_dtype = torch.float32
+        with pytest.raises(UnsupportedError, match=said):
+            lohan.wrap(model, store=store_dir, lr=1e-3)
+        model[0].weight.grad_dtype = None
+    lohan.wrap(model, store=store_dir, lr=1e-3)
+    for step in (1, 2):
+        if when == "after":
+            with pytest.raises(UnsupportedError, match=said):
+                model[0].weight.grad_dtype = torch.float32
+        model[0].weight.grad_dtype = torch.bfloat16
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        model.optimizer.step()
+        assert model.lohan.step == step
+    model.lohan.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import lohan
 import torch
+from kit import WideGradient
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
 from torch import nn
@@ -508,10 +509,7 @@ def flip_a_bit(store: str) -> tuple[str, str, str, int]:
 
 def other_dtype(store: str) -> str:
     """A parameter's gradient has another dtype than the parameter."""
-    torch.manual_seed(0)
-    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
-    layer.weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
-    model = lohan.wrap(nn.Sequential(layer), store=store, lr=1e-3)
+    model = lohan.wrap(nn.Sequential(WideGradient()), store=store, lr=1e-3)
     try:
         model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
     except Exception as error:

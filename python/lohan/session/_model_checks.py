@@ -15,6 +15,7 @@ from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import RESIDUAL_BYTES, is_dense
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
+from lohan.torch_glue._hollow import check_grad_dtype
 from lohan.torch_glue._peft import check_quantized, set_empty_buffers
 from lohan.torch_glue._tensor import nbytes_of
 
@@ -129,6 +130,8 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
             f"parameter {name!r} is {param.dtype} and requires a gradient: trainable parameters are"
             " float32, bfloat16 or float16 (freeze it, or convert the model)"
         )
+    if param.requires_grad:  # grad_dtype: torch 2.10 and newer
+        check_grad_dtype(name, param.dtype, getattr(param, "grad_dtype", None))
     if param.is_meta and not is_filled:
         raise ModelError(
             f"parameter {name!r} has no storage: pass weights=FOLDER, init='model' or a function,"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 import torch
 from torch import nn
 
-from lohan.errors import HollowParameterError
+from lohan.errors import HollowParameterError, UnsupportedError
 from lohan.torch_glue._tensor import without_classes
 
 if TYPE_CHECKING:
@@ -264,7 +264,36 @@ def _direct() -> dict[str, Any]:
     for name in _METHODS:
         if hasattr(torch.Tensor, name):
             found[name] = _method(getattr(torch.Tensor, name))
+    if "grad_dtype" in found:
+        found["grad_dtype"] = _checked_grad_dtype(found["grad_dtype"])
     return found
+
+
+def check_grad_dtype(name: str, dtype: torch.dtype, value: torch.dtype | None) -> None:
+    """Reject a grad_dtype of a trained parameter that is not its dtype.
+
+    Raises:
+        UnsupportedError: the dtypes differ.
+    """
+    if value not in (None, dtype):
+        raise UnsupportedError(
+            f"parameter {name!r} is {dtype} and would have gradients of grad_dtype {value}, but"
+            " lohan's plans and buffers have them in the dtype of the parameter: set its"
+            " grad_dtype to None. Sums over several backwards (accumulate=) are in float32 anyway"
+        )
+
+
+def _checked_grad_dtype(plain: property) -> property:
+    assert plain.fset is not None
+    write = plain.fset
+
+    def checked(self: HollowParameter, value: torch.dtype | None) -> None:
+        session = type(self).owner()
+        if session is not None and not session.closed:
+            check_grad_dtype(session.param_names().get(id(self), ""), self.dtype, value)
+        write(self, value)
+
+    return property(plain.fget, checked)
 
 
 _DIRECT = _direct()
