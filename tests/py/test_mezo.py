@@ -33,7 +33,6 @@ from mezo_helper import (
     Settings,
     batches,
     differing,
-    gpt2,
     loss_of,
     opt,
     opt_untied,
@@ -67,39 +66,6 @@ def wrapped(model: nn.Module, store: pathlib.Path, tier: str = "memory", **more:
     return lohan.wrap(
         model, store=store, method="mezo", **{"lr": LR, "eps": EPS, "seed": SEED, **more}
     )
-
-
-CASES = [
-    (opt, "torch", "memory"),
-    (opt, "torch", "least"),
-    (gpt2, "torch", "some"),
-    (opt, "philox", "memory"),
-    (opt, "philox", "least"),
-    (gpt2, "philox", "some"),
-]
-
-
-@pytest.mark.parametrize(("make", "rng", "tier"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_losses_and_parameters_are_mezo_s(
-    make: Any, rng: str, tier: str, store_dir: pathlib.Path
-) -> None:
-    data = batches(STEPS)
-    losses, values = plain_run(make, len(data), Settings(rng=rng))
-    model = wrapped(make(), store_dir, tier, rng=rng)
-    assert steps(model, data) == losses
-    assert differing(model, values) == []
-    model.lohan.close()
-
-
-@pytest.mark.parametrize("samples", [1, 3])
-def test_decay_and_several_directions_are_mezo_s(samples: int, store_dir: pathlib.Path) -> None:
-    data = batches(5)
-    settings = Settings(decay=0.1, samples=samples)
-    losses, values = plain_run(opt, len(data), settings)
-    model = wrapped(opt(), store_dir, weight_decay=0.1, num_samples=samples)
-    assert steps(model, data) == losses
-    assert differing(model, values) == []
-    model.lohan.close()
 
 
 def test_a_schedule_s_rates_are_those_of_the_steps(store_dir: pathlib.Path) -> None:
@@ -185,49 +151,6 @@ def test_blocks_that_pass_through_a_device_have_the_same_bits(
     assert model.lohan.read_bytes > 4 * sum(sizes)
     assert model.lohan.longest_lead < model.lohan.rule.step_length
     model.lohan.close()
-
-
-@pytest.mark.parametrize(("runs", "more"), half_quick(RUNS, [0, 50_000]))
-def test_a_device_over_little_main_memory_has_the_same_bits(
-    runs: str, more: int, store_dir: pathlib.Path
-) -> None:
-    losses, values = plain_run(opt, 12, Settings())
-    sizes = [unit.nbytes for unit in wrapped(opt(), store_dir / "s").lohan.layout.units]
-    slots = sum(sorted(sizes)[-3:]) + more
-    device = {"device": "emu", "device_param_bytes": slots, "device_bytes": 2 * slots}
-    model = wrapped(
-        opt(),
-        store_dir / "run",
-        host_bytes=least_of(opt(), **device) + more,
-        write_every=3,
-        runs=runs,
-        **device,
-    )
-    assert steps(model, batches(12)) == losses
-    assert differing(model, values) == []
-    model.lohan.close()
-
-
-@pytest.mark.parametrize(("tier", "every"), half_quick(["memory", "least"], [1, 3, 8]))
-def test_a_write_every_k_steps_changes_no_bit_and_is_counted(
-    tier: str, every: int, store_dir: pathlib.Path
-) -> None:
-    losses, values = plain_run(opt, 16, Settings())
-    data = batches(16)
-    model = wrapped(opt(), store_dir, tier, write_every=every)
-    assert steps(model, data[:11]) == losses[:11]
-    # All parameters are written once in K steps.
-    layout = model.lohan.layout
-    assert model.lohan.written_bytes == 11 // every * sum(unit.nbytes for unit in layout.units)
-    model.lohan.close()
-    assert lohan.verify(store_dir).step == 11 // every * every
-    lohan.snapshot(store_dir, store_dir / "copy").wait()
-    for place in (store_dir, store_dir / "copy"):
-        again = lohan.wrap(opt(), store=place, method="mezo", resume=True)
-        assert again.lohan.step == 11
-        assert steps(again, data[11:]) == losses[11:]
-        assert differing(again, values) == []
-        again.lohan.close()
 
 
 def test_a_snapshot_between_writes_has_the_step_it_says(store_dir: pathlib.Path) -> None:

@@ -37,10 +37,8 @@ from mezo_helper import (
     steps,
 )
 from quick_helper import half_quick
-from test_mezo import TIERS, least_of
+from test_mezo import least_of
 from torch import nn
-
-STEPS = 6
 
 
 def bf16() -> nn.Module:
@@ -117,103 +115,11 @@ def wrapped(model: nn.Module, store: pathlib.Path, **more: Any) -> Any:
     )
 
 
-CASES: list[tuple[Callable[[], nn.Module], str | None, str]] = [
-    (opt, "bf16", "bf16"),
-    (gpt2, "fp16", "fp16"),
-    (opt, "fp8", "fp8"),
-    (bf16, None, "bf16"),
-    (bf16, "fp32", "fp32"),
-    (fp16, None, "fp16"),
-    (fp16, "fp8", "fp8"),
-]
-
-
 def name_of(value: Any) -> str:
     """Return a name for a choice: that of a case is the names of its parts."""
     if isinstance(value, tuple):
         return "-".join(map(name_of, value))
     return getattr(value, "__name__", str(value))
-
-
-@pytest.mark.parametrize(
-    ("case", "place"), half_quick(CASES, ("memory", "least", "emu", "blocks")), ids=name_of
-)
-def test_losses_and_parameters_are_those_of_kept_ones_in_memory(
-    case: tuple[Callable[[], nn.Module], str | None, str], place: str, store_dir: pathlib.Path
-) -> None:
-    make, asked, storage = case
-    data = batches(STEPS)
-    losses, values = kept_run(make, storage, len(data))
-    more: dict[str, Any] = {"storage": asked} if asked else {}
-    if place == "least":
-        more["host_bytes"] = least_of(make(), **more)
-    if place == "emu":
-        more |= {"device": "emu", "device_param_bytes": 130_000}
-    made = make()
-    if place == "blocks":  # the blocks are given explicitly
-        more["blocks"] = list(next(m for m in made.modules() if isinstance(m, nn.ModuleList)))
-    model = wrapped(made, store_dir, **more)
-    assert steps(model, data) == losses
-    assert differing(model, values) == []
-    model.lohan.close()
-
-
-@pytest.mark.parametrize(("runs", "more"), half_quick(["together", "apart"], [0, 40_000]))
-def test_a_device_over_little_main_memory_has_the_same_bits(
-    runs: str, more: int, store_dir: pathlib.Path
-) -> None:
-    data = batches(10)
-    losses, values = kept_run(opt, "bf16", len(data), decay=0.1, samples=2)
-    sizes = [unit.place_bytes for unit in wrapped(opt(), store_dir / "s").lohan.layout.units]
-    slots = 2 * sum(sorted(sizes)[-3:]) + more
-    asked = {
-        "storage": "bf16",
-        "device": "emu",
-        "device_param_bytes": slots,
-        "device_bytes": 2 * slots,
-    }
-    model = wrapped(
-        opt(),
-        store_dir / "run",
-        host_bytes=least_of(opt(), **asked) + more,
-        write_every=3,
-        runs=runs,
-        weight_decay=0.1,
-        num_samples=2,
-        **asked,
-    )
-    assert steps(model, data) == losses
-    assert differing(model, values) == []
-    model.lohan.close()
-
-
-@pytest.mark.parametrize(
-    ("storage", "tier", "every"),
-    half_quick(["bf16", "fp8"], ["memory", "least"], [1, 3, "never"]),
-)
-def test_a_run_continues_is_copied_and_is_written_with_the_same_bits(
-    storage: str, tier: str, every: int | str, store_dir: pathlib.Path
-) -> None:
-    data = batches(8)
-    losses, values = kept_run(opt, storage, len(data))
-    more: dict[str, Any] = {"storage": storage, "write_every": every}
-    if TIERS[tier] is not None:
-        more["host_bytes"] = least_of(opt(), **more)
-    model = wrapped(opt(), store_dir, **more)
-    assert steps(model, data[:5]) == losses[:5]
-    units = model.lohan.layout.units
-    writes = 5 // every if isinstance(every, int) else 0
-    assert model.lohan.written_bytes == writes * sum(unit.nbytes for unit in units)
-    model.lohan.close()
-    assert lohan.verify(store_dir).is_whole
-    lohan.snapshot(store_dir, store_dir / "copy").wait()
-    for place in (store_dir, store_dir / "copy"):
-        again = lohan.wrap(opt(), store=place, method="mezo", resume=True)
-        assert steps(again, data[5:]) == losses[5:]
-        assert differing(again, values) == []
-        again.lohan.close()
-        with pytest.raises(StoreMismatchError, match="storage='fp16'"):
-            lohan.wrap(opt(), store=place, method="mezo", resume=True, storage="fp16")
 
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
