@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import backward_thread
 import default_signals
@@ -141,3 +142,13 @@ def store_dir(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     yield folder
     if os.environ.get("LOHAN_KEEP_STORES", "") in ("", "0"):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def workshop(store_dir: pathlib.Path) -> Iterator[Any]:
+    """A place to wrap models in: rules_helper.Workshop."""
+    from rules_helper import Workshop  # imports torch, which not every test needs
+
+    made = Workshop(store_dir)
+    yield made
+    made.close()

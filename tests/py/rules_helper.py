@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lohan
-import pytest
 import torch
 from kit import assert_same_state as assert_same_state
 from kit import host_bytes_min
@@ -160,14 +159,6 @@ class Workshop:
         """Close every session."""
         for model in self.made:
             model.lohan.close()
-
-
-@pytest.fixture
-def workshop(store_dir: pathlib.Path) -> Iterator[Workshop]:
-    """A place to wrap models in."""
-    made = Workshop(store_dir)
-    yield made
-    made.close()
 
 
 def train_step(model: nn.Module, step: int, loss_of: Loss = square_loss) -> float:

@@ -20,7 +20,6 @@ from lohan.errors import (
 )
 from quick_helper import half_quick
 from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss, vectors
-from rules_helper import workshop as workshop
 from torch import nn
 
 STEP_COUNT = 3

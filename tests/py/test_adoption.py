@@ -20,12 +20,10 @@ import torch
 from lohan import errors
 from lohan.common import _exit
 from lohan.session import _adopt
-from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss, workshop
+from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-
-__all__ = ["workshop"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 4

@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lohan.torch_glue._cast import CastParameter
-from rules_helper import Workshop, build, square_loss, workshop
+from rules_helper import Workshop, build, square_loss
 from torch import nn
-
-__all__ = ["workshop"]
 
 WIDTH = 8
 

@@ -20,11 +20,8 @@ from rules_helper import (
     square_loss,
     train_step,
     vectors,
-    workshop,
 )
 from torch import nn
-
-__all__ = ["workshop"]
 
 
 def resident_bytes() -> int:

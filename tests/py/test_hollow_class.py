@@ -22,12 +22,10 @@ from rules_helper import (
     square_loss,
     train_step,
     vectors,
-    workshop,
 )
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-__all__ = ["workshop"]
 functional = torch.nn.functional
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rules_helper import WIDTH, Workshop, square_loss, workshop
+from rules_helper import WIDTH, Workshop, square_loss
 from torch import nn
 from torch.nn import functional
-
-__all__ = ["workshop"]
 
 SMALL_COUNT = 3
 WIDE = 256

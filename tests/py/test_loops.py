@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lohan.errors import HollowParameterError
-from rules_helper import Workshop, assert_same_state, build, square_loss, train_step, workshop
+from rules_helper import Workshop, assert_same_state, build, square_loss, train_step
 from torch import nn
-
-__all__ = ["workshop"]
 
 # What scripts and transformers read of all parameters without a look at their values.
 FORMS: dict[str, Callable[[nn.Parameter], object]] = {

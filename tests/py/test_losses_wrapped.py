@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from lohan.errors import HollowParameterError, SecondBackwardError
 from lohan.losses import linear_cross_entropy
-from rules_helper import WIDTH, Workshop, build, vectors, workshop
+from rules_helper import WIDTH, Workshop, build, vectors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trl.trainer.utils import add_fused_lm_head
-
-__all__ = ["workshop"]
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 CHUNKS = {"token_chunk": 5, "vocab_chunk": 100}

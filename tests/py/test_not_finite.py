@@ -16,11 +16,8 @@ from rules_helper import (
     build,
     square_loss,
     train_step,
-    workshop,
 )
 from torch import nn
-
-__all__ = ["workshop"]
 
 WAITING: list[dict[str, Any]] = [
     {"schedule": "deferred"},

@@ -28,14 +28,10 @@ from rules_helper import (
     square_loss,
     train_step,
     vectors,
-    workshop,
 )
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-
-__all__ = ["workshop"]
-
 
 # --- Residency -----------------------------------------------------------------------------------
 

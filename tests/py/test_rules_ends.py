@@ -30,11 +30,8 @@ from rules_helper import (
     build,
     square_loss,
     train_step,
-    workshop,
 )
 from torch import nn
-
-__all__ = ["workshop"]
 
 HERE = pathlib.Path(__file__).resolve().parent
 State = dict[str, torch.Tensor]

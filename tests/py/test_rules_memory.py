@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lohan.errors import ModelError
-from rules_helper import Workshop, train_step, workshop
+from rules_helper import Workshop, train_step
 from torch import nn
-
-__all__ = ["workshop"]
 
 WIDTH = 32
 

@@ -17,13 +17,9 @@ from rules_helper import (
     square_loss,
     train_step,
     vectors,
-    workshop,
 )
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
-
-__all__ = ["workshop"]
-
 
 # --- Parameters that no optimizer has ------------------------------------------------------------
 

@@ -14,9 +14,7 @@ import pytest
 from notes_helper import notes
 from patience import ENDS_S, HUNG_S
 from program_server import Program
-from rules_helper import Workshop, assert_same_state, build, workshop
-
-__all__ = ["workshop"]
+from rules_helper import Workshop, assert_same_state, build
 
 HERE = pathlib.Path(__file__).resolve().parent
 

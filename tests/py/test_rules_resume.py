@@ -13,11 +13,9 @@ import pytest
 import torch
 from lohan.errors import StoreMismatchError
 from lohan.store import _scalars, _store
-from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step, workshop
+from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, OneCycleLR
-
-__all__ = ["workshop"]
 
 Make = Any
 

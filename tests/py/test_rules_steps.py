@@ -16,12 +16,8 @@ from rules_helper import (
     square_loss,
     train_step,
     vectors,
-    workshop,
 )
 from torch import nn
-
-__all__ = ["workshop"]
-
 
 # --- A step that dies ----------------------------------------------------------------------------
 

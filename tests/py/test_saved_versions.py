@@ -16,12 +16,9 @@ from rules_helper import (
     square_loss,
     train_step,
     vectors,
-    workshop,
 )
 from torch import nn
 from torch.nn import functional
-
-__all__ = ["workshop"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lohan.errors import OffloadedGradientError, SecondBackwardError, StepError
 from rules_helper import Workshop, assert_same_state, build, square_loss, vectors
-from rules_helper import workshop as workshop
 from torch import nn
 
 STEP_COUNT = 4

@@ -16,13 +16,10 @@ from rules_helper import (
     build,
     train_step,
     watch,
-    workshop,
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-
-__all__ = ["workshop"]
 
 
 class Residual(nn.Module):

@@ -12,10 +12,8 @@ import pytest
 import torch
 from lohan.errors import LohanError, ThreadError
 from patience import HUNG_S
-from rules_helper import Stack, Workshop, assert_same_state, build, vectors, workshop
+from rules_helper import Stack, Workshop, assert_same_state, build, vectors
 from torch import nn
-
-__all__ = ["workshop"]
 
 THREADS = 4
 

@@ -20,7 +20,6 @@ from lohan.session import _order
 from lohan.torch_glue import _random_starts
 from quick_helper import half_quick
 from rules_helper import WIDTH, Workshop, assert_same_state, build, vectors
-from rules_helper import workshop as workshop
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
