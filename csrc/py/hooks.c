@@ -134,13 +134,17 @@ int lhpy_unit_bind(struct lhpy_engine *self, uint32_t unit)
     for (uint32_t i = 0; i < desc->param_count; i++) {
         uint32_t index = desc->param_first + i;
         struct lhpy_param *param = &self->params[index];
-        if (class_is_hollow(param) && class_set(param, resident_class(self, param)) < 0)
-            return -1;
-        if (self->forward_is_open && requires_grad_check(self, unit, index) < 0)
-            return -1;
+        /* First: a garbage collection here may run another thread, to which a plain class says that
+         * the data are there. */
         PyObject *lend = lhpy_lend(self->core, unit, param->byte_offset, param->ndim, param->shape,
                                    param->dtype);
-        int rc = lend ? PyObject_SetAttrString(param->tensor, "data", lend) : -1;
+        int rc = lend ? 0 : -1;
+        if (rc == 0 && class_is_hollow(param))
+            rc = class_set(param, resident_class(self, param));
+        if (rc == 0 && self->forward_is_open)
+            rc = requires_grad_check(self, unit, index);
+        if (rc == 0)
+            rc = PyObject_SetAttrString(param->tensor, "data", lend);
         Py_XDECREF(lend);
         if (rc == 0)
             rc = required_set(param, self->forward_is_open && !self->forward_is_train);

@@ -51,6 +51,8 @@ int lh_engine_wait_until(struct lh_engine *engine, lh_wait_fn is_done, uint64_t 
                                 .tv_nsec = (long)(until_ns % UINT64_C(1000000000))};
     int rc = 0;
     atomic_fetch_add(&engine->waiting, 1);
+    /* Wake the engine, which may sleep although nothing can end this wait: see engine.c. */
+    lh_waker_wake(engine->waker);
     pthread_mutex_lock(&engine->shared.mutex);
     bool done = is_done(engine, argument);
     while (!done && !atomic_load(&engine->failed) && rc == 0) {

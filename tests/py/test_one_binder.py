@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lohan.errors import HollowParameterError, LohanError
+from lohan.torch_glue._hollow import HollowParameter
 from patience import HUNG_S
 from rules_helper import Stack, Workshop, assert_same_state, build, vectors, workshop
 from torch import nn
@@ -108,16 +111,15 @@ def test_scopes_are_dropped_after_the_thread_that_leaves_one(
 def test_a_thread_that_waits_for_the_binder_sees_that_the_session_was_closed(
     model: nn.Module,
 ) -> None:
-    scope = scope_of(model)
+    scope, other = scope_of(model), scope_of(model)
     binding = Paused(scope.enter)
     errors: list[LohanError] = []
 
     def enter() -> None:
         with pytest.raises(LohanError, match="the session is closed") as caught:
-            scope_of_other.enter()
+            other.enter()
         errors.append(caught.value)
 
-    scope_of_other = scope_of(model)
     waiting = threading.Thread(target=enter)
     waiting.start()
     waiting.join(WAIT_S)
@@ -130,7 +132,8 @@ def test_a_thread_that_waits_for_the_binder_sees_that_the_session_was_closed(
 
 def test_a_child_that_is_forked_during_a_bind_has_hollow_parameters(model: nn.Module) -> None:
     params = list(model.blocks[0].parameters())
-    binding = Paused(scope_of(model).enter)
+    scope = scope_of(model)
+    binding = Paused(scope.enter)
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -145,3 +148,61 @@ def test_a_child_that_is_forked_during_a_bind_has_hollow_parameters(model: nn.Mo
     binding.end()
     assert not binding.errors
     assert all(torch.isfinite(param.detach()).all() for param in params)
+    scope.leave()
+
+
+def plain_operations(param: nn.Parameter) -> list[Any]:
+    """Return operations on a parameter that its hollow class has methods for."""
+    return [
+        lambda: repr(param),
+        lambda: f"{param:}",
+        lambda: copy.deepcopy(param),
+        lambda: pickle.dumps(param),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_an_operation_on_a_parameter_that_another_thread_then_binds_succeeds_or_is_refused(
+    number: int, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    param = model.blocks[0].norm.weight
+    operation = plain_operations(param)[number]
+    scope = scope_of(model)
+
+    def load_in_loop(_: object) -> bool:
+        entering = threading.Thread(target=scope.enter)
+        entering.start()
+        entering.join(HUNG_S)
+        return False
+
+    monkeypatch.setattr(model.lohan, "load_in_loop", load_in_loop)
+    if number == 0:
+        assert operation().startswith("HollowParameter('blocks.0.norm.weight'")
+    elif number == 1:
+        assert operation() == repr(param)
+    else:
+        with pytest.raises(HollowParameterError, match=r"reads parameter 'blocks.0.norm.weight'"):
+            operation()
+    assert not isinstance(param, HollowParameter)
+    scope.leave()
+    assert isinstance(param, HollowParameter)
+
+
+def test_operations_on_a_parameter_that_another_thread_has_just_bound_succeed(
+    model: nn.Module,
+) -> None:
+    """As if the thread had bound it after Python or torch had found the hollow class's method."""
+    param = model.blocks[0].norm.weight
+    hollow = type(param)
+    assert issubclass(hollow, HollowParameter)
+    scope = scope_of(model)
+    scope.enter()
+    assert hollow.__repr__(param) == repr(param)
+    assert hollow.__format__(param, "") == format(param)
+    assert torch.equal(hollow.__deepcopy__(param, {}), param)
+    assert hollow.__reduce_ex__(param, 2)[0] == param.__reduce_ex__(2)[0]
+    called = hollow.__torch_function__(torch.sum, (hollow,), (param,))
+    assert torch.equal(called, param.sum())
+    with pytest.raises(HollowParameterError, match="was given a parameter not in memory"):
+        hollow.__torch_function__(torch.sum, (hollow,), (torch.ones(1),))
+    scope.leave()

@@ -145,6 +145,9 @@ class HollowParameter(nn.Parameter):
         kinds = zip(map(type, given), given, strict=True)
         found = [(kind, tensor) for kind, tensor in kinds if issubclass(kind, HollowParameter)]
         if not found:
+            # torch found one among the arguments: another thread has loaded it since.
+            if any(issubclass(cls, type(tensor)) for tensor in given):
+                return func(*args, **kwargs)
             raise HollowParameterError(f"{_what(func)[0]} was given a parameter not in memory")
         missing = [(kind, tensor) for kind, tensor in found if not kind._load_in_loop(tensor)]
         if not missing:
@@ -201,29 +204,43 @@ class HollowParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy a parameter that a loop is at; otherwise, raise an error: there are no values."""
-        if not self._load_in_loop(self):
-            self.refuse(self, "deepcopy")
+        kind = _hollow_class(self)
+        if kind is not None and not kind._load_in_loop(self):
+            kind.refuse(self, "deepcopy")
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, save or copy a parameter that a loop is at; otherwise, raise an error."""
-        if not self._load_in_loop(self):
-            self.refuse(self, "pickle")
+        kind = _hollow_class(self)
+        if kind is not None and not kind._load_in_loop(self):
+            kind.refuse(self, "pickle")
         return self.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a readable summary; with the values if a loop is at the parameter."""
-        if self._load_in_loop(self):
+        kind = _hollow_class(self)
+        if kind is None or kind._load_in_loop(self):
             return repr(self)
-        session = type(self).owner()
+        session = kind.owner()
         name = session.param_names().get(id(self), "") if session is not None else ""
         return f"HollowParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, form: str) -> str:
         """Return the formatted repr()."""
-        if self._load_in_loop(self):
+        kind = _hollow_class(self)
+        if kind is None or kind._load_in_loop(self):
             return format(self, form)
         return format(repr(self), form)
+
+
+def _hollow_class(tensor: object) -> type[HollowParameter] | None:
+    """Return a tensor's class if it is hollow.
+
+    A method of a hollow parameter asks once, since another thread that reads the parameter gives it
+    a plain class, which has none of these methods.
+    """
+    kind = type(tensor)
+    return kind if issubclass(kind, HollowParameter) else None
 
 
 _Plain = torch._C.DisableTorchFunctionSubclass  # without_classes(), and one call less
