@@ -30,6 +30,7 @@ from lohan.layout import _files
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -89,7 +90,9 @@ def fours(folder: pathlib.Path) -> None:
         weights = QuantizationArgs(**common, strategy=strategy, group_size=size, scale_dtype=scale)
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
         noise = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)
-        scales = torch.randint(0, 256, (ROWS, COLUMNS // size), dtype=torch.uint8)
+        # compressed-tensors decodes byte 255 of E8M0 to infinity, and OCP's specification to NaN.
+        most = 255 if scale == torch.uint8 else 256
+        scales = torch.randint(0, most, (ROWS, COLUMNS // size), dtype=torch.uint8)
         random = {"weight_packed": noise, "weight_scale": scales.view(scale)}
         real = {"weight": torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16) * 0.02}
         largest = real["weight"].float().reshape(ROWS, -1, size).abs().amax(-1) / 6
@@ -111,6 +114,24 @@ def fours(folder: pathlib.Path) -> None:
                 model = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
                 ours = decoded(folder, model)["weight"]
                 compare(f"{name}, {kind}", ours, theirs.to(dtype))
+
+
+def experts(folder: pathlib.Path) -> None:
+    """Compare gpt-oss' MXFP4 with transformers."""
+    count, rows, columns = 3, 96, 160  # experts; of the decoded matrices
+    for kind, most in (("random", 255), ("plausible", 131)):
+        state = {
+            "down_proj_blocks": torch.randint(0, 256, (count, columns, rows // 32, 16)).byte(),
+            "down_proj_scales": torch.randint(most - 20, most, (count, columns, rows // 32)).byte(),
+        }
+        if kind == "random":
+            state["down_proj_scales"] = torch.randint(0, most, (count, columns, rows // 32)).byte()
+        save_file(state, folder / "model.safetensors")
+        for dtype in DTYPES:
+            model = nn.Module()
+            model.down_proj = nn.Parameter(torch.empty(count, rows, columns, dtype=dtype))
+            theirs = convert_moe_packed_tensors(*map(torch.clone, state.values()), dtype=dtype)
+            compare(f"gpt-oss, {kind}", decoded(folder, model)["down_proj"], theirs)
 
 
 def words(*shape: int) -> torch.Tensor:
@@ -197,7 +218,7 @@ def models(folder: pathlib.Path) -> None:
 def main() -> int:
     """Run all comparisons."""
     torch.manual_seed(0)
-    for part in (fours, integers, grains, models):
+    for part in (fours, experts, integers, grains, models):
         with tempfile.TemporaryDirectory() as folder:
             part(pathlib.Path(folder))
     print(f"{bad} comparisons differ")

@@ -246,6 +246,8 @@ float lh_unpack_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_
         value *= float_at(source->nested, nested_index(index, unpack->nested_block));
         return value + unpack->nested_offset;
     case LH_UNPACK_SCALE_E8M0:
+        if (*at == UINT8_MAX)
+            return float_of(UINT32_C(0x7FC00000));
         return *at == 0 ? 0x1p-127f : float_of((uint32_t)*at << 23);
     case LH_UNPACK_SCALE_E4M3:
         return e4m3_value(*at) / float_at(source->nested, 0);

@@ -19,7 +19,7 @@
  * rounded to `rounding`, and the result to `dtype`; every rounding is to nearest, ties to even. A
  * scale of fp32, bf16 or fp16 is widened exactly. A scale of type NESTED is itself quantized: it is
  * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
- * A scale of type E8M0 is 2^(byte - 127), and infinite if the byte is 255; one of type E4M3 is the
+ * A scale of type E8M0 is 2^(byte - 127), and a NaN if the byte is 255; one of type E4M3 is the
  * number that the byte encodes, divided by nested[0]. Every NaN becomes the positive quiet NaN of
  * the result's type. These are the bits of
  *
@@ -28,6 +28,8 @@
  *      weight_scale (compressed-tensors)      dequantize() of compressed-tensors the scales' type
  *      absmax (bitsandbytes' NF4 and FP4)     dequantize_4bit() of bitsandbytes  quant_state's type
  *      weight_packed (MXFP4 and NVFP4)        decompress() of compressed-tensors BF16
+ *      _blocks (gpt-oss' MXFP4)               convert_moe_packed_tensors() of    F32
+ *                                             transformers
  *      qweight (GPTQ)                         dequantize_weight() of gptqmodel   the scales' type
  *      qweight (AWQ)                          dequantize_gemm() of autoawq       the scales' type
  *      GGUF                                   dequantize() of gguf-py            F32
@@ -46,6 +48,10 @@
  * order: the rows of its two halves alternate. GGUF files have the rows of each head of Llama's
  * queries and keys so, because llama.cpp rotates neighbors. Row i of half j is row 2 * i + j of the
  * group in the file.
+ *
+ * A scale of E8M0 with byte 255 is what OCP's specification of MX formats says. Libraries differ:
+ * torch's float8_e8m0fnu agrees, transformers and gguf-py decode with 2^128, and compressed-tensors
+ * with an infinite scale. A valid file has no such block.
  *
  * [Note: Orders] Some files have the elements of a group in another order than rows: then no packed
  * byte of a group is free before its last row is decoded, and a group is not decoded over its own

@@ -93,7 +93,7 @@ struct lh_unpack_kernel {
     void (*indexed)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
                     uint64_t column, uint64_t columns, uint64_t first,
                     struct lh_unpack_indexed *all);
-    /* E2M1: decode elements with a scale each. */
+    /* E2M1: decode elements with a scale each, a power of two (or infinite, or a NaN). */
     void (*scaled)(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
                    uint64_t count, void *out);
 };

@@ -262,7 +262,16 @@ static inline __attribute__((always_inline)) void scaled_put(const uint8_t *bits
         __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(8)), 28);
         __m256 value = _mm256_permutevar8x32_ps(magnitudes, code);
         value = _mm256_xor_ps(value, _mm256_castsi256_ps(sign));
-        eight_put(product(value, _mm256_loadu_ps(scales + i), rounding), dtype, out, i);
+        value = product(value, _mm256_loadu_ps(scales + i), rounding);
+        if (dtype != LH_DTYPE_BF16 || rounding != LH_DTYPE_F32) {
+            eight_put(value, dtype, out, i);
+            continue;
+        }
+        /* Powers of two times values of two bits have no more bits than bf16. */
+        __m256i high = _mm256_srli_epi32(_mm256_castps_si256(value), 16);
+        __m128i narrow =
+            _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+        _mm_storeu_si128((void *)((uint16_t *)out + i), narrow);
     }
 }
 

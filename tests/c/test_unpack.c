@@ -189,7 +189,7 @@ static float scale_of(const struct lh_unpack *unpack, uint64_t index)
     float wide;
     memcpy(&wide, scales + 4 * index, sizeof(wide));
     if (unpack->scale_type == LH_UNPACK_SCALE_E8M0)
-        return (float)ldexp(1, scales[index] - 127);
+        return scales[index] == 255 ? NAN : (float)ldexp(1, scales[index] - 127);
     if (unpack->scale_type == LH_UNPACK_SCALE_E4M3) {
         int exponent = scales[index] >> 3 & 15, mantissa = scales[index] & 7;
         double value = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);

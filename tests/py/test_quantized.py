@@ -376,7 +376,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
             f"{PROJ}_blocks": torch.zeros(2, 3, 4, 16, dtype=torch.uint8),
             f"{PROJ}_scales": torch.zeros(2, 3, 4, dtype=torch.uint8),
         },
-        "transposed",
+        r"blocks are \[2, 3, 4, 16\]",
     ),
     "no powers": (mxfp4, {f"{PROJ}_scale": None}, "do not have .*up_proj.weight_scale"),
     "powers of another shape": (

@@ -487,6 +487,8 @@ def add_experts(model: nn.Module, folder: Folder) -> None:
                 if found is not None:
                     folder.entries[f"{name}.{number}.{own}"] = found[0]
                     used |= found[1]
+                elif module.is_transposed:
+                    used |= _add_blocks(f"{name}.{{}}{own}", number, len(experts), prefixes, folder)
     for each in used:
         folder.entries.pop(each, None)
 
@@ -505,6 +507,27 @@ def _slice_of(
     offset = whole.offset + number * nbytes
     made = Entry(whole.file, offset, nbytes, whole.dtype, tuple(tensor.shape), name=whole.name)
     return made, {full}
+
+
+def _add_blocks(
+    name: str, number: int, count: int, prefixes: list[str], folder: Folder
+) -> set[str]:
+    """Add the entries of an expert's slices of MXFP4 blocks and scales, if the files have them.
+
+    `name` has a place for the expert's number. Returns the tensors of which these are slices.
+    """
+    used = set()
+    for end in ("_blocks", "_scales"):
+        full, whole = _look_up([name.format("") + end], prefixes, folder)
+        if whole is None or whole.shape[:1] != (count,):
+            continue
+        nbytes = whole.nbytes // count
+        made = dataclasses.replace(
+            whole, offset=whole.offset + number * nbytes, nbytes=nbytes, shape=whole.shape[1:]
+        )
+        folder.entries[name.format(f"{number}.") + end] = made
+        used.add(full)
+    return used
 
 
 def _joined(

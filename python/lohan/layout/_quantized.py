@@ -41,10 +41,7 @@ _PARTS = {
     "SCB": "bitsandbytes' LLM.int8",
 }
 # Names that replace X.weight in formats that are not supported.
-_OTHERS = (
-    ("weight", "weight_packed", "compressed-tensors' packed integers"),
-    ("", "_blocks", "gpt-oss' MXFP4: each of its matrices is transposed while it is decoded"),
-)
+_OTHERS = (("weight", "weight_packed", "compressed-tensors' packed integers"),)
 _GRAINS = ("q8_0", "q4_k", "q6_k", "f32", "bf16", "f16")  # GGUF's types, in lower case
 # The values of MXFP4 and NVFP4 that share a scale, by the dtype of the scales.
 _GROUPS = {"U8": 32, "F8_E4M3": 16}
@@ -138,6 +135,10 @@ def find_other(folder: Folder, keys: Sequence[str], tensor: torch.Tensor) -> Ent
             one = One(folder, key, entry, tuple(tensor.shape))
             made = one.fours(tensor.dtype)
             return dataclasses.replace(entry, shape=one.shape, packed=made)
+        entry = folder.entries.get(f"{key}_blocks")
+        if entry is not None and tensor.dtype in _MODEL_DTYPES:
+            one = One(folder, key, entry, tuple(tensor.shape))
+            return dataclasses.replace(entry, shape=one.shape, packed=one.turned_fours())
     _refuse_others(folder, keys)
     return None
 
@@ -312,6 +313,35 @@ class One:
         # compressed-tensors decodes to bf16, whatever the model's dtype.
         count, block = rows * columns, (1, group)
         return Packed("e2m1", torch.bfloat16, 1, count, block, scales, nested=divisor)
+
+    # --- gpt-oss' FP4 ---------------------------------------------------------------------------
+
+    def turned_fours(self) -> Packed:
+        """Describe MXFP4 values of matrices, one for each expert, that the model has transposed."""
+        *outer, rows, columns = self.shape if len(self.shape) > 1 else (0, 0)
+        blocks = self.part("_blocks", ("U8",))
+        if rows % _GROUPS["U8"] or blocks.shape != (*outer, columns, rows // 32, 16):
+            raise self.refuse(
+                f"its blocks are {list(blocks.shape)}, and not 16 bytes for each 32 values of"
+                f" {list(self.shape)} with the last two dimensions exchanged"
+            )
+        scales = self.part("_scales", ("U8",))
+        if scales.shape != blocks.shape[:-1]:
+            raise self.refuse(
+                f"its scales are {list(scales.shape)}, not one for each block of"
+                f" {list(blocks.shape)}"
+            )
+        scales = dataclasses.replace(scales, dtype="F8_E8M0")
+        return Packed(
+            "e2m1",
+            torch.float32,  # the product of such a value and scale needs no rounding
+            math.prod(outer) * rows,
+            columns,
+            (_GROUPS["U8"], 1),
+            scales,
+            group_rows=rows,
+            order="transposed",
+        )
 
     # --- bitsandbytes' 4 bits -------------------------------------------------------------------
 
