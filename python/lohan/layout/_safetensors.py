@@ -41,6 +41,9 @@ NAMES = {
     torch.float16: "F16",
     torch.uint16: "U16",
     torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8",
@@ -262,7 +265,10 @@ def write(
     """
     for tensor in tensors:
         if tensor.dtype not in NAMES:
-            raise ModelError(f"{tensor.name} is {tensor.dtype}: safetensors has no such dtype")
+            raise ModelError(
+                f"{tensor.name} is {tensor.dtype}, which lohan cannot write to safetensors files:"
+                " give the model its bytes instead, as tensor.view(torch.uint8)"
+            )
     shards = divide(tensors, parse_bytes(max_shard_size))
     index = _variant(f"{stem}.safetensors.index.json", variant)
     stem = _variant(f"{stem}.safetensors", variant).removesuffix(".safetensors")

@@ -13,6 +13,7 @@ from torch import nn
 from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import RESIDUAL_BYTES, is_dense
+from lohan.layout._safetensors import NAMES
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._hollow import check_grad_dtype
@@ -83,6 +84,15 @@ def check_model(model: Any, is_filled: bool) -> None:
     _check_memory(model)
 
 
+def _check_written(name: str, tensor: torch.Tensor) -> None:
+    """Reject a dtype of packed bits, which torch's functions and exports do not support."""
+    if tensor.dtype not in NAMES and not (tensor.dtype.is_complex or tensor.is_quantized):
+        raise ModelError(
+            f"{name} is {tensor.dtype}, which lohan cannot write to safetensors files: give the"
+            " model its bytes, as tensor.view(torch.uint8), and view them in the forward"
+        )
+
+
 def _check_buffers(model: nn.Module) -> None:
     """Reject buffers that commits would read, but that have no bytes; large ones are not read."""
     persistent = [
@@ -91,6 +101,8 @@ def _check_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     ]
+    for name, buffer in persistent:
+        _check_written(f"buffer {name!r}", buffer)
     if sum(nbytes_of(buffer) for _, buffer in persistent) <= BYTES_MAX:
         for name, buffer in persistent:
             check_bytes(buffer, f"buffer {name!r}")
@@ -121,6 +133,7 @@ def _check_param(name: str, param: nn.Parameter, is_filled: bool) -> None:
             f"parameter {name!r} is {param.dtype}: complex parameters are not supported"
         )
     check_quantized(name, param)
+    _check_written(f"parameter {name!r}", param)
     if param.is_quantized:
         raise ModelError(f"parameter {name!r} is quantized: dequantize it before lohan.wrap()")
     if not param.is_meta:
