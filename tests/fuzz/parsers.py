@@ -29,7 +29,7 @@ from lohan.errors import LohanError
 from lohan.hf import _trainer_folders
 from lohan.journal import _journal
 from lohan.journal._zeroth import Record, Rule
-from lohan.layout import _block, _files, _safetensors
+from lohan.layout import _block, _files, _index, _safetensors
 from lohan.planning import _machines
 from lohan.session import _trace
 from lohan.store import _contents, _requests, _scalars, _store
@@ -191,7 +191,7 @@ def index_make(folder: pathlib.Path) -> list[Any]:
 
 def index_run(data: bytes, folder: pathlib.Path) -> None:
     for place in (folder, folder / "absent"):
-        refuses(lambda place=place: _files._of_index(place))  # type: ignore[misc]
+        refuses(lambda place=place: _index.of_index(place))  # type: ignore[misc]
     (folder / "model.safetensors.index.json").write_bytes(data)
     _files.read_folder(folder)
 
@@ -538,7 +538,7 @@ TARGETS = [
         strategy=weights_changes,
     ),
     Target("gguf", gguf_files.make, gguf_files.run, gguf_files.FUNCTIONS, is_json=False),
-    Target("index", index_make, index_run, (_files._of_index, _files.read_folder)),
+    Target("index", index_make, index_run, (_index.of_index, _files.read_folder)),
     Target(
         "profile",
         profile_make,

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.errors import ModelError, StoreError, UnsupportedError
+from lohan.errors import ModelError, StoreError
 from lohan.layout import _experts, _gguf, _integers, _quantized
+from lohan.layout._index import missing, paths_of
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue import _peft
@@ -32,9 +33,6 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The limit that the safetensors library sets for a header.
 _HEADER_BYTES_MAX = 100_000_000
-_WHOLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Parts that peft adds to the names of modules; without them, the original names remain.
 _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(
@@ -99,7 +97,7 @@ def read_folder(place: Path) -> Folder:
     if _is_gguf(place):
         return _read_gguf(place)
     folder = Folder([], {}, quantization=_quantized.read_config(place))
-    paths, file_of = _paths(place)
+    paths, file_of = paths_of(place)
     for path in paths:
         header, begin, file = read_header(path)
         folder.files.append(file)
@@ -286,17 +284,11 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, os.stat_result]]:
                 raise StoreError(f"{path} is not a safetensors file: it is not a regular file")
             yield file, found
     except FileNotFoundError as error:
-        raise StoreError(error.errno, _missing(path)) from error
+        raise StoreError(error.errno, missing(path)) from error
     except OSError as error:
         if isinstance(error, StoreError):
             raise
         raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
-
-
-def _missing(path: Path) -> str:
-    if path.is_symlink():
-        return f"{path} is a link to {os.readlink(path)}, which does not exist: download it again"
-    return f"{path} does not exist: the folder is incomplete; add the file, or download it again"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -320,83 +312,6 @@ def _check_entry(name: str, entry: Any) -> None:
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 60 for v in values)
-
-
-def _paths(place: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files to read and, if there is an index, the file of each tensor.
-
-    These are the files that from_pretrained would use: a folder may also have other variants or
-    formats of the same tensors. A broken link counts as a missing file and is not skipped.
-    """
-    if place.name.endswith(".index.json") and place.is_file():
-        return _of_index(place)
-    if place.is_file():
-        if place.suffix in _PICKLES:
-            raise UnsupportedError(_pickle_message(place, place.name))
-        return [place], {}
-    if os.path.lexists(place / _WHOLE):
-        return [place / _WHOLE], {}
-    indices = sorted(place.glob("*.safetensors.index.json"))
-    if os.path.lexists(place / _INDEX) or len(indices) == 1:
-        return _of_index(place / _INDEX if os.path.lexists(place / _INDEX) else indices[0])
-    found = sorted(place.glob("*.safetensors"))
-    if found:
-        return found, {}
-    pickles = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLES)
-    if pickles:
-        raise UnsupportedError(_pickle_message(place, pickles[0]))
-    if not place.exists():
-        raise StoreError(
-            f"weights={place}: there is no such folder or file. It must be a path on this machine:"
-            " for a model on the Hub, huggingface_hub.snapshot_download(NAME) downloads the folder"
-            " and returns its path"
-        )
-    ggufs = sorted(path.name for path in place.glob("*.gguf"))
-    more = f"; a GGUF file is passed by its name: weights={place / ggufs[0]}" if ggufs else ""
-    raise StoreError(f"weights={place}: the folder contains no .safetensors file{more}")
-
-
-def _of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        file_of = {name: _beside(path, name, file) for name, file in said.items()}
-    except FileNotFoundError as error:
-        raise StoreError(error.errno, _missing(path)) from error
-    except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(error.errno, f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(
-            f"{path} is not a valid index of safetensors ({error!r}): download it again"
-        ) from error
-    return sorted(set(file_of.values())), file_of
-
-
-def _beside(index: Path, name: str, file: Any) -> Path:
-    """Return the file of a tensor, which must be in the index's folder or below.
-
-    Raises:
-        StoreError: the file is outside that folder, or its name is not valid.
-    """
-    if not isinstance(file, str):
-        raise TypeError(f"{name!r} is in {file!r}")
-    if file and "\0" not in file and file.isprintable():
-        inner = Path(file)
-        if not inner.is_absolute() and ".." not in inner.parts and inner.parts:
-            return index.parent / inner
-    raise StoreError(
-        f"{index} says that {name!r} is in {file!r}, but files of an index must be in its own"
-        " folder: check where the folder comes from, and download it again"
-    )
-
-
-def _pickle_message(place: Path, name: str) -> str:
-    return (
-        f"weights={place}: {name} is a pickle, which can run any code when it is read, and whose"
-        " tensors cannot be read in place: load it once with from_pretrained, and write it"
-        ' with save_pretrained("converted", safe_serialization=True)'
-    )
 
 
 def _prefixes(model: nn.Module) -> list[str]:
