@@ -5,7 +5,8 @@
 
 Quick tests are those that `make test` runs, so together they may take only some minutes. A test of
 the run that took longer than that is added to the list, and one that took less is removed from it;
-tests that did not run stay as they are. Measure on a quiet machine. tests/py/conftest.py gives the
+tests that did not run stay as they are. A test all of whose cases in the run took longer is one
+line, without its parameters. Measure on a quiet machine. tests/py/conftest.py gives the
 tests of the list the mark `slow`.
 """
 
@@ -37,8 +38,13 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = times(arguments.log)
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
-    kept = {line for line in lines if not line.startswith("#") and line not in measured}
-    slow = {name for name, seconds in measured.items() if seconds >= arguments.seconds}
+    tests = {name.partition("[")[0] for name in measured}
+    kept = {line for line in lines if not line.startswith("#") and line not in {*measured, *tests}}
+    quick = {name for name, seconds in measured.items() if seconds < arguments.seconds}
+    in_part = {name.partition("[")[0] for name in quick}
+    slow = {name for name in measured.keys() - quick if name.partition("[")[0] in in_part}
+    slow |= tests - in_part
+    kept = {line for line in kept if line.partition("[")[0] not in slow}
     LIST.write_text(HEADER + "".join(f"{n}\n" for n in sorted(kept | slow)), encoding="utf-8")
     print(f"{len(kept | slow)} slow tests, {len(slow)} of them in this run")
 

@@ -38,8 +38,8 @@ sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
 LONGEST = (
     "test_world_ends",
     "test_world_links",
-    "test_replicas_bits",
     "test_bits",
+    "test_ways",
     "test_real_weights",
     "test_campaigns",
     "test_crash",
@@ -71,10 +71,11 @@ def filesystem_of(path: pathlib.Path) -> str:
 
 
 def mark_slow(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt as slow."""
+    """Mark the tests of slow.txt as slow: a name without parameters is that of all its cases."""
     listed = set(SLOW.read_text(encoding="utf-8").splitlines())
     for item in items:
-        if f"{item.path.name}::{item.name}" in listed:
+        name = f"{item.path.name}::{item.name}"
+        if not listed.isdisjoint((name, name.partition("[")[0])):
             item.add_marker(pytest.mark.slow)
 
 

@@ -8,36 +8,31 @@ import pytest
 import world_adamw
 import world_rule
 from test_world_ends import kill_each
+from world_adamw import ON, WAYS
 from world_helper import Group, run
 from world_rule import EVERY
 
-ON = {world_adamw.SHARE: "on"}
-DIVIDED = {world_adamw.REPLICAS: "parameters"}
-KINDS: dict[str, tuple[int, int, dict[str, str]]] = {  # processes, machines, settings
-    "replicas": (3, 1, {}),
-    "shared": (2, 1, ON),
-    "divided": (2, 1, DIVIDED),
-    "divided and shared": (4, 2, {**ON, **DIVIDED}),
-}
+COUNTS = {"replicas": 3, "shared": 2, "divided": 2, "machines": 4}
+SOME = pytest.mark.parametrize("way", ["replicas", "shared", "divided"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
 def test_all_processes_commit_the_same_steps_though_their_costs_and_times_differ(
-    tmp_path: pathlib.Path, kind: str
+    tmp_path: pathlib.Path, way: str
 ) -> None:
-    count, nodes, env = KINDS[kind]
+    count, options = COUNTS[way], WAYS[way]
     store = str(tmp_path / "run")
-    found = run(tmp_path, count, world_rule.choose, store, 11, nodes=nodes, env=env)
+    found = run(tmp_path, count, world_rule.choose, store, 11, **options)
     committed = [0] * 4 + [5] * 5 + [10] * 2
     for rank, (steps, every, said) in enumerate(found):
-        is_mate = env.get(world_adamw.SHARE) == "on" and rank % (count // nodes) > 0
+        is_mate = way in ("shared", "machines") and rank % 2 > 0
         assert steps == ([None] * 11 if is_mate else committed), f"rank {rank}"
         assert every == EVERY
         assert said.startswith("a commit about every 10 s, because"), said  # rank 0 needs most
-    again = run(tmp_path, count, world_rule.choose, store, 8, 2.0, nodes=nodes, env=env)
+    again = run(tmp_path, count, world_rule.choose, store, 8, 2.0, **options)
     assert [every for _, every, _ in again] == [3] * count
     assert again[0][0] == [11] * 6 + [18, 18]  # closing has committed step 11
-    resumed = run(tmp_path, count, world_rule.resume_to, store, 20, nodes=nodes, env=env)
+    resumed = run(tmp_path, count, world_rule.resume_to, store, 20, **options)
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 20)[0]
     assert resumed == [whole] * count
 
@@ -82,13 +77,13 @@ def test_a_snapshot_before_the_choice_lets_no_process_commit_alone(tmp_path: pat
     assert found == [([0, 0, 0, 0, 0, 6], 2)] * 2  # step 4 is not among the steps that 2 divides
 
 
-@pytest.mark.parametrize("env", [{}, ON, DIVIDED], ids=["replicas", "shared", "divided"])
+@SOME
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_process_that_ends_while_all_agree_is_named_and_no_commit_is_lost(
-    tmp_path: pathlib.Path, how: str, env: dict[str, str]
+    tmp_path: pathlib.Path, how: str, way: str
 ) -> None:
     store = str(tmp_path / "run")
-    group = Group(tmp_path, 2, world_rule.end_while_agreeing, store, 3, how, env=env)
+    group = Group(tmp_path, 2, world_rule.end_while_agreeing, store, 3, how, **WAYS[way])
     group.processes[0].join()
     if how == "stopped":
         group.kill(1)
@@ -96,23 +91,21 @@ def test_a_process_that_ends_while_all_agree_is_named_and_no_commit_is_lost(
     said, step = ended[0].value
     assert said.startswith("PeerLostError: rank 1 (") and "resume=True" in said, said
     assert step == 7
-    resumed = run(tmp_path, 2, world_rule.resume_to, store, 9, env=env)
+    resumed = run(tmp_path, 2, world_rule.resume_to, store, 9, **WAYS[way])
     whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 9)[0]
     assert resumed == [whole] * 2
 
 
-@pytest.mark.parametrize("env", [{}, ON, DIVIDED], ids=["replicas", "shared", "divided"])
+@SOME
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_whose_processes_are_killed_resumes_at_a_step_of_all(
-    tmp_path: pathlib.Path, count: int, env: dict[str, str]
+    tmp_path: pathlib.Path, count: int, way: str
 ) -> None:
-    kill_each(tmp_path, range(300, 300 + count), world_rule, env=env)
+    kill_each(tmp_path, range(300, 300 + count), world_rule, **WAYS[way])
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.long
-@pytest.mark.parametrize("env", [{}, ON, DIVIDED], ids=["replicas", "shared", "divided"])
-def test_a_hundred_runs_whose_processes_are_killed_resume(
-    tmp_path: pathlib.Path, env: dict[str, str]
-) -> None:
-    kill_each(tmp_path, range(100, 200), world_rule, env=env)
+@SOME
+def test_a_hundred_runs_whose_processes_are_killed_resume(tmp_path: pathlib.Path, way: str) -> None:
+    kill_each(tmp_path, range(100, 200), world_rule, **WAYS[way])

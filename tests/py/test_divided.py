@@ -1,6 +1,6 @@
 """replicas="parameters": the optimizer's states are divided among the processes.
 
-That the results are those of one process is in test_replicas_bits.py.
+That the results are those of one process is in test_bits.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import world_divided
 from lohan.common import _meta
 from lohan.errors import StoreMismatchError
 from lohan.layout._block import Unit, parts_of
-from test_world_ends import KILLS, kill_each
+from world_adamw import DIVIDED, WAYS
 from world_helper import Group, run
-
-DIVIDED = {world_adamw.REPLICAS: "parameters"}
 
 
 def test_each_process_moves_the_bytes_of_its_part_of_the_states(tmp_path: pathlib.Path) -> None:
@@ -36,6 +34,21 @@ def test_each_process_moves_the_bytes_of_its_part_of_the_states(tmp_path: pathli
         least, most = sorted(each["state_write"] for each in moved)[:: count - 1]
         assert 0 < least <= most <= least + one["state_write"] / 3
         assert all(each["param_write"] == one["param_write"] for each in moved)
+
+
+def test_each_machine_moves_the_bytes_of_its_part_of_the_states(
+    tmp_path: pathlib.Path,
+) -> None:
+    settings = {"host_bytes": 14_000_000, "schedule": "serial"}
+    apart = run(
+        tmp_path, 2, world_adamw.traffic, str(tmp_path / "a"), settings, nodes=2, env=DIVIDED
+    )
+    found = run(tmp_path, 4, world_adamw.traffic, str(tmp_path / "b"), settings, **WAYS["machines"])
+    for machine in range(2):
+        owner, mate = found[2 * machine][1], found[2 * machine + 1][1]
+        assert set(mate.values()) == {0}
+        for link in ("state_write", "param_write"):
+            assert owner[link] == apart[machine][1][link] > 0
 
 
 def test_parts_differ_by_at_most_the_largest_unit() -> None:
@@ -70,32 +83,6 @@ def test_parameters_without_a_gradient_are_not_sent(tmp_path: pathlib.Path) -> N
     for saved, unsent in found:
         assert saved == unsent
     assert sum(unsent for _, unsent in found) > 0
-
-
-@pytest.mark.parametrize(("where", "count"), [("backward", 2), ("backward", 3), ("step", 2)])
-def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
-    tmp_path: pathlib.Path, where: str, count: int
-) -> None:
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
-    found = run(tmp_path, count, world_adamw.fail_once, str(tmp_path / "run"), where, env=DIVIDED)
-    assert [each[1] for each in found] == [whole[1]] * count
-    assert found[1][0] == ["ValueError: this batch is bad"]
-    for said, _ in (found[0], *found[2:]):
-        assert len(said) == 1 and said[0].startswith("PeerStepError: ")
-
-
-def test_steps_may_be_discarded_and_one_process_may_evaluate_alone(tmp_path: pathlib.Path) -> None:
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
-    assert run(tmp_path, 2, world_adamw.discard, str(tmp_path / "a"), env=DIVIDED) == [whole[1]] * 2
-    found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / "b"), env=DIVIDED)
-    assert [each[1] for each in found] == [whole[1]] * 2
-
-
-def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:
-    one = run(tmp_path, 1, world_adamw.clipped_by_torch, str(tmp_path / "one"))
-    for count in (2, 4):  # the mean over them is exact
-        store = str(tmp_path / f"run-{count}")
-        assert run(tmp_path, count, world_adamw.clipped_by_torch, store, env=DIVIDED) == one * count
 
 
 def test_parameters_that_all_processes_load_are_trained(tmp_path: pathlib.Path) -> None:
@@ -145,17 +132,6 @@ def test_one_process_may_make_a_snapshot_while_all_train(tmp_path: pathlib.Path)
     zero, one = run(tmp_path, 2, world_divided.copy_alone, store, out, env=DIVIDED)
     assert zero == (0, whole[1]) and one[1] == whole[1] and one[0] in (0, 1)
     assert lohan.verify(out).is_whole
-
-
-@KILLS
-def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, count: int) -> None:
-    kill_each(tmp_path, range(count), world_adamw, env=DIVIDED)
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.long
-def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
-    kill_each(tmp_path, range(100, 200), world_adamw, env=DIVIDED)
 
 
 def test_what_a_part_of_the_states_does_not_allow_is_refused_by_name(

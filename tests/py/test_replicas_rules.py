@@ -57,22 +57,6 @@ def test_a_process_that_alone_changes_parameters_is_named(tmp_path: pathlib.Path
     assert len(first) == 16
 
 
-@pytest.mark.parametrize("where", ["backward", "step"])
-def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
-    tmp_path: pathlib.Path, where: str
-) -> None:
-    store = str(tmp_path / "run")
-    (zero, first), (one, second) = run(tmp_path, 2, world_adamw.fail_once, store, where)
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
-    assert first == second == whole[1]
-    assert one == ["ValueError: this batch is bad"]
-    assert len(zero) == 1
-    failed, discarded = "the backward of rank 1 (host", "rank 1 (host"
-    expected = failed if where == "backward" else discarded
-    assert zero[0].startswith(f"PeerStepError: {expected}"), zero
-    assert "step 3" in zero[0]
-
-
 @pytest.mark.parametrize("share", ["off", "on"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_gradient_that_one_process_changed_is_rejected_and_the_step_forgotten_in_all(
@@ -85,12 +69,6 @@ def test_a_gradient_that_one_process_changed_is_rejected_and_the_step_forgotten_
         assert said.startswith(expected), said
         assert step == 3
     assert told[0][2] == told[1][2]
-
-
-def test_a_step_may_be_discarded_by_all_processes(tmp_path: pathlib.Path) -> None:
-    found = run(tmp_path, 2, world_adamw.discard, str(tmp_path / "run"))
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
-    assert found == [whole[1]] * 2
 
 
 def test_a_close_that_was_interrupted_before_its_commit_can_only_be_repeated(
@@ -123,13 +101,6 @@ def test_a_process_that_makes_fewer_backwards_is_named(
     assert said[who] != ""
 
 
-def test_one_process_may_evaluate_alone(tmp_path: pathlib.Path) -> None:
-    found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / "run"))
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
-    assert [each[1] for each in found] == [whole[1]] * 2
-    assert found[0][0] != 0.0
-
-
 def test_a_flipped_bit_is_named_with_the_parameter(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path, 2, world_adamw.flip_a_bit, str(tmp_path / "run"))
     said, *later, step = found[0]
@@ -153,31 +124,6 @@ def test_ddp_around_a_wrapped_model_is_refused_by_name(tmp_path: pathlib.Path) -
             said
         )
         assert "evaluation_mode=True" in said and loss > 0
-
-
-def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:
-    found = {
-        count: run(tmp_path, count, world_adamw.clipped_by_torch, str(tmp_path / f"run-{count}"))
-        for count in (1, 2, 4)
-    }
-    assert found[1][0][0] > 0.01
-    assert found[2] == found[1] * 2
-    assert found[4] == found[1] * 4
-
-
-@pytest.mark.parametrize(
-    "sequence", [(2, 1, 3), (1, 4, 2), pytest.param((3, 2, 4), marks=pytest.mark.slow)], ids=str
-)
-def test_a_run_resumes_with_another_number_of_processes(
-    tmp_path: pathlib.Path, sequence: tuple[int, ...]
-) -> None:
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 9)[0]
-    store = str(tmp_path / "run")
-    for part, count in enumerate(sequence):
-        row = (store, 3 * (part + 1), "float32", {"resume": True} if part else {})
-        results = [each[0] for each in run(tmp_path, count, world_adamw.train_all, [row])]
-        assert results == [results[0]] * count
-    assert results[0] == whole
 
 
 def test_an_older_step_is_resumed_in_all_processes(tmp_path: pathlib.Path) -> None:

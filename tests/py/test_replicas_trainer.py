@@ -11,6 +11,7 @@ import pytest
 import torch
 import world_trainer
 from transformers import LlamaForCausalLM
+from world_adamw import WAYS
 from world_helper import run
 
 # The same operations in another order.
@@ -30,17 +31,28 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-SOME = ("a last group that is smaller", "clipped, accumulated")
+SOME = ("clipped, accumulated", "default", "not clipped")
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "names", [SOME, pytest.param([*ROWS], marks=pytest.mark.slow)], ids=["some", "all"]
+    ("way", "names"),
+    [
+        ("replicas", ("a last group that is smaller", "clipped, accumulated")),
+        pytest.param("replicas", tuple(ROWS), marks=SLOW),
+        *(
+            each
+            for way in ("divided", "shared")
+            for each in ((way, SOME[:1]), pytest.param(way, SOME, marks=SLOW))
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_several_processes_log_what_ddp_logs_and_have_its_parameters(
-    names: Sequence[str], tmp_path: pathlib.Path
+    way: str, names: Sequence[str], tmp_path: pathlib.Path
 ) -> None:
     rows = {name: ROWS[name] for name in names}
-    zero, one = run(tmp_path, 2, world_trainer.compare, str(tmp_path), rows)
+    zero, one = run(tmp_path, 2, world_trainer.compare, str(tmp_path), rows, **WAYS[way])
     for name in names:
         (logs, values), (expected, theirs) = zero[name, "lohan"], zero[name, "ddp"]
         for key, numbers in expected.items():
@@ -50,6 +62,8 @@ def test_several_processes_log_what_ddp_logs_and_have_its_parameters(
             # AdamW amplifies the rounding of single gradients that are almost zero.
             assert float((values[key] - value).norm() / value.norm()) < 1e-5, f"{name}: {key}"
             assert torch.equal(values[key], one[name, "lohan"][1][key]), f"{name}: {key}"
+    # Processes that share parameters have one store.
+    assert bool(list(tmp_path.rglob("rank-00001"))) == (way != "shared")
 
 
 def test_the_bits_are_those_of_one_process_that_accumulates_the_same_batches(
@@ -70,11 +84,15 @@ def test_the_bits_are_those_of_one_process_that_accumulates_the_same_batches(
         np.testing.assert_allclose(two[0][name][0], one[name][0], rtol=1e-6)
 
 
-def check_evaluation(
-    folder: pathlib.Path, best: dict[str, Any], step: int | None, **options: Any
+@pytest.mark.parametrize(
+    ("way", "best", "step"),
+    [("replicas", world_trainer.BEST, 2), ("divided", {}, None), ("shared", {}, None)],
+    ids=["replicas", "divided", "shared"],
+)
+def test_evaluation_prediction_saving_and_the_best_model_are_as_with_ddp(
+    way: str, best: dict[str, Any], step: int | None, tmp_path: pathlib.Path
 ) -> None:
-    """Compare evaluations and what is saved with those of DistributedDataParallel."""
-    both = run(folder, 2, world_trainer.evaluate, str(folder), best, **options)
+    both = run(tmp_path, 2, world_trainer.evaluate, str(tmp_path), best, **WAYS[way])
     for rank, found in enumerate(both):
         ours, theirs = found["lohan"], found["ddp"]
         assert ours["best"] == theirs["best"] == step
@@ -82,17 +100,11 @@ def check_evaluation(
             np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-4, err_msg=f"{rank}: {key}")
         for key, value in theirs["values"].items():
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-4, atol=2e-5)
-    saved = LlamaForCausalLM.from_pretrained(folder / "lohan" / "saved")
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "lohan" / "saved")
     assert all(
         torch.equal(value, found["lohan"]["values"][key])
         for key, value in saved.state_dict().items()
     )
-
-
-def test_evaluation_prediction_saving_and_the_best_model_are_as_with_ddp(
-    tmp_path: pathlib.Path,
-) -> None:
-    check_evaluation(tmp_path, world_trainer.BEST, 2)
 
 
 def test_no_process_commits_for_a_checkpoint_that_does_not_refer_to_a_store(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
-from typing import Any
 
 import pytest
 import world_adamw
@@ -13,43 +12,8 @@ import world_commits
 from lohan.errors import NetworkError
 from lohan.replicas._team import Team
 from lohan.world._watch import Peer
-from test_replicas_bits import ROWS
-from test_world_ends import KILLS, kill_each
+from world_adamw import ON
 from world_helper import Group, run
-
-ON = {world_adamw.SHARE: "on"}
-# Rows of test_replicas_bits.py that are trained by three processes, and by four on two machines.
-SOME = ("fp32", "clipped", "tight", "emulated device", "absent, clipped")
-
-
-def rows(folder: pathlib.Path, names: Any) -> list[Any]:
-    return [(str(folder / name), 8, *ROWS[name]) for name in names]
-
-
-# Runs: the number of processes, that of machines, and the rows.
-FEW = ((2, 1, [*ROWS][::2]), (4, 2, SOME[1:4]))
-MANY = ((2, 1, [*ROWS]), (3, 1, SOME), (4, 2, SOME))
-
-
-@pytest.mark.parametrize(
-    "runs", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_processes_that_share_parameters_have_the_states_of_one(
-    runs: Any, tmp_path: pathlib.Path
-) -> None:
-    expected = {}
-    wanted = list(dict.fromkeys(name for *_, names in runs for name in names))
-    for count, nodes, names in runs:
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        found = run(folder, count, world_adamw.train_together, rows(folder, names), nodes=nodes)
-        if not expected:
-            one = run(tmp_path, 1, world_adamw.train_all, rows(tmp_path, wanted))[0]
-            expected = dict(zip(wanted, one, strict=True))
-        for at, name in enumerate(names):
-            assert len({each[at][1] for each in found}) == 1, f"{name}, {count} processes: {found}"
-            states = [(each[at][0], each[at][2]) for each in found]
-            assert states == [expected[name]] * count, f"{name}, {count} processes"
 
 
 def test_a_machine_moves_the_bytes_of_one_process(tmp_path: pathlib.Path) -> None:
@@ -67,43 +31,6 @@ def test_frozen_blocks_stay_on_every_accelerator(tmp_path: pathlib.Path) -> None
     assert found[0][1]["copy_in"] > 0  # of blocks that the owner has updated
     for _, nbytes in found[1:]:
         assert nbytes["copy_in"] == found[0][1]["copy_in"]
-
-
-def test_each_process_may_evaluate_and_read_alone(tmp_path: pathlib.Path) -> None:
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
-    for function in (world_adamw.alone, world_adamw.mate_alone):
-        found = run(tmp_path, 2, function, str(tmp_path / function.__name__), env=ON)
-        assert [each[1] for each in found] == [whole[1]] * 2
-        assert sorted(each[0] != 0.0 for each in found) == [False, True]
-
-
-@pytest.mark.parametrize(("where", "count"), [("backward", 2), ("backward", 3), ("step", 3)])
-def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
-    tmp_path: pathlib.Path, where: str, count: int
-) -> None:
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 4)[0]
-    found = run(tmp_path, count, world_adamw.fail_once, str(tmp_path / "run"), where, env=ON)
-    assert [each[1] for each in found] == [whole[1]] * count
-    assert found[1][0] == ["ValueError: this batch is bad"]
-    for said, _ in (found[0], *found[2:]):  # the other mate learns it, too
-        assert len(said) == 1 and said[0].startswith("PeerStepError: ")
-
-
-def test_torch_clips_the_mean_over_all_processes(tmp_path: pathlib.Path) -> None:
-    one = run(tmp_path, 1, world_adamw.clipped_by_torch, str(tmp_path / "one"))
-    for count in (2, 4):  # the mean over them is exact
-        store = str(tmp_path / f"run-{count}")
-        assert run(tmp_path, count, world_adamw.clipped_by_torch, store, env=ON) == one * count
-
-
-def test_a_run_changes_between_shared_parameters_and_replicas(tmp_path: pathlib.Path) -> None:
-    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 12)[0]
-    store = str(tmp_path / "run")
-    for part, (count, env) in enumerate([(2, ON), (3, ON), (2, {}), (3, ON)]):
-        row = (store, 3 * (part + 1), "float32", {"resume": True} if part else {})
-        results = [each[0] for each in run(tmp_path, count, world_adamw.train_all, [row], env=env)]
-        assert results == [results[0]] * count
-    assert results[0] == whole
 
 
 def test_what_processes_that_share_parameters_cannot_do_is_refused_by_name(
@@ -199,14 +126,3 @@ def test_a_wait_for_memory_that_a_killed_process_has_pinned_ends(tmp_path: pathl
     ).wait()
     assert (owner.code, mate.code) == (0, 9)
     assert owner.value.startswith("PeerLostError: rank 1 (host"), owner.value
-
-
-@KILLS
-def test_a_killed_process_is_named_and_the_run_resumes(tmp_path: pathlib.Path, count: int) -> None:
-    kill_each(tmp_path, range(count), world_adamw, env=ON)
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.long
-def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path) -> None:
-    kill_each(tmp_path, range(100, 200), world_adamw, env=ON)

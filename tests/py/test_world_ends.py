@@ -26,7 +26,8 @@ from world_helper import Group, run
 
 # What the processes run: zeroth-order training, and AdamW.
 WORKERS = pytest.mark.parametrize("worker", [world_worker, world_adamw], ids=["mezo", "adamw"])
-STEPS = 40
+MACHINES = world_adamw.WAYS["machines"]
+BOTH = MACHINES["env"]
 
 
 def wait_for(paths: list[pathlib.Path]) -> None:
@@ -110,9 +111,6 @@ def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path, worker: An
     kill_each(tmp_path, range(100, 200), worker)
 
 
-BOTH = {world_adamw.SHARE: "on", world_adamw.REPLICAS: "parameters"}
-
-
 # By what happens: processes, machines, settings, the rank that is killed, late and blind ranks.
 @pytest.mark.parametrize(
     ("count", "nodes", "env", "victim", "late", "blind"),
@@ -166,7 +164,7 @@ def test_a_process_killed_before_any_message_of_wrap_is_named(tmp_path: pathlib.
     for number in range(2, 13):  # the first one is that of the meeting
         victim, store = number % 4, str(tmp_path / str(number))
         died = world_ends.die_in_message
-        ended = Group(tmp_path, 4, died, store, victim, number, nodes=2, env=BOTH).wait()
+        ended = Group(tmp_path, 4, died, store, victim, number, **MACHINES).wait()
         assert ended.pop(victim).code == -signal.SIGKILL
         for each in ended:
             assert each.error == "PeerLostError" and f"rank {victim} (" in each.text, each

@@ -25,6 +25,15 @@ LATE_S = 1.5
 PEER_TIMEOUT_S = 5
 SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
 REPLICAS = "TEST_REPLICAS"  # ... and of replicas=
+ON = {SHARE: "on"}
+DIVIDED = {REPLICAS: "parameters"}
+# The ways of running several processes, as options of world_helper.run().
+WAYS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "divided": {"env": DIVIDED},
+    "shared": {"env": ON},
+    "machines": {"env": {**ON, **DIVIDED}, "nodes": 2},
+}
 
 
 def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
@@ -152,22 +161,6 @@ def train_all(rows: Sequence[tuple[str, int, str, dict[str, Any]]]) -> list[tupl
     return [train(store, steps, dtype, **settings) for store, steps, dtype, settings in rows]
 
 
-def train_together(rows: Sequence[tuple[str, int, str, dict[str, Any]]]) -> list[Any]:
-    """Train several models with share="on"; return steps, and hashes of parameters and states."""
-    found = []
-    for store, steps, dtype_name, settings in rows:
-        settings = dict(settings)
-        dtype, change = getattr(torch, dtype_name), settings.pop("change", "")
-        _gradient_pieces.PIECE_BYTES = settings.pop("piece_bytes", 20_000)
-        model = wrapped(store, dtype, change, share="on", **settings)
-        while model.lohan.step < steps:
-            one_step(model, dtype, change)
-        found.append((model.lohan.step, values_digest(model), states_digest(model)))
-        model.lohan.part()
-        model.lohan.close()
-    return found
-
-
 def traffic(store: str, settings: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """Return the memory for parameters, and the bytes that a step moves over each link."""
     model = wrapped(store, torch.bfloat16, **settings)
@@ -222,22 +215,6 @@ def _change_in_loop(model: Any) -> None:
     for _, param in model.named_parameters():
         with torch.no_grad():
             param.add_(1)
-
-
-def mate_alone(store: str) -> tuple[float, str]:
-    """Rank 1 alone evaluates between steps, and reads all parameters."""
-    rank, _ = rank_and_count()
-    model = wrapped(store)
-    seen = 0.0
-    for _ in range(3):
-        one_step(model)
-        if rank == 1:
-            with torch.no_grad():
-                seen += float(model(batch(9, 9, torch.float32)[0]).sum())
-            seen += sum(float(param.sum()) for _, param in model.named_parameters())
-    result = seen, states_digest(model)
-    model.lohan.close()
-    return result
 
 
 def unwrapped(store: str) -> str:
@@ -386,19 +363,20 @@ def backwards_differ(store: str, who: int, calls: str) -> str:
     return ""
 
 
-def alone(store: str) -> tuple[float, str]:
-    """Rank 0 alone evaluates and computes a gradient of its input between steps."""
+def alone(store: str, who: int) -> tuple[float, str]:
+    """One rank alone evaluates, differentiates and reads all parameters between steps."""
     rank, _ = rank_and_count()
     model = wrapped(store)
     seen = 0.0
     for _ in range(3):
         one_step(model)
-        if rank == 0:
-            with torch.no_grad():
-                seen += float(model(batch(9, 9, torch.float32)[0]).sum())
+        if rank == who:
             x = batch(9, 9, torch.float32)[0].requires_grad_()
+            with torch.no_grad():
+                seen += float(model(x).sum())
             (slope,) = torch.autograd.grad(model(x).sum(), x)
             seen += float(slope.sum())
+            seen += sum(float(param.sum()) for _, param in model.named_parameters())
     result = seen, states_digest(model)
     model.lohan.close()
     return result

@@ -1,0 +1,121 @@
+"""What holds in each way of running several processes: replicas, divided states, shared memory."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import world_adamw
+from test_world_ends import KILLS, kill_each
+from world_adamw import WAYS
+from world_helper import run
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that runs a function in one process, or returns what it has returned."""
+
+    @functools.cache
+    def found(function: Callable[..., Any], *args: Any) -> Any:
+        folder = tmp_path_factory.mktemp("one")
+        return run(folder, 1, function, str(folder / "run"), *args)[0]
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "where", "count"),
+    [
+        ("replicas", "backward", 2),
+        ("replicas", "step", 2),
+        ("divided", "backward", 2),
+        ("divided", "backward", 3),
+        ("divided", "step", 2),
+        ("shared", "backward", 2),
+        ("shared", "backward", 3),
+        ("shared", "step", 3),
+        ("machines", "backward", 4),
+        ("machines", "step", 4),
+    ],
+)
+def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
+    tmp_path: pathlib.Path, one: Any, way: str, where: str, count: int
+) -> None:
+    store = str(tmp_path / "run")
+    found = run(tmp_path, count, world_adamw.fail_once, store, where, **WAYS[way])
+    assert [each[1] for each in found] == [one(world_adamw.train, 4)[1]] * count
+    assert found[1][0] == ["ValueError: this batch is bad"]
+    failed = "the backward of rank 1 (host" if where == "backward" else "rank 1 (host"
+    for (said,), _ in (found[0], *found[2:]):
+        assert said.startswith(f"PeerStepError: {failed}") and "step 3" in said
+
+
+@pytest.mark.parametrize("way", ["replicas", "divided", "shared"])
+def test_all_may_discard_steps_and_each_process_may_evaluate_and_read_alone(
+    tmp_path: pathlib.Path, one: Any, way: str
+) -> None:
+    whole = one(world_adamw.train, 3)[1]
+    assert run(tmp_path, 2, world_adamw.discard, str(tmp_path / "run"), **WAYS[way]) == [whole] * 2
+    for who in (0, 1):
+        found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / f"{who}"), who, **WAYS[way])
+        assert [each[1] for each in found] == [whole] * 2
+        assert [each[0] != 0.0 for each in found] == [who == 0, who == 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torch_clips_the_mean_over_all_processes(
+    tmp_path: pathlib.Path, one: Any, way: str
+) -> None:
+    whole = one(world_adamw.clipped_by_torch)
+    assert whole[0] > 0.01
+    for count in (2, 4)[way == "machines" :]:  # the mean over them is exact
+        store = str(tmp_path / f"run-{count}")
+        found = run(tmp_path, count, world_adamw.clipped_by_torch, store, **WAYS[way])
+        assert found == [whole] * count
+
+
+APART = {**WAYS["machines"], "env": world_adamw.DIVIDED}  # a process on each machine
+REPLICAS, SHARED, MACHINES = WAYS["replicas"], WAYS["shared"], WAYS["machines"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([(2, REPLICAS), (1, REPLICAS), (3, REPLICAS)], id="2, 1, 3"),
+        pytest.param([(1, REPLICAS), (4, REPLICAS), (2, REPLICAS)], id="1, 4, 2"),
+        pytest.param(
+            [(3, REPLICAS), (2, REPLICAS), (4, REPLICAS)],
+            id="3, 2, 4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param([(2, SHARED), (3, SHARED), (2, REPLICAS), (3, SHARED)], id="shared or not"),
+        pytest.param([(4, MACHINES), (2, APART), (3, MACHINES)], id="of a machine"),
+    ],
+)
+def test_a_run_resumes_with_another_number_of_processes_and_in_another_way(
+    tmp_path: pathlib.Path, one: Any, parts: list[tuple[int, dict[str, Any]]]
+) -> None:
+    store = str(tmp_path / "run")
+    for part, (count, options) in enumerate(parts):
+        row = (store, 3 * (part + 1), "float32", {"resume": True} if part else {})
+        results = run(tmp_path, count, world_adamw.train_all, [row], **options)
+        assert results == [results[0]] * count
+    assert results[0] == [one(world_adamw.train, 3 * len(parts))]
+
+
+@KILLS
+@pytest.mark.parametrize("way", [*WAYS][1:])
+def test_a_killed_process_is_named_and_the_run_resumes(
+    tmp_path: pathlib.Path, way: str, count: int
+) -> None:
+    kill_each(tmp_path, range(count), world_adamw, **WAYS[way])
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.long
+@pytest.mark.parametrize("way", [*WAYS][1:])
+def test_a_hundred_killed_processes_are_named(tmp_path: pathlib.Path, way: str) -> None:
+    kill_each(tmp_path, range(100, 200), world_adamw, **WAYS[way])
