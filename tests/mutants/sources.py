@@ -59,7 +59,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "compute": ("test_norm", "test_adam_split", "test_compute_bits", "test_adam"),
     "binding": (
         "py:test_bad_input.py test_bytes.py test_dlpack_abi.py test_hollow.py",
-        "py:test_equality.py test_gradients.py test_in_place.py test_swap.py test_clipping.py",
+        "py:test_bits.py test_gradients.py test_in_place.py test_swap.py test_clipping.py",
         "py:test_rules.py test_rules_errors.py test_mezo.py test_snapshot.py test_simulate.py",
     ),
     "python": (

@@ -20,7 +20,7 @@ from torch import nn
 from world_worker import Model, rank_and_count
 
 STEPS = 4
-CLIP = 0.01
+CLIP = 0.001
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What a process passes to wrap() in each place.
 PLACES: dict[str, dict[str, Any]] = {
@@ -43,9 +43,24 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "dense": (256, 128),
     "experts": (512, 64),
     "wide": (64, 1100),
+    "twice": (256, 96),
     "gpt2": (16, 32, 64),
     "llama": (16, 32, 64),
 }
+
+
+class Twice(nn.Module):
+    """Blocks of two sizes, of which one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = (nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 96)) for _ in range(2))
+        self.layers = nn.ModuleList([*(nn.Linear(96, 96) for _ in range(3)), *wide])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, self.layers[1]]:
+            x = x + torch.tanh(layer(x))
+        return x
 
 
 def build(row: dict[str, Any]) -> tuple[Any, world_moe.Part | None]:
@@ -62,6 +77,8 @@ def build(row: dict[str, Any]) -> tuple[Any, world_moe.Part | None]:
         model = Model(dtype)
     elif name == "wide":  # units of two chunks, of which the second is short
         model = nn.Sequential(*(nn.Linear(1100, 1100) for _ in range(3))).to(dtype)
+    elif name == "twice":
+        model = Twice().to(dtype)
     else:
         model = kit.build(name, dtype)
     if row["gradients"] == "frozen":
@@ -123,6 +140,7 @@ def settings_of(row: dict[str, Any], part: world_moe.Part | None = None) -> dict
     """Return the settings of wrap() for a row, except those whose least value must be found."""
     settings: dict[str, Any] = {
         "lr": 1e-3,
+        "weight_decay": 0.1,
         "peer_timeout_s": 60,
         "accumulate": row["accumulate"],
         "max_grad_norm": CLIP if row["clip"] else None,
@@ -130,7 +148,7 @@ def settings_of(row: dict[str, Any], part: world_moe.Part | None = None) -> dict
         **PLACES[row["place"]],
         **ACTIVATIONS[row["activations"]],
     }
-    for name in ("schedule", "order", "states", "commit_every", "io", "threads"):
+    for name in ("schedule", "order", "states", "commit_every", "io", "threads", "verify"):
         settings[name] = row[name]
     if row["place"] == "groups":
         groups = world_moe.groups_of(part) if part else {world_moe.PATTERN: _world_group()}
@@ -161,21 +179,26 @@ def wrapped(row: dict[str, Any], folder: str) -> Any:
     settings = settings_of(row, part)
     if row["device"] == "emu least":
         settings["device_param_bytes"] = _least(row, folder, **settings, device_param_bytes=1)
-    if row["budget"] == "least":
+    if row["budget"] != "full":
         asked = settings.get("swap_bytes", 0) + 4096
         settings["host_bytes"] = _least(row, folder, **settings, host_bytes=asked)
+    if row["budget"] == "middle":  # room for a part of the states
+        count = 1 if row["place"] == "alone" else rank_and_count()[1]
+        settings["host_bytes"] += sum(p.numel() for p in model.parameters()) * 2 // count
     store = [os.path.join(folder, f"disk{index}") for index in range(row["directories"])]
     model = lohan.wrap(model, store=store, **settings)
     if _is_mate(model.lohan):  # the rank that has the store also has the budget
         return model
     budget = model.lohan.budget
-    if row["budget"] == "least":
+    if row["budget"] != "full":
         assert budget["host_bytes"] < budget["host_bytes_full"], budget
     else:  # all states stay in memory
         assert budget["kept_chunk_count"] == budget["state_chunk_count"], budget
     assert model.lohan.status()["io"] == row["io"]
     if row["model"] == "wide" and row["budget"] == "least" and row["place"] == "alone":
-        assert budget["chunk_elements"] < min(u.elements for u in model.lohan.layout.units)
+        units = [unit for unit in model.lohan.layout.units if unit.trainable]
+        assert budget["chunk_elements"] < min(unit.elements for unit in units)
+        assert (budget["slab_count"], budget["kept_chunk_count"]) == (3, 0), budget
     return model
 
 
@@ -187,7 +210,7 @@ def _is_mate(session: Any) -> bool:
 def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
     """Train in a row's setting; return losses, norms, and hashes of parameters and states."""
     rank, count = rank_and_count()
-    _gradient_pieces.PIECE_BYTES = 20_000
+    _gradient_pieces.PIECE_BYTES = row["piece_bytes"]
     model = wrapped(row, folder)
     session = model.lohan
     found: dict[str, Any] = {}
@@ -204,6 +227,8 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
         for link, nbytes in session.stats().bytes.items():
             for kind in moved:
                 moved[kind] += nbytes if link.startswith(kind) else 0
+    norms = [value for name, value in found.items() if name.startswith("norm")]
+    assert not norms or max(norms) > CLIP
     assert moved["saved"] > 0 or row["activations"] != "offload", moved
     # Where a machine has one process, it gathers nothing.
     assert moved["gathered"] > 0 or row["place"] != "gather" or count == 3, moved

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 from typing import Any
 
-import kit as helper
 import lohan
 import pytest
 import torch
-from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
 from lohan.errors import (
     BudgetError,
     ModelError,
@@ -25,37 +22,6 @@ from torch import nn
 STEP_COUNT = 3
 COUNT = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def train(folder: pathlib.Path, dtype: str, **settings: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters after some steps of COUNT backwards, or of accumulate= backwards."""
-    settings = {"lr": 1e-2, "accumulate": COUNT, **settings}
-    model = lohan.wrap(helper.build("gpt2", DTYPES[dtype]), store=folder, **settings)
-    for step in range(STEP_COUNT):
-        for part in range(settings["accumulate"]):
-            (helper.language_loss(model, COUNT * step + part) / COUNT).backward()
-        model.optimizer.step()
-    state = dict(model.state_dict())
-    model.lohan.close()
-    return state
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "clip", "dtype"), half_quick((1, COUNT), (None, 0.05), DTYPES)
-)
-def test_the_same_bits_for_every_budget_and_schedule(
-    accumulate: int, clip: float | None, dtype: str, store_dir: pathlib.Path
-) -> None:
-    fixed: dict[str, Any] = {"accumulate": accumulate, "max_grad_norm": clip}
-    model = helper.build("gpt2", DTYPES[dtype])
-    state = train(store_dir / "first", dtype, **fixed)
-    names = SCHEDULES_AT_STEP if clip else SCHEDULES
-    for name in names:
-        least = helper.host_bytes_min(model, store_dir, schedule=name, **fixed)
-        for host_bytes in (None, least):
-            folder = store_dir / f"{name}{host_bytes}"
-            other = train(folder, dtype, schedule=name, host_bytes=host_bytes, **fixed)
-            assert_same_state(other, state)
 
 
 class Chain(nn.Module):

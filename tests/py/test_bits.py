@@ -1,14 +1,17 @@
 """No setting changes a bit: in a table, every two choices meet or raise an error with a way out.
 
-Each row is compared with one process that has everything in memory and the same mathematical job.
+Every three choices of some factors meet, too, and of others in a model whose units have several
+chunks. Each row is compared with one process that has everything in memory and the same
+mathematical job.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import pathlib
+import random
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import bits_worker
@@ -25,12 +28,16 @@ WORLDS = {
     ("alone", 1): 1,
     ("replicas", 2): 1,
     ("replicas", 3): 1,
+    ("replicas", 4): 1,
+    ("replicas", 6): 1,
     ("divided", 2): 1,
     ("divided", 3): 1,
+    ("divided", 6): 1,
     ("team", 2): 1,
     ("team", 3): 1,
     ("machines", 3): 2,
     ("machines", 4): 2,
+    ("machines", 6): 3,
     ("gather", 2): 1,
     ("gather", 3): 2,
     ("groups", 2): 1,
@@ -44,16 +51,28 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(bits_worker.SHAPES),
     "dtype": tuple(bits_worker.DTYPES),
     "states": ("fp32", "bf16", "8bit"),
-    "accumulate": (1, 2),
+    "accumulate": (1, 2, 4),
     "clip": (False, True),
     "gradients": ("all", "absent", "order", "frozen"),
-    "budget": ("full", "least"),
+    "budget": ("full", "middle", "least"),
     "device": ("cpu", "emu", "emu least"),
     "commit_every": (1, 3, "never"),
     "io": ("io_uring", "libaio", "threads"),
     "threads": (1, 2, 3),
     "directories": (1, 3),
+    "piece_bytes": (20_000, 3_000, 4 << 20),
+    "verify": (True, False),
 }
+# Factors of which every three choices meet: how gradients are summed, scaled and placed, what order
+# and activations cost, and what processes do with gradients that some batches lack. In the second
+# table, what is streamed.
+THREES: tuple[tuple[str, ...], ...] = (
+    ("device", "schedule", "budget", "dtype", "accumulate", "clip"),
+    ("order", "activations", "model", "dtype", "clip", "budget"),
+    ("activations", "model", "accumulate"),
+    ("world", "gradients", "clip"),
+)
+STREAMED = ("device", "schedule", "budget", "dtype")
 # What the numbers depend on, besides the number of batches of a step.
 JOB = ("model", "dtype", "states", "clip", "gradients")
 EVERYTHING_IN_MEMORY: Row = {
@@ -108,7 +127,9 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
     ]
     for pair in pairs
 }
-ROWS = pairwise.covering(FACTORS, set(REFUSED), SEED)
+WIDE = {**FACTORS, "world": (("alone", 1),), "model": ("wide",)}
+ROWS = pairwise.covering(FACTORS, set(REFUSED), SEED, THREES)
+WIDE_ROWS = pairwise.covering(WIDE, set(REFUSED), SEED, [STREAMED])
 
 
 def _quick_parts(row: Row) -> set[Any]:
@@ -119,13 +140,18 @@ def _quick_parts(row: Row) -> set[Any]:
 
 
 QUICK = pairwise.some(ROWS, _quick_parts)
+WIDE_QUICK = pairwise.some(WIDE_ROWS, lambda row: set(row.items()))
 
 
 def test_every_two_choices_are_run_or_listed_as_refused() -> None:
     run_pairs = set().union(*map(pairwise.pairs_of, ROWS))
     assert run_pairs | REFUSED.keys() == pairwise.all_pairs(FACTORS)
     assert not run_pairs & REFUSED.keys()
-    assert len(ROWS) < 120 and len(QUICK) < len(ROWS)
+    for rows, factors, threes in ((ROWS, FACTORS, THREES), (WIDE_ROWS, WIDE, (STREAMED,))):
+        for names in threes:
+            met = set().union(*(pairwise.triples_of(row, names) for row in rows))
+            assert met == pairwise.all_triples(factors, names, set(REFUSED))
+    assert len(ROWS) < 200 and len(WIDE_ROWS) < 70 and len(QUICK) < len(ROWS) / 2
 
 
 def _asked(row: Row) -> Row:
@@ -172,18 +198,21 @@ def _check(row: Row, found: list[Any], whole: dict[str, Any]) -> str:
     return f"{row}: no process has {sorted(missing)[:9]}" if missing else ""
 
 
-def _tier(world: tuple[str, int]) -> list[Any]:
-    name = f"{world[0]}-{world[1]}"
-    quick, every = ([row for row in rows if row["world"] == world] for rows in (QUICK, ROWS))
-    found = [pytest.param(world, quick, id=f"{name}-some")] if quick else []
-    return [*found, pytest.param(world, every, id=f"{name}-every", marks=pytest.mark.slow)]
+def _tier(name: str, quick: list[Row], every: list[Row]) -> list[Any]:
+    found = [pytest.param(quick, id=f"{name}-some")] if quick else []
+    return [*found, pytest.param(every, id=f"{name}-every", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("world", "rows"), [*itertools.chain.from_iterable(map(_tier, WORLDS))])
-def test_no_setting_changes_a_bit(
-    world: tuple[str, int], rows: list[Row], store_dir: pathlib.Path, expected: Any
-) -> None:
-    wholes = expected(rows)
+def _tiers() -> Iterator[Any]:
+    for world in WORLDS:
+        quick, every = ([row for row in rows if row["world"] == world] for rows in (QUICK, ROWS))
+        yield from _tier(f"{world[0]}-{world[1]}", quick, every)
+    yield from _tier("streamed", WIDE_QUICK, WIDE_ROWS)
+
+
+@pytest.mark.parametrize("rows", [*_tiers()])
+def test_no_setting_changes_a_bit(rows: list[Row], store_dir: pathlib.Path, expected: Any) -> None:
+    world, wholes = rows[0]["world"], expected(rows)
     table = [
         (_asked(row), str(store_dir / str(at)), row["accumulate"] * world[1])
         for at, row in enumerate(rows)
@@ -210,12 +239,8 @@ def test_jobs_differ_wherever_the_numbers_depend_on_them(expected: Any) -> None:
 @functools.cache
 def _row_of_refused(pair: Pair) -> Row:
     """Return a row with one refused pair, and no other."""
-    (row,) = [
-        row
-        for row in pairwise.covering(FACTORS, REFUSED.keys() - {pair}, SEED)
-        if pair in pairwise.pairs_of(row)
-    ][:1]
-    return row
+    rng = random.Random(SEED)
+    return pairwise.row_with(dict(pair), FACTORS, REFUSED.keys() - {pair}, set(), rng)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")

@@ -39,24 +39,6 @@ def train(folder: pathlib.Path, dtype: str, **settings: Any) -> tuple[list[float
     return norms, state
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_and_parameters_are_the_same_bits_for_every_budget_and_schedule(
-    dtype: str, store_dir: pathlib.Path
-) -> None:
-    least = helper.host_bytes_min(
-        helper.build("gpt2", DTYPES[dtype]), store_dir, schedule="deferred"
-    )
-    norms, state = train(store_dir / "a", dtype, max_grad_norm=0.5)
-    assert max(norms) > 0.5
-    settings: list[dict[str, Any]] = [{"schedule": name} for name in SCHEDULES_AT_STEP]
-    settings += [{"schedule": name, "host_bytes": least} for name in SCHEDULES_AT_STEP]
-    settings += [{"host_bytes": least, "threads": 3, "commit_every": 1}]
-    for index, setting in enumerate(settings):
-        other_norms, other = train(store_dir / str(index), dtype, max_grad_norm=0.5, **setting)
-        assert other_norms == norms, setting
-        helper.assert_same_state(other, state)
-
-
 def test_norm_and_parameters_are_the_same_bits_however_blocks_are_split(
     store_dir: pathlib.Path,
 ) -> None:

@@ -9,41 +9,12 @@ import pytest
 import world_gather
 from world_helper import Group, run
 
-ROWS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16, clipped": {"dtype": "bfloat16", "max_grad_norm": 0.01, "device_param_bytes": 150_000},
-    "frozen": {"dtype": "bfloat16", "change": "frozen", "device_param_bytes": 150_000},
-    "tight": {"host_bytes": 14_000_000},
-    "absent": {"change": "absent"},
-    "serial": {"schedule": "serial"},
-    "all on the device": {"device_param_bytes": 1 << 20},
-    "recompute": {"activations": "recompute"},
-}
-FEW = ((2, [*ROWS][:3]), (3, [*ROWS][1:5:3]))
-MANY = ((2, [*ROWS]), (3, [*ROWS]))
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the result of one process with the settings of most tests."""
     folder = tmp_path_factory.mktemp("whole")
     return run(folder, 1, world_gather.train_all, [(str(folder / "run"), {})])[0][0]
-
-
-@pytest.mark.parametrize(
-    "runs", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_gathered_blocks_have_the_bits_of_one_process(tmp_path: pathlib.Path, runs: Any) -> None:
-    wanted = list(dict.fromkeys(name for _, names in runs for name in names))
-    found = {}
-    for count, names in ((1, wanted), *runs):
-        (tmp_path / str(count)).mkdir()
-        rows = [(str(tmp_path / str(count) / name), ROWS[name]) for name in names]
-        told = run(tmp_path, count, world_gather.train_all, rows)
-        found[count] = {name: [each[at] for each in told] for at, name in enumerate(names)}
-    for count, names in runs:
-        for name in names:
-            assert found[count][name] == found[1][name] * count, f"{name}, {count} processes"
 
 
 def test_each_link_moves_its_part_of_each_block_as_planned(tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,7 @@
-"""Experts that only some processes have: the bits of one process that has all of them."""
+"""Experts that only some processes have: the bits of one process that has all of them.
+
+test_bits.py has the settings that such models share with others.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,13 @@ STEPS = 6
 # Each row is one model: how many batches a process has in a step, and settings of world_moe.train()
 # and wrap().
 ROWS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "clipped": (1, {"max_grad_norm": 0.05}),
     "names of the process": (1, {"is_local": True, "max_grad_norm": 0.05}),
     "a process lacks gradients": (1, {"skips": True, "piece_bytes": 1000, "commit_every": 4}),
-    "recompute": (1, {"activations": "recompute"}),
     "layers as blocks": (1, {"blocks": "layers", "max_grad_norm": 0.05}),
 }
 # In these an expert of a process has the tokens of one process in each step.
 SINGLE: dict[str, tuple[int, dict[str, Any]]] = {
     **ROWS,
-    "accumulated": (2, {"max_grad_norm": 0.05}),
-    "bf16": (1, {"dtype": "bfloat16", "max_grad_norm": 0.05}),
     "experts as blocks": (2, {"blocks": "experts"}),
     "files": (1, {"has_files": True}),
 }

@@ -35,7 +35,7 @@ def test_a_file_is_numeric_if_it_or_a_helper_uses_torch_and_compares(
 
 def test_files_that_compare_with_torch_are_selected_and_those_of_the_build_are_not() -> None:
     found = {pathlib.Path(path).stem for path in isa.numeric_files(isa.PY_FOLDER)}
-    assert {"test_losses", "test_numerics", "test_equality", "test_quantize"} <= found
+    assert {"test_losses", "test_numerics", "test_bits", "test_quantize"} <= found
     assert not {"test_driver", "test_wheel", "test_matrix"} & found
 
 

@@ -52,22 +52,6 @@ def test_blocks_that_are_computed_again_train_to_the_bits_of_those_that_are_kept
     assert len(set(runs[0].losses)) == len(STEPS)
 
 
-def test_without_dropout_and_with_the_least_memory_the_bits_are_the_same(
-    store_dir: pathlib.Path,
-) -> None:
-    runs = []
-    for activations in ("keep", "recompute"):
-        for schedule in ("optimized", "deferred"):
-            model = build(Body)
-            for block in model.blocks:
-                block.dropout.p = 0.0
-            least = helper.host_bytes_min(model, store_dir, schedule=schedule)
-            model = wrap(model, store_dir, activations, host_bytes=least, schedule=schedule)
-            runs.append(helper.train(model, STEPS, loss_in(torch.float32, False)))
-    for run in runs[1:]:
-        helper.assert_same(run, runs[0])
-
-
 def test_sums_of_gradients_over_forwards_that_overlap_are_the_same_bits(
     store_dir: pathlib.Path,
 ) -> None:

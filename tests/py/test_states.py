@@ -76,33 +76,6 @@ def expected(states: str, folder: pathlib.Path) -> helper.Trained:
     return EXPECTED[states]
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"schedule": "optimized", "threads": 2},
-    {"schedule": "naive", "threads": 1, "commit_every": 3},
-    {"schedule": "deferred", "threads": 3, "commit_every": "never"},
-    {"schedule": "serial", "threads": 2, "verify": False},
-    {"schedule": "auto", "threads": 1},
-    {"schedule": "deferred", "threads": 2, "device": "emu"},
-]
-
-
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("number", range(len(SETTINGS)))
-def test_no_setting_changes_the_bits(states: str, number: int, store_dir: pathlib.Path) -> None:
-    reference = expected(states, store_dir)
-    settings = {**SETTINGS[number], "states": states}
-    least = helper.host_bytes_min(build(), store_dir, **settings)
-    model = lohan.wrap(
-        build(),
-        store=[store_dir / f"disk{index}" for index in range(1 + number % 3)],
-        host_bytes=least + number % 2 * (8 << 20),
-        **settings,
-        **helper.HYPER,
-    )
-    assert number % 2 or model.lohan.budget["kept_chunk_count"] == 0
-    helper.assert_same(helper.train(model, STEPS, loss_of), reference)
-
-
 @pytest.mark.parametrize("states", STATES)
 def test_blocks_do_not_change_the_bits(states: str, store_dir: pathlib.Path) -> None:
     model = build()

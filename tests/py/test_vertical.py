@@ -18,7 +18,6 @@ from lohan import _core
 from lohan.errors import DeviceMemoryError, ModelError, SecondBackwardError, UnsupportedError
 from lohan.session import _order
 from lohan.torch_glue import _random_starts
-from quick_helper import half_quick
 from rules_helper import WIDTH, Workshop, assert_same_state, build, vectors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,49 +37,6 @@ def losses_of(model: nn.Module, step: int, count: int = COUNT) -> list[Callable[
         return helper.language_loss(model, COUNT * step + part) / count
 
     return [lambda part=part: loss_of(part) for part in range(count)]
-
-
-def train(
-    folder: pathlib.Path, name: str, dtype: torch.dtype, count: int = COUNT, **settings: Any
-) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-    """Return the losses, the parameters, and the last step's statistics."""
-    settings = {"lr": 1e-2, "accumulate": count, **settings}
-    model = lohan.wrap(helper.build(name, dtype), store=folder, **settings)
-    session: Any = model.lohan
-    losses: list[float] = []
-    for step in range(STEP_COUNT):
-        losses += [float(loss) for loss in session.accumulate(losses_of(model, step, count))]
-        model.optimizer.step()
-    session.flush()
-    stats = session.stats()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    session.close()
-    return losses, state, stats
-
-
-@pytest.mark.parametrize(
-    ("kept", "name", "dtype", "clip"),
-    half_quick(KEPT, ("gpt2", "llama"), DTYPES, (None, 0.05)),
-)
-def test_both_orders_have_the_same_bits_in_every_budget(
-    kept: str, name: str, dtype: str, clip: float | None, store_dir: pathlib.Path
-) -> None:
-    fixed = {"max_grad_norm": clip, "accumulate": COUNT, **KEPT[kept]}
-    losses, state, _ = train(store_dir / "a", name, DTYPES[dtype], **fixed)
-    model = helper.build(name, DTYPES[dtype])
-    least = helper.host_bytes_min(model, store_dir, max_grad_norm=clip, accumulate=COUNT)
-    least += KEPT[kept].get("swap_bytes", 0)
-    slots = helper.device_bytes_min(model, store_dir)
-    places: list[dict[str, Any]] = [
-        {},
-        {"host_bytes": least},
-        {"schedule": "serial", "device": "emu", "device_param_bytes": slots},
-    ]
-    for number, place in enumerate(places):
-        folder = store_dir / str(number)
-        found = train(folder, name, DTYPES[dtype], **fixed, **place, order="vertical")
-        assert found[0] == losses
-        assert_same_state(found[1], state)
 
 
 @pytest.mark.parametrize("kept", ["keep", "recompute"])
