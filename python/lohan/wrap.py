@@ -396,7 +396,7 @@ class _Opening:
             scalars = _adopt.write_state(origin, self.layout, extents, store)
         files = self.found.files if self.found is not None else ()
         if self.found is not None:
-            _weights.fill_buffers(self.model, self.layout, self.found.buffers, files)
+            _weights.prepare(self.model, self.layout, self.found.buffers, files)
         buffers = _store.buffers(self.model, self.layout, store)
         scalars = with_buffers(scalars, b"", len(self.layout.params), buffers)
         _weights.fill(self.model, self.layout, extents, store, weights, init, scalars, files)

@@ -216,6 +216,8 @@ class Layout:
         ranks_of: by the index of a parameter of a group, the ranks that have it.
         owes_idle: whether units of a family owe the steps in which they have no gradient.
         origins: where each parameter's value came from, by its name; filling the store sets it.
+        new_rows: by the index of a parameter, the rows that its file lacks ([Note: New tokens] in
+            _resized.py), and where they come from.
         in_place: the files that frozen parameters are read from; make_layout() sets it.
     """
 
@@ -233,6 +235,7 @@ class Layout:
     other_strides: list[str] = dataclasses.field(default_factory=list)
     owes_idle: bool = False
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
+    new_rows: dict[int, tuple[torch.Tensor, str]] = dataclasses.field(default_factory=dict)
     in_place: InPlace = dataclasses.field(init=False)
 
     @property

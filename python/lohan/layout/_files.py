@@ -20,7 +20,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import ModelError, StoreError
-from lohan.layout import _experts, _gguf, _integers, _quantized
+from lohan.layout import _experts, _gguf, _integers, _quantized, _resized
 from lohan.layout._index import missing, paths_of
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
@@ -36,7 +36,8 @@ _HEADER_BYTES_MAX = 100_000_000
 # Parts that peft adds to the names of modules; without them, the original names remain.
 _PEFT_ROOT = "base_model.model."
 _PEFT_PARTS = re.compile(
-    r"\.(?:base_layer|original_module|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
+    r"\.(?:(?:token_adapter\.)?base_layer|original_module"
+    r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
 )
 # The names, in the files, of what the parameters of an expert consist of.
 _OF_EXPERT = {
@@ -378,6 +379,7 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
         if entry.packed is not None:
             found[key] = entry
         else:
+            entry = _resized.fitted(model, tensors[key], entry)
             _check_same(names[0], tensors[key], entry, folder)
             found[key] = entry
     return found

@@ -90,7 +90,7 @@ def stem(model: nn.Module) -> str:
     return "diffusion_pytorch_model" if is_diffusers(model) else _safetensors.STEM
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def walk(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors as in state_dict(), without loading hollow parameters."""
     left: list[tuple[str, nn.Module]] = [("", model)]
     while left:
@@ -114,7 +114,7 @@ def sources(model: nn.Module, index_of: Mapping[int, int]) -> dict[str, Origin]:
     """
     made: dict[int, Origin] = {}
     found: dict[str, Origin] = {}
-    for name, tensor in _walk(model):
+    for name, tensor in walk(model):
         if id(tensor) not in made:
             index = index_of.get(id(tensor))
             value = tensor.detach() if index is None else None
@@ -268,7 +268,7 @@ def texts(model: Any) -> dict[str, str]:
     if not is_hugging_face(model):
         return {}
     config = copy.deepcopy(model.config)
-    dtype = next((str(t.dtype) for _, t in _walk(model) if t.is_floating_point()), "torch.float32")
+    dtype = next((str(t.dtype) for _, t in walk(model) if t.is_floating_point()), "torch.float32")
     config.dtype = dtype.removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if hasattr(config, "quantization_config"):

@@ -64,7 +64,9 @@ def of_files(layout: Layout, files: Sequence[File]) -> None:
         source = param.source
         if source is not None and param.name not in layout.origins:
             where = str(files[source.file].path)
-            layout.origins[param.name] = Origin("file", where, source.name)
+            new = layout.new_rows.get(param.index)
+            rows, rest = (0, "") if new is None else (len(param.tensor) - len(new[0]), new[1])
+            layout.origins[param.name] = Origin("file", where, source.name, rows, rest)
 
 
 def complete(model: nn.Module, layout: Layout, kind: str) -> None:

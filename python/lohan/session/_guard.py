@@ -280,8 +280,7 @@ class Guard:
             owner = reference()
             assert owner is not None
             if kwargs.get("state_dict") is None:
-                asked = kwargs.get("save_embedding_layers", "auto")
-                kwargs["state_dict"] = self._state_without_base(owner, asked)
+                kwargs["state_dict"] = self._state_without_base(owner, kwargs)
             return plain(owner, *args, **kwargs)
 
         return save_pretrained
@@ -302,8 +301,8 @@ class Guard:
 
         return save_lora_adapter
 
-    def _state_without_base(self, model: nn.Module, asked: Any) -> dict[str, Any]:
-        kept = _peft.embeddings(model) if _peft.needs_embeddings(model, asked) else set()
+    def _state_without_base(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+        kept = _peft.saved(model, dict(_names.walk(model)), options)
         try:
             self.leaves_out = self._frozen(kept)
             return model.state_dict()

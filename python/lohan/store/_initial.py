@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError
+from lohan.layout import _resized
 from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._empty import no_storage
 from lohan.torch_glue._tensor import nbytes_of
@@ -50,8 +51,8 @@ def check_may_be_fresh(
     """Reject missing values of a base, which only init= may initialise.
 
     Heads and adapters are not in the files of a base. But if files have a part of a module or of a
-    list of layers, or nothing at all, the names may not match, and random numbers would replace
-    trained ones.
+    list of layers, no input embeddings, or nothing at all, the names may not match, and random
+    numbers would replace trained ones.
 
     Raises:
         ModelError: names the first parameter, and says what to do.
@@ -59,11 +60,12 @@ def check_may_be_fresh(
     found = [param.name for param in layout.params if param.source is not None]
     known = {match[1] for name in found if (match := _LIST.match(name))}
     known |= {name.rpartition(".")[0] for name in found}
-    is_ours = _peft.is_adapter(model)
+    is_ours, inputs = _peft.is_adapter(model), _resized.inputs(model)
     of_base = [
         param.name
         for param in missing
-        if not is_ours(param.tensor) and (not found or not known.isdisjoint(_places(param.name)))
+        if not is_ours(param.tensor)
+        and (not found or id(param.tensor) in inputs or not known.isdisjoint(_places(param.name)))
     ]
     if of_base:
         raise ModelError(

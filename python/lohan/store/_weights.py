@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
 from lohan.errors import StoreError
-from lohan.layout import _origins
+from lohan.layout import _origins, _resized
 from lohan.layout._files import DTYPES, check_descriptor
 from lohan.layout._origins import Origin
 from lohan.store import _initial
@@ -205,6 +206,9 @@ class _Filling:
         of_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
         for _, _, param in sorted(of_files, key=lambda item: item[:2]):
             _stream(self.layout, self.extents, self.writer, param, self.files)
+        for index, (rows, _) in self.layout.new_rows.items():
+            param = self.layout.params[index]
+            self._write(param, rows, first=param.count - rows.numel())
         others = [param for param in params if param.source is None]
         missing = [param for param in others if id(param.tensor) in self.empty]
         if missing and self.init is None:
@@ -228,7 +232,7 @@ class _Filling:
         if id(tensor) not in self.empty:
             return tensor.data
         param = next(param for param in self.layout.params if param.tensor is tensor)
-        return None if param.source is None else _values_of(param, self.files)
+        return None if param.source is None else _values_of(self.layout, param, self.files)
 
     def _write_given(self, params: Sequence[Param], missing: Sequence[Param]) -> None:
         left = {param.index for param in missing}
@@ -238,11 +242,14 @@ class _Filling:
             self._write(param, param.tensor.data)
             self.layout.origins[param.name] = Origin("memory")
 
-    def _write(self, param: Param, values: torch.Tensor) -> None:
+    def _write(self, param: Param, values: torch.Tensor, first: int = 0) -> None:
+        """Write all of a parameter's values, or those from an element on, in contiguous order."""
         unit, places = self.layout.units[param.unit], self.extents.units[param.unit]
         if param.kept is not None:
             self.layout.cut.look(values, unit.dtype)
-        write_param(self.writer, unit, places, param.first, param.flat(values))
+            values = narrowed(values, unit.dtype) if first else values
+        at = param.first + first * (1 if unit.trainable else unit.dtype.itemsize)
+        write_param(self.writer, unit, places, at, values if first else param.flat(values))
 
 
 def drop(layout: Layout) -> None:
@@ -258,14 +265,16 @@ def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
         param.tensor.data = values
 
 
-def _values_of(param: Param, files: Sequence[File]) -> torch.Tensor:
-    """Return a parameter's values from its files, in its dtype."""
+def _values_of(layout: Layout, param: Param, files: Sequence[File]) -> torch.Tensor:
+    """Return a parameter's values from its files, and its new rows if known, in its dtype."""
     assert param.source is not None
     packed = param.source.packed
     if packed is None:
-        parts = (param.source, *param.source.rest)
+        parts = [part for part in (param.source, *param.source.rest) if part.nbytes]
         flats = [bytes_at(files, p, 0, p.nbytes).view(DTYPES[p.dtype]) for p in parts]
-        return torch.cat(flats).view(param.tensor.shape).to(param.tensor.dtype)
+        values = torch.cat(flats).view(-1, *param.tensor.shape[1:]).to(param.tensor.dtype)
+        new = layout.new_rows.get(param.index)
+        return values if new is None else torch.cat([values, new[0]])
     values = torch.empty(param.count, dtype=param.tensor.dtype)
     beside = [None if p is None else bytes_at(files, p, 0, p.nbytes) for p in packed.parts]
     raw = bytes_at(files, param.source, *packed.span(0, param.count))
@@ -315,15 +324,16 @@ def bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> tor
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
-def fill_buffers(
+def prepare(
     model: nn.Module,
     layout: Layout,
     buffers: Sequence[tuple[torch.Tensor, Entry]],
     files: Sequence[File],
 ) -> None:
-    """Load the files' values into persistent buffers, as load_state_dict does.
+    """Load what is needed before the store is filled: persistent buffers, and rows of new tokens.
 
-    Buffers that peft copies from an embedding that is not in memory are filled from its files.
+    Buffers are loaded from the files as load_state_dict does; those that peft copies from an
+    embedding that is not in memory are filled from its files.
 
     Raises:
         StoreError: a file was changed meanwhile.
@@ -346,8 +356,13 @@ def fill_buffers(
             if own is buffer:
                 layout.origins[name] = Origin("file", str(path), entry.name)
     params = {id(param.tensor): param for param in layout.params if param.source is not None}
+    for param in params.values():
+        count = _resized.rows_in_file(param.source)
+        if count:
+            read = functools.partial(_values_of, layout, param, files)
+            layout.new_rows[param.index] = _resized.new_rows(model, param.tensor, count, read)
     _peft.fill_buffers(
-        model, lambda t: _values_of(params[id(t)], files) if id(t) in params else None
+        model, lambda t: _values_of(layout, params[id(t)], files) if id(t) in params else None
     )
 
 

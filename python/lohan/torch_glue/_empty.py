@@ -63,11 +63,14 @@ class Empty(torch.Tensor):
         given: the values that the parameter was given as a whole, or None.
         is_loaded: whether they were loaded into the finished module, and not set as it was built.
         is_in_part: whether values were written to a part of it, which are lost.
+        rows: "mean" or "module" if transformers resized it: how it initialises new rows, from the
+            others or as those of a new module; otherwise "".
     """
 
     given: torch.Tensor | None = None
     is_loaded = False
     is_in_part = False
+    rows = ""
     _is_param = False  # set by torch.nn.Parameter()
     _root: Empty | None = None  # the parameter that this is a view of, or made of
     _is_whole = False  # whether this is all of it
@@ -97,6 +100,7 @@ class Empty(torch.Tensor):
         made = Empty(self, self.requires_grad)
         made.given = None if self.given is None else self.given.clone()
         made.is_loaded, made.is_in_part = self.is_loaded, self.is_in_part
+        made.rows = self.rows
         memo[id(self)] = made
         return made
 
@@ -124,6 +128,8 @@ class Empty(torch.Tensor):
         if func == _SET_DATA and isinstance(args[0], Empty):
             return _set_data(args[0], args[1])
         name = str(getattr(func, "__name__", func))
+        if name == "__bool__" and _resizes():
+            return False  # whether a covariance is positive definite; wrap() computes it
         if name in _READERS:
             raise _no_values(_first(args, kwargs), name)
         if func in _MOVES and isinstance(args[0], Empty):
@@ -132,9 +138,15 @@ class Empty(torch.Tensor):
         is_write = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if is_write and isinstance(target, Empty):
             values = [v for v in tree_iter((args[1:], kwargs)) if _is_real(v)]
+            others = [v for v in tree_iter((args[1:], kwargs)) if isinstance(v, Empty)]
             if values:
                 _write(target, func, values[-1])
+            if others and not target.root.rows:
+                target.root.rows = "module"
+            if values or others:
                 return target
+        elif is_write and _is_real(target):
+            raise _no_values(_first(args, kwargs), name)
         with without_classes():
             made = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
         if made is target:
@@ -142,6 +154,21 @@ class Empty(torch.Tensor):
         first = _first(args, kwargs)
         root, is_whole = first.root, func in _WHOLE and first.is_whole
         return tree_map(lambda value: _derived(value, root, is_whole=is_whole), made)
+
+
+def _resizes() -> bool:
+    """Return whether transformers computes the rows of new tokens, and if so, note which.
+
+    resize_token_embeddings() computes them from the others, which are not in memory.
+    """
+    for frame in _frames():
+        if frame.f_code.co_name == "_init_added_embeddings_weights_with_mean":
+            made = frame.f_locals["new_embeddings"].weight
+            if isinstance(made, Empty):
+                made.rows = "mean"
+                return True
+            return False
+    return False
 
 
 def _is_real(value: Any) -> bool:
@@ -176,7 +203,8 @@ def _no_values(param: Empty, name: str) -> ModelError:
         f"{name}() needs the values of {_what(param)}, which lohan.empty() does not create. If an"
         " adapter is initialised from the base's values (PiSSA, OLoRA, LoftQ, EVA, ...), call"
         " get_peft_model on a base that is in memory (from_pretrained), and lohan.wrap without"
-        " weights=; otherwise compute with the values after lohan.wrap()"
+        " weights=. Call resize_token_embeddings() inside lohan.empty(). Otherwise compute with the"
+        " values after lohan.wrap()"
     )
 
 
@@ -197,6 +225,8 @@ def _moved(param: Empty, *args: Any, **kwargs: Any) -> Any:
 def _set_data(param: Empty, value: torch.Tensor) -> None:
     """Handle `param.data = value`: keep the value, if there is one."""
     root = value.root if isinstance(value, Empty) and value.is_whole else None
+    if root is not None:
+        param.rows = root.rows
     given = value.detach() if _is_real(value) else None
     if root is not None and root is not param:
         given = root.given

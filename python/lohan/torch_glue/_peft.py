@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def check_quantized(name: str, param: nn.Parameter) -> None:
 
 def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if hasattr(module, "adapter_layer_names") and hasattr(module, "base_layer"):
+        # peft's wrappers of modules have the attributes of what they contain, but not its modules.
+        if "base_layer" in module._modules and hasattr(module, "adapter_layer_names"):
             yield name, module
 
 
@@ -161,10 +163,10 @@ def initialise(model: nn.Module, wanted: set[int], put: Put, read: Read) -> None
         if not mine:
             continue
         values: dict[str, torch.Tensor] = {}
-        if hasattr(module, "reset_lora_parameters"):
+        if "lora_A" in module._modules:
             _reset(model, name, module, mine)
             values = _magnitudes(module, mine, read)
-        elif hasattr(module, "trainable_tokens_delta"):
+        elif "trainable_tokens_delta" in module._modules:
             values = _rows(module, mine, read)
         for key, param in mine.items():
             found = values.get(key, param.data)
@@ -261,15 +263,32 @@ def fill_buffers(model: nn.Module, read: Read) -> None:
                     buffer.copy_(values[layer.token_indices[name]])
 
 
-def needs_embeddings(model: Any, asked: Any) -> bool:
-    """Return whether peft's save_pretrained will save embeddings, as far as can be predicted."""
-    if asked != "auto":
-        return bool(asked)
-    for config in model.peft_config.values():
-        targets = getattr(config, "target_modules", None) or ()
-        if any(part in ("embed_tokens", "lm_head") for part in targets):
-            return True
-    return False
+def saved(model: Any, tensors: Mapping[str, torch.Tensor], options: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the parameters that peft's save_pretrained will save, as peft decides it.
+
+    Args:
+        model: a PeftModel.
+        tensors: the names and tensors of its state dict, which are not read.
+        options: the arguments of save_pretrained.
+    """
+    peft: Any = sys.modules["peft"]
+    asked = options.get("save_embedding_layers", "auto")
+    names = {
+        name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()
+    }
+    ids = {id(stand_in): id(tensors[name]) for name, stand_in in names.items()}
+    found: set[int] = set()
+    for adapter in options.get("selected_adapters") or [*model.peft_config]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made = peft.get_peft_model_state_dict(
+                    model, dict(names), adapter_name=adapter, save_embedding_layers=asked
+                )
+            found |= {ids[id(value)] for value in made.values() if id(value) in ids}
+        except Exception:  # it computes with values; whatever the reason is, peft reports it later
+            return embeddings(model) | {id(t) for t in tensors.values() if t.requires_grad}
+    return found
 
 
 def embeddings(model: Any) -> set[int]:
