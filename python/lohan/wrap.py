@@ -29,7 +29,7 @@ from lohan.errors import (
     OffloadedGradientError,
     StoreError,
 )
-from lohan.layout import _in_place
+from lohan.layout import _in_place, _ties
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.mezo._zo_wear import ZerothWear
@@ -537,6 +537,7 @@ def _find(
     if resume and store is not None:
         _directories.check(_directories.directories_of(store), config)
         meta = _store.read_meta(_directories.directories_of(store), config, open_at)
+        _ties.separate_as_stored(model, meta)
         found = _in_place.of_store(meta, model, place)
         return _zo_setup.find(zeroth, found, meta), meta.get("units", [])
     found = None if place is None else _in_place.of_folder(place, model, config)

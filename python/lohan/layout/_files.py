@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from lohan import _core
+from lohan.common import _log
 from lohan.errors import ModelError, StoreError
-from lohan.layout import _experts, _gguf, _integers, _quantized, _resized
+from lohan.layout import _experts, _gguf, _integers, _quantized, _resized, _ties
 from lohan.layout._index import missing, paths_of
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
@@ -107,6 +108,12 @@ def read_folder(place: Path) -> Folder:
             first = folder.entries.setdefault(name, made)
             if first is made:
                 continue
+            if name in file_of and not _ties.are_equal(folder.files, first, made):
+                _log.note(
+                    f"{name!r} is in {paths[first.file].name} and in {path.name} with different"
+                    f" values: that of {file_of[name].name} is used, which the index names;"
+                    " transformers would use that of the last file. Remove one from the files"
+                )
             if file_of.get(name) == path:
                 folder.entries[name] = made
             elif file_of.get(name) != paths[first.file]:
@@ -356,6 +363,9 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
     found: dict[int, Entry] = {}
     prefixes = _prefixes(model)
     _peft.check_base(model)
+    _ties.separate(
+        model, all_names(model), lambda n: _look_up([n], prefixes, folder)[1], folder.files
+    )
     kept = _peft.given(model)
     tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
     turned = {

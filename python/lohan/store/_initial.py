@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Bytes of freed tensors after which the C library is asked to return memory to the system.
 TRIM_BYTES = 256 << 20
-# The beginning of the name of a parameter in a list of modules.
-_LIST = re.compile(r"^(.*?\.)\d+\.")
+# The name of a parameter in a list of modules.
+_LIST = re.compile(r"\.\d+\.")
 
 Init = Callable[[nn.Module], None]
 Write = Callable[["Param", torch.Tensor], None]
@@ -50,23 +50,21 @@ def check_may_be_fresh(
 ) -> None:
     """Reject missing values of a base, which only init= may initialise.
 
-    Heads and adapters are not in the files of a base. But if files have a part of a module or of a
-    list of layers, no input embeddings, or nothing at all, the names may not match, and random
-    numbers would replace trained ones.
+    Heads and adapters are not in the files of a base. But if files lack layers of a list, a part of
+    a module, the input embeddings, or everything, the names may not match, and random numbers would
+    replace trained ones.
 
     Raises:
         ModelError: names the first parameter, and says what to do.
     """
-    found = [param.name for param in layout.params if param.source is not None]
-    known = {match[1] for name in found if (match := _LIST.match(name))}
-    known |= {name.rpartition(".")[0] for name in found}
+    found = {p.name.rpartition(".")[0] for p in layout.params if p.source is not None}
     is_ours, inputs = _peft.is_adapter(model), _resized.inputs(model)
-    of_base = [
-        param.name
-        for param in missing
-        if not is_ours(param.tensor)
-        and (not found or id(param.tensor) in inputs or not known.isdisjoint(_places(param.name)))
-    ]
+
+    def is_of_base(param: Param) -> bool:
+        is_odd = not found or param.name.rpartition(".")[0] in found
+        return is_odd or id(param.tensor) in inputs or _LIST.search(param.name) is not None
+
+    of_base = [p.name for p in missing if not is_ours(p.tensor) and is_of_base(p)]
     if of_base:
         raise ModelError(
             f"weights={weights} has no value for {len(of_base)} parameters ({of_base[0]!r}, ...):"
@@ -80,12 +78,6 @@ def check_may_be_fresh(
                 " it inside lohan.empty(), which does not keep them: create its module outside of"
                 " lohan.empty(), or pass init= and write the values after lohan.wrap()"
             )
-
-
-def _places(name: str) -> set[str]:
-    """Return the module that owns a parameter, and the list of layers that it is in, if any."""
-    match = _LIST.match(name)
-    return {name.rpartition(".")[0], *([match[1]] if match else [])}
 
 
 def initialise(
