@@ -49,26 +49,6 @@ def test_state_dicts_of_all_processes_are_read_in_the_memory_that_they_share(
         assert run(tmp_path, 2, world_gather.reads, str(tmp_path / gather), gather) == [one] * 2
 
 
-@pytest.mark.parametrize(("who", "where"), [(0, "steps"), (1, "micro-batches")])
-def test_a_process_may_evaluate_alone(
-    tmp_path: pathlib.Path, whole: Any, who: int, where: str
-) -> None:
-    found = run(tmp_path, 2, world_gather.evaluates, str(tmp_path / "run"), who, where)
-    assert [each[1] for each in found] == [whole] * 2
-    assert [each[0] != 0.0 for each in found] == [who == 0, who == 1]
-
-
-@pytest.mark.parametrize(("who", "count"), [(0, 2), (2, 3)])
-def test_a_backward_that_fails_in_one_process_is_forgotten_in_all(
-    tmp_path: pathlib.Path, whole: Any, who: int, count: int
-) -> None:
-    found = run(tmp_path, count, world_gather.fails_once, str(tmp_path / "run"), who)
-    assert [each[1] for each in found] == [whole] * count
-    for rank, (said, _) in enumerate(found):
-        kind = "ValueError: this batch" if rank == who else "PeerStepError: "
-        assert len(said) == 1 and said[0].startswith(kind)
-
-
 def test_processes_may_use_other_blocks_in_another_order(tmp_path: pathlib.Path) -> None:
     one = run(tmp_path, 1, world_gather.skips, str(tmp_path / "one"))
     for count in (2, 3):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import world_adamw
 from test_world_ends import KILLS, kill_each
-from world_adamw import WAYS
+from world_adamw import GATHERED, WAYS
 from world_helper import run
 
 
@@ -63,6 +63,26 @@ def test_all_may_discard_steps_and_each_process_may_evaluate_and_read_alone(
         found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / f"{who}"), who, **WAYS[way])
         assert [each[1] for each in found] == [whole] * 2
         assert [each[0] != 0.0 for each in found] == [who == 0, who == 1]
+
+
+@pytest.mark.parametrize(("who", "where"), [(0, "steps"), (1, "micro-batches")])
+def test_a_process_that_gathers_blocks_may_evaluate_alone(
+    tmp_path: pathlib.Path, one: Any, who: int, where: str
+) -> None:
+    found = run(tmp_path, 2, world_adamw.alone, str(tmp_path / "run"), who, where, **GATHERED)
+    assert [each[1] for each in found] == [one(world_adamw.train, 3)[1]] * 2
+    assert [each[0] != 0.0 for each in found] == [who == 0, who == 1]
+
+
+@pytest.mark.parametrize(("who", "count"), [(0, 2), (2, 3)])
+def test_a_backward_that_fails_in_a_process_that_gathers_blocks_is_forgotten_in_all(
+    tmp_path: pathlib.Path, one: Any, who: int, count: int
+) -> None:
+    store = str(tmp_path / "run")
+    found = run(tmp_path, count, world_adamw.fail_once, store, "backward", who, **GATHERED)
+    assert [each[1] for each in found] == [one(world_adamw.train, 4)[1]] * count
+    for rank, ((said,), _) in enumerate(found):
+        assert said.startswith("ValueError: this batch" if rank == who else "PeerStepError: ")
 
 
 @pytest.mark.parametrize("way", WAYS)

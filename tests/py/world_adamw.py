@@ -25,6 +25,7 @@ LATE_S = 1.5
 PEER_TIMEOUT_S = 5
 SHARE = "TEST_SHARE"  # the environment variable of share= of wrap()
 REPLICAS = "TEST_REPLICAS"  # ... and of replicas=
+GATHER = "TEST_GATHER"  # ... and of gather=, with an emulated accelerator for half of the model
 ON = {SHARE: "on"}
 DIVIDED = {REPLICAS: "parameters"}
 # The ways of running several processes, as options of world_helper.run().
@@ -34,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "shared": {"env": ON},
     "machines": {"env": {**ON, **DIVIDED}, "nodes": 2},
 }
+GATHERED: dict[str, Any] = {"env": {**ON, GATHER: "shards"}}
 
 
 def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
@@ -92,6 +94,9 @@ def wrapped(
     }
     settings.setdefault("share", os.environ.get(SHARE, "off"))
     settings.setdefault("replicas", os.environ.get(REPLICAS, "all"))
+    if GATHER in os.environ:
+        device = {"device": "emu", "device_param_bytes": 300_000}
+        settings = {**device, "gather": os.environ[GATHER], **settings}
     if settings.get("resume"):
         settings.pop("lr")
     model = build(dtype)
@@ -122,6 +127,7 @@ def one_step(
     dtype: torch.dtype = torch.float32,
     change: str = "",
     before_step: Callable[[], None] | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> float:
     """Make a step with this process's micro-batches: those with its rank modulo the count."""
     rank, count = rank_and_count()
@@ -130,6 +136,8 @@ def one_step(
         loss = loss_of(model, step, number, dtype, change)
         loss.backward()
         total += float(loss.detach())
+        if number < count:
+            between()
     if before_step is not None:
         before_step()
     # The sum of all gradients, times 1/12 with the same rounding for any number of processes.
@@ -305,8 +313,8 @@ def _interrupted(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-def fail_once(store: str, where: str) -> tuple[list[str], str]:
-    """Rank 1 fails once, in the middle of a backward or before step(); all continue."""
+def fail_once(store: str, where: str, who: int = 1) -> tuple[list[str], str]:
+    """One rank fails once, in the middle of a backward or before step(); all continue."""
     rank, _ = rank_and_count()
     _gradient_pieces.PIECE_BYTES = 20_000
     model = wrapped(store)
@@ -317,7 +325,7 @@ def fail_once(store: str, where: str) -> tuple[list[str], str]:
 
     for attempt in range(5):
         handle = None
-        is_bad = attempt == 2 and rank == 1
+        is_bad = attempt == 2 and rank == who
         if is_bad and where == "backward":
             handle = model.layers[1].weight.register_hook(fail)
         try:
@@ -363,17 +371,25 @@ def backwards_differ(store: str, who: int, calls: str) -> str:
     return ""
 
 
-def alone(store: str, who: int) -> tuple[float, str]:
-    """One rank alone evaluates, differentiates and reads all parameters between steps."""
+def alone(store: str, who: int, where: str = "steps") -> tuple[float, str]:
+    """One rank alone evaluates between steps or micro-batches.
+
+    Between steps it also differentiates, and reads all parameters.
+    """
     rank, _ = rank_and_count()
     model = wrapped(store)
-    seen = 0.0
-    for _ in range(3):
-        one_step(model)
-        if rank == who:
-            x = batch(9, 9, torch.float32)[0].requires_grad_()
+    x, seen = batch(9, 9, torch.float32)[0].requires_grad_(), 0.0
+
+    def evaluate(is_here: bool) -> None:
+        nonlocal seen
+        if rank == who and is_here:
             with torch.no_grad():
                 seen += float(model(x).sum())
+
+    for _ in range(3):
+        one_step(model, between=lambda: evaluate(where == "micro-batches"))
+        evaluate(where == "steps")
+        if rank == who and where == "steps":
             (slope,) = torch.autograd.grad(model(x).sum(), x)
             seen += float(slope.sum())
             seen += sum(float(param.sum()) for _, param in model.named_parameters())

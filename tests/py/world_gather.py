@@ -114,49 +114,6 @@ def reads(store: str, gather: str) -> tuple[bool, str, Any]:
     return took_none, digest.hexdigest(), ended(model)
 
 
-def evaluates(store: str, who: int, where: str) -> tuple[float, Any]:
-    """One process alone evaluates between steps, or between the micro-batches of a step."""
-    rank, count = rank_and_count()
-    model = made(store)
-    seen = 0.0
-    for step in range(STEPS):
-        for number in range(rank, BATCHES, count):
-            loss_of(model, step, number, torch.float32).backward()
-            if rank == who and where == "micro-batches" and number == rank + count:
-                with torch.no_grad():
-                    seen += float(model(batch(9, 9, torch.float32)[0]).sum())
-        model.lohan.close_step(unscale=count / BATCHES)
-        if rank == who and where == "steps":
-            with torch.no_grad():
-                seen += float(model(batch(9, 9, torch.float32)[0]).sum())
-            x = batch(9, 9, torch.float32)[0].requires_grad_()
-            (slope,) = torch.autograd.grad(model(x).sum(), x)
-            seen += float(slope.sum())
-    return seen, ended(model)
-
-
-def fails_once(store: str, who: int) -> tuple[list[str], Any]:
-    """The backward of one process fails once, in the middle of the model; all continue."""
-    rank, _ = rank_and_count()
-    model = made(store)
-    errors: list[str] = []
-
-    def fail(gradient: Any) -> None:
-        raise ValueError("this batch is bad")
-
-    for attempt in range(STEPS + 1):
-        is_bad = attempt == 2 and rank == who
-        handle = model.layers[1].weight.register_hook(fail) if is_bad else None
-        try:
-            one_step(model)
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-            model.optimizer.zero_grad()
-        if handle is not None:
-            handle.remove()
-    return errors, ended(model)
-
-
 def skips(store: str) -> Any:
     """Each micro-batch uses other layers than that of the other process, in another order."""
     model = made(store)
