@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import functools
 import os
 import random
 import signal
@@ -60,39 +60,47 @@ def test_each_visit_is_made_by_any_number_of_runs_in_order(count: int, visits: i
     assert log == [(who, visit) for visit in range(visits) for who in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_many_runs_of_unlike_lengths_end_and_one_that_fails_ends_all(seed: int) -> None:
+def drawn(seed: int) -> tuple[int, ...]:
     draw = random.Random(seed)
-    counts = tuple(draw.randrange(6) for _ in range(draw.randrange(1, 6)))
+    return tuple(draw.randrange(6) for _ in range(draw.randrange(1, 6)))
+
+
+LENGTHS = pytest.mark.parametrize(
+    "counts", [(3, 3), (3, 5), (5, 3), (0, 2), (2, 0), *map(drawn, range(20))], ids=str
+)
+
+
+@LENGTHS
+def test_runs_that_visit_unlike_numbers_of_blocks_end(counts: tuple[int, ...]) -> None:
     log: list[Visit] = []
     group = Lockstep()
     assert group.run([walk(group, log, counts)] * len(counts)) == [*range(len(counts))]
-    assert [sum(who == run for who, _ in log) for run in range(len(counts))] == [*counts]
     for run, count in enumerate(counts):  # the visits of each run are in order
         assert [visit for who, visit in log if who == run] == [*range(count)]
-    failing, place = draw.randrange(len(counts)), draw.randrange(8)
-    group = Lockstep()
 
-    def function() -> None:
-        me = group.turn
+
+def fails(group: Lockstep, counts: tuple[int, ...], where: Visit, ends: list[int]) -> None:
+    me = group.turn
+    try:
         for visit in range(counts[me]):
             group.visit_begin()
-            if me == failing and visit == place:
+            if (me, visit) == where:
                 raise ValueError("here")
             group.visit_end()
-
-    fails = place < counts[failing]
-    with pytest.raises(ValueError, match="here") if fails else contextlib.nullcontext():
-        group.run([function] * len(counts))
-    assert not any(t.name.startswith("lohan-turn") for t in threading.enumerate())
+    finally:
+        ends.append(me)
 
 
-@pytest.mark.parametrize("counts", [(3, 5), (5, 3), (0, 2), (2, 0)])
-def test_runs_that_visit_unlike_numbers_of_blocks_end(counts: tuple[int, int]) -> None:
-    log: list[Visit] = []
-    pair = Lockstep()
-    assert pair.run([walk(pair, log, counts)] * 2) == [FIRST, SECOND]
-    assert [sum(who == run for who, _ in log) for run in (FIRST, SECOND)] == list(counts)
+@LENGTHS
+def test_an_error_in_any_run_ends_all(counts: tuple[int, ...]) -> None:
+    for failing, place in ((who, at) for who, count in enumerate(counts) for at in range(count)):
+        group = Lockstep()
+        ends: list[int] = []
+        function = functools.partial(fails, group, counts, (failing, place), ends)
+        with pytest.raises(ValueError, match="here"):
+            group.run([function] * len(counts))
+        assert FIRST in ends
+        assert not any(t.name.startswith("lohan-turn") for t in threading.enumerate())
 
 
 def test_the_change_of_turns_is_told_on_the_thread_that_continues() -> None:
@@ -101,33 +109,6 @@ def test_the_change_of_turns_is_told_on_the_thread_that_continues() -> None:
     pair = Lockstep(lambda who: seen.append((who, threading.get_ident() == main)))
     pair.run([walk(pair, [], (2, 2))] * 2)
     assert seen == [(SECOND, False), (FIRST, True), (SECOND, False), (FIRST, True)]
-
-
-@pytest.mark.parametrize("who", [FIRST, SECOND])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_error_in_either_run_ends_both(who: int, place: int) -> None:
-    pair = Lockstep()
-    ends: list[int] = []
-
-    def function() -> None:
-        me = pair.turn
-        try:
-            for visit in range(3):
-                pair.visit_begin()
-                if (me, visit) == (who, place):
-                    raise ValueError("here")
-                pair.visit_end()
-        finally:
-            ends.append(me)
-
-    with pytest.raises(ValueError, match="here"):
-        pair.run([function] * 2)
-    assert FIRST in ends and threading.active_count() == _threads()
-    assert not any(t.name.startswith("lohan-turn") for t in threading.enumerate())
-
-
-def _threads() -> int:
-    return sum(not t.name.startswith("lohan-turn") for t in threading.enumerate())
 
 
 def test_an_interrupt_in_the_first_run_ends_the_second() -> None:
