@@ -149,3 +149,24 @@ def test_persistent_buffers_of_another_class_are_rejected_and_others_are_not_rea
     wrapped(torch.ones(1, 8)).sum().backward()
     wrapped.optimizer.step()
     wrapped.lohan.close()
+
+
+@pytest.mark.parametrize(
+    "replace", [Doubled, freed, sharded, lambda values: values.diag().to_sparse()]
+)
+def test_a_buffer_that_is_replaced_by_a_tensor_without_bytes_is_rejected_at_the_step(
+    replace: Any, one_process: None, store_dir: pathlib.Path
+) -> None:
+    """Its address is 0, so that the commit would read it there; the step is not lost."""
+    model = build()
+    model.register_buffer("table", torch.ones(3))
+    wrapped = lohan.wrap(model, store=store_dir / "s", host_bytes=20_000_000)
+    wrapped(torch.ones(1, 8)).sum().backward()
+    plain = wrapped._buffers["table"]
+    wrapped._buffers["table"] = replace(torch.ones(3))
+    with pytest.raises(ModelError, match=r"buffer 'table' is .* no memory of its own"):
+        wrapped.optimizer.step()
+    wrapped._buffers["table"] = plain
+    wrapped.optimizer.step()
+    assert wrapped.lohan.step == 1
+    wrapped.lohan.close()

@@ -17,6 +17,7 @@ from lohan.common import _log
 from lohan.common._hyper import hyper_of, numbers
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue import _buffers
+from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._recompute_state import random_states, set_random_states
 from lohan.torch_glue._tensor import bytes_of
 
@@ -52,6 +53,17 @@ def parse(blob: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         ) from error
 
 
+def _found(buffers: Buffers) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the buffers for a commit, as Buffers.found() does.
+
+    Raises:
+        ModelError: a buffer was replaced by a tensor whose values have no memory of their own.
+    """
+    for name, buffer in buffers.items() if buffers.is_kept else ():
+        check_bytes(buffer, f"buffer {name!r}")
+    return buffers.found()
+
+
 def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers | None) -> bytes:
     """Return the data for a commit without a step: the previous data with current buffers.
 
@@ -63,7 +75,7 @@ def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers
     """
     if buffers is None or buffers.kept_bytes == 0:
         return scalars
-    said, found = buffers.found()
+    said, found = _found(buffers)
     state = _join(parse(blob)[0], said, _buffers.joined(found))
     return _core.scalars_make(steps(scalars, param_count), state)
 
@@ -154,7 +166,7 @@ def pack(
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
-    said, found = buffers.found() if buffers is not None else ([], [])
+    said, found = _found(buffers) if buffers is not None else ([], [])
     tail = _buffers.joined_there(found, device)
     raw = _buffers.joined(found) if tail is None else bytes(tail.numel())
     return _join(state, said, raw), tail
