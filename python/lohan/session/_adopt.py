@@ -42,7 +42,7 @@ def is_torchs(optimizer: object) -> bool:
     return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
 
 
-def check(optimizer: object, besides: dict[str, Any], *, resume: bool) -> None:
+def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
     """Reject an optimizer from which lohan's AdamW cannot continue with the same numbers.
 
     Args:
@@ -57,6 +57,13 @@ def check(optimizer: object, besides: dict[str, Any], *, resume: bool) -> None:
     if optimizer is None:
         return
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if kind == "accelerate.optimizer.AcceleratedOptimizer":
+        raise UnsupportedError(
+            "optimizer= is what accelerator.prepare() has returned: pass its .optimizer, which is"
+            f" the {type(optimizer.optimizer).__name__} inside. prepare() has loaded the state in"
+            " the dtypes of the parameters: where these have 16 bits, moments in fp32 have been"
+            " rounded. To keep such moments, wrap with an optimizer that was never prepared"
+        )
     if _adopt_8bit.is_known(optimizer):
         _adopt_8bit.check(optimizer)
     elif not is_torchs(optimizer):

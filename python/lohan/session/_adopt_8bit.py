@@ -28,6 +28,8 @@ _CLASSES = {
 }
 # Options of bitsandbytes that change the rule, and the values that do not.
 _RULE = {"max_unorm": 0.0, "skip_zeros": False, "percentile_clipping": 100}
+# What overrides of bitsandbytes may change for one parameter, besides the format of its moments.
+_OVERRIDDEN = ("lr", "betas", "eps", "weight_decay", "max_unorm", "skip_zeros")
 # Elements of a tensor that share a scale in bitsandbytes.
 _BLOCK = 256
 
@@ -39,7 +41,7 @@ def is_known(optimizer: object) -> bool:
 
 
 def check(optimizer: Any) -> None:
-    """Reject options that change the rule of AdamW.
+    """Reject options that change the rule of AdamW, or the values of a parameter's group.
 
     Raises:
         UnsupportedError: there is such an option; the message names it.
@@ -52,6 +54,30 @@ def check(optimizer: Any) -> None:
                 f"{name}={given!r} of {type(optimizer).__name__} is not supported: lohan's"
                 f" optimizer is AdamW with {name}={value!r}"
             )
+    _check_overrides(optimizer)
+
+
+def _check_overrides(optimizer: Any) -> None:
+    """Reject parameters for which bitsandbytes' GlobalOptimManager has other values than a group.
+
+    They are in no parameter group and in no state dict.
+    """
+    if not hasattr(optimizer, "get_config"):
+        return
+    optimizer.check_overrides()  # as its first step does
+    for number, group in enumerate(optimizer.param_groups):
+        for at, param in enumerate(group["params"]):
+            config = optimizer.get_config(number, at, group)
+            for name in _OVERRIDDEN:
+                value = group[name] if name in group else _RULE[name]
+                if config[name] != value:
+                    raise UnsupportedError(
+                        f"bitsandbytes' GlobalOptimManager overrides {name} of parameter {at} of"
+                        f" group {number} (shape {tuple(param.shape)}): {config[name]!r} instead of"
+                        f" {value!r}. lohan has the values of optimizer.param_groups: put such"
+                        " parameters into a group of their own there, and drop the overrides with"
+                        " bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()"
+                    )
 
 
 def moments(state: dict[str, Any]) -> tuple[Any, Any]:
