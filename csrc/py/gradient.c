@@ -103,7 +103,8 @@ static PyObject *gradient_refuse(struct lhpy_engine *self, uint32_t index,
     if (rc == -EALREADY)
         return lhpy_raise(self->raiser, rc,
                           "param %u already has a gradient in this step: a second backward before"
-                          " optimizer.step()",
+                          " optimizer.step(), or several reentrant checkpoints that use it (pass"
+                          " use_reentrant=False)",
                           index);
     if (rc == -EINVAL)
         return lhpy_raise(self->raiser, -EOPNOTSUPP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from lohan import _core
 from lohan.errors import ModelError, UnsupportedError
 from lohan.session import _adopt_8bit
+from lohan.session._optim import NoState
 from lohan.store import _moments, _scalars
 from lohan.torch_glue._classes import check_bytes
 
@@ -161,6 +163,7 @@ def retire(origin: torch.optim.Optimizer, layout: Layout) -> None:
     for param in layout.params:
         if layout.units[param.unit].trainable:
             origin.state.pop(param.tensor, None)
+    origin.state = NoState(origin.state)
     for name in _SHADOWED:
         setattr(origin, name, _refuse(name))
 
@@ -215,5 +218,6 @@ def release(
     """Undo retire(): restore origin's methods, and set the states that read_state() returned."""
     for name in _SHADOWED:
         origin.__dict__.pop(name, None)
+    origin.state = defaultdict(dict, origin.state)
     for index, state in states.items():
         origin.state[layout.params[index].tensor] = state

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +53,33 @@ def check_rule(group: dict[str, Any]) -> None:
             )
 
 
+class NoState(defaultdict[Any, Any]):
+    """The state of an optimizer whose states are in a store: there is none.
+
+    torch.distributed.checkpoint first asks whether there is any. If not, it would set learning
+    rates to 0 and p.grad to zeros, and leave them so when step() rejects that.
+    """
+
+    def __init__(self, held: Mapping[Any, Any] | None = None) -> None:
+        super().__init__(dict, held or {})
+
+    def __bool__(self) -> bool:
+        """Return False, but not to torch.distributed.checkpoint.
+
+        Raises:
+            UnsupportedError: that module asks.
+        """
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if asks.startswith("torch.distributed.checkpoint"):
+            raise UnsupportedError(
+                "torch.distributed.checkpoint cannot save or load the optimizer's states of a"
+                " wrapped model, which are in its store: model.lohan.snapshot(FOLDER) copies them"
+                " with the parameters, and lohan.wrap(resume=True) continues from the copy."
+                " get_model_state_dict(model) works. Nothing was changed"
+            )
+        return len(self) > 0
+
+
 class StoreOptimizer(torch.optim.Optimizer):
     """The base class of the optimizers of wrapped models, whose states are in the models' stores.
 
@@ -85,6 +114,16 @@ class StoreOptimizer(torch.optim.Optimizer):
         if self._session is None:
             raise UnsupportedError("a lohan.Optimizer can only be created by lohan.wrap()")
         return self._session
+
+    @property
+    def state(self) -> NoState:
+        """Nothing: torch's class sets an attribute, and replaces it when it loads a state dict."""
+        held: NoState = self.__dict__.setdefault("_no_state", NoState())
+        return held
+
+    @state.setter
+    def state(self, value: object) -> None:
+        pass
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group before the model is wrapped; wrap fixes the groups.
