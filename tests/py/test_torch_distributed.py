@@ -1,9 +1,9 @@
-"""torch.distributed.checkpoint beside a wrapped model: the model's part works, the rest is named."""
+"""torch.distributed beside a wrapped model: what is not supported is named at once."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lohan
@@ -12,6 +12,8 @@ import torch
 from lohan.errors import UnsupportedError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
@@ -27,7 +29,7 @@ def step(model: Any) -> float:
     loss = model(torch.ones(2, 8)).pow(2).mean()
     loss.backward()
     model.optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -80,8 +82,44 @@ def test_a_layer_of_two_reentrant_checkpoints_is_refused_with_a_way_out(
     schedule: Any, tmp_path: pathlib.Path
 ) -> None:
     model: Any = lohan.wrap(Twice(True), store=tmp_path / "one", lr=1e-3, schedule=schedule)
-    with pytest.raises(lohan.LohanError, match="shared.*reentrant checkpoints.*use_reentrant=Fals"):
+    with pytest.raises(lohan.LohanError, match=r"shared.*reentrant checkpoints.*reentrant=False"):
         step(model)
     model = lohan.wrap(Twice(False), store=tmp_path / "two", lr=1e-3, schedule=schedule)
     assert step(model) > step(model)
     model.lohan.close()
+
+
+@pytest.fixture
+def group(tmp_path: pathlib.Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "meeting"), 1)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "DDP": (DistributedDataParallel, "DistributedDataParallel cannot wrap.*use the model as it is"),
+    "DDP of a block": (lambda m: DistributedDataParallel(m[0]), "DistributedDataParallel cannot"),
+    "fully_shard": (fully_shard, r"fully_shard\(\) and.*use the model as it is"),
+    "fully_shard of a block": (lambda m: fully_shard(m[0]), r"fully_shard\(\) and"),
+    "FSDP": (
+        lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+        "FullyShardedDataParallel cannot shard a wrapped model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_of_torch_are_refused_when_they_are_made(
+    name: str, group: None, tmp_path: pathlib.Path
+) -> None:
+    make, said = WRAPPERS[name]
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model: Any = lohan.wrap(plain, store=tmp_path / "store", lr=1e-3)
+    with pytest.raises(UnsupportedError, match=said):
+        make(model)
+    assert step(model) > step(model)
+    model = lohan.unwrap(model)
+    if name == "DDP":
+        make(model)(torch.ones(2, 8)).sum().backward()

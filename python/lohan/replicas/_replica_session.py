@@ -29,7 +29,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     import torch
-    from torch import nn
 
     from lohan.layout._block import Param
     from lohan.replicas._team import Team
@@ -58,29 +57,6 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.001
 _DISCARDED = b""  # what a process tells the others that it does in place of step()
-
-
-class _RefuseDdp:
-    """What DistributedDataParallel reads of a model first: the names of parameters to ignore."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = weakref.ref(session)
-
-    def __iter__(self) -> Iterator[str]:
-        """Return no names if the model is not wrapped any more.
-
-        Raises:
-            UnsupportedError: the model's session exchanges gradients already.
-        """
-        session = self._session()
-        if session is not None and not session.closed:
-            raise UnsupportedError(
-                "DistributedDataParallel cannot wrap a model of lohan, whose processes exchange"
-                " gradients themselves: use the model as it is. With Accelerate, call"
-                " accelerator.prepare_model(model, evaluation_mode=True); with a Trainer, pass"
-                " lohan.TrainerCallback"
-            )
-        return iter(())
 
 
 def _check_mates(reference: weakref.ref[ReplicaSession]) -> None:
@@ -204,11 +180,6 @@ class ReplicaSession(Session):
         told = self.world.exchange(said, f"the norm of step {self.step}")
         if self.team.is_mate:
             optimizer.grad_norm = float.fromhex(told[self.team.owner].decode())
-
-    def hook(self, model: nn.Module, planner: Callable[..., Any]) -> None:
-        """Put the hooks on the model."""
-        super().hook(model, planner)
-        model.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDdp(self)
 
     @property
     def traffic(self) -> Traffic:

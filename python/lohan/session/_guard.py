@@ -52,6 +52,23 @@ _REFUSED = {
 }
 
 
+class _RefuseDdp:
+    """What DistributedDataParallel reads of a module first: the names of parameters to ignore."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "DistributedDataParallel cannot wrap a model of lohan, whose gradients go to its"
+            " optimizer during backward, and whose processes exchange them themselves: use the"
+            " model as it is. With Accelerate, call accelerator.prepare_model(model,"
+            " evaluation_mode=True); with a Trainer, pass lohan.TrainerCallback"
+        )
+
+
 def _bound(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """Bind a method to a module by a weak reference, so that `del model` can free the module."""
     return functools.partial(method, weakref.ref(module))
@@ -86,8 +103,8 @@ class Guard:
         self.outside = Outside(model, self.index)
         self.only_names = False  # whether loops load no values, until zero_grad()
 
-    def shadow(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Shadow a method of a module with an instance attribute."""
+    def shadow(self, module: nn.Module, name: str, function: object) -> None:
+        """Shadow an attribute of a module's class with one of the module."""
         object.__setattr__(module, name, function)
         reference = weakref.ref(module)
         if not self.shadowed or self.shadowed[-1][0] is not reference:
@@ -116,6 +133,7 @@ class Guard:
         for module in model.modules():
             for name, function in same.items():
                 self.shadow(module, name, function)
+            self.shadow(module, "_ddp_params_and_buffers_to_ignore", _RefuseDdp())
             for name, method in methods.items():
                 self.shadow(module, name, _bound(method, module))
             traced = Traced(named_parameters, weakref.ref(module))

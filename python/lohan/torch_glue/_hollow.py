@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,6 +115,23 @@ def _what(func: Callable[..., Any]) -> tuple[str, bool]:
     return f"{name}()", writes or name == "__setitem__"
 
 
+def _refuse_sharding(depth: int) -> None:
+    """Raise an error if torch's FSDP is among the callers of the caller, up to a depth.
+
+    It would name a parameter's stride, or a conversion, as the cause.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and depth > 0:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            raise UnsupportedError(
+                "fully_shard() and FullyShardedDataParallel cannot shard a wrapped model, whose"
+                " parameters are in its store: use the model as it is. Several processes exchange"
+                " gradients themselves, and share= and replicas= of lohan.wrap() divide what they"
+                " hold (docs/several-processes.md)"
+            )
+        frame, depth = frame.f_back, depth - 1  # type: ignore[assignment]
+
+
 class HollowParameter(nn.Parameter):
     """The class of a parameter while it is not in memory."""
 
@@ -134,6 +152,8 @@ class HollowParameter(nn.Parameter):
         """
         kwargs = kwargs or {}
         if func in _PLACES:
+            if func is torch.Tensor.is_contiguous:
+                _refuse_sharding(1)
             cls._load_in_loop(args[0])
         is_form = func in _FORM_OF and not isinstance(args[0], HollowParameter)
         if is_form or func in _ANSWERED:
@@ -176,7 +196,9 @@ class HollowParameter(nn.Parameter):
 
         Raises:
             HollowParameterError: always; says what to do instead.
+            UnsupportedError: FSDP does that.
         """
+        _refuse_sharding(100)
         session: Owner | None = cls.owner()
         names = session.param_names() if session is not None else {}
         name = f"parameter {names.get(id(tensor), '')!r}"
