@@ -66,6 +66,23 @@ def test_several_processes_log_what_ddp_logs_and_have_its_parameters(
     assert bool(list(tmp_path.rglob("rank-00001"))) == (way != "shared")
 
 
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_loss_without_logits_of_the_docs_is_that_of_the_trainer(
+    count: int, tmp_path: pathlib.Path
+) -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "all": {"gradient_accumulation_steps": 2},
+        "own": {"average_tokens_across_devices": False},
+    }
+    for found in run(tmp_path, count, world_trainer.compare_losses, str(tmp_path), rows):
+        for name in rows:
+            (logs, evaluated), (expected, theirs) = found[name, "recipe"], found[name, "logits"]
+            np.testing.assert_allclose(evaluated, theirs, **CLOSE, err_msg=name)
+            for key, numbers in expected.items():
+                assert len(numbers) > 0 or count > 1
+                np.testing.assert_allclose(logs[key], numbers, **CLOSE, err_msg=f"{name}: {key}")
+
+
 def test_the_bits_are_those_of_one_process_that_accumulates_the_same_batches(
     tmp_path: pathlib.Path,
 ) -> None:

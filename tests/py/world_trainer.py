@@ -12,9 +12,11 @@ from typing import Any
 
 import lohan
 import torch
+import torch.nn.functional as F
 import trainer_helper as helper
 import transformers
 import world_helper
+from lohan.losses import linear_cross_entropy
 from lohan.replicas._replica_session import ReplicaSession
 from torch import nn
 from world_adamw import REPLICAS, SHARE
@@ -69,6 +71,30 @@ def compare(folder: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
             found[name, kind] = logs_of(trainer), helper.values(trainer.model)
             if kind == "lohan":
                 trainer.model.lohan.close()
+    return found
+
+
+def recipe_of_losses() -> Any:
+    """Return the Trainer of docs/losses.md, whose loss needs no logits."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "losses.md"
+    text = page.read_text(encoding="utf-8")
+    begin = text.index("class Trainer(lohan.Trainer):")
+    names = {"lohan": lohan, "F": F, "linear_cross_entropy": linear_cross_entropy}
+    exec(text[begin : text.index("trainer = Trainer(", begin)], names)
+    return names["Trainer"]
+
+
+def compare_losses(folder: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train and evaluate with the Trainer's own loss, and with that of docs/losses.md."""
+    found = {}
+    takes = {"train_dataset": helper.Rows(16), "eval_dataset": helper.Rows(6)}
+    for name, given in rows.items():
+        for kind, cls in (("logits", helper.Trainer), ("recipe", recipe_of_losses())):
+            given = {"max_steps": 3, "trainer_takes": takes, **given}
+            trainer = start(f"{folder}/{name}/{kind}", {}, cls=cls, **given)
+            trainer.train()
+            found[name, kind] = logs_of(trainer), trainer.evaluate()["eval_loss"]
+            trainer.model.lohan.close()
     return found
 
 
