@@ -566,7 +566,7 @@ static PyMethodDef own_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef engine_methods[72]; /* the type keeps pointers to them */
+static PyMethodDef engine_methods[80]; /* the type keeps pointers to them */
 
 void lhpy_engine_methods_join(void)
 {

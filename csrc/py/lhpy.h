@@ -112,6 +112,7 @@ struct lhpy_param {
     bool is_moved;   /* trained, but not by the engine's optimizer: frozen for the engine */
     uint8_t *place;  /* of the sum of gradients, in the arena; NULL: they are not summed (sums.c) */
     uint8_t sum_state;
+    uint64_t sum_backward; /* the number of the backward that brought its last gradient */
 };
 
 struct lhpy_unit {
@@ -156,6 +157,7 @@ struct lhpy_engine {
     /* Between the first unpack or gradient and the end-of-backward callback. */
     bool backward_is_open;
     bool step_has_gradients;
+    uint64_t backward_number;    /* of the last backward that began, from 1 on */
     bool backward_has_gradients; /* the last backward that began has passed gradients */
     bool has_sums;
     bool is_paused;               /* turn_thread may use the store until resume() */

@@ -5,6 +5,7 @@
 #include "sched/every.h"
 #include "sched/expect.h"
 #include "sched/idle.h"
+#include "sched/scalars.h"
 #include "sched/settle.h"
 
 static PyObject *session_begin(PyObject *object, PyObject *flag)
@@ -39,6 +40,7 @@ static PyObject *session_backward_end(PyObject *object, PyObject *Py_UNUSED(args
 {
     struct lhpy_engine *self = (struct lhpy_engine *)object;
     self->backward_is_open = false;
+    self->backward_number++;
     if (lhpy_is_open(self)) {
         lhpy_engine_unscoped_release(self);
         lhpy_engine_backward_release(self);
@@ -79,6 +81,7 @@ static void step_over(struct lhpy_engine *self)
     }
     self->step_has_gradients = false;
     self->backward_is_open = false;
+    self->backward_number++;
     lhpy_sums_forget(self);
 }
 
@@ -343,6 +346,29 @@ static PyObject *session_pause(PyObject *object, PyObject *args)
     return NULL;
 }
 
+/* param_steps(clear): the number of updates of each parameter, while the engine is paused. */
+static PyObject *session_param_steps(PyObject *object, PyObject *flag)
+{
+    struct lhpy_engine *self = lhpy_engine_open(object);
+    bool clear = false;
+    if (!self || LHPY_VALUE(flag, clear) < 0)
+        return NULL;
+    if (!self->is_paused) {
+        PyErr_SetString(PyExc_RuntimeError, "param_steps() needs a paused engine");
+        return NULL;
+    }
+    if (clear)
+        lh_scalars_steps_clear(self->core->engine);
+    PyObject *list = PyList_New((Py_ssize_t)self->param_count);
+    for (uint32_t i = 0; list && i < self->param_count; i++) {
+        uint64_t count = lh_engine_param_step(self->core->engine, i);
+        PyObject *number = PyLong_FromUnsignedLongLong(count);
+        if (!number || PyList_SetItem(list, (Py_ssize_t)i, number) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
 /* Does nothing unless the calling thread has paused the engine. */
 static PyObject *session_resume(PyObject *object, PyObject *units)
 {
@@ -554,6 +580,7 @@ PyMethodDef lhpy_session_methods[] = {
     {"read", session_read, METH_VARARGS,
      "read(param, first byte, bytes, pointer): copy a parameter's newest bytes from main memory."},
     {"pause", session_pause, METH_VARARGS, "pause(units, commit): hand the store to the caller."},
+    {"param_steps", session_param_steps, METH_O, "param_steps(clear)"},
     {"resume", session_resume, METH_O, "resume(changed_units)"},
     {"stats", session_stats, METH_NOARGS, "The last finished step, or None."},
     {"trace", session_trace, METH_NOARGS,

@@ -68,9 +68,14 @@ static float *sum_of(const struct lhpy_param *param)
 /*
  * [Note: Second gradients] After a backward p.grad is a stand-in (session/_gradients.py in the
  * Python package), to which autograd adds the next gradient; the stand-in keeps it for lohan.
+ * Within a backward there is no stand-in yet: a hook that runs the model, with a backward of its
+ * own (a cached contrastive loss), brings several gradients of a parameter in one backward.
  */
 PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *gradient)
 {
+    struct lhpy_param *param = &self->params[index];
+    bool is_same_backward = param->sum_backward == self->backward_number;
+    param->sum_backward = self->backward_number;
     PyObject *take = PyObject_GetAttrString(gradient, "take_added");
     if (take) {
         PyObject *added = PyObject_CallNoArgs(take);
@@ -78,7 +83,7 @@ PyObject *lhpy_sums_unwrap(struct lhpy_engine *self, uint32_t index, PyObject *g
         return added;
     }
     PyErr_Clear();
-    if (self->params[index].sum_state == SUM_STATE_NONE)
+    if (param->sum_state == SUM_STATE_NONE || is_same_backward)
         return Py_NewRef(gradient);
     return lhpy_raise(self->raiser, -EINVAL,
                       "p.grad of param %u was removed or replaced between two backwards of one"

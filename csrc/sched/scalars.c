@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "sched/engine.h"
+#include "sched/engine_private.h"
 
 #define SCALARS_MAGIC UINT64_C(0x31534c4143534c48) /* "HLSCALS1" */
 
@@ -50,4 +50,10 @@ void lh_scalars_make(const uint64_t *param_steps, uint32_t param_count, const vo
     if (caller_bytes > 0)
         memcpy((uint8_t *)scalars_out + lh_scalars_overhead_bytes(param_count), caller,
                caller_bytes);
+}
+
+void lh_scalars_steps_clear(struct lh_engine *engine)
+{
+    LH_ASSERT(engine->shared.is_paused);
+    memset(engine->param_steps, 0, engine->param_count * sizeof(*engine->param_steps));
 }

@@ -28,9 +28,11 @@ static void stale_fail(struct lh_engine *engine, uint32_t index)
     struct lh_error err = {0};
     lh_error_set(&err, -ESTALE,
                  "unit %u is read in backward after all its gradients arrived and its update "
-                 "began: a checkpoint reads it without differentiating it. If several reentrant "
-                 "checkpoints use it, pass them use_reentrant=False; otherwise use "
-                 "schedule=\"deferred\", whose updates wait for step()",
+                 "began. If a hook runs the model several times in one backward (a cached "
+                 "contrastive loss), use accumulate=\"manual\", which sums their gradients. If "
+                 "several reentrant checkpoints use it, pass them use_reentrant=False. If another "
+                 "checkpoint reads it without differentiating it, use schedule=\"deferred\", "
+                 "whose updates wait for step()",
                  index);
     lh_core_fail(engine, &err);
 }

@@ -50,8 +50,7 @@ from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
 from lohan.session._vertical import VerticalSession
-from lohan.store import _directories, _export, _store, _temporary, _weights
-from lohan.store._scalars import with_buffers
+from lohan.store import _directories, _export, _scalars, _store, _temporary, _weights
 from lohan.torch_glue import _buffers, _device, _late
 from lohan.world import _world
 
@@ -390,15 +389,17 @@ class _Opening:
         _weights.skip_fill(self.model, self.layout)
 
     def _fill(self, extents: _store.Extents, store: _core.Store, weights: Any, init: Any) -> None:
-        scalars = b""
+        adopted = b""
         if self.optimizer.origin is not None:
             origin = self.optimizer.origin
-            scalars = _adopt.write_state(origin, self.layout, extents, store)
+            adopted = _adopt.write_state(origin, self.layout, extents, store)
         files = self.found.files if self.found is not None else ()
         if self.found is not None:
             _weights.prepare(self.model, self.layout, self.found.buffers, files)
         buffers = _store.buffers(self.model, self.layout, store)
-        scalars = with_buffers(scalars, b"", len(self.layout.params), buffers)
+        device = _division.plan_device(self.layout, self.config).torch_device
+        params = len(self.layout.params)
+        scalars = functools.partial(_scalars.at_start, adopted, params, buffers, device)
         _weights.fill(self.model, self.layout, extents, store, weights, init, scalars, files)
 
 
@@ -586,6 +587,7 @@ def _make_optimizer(
     optimizer.max_grad_norm = max_grad_norm
     if origin is not None:
         optimizer.origin = origin
+        optimizer.begins_without_moments = not origin.state
         _adopt.share_hooks(optimizer, origin)
     group_of = {
         index[id(tensor)]: number

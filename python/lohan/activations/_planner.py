@@ -26,6 +26,7 @@ from lohan.activations._foresee import step_s as foreseen_s
 from lohan.activations._plan_model import describe
 from lohan.activations._profile import Profile, Recorder
 from lohan.activations._replay import Assigned, replay
+from lohan.activations._shapes import Shape, Shapes
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, MachineError
 from lohan.planning import _policies
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 FILE_NAME = "profile.json"
 _ROUNDS_FIRST = 2
-# The maximum number of shapes whose plans and profiles are kept.
-_SHAPE_COUNT_MAX = 64
 # The maximum number of forwards that are profiled before a step ends.
 _FORWARD_COUNT_MAX = 256
 # The maximum number of forwards whose activations a plan assumes to be in memory at once.
@@ -121,18 +120,6 @@ class Made:
 
 
 @dataclasses.dataclass
-class _Shape:
-    """The state of planning for forwards of one shape."""
-
-    rounds: int  # the number of steps that are yet to be profiled
-    profile: Profile | None = None
-    made: Made | None = None
-    flop: list[list[int]] = dataclasses.field(default_factory=list)  # by visit, of the first round
-    held_up: Profile | None = None  # a suspiciously slow profile, to be compared with another
-    is_read: bool = False  # whether the profile is from the file, a cache that may be wrong
-
-
-@dataclasses.dataclass
 class _Step:
     """The state of the open step."""
 
@@ -153,8 +140,8 @@ class Planner:
         self.session = weakref.ref(session)
         self.activations = activations
         self.policy = str(session.config.activations)
-        self.shapes: dict[str, _Shape] = {}
-        self.shape: _Shape | None = None  # the shape of the last forward
+        self.shapes = Shapes()
+        self.shape: Shape | None = None  # the shape of the last forward
         self.step = _Step()
         self.waiting = 0  # the number of forwards that no backward has followed yet
         self.at_once = 1  # the maximum of `waiting` so far
@@ -180,14 +167,15 @@ class Planner:
             session.around = session.saving.stay
             self.step.shapes.add(0)  # so that step_end() takes no profile of this step
             return
-        shape = self._shape_of(module, args, kwargs)
+        key = _profile_file.key_of(module, args, kwargs)
+        shape = self.shapes.of(key, 1 if self.has_profile else _ROUNDS_FIRST)
         self.shape = shape
         self.step.shapes.add(id(shape))
         if module.training:
             self.waiting = min(self.waiting + 1, _AT_ONCE_MAX)
             if self.waiting > self.at_once:  # more activations are in memory at once
                 self.at_once = self.waiting
-                for other in self.shapes.values():
+                for other in self.shapes:
                     other.made = None
         if shape.profile is not None and shape.made is None:
             shape.made = self._choose(session, shape, shape.profile)
@@ -196,24 +184,14 @@ class Planner:
         else:
             self._record(session)
 
-    def _shape_of(self, module: nn.Module, args: Any, kwargs: Any) -> _Shape:
-        key = _profile_file.key_of(module, args, kwargs)
-        shape = self.shapes.pop(key, None)
-        if shape is None:
-            shape = _Shape(1 if self.has_profile else _ROUNDS_FIRST)
-        self.shapes[key] = shape  # in the order of last use; the first is evicted
-        if len(self.shapes) > _SHAPE_COUNT_MAX:
-            del self.shapes[next(iter(self.shapes))]
-        return shape
-
-    def _choose(self, session: Session, shape: _Shape, profile: Profile) -> Made | None:
+    def _choose(self, session: Session, shape: Shape, profile: Profile) -> Made | None:
         """Make the policy's plan. Return None if a profile from the file does not fit the model."""
         try:
             return self.choose(session, profile, self.policy)
         except Exception:
             if not shape.is_read:
                 raise
-            shape.profile, shape.is_read, shape.rounds = None, False, 1
+            shape.again()
             return None
 
     def _use(self, session: Session, made: Made) -> None:
@@ -255,7 +233,10 @@ class Planner:
         """Handle the end of a step. If the step was recorded, make a profile from the recording."""
         step, self.step, self.waiting = self.step, _Step(), 0
         recorder, shape = step.recorder, self.shape
-        if recorder is None or shape is None or len(step.shapes) > 1:
+        if recorder is None or shape is None:
+            return
+        self.shapes.mixed(len(step.shapes) > 1)
+        if len(step.shapes) > 1:
             return  # the times of accumulated batches of several shapes cannot be separated
         session.flush()
         stats = session.stats()
@@ -282,7 +263,7 @@ class Planner:
             shape.held_up = seen
             return
         shape.profile = before if before and before.compute_ns < compute_ns else seen
-        shape.is_read = False
+        shape.profiled, shape.is_read = shape.batch, False
         self._write()
 
     # --- The plan -----------------------------------------------------------------------------
@@ -363,18 +344,17 @@ class Planner:
         }
         for key, text in profiles.items() if isinstance(profiles, dict) else ():
             profile = Profile.from_json(text)
-            if profile is None or len(self.shapes) >= _SHAPE_COUNT_MAX:
-                continue
-            if all(names.get(visit.block) == visit.names for visit in profile.visits):
-                self.shapes[key] = _Shape(0, profile, is_read=True)
+            if profile is not None and all(
+                names.get(visit.block) == visit.names for visit in profile.visits
+            ):
+                self.shapes.add(key, profile)
                 self.has_profile = True
 
     def _write(self) -> None:
         if not os.path.isdir(os.path.dirname(self.path)):
             return  # the store is temporary
         read = _profile_file.load(self.path)  # includes the profiles of other models and machines
-        profiles = {k: s.profile.as_json() for k, s in self.shapes.items() if s.profile is not None}
-        read[self.key] = profiles
+        read[self.key] = {key: one.as_json() for key, one in self.shapes.profiles().items()}
         _profile_file.save(self.path, read)
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from lohan import _core
 from lohan.common import _exit, _log, _shown
 from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
 from lohan.session._session_base import SessionPart
-from lohan.store import _scalars, _store
+from lohan.store import _moments, _scalars, _store
 
 if TYPE_CHECKING:
-    from lohan import _core
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
     from lohan.session._commit_rule import Rule, SmallRule
@@ -278,6 +278,16 @@ class Commits(SessionPart):
         with self.exclusive([]) as store:
             self.edited(store)
 
+    def forget_moments(self) -> None:
+        """Make all moments and their step counts 0, as before the first step."""
+        self.check_edit()
+        units = {i: u for i, u in enumerate(self.layout.units) if u.trainable and u.has_states}
+        with self.exclusive([*units]) as store:
+            for index, unit in units.items():
+                _moments.clear(unit, self.extents.units[index], store)
+            self._engine.param_steps(True)
+            self.edited(store)
+
     def refuse_edit(self) -> None:
         """Record an error for part of an edit, so that closing does not commit the edit."""
         if self._edit is not None:
@@ -419,6 +429,6 @@ class Commits(SessionPart):
         same step.
         """
         self.holds.wait_none()
-        said, count = store.describe(), len(self.layout.params)
-        blobs = said["scalars"], said["caller_scalars"]
-        store.commit(self.step, _scalars.with_buffers(*blobs, count, self.buffers))
+        blob, count = store.describe()["caller_scalars"], len(self.layout.params)
+        scalars = _core.scalars_make(self._engine.param_steps(False), blob)
+        store.commit(self.step, _scalars.with_buffers(scalars, blob, count, self.buffers))

@@ -16,6 +16,7 @@ from torch import nn
 
 from lohan.errors import FrozenParameterError, LentError, StaleStateError, UnsupportedError
 from lohan.layout import _names
+from lohan.session import _loading
 from lohan.session._forward import refuse_read
 from lohan.session._loop import Loop
 from lohan.session._outside import Outside, refuse_replicas
@@ -147,6 +148,7 @@ class Guard:
                 register: Any = module.register_state_dict_post_hook
                 self.handles.append(register(fill))
                 self.shadow(module, "_save_to_state_dict", _bound(save, module))
+                self.shadow(module, "_load_from_state_dict", _bound(self._load_module, module))
                 self.watch(module)
 
         self.handles.append(model.register_forward_pre_hook(self.outside.before_forward))
@@ -233,7 +235,7 @@ class Guard:
     def _write_changed(self, index: int, name: str, value: torch.Tensor) -> None:
         """Write what a loop over parameters has changed."""
         try:
-            self._write({name: value}, {name: index})
+            self.write({name: value}, {name: index})
         except (LentError, UnsupportedError):
             self.session.undo_edit(index)
             raise
@@ -360,9 +362,9 @@ class Guard:
             check_bytes(value, f"{key!r} in the state dict of load_state_dict()")
         missing = [k for k in names if k not in given]
         if _stale.is_fresh(self.session):
-            different = self._first_difference(model, state_dict, names)
+            different = self.first_difference(model, state_dict, names)
             if different is not None:
-                self._check_stale(state_dict, different)
+                self.check_stale(state_dict, different)
         before = [(b, b.clone()) for n, b in model.named_buffers() if n in rest]
         result = _load_buffers(model, rest, set(names))
         missing += result.missing_keys
@@ -376,13 +378,17 @@ class Guard:
             problems += [f"missing {missing}", f"unexpected {result.unexpected_keys}"]
         if problems:
             raise RuntimeError("load_state_dict: " + "; ".join(problems))
-        news = self._news(self._without_in_place(given, names), names)
-        self._write(news, names)
+        news = self.news(given, names)
+        self.write(news, names)
         if not news and any(not is_same(old, new) for new, old in before):
             self.session.edited_buffers()
         return type(result)(missing, result.unexpected_keys)
 
-    def _first_difference(
+    def _load_module(self, reference: weakref.ref[nn.Module], *args: Any) -> None:
+        """Load the module's values from the state dict of a module that contains the model."""
+        _loading.load_module(self, _owner(reference), *args)
+
+    def first_difference(
         self, model: nn.Module, state_dict: Mapping[str, Any], names: Mapping[str, int]
     ) -> str | None:
         """Return the name of a parameter or buffer that the state dict would change, or None."""
@@ -402,14 +408,15 @@ class Guard:
                 return key
         return None
 
-    def _check_stale(self, state_dict: Mapping[str, Any], name: str) -> None:
+    def check_stale(self, state_dict: Mapping[str, Any], name: str) -> None:
+        """Reject values of another step right after a resume; see _stale.check_weights()."""
         try:
             _stale.check_weights(self.session, state_dict, name)
         except StaleStateError:
             self.session.refuse_edit()
             raise
 
-    def _news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
+    def news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
         """Return only the values that differ, so that fp32 masters of equal 16-bit values stay.
 
         Raises:
@@ -417,7 +424,7 @@ class Guard:
         """
         layout = self.session.layout
         news = {}
-        for key, value in given.items():
+        for key, value in self._without_in_place(given, names).items():
             param = layout.params[names[key]]
             is_trainable = layout.units[param.unit].trainable
             mine = self.session.host_value(param.index).contiguous()
@@ -435,7 +442,13 @@ class Guard:
             news[key] = value
         return news
 
-    def _write(self, given: Mapping[str, Any], names: Mapping[str, int]) -> None:
+    def write(self, given: Mapping[str, Any], names: Mapping[str, int]) -> None:
+        """Write values of parameters to the store.
+
+        Args:
+            given: the values by name.
+            names: the parameters' indices by name.
+        """
         session = self.session
         layout = session.layout
         given = self._without_in_place(given, names)

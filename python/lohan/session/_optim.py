@@ -88,6 +88,7 @@ class StoreOptimizer(torch.optim.Optimizer):
 
     _session: Session | None = None
     outside: Outside | None = None  # the model's parameters that the session does not have
+    begins_without_moments = False  # whether all moments were zeros at step 0
     replaced: Replaced | None = None  # optimizers that trained the model before
 
     def attach(self, session: Session) -> None:
@@ -148,6 +149,9 @@ class StoreOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the groups' hyper-parameters; the moments in the store do not change.
 
+        Only with the state of step 0, in the process that created the store, are the moments
+        reset: after a learning-rate range test, for example, which then restores the weights, too.
+
         Raises:
             StaleStateError: the state belongs to a different step than the session is at.
             StoreMismatchError: the state belongs to another store, or to none.
@@ -156,7 +160,9 @@ class StoreOptimizer(torch.optim.Optimizer):
 
         state = dict(state_dict)
         owner = state.pop(_stale.KEY, None)
-        if not _stale.is_current(self.session, owner):
+        if _stale.is_beginning(self.session, owner) and self.begins_without_moments:
+            self.session.forget_moments()
+        elif not _stale.is_current(self.session, owner):
             self.session.refuse_edit()
             raise _stale.optimizer_mismatch(self.session, owner)
         groups = self.param_groups
@@ -198,6 +204,7 @@ class Optimizer(StoreOptimizer):
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
     ) -> None:
         self.origin: torch.optim.Optimizer | None = None
+        self.begins_without_moments = True
         self.max_grad_norm: float | None = None
         self.grad_norm: float | None = None
         self.was_skipped = False

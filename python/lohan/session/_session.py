@@ -222,8 +222,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             add(scope.module.register_forward_hook(made.leave, always_call=True))
         add(activations)
         activations.start()
-        if self.config.activations != "keep" or self.config.swap_bytes:
-            self._hooks += _cache.leave_out(model)
+        self._hooks += _cache.leave_out(model)
         if self.config.activations in POLICIES and any(u.trainable for u in self.layout.units):
             self._planner = planner(self, activations)
             if self.speaks and not self._planner.has_profile:

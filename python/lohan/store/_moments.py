@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # A parameter begins at a block, and the rest of its last block is padding.
 _BLOCK = 64
+_ZEROS_BYTES = 4 << 20
 
 
 class _Part:
@@ -116,3 +117,13 @@ def write(
         )
         for extent, offset, values in part.stored:
             store.write(extent, offset, values.data_ptr(), nbytes_of(values))
+
+
+def clear(unit: Unit, places: UnitExtents, store: _core.Store) -> None:
+    """Write zeros to a unit's moments and their scales, which are then those of a new store."""
+    sizes = dict.fromkeys((places.moment1, places.moment2), unit.elements * unit.moment_bytes)
+    sizes |= {places.scales + i: nbytes for i, nbytes in enumerate(unit.scale_parts)}
+    zeros = torch.zeros(min(max(sizes.values()), _ZEROS_BYTES), dtype=torch.uint8)
+    for extent, nbytes in sizes.items():
+        for offset in range(0, nbytes, _ZEROS_BYTES):
+            store.write(extent, offset, zeros.data_ptr(), min(nbytes - offset, _ZEROS_BYTES))

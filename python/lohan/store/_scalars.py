@@ -80,6 +80,28 @@ def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers
     return _core.scalars_make(steps(scalars, param_count), state)
 
 
+def at_start(
+    scalars: bytes, param_count: int, buffers: Buffers | None, device: torch.device = _CPU
+) -> bytes:
+    """Return the data for a new store's first commit, with the state of torch's generators.
+
+    Args:
+        scalars: the engine's part, if an optimizer was adopted.
+        param_count: the number of parameters in the layout.
+        buffers: the model's buffers.
+        device: the device that computes.
+    """
+    said, found = buffers.found() if buffers is not None else ([], [])
+    state = _join(_random(device), said, _buffers.joined(found) if said else b"")
+    return _core.scalars_make(steps(scalars, param_count), state)
+
+
+def _random(device: torch.device) -> dict[str, Any]:
+    """Return the part of a commit's state that has the states of torch's generators."""
+    names = ("rng", "device_rng")
+    return {n: _encoded(s) for n, s in zip(names, random_states(device), strict=False)}
+
+
 def with_wear(scalars: bytes, blob: bytes, param_count: int, wear: list[int]) -> bytes:
     """Return the data for a commit without a step: the previous data with a count of bytes.
 
@@ -147,7 +169,6 @@ def pack(
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
         data, in whose place the data has zeros. Nothing waits for the GPU.
     """
-    random, *of_device = (_encoded(one) for one in random_states(device))
     groups = optimizer.param_groups
     state: dict[str, Any] = {
         "groups": [list(hyper_of(group)) for group in groups],
@@ -155,14 +176,12 @@ def pack(
             {name: value for name, value in then.items() if value != numbers(group)[name]}
             for group, then in zip(groups, optimizer.wrapped, strict=True)
         ],
-        "rng": random,
+        **_random(device),
     }
     if idle is not None:
         state["idle"] = idle
     if wear is not None:
         state["wear"] = wear
-    if of_device:
-        state["device_rng"] = of_device[0]
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
@@ -209,8 +228,16 @@ def restore(
     state, kept = parse(blob)
     if buffers is not None:
         buffers.restore(kept)
-    if "groups" not in state:  # no step has been made
-        return
+    if "groups" in state:  # otherwise no step has been made
+        _restore_groups(state, optimizer)
+    if "rng" in state:  # otherwise a version that did not store it in the first commit
+        states = [_decoded(state["rng"])]
+        if device.type == "cuda" and "device_rng" in state:
+            states.append(_decoded(state["device_rng"]))
+        set_random_states(states, device if len(states) > 1 else _CPU)
+
+
+def _restore_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
     groups = optimizer.param_groups
     if len(state["groups"]) != len(groups):
         raise StoreMismatchError(
@@ -234,7 +261,3 @@ def restore(
         optimizer.wrapped[index] = then
         for name in set(then) - optimizer.given[index]:  # schedulers read the defaults, too
             optimizer.defaults[name] = tuple(then[name]) if name == "betas" else then[name]
-    states = [_decoded(state["rng"])]
-    if device.type == "cuda" and "device_rng" in state:
-        states.append(_decoded(state["device_rng"]))
-    set_random_states(states, device if len(states) > 1 else _CPU)

@@ -49,6 +49,12 @@ def is_current(session: Session, owner: Any) -> bool:
     return session.uuid in stores or any([each, owner["step"]] in copied for each in stores)
 
 
+def is_beginning(session: Session, owner: Any) -> bool:
+    """Return whether a stamp is of step 0 of a later step's store, made by this session."""
+    is_made_here = session.resumed_step is None and session.uuid in stores_of(owner)
+    return is_made_here and owner.get("step") == 0 and session.step > 0
+
+
 def _is_related(session: Session, owner: Any) -> bool:
     """Return whether a stamp is of the session's store, or of a store that it is a copy of."""
     known = [session.uuid, *(uuid for uuid, _ in copied_from(session.store))]
@@ -96,6 +102,13 @@ def optimizer_mismatch(session: Session, owner: Any) -> StoreMismatchError:
         return StaleStateError(
             f"the optimizer state is of step {owner['step']}, but the session is at step"
             f" {session.step}: " + _DELETE.format(step=session.step)
+        )
+    if session.uuid in stores_of(owner):
+        return StaleStateError(
+            f"the optimizer state is of step {owner['step']}, but the session is at step"
+            f" {session.step}, and the store has the moments of its last commit only. To return to"
+            " a step, call model.lohan.snapshot(directory) there, and later lohan.wrap(...,"
+            " store=directory, resume=True)"
         )
     if isinstance(owner, dict):
         return StoreMismatchError(

@@ -126,10 +126,10 @@ def fill(
     store: _core.Store,
     weights: PathLike | None,
     init: str | Callable[[nn.Module], None] | None,
-    scalars: bytes = b"",
+    scalars: Callable[[], bytes],
     files: Sequence[File] = (),
 ) -> None:
-    """Write every parameter to a new store, and commit the store as step 0, with scalars.
+    """Write every parameter to a new store, and commit it as step 0, with what scalars returns.
 
     The values in memory stay until drop() is called.
 
@@ -153,7 +153,7 @@ def fill(
                 writer.flush()
                 write_checksums(layout, extents, store)
             writer.flush()
-            store.commit(0, scalars)
+            store.commit(0, scalars())
         _origins.complete(model, layout, "memory")
         said = layout.cut.said()
         if said is not None:
