@@ -10,11 +10,8 @@ import pytest
 import torch
 from lohan.activations._shapes import SHAPE_COUNT_MAX, Shapes
 from lohan.errors import FrozenParameterError, StaleGraphError, StaleStateError
-from rules_helper import Workshop, assert_same_state, build, train_step, workshop
+from rules_helper import Workshop, assert_same_state, build, train_step
 from torch import nn
-
-__all__ = ["workshop"]
-
 
 # --- A backward inside of a backward -------------------------------------------------------------
 
