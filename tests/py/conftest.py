@@ -153,3 +153,12 @@ def workshop(store_dir: pathlib.Path) -> Iterator[Any]:
     made = Workshop(store_dir)
     yield made
     made.close()
+
+
+@pytest.fixture
+def closed() -> Iterator[None]:
+    """Close what a test has left open."""
+    yield
+    from trainer_helper import close_all  # imports transformers
+
+    close_all()

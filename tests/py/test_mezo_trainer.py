@@ -17,23 +17,11 @@ from lohan.common import _exit
 from lohan.errors import ModelError, StepError, StoreMismatchError, UnsupportedError
 from trainer_resume_helper import Dies, checkpoints
 
+pytestmark = pytest.mark.usefixtures("closed")
 EPS = 1e-3
 LR = 1e-4
 TAKES: dict[str, Any] = {"method": "mezo", "eps": EPS}
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    """Nothing is left open for the next test."""
-    yield
-    close_all()
-
-
-def close_all() -> None:
-    """Do what a process does at its end."""
-    for session in list(_exit.sessions):
-        session.close()
 
 
 class Seen(transformers.Trainer):  # type: ignore[misc]
@@ -354,7 +342,7 @@ def train_until(folder: pathlib.Path, step: int, where: str, **given: Any) -> No
         given |= {"model": helper.gpt2(), "callbacks": (Dies(step, where, end),), **SAVED}
         train(folder, **given)
         pytest.fail("it was to end")
-    close_all()
+    helper.close_all()
 
 
 def resumed(folder: pathlib.Path, resume: Any = True, **given: Any) -> Any:
@@ -401,7 +389,7 @@ def test_parameters_in_fewer_bits_are_those_of_a_loop_and_continue(
 ) -> None:
     trainer = train(store_dir / "one", takes={"storage": storage})
     assert_is(trainer, loop(store_dir, trainer, storage=storage))
-    close_all()
+    helper.close_all()
     train_until(store_dir, 4, "done", takes={"storage": storage})
     trainer = resumed(store_dir, takes={"storage": storage})
     assert_continues(trainer, store_dir, takes={"storage": storage})
@@ -440,7 +428,7 @@ def test_a_checkpoint_that_parameters_were_written_behind_is_refused_with_a_way_
         train(
             store_dir, takes=takes, model=helper.gpt2(), callbacks=(Dies(5, "step", end),), **SAVED
         )
-    close_all()
+    helper.close_all()
     newest = checkpoints(store_dir)[-1]
     for asked in (True, str(newest)):
         with pytest.raises(StoreMismatchError) as refused:

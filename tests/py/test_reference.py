@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import pathlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import lohan
@@ -21,15 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "12_trl_dpo.py"
+pytestmark = pytest.mark.usefixtures("closed")
+EXAMPLE = "12_trl_dpo.py"
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    for session in list(_exit.sessions):
-        session.close()
 
 
 @pytest.fixture
@@ -37,15 +29,6 @@ def base(tmp_path: pathlib.Path) -> pathlib.Path:
     """A saved GPT-2 with tied weights."""
     helper.gpt2().save_pretrained(tmp_path / "base")  # type: ignore[operator]
     return tmp_path / "base"
-
-
-def example() -> Any:
-    """Return a tokenizer, a model and rows."""
-    spec = importlib.util.spec_from_file_location("dpo_example", EXAMPLE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def unpaired(rows: Any) -> Any:
@@ -61,7 +44,7 @@ def unpaired(rows: Any) -> Any:
 
 def losses(folder: pathlib.Path, *, with_lohan: bool, **given: Any) -> list[float]:
     """Train by DPO for a few steps, and return their losses."""
-    made = example()
+    made = helper.example(EXAMPLE)
     tokenizer = made.bytes_tokenizer()
     base = str(folder / "base")
     made.make_model(base, tokenizer)

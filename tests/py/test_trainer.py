@@ -19,16 +19,9 @@ from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
 from lohan.hf import _trainer_args
 from transformers import LlamaForCausalLM
 
+pytestmark = pytest.mark.usefixtures("closed")
 # AdamW with the same operations in another order: some units in the last place of fp32 per step.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
-
-@pytest.fixture(autouse=True)
-def quiet(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Nothing is left open for the next test."""
-    yield
-    for session in list(_exit.sessions):
-        session.close()
 
 
 def both(folder: pathlib.Path, **given: Any) -> tuple[Any, Any]:

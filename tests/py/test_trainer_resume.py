@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import lohan
@@ -15,11 +14,11 @@ import pytest
 import torch
 import trainer_helper as helper
 import transformers
-from lohan.common import _exit
 from lohan.errors import StoreError, StoreMismatchError
 from patience import HUNG_S
 from trainer_resume_helper import ARGUMENTS, Dies, checkpoints
 
+pytestmark = pytest.mark.usefixtures("closed")
 WHOLE: dict[str, Any] = {}
 
 
@@ -29,18 +28,6 @@ class Ended(Exception):
 
 def end() -> None:
     raise Ended
-
-
-def close_all() -> None:
-    """Do what a process does at its end."""
-    for session in list(_exit.sessions):
-        session.close()
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_all()
 
 
 @pytest.fixture
@@ -75,7 +62,7 @@ def train_until(folder: pathlib.Path, step: int, where: str, **arguments: Any) -
     trainer = helper.make(folder, {}, model=helper.gpt2(), callbacks=callbacks, **given)
     with pytest.raises(Ended):
         trainer.train()
-    close_all()
+    helper.close_all()
 
 
 def test_a_killed_training_continues_with_the_same_bits(
@@ -113,7 +100,7 @@ def test_wherever_it_ends_the_store_fits_one_whole_checkpoint(
         text = str(refused.value)
         assert f"{found[-1]} belongs to step 6" in text and "is at step 4" in text
         assert f"train(resume_from_checkpoint={str(matching)!r})" in text
-        close_all()
+        helper.close_all()
     assert_is(resume(store_dir), whole)
 
 
@@ -212,7 +199,7 @@ def test_a_copy_that_was_made_with_an_older_checkpoint_goes_back_to_it(
     trainer = helper.make(store_dir, {}, model=helper.gpt2(), callbacks=callbacks, **ARGUMENTS)
     with pytest.raises(Ended):
         trainer.train()
-    close_all()
+    helper.close_all()
     oldest = str(checkpoints(store_dir)[0])
     with pytest.raises(StoreMismatchError) as refused:
         resume(store_dir, oldest)
@@ -274,7 +261,7 @@ def test_the_best_model_at_the_end_leaves_the_last_checkpoint_to_resume_from(
         )
         trainer.train()
         runs.append(trainer)
-        close_all()
+        helper.close_all()
     assert runs[1].state.best_global_step == 2, "the last one is not to be the best one"
     again = helper.make(
         store_dir / "parts", {}, model=helper.gpt2(), **takes, **{**arguments, "max_steps": 8}
@@ -343,6 +330,6 @@ def test_with_commits_of_its_own_the_store_does_not_wait_for_checkpoints(
     trainer = helper.make(store_dir, takes, model=helper.gpt2(), callbacks=callbacks, **ARGUMENTS)
     with pytest.raises(Ended):
         trainer.train()
-    close_all()
+    helper.close_all()
     with pytest.raises(StoreMismatchError, match=r"belongs to step 4.* is at step 5"):
         resume(store_dir)

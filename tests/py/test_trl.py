@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import lohan
 import numpy as np
 import pytest
 import torch
-from lohan.common import _exit
+import trainer_helper as helper
 from peft import LoraConfig, PeftModel
 from trl import SFTConfig, SFTTrainer
 
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "03_trl_sft.py"
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    close_all()
-
-
-def close_all() -> None:
-    for session in list(_exit.sessions):
-        session.close()
-
-
-def example() -> Any:
-    """Return a tokenizer, a model and rows."""
-    spec = importlib.util.spec_from_file_location("trl_example", EXAMPLE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.usefixtures("closed")
+EXAMPLE = "03_trl_sft.py"
 
 
 def train(folder: pathlib.Path, cls: type = SFTTrainer, **given: Any) -> Any:
     """Train adapters with dropout for a few steps, with a checkpoint after the second."""
-    made = example()
+    made = helper.example(EXAMPLE)
     takes = given.get("takes", {})
     tokenizer = made.bytes_tokenizer()
     args = SFTConfig(
@@ -84,14 +63,14 @@ def test_adapters_are_trained_saved_and_continued_as_without_lohan(
     theirs = train(store_dir / "theirs", takes=None)
     np.testing.assert_allclose(losses(ours), losses(theirs), rtol=2e-5)
     ours.save_model(str(store_dir / "adapters"))
-    base = example().build(example().bytes_tokenizer())
+    base = helper.example(EXAMPLE).build(helper.example(EXAMPLE).bytes_tokenizer())
     loaded = PeftModel.from_pretrained(base, str(store_dir / "adapters")).eval()
     batch = torch.tensor([[3, 4, 5]])
     ours.model.eval()
     with torch.no_grad():
         assert torch.equal(loaded(batch).logits, ours.model(batch).logits)
     train(store_dir / "half", steps=2)
-    close_all()
+    helper.close_all()
     assert losses(train(store_dir / "half", resume=True)) == losses(ours)
     assert losses(train(store_dir / "mixed", Mixed)) == losses(ours)
 
@@ -101,7 +80,7 @@ def test_adapters_are_trained_without_backward(store_dir: pathlib.Path) -> None:
     ours = train(store_dir / "ours", takes=takes, rate=1e-3)
     records = ours.model.lohan.journal.records
     assert [record.losses[0] for record in records] == pytest.approx(losses(ours))
-    before = example().build(example().bytes_tokenizer()).state_dict()
+    before = helper.example(EXAMPLE).build(helper.example(EXAMPLE).bytes_tokenizer()).state_dict()
     after = ours.model.state_dict()
     assert len(records) == 4
     bases = {name: value for name, value in after.items() if name.endswith("base_layer.weight")}
@@ -110,6 +89,6 @@ def test_adapters_are_trained_without_backward(store_dir: pathlib.Path) -> None:
         assert torch.equal(value, before[plain]), "a frozen parameter moved"
     assert any(value.any() for name, value in after.items() if "lora_B" in name)
     train(store_dir / "half", takes=takes, rate=1e-3, steps=2)
-    close_all()
+    helper.close_all()
     again = train(store_dir / "half", takes=takes, rate=1e-3, resume=True)
     assert losses(again) == losses(ours)

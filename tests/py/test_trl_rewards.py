@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import lohan
@@ -13,32 +11,16 @@ import pytest
 import torch
 import trainer_helper as helper
 from datasets import Dataset
-from lohan.common import _exit
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "12_trl_dpo.py"
+pytestmark = pytest.mark.usefixtures("closed")
+EXAMPLE = "12_trl_dpo.py"
 BETA = 0.1
 # What a step of GRPO logs. Its texts, and so its rewards and lengths, must be the same.
 EXACT = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    for session in list(_exit.sessions):
-        session.close()
-
-
-def example() -> Any:
-    """Return a tokenizer, a model and rows."""
-    spec = importlib.util.spec_from_file_location("dpo_example", EXAMPLE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def arguments(cls: Any, folder: pathlib.Path, **given: Any) -> Any:
@@ -63,7 +45,7 @@ def arguments(cls: Any, folder: pathlib.Path, **given: Any) -> Any:
 
 def rewarded(folder: pathlib.Path, *, with_lohan: bool, **given: Any) -> Any:
     """Train a reward model, and return its Trainer."""
-    made = example()
+    made = helper.example(EXAMPLE)
     tokenizer = made.bytes_tokenizer()
     made.make_model(str(folder / "base"), tokenizer)
     torch.manual_seed(0)
@@ -97,7 +79,7 @@ def policy(folder: pathlib.Path, *, with_lohan: bool, twin: bool = False, **give
         twin: whether the reference is lohan's twin, instead of TRL's copy.
         **given: arguments of GRPOConfig, peft_config= and resume=.
     """
-    made = example()
+    made = helper.example(EXAMPLE)
     tokenizer = made.bytes_tokenizer()
     base = str(folder / "base")
     made.make_model(base, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import kit
 import lohan
 import torch
+from lohan.common import _exit
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -16,6 +18,22 @@ from transformers import Trainer, TrainingArguments
 VOCABULARY = 64
 ROWS = 22
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "use_cache": True}
+
+
+def close_all() -> None:
+    """Do what a process does at its end."""
+    for session in list(_exit.sessions):
+        session.close()
+
+
+def example(name: str) -> Any:
+    """Return a script of examples/ as a module."""
+    path = pathlib.Path(__file__).parents[2] / "examples" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
