@@ -1,5 +1,5 @@
 /*
- * Context(enter, leave): a context manager that a Ctrl-C cannot leave half-way.
+ * Context(enter, leave, is_atomic=False): a context manager that a Ctrl-C cannot leave half-way.
  *
  * [Note: Interrupted contexts] Python calls signal handlers when a function written in Python
  * begins, and after each call. A KeyboardInterrupt may therefore appear inside contextlib just
@@ -11,7 +11,11 @@
  * Here, both ends are C, in which no handler is called. leave() is a function of Python and may be
  * interrupted itself, even before its first line, so it is called again until it has run without.
  * It must therefore be idempotent, and must also undo an enter() that was interrupted half-way or
- * before its begin.
+ * before its begin. With is_atomic, both are functions in C that are never interrupted half-way,
+ * such as those of a lock, and leave() follows only an enter() that succeeded.
+ *
+ * `with lock:` alone would not do: up to Python 3.13 one instruction calls __enter__() and begins
+ * the block, but Python 3.14 may raise KeyboardInterrupt between the two: the lock stays locked.
  */
 #include "base/assert.h"
 #include "py/lhpy.h"
@@ -22,6 +26,7 @@
 struct context {
     PyObject_HEAD PyObject *enter; /* owned, as the next */
     PyObject *leave;
+    bool is_atomic;
     bool is_entered;
 };
 
@@ -96,13 +101,16 @@ static void context_dealloc(PyObject *object)
 static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *enter, *leave;
-    if (LHPY_ARGS(args, kwargs, LHPY_ARG(enter), LHPY_ARG(leave)) < 0)
+    bool is_atomic = false;
+    if (LHPY_ARGS(args, kwargs, LHPY_ARG(enter), LHPY_ARG(leave),
+                  LHPY_ARG(is_atomic, .is_optional = true)) < 0)
         return NULL;
     struct context *self = lhpy_type_new((PyObject *)type);
     if (!self)
         return NULL;
     self->enter = Py_NewRef(enter);
     self->leave = Py_NewRef(leave);
+    self->is_atomic = is_atomic;
     return (PyObject *)self;
 }
 
@@ -113,9 +121,11 @@ static PyObject *context_enter(PyObject *object, PyObject *Py_UNUSED(args))
         PyErr_SetString(PyExc_RuntimeError, "a Context is entered again before it was left");
         return NULL;
     }
-    self->is_entered = true;
+    self->is_entered = !self->is_atomic;
     PyObject *answer = PyObject_CallNoArgs(self->enter);
-    if (!answer)
+    if (answer)
+        self->is_entered = true;
+    else
         context_end(self);
     return answer;
 }
@@ -140,7 +150,9 @@ static PyType_Slot context_slots[] = {
     {Py_tp_traverse, context_traverse},
     {Py_tp_clear, context_clear},
     {Py_tp_methods, context_methods},
-    {Py_tp_doc, "Context(enter, leave): a context manager that a Ctrl-C cannot leave half-way."},
+    {Py_tp_doc,
+     "Context(enter, leave, is_atomic=False): a context manager that a Ctrl-C cannot leave "
+     "half-way."},
     {0, NULL},
 };
 

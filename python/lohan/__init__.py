@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lohan import errors, losses
     from lohan.common._build import build_info
+    from lohan.common._decay import no_decay
     from lohan.common._stats import ReplicaStats, StepStats, Traffic
     from lohan.common._version import __version__
     from lohan.config import Config
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # `lohan --help` does not import torch.
 _MODULES = {
     "common._build": ("build_info",),
+    "common._decay": ("no_decay",),
     "common._stats": ("ReplicaStats", "StepStats", "Traffic"),
     "common._version": ("__version__",),
     "config": ("Config",),
@@ -77,6 +79,7 @@ __all__ = [
     "errors",
     "export",
     "losses",
+    "no_decay",
     "reference",
     "reshard",
     "snapshot",

@@ -24,11 +24,7 @@ from lohan.activations import _activations, _swap
 from lohan.activations._planner import Planner
 from lohan.common import _arguments, _exit, _meta
 from lohan.config import Config
-from lohan.errors import (
-    ModelError,
-    OffloadedGradientError,
-    StoreError,
-)
+from lohan.errors import ModelError, OffloadedGradientError, StoreError
 from lohan.layout import _in_place, _ties
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
@@ -73,7 +69,7 @@ def wrap(
     eps: float | None = None,
     weight_decay: float | None = None,
     max_grad_norm: float | None = None,
-    params: Iterable[dict[str, Any]] | None = None,
+    params: Iterable[dict[str, Any]] | Callable[[nn.Module], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
@@ -97,7 +93,7 @@ def wrap(
         eps: added to the root of the second moment. None: 1e-8.
         weight_decay: decoupled weight decay. None: 1e-2.
         max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
-        params: parameter groups as for torch.optim.AdamW; None: all parameters in one group.
+        params: parameter groups, or a function of the model that returns them; None: one group.
         optimizer: a torch.optim.AdamW or Adam to continue from, instead of lr to params. It is
             emptied; its scheduler keeps working. With resume=, only its groups are used.
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
@@ -131,7 +127,7 @@ def wrap(
             shared = _zo_world.Shared(world, zeroth, made, max_grad_norm, model, groups, states)
             store, open_at = shared.enter(store, is_resumed, open_at)
             opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)
-            opening.set_optimizer(apart.groups(params), hyper, optimizer, max_grad_norm)
+            opening.set_optimizer(apart.groups(params, model), hyper, optimizer, max_grad_norm)
             return apart.begin(opening.attach(store, is_resumed, weights, init))
 
 

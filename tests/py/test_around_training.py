@@ -9,7 +9,7 @@ import lohan
 import pytest
 import torch
 from lohan.activations._shapes import SHAPE_COUNT_MAX, Shapes
-from lohan.errors import FrozenParameterError, StaleGraphError, StaleStateError
+from lohan.errors import FrozenParameterError, ModelError, StaleGraphError, StaleStateError
 from rules_helper import Workshop, assert_same_state, build, train_step
 from torch import nn
 
@@ -263,3 +263,49 @@ def test_steps_that_mix_shapes_are_planned_in_the_end() -> None:
             return
         shapes.mixed(True)
     raise AssertionError("shapes are still told apart")
+
+
+# --- Parameter groups by a function --------------------------------------------------------------
+
+
+def test_groups_by_a_function_are_those_of_a_list(workshop: Workshop) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        small = {id(p) for name, p in named if p.ndim < 2 or name.startswith("blocks.0.up.")}
+        return [
+            {"params": [p for _, p in named if id(p) not in small]},
+            {"params": [p for _, p in named if id(p) in small], "weight_decay": 0.0},
+        ]
+
+    plain = build()
+    states = []
+    for model, params in (
+        (plain, groups(plain)),
+        (build(), groups),
+        (build(), lohan.no_decay("blocks.0.up.*")),
+    ):
+        workshop.wrap(model, params=params, weight_decay=0.5)
+        assert [g["weight_decay"] for g in model.optimizer.param_groups] == [0.5, 0.0]
+        for step in range(2):
+            train_step(model, step)
+        states.append(dict(model.state_dict()))
+    assert_same_state(states[1], states[0])
+    assert_same_state(states[2], states[0])
+
+
+def test_a_function_of_groups_is_called_again_by_a_resumed_run(workshop: Workshop) -> None:
+    model = workshop.wrap(build(), params=lohan.no_decay())
+    train_step(model, 0)
+    model.lohan.close()
+    store = workshop.folder / "store0"
+    again = lohan.wrap(build(), store=store, resume=True, params=lohan.no_decay())
+    workshop.made.append(again)
+    train_step(again, 1)
+    assert len(again.optimizer.param_groups) == 2
+
+
+def test_what_is_wrong_with_a_function_of_groups_is_named(store_dir: pathlib.Path) -> None:
+    with pytest.raises(ModelError, match=r"'\*\.other', which matches none of the model's"):
+        lohan.wrap(build(), store=store_dir / "a", params=lohan.no_decay("*.other"))
+    with pytest.raises(ModelError, match="params="):
+        lohan.wrap(build(), store=store_dir / "b", params=lambda model: "all")

@@ -19,6 +19,7 @@ import pytest
 import torch
 from lohan import _core
 from lohan.common import _wake
+from lohan.common._lock import held
 from lohan.errors import LentError
 
 LIMIT_S = 120
@@ -244,3 +245,28 @@ def test_the_store_is_given_to_one_thread_at_a_time(store_dir: pathlib.Path) -> 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     interrupt_everywhere(sys.argv[1], int(sys.argv[2]))
+
+
+def test_an_atomic_context_leaves_only_what_it_has_entered() -> None:
+    lock = threading.Lock()
+    with held(lock) as got:
+        assert got and lock.locked()
+    assert not lock.locked()
+    context = held(lock)  # as Python 3.14 drops it if a Ctrl-C comes right after __enter__()
+    context.__enter__()
+    del context
+    assert not lock.locked()
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    lock.acquire()  # another thread's
+    with pytest.raises(KeyboardInterrupt), _core.Context(fail, lock.release, True):
+        raise AssertionError("it was not entered")
+    assert lock.locked()
+
+
+def test_no_lock_of_the_main_thread_rests_on_with_alone() -> None:
+    folder = pathlib.Path(lohan.__file__).parent
+    for name in ("session/_commits.py", "torch_glue/_thread.py"):
+        assert "with self._lock:" not in (folder / name).read_text(encoding="utf-8")

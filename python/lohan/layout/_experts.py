@@ -148,8 +148,10 @@ class Apart:
         forward = functools.partial(_forward, split)
         object.__setattr__(module, "forward", forward)
 
-    def groups(self, params: Any) -> Any:
+    def groups(self, params: Any, model: nn.Module) -> Any:
         """Return params= of wrap() with the experts' parameters in the place of fused ones."""
+        if callable(params):
+            params = params(model)
         if not self.splits or isinstance(params, str | bytes | dict | torch.Tensor):
             return params
         slices = {

@@ -16,6 +16,7 @@ import torch
 
 from lohan import _core
 from lohan.common import _exit, _log, _shown
+from lohan.common._lock import Lock, held
 from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
 from lohan.session._session_base import SessionPart
 from lohan.store import _moments, _scalars, _store
@@ -52,13 +53,13 @@ class Holds:
 
     def take(self, holder: object) -> None:
         """Wait for a running commit, and prevent others until give() is called for all holders."""
-        with self._lock:
+        with held(self._lock):
             self._holders.add(holder)
         self._engine.commit_hold()
 
     def give(self, holder: object) -> None:
         """Allow commits again, if there is no other holder. Any thread may call this."""
-        with self._lock:
+        with held(self._lock):
             if self._holders == {holder}:
                 self._engine.commit_release()
             self._holders.discard(holder)
@@ -110,7 +111,7 @@ class Commits(SessionPart):
     recorder: Recorder | None
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
-    _close_lock: contextlib.AbstractContextManager[bool]
+    _close_lock: Lock
     _backward: str
     _accumulation: Accumulation
     _optimizer: Optimizer | None
@@ -145,7 +146,7 @@ class Commits(SessionPart):
         if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
         said = ""
-        with self._close_lock:
+        with held(self._close_lock):
             if not self.closed:
                 self._last_step = self.step
                 if self.snapshot_now is not None:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 
+from lohan.common._lock import held
 from lohan.errors import ThreadError
 
 _REMEDY = (
@@ -118,7 +119,7 @@ class ForwardThread:
         Raises:
             ThreadError: another thread has a forward open.
         """
-        with self._lock:
+        with held(self._lock):
             self.refuse_others("the model")
             self.ident, self.frame = threading.get_ident(), frame
 
