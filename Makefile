@@ -16,7 +16,7 @@ DEVICE ?=
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
 	bench-diffusion sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
-	troubles paper parity docs wheel wheel-aarch64 wheel-test dist try-install matrix coverage build clean what-fits
+	troubles paper parity docs wheel wheel-aarch64 wheel-test dist try-install matrix newest coverage build clean what-fits
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
@@ -57,6 +57,7 @@ help:
 	@echo 'make try-install  the wheel in fresh Debian 12 and 13, from nothing to the first step; needs root;'
 	@echo '               ARGS=--cuda-stubs: without the download of CUDA; ARGS="--machine aarch64": emulated'
 	@echo 'make matrix    a quick selection of tests with each Python and several versions of torch'
+	@echo 'make newest    a short selection with the newest version of every library; it only reports'
 	@echo 'make coverage  the share of lines that the C tests and the quick Python tests run, per folder'
 	@echo 'make build     the extension, in place'
 	@echo 'make clean     remove what was built (keeps .venv)'
@@ -186,6 +187,9 @@ dist:
 
 try-install:
 	$(PYTHON) tools/try_install.py $(ARGS)
+
+newest:
+	$(PYTHON) tools/newest.py $(ARGS)
 
 matrix: $(VENV)/.ready
 	$(PY) tools/matrix.py $(ARGS)
