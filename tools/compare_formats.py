@@ -2,8 +2,9 @@
 
     PYTHONPATH=python:FOLDER python tools/compare_formats.py
 
-FOLDER has compressed-tensors, loguru, gguf, autoawq, and gptqmodel with pypcre, logbar, device-smi,
-tokenicer and defuser (`pip install --no-deps --target FOLDER ...`), which no test needs. Each line
+FOLDER has compressed-tensors, loguru, gguf, autoawq, nvidia-modelopt with omegaconf and pulp, and
+gptqmodel with pypcre, logbar, device-smi, tokenicer and defuser (`pip install --no-deps --target
+FOLDER ...`), which no test needs. Each line
 names a comparison, which is of every bit; NaNs count as equal. The exit status is 1 if one differs.
 """
 
@@ -27,6 +28,7 @@ from gguf.quants import dequantize, quantize
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
 from lohan.layout import _files
+from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -114,6 +116,38 @@ def fours(folder: pathlib.Path) -> None:
                 model = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
                 ours = decoded(folder, model)["weight"]
                 compare(f"{name}, {kind}", ours, theirs.to(dtype))
+
+
+def modelopt(folder: pathlib.Path) -> None:
+    """Compare modelopt's NVFP4 and FP8; NVFP4's code of -0, which modelopt decodes to 0, is 0."""
+    for kind, dtype in itertools.product(("random", "real"), DTYPES):
+        weight = torch.randn(ROWS, COLUMNS) * 0.02
+        shape = weight.shape
+        if kind == "real":
+            packed, scale, factor = NVFP4QTensor.quantize(weight, 16)
+            fours = packed._quantized_data
+        else:
+            fours = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)
+            scale = torch.randint(0, 256, (ROWS, COLUMNS // 16)).byte().view(torch.float8_e4m3fn)
+            factor = torch.rand(())
+        for shift in (0, 4):
+            is_zero = (fours >> shift & 15) == 8
+            fours = torch.where(is_zero, fours & ~(15 << shift) & 255, fours)
+        made = NVFP4QTensor(shape, dtype, fours)
+        theirs = made.dequantize(dtype, scale=scale, double_scale=factor, block_sizes={-1: 16})
+        state = {"weight": fours, "weight_scale": scale, "weight_scale_2": factor.reshape(())}
+        save_file(state, folder / "model.safetensors")
+        config = folder / "config.json"
+        config.write_text(json.dumps({"quantization_config": {"quant_method": "modelopt"}}))
+        model = nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
+        compare(f"modelopt's NVFP4, {kind}", decoded(folder, model)["weight"], theirs)
+        values = weight / (weight.abs().max() / 448)
+        if kind == "random":
+            values = torch.randint(0, 256, shape).byte().view(torch.float8_e4m3fn)
+        values, scale = values.to(torch.float8_e4m3fn), torch.rand(())
+        theirs = FP8QTensor(shape, dtype, values).dequantize(dtype, scale=scale)
+        save_file({"weight": values, "weight_scale": scale}, folder / "model.safetensors")
+        compare(f"modelopt's FP8, {kind}", decoded(folder, model)["weight"], theirs)
 
 
 def experts(folder: pathlib.Path) -> None:
@@ -218,7 +252,7 @@ def models(folder: pathlib.Path) -> None:
 def main() -> int:
     """Run all comparisons."""
     torch.manual_seed(0)
-    for part in (fours, experts, integers, grains, models):
+    for part in (fours, modelopt, experts, integers, grains, models):
         with tempfile.TemporaryDirectory() as folder:
             part(pathlib.Path(folder))
     print(f"{bad} comparisons differ")

@@ -82,6 +82,8 @@ bool lh_unpack_is_valid(const struct lh_unpack *unpack)
     if (unpack->format >= LH_UNPACK_FORMAT_COUNT || unpack->order >= LH_UNPACK_ORDER_COUNT ||
         unpack->rows == 0 || unpack->columns == 0)
         return false;
+    if (unpack->rounds_scale && (!has_scales(unpack) || unpack->order != LH_UNPACK_ORDER_ROWS))
+        return false;
     if (!has_zero(unpack) && (unpack->has_zeros || unpack->has_index || unpack->zero > 0))
         return false;
     if (unpack->columns > most || unpack->rows > most / unpack->columns)
@@ -162,7 +164,7 @@ static uint64_t nested_count(const struct lh_unpack *unpack)
 {
     if (!has_scales(unpack))
         return 0;
-    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3)
+    if (unpack->scale_type >= LH_UNPACK_SCALE_E4M3)
         return 1;
     bool is_nested = unpack->scale_type == LH_UNPACK_SCALE_NESTED;
     return is_nested ? lh_div_ceil(lh_unpack_scale_count(unpack), unpack->nested_block) : 0;
@@ -233,8 +235,16 @@ static uint64_t nested_index(uint64_t index, uint64_t block)
     return is_power ? index >> __builtin_ctzll(block) : index / block;
 }
 
-float lh_unpack_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
-                         uint64_t index)
+/* Round to dtype; the result is the bits of a float. */
+static uint32_t rounded(uint32_t bits, uint32_t dtype)
+{
+    if (dtype == LH_DTYPE_BF16)
+        return (uint32_t)lh_bf16_round(bits) << 16;
+    return dtype == LH_DTYPE_F16 ? lh_half_widen(lh_half_round(bits)) : bits;
+}
+
+static float exact_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                            uint64_t index)
 {
     const uint8_t *at = source->scales + index * lh_unpack_scale_bytes(unpack);
     float value;
@@ -251,6 +261,8 @@ float lh_unpack_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_
         return *at == 0 ? 0x1p-127f : float_of((uint32_t)*at << 23);
     case LH_UNPACK_SCALE_E4M3:
         return e4m3_value(*at) / float_at(source->nested, 0);
+    case LH_UNPACK_SCALE_E4M3_TIMES:
+        return e4m3_value(*at) * float_at(source->nested, 0);
     case LH_UNPACK_SCALE_BF16:
     case LH_UNPACK_SCALE_F16:
         break;
@@ -284,12 +296,15 @@ static float value_at(const struct lh_unpack *unpack, const struct lh_unpack_sou
     }
 }
 
-/* Round to dtype; the result is the bits of a float. */
-static uint32_t rounded(uint32_t bits, uint32_t dtype)
+float lh_unpack_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                         uint64_t index)
 {
-    if (dtype == LH_DTYPE_BF16)
-        return (uint32_t)lh_bf16_round(bits) << 16;
-    return dtype == LH_DTYPE_F16 ? lh_half_widen(lh_half_round(bits)) : bits;
+    float scale = exact_scale_at(unpack, source, index);
+    uint32_t bits;
+    if (!unpack->rounds_scale)
+        return scale;
+    memcpy(&bits, &scale, sizeof(bits));
+    return float_of(rounded(bits, unpack->dtype));
 }
 
 void lh_unpack_put(const struct lh_unpack *unpack, float product, uint64_t at, void *out)
@@ -389,10 +404,10 @@ static uint64_t e2m1_by(const struct lh_unpack_kernel *kernel, const struct lh_u
 {
     uint64_t block = unpack->block_columns;
     uint64_t batches = count / block / LH_UNPACK_SCALE_BATCH;
-    bool is_divided = unpack->scale_type == LH_UNPACK_SCALE_E4M3;
-    float divisor = is_divided ? float_at(source->nested, 0) : 1;
+    bool has_factor = unpack->scale_type >= LH_UNPACK_SCALE_E4M3;
+    float factor = has_factor ? float_at(source->nested, 0) : 1;
     return block * LH_UNPACK_SCALE_BATCH *
-           kernel->e2m1(unpack, source->packed, source->scales + first / block, divisor, batches,
+           kernel->e2m1(unpack, source->packed, source->scales + first / block, factor, batches,
                         out);
 }
 
@@ -426,7 +441,7 @@ static bool has_blocks(const struct lh_unpack *unpack)
     if (unpack->format == LH_UNPACK_FORMAT_NIBBLES)
         return unpack->dtype != LH_DTYPE_F32 && block % LH_UNPACK_BATCH == 0;
     return unpack->format == LH_UNPACK_FORMAT_E2M1 && (block == 16 || block == 32) &&
-           unpack->scale_type >= LH_UNPACK_SCALE_E8M0;
+           unpack->scale_type >= LH_UNPACK_SCALE_E8M0 && !unpack->rounds_scale;
 }
 
 /* Decode elements of formats with scales in grains. */

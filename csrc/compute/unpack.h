@@ -20,7 +20,8 @@
  * scale of fp32, bf16 or fp16 is widened exactly. A scale of type NESTED is itself quantized: it is
  * (nested_table[byte] * nested[index / nested_block]) + nested_offset, with two roundings in fp32.
  * A scale of type E8M0 is 2^(byte - 127), and a NaN if the byte is 255; one of type E4M3 is the
- * number that the byte encodes, divided by nested[0]. Every NaN becomes the positive quiet NaN of
+ * number that the byte encodes, divided by nested[0]; one of type E4M3_TIMES is multiplied by it.
+ * With rounds_scale a scale is then rounded to `dtype`. Every NaN becomes the positive quiet NaN of
  * the result's type. These are the bits of
  *
  *      files                                  reference                          rounding
@@ -28,6 +29,8 @@
  *      weight_scale (compressed-tensors)      dequantize() of compressed-tensors the scales' type
  *      absmax (bitsandbytes' NF4 and FP4)     dequantize_4bit() of bitsandbytes  quant_state's type
  *      weight_packed (MXFP4 and NVFP4)        decompress() of compressed-tensors BF16
+ *      weight_scale_2 (modelopt's NVFP4)      NVFP4QTensor of modelopt          F32
+ *      weight_scale (modelopt's FP8)          FP8QTensor of modelopt             `dtype`
  *      _blocks (gpt-oss' MXFP4)               convert_moe_packed_tensors() of    F32
  *                                             transformers
  *      qweight (GPTQ)                         dequantize_weight() of gptqmodel   the scales' type
@@ -112,8 +115,9 @@ enum lh_unpack_scale {
     LH_UNPACK_SCALE_NESTED,
     LH_UNPACK_SCALE_E8M0,
     LH_UNPACK_SCALE_E4M3,
+    LH_UNPACK_SCALE_E4M3_TIMES,
 };
-#define LH_UNPACK_SCALE_COUNT 6
+#define LH_UNPACK_SCALE_COUNT 7
 
 #define LH_UNPACK_TABLE_COUNT 16
 #define LH_UNPACK_NESTED_TABLE_COUNT 256
@@ -134,6 +138,7 @@ struct lh_unpack {
     uint32_t has_zeros;    /* U4, U8: see [Note: Zeros] */
     uint32_t has_index;
     uint32_t zero;
+    uint32_t rounds_scale;
 };
 
 /* What elements are decoded with besides the packed bytes. */

@@ -228,12 +228,14 @@ static inline __m256 e8m0_scales(const uint8_t *scales)
     return _mm256_castsi256_ps(_mm256_blendv_epi8(_mm256_slli_epi32(wide, 23), least, is_least));
 }
 
-static inline __m256 scales_by(const struct lh_unpack *unpack, const uint8_t *scales, float divisor)
+static inline __m256 scales_by(const struct lh_unpack *unpack, const uint8_t *scales, float factor)
 {
     if (unpack->scale_type == LH_UNPACK_SCALE_E8M0)
         return e8m0_scales(scales);
     __m256 values = e4m3_values(_mm_loadl_epi64((const void *)scales));
-    return _mm256_div_ps(values, _mm256_set1_ps(divisor));
+    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3_TIMES)
+        return _mm256_mul_ps(values, _mm256_set1_ps(factor));
+    return _mm256_div_ps(values, _mm256_set1_ps(factor));
 }
 
 /* The products of the eight magnitudes of E2M1 and a finite scale, rounded to `rounding`. */
@@ -291,7 +293,7 @@ static inline void e2m1_wide(const uint8_t *packed, __m256 first, __m256 second,
 
 static inline __attribute__((always_inline)) uint64_t
 e2m1_unpack(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
-            float divisor, uint64_t batches, void *out, uint32_t rounding, uint32_t dtype)
+            float factor, uint64_t batches, void *out, uint32_t rounding, uint32_t dtype)
 {
     const __m256 infinite = _mm256_set1_ps(__builtin_inff());
     const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
@@ -300,7 +302,7 @@ e2m1_unpack(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t
     uint16_t *narrow = out;
     for (uint64_t i = 0; i < batches; i++) {
         float values[LH_UNPACK_SCALE_BATCH];
-        __m256 eight = scales_by(unpack, scales + i * LH_UNPACK_SCALE_BATCH, divisor);
+        __m256 eight = scales_by(unpack, scales + i * LH_UNPACK_SCALE_BATCH, factor);
         _mm256_storeu_ps(values, eight);
         __m256 is_finite = _mm256_cmp_ps(_mm256_and_ps(eight, magnitude), infinite, _CMP_LT_OQ);
         if (_mm256_movemask_ps(is_finite) != 0xFF)
@@ -319,13 +321,13 @@ e2m1_unpack(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t
 }
 
 static uint64_t e2m1(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
-                     float divisor, uint64_t batches, void *out)
+                     float factor, uint64_t batches, void *out)
 {
     bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
     if (unpack->dtype == LH_DTYPE_BF16 && is_plain)
-        return e2m1_unpack(unpack, packed, scales, divisor, batches, out, LH_DTYPE_F32,
+        return e2m1_unpack(unpack, packed, scales, factor, batches, out, LH_DTYPE_F32,
                            LH_DTYPE_BF16);
-    return e2m1_unpack(unpack, packed, scales, divisor, batches, out, unpack->rounding,
+    return e2m1_unpack(unpack, packed, scales, factor, batches, out, unpack->rounding,
                        unpack->dtype);
 }
 

@@ -63,12 +63,12 @@ struct lh_unpack_kernel {
     void (*nibbles)(const struct lh_unpack *unpack, const uint8_t *packed, const float *table,
                     const float *scales, uint64_t blocks, uint16_t *out);
     /*
-     * Format E2M1 with scales of E8M0, or of E4M3 to be divided by `divisor`, and blocks of 16 or
+     * Format E2M1 with scales of E8M0, or of E4M3 with nested[0] as `factor`, and blocks of 16 or
      * 32 elements: decode batches of LH_UNPACK_SCALE_BATCH blocks, up to the first batch with a
      * scale that is not finite. Returns how many batches are decoded.
      */
     uint64_t (*e2m1)(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
-                     float divisor, uint64_t batches, void *out);
+                     float factor, uint64_t batches, void *out);
     /*
      * Formats with scales in grains: decode grains, up to the first one with a scale of fp16 that
      * is not finite. Returns how many grains are decoded.

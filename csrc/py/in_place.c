@@ -4,7 +4,7 @@
 const struct lhpy_table lhpy_unpack_table =
     LHPY_TABLE_PLAIN("a packed tensor", LHPY_FORM_TUPLE, struct lh_unpack, format, dtype, rounding,
                      rows, columns, block_rows, block_columns, scale_type, nested_block,
-                     nested_offset, group_rows, order, has_zeros, has_index, zero);
+                     nested_offset, group_rows, order, has_zeros, has_index, zero, rounds_scale);
 
 static const struct lhpy_table run_table =
     LHPY_TABLE_PLAIN("a run", LHPY_FORM_TUPLE, struct lh_in_place_run, file, file_offset, offset,

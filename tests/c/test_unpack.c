@@ -77,9 +77,11 @@ static struct lh_unpack any(uint64_t *seed)
         .scale_type = (uint32_t)(lh_test_random(seed) % LH_UNPACK_SCALE_COUNT),
         .nested_block = 1 + lh_test_random(seed) % 20,
         .nested_offset = 0.37f,
+        .rounds_scale = lh_test_random(seed) % 4 == 0,
     };
     if (made.format == LH_UNPACK_FORMAT_U4 || made.format == LH_UNPACK_FORMAT_U8 ||
         (made.format == LH_UNPACK_FORMAT_E2M1 && lh_test_random(seed) % 2)) {
+        made.rounds_scale = 0;
         order_draw(&made, seed);
         while (lh_unpack_scale_count(&made) > SCALE_COUNT_MAX)
             made.block_columns *= 2;
@@ -96,6 +98,7 @@ static struct lh_unpack any(uint64_t *seed)
             made.columns = 1 + made.columns % 200;
         made.group_rows = lh_test_random(seed) % 2 ? rows : 0;
         made.rounding = LH_DTYPE_F32;
+        made.rounds_scale = 0;
     }
     if (lh_unpack_is_narrow(&made)) {
         made.columns *= made.rows;
@@ -103,7 +106,7 @@ static struct lh_unpack any(uint64_t *seed)
     }
     if (made.format == LH_UNPACK_FORMAT_E2M1 && lh_test_random(seed) % 4 > 0) {
         made.block_columns = lh_test_random(seed) % 2 ? 16 : 32; /* as in files */
-        made.scale_type = LH_UNPACK_SCALE_E8M0 + (uint32_t)(lh_test_random(seed) % 2);
+        made.scale_type = LH_UNPACK_SCALE_E8M0 + (uint32_t)(lh_test_random(seed) % 3);
     }
     if (made.format == LH_UNPACK_FORMAT_NIBBLES && lh_test_random(seed) % 4 > 0)
         made.block_columns = 32 * (1 + lh_test_random(seed) % 4);
@@ -190,12 +193,14 @@ static float scale_of(const struct lh_unpack *unpack, uint64_t index)
     memcpy(&wide, scales + 4 * index, sizeof(wide));
     if (unpack->scale_type == LH_UNPACK_SCALE_E8M0)
         return scales[index] == 255 ? NAN : (float)ldexp(1, scales[index] - 127);
-    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3) {
+    bool is_times = unpack->scale_type == LH_UNPACK_SCALE_E4M3_TIMES;
+    if (unpack->scale_type == LH_UNPACK_SCALE_E4M3 || is_times) {
         int exponent = scales[index] >> 3 & 15, mantissa = scales[index] & 7;
         double value = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
         if ((scales[index] & 0x7F) == 0x7F)
             return NAN;
-        return (float)(scales[index] & 0x80 ? -value : value) / nested[0];
+        value = scales[index] & 0x80 ? -value : value;
+        return is_times ? (float)value * nested[0] : (float)value / nested[0];
     }
     if (unpack->scale_type == LH_UNPACK_SCALE_NESTED) {
         volatile float scaled = nested_table[scales[index]] * nested[index / unpack->nested_block];
@@ -225,6 +230,7 @@ static void test_definition(void)
         struct lh_unpack_source unit = source;
         unit.scales = ones;
         plain.rounding = plain.dtype = LH_DTYPE_F32;
+        plain.rounds_scale = 0;
         plain.scale_type = LH_UNPACK_SCALE_F32;
         plain.block_rows = plain.rows;
         plain.block_columns = plain.columns;
@@ -233,8 +239,13 @@ static void test_definition(void)
         uint64_t across = (unpack.columns + unpack.block_columns - 1) / unpack.block_columns;
         for (uint64_t i = 0; i < count; i++) {
             uint64_t row = i / unpack.columns, column = i % unpack.columns;
-            float product = values[i] * scale_of(&unpack, row / unpack.block_rows * across +
-                                                              column / unpack.block_columns);
+            float scale =
+                scale_of(&unpack, row / unpack.block_rows * across + column / unpack.block_columns);
+            if (unpack.rounds_scale && unpack.dtype == LH_DTYPE_BF16)
+                scale = float_of((uint32_t)lh_bf16_round(bits_of(scale)) << 16);
+            else if (unpack.rounds_scale && unpack.dtype == LH_DTYPE_F16)
+                scale = float_of(lh_half_widen(lh_half_round(bits_of(scale))));
+            float product = values[i] * scale;
             if (isnan(product))
                 product = NAN;
             if (unpack.rounding == LH_DTYPE_BF16)

@@ -581,12 +581,12 @@ def test_pieces_of_a_parameter_are_decoded_like_the_whole(
 
 
 def test_the_core_refuses_ranges_outside_a_tensor() -> None:
-    what = (2, 0, 0, 2, 3, 1, 3, 0, 1, 0.0, 0, 0, 0, 0, 0)
+    what = (2, 0, 0, 2, 3, 1, 3, 0, 1, 0.0, 0, 0, 0, 0, 0, 0)
     buffer = torch.zeros(64, dtype=torch.uint8)
     address = buffer.data_ptr()
     for first, count in ((0, 7), (7, 0), (5, 2)):
         with pytest.raises(ValueError, match="invalid"):
             _core.unpack(what, first, count, address, address, 0, 0, 0, 0, 0, address)
-    nibbles = (3, 0, 0, 1, 6, 1, 3, 0, 1, 0.0, 0, 0, 0, 0, 0)
+    nibbles = (3, 0, 0, 1, 6, 1, 3, 0, 1, 0.0, 0, 0, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="invalid"):
         _core.unpack(nibbles, 1, 2, address, address, address, 0, 0, 0, 0, address)

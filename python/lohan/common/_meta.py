@@ -36,6 +36,7 @@ _INTEGERS = ("u4", "u8")
 _PARTS = ("scales", "table", "nested", "nested_table", "zeros", "index")
 # The bytes of an element.
 _SCALES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
+_SCALES |= {"F8_E4M3_TIMES": 1}
 # Trainable dtypes: the keys of _block.RESIDUAL_BYTES, which this module must not import.
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -357,11 +358,13 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
     needed = {"scales": scales * _SCALES[said["scale_dtype"]]}
     if said["format"] == "nibbles":
         needed["table"] = 16 * 4
-    if said["scale_dtype"] == "F8_E4M3":
+    if said["scale_dtype"].startswith("F8_E4M3"):
         needed["nested"] = 4
     if said["scale_dtype"] == "U8":
         needed |= {"nested": -(-scales // said["nested_block"]) * 4, "nested_table": 256 * 4}
     is_ordered = said.get("order", "rows") != "rows"
+    if type(said.get("rounds_scale", False)) is not bool or (is_ordered and "rounds_scale" in said):
+        return False
     if is_ordered:
         if not _is_ordered(said):
             return False
@@ -404,7 +407,7 @@ def _is_ordered(said: dict[str, Any]) -> bool:
 
 def _is_alone(said: dict[str, Any]) -> bool:
     """Return whether said is valid for a format without scales outside of its grains."""
-    rows, unknown = said.get("group_rows", 0), (*_PARTS, "order", "zero")
+    rows, unknown = said.get("group_rows", 0), (*_PARTS, "order", "zero", "rounds_scale")
     is_good = said["columns"] % _ALONE[said["format"]][0] == 0
     is_good = is_good and not any(name in said for name in unknown)
     is_good = is_good and said["rounding"] == "torch.float32" and _is_count(rows) and rows % 2 == 0

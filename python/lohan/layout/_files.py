@@ -414,8 +414,7 @@ def add_experts(model: nn.Module, folder: Folder) -> None:
                 if found is not None:
                     folder.entries[f"{name}.{number}.{own}"] = found[0]
                     used |= found[1]
-                elif module.is_transposed:
-                    used |= _add_blocks(f"{name}.{{}}{own}", number, len(experts), prefixes, folder)
+                used |= _add_parts(f"{name}.{{}}{own}", number, len(experts), prefixes, folder)
     for each in used:
         folder.entries.pop(each, None)
 
@@ -436,22 +435,21 @@ def _slice_of(
     return made, {full}
 
 
-def _add_blocks(
-    name: str, number: int, count: int, prefixes: list[str], folder: Folder
-) -> set[str]:
-    """Add the entries of an expert's slices of MXFP4 blocks and scales, if the files have them.
+def _add_parts(name: str, number: int, count: int, prefixes: list[str], folder: Folder) -> set[str]:
+    """Add the entries of an expert's slices of quantized values' parts, if the files have them.
 
     `name` has a place for the expert's number. Returns the tensors of which these are slices.
     """
     used = set()
-    for end in ("_blocks", "_scales"):
+    for end in ("_blocks", "_scales", "_scale", "_scale_inv"):
         full, whole = _look_up([name.format("") + end], prefixes, folder)
-        if whole is None or whole.shape[:1] != (count,):
+        if whole is None or (whole.shape[:1] != (count,) and math.prod(whole.shape) != 1):
             continue
-        nbytes = whole.nbytes // count
-        made = dataclasses.replace(
-            whole, offset=whole.offset + number * nbytes, nbytes=nbytes, shape=whole.shape[1:]
-        )
+        made = whole  # one scale for all experts
+        if math.prod(whole.shape) != 1:
+            nbytes = whole.nbytes // count
+            offset, shape = whole.offset + number * nbytes, whole.shape[1:]
+            made = dataclasses.replace(whole, offset=offset, nbytes=nbytes, shape=shape)
         folder.entries[name.format(f"{number}.") + end] = made
         used.add(full)
     return used

@@ -107,7 +107,7 @@ def native(unit: Unit) -> list[tuple[Any, ...]]:
     for name, pack in unit.packs.items():
         param = by_name[name]
         source = source_of(param)
-        raw = (FORMATS["raw"], 0, 0, 1, source.nbytes, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0)
+        raw = (FORMATS["raw"], 0, 0, 1, source.nbytes, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
         what = raw if source.packed is None else source.packed.native(unit.dtype)
         rows.append((what, pack.begin, param.first, *pack.parts))
     return rows

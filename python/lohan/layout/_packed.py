@@ -24,6 +24,7 @@ FORMATS |= {"u4": 11, "u8": 12}
 ORDERS = {"rows": 0, "words": 1, "transposed": 2, "awq": 3}
 _DTYPES = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
 _SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4, "F8_E4M3": 5}
+_SCALES |= {"F8_E4M3_TIMES": 6}
 # The elements and bytes of a grain.
 GRAINS = dict.fromkeys(FORMATS, (1, 1)) | {"nibbles": (2, 1), "e2m1": (2, 1)}
 GRAINS |= {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
@@ -69,7 +70,8 @@ class Packed:
         columns: its columns.
         block: the rows and columns that share a scale.
         scales: the scales, unless the format has them in its grains; dtype "U8": they are
-            quantized, "F8_E8M0": powers of two, "F8_E4M3": to be divided by the one of `nested`.
+            quantized, "F8_E8M0": powers of two, "F8_E4M3": to be divided by the one of `nested`,
+            "F8_E4M3_TIMES": to be multiplied by it.
         table: for "nibbles": the 16 values.
         nested: if the scales are quantized: their scales; with "F8_E4M3" a divisor.
         nested_table: if the scales are quantized: their 256 values.
@@ -80,6 +82,7 @@ class Packed:
         zeros: for "u4" and "u8": the packed zeros, if they are not all `zero`.
         index: for "u4" and "u8": the group of each column, if groups are not consecutive.
         zero: what is subtracted from the values' bits, or added to those of `zeros`.
+        rounds_scale: whether scales are rounded to the dtype of the result first.
     """
 
     format: str
@@ -98,6 +101,7 @@ class Packed:
     zeros: Entry | None = None
     index: Entry | None = None
     zero: int = 0
+    rounds_scale: bool = False
 
     @property
     def parts(self) -> tuple[Entry | None, ...]:
@@ -151,6 +155,7 @@ class Packed:
             int(self.zeros is not None),
             int(self.index is not None),
             self.zero,
+            int(self.rounds_scale),
         )
 
     def decode(
@@ -203,7 +208,7 @@ class Packed:
 
 
 _PLAIN = ("format", "rows", "columns", "block", "nested_block", "nested_offset")
-_OPTIONAL = {"group_rows": 0, "order": "rows", "zero": 0}
+_OPTIONAL = {"group_rows": 0, "order": "rows", "zero": 0, "rounds_scale": False}
 _PARTS = ("scales", "table", "nested", "nested_table", "zeros", "index")
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_POWERS = ("U8", "F8_E8M0")  # the dtypes of scales that are powers of two, in MXFP8
 _BYTES = {"F8_E4M3": "f8_e4m3", "I8": "i8"}
 _CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _BLOCK = (128, 128)  # transformers' default
@@ -86,11 +87,15 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
     """
     states = [name for name in (f"{key}{_STATE}nf4", f"{key}{_STATE}fp4") if name in folder.entries]
     is_four_bit = entry.dtype == "U8" and (bool(states) or f"{key}.absmax" in folder.entries)
-    is_packed = entry.dtype in _BYTES or is_four_bit
+    is_modelopt = entry.dtype == "U8" and f"{key}_scale_2" in folder.entries
+    is_packed = entry.dtype in _BYTES or is_four_bit or is_modelopt
     if not is_packed or tensor.dtype not in _MODEL_DTYPES:
         return entry
     one = One(folder, key, entry, tuple(tensor.shape))
-    made = one.nibbles(states) if entry.dtype == "U8" else one.scaled()
+    if is_modelopt:
+        made = one.modelopt_fours()
+    else:
+        made = one.nibbles(states) if entry.dtype == "U8" else one.scaled()
     return dataclasses.replace(entry, shape=one.shape, packed=made)
 
 
@@ -224,17 +229,36 @@ class One:
         """Describe FP8 or INT8 values with scales."""
         if self.entry.shape != self.shape:
             raise self.refuse(f"it is {list(self.entry.shape)}, not {list(self.shape)} as here")
-        if len(self.shape) != 2:
-            raise self.refuse(f"it has {len(self.shape)} dimensions, and only 2 are supported")
+        if len(self.shape) < 2:
+            raise self.refuse("it has fewer than 2 dimensions, which is not supported")
         self._refuse_parts("_zero_point", "_g_idx", "_global_scale", "SCB")
         is_inverse = f"{self.key}_scale_inv" in self.folder.entries
-        scales = self.part("_scale_inv" if is_inverse else "_scale", tuple(_SCALE_DTYPES))
-        rows, columns = self.shape
+        kinds = (*_SCALE_DTYPES, *_POWERS) if is_inverse else tuple(_SCALE_DTYPES)
+        scales = self.part("_scale_inv" if is_inverse else "_scale", kinds)
+        if scales.dtype in _POWERS:
+            scales = dataclasses.replace(scales, dtype=_POWERS[-1])
+        *outer, rows, columns = self.shape
         # Fp8Dequantize multiplies in fp32; compressed-tensors, in the scales' dtype.
         rounding = torch.float32 if is_inverse else _SCALE_DTYPES[scales.dtype]
-        block = self._block(scales.shape, self._blocks(is_inverse))
+        inner = scales.shape
+        if outer and math.prod(inner) > 1:  # each expert's matrix has scales of its own
+            if inner[: len(outer)] != tuple(outer):
+                raise self.refuse(f"its scales are {list(inner)}, not some for each of {outer}")
+            inner = inner[len(outer) :]
+        block = self._block(inner, self._blocks(is_inverse))
+        if outer and rows % block[0]:
+            raise self.refuse(
+                f"its matrices have {rows} rows, which is not a multiple of the {block[0]} rows of"
+                " a block"
+            )
+        if math.prod(scales.shape) == 1:
+            block = math.prod(outer) * rows, columns
         kind = _BYTES[self.entry.dtype]
-        return Packed(kind, rounding, rows, columns, block, scales)
+        made = Packed(kind, rounding, math.prod(outer) * rows, columns, block, scales)
+        if self.folder.quantization.get("quant_method") == "modelopt":
+            # modelopt multiplies in the model's dtype, to which it converts the scale.
+            made = dataclasses.replace(made, rounding=torch.float32, rounds_scale=True)
+        return made
 
     def _refuse_parts(self, *names: str) -> None:
         """Raise ModelError if the files have parts that are not supported."""
@@ -264,7 +288,7 @@ class One:
 
     def _block(self, scales: tuple[int, ...], allowed: list[tuple[int, int]]) -> tuple[int, int]:
         """Return the rows and columns of a block, from the shape of the scales."""
-        rows, columns = self.shape
+        rows, columns = self.shape[-2:]
         if math.prod(scales) == 1:
             return rows, columns
         if scales in ((rows,), (rows, 1)):
@@ -276,7 +300,7 @@ class One:
             if 0 not in scales and rows % scales[0] == 0 and columns % scales[1] == 0:
                 return rows // scales[0], columns // scales[1]
         raise self.refuse(
-            f"its scales are {list(scales)}: with {list(self.shape)} values they must be one, one"
+            f"its scales are {list(scales)}: with {[rows, columns]} values they must be one, one"
             f" for each row, or one for each block (of {' or '.join(map(str, allowed))} values)"
         )
 
@@ -313,6 +337,31 @@ class One:
         # compressed-tensors decodes to bf16, whatever the model's dtype.
         count, block = rows * columns, (1, group)
         return Packed("e2m1", torch.bfloat16, 1, count, block, scales, nested=divisor)
+
+    def modelopt_fours(self) -> Packed:
+        """Describe modelopt's NVFP4 values, whose second scale is a factor."""
+        if len(self.shape) != 2:
+            raise self.refuse(f"it has {len(self.shape)} dimensions, and only 2 are supported")
+        rows, columns = self.shape
+        group = _GROUPS["F8_E4M3"]
+        if columns % group or self.entry.shape != (rows, columns // 2):
+            raise self.refuse(
+                f"it is packed as {list(self.entry.shape)}, which is not half of"
+                f" {list(self.shape)} in groups of {group}"
+            )
+        if f"{self.key.removesuffix('weight')}pre_quant_scale" in self.folder.entries:
+            raise self.refuse(
+                "its pre_quant_scale (AWQ) changes the inputs, which is not supported"
+            )
+        scales = self.part("_scale", ("F8_E4M3",))
+        if scales.shape != (rows, columns // group):
+            raise self.refuse(
+                f"its scales are {list(scales.shape)}, not one for each group of {group} values"
+            )
+        factor = self.part("_scale_2", ("F32",), 1)
+        scales = dataclasses.replace(scales, dtype="F8_E4M3_TIMES")
+        count = rows * columns
+        return Packed("e2m1", torch.float32, 1, count, (1, group), scales, nested=factor)
 
     # --- gpt-oss' FP4 ---------------------------------------------------------------------------
 

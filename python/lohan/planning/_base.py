@@ -107,7 +107,7 @@ def packs(base: str, packed_count: int, plain_count: int) -> list[tuple[Any, ...
     made = [_FORMATS[base].packed(packed_count).native(_DTYPE)]
     if plain_count:
         raw = (PACKED_FORMATS["raw"], 0, 0, 1, plain_count * _DTYPE_BYTES)
-        made.append((*raw, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0))
+        made.append((*raw, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0))
     return made
 
 
