@@ -36,6 +36,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEADER_BYTES_MAX = 100_000_000
 # Parts that peft adds to the names of modules; without them, the original names remain.
 _PEFT_ROOT = "base_model.model."
+_PROMPT_ROOT = "base_model."
 _PEFT_PARTS = re.compile(
     r"\.(?:(?:token_adapter\.)?base_layer|original_module"
     r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
@@ -337,6 +338,8 @@ def _candidates(name: str, prefixes: list[str]) -> Iterator[str]:
     plain = _PEFT_PARTS.sub("", name.removeprefix(_PEFT_ROOT))
     if plain != name:
         yield plain
+    if name.startswith(_PROMPT_ROOT):  # peft's prompt learning adds only this
+        yield name.removeprefix(_PROMPT_ROOT)
     # from_pretrained also tries this, for a head that was added to a bare model or removed.
     for prefix in prefixes:
         yield plain.removeprefix(prefix) if plain.startswith(prefix) else prefix + plain

@@ -169,7 +169,7 @@ def initialise(model: nn.Module, wanted: set[int], put: Put, read: Read) -> None
         elif "trainable_tokens_delta" in module._modules:
             values = _rows(module, mine, read)
         for key, param in mine.items():
-            found = values.get(key, param.data)
+            found = values.get(key, param.data).to(param.dtype)
             if found.stride() != found.contiguous().stride() or bool(found.isnan().any()):
                 raise ModelError(
                     f"{name}.{key} has no values: load them before lohan.wrap() (inside"
