@@ -85,7 +85,8 @@ this page.
 """
 TAIL = """
 A model that does not fit may do so with a smaller batch, 8-bit moments, LoRA or another drive.
-`lohan plan --model NAME --gpu GPU --ram SIZE --ssd DRIVE` tells, for these parts and for others.
+`lohan plan --model NAME --gpu GPU --ram SIZE --ssd DRIVE` tells, for these parts and for others,
+and `lohan plan --gpu GPU --ram SIZE --ssd DRIVE` lists all models that it knows.
 """
 
 

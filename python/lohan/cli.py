@@ -285,14 +285,16 @@ def _predict(machine: Any, words: dict[str, Any], console: Console | None) -> di
     if machine.node_count * machine.gpu_count == 1:
         return _simulate_show.run(_simulate_show.request(machine, **words), console)
     others = [name for name in ("schedule", "commit_every", "sweep", "plot") if words[name]]
-    others += [name for name in ONE_GPU if words.get(name)]
+    others += [name for name in ("order",) if words.get(name)]
     if others or words["policy"] != "auto":
         name = (others or ["policy"])[0].replace("_", "-")
         raise click.UsageError(f"--{name} cannot be combined with several GPUs")
     shape = {name: words[name] for name in ("model", "batch", "seq")}
-    steps, adapters = words["accumulate"] or 1, words["adapter_params"]
-    load = _world_show.Load(**shape, micro_steps=steps, adapter_params=adapters)
-    return _world_show.run(load, machine, console)
+    load = _world_show.Load(
+        **shape, micro_steps=words["accumulate"] or 1, more=_simulate_show.load_of(words)
+    )
+    options = _simulate_show.options_of({"states": words["states"]})
+    return _world_show.run(load, machine, console, options)
 
 
 def _mirrored(
@@ -428,14 +430,14 @@ def simulate(
 _FOUND_FLAGS = {"model": "--largest", "seq": "--longest", "batch": "--largest-batch"}
 
 
-def _found_size(model: str | None, batch: int | None, words: dict[str, Any]) -> str:
-    """Return what to find: "model", "seq" or "batch"; "" to predict a step."""
+def _found_size(model: str | None, batch: int | None, words: dict[str, Any], is_pc: bool) -> str:
+    """Return what to find: "model", "seq" or "batch"; "" to predict a step, or all of a PC."""
     names = {"model": "largest", "seq": "longest", "batch": "largest_batch"}
     found = [size for size, name in names.items() if words.pop(name)]
     flags = [_FOUND_FLAGS[size] for size in found]
     if len(found) > 1:
         raise click.UsageError(f"{' and '.join(flags)} find different sizes: pass one of them")
-    if (model is None) != (found == ["model"]):
+    if (model is None) != (found == ["model"]) and not (is_pc and not found):
         raise click.UsageError(
             "pass either --model NAME, to predict its step or with --longest or --largest-batch, or"
             " --largest, to find what fits"
@@ -535,40 +537,29 @@ def plan(
     example --model llama-8b --gpu rtx-4090 --ram 64GiB --ssd "2TB,7GB/s,1200TBW". The answer has
     the step's time, the drives' life, the call of lohan.wrap, and what one change would do.
     """
-    from lohan.commands import _answer, _simulate_show
-    from lohan.planning import _machines
+    from lohan.commands import _pc
 
     family, tokens = words.pop("family"), words.pop("tokens")
-    found = _found_size(model, batch, words)
-    if gpu is not None and not gpu[:1].isdigit():
-        if found or machine or store or save:
-            raise click.UsageError("--gpu NAME takes a model and the PC's parts: --ram and --ssd")
+    is_pc = gpu is not None and not _pc.is_size(gpu)
+    found = _found_size(model, batch, words, is_pc)
+    others = {
+        "machine": machine,
+        "store": store,
+        "save": save,
+        "largest": found == "model" and not is_pc,
+    }
+    pc = _pc.machine_of((gpu, ram, ssd), changes, words, others)
+    console = None if json_wanted else _console.make()
+    if pc is not None and not found:
         asked = {"model": model, "batch": batch or _BATCH, "tokens": tokens or 100e6}
-        question = _answer.question_of(asked, (gpu, ram, ssd), changes, words)
-        answer = _answer.run(question, None if json_wanted else _console.make())
+        answer = _pc.run(asked, pc, words, console)
         if json_wanted:
             _write_json(answer, None)
         return
     if tokens is not None:
         raise click.UsageError("--tokens needs the name of a GPU, as in --gpu rtx-4090")
-    if store and machine is not None:
-        raise click.UsageError(
-            "--store names SSDs to measure, --machine a machine that is known: pass one of the two"
-        )
-    if machine is None and (store or found != "model"):
-        here = _machines.here(store or (".",))
-    else:
-        here = _machines.load(machine or "gaming-pc")
-    if save is not None:
-        _machines.save(here, save)
-    sizes = {"gpu_bytes": gpu, "host_bytes": ram}
-    own = [f"{name}={size}" for name, size in sizes.items() if size is not None]
-    here = _machines.change(here, [*own, *changes])
+    here = pc or _pc.measured(machine, store, save, found, (gpu, ram, ssd), changes)
     here = _with_world(here, words)
-    if ssd is not None:
-        each = _machines.quantity("ssd_bytes", ssd) // here.ssd_count
-        here = _machines.change(here, [f"ssd_bytes={each}"])
-    console = None if json_wanted else _console.make()
     if found:
         if here.node_count * here.gpu_count > 1:
             flag = _FOUND_FLAGS[found]
@@ -576,6 +567,8 @@ def plan(
         answer = _largest_of(found, model or family, here, batch, words, console)
     else:
         if console is not None:
+            from lohan.commands import _simulate_show
+
             _simulate_show.show_machine(here, console)
         load = {"model": model, "batch": batch or _BATCH}
         answer = _predict(here, {**load, **words}, console)

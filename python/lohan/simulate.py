@@ -25,7 +25,7 @@ from lohan.planning._engine import (
     rare_commits,
     worker_bytes_per_s,
 )
-from lohan.planning._pieces import NS_PER_S, frozen_params
+from lohan.planning._pieces import NS_PER_S, capacity_check, frozen_params
 from lohan.planning._placement import SWITCHES, Turns, place
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _SECONDS_PER_DAY = 86400
 # A trained parameter and its states are in two slots: the committed one, and the one being written.
-_SLOT_COUNT = 2
 ORDERS = ("horizontal", "vertical")
 # A sum of gradients in fp32 is read and written for each of them: csrc/sched/sum.c.
 _SUM_BYTES_MOVED = 8
@@ -226,25 +225,6 @@ def _resources(
     return found
 
 
-def _capacity_check(model: Model, machine: Machine, residual_bytes: int, others: int = 0) -> None:
-    """Check that the SSDs have room for two slots of all states and for `others` bytes.
-
-    residual_bytes is what extends a parameter to its fp32 master.
-    """
-    capacity = machine.ssd_count * machine.ssd_bytes
-    count = model.param_count
-    states = (model.param_bytes + residual_bytes) * count + model.moment_bytes(count)
-    states *= _SLOT_COUNT
-    others += sum(model.frozen_read_bytes(*frozen_params(block)) for block in model.blocks)
-    if machine.ssd_bytes and states + others > capacity:
-        raise BudgetError(
-            f"the model's states take {states:,} bytes of SSD (the committed copy and the one being"
-            f" written), its activations and frozen parameters {others:,}; {machine.ssd_count}"
-            " SSD(s) of"
-            f" {machine.ssd_bytes:,} bytes hold {capacity:,}: raise ssd_count or ssd_bytes"
-        )
-
-
 def _is_rare(options: Options) -> bool:
     """Return whether commits are rare by default."""
     return options.policy == "auto" and "host_states" not in options.without
@@ -301,11 +281,11 @@ def _run(
     # First check with the smallest possible states: if the SSDs have no room for them, an error of
     # place() would suggest more of another memory, instead of SSD space.
     model = dataclasses.replace(model, states=options.states)
-    _capacity_check(model, machine, 0)
+    capacity_check(model, machine, 0)
     turns = options.turns
     placement = place(model, machine, options.policy, options.swap_share, options.without, turns)
     residual_bytes = RESIDUAL_BYTES[getattr(torch, placement.dtype)]
-    _capacity_check(model, machine, residual_bytes, placement.ssd_bytes)
+    capacity_check(model, machine, residual_bytes, placement.ssd_bytes)
     raw = _core.simulate(
         **arguments(model, machine, placement),
         host_bytes=placement.engine_bytes,

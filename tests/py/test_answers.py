@@ -139,11 +139,14 @@ def test_parts_are_read_with_their_units() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--gpu", "rtx-9090", "--ram", "64GiB", "--ssd", "2TB,7GB/s"), "one of rtx-3060"),
-        (("--gpu", "rtx-4090", "--ssd", "2TB,7GB/s"), "needs --ram and --ssd"),
+        (
+            ("--gpu", "rtx-9090", "--ram", "64GiB", "--ssd", "2TB,7GB/s"),
+            "did you mean rtx-5090, rtx-4090",
+        ),
+        (("--gpu", "rtx-4090", "--ssd", "2TB,7GB/s"), "needs --ram, for example"),
         ((*PARTS, "--sweep", "batch=1,2"), "--sweep cannot be combined"),
         ((*PARTS, "--order", "vertical", "--accumulate", "2"), "--order vertical cannot"),
-        ((*PARTS, "--machine", "laptop"), "takes a model and the PC's parts"),
+        ((*PARTS, "--machine", "laptop"), "leave out --machine"),
         (("--gpu", "24GiB", "--tokens", "1e6"), "--tokens needs the name of a GPU"),
     ],
 )
@@ -151,8 +154,13 @@ def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], message: str) -
     assert message in " ".join(refusal("--model", "opt-1.3b", *words).split())
 
 
-def test_drives_without_a_rate_are_refused() -> None:
-    done = CliRunner().invoke(main, ["plan", "--model", "opt-1.3b", *PARTS[:5], "2TB"])
+def test_drives_without_a_rate_are_common_ones_and_without_a_capacity_refused() -> None:
+    made = _parts.machine("rtx-4090", "64GiB", "2x2TB")
+    assert (made.ssd_count, made.ssd_read_bytes_per_s) == (2, 7 * 10**9)
+    assert (made.ssd_write_bytes_per_s, made.ssd_endurance_bytes) == (14 * 10**8, 12 * 10**14)
+    done = CliRunner().invoke(
+        main, ["plan", "--model", "opt-1.3b", *PARTS[:5], "7GB/s,5GB/s,1GB/s"]
+    )
     assert done.exit_code == 1
     assert "2TB,7GB/s,1.4GB/s,1200TBW" in " ".join(done.output.split())
 

@@ -172,9 +172,10 @@ def test_adapters_send_only_their_own_gradients() -> None:
         (("--nodes", "2", "--net", "fast"), "--net 'fast' is not a size"),
         (("--nodes", "2", "--net", "1Gb/s", "--policy", "zero"), "--policy cannot be combined"),
         (("--gpus", "2", "--sweep", "batch=1,2"), "--sweep cannot be combined"),
-        (("--gpus", "2", "--states", "8bit"), "--states cannot be combined"),
         (("--gpus", "2", "--order", "vertical"), "--order cannot be combined"),
         (("--gpus", "2", "--ram", "1GB"), "does not fit"),
+        (("--gpus", "2", "--ram", "6GB"), "of 6,000,000,000 bytes (6 GB) of main memory, the sums"),
+        (("--gpus", "2", "--ram", "5GB"), "main memory is too small: with share='on'"),
     ],
     ids=str,
 )

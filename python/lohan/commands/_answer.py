@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lohan.activations import _swap
-from lohan.commands._simulate_show import RESOURCES, load_of, options_of
+from lohan.commands._simulate_show import load_of, options_of
 from lohan.common import _progress
+from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
-from lohan.common._shown import of_number
+from lohan.common._states import STATES
 from lohan.config import POLICIES, Config
-from lohan.errors import BudgetError
-from lohan.planning import _machines, _models, _parts
+from lohan.errors import BudgetError, LohanError, UnsupportedError
+from lohan.planning import _models, _quick
 from lohan.simulate import Options, Step, simulate
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 _LOSS = "linear_cross_entropy"
 _MICRO_BATCHES = 4
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+_BEST_SHARE = 0.97
+_BEST = "best: "
 _DAYS_PER_YEAR = 365
 _YEARS_SHOWN_MAX = 20
 
@@ -79,6 +84,39 @@ def _changes(question: Question) -> dict[str, Question]:
     put(f"{size(more.host_bytes)} of main memory", machine=more)
     drives = machine.ssd_count + 1
     put(f"{drives} drives", machine=dataclasses.replace(machine, ssd_count=drives))
+    return made
+
+
+def _best(question: Question) -> dict[str, Question]:
+    """Return the batch, states and accumulate= that train fastest, as the timeline has it.
+
+    Micro-batches help where the drives bound a step, so the same is tried with several of them.
+    """
+    if question.options.policy != "auto" or question.options.accumulate > 1:
+        return {}
+    found: list[tuple[float, int, str]] = []
+    for states in STATES:
+        for batch in _BATCHES:
+            try:
+                model = _quick.sketch(question.model, batch, question.seq, **question.load)
+                if model is None:
+                    return {}
+                step = _quick.step(model, question.machine, states)
+            except LohanError:
+                break
+            found.append((step.tokens_per_s, batch, states))
+    if not found:
+        return {}
+    # What gains less than that is not worth its memory.
+    most = max(found)[0] * _BEST_SHARE
+    _, batch, states = min(
+        (each for each in found if each[0] >= most), key=lambda each: (each[1], -STATES[each[2]])
+    )
+    made = {}
+    for count in (1, _MICRO_BATCHES):
+        options = dataclasses.replace(question.options, states=states, accumulate=count)
+        name = f'{_BEST}batch {batch}, states="{states}", accumulate={count}'
+        made[name] = dataclasses.replace(question, batch=batch, options=options)
     return made
 
 
@@ -189,8 +227,11 @@ def _answered(question: Question, steps: _Steps, tell: Callable[[str], None]) ->
     tell(f"a step of {question.model}")
     first = steps.begin(question)
     (model,) = steps.models.values()
-    changed = _changes(question)
-    running = {name: steps.begin(each) for name, each in changed.items()}
+    changed = {**_best(question), **_changes(question)}
+    running: dict[str, Future[Step]] = {}
+    for name, each in changed.items():
+        with contextlib.suppress(UnsupportedError):  # a model without a head has no logits
+            running[name] = steps.begin(each)
     found: dict[str, Any] = {"fits": True, "why_not": None, "model": question.model}
     found["tokens"] = question.tokens
     try:
@@ -199,8 +240,10 @@ def _answered(question: Question, steps: _Steps, tell: Callable[[str], None]) ->
         found |= {**_figures(question, step), "step": step.as_dict()}
     except BudgetError as error:
         found |= {"fits": False, "why_not": str(error)}
-    changes = []
+    changes: list[dict[str, Any]] = []
     for name, each in changed.items():
+        if name not in running:
+            continue
         tell(name)
         try:
             step = running[name].result()
@@ -208,7 +251,31 @@ def _answered(question: Question, steps: _Steps, tell: Callable[[str], None]) ->
             changes.append({"change": name, "fits": False})
             continue
         changes.append({"change": name, "fits": True, **_figures(each, step)})
+    tried = {name: each for name, each in changed.items() if each.machine is question.machine}
+    tried = {name: each for name, each in tried.items() if each.load == question.load}
+    changes = _with_best(found, changes, question, tried)
     return {**found, "changes": changes}
+
+
+def _with_best(
+    found: dict[str, Any],
+    changes: list[dict[str, Any]],
+    question: Question,
+    tried: dict[str, Question],
+) -> list[dict[str, Any]]:
+    """Return the changes, first the fastest one that only changes batch, states or accumulate=."""
+    candidates = [row for row in changes if row["change"] in tried and row["fits"]]
+    others = [row for row in changes if not row["change"].startswith(_BEST)]
+    if not candidates:
+        return others
+    best = max(candidates, key=lambda row: float(row["tokens_per_s"]))
+    if found["fits"] and best["tokens_per_s"] * _BEST_SHARE <= found["tokens_per_s"]:
+        return others
+    asked = tried[best["change"]]
+    name = f"{_BEST}batch {asked.batch}, {asked.options.states}"
+    if asked.options.accumulate > 1:
+        name += f", accumulate {asked.options.accumulate}"
+    return [{**best, "change": name}, *others]
 
 
 def _life(days: float | None) -> str:
@@ -236,8 +303,13 @@ def show(found: dict[str, Any], question: Question, console: Console) -> None:
             f" {size(peak['host'])} of {size(machine.host_bytes)} of main memory that programs can"
             f" use, {size(peak['ssd'])} of SSD"
         )
+        count = question.options.accumulate * question.batch
+        of = f"{count} x {question.seq:,} tokens"
+        tokens = round(found["tokens_per_s"] * found["step_s"])
+        if tokens != count * question.seq:  # of images, patches count
+            of = f"{count} images ({tokens:,} tokens)"
         say(
-            f"a step of {question.options.accumulate * question.batch} x {question.seq:,} tokens"
+            f"a step of {of}"
             f" takes {of_number(found['step_s'])} s: {found['tokens_per_s']:,.0f} tokens/s,"
             f" {of_number(found['hours'])} hours for"
             f" {of_number(question.tokens / 1e6)} million tokens; bound by:"
@@ -277,31 +349,18 @@ def run(question: Question, console: Console | None) -> dict[str, Any]:
     return found
 
 
-def question_of(
-    asked: dict[str, Any],
-    parts: tuple[str, str | None, str | None],
-    changes: tuple[str, ...],
-    words: dict[str, Any],
-) -> Question:
+def question_of(asked: dict[str, Any], machine: Machine, words: dict[str, Any]) -> Question:
     """Return the question of a command line.
 
     Args:
         asked: "model", "batch" and "tokens".
-        parts: --gpu, --ram and --ssd.
-        changes: fields of the machine, as in _machines.change().
+        machine: the PC.
         words: the options of a step.
 
     Raises:
-        UsageError: an option is missing, or cannot be combined with the name of a GPU.
-        MachineError: a part of the machine is invalid.
+        UsageError: an option cannot be combined with the name of a GPU.
     """
-    gpu, ram, ssd = parts
-    if gpu not in _parts.GPUS:
-        names = ", ".join(_parts.GPUS)
-        raise click.UsageError(f"--gpu {gpu}: must be a size, as 24GiB, or one of {names}")
-    if ram is None or ssd is None:
-        raise click.UsageError(f"--gpu {gpu} needs --ram and --ssd")
-    for name in ("sweep", "plot", "nodes", "gpus", "net"):
+    for name in ("sweep", "plot"):
         if words[name]:
             raise click.UsageError(f"--{name} cannot be combined with the name of a GPU")
     if words["order"] == "vertical":
@@ -319,7 +378,7 @@ def question_of(
         model=asked["model"],
         batch=asked["batch"],
         seq=words["seq"],
-        machine=_machines.change(_parts.machine(gpu, ram, ssd), changes),
+        machine=machine,
         options=options,
         load=load_of(words),
         tokens=round(asked["tokens"]),

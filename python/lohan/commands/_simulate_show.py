@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lohan.common import _progress
+from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
-from lohan.common._shown import of_number
 from lohan.errors import MachineError, UnsupportedError
 from lohan.planning import _machines, _models, _simulate_zeroth
 from lohan.planning._machines import Machine
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
 _VALUE_COUNT_MAX = 64
 _CURVE_COUNT = 9
-RESOURCES = {
-    "gpu": "GPU",
-    "ssd": "SSDs",
-    "ssd_bus": "SSDs' bus",
-    "link_in": "to the GPU",
-    "link_out": "from the GPU",
-    "cpu": "CPU",
-}
 # The plot's color for each use of a resource.
 _COLORS = {
     "forward": "#4c78a8",

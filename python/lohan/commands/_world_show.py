@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from lohan import simulate
 from lohan.common._shown import of_bytes as size
+from lohan.common._shown import of_number
 from lohan.errors import BudgetError, MachineError
-from lohan.planning import _models, _world, _world_lohan, _world_policies, _world_wrap
+from lohan.planning import _models, _several, _world, _world_policies
+from lohan.simulate import Options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lohan.planning._machines import Machine
+    from lohan.planning._plan import Model
     from lohan.planning._world import Step
 
 # The systems that are shown beside lohan's settings, if they fit.
@@ -28,9 +32,11 @@ _RESOURCES = {
     "links": "the GPUs' links",
     "net": "network",
     "peer": "between GPUs",
-    "cpu": "CPU's AdamW",
+    "cpu": "CPU",
+    "ssd_bus": "SSDs' bus",
 }
 _DAY_S = 86_400
+_WORTHWHILE = 1.3  # times as fast: below that, a second GPU is not advised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,33 +48,69 @@ class Load:
         batch: the sequences of a micro-batch of one GPU.
         seq: the tokens of a sequence.
         micro_steps: the micro-batches of one GPU in a step.
-        adapter_params: the number of trained parameters, if the model's own are frozen.
+        more: further arguments of _models.load().
     """
 
     model: str
     batch: int
     seq: int
     micro_steps: int = 1
-    adapter_params: int | None = None
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def adapter_params(self) -> int | None:
+        """The number of trained parameters, if the model's own are frozen."""
+        found: int | None = self.more.get("adapter_params")
+        return found
 
 
-def _row(
-    name: str, step: Step, tokens: int, machine: Machine, setting: Sequence[str] = ("", "")
+class _Simulated:
+    """A simulated step of one GPU, as _several takes it."""
+
+    def __init__(self, step: simulate.Step) -> None:
+        self.step_s = step.step_ns / 1e9
+        self.bound_by = step.bound_by
+        self.written_bytes = step.ssd_write_bytes
+        self.gpu_bytes = step.peak_bytes["gpu"]
+        self.host_bytes = step.peak_bytes["host"]
+        self.swapped = (step.saved_bytes["host"], step.saved_bytes["ssd"])
+
+
+def _figures(
+    name: str, found: _several.Row | _Simulated, tokens: int, machine: Machine
 ) -> dict[str, Any]:
-    written = step.traffic.ssd_write
+    setting = getattr(found, "setting", ("", ""))
+    written = found.written_bytes
     endurance = machine.ssd_count * machine.ssd_endurance_bytes
-    days = endurance / written * step.step_s / _DAY_S if endurance and written else None
+    days = endurance / written * found.step_s / _DAY_S if endurance and written else None
     return {
         "name": name,
         "share": setting[0],
         "replicas": setting[1],
+        "step_s": found.step_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / found.step_s,
+        "bound_by": found.bound_by,
+        "net_bytes": getattr(found, "net_bytes", 0),
+        "ssd_write_bytes": written,
+        "ssd_life_days": days,
+        "gpu_bytes": found.gpu_bytes,
+        "host_bytes": found.host_bytes,
+    }
+
+
+def _peer_row(name: str, step: Step, tokens: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "share": "",
+        "replicas": "",
         "step_s": step.step_s,
+        "tokens": tokens,
         "tokens_per_s": tokens / step.step_s,
         "bound_by": step.bound_by,
         "net_bytes": step.traffic.net_bytes,
-        "ssd_read_bytes": step.traffic.ssd_read,
-        "ssd_write_bytes": written,
-        "ssd_life_days": days,
+        "ssd_write_bytes": step.traffic.ssd_write,
+        "ssd_life_days": None,
         "gpu_bytes": step.gpu_bytes,
         "host_bytes": step.host_bytes,
     }
@@ -86,13 +128,47 @@ def _peers(work: _world.Work, machine: Machine) -> list[tuple[str, Step]]:
     return found
 
 
-def run(load: Load, machine: Machine, console: Console | None) -> dict[str, Any]:
+def _alone(load: Load, one: Machine, ranks: int, options: Options) -> list[dict[str, Any]]:
+    """Return the step of one GPU, and the fastest one with as many sequences as all GPUs have."""
+    name = "one GPU"
+    found: list[dict[str, Any]] = []
+    tries: list[tuple[int, int]] = [
+        (load.batch, load.micro_steps),
+        (load.batch * ranks, load.micro_steps),
+        (load.batch, load.micro_steps * ranks),
+    ]
+    for batch, steps in tries:
+        model = _models.load(load.model, batch, load.seq, **load.more)
+        asked = dataclasses.replace(options, accumulate=steps)
+        try:
+            step = _Simulated(simulate.simulate(model, one, asked))
+        except BudgetError:
+            continue
+        row = _figures(name, step, model.tokens * steps, one)
+        found.append({**row, "batch": batch, "accumulate": steps})
+    first = [row for row in found if (row["batch"], row["accumulate"]) == tries[0]]
+    same = [row for row in found if row not in first]
+    if same:
+        best = min(same, key=lambda row: float(row["step_s"]))
+        first.append({**best, "name": f"one, {best['batch']}x{best['accumulate']}"})
+    return first
+
+
+def run(
+    load: Load,
+    machine: Machine,
+    console: Console | None,
+    options: Options | None = None,
+    one: Machine | None = None,
+) -> dict[str, Any]:
     """Compare lohan's settings and other systems, print the result, and return it for --json.
 
     Args:
         load: what is trained.
         machine: a machine with several GPUs.
         console: where to print; None prints nothing.
+        options: the settings of one GPU's step; None: the defaults.
+        one: the machine with one of its GPUs; None: with the same link.
 
     Raises:
         MachineError: the machine does not define a link between its nodes.
@@ -103,44 +179,33 @@ def run(load: Load, machine: Machine, console: Console | None) -> dict[str, Any]
             f"{machine.name} has {machine.node_count} nodes, but net_bytes_per_s is 0: pass"
             " --net with the rate of a node's network card, for example --net 10Gb/s"
         )
-    model = _models.load(load.model, load.batch, load.seq)
-    work = _world.work_of(model, adapter_params=load.adapter_params, micro_steps=load.micro_steps)
-    works = [work, *_world_lohan.swaps(model, work)]
-    tokens = model.tokens * load.micro_steps
-    one = dataclasses.replace(machine, node_count=1, gpu_count=1)
-    alone = _world_wrap.fastest(works, one, _world_wrap.Setting("off", "all"))
+    options = options or Options()
+    model = _models.load(load.model, load.batch, load.seq, **load.more)
+    # Several processes exchange gradients before updates: wrap() lets these wait for the step.
+    waits = dataclasses.replace(options, schedule="deferred", accumulate=load.micro_steps)
+
+    def predict(model: Model, engine: Machine) -> _Simulated:
+        return _Simulated(simulate.simulate(model, engine, waits))
+
     ranks = _world.rank_count(machine)
-    rows = []
-    for setting in _world_wrap.settings_of(machine):
-        step = _world_wrap.fastest(works, machine, setting)
-        if step is not None:
-            rows.append(_row("lohan", step, tokens * ranks, machine, setting))
-    if not rows:
-        least = min(
-            (
-                _world_wrap.step(each, machine, setting)
-                for setting in _world_wrap.settings_of(machine)
-                for each in works
-            ),
-            key=lambda step: (max(step.gpu_bytes, machine.gpu_bytes), step.host_bytes),
-        )
-        raise BudgetError(
-            f"{load.model} does not fit {machine.name}: it needs at least"
-            f" {size(least.gpu_bytes)} of GPU memory (there are {size(machine.gpu_bytes)}) and"
-            f" {size(least.host_bytes)} of main memory a node (there are"
-            f" {size(machine.host_bytes)}): take a smaller batch or more memory"
-        )
+    tokens = model.tokens * load.micro_steps * ranks
+    whole = _models.load(load.model, load.batch, load.seq, load.more.get("loss", "logits"))
+    works = _several.works_of(whole, load.adapter_params, load.micro_steps)
+    found = _several.rows(model, works, machine, predict)
+    rows = [_figures("lohan", row, tokens, machine) for row in found]
     best = min(rows, key=lambda row: float(row["step_s"]))
-    rows += [_row(name, step, tokens * ranks, machine) for name, step in _peers(work, machine)]
+    rows += [_peer_row(name, step, tokens) for name, step in _peers(works[0], machine)]
+    alone = _alone(load, one or _several.one_of(machine), ranks, options)
     answer = {
-        **dataclasses.asdict(load),
+        **{key: value for key, value in dataclasses.asdict(load).items() if key != "more"},
         "machine": dataclasses.asdict(machine),
-        "one_gpu": None if alone is None else _row("one GPU", alone, tokens, one),
+        "one_gpu": alone[0] if alone and alone[0]["tokens"] != tokens else None,
+        "one_gpu_same_tokens": next((row for row in alone if row["tokens"] == tokens), None),
         "rows": rows,
         "best": {"share": best["share"], "replicas": best["replicas"]},
     }
     if console is not None:
-        _show(answer, model.param_count, machine, console)
+        _show(answer, model.param_count + model.frozen_count, machine, console)
     return answer
 
 
@@ -149,28 +214,35 @@ def _show(answer: dict[str, Any], param_count: int, machine: Machine, console: C
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     nodes, gpus = machine.node_count, machine.gpu_count
-    trained = answer["adapter_params"]
+    trained = answer.get("adapter_params")
     say(
         f"{answer['model']}, {param_count / 1e9:.3g} billion parameters"
         + (f" and adapters of {trained / 1e6:.3g} million" if trained else "")
         + f", on {nodes} node{'s'[: nodes > 1]} with {gpus} GPU{'s'[: gpus > 1]} each"
         f" ({machine.name})"
     )
-    one = answer["one_gpu"]
-    table = Table(box=None)
+    one, same = answer["one_gpu"], answer["one_gpu_same_tokens"]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("", "share", "replicas"):
         table.add_column(column, no_wrap=True)
     for column in ("step s", "tokens/s", "sent", "SSD", "RAM", "bound by"):
         table.add_column(column, justify="right", no_wrap=True)
-    for row in ([one] if one else []) + answer["rows"]:
+    for row in [each for each in (one, same) if each] + answer["rows"]:
         table.add_row(row["name"], row["share"], row["replicas"], *_cells(row))
     console.print(table, highlight=False, soft_wrap=True)
     say("sent, SSD: the bytes that a node sends and writes in a step; RAM: what it needs")
     best = next(row for row in answer["rows"] if answer["best"].items() <= row.items())
     say(f"lohan takes {size(best['gpu_bytes'])} of each GPU")
-    if one:
-        ratio = best["tokens_per_s"] / one["tokens_per_s"]
-        say(f"{nodes * gpus} GPUs train {ratio:.2f} times as fast as one")
+    if same:
+        ratio = best["tokens_per_s"] / same["tokens_per_s"]
+        say(
+            f"{nodes * gpus} GPUs train {ratio:.2f} times as fast as one with the same"
+            f" {same['batch'] * same['accumulate']} sequences a step (batch {same['batch']},"
+            f" accumulate={same['accumulate']})"
+        )
+        if ratio < _WORTHWHILE:
+            what = _RESOURCES.get(best["bound_by"], best["bound_by"])
+            say(f"more GPUs bring little here: a step is bound by the {what}")
     many = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 " if nodes > 1 else ""
     setting = ", ".join(f"{name}={value!r}" for name, value in answer["best"].items())
     say(f"fastest: model = lohan.wrap(model, store=..., {setting})")
@@ -181,7 +253,7 @@ def _show(answer: dict[str, Any], param_count: int, machine: Machine, console: C
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
     return (
-        f"{row['step_s']:.3f}",
+        of_number(row["step_s"]),
         f"{row['tokens_per_s']:,.0f}",
         size(row["net_bytes"]),
         size(row["ssd_write_bytes"]),

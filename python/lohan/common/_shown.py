@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+# How people call the resources of a step.
+RESOURCES = {
+    "gpu": "GPU",
+    "ssd": "SSDs",
+    "ssd_bus": "SSDs' bus",
+    "link_in": "to the GPU",
+    "link_out": "from the GPU",
+    "cpu": "CPU",
+}
 YEAR_DAYS = 365
 _SHOWN_MAX = 999.5  # what three digits round to 1000
 

@@ -115,7 +115,8 @@ def change(machine: Machine, changes: Iterable[str]) -> Machine:
 def names() -> list[str]:
     """Return the names of the package's presets."""
     folder = resources.files("lohan") / "machines"
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name[-5:] == ".toml")
+    found = (p.name.removesuffix(".toml") for p in folder.iterdir() if p.name[-5:] == ".toml")
+    return sorted(name for name in found if name != "gpus")  # that has parts, see _parts.py
 
 
 def _parse(text: str, where: str) -> Machine:

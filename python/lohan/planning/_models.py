@@ -23,11 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.errors import MachineError, ModelError, UnsupportedError
 from lohan.layout._block import find_blocks
-from lohan.planning import _base, _plan, _shapes
+from lohan.planning import _base, _plan, _shapes, _sketch
 
 _DTYPE = torch.bfloat16
 _DTYPE_BYTES = 2
 _BLOCK_BYTES_MAX = 1 << 40
+# Models that are run; of the others in _shapes there are only sketches.
+_COUNTED = {**_shapes.MODELS, **_shapes.ENCODERS}
 # Model classes whose loss takes the input's tokens as labels.
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
@@ -297,8 +299,10 @@ def _from_transformers(
         raise UnsupportedError(f"{name} needs transformers: pip install lohan[hf]") from error
     model_class: Any = None
     try:
-        if name in _shapes.MODELS:
-            config = transformers.AutoConfig.for_model(**_shapes.MODELS[name])
+        if name in _COUNTED:
+            config = transformers.AutoConfig.for_model(**_COUNTED[name])
+            architecture = (config.architectures or [""])[0]
+            model_class = getattr(transformers, architecture, None)
         elif config_path is None:
             model_class = getattr(transformers, name)
             config = model_class.config_class()
@@ -360,10 +364,14 @@ def load(
     if path.suffix == ".json" and path.is_file() and min(batch, seq) >= 1:
         return _from_transformers(name, path, batch, seq, loss)
     is_class = name.isidentifier() and name[0].isupper()
-    if (name in _shapes.MODELS or is_class) and min(batch, seq) >= 1:
+    if (name in _shapes.MIXTURES or name in _shapes.DIFFUSION) and min(batch, seq) >= 1:
+        if loss != "logits" and not _sketch.has_head(_shapes.ALL[name]):
+            raise UnsupportedError(f"{name} has no head with logits: leave loss= out")
+        return _sketch.of_config(_shapes.ALL[name], name, batch, seq, loss)
+    if (name in _COUNTED or is_class) and min(batch, seq) >= 1:
         return _from_transformers(name, None, batch, seq, loss)
     try:
         return _plan.named_model(name, batch=batch, seq=seq, loss=loss)
     except ModelError as error:
-        known = ", ".join(_shapes.MODELS)
+        known = ", ".join(_shapes.ALL)
         raise ModelError(f"{error}; with transformers also one of {known}") from error

@@ -1,32 +1,34 @@
 """Machines of parts: a GPU by its name, main memory and drives by their sizes.
 
-GPUs have the figures of their datasheets: dense FLOP/s in 16 bits with sums in fp32, memory, and
-the generation and width of PCIe.
+GPUs have the figures of their datasheets (machines/gpus.toml): dense FLOP/s in 16 bits with sums
+in fp32, memory, and the generation and width of PCIe. Several GPUs of a PC divide the lanes of one
+slot of 16, as processors for consumers have them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import re
+import tomllib
+from importlib import resources
 
 from lohan.common._units import quantity
 from lohan.errors import MachineError
 from lohan.planning._machines import SSD_COUNT_MAX, Machine
 
-# TFLOP/s, memory, bytes/s of PCIe each way.
 _PCIE = {"4x16": 31.5e9, "4x8": 15.8e9, "5x16": 63e9, "5x8": 31.5e9}
-GPUS = {
-    "rtx-3060": (25.5, "12GiB", "4x16"),
-    "rtx-3090": (71.0, "24GiB", "4x16"),
-    "rtx-4060-ti": (44.1, "16GiB", "4x8"),
-    "rtx-4070-ti-super": (88.2, "16GiB", "4x16"),
-    "rtx-4080": (97.5, "16GiB", "4x16"),
-    "rtx-4090": (165.2, "24GiB", "4x16"),
-    "rtx-5080": (112.6, "16GiB", "5x16"),
-    "rtx-5090": (209.5, "32GiB", "5x16"),
-    "a100": (312.0, "80GB", "4x16"),
-    "h100": (989.0, "80GB", "5x16"),
-    "h200": (989.0, "141GB", "5x16"),
-}
+
+
+def _gpus() -> dict[str, tuple[float, str, str]]:
+    text = (resources.files("lohan") / "machines" / "gpus.toml").read_text(encoding="utf-8")
+    return {
+        name: (flops, memory, bus) for name, (flops, memory, bus) in tomllib.loads(text).items()
+    }
+
+
+# TFLOP/s, memory, and PCIe of each GPU, by name.
+GPUS = _gpus()
 # What large products and copies reach of the datasheet, as the presets assume: an H200 0.7.
 _FLOP_SHARE, _FLOP_SHARE_SERVER, _LINK_SHARE = 0.94, 0.7, 0.8
 _SERVER = 300  # TFLOP/s
@@ -36,12 +38,44 @@ _SYSTEM_BYTES, _SYSTEM_PART = 4_000_000_000, 16
 _ADAM_PARAMS_PER_S = 1_200_000_000
 # A consumer's drive sustains a fifth of its reads once its cache is full.
 _WRITE_PART = 5
+# What is assumed of a drive of which only the capacity is given: PCIe 4.0 x4, and what vendors rate
+# consumers' drives for, in their capacity.
+_READ_BYTES_PER_S = 7_000_000_000
+_LIFE_WRITES = 600
+GPU_COUNT_MAX = 8
+
+
+def gpus_of(text: str) -> tuple[str, int]:
+    """Parse GPUs as people write them: "rtx-4090", "RTX 4090", "4070ti laptop", "2x-rtx-3090".
+
+    Returns:
+        A key of GPUS, and the number of GPUs.
+
+    Raises:
+        MachineError: no such GPU is known; the message has the closest names.
+    """
+    count, name = 1, re.sub(r"[\s_-]+", "-", text.strip().lower())
+    if several := re.fullmatch(r"(\d+)-?x-?(.+)", name):
+        count, name = int(several[1]), several[2]
+    name = re.sub(r"^(nvidia-|geforce-)+", "", name)
+    name = re.sub(r"^(rtx)?-?(\d{4})(?!\d)", r"rtx-\2", name)
+    name = re.sub(r"(?<=\d)(ti|super)", r"-\1", name).replace("tisuper", "ti-super")
+    name = re.sub(r"-?(laptop|mobile|notebook|max-q)(-gpu)?$", "-laptop", name)
+    if name not in GPUS or not 1 <= count <= GPU_COUNT_MAX:
+        close = difflib.get_close_matches(name, GPUS, 4, 0.5)
+        known = f"did you mean {', '.join(close)}?" if close else f"one of {', '.join(GPUS)}."
+        raise MachineError(
+            f"--gpu {text}: pass the name of a GPU, as rtx-4090, or of up to {GPU_COUNT_MAX}, as"
+            f" 2x-rtx-3090; {known} For another GPU write its figures to a file for --machine"
+        )
+    return name, count
 
 
 def _drives(text: str) -> dict[str, int]:
     """Parse drives such as "2TB,7GB/s,1200TBW" or "2x2TB,7GB/s,5GB/s,1.2PBW".
 
-    The first rate is that of reads, the second that of writes.
+    The first rate is that of reads, the second that of writes. A drive with a capacity alone gets
+    the rates and the endurance of a common one.
     """
     count, _, rest = text.rpartition("x") if re.match(r"\d+x", text) else ("1", "", text)
     made = {"ssd_count": int(count)}
@@ -53,6 +87,9 @@ def _drives(text: str) -> dict[str, int]:
             rates.append(quantity("--ssd: ssd_bytes_per_s", part))
         else:
             made["ssd_bytes"] = quantity("--ssd: ssd_bytes", part)
+    if not rates and "ssd_bytes" in made:
+        rates = [_READ_BYTES_PER_S]
+        made.setdefault("ssd_endurance_bytes", _LIFE_WRITES * made["ssd_bytes"])
     if not 1 <= made["ssd_count"] <= SSD_COUNT_MAX or not 1 <= len(rates) <= 2 or 0 in rates:
         raise MachineError(
             f"--ssd {text}: pass 1 to {SSD_COUNT_MAX} drives with their capacity, the rate of"
@@ -63,13 +100,14 @@ def _drives(text: str) -> dict[str, int]:
     return {**made, "ssd_read_bytes_per_s": rates[0], "ssd_write_bytes_per_s": written}
 
 
-def machine(gpu: str, ram: str, ssd: str) -> Machine:
+def machine(gpu: str, ram: str, ssd: str, count: int = 1) -> Machine:
     """Return a machine of parts.
 
     Args:
         gpu: a key of GPUS.
         ram: the installed main memory, such as "64GiB".
         ssd: the drives, such as "2TB,7GB/s,1200TBW".
+        count: the number of GPUs.
 
     Raises:
         MachineError: a part is unknown, or a figure is invalid.
@@ -81,13 +119,31 @@ def machine(gpu: str, ram: str, ssd: str) -> Machine:
         raise MachineError(f"--ram {ram}: the system takes about 4 GB of it; pass more")
     share = _FLOP_SHARE_SERVER if tflops > _SERVER else _FLOP_SHARE
     link = round(_PCIE[bus] * _LINK_SHARE)
+    if count > 1 and share == _FLOP_SHARE:
+        link = min(link, round(_PCIE[f"{bus[0]}x16"] * _LINK_SHARE) // count)
+    gpus = gpu if count == 1 else f"{count} x {gpu}"
     return Machine(
-        name=f"{gpu}, {ram} of RAM, {ssd}",
+        name=f"{gpus}, {ram} of RAM, {ssd}",
         gpu_flop_per_s=round(tflops * share * 1e12),
         gpu_bytes=quantity("gpu_bytes", memory),
         link_in_bytes_per_s=link,
         link_out_bytes_per_s=link,
         host_bytes=host,
+        gpu_count=count,
         adam_params_per_s=_ADAM_PARAMS_PER_S,
         **_drives(ssd),
+    )
+
+
+def alone(made: Machine) -> Machine:
+    """Return a machine of several GPUs with one of them, which has all lanes of its slot."""
+    gpus, _, rest = made.name.partition(",")
+    gpu = gpus.rpartition(" ")[2]
+    link = round(_PCIE[GPUS[gpu][2]] * _LINK_SHARE)
+    return dataclasses.replace(
+        made,
+        name=f"{gpu},{rest}",
+        gpu_count=1,
+        link_in_bytes_per_s=link,
+        link_out_bytes_per_s=link,
     )

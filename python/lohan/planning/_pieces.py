@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lohan import _core
+from lohan.errors import BudgetError
 
 if TYPE_CHECKING:
-    from lohan.planning._plan import Block, Layer, Model
+    from lohan.planning._plan import Block, Layer, Machine, Model
 
 NS_PER_S = 1_000_000_000
 # A layer's activations move in pieces of at most this size, as individual tensors do.
 PIECE_BYTES = 256 << 20
 GRANULE = 1 << 20
+_SLOT_COUNT = 2  # of every state on SSD: the committed one, and that of the next commit
 # The room that csrc/plan/policy.h leaves for a step's buffers: parameters of three blocks and
 # gradients of two; with twice that, no update waits.
 _BUFFER_BLOCK_COUNT = 3
@@ -63,3 +65,29 @@ def buffer_bytes(model: Model) -> int:
     frozen = [model.frozen_bytes(*frozen_params(block)) for block in model.blocks]
     largest = max(map(sum, zip(trained, frozen, strict=True)))
     return _BUFFER_BLOCK_COUNT * largest + _BUFFER_GRADIENT_COUNT * max(trained) + _SLAB_BYTES
+
+
+def capacity_check(model: Model, machine: Machine, residual_bytes: int, others: int = 0) -> None:
+    """Check that the SSDs have room for two slots of all states and for `others` bytes.
+
+    Args:
+        model: the model.
+        machine: the machine.
+        residual_bytes: what extends a parameter to its fp32 master.
+        others: further bytes.
+
+    Raises:
+        BudgetError: they have not; the message has the numbers.
+    """
+    capacity = machine.ssd_count * machine.ssd_bytes
+    count = model.param_count
+    states = (model.param_bytes + residual_bytes) * count + model.moment_bytes(count)
+    states *= _SLOT_COUNT
+    others += sum(model.frozen_read_bytes(*frozen_params(block)) for block in model.blocks)
+    if machine.ssd_bytes and states + others > capacity:
+        raise BudgetError(
+            f"the model's states take {states:,} bytes of SSD (the committed copy and the one being"
+            f" written), its activations and frozen parameters {others:,}; {machine.ssd_count}"
+            " SSD(s) of"
+            f" {machine.ssd_bytes:,} bytes hold {capacity:,}: raise ssd_count or ssd_bytes"
+        )
