@@ -23,7 +23,7 @@ from lohan.errors import ModelError, StoreExistsError
 from lohan.layout import _files, _quantized, _safetensors
 from lohan.layout._files import DTYPES
 from lohan.layout._safetensors import Tensor
-from lohan.store._weights import bytes_at
+from lohan.store._converted import bytes_at
 
 if TYPE_CHECKING:
     from lohan.layout._files import Folder

@@ -305,11 +305,17 @@ def _check_in_place(meta: dict[str, Any]) -> None:
     for index, place in enumerate(places or []):
         if place is None:
             continue
-        is_packed = isinstance(place, list) and len(place) == 4
-        is_place = _is_place(place[:3] if is_packed else place, files or [])
+        has_more = isinstance(place, list) and len(place) == 4
+        is_place = _is_place(place[:3] if has_more else place, files or [])
         dtype, count = dtype_of(params[index][2]), math.prod(params[index][1])
         size = count * (dtype.itemsize if dtype is not None else 0)
-        if is_packed:
+        is_joined = has_more and isinstance(place[3], dict) and "rest" in place[3]
+        if is_joined:
+            rest = place[3]["rest"]
+            is_place = is_place and _is_list(rest, lambda part: _is_place(part, files or []))
+            size -= sum(part[2] for part in rest) if is_place else 0
+            is_place = is_place and rest != []
+        elif has_more:
             is_place = is_place and dtype in _TRAINED and _is_packed(place[3], count, files or [])
             elements, nbytes = (_PACKED | _ALONE)[place[3]["format"]] if is_place else (1, 0)
             size = -(-count // elements) * nbytes

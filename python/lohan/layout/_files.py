@@ -23,10 +23,11 @@ from lohan.common import _log
 from lohan.errors import ModelError, StoreError
 from lohan.layout import _experts, _gguf, _integers, _quantized, _resized, _ties
 from lohan.layout._index import missing, paths_of
-from lohan.layout._packed import Entry
+from lohan.layout._packed import Entry, cut
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue import _peft
 from lohan.torch_glue._buffers import Buffers
+from lohan.torch_glue._peft import PARTS, PROMPT_ROOT, ROOT
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 # Values of these dtypes can be converted to each other with `to()`. Packed formats of fewer bits
@@ -34,19 +35,6 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The limit that the safetensors library sets for a header.
 _HEADER_BYTES_MAX = 100_000_000
-# Parts that peft adds to the names of modules; without them, the original names remain.
-_PEFT_ROOT = "base_model.model."
-_PROMPT_ROOT = "base_model."
-_PEFT_PARTS = re.compile(
-    r"\.(?:(?:token_adapter\.)?base_layer|original_module"
-    r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
-)
-# The names, in the files, of what the parameters of an expert consist of.
-_OF_EXPERT = {
-    "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
-    "up_proj": ("up_proj.weight",),
-    "down_proj": ("down_proj.weight",),
-}
 # Older files contain this buffer, but current models compute it.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$")
 
@@ -78,6 +66,7 @@ class Folder:
         parts: names of tensors with which quantized parameters are decoded; match() adds them.
         groups: of GGUF: the rows of a group, for tensors whose rows are not in order.
         is_gguf: whether the tensors are in a GGUF file; their names are those of transformers.
+        names: the name in the files of each entry that _conversion.apply() has renamed.
     """
 
     files: list[File]
@@ -87,6 +76,7 @@ class Folder:
     parts: set[str] = dataclasses.field(default_factory=set)
     groups: dict[str, int] = dataclasses.field(default_factory=dict)
     is_gguf: bool = False
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_folder(place: Path) -> Folder:
@@ -335,11 +325,11 @@ def _prefixes(model: nn.Module) -> list[str]:
 def _candidates(name: str, prefixes: list[str]) -> Iterator[str]:
     """Yield the names that a parameter may have in a file, best match first."""
     yield name
-    plain = _PEFT_PARTS.sub("", name.removeprefix(_PEFT_ROOT))
+    plain = PARTS.sub("", name.removeprefix(ROOT))
     if plain != name:
         yield plain
-    if name.startswith(_PROMPT_ROOT):  # peft's prompt learning adds only this
-        yield name.removeprefix(_PROMPT_ROOT)
+    if name.startswith(PROMPT_ROOT):  # peft's prompt learning adds only this
+        yield name.removeprefix(PROMPT_ROOT)
     # from_pretrained also tries this, for a head that was added to a bare model or removed.
     for prefix in prefixes:
         yield plain.removeprefix(prefix) if plain.startswith(prefix) else prefix + plain
@@ -399,43 +389,31 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
 
 
 def add_experts(model: nn.Module, folder: Folder) -> None:
-    """Add the entries of experts that were split off, in place of what the files have of them.
+    """Add the entries of experts that were split off, in place of those of fused tensors.
 
-    That is a slice of a fused tensor, or the expert's own tensors ([Note: Experts apart] in
-    _experts.py).
+    The entries of a model of transformers are fused already if the files have each expert's own
+    tensors ([Note: Converted entries] in _conversion.py).
+
+    Raises:
+        ModelError: the files have another number of experts, or experts of another shape.
     """
     prefixes = _prefixes(model)
     used: set[str] = set()
-    for name, module, experts in _experts.parts(model):
+    for name, _, experts in _experts.parts(model):
         for number, expert in enumerate(experts):
             for own, tensor in expert._parameters.items():
                 assert tensor is not None
-                found = _slice_of(f"{name}.{own}", number, tensor, prefixes, folder)
-                if found is None and not module.is_transposed:
-                    rest = [f"{name}.{number}.{each}" for each in _OF_EXPERT.get(own, ())]
-                    found = _joined(rest, tensor, prefixes, folder)
-                if found is not None:
-                    folder.entries[f"{name}.{number}.{own}"] = found[0]
-                    used |= found[1]
-                used |= _add_parts(f"{name}.{{}}{own}", number, len(experts), prefixes, folder)
+                parts = _add_parts(f"{name}.{{}}{own}", number, len(experts), prefixes, folder)
+                used |= parts
+                full, whole = _look_up([f"{name}.{own}"], prefixes, folder)
+                if whole is None or whole.dtype not in DTYPES:
+                    continue
+                _check_shape(f"{name}.{own}", (len(experts), *tensor.shape), whole, folder)
+                part = cut(whole, number * tensor.numel(), tuple(tensor.shape))
+                folder.entries[f"{name}.{number}.{own}"] = part
+                used.add(full)
     for each in used:
         folder.entries.pop(each, None)
-
-
-Part = tuple[Entry, set[str]]  # an entry, and the names of the files' tensors that it is a part of
-
-
-def _slice_of(
-    name: str, number: int, tensor: torch.Tensor, prefixes: list[str], folder: Folder
-) -> Part | None:
-    """Return the entry of an expert's slice of a fused tensor."""
-    full, whole = _look_up([name], prefixes, folder)
-    if whole is None or whole.shape[1:] != tensor.shape or whole.dtype not in DTYPES:
-        return None
-    nbytes = whole.nbytes // whole.shape[0]
-    offset = whole.offset + number * nbytes
-    made = Entry(whole.file, offset, nbytes, whole.dtype, tuple(tensor.shape), name=whole.name)
-    return made, {full}
 
 
 def _add_parts(name: str, number: int, count: int, prefixes: list[str], folder: Folder) -> set[str]:
@@ -456,26 +434,6 @@ def _add_parts(name: str, number: int, count: int, prefixes: list[str], folder: 
         folder.entries[name.format(f"{number}.") + end] = made
         used.add(full)
     return used
-
-
-def _joined(
-    names: Sequence[str], tensor: torch.Tensor, prefixes: list[str], folder: Folder
-) -> Part | None:
-    """Return the entry of a tensor that the files have in parts, one after the other."""
-    found = [_look_up([name], prefixes, folder) for name in names]
-    entries = [entry for _, entry in found if entry is not None]
-    if not entries or len(entries) < len(found):
-        return None
-    first, *others = entries
-    shape = (sum(entry.shape[0] for entry in entries), *first.shape[1:])
-    is_plain = all(e.dtype == first.dtype and e.shape[1:] == first.shape[1:] for e in others)
-    if not is_plain or shape != tuple(tensor.shape) or first.dtype not in DTYPES:
-        return None
-    made, rest = dataclasses.replace(first, shape=shape), others
-    while rest and (rest[0].file, rest[0].offset) == (made.file, made.offset + made.nbytes):
-        made = dataclasses.replace(made, nbytes=made.nbytes + rest[0].nbytes)
-        rest = rest[1:]
-    return dataclasses.replace(made, rest=tuple(rest)), {name for name, _ in found}
 
 
 def match_buffers(model: nn.Module, folder: Folder) -> list[tuple[torch.Tensor, Entry]]:
@@ -514,12 +472,15 @@ def unused(model: nn.Module, folder: Folder) -> list[str]:
     ]
 
 
+def _check_shape(name: str, shape: tuple[int, ...], entry: Entry, folder: Folder) -> None:
+    if shape != entry.shape:
+        path = folder.files[entry.file].path
+        raise ModelError(f"{path}: {name} is {list(entry.shape)}, but the model has {list(shape)}")
+
+
 def _check_same(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -> None:
     path = folder.files[entry.file].path
-    if tuple(tensor.shape) != entry.shape:
-        raise ModelError(
-            f"{path}: {name} is {list(entry.shape)}, but the model has {list(tensor.shape)}"
-        )
+    _check_shape(name, tuple(tensor.shape), entry, folder)
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise ModelError(f"{path}: {name} has dtype {entry.dtype}, which is not supported")

@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from lohan import _core
 from lohan.common import _log
 from lohan.common._meta import dtype_of
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError
-from lohan.layout import _files, _in_place_units, _packed
+from lohan.layout import _conversion, _files, _in_place_units, _packed
 from lohan.layout._block import checksum_count
 from lohan.layout._files import DTYPES, File
+from lohan.layout._in_place_choice import choose, needed
 from lohan.layout._in_place_units import lay_out, source_of
 from lohan.layout._packed import Entry
 from lohan.torch_glue._tensor import bytes_of
@@ -42,55 +43,6 @@ _SCAN_BYTES = 4 * _core.CHECKSUM_BYTES
 _SCAN_THREADS = 4
 # The number of values that are decoded at a time.
 _DECODED_COUNT = 4 << 20
-
-
-def choose(model: nn.Module, found: Mapping[int, Entry], *, speaks: bool = True) -> set[int]:
-    """Return the ids of the frozen parameters that can be read in place.
-
-    They have the same dtype in the files as in the model, or are quantized there. For all other
-    frozen parameters, one line per reason is printed to stderr, if speaks.
-    """
-    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
-    if not frozen:
-        return set()
-    could = {
-        id(param)
-        for _, param in frozen
-        if (entry := found.get(id(param)))
-        and not entry.rest
-        and (entry.packed or DTYPES[entry.dtype] == param.dtype)
-    }
-    too_many = len(_needed(found[key] for key in could)) > _core.IN_PLACE_FILE_COUNT_MAX
-    left: dict[str, list[tuple[str, int]]] = {}
-    for name, param in frozen:
-        if id(param) in could and not too_many:
-            continue
-        entry = found.get(id(param))
-        if entry is None:
-            why = "the files do not have them"
-        elif entry.rest:
-            why = "the files have their parts in several places"
-        elif id(param) in could:
-            why = f"they are in more than {_core.IN_PLACE_FILE_COUNT_MAX} files"
-        else:
-            why = f"{entry.dtype} in the files, {str(param.dtype).removeprefix('torch.')} here"
-        left.setdefault(why, []).append((name, param.numel() * param.element_size()))
-    for why, params in left.items() if speaks else ():
-        nbytes = sum(nbytes for _, nbytes in params)
-        _log.note(
-            f"{len(params)} parameters ({nbytes / 1e6:.1f} MB) are copied into the"
-            f" store: {why} ({params[0][0]!r}, ...)"
-        )
-    return set() if too_many else could
-
-
-def _needed(entries: Iterable[Entry]) -> set[int]:
-    """Return the files that have the entries and what they are decoded with."""
-    needed = set()
-    for entry in entries:
-        parts = () if entry.packed is None else entry.packed.parts
-        needed |= {entry.file} | {part.file for part in parts if part is not None}
-    return needed
 
 
 class InPlace:
@@ -286,9 +238,16 @@ class InPlace:
 
     def _read_range(self, layout: Layout, param: Param, skip: int, values: torch.Tensor) -> None:
         """Fill values with the parameter's bytes, skipping the first `skip` of them."""
-        pack = layout.units[param.unit].packs.get(param.name)
-        plain = param.first + source_of(param).offset % _core.IN_PLACE_ALIGN
-        self._read_at(layout, param, skip + (plain if pack is None else pack.begin), values)
+        pack, source = layout.units[param.unit].packs.get(param.name), source_of(param)
+        plain = param.first + source.offset % _core.IN_PLACE_ALIGN
+        begins = (plain,) if pack is None else (pack.begin, *pack.rest)
+        target = values.view(torch.uint8)
+        first = -skip  # of the piece, in target
+        for piece, begin in zip(source.places, begins, strict=True):
+            low, high = max(first, 0), min(first + piece.nbytes, target.numel())
+            if low < high:
+                self._read_at(layout, param, begin + low - first, target[low:high])
+            first += piece.nbytes
 
     def _read_at(self, layout: Layout, param: Param, begin: int, values: torch.Tensor) -> None:
         """Fill values with the bytes at an offset in the parameter's unit, as read."""
@@ -362,8 +321,10 @@ def _described(layout: Layout, param: Param) -> list[Any] | None:
     if not layout.units[param.unit].runs:
         return None
     entry = source_of(param)
-    packed = [] if entry.packed is None else [entry.packed.describe()]
-    return [entry.file, entry.offset, entry.nbytes, *packed]
+    how = [] if entry.packed is None else [entry.packed.describe()]
+    if entry.rest:
+        how = [{"rest": [[part.file, part.offset, part.nbytes] for part in entry.rest]}]
+    return [entry.file, entry.offset, entry.nbytes, *how]
 
 
 def _owner(unit: Unit, offset: int) -> Param:
@@ -453,6 +414,7 @@ def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = T
         UnsupportedError: the weights are pickles.
     """
     folder = _files.read_folder(place)
+    _conversion.apply(model, folder)
     _files.add_experts(model, folder)
     entries = _files.match(model, folder)
     buffers = _files.match_buffers(model, folder)
@@ -465,20 +427,23 @@ def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = T
     chosen = set() if config.frozen == "copy" else choose(model, entries, speaks=speaks)
     # All other files are read only once: sessions do not keep them open, and the store's meta does
     # not list them.
-    needed = _needed(entries[key] for key in chosen)
-    order = sorted(range(len(folder.files)), key=lambda file: (file not in needed, file))
+    read = needed(entries[key] for key in chosen)
+    order = sorted(range(len(folder.files)), key=lambda file: (file not in read, file))
     moved = {file: number for number, file in enumerate(order)}
 
     def now(entry: Entry) -> Entry:
         packed = entry.packed and entry.packed.moved(moved.__getitem__)
         rest = tuple(now(part) for part in entry.rest)
-        return dataclasses.replace(entry, file=moved[entry.file], packed=packed, rest=rest)
+        made = entry.made and entry.made.moved(now)
+        return dataclasses.replace(
+            entry, file=moved[entry.file], packed=packed, rest=rest, made=made
+        )
 
     return Found(
         [folder.files[file] for file in order],
         {key: now(entry) for key, entry in entries.items()},
         chosen,
-        len(needed),
+        len(read),
         [(buffer, now(entry)) for buffer, entry in buffers],
     )
 
@@ -508,10 +473,12 @@ def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
 
 def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
     """Return the entry that a store's meta describes."""
-    file, offset, nbytes, *packed = said
-    made = _packed.restored(packed[0], _dtype) if packed else None
-    name = _NAMES[str(tensor.dtype)]
-    return Entry(file, offset, nbytes, name, tuple(tensor.shape), made)
+    file, offset, nbytes, *how = said
+    name, shape = _NAMES[str(tensor.dtype)], tuple(tensor.shape)
+    rest = how[0].get("rest", []) if how else []
+    packed = _packed.restored(how[0], _dtype) if how and not rest else None
+    others = tuple(Entry(f, at, size, name, shape) for f, at, size in rest)
+    return Entry(file, offset, nbytes, name, shape, packed, others)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,6 +1,11 @@
 """The layout in memory of units that are read in place.
 
 [Note: Read in place] and [Note: Packed units] in csrc/sched/in_place.h explain it.
+
+[Note: Joined in place] A parameter whose parts are in several places of the files (the experts of a
+layer) makes its unit a packed one, although nothing is decoded: each part is read as a packed
+parameter of its own, in the order of the parts, and moved to its place between the others. A job of
+the engine moves at most the distance between the two places, so this is not kept short.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ BLOCK = _core.BLOCK_BYTES
 # Two parameters share a run if at most this many bytes lie between them: reading these bytes costs
 # less than another request.
 _GAP_BYTES = 4 * BLOCK
+# The distance over which the parts of a parameter move, unless a unit has less than eight times as
+# much: a MiB for each job of the engine.
+_JOINED_BYTES = 8 << 20
 
 
 def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
@@ -54,7 +62,7 @@ def place(params: Sequence[Param]) -> tuple[list[Run], list[Move]]:
 
 def lay_out(unit: Unit) -> None:
     """Set the runs of an in-place unit, where its parameters are, and how they get there."""
-    if any(source_of(param).packed is not None for param in unit.params):
+    if any(source_of(param).packed or source_of(param).rest for param in unit.params):
         unit.runs, unit.packs = place_packed(unit.params)
     else:
         unit.runs, unit.moves = place(unit.params)
@@ -69,35 +77,46 @@ def source_of(param: Param) -> Entry:
 def place_packed(params: Sequence[Param]) -> tuple[list[Run], dict[str, Pack]]:
     """Set `first` of each parameter of a packed unit; return the unit's runs and packs."""
     order = sorted(params, key=lambda param: _order(source_of(param)))
-    runs, begins = _runs([source_of(param) for param in order], 0)
-    parts = {part for param in order for part in _parts(param) if part is not None}
+    pieces = [piece for param in order for piece in source_of(param).places]
+    runs, begins = _runs(pieces, 0)
+    parts = sorted({p for param in order for p in _parts(param) if p is not None}, key=_order)
     tail = runs[-1].offset + runs[-1].nbytes
-    part_runs, part_begins = _runs(sorted(parts, key=_order), tail)
+    part_runs, part_begins = _runs(parts, tail)
+    begin_of = dict(zip(parts, part_begins, strict=True))
     at = 0
-    distance = 0  # from the unit's beginning to its runs
+    # The distance from the unit's beginning to its runs.
+    distance = min(tail // 8, _JOINED_BYTES) if len(pieces) > len(order) else 0
+    places_of: dict[str, list[int]] = {}
     for param in order:
-        source = source_of(param)
         param.first = at
         end = at + param.count * param.tensor.element_size()
-        distance = max(distance, _least(param, at, begins[source]))
+        mine = begins[: len(source_of(param).places)]
+        begins = begins[len(mine) :]
+        places_of[param.name] = mine
+        distance = max(distance, _least(param, at, mine))
         at = -(-end // _core.IN_PLACE_ALIGN) * _core.IN_PLACE_ALIGN
     distance = -(-distance // BLOCK) * BLOCK
     made = [dataclasses.replace(run, offset=run.offset + distance) for run in [*runs, *part_runs]]
     packs = {}
     for param in order:
-        places = [0 if p is None else part_begins[p] + distance for p in _parts(param)]
-        packs[param.name] = Pack(begins[source_of(param)] + distance, tuple(places))
+        theirs = [0 if p is None else begin_of[p] + distance for p in _parts(param)]
+        first, *rest = (begin + distance for begin in places_of[param.name])
+        packs[param.name] = Pack(first, tuple(theirs), tuple(rest))
     return made, packs
 
 
-def _least(param: Param, to: int, begin: int) -> int:
+def _least(param: Param, to: int, begins: Sequence[int]) -> int:
     """Return the least distance by which packed bytes must move up, as lh_unpack_fits() has it."""
     source, item = source_of(param), param.tensor.element_size()
     group = 0 if source.packed is None else source.packed.group
     packed_group = 0 if source.packed is None else source.packed.nbytes(group)
-    at_first = to + group * item - begin
-    at_end = to + param.count * item + packed_group - (begin + source.nbytes)
-    return max(at_first, at_end)
+    at_first = to + group * item - begins[0]
+    at_end = to + param.count * item + packed_group
+    for piece, begin in zip(source.places, begins, strict=True):
+        last = begin + piece.nbytes
+        at_first = max(at_first, to - begin)
+        to += piece.nbytes
+    return max(at_first, at_end - last)
 
 
 def native(unit: Unit) -> list[tuple[Any, ...]]:
@@ -106,10 +125,14 @@ def native(unit: Unit) -> list[tuple[Any, ...]]:
     rows = []
     for name, pack in unit.packs.items():
         param = by_name[name]
-        source = source_of(param)
-        raw = (FORMATS["raw"], 0, 0, 1, source.nbytes, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
-        what = raw if source.packed is None else source.packed.native(unit.dtype)
-        rows.append((what, pack.begin, param.first, *pack.parts))
+        source, to = source_of(param), param.first
+        if source.packed is not None:
+            rows.append((source.packed.native(unit.dtype), pack.begin, to, *pack.parts))
+            continue
+        for piece, begin in zip(source.places, (pack.begin, *pack.rest), strict=True):
+            raw = (FORMATS["raw"], 0, 0, 1, piece.nbytes, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+            rows.append((raw, begin, to, *pack.parts))
+            to += piece.nbytes
     return rows
 
 
@@ -118,7 +141,7 @@ def owner(unit: Unit, offset: int) -> Param:
     by_name = {param.name: param for param in unit.params}
     found, nearest = unit.params[0], -1
     for name, pack in unit.packs.items():
-        for begin in (pack.begin, *pack.parts):
+        for begin in (pack.begin, *pack.parts, *pack.rest):
             if nearest < begin <= offset:
                 found, nearest = by_name[name], begin
     return found
@@ -133,18 +156,24 @@ def _order(entry: Entry) -> tuple[int, int]:
     return entry.file, entry.offset
 
 
-def _runs(entries: Iterable[Entry], offset: int) -> tuple[list[Run], dict[Entry, int]]:
-    """Return runs for entries in the order of the files, and where each entry begins."""
+def _runs(entries: Iterable[Entry], offset: int) -> tuple[list[Run], list[int]]:
+    """Return runs for entries in their order, and where each entry begins.
+
+    Entries that follow one another in a file share a run.
+    """
     runs: list[Run] = []
-    begins: dict[Entry, int] = {}
+    begins: list[int] = []
+    read = 0  # the end of the last entry in its file
     for entry in entries:
         first = entry.offset // BLOCK * BLOCK
         end = -(-(entry.offset + entry.nbytes) // BLOCK) * BLOCK
         last = runs[-1] if runs else Run(-1, 0, offset, 0)
-        if last.file == entry.file and first <= last.file_offset + last.nbytes + _GAP_BYTES:
+        is_near = first <= last.file_offset + last.nbytes + _GAP_BYTES
+        if last.file == entry.file and entry.offset >= read and is_near:
             nbytes = max(last.nbytes, end - last.file_offset)
             runs[-1] = dataclasses.replace(last, nbytes=nbytes)
         else:
             runs.append(Run(entry.file, first, last.offset + last.nbytes, end - first))
-        begins[entry] = runs[-1].offset + entry.offset - runs[-1].file_offset
+        read = entry.offset + entry.nbytes
+        begins.append(runs[-1].offset + entry.offset - runs[-1].file_offset)
     return runs, begins

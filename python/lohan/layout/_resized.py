@@ -28,7 +28,8 @@ def fitted(model: nn.Module, tensor: torch.Tensor, entry: Entry) -> Entry:
     rows than in the file, which the model keeps. Any other entry is returned as it is.
     """
     shape = tuple(tensor.shape)
-    if not shape or entry.shape[1:] != shape[1:] or entry.shape == shape or entry.rest:
+    is_plain = not entry.rest and entry.made is None
+    if not shape or not is_plain or entry.shape[1:] != shape[1:] or entry.shape == shape:
         return entry
     is_resized = bool(getattr(tensor, "rows", None))
     row = entry.nbytes // max(entry.shape[0], 1)

@@ -157,7 +157,8 @@ def _keep_packed(layout: Layout, config: Config) -> None:
     """
     if config.frozen != "packed":
         return
-    total = sum(unit.read_bytes for unit in layout.units if unit.packs)
+    packed = {p.unit for p in layout.params if p.source is not None and p.source.packed}
+    total = sum(unit.read_bytes for index, unit in enumerate(layout.units) if index in packed)
     if total == 0:
         raise ModelError(
             "frozen='packed' keeps quantized parameters in memory, but no parameter is read from"

@@ -65,7 +65,9 @@ def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
     try:
         made = _names.saved(model, found)
         if any(saved.make is not None for saved in made):
-            raise UnsupportedError("its files are made from its tensors by conversions")
+            # A store is exported without the model, which converts: it gets the model's own names,
+            # which from_pretrained loads, too.
+            made = _names.saved(model, found, as_original=False)
         if any(source.parts for source in found.values()):
             raise UnsupportedError("its experts are parameters of their own")
         said["tensors"] = [

@@ -21,6 +21,7 @@ from lohan.layout._files import DTYPES, check_descriptor
 from lohan.layout._origins import Origin
 from lohan.store import _initial
 from lohan.store._block_writer import BlockWriter
+from lohan.store._converted import Reader, bytes_at
 from lohan.store._initial import give_back
 from lohan.store._store import read_params, write_checksums, write_param
 from lohan.torch_glue import _empty, _peft
@@ -204,8 +205,9 @@ class _Filling:
         """
         params = [param for param in self.layout.params if not self.layout.units[param.unit].runs]
         of_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
+        reader = Reader(self.files)
         for _, _, param in sorted(of_files, key=lambda item: item[:2]):
-            _stream(self.layout, self.extents, self.writer, param, self.files)
+            _stream(self.layout, self.extents, self.writer, param, self.files, reader)
         for index, (rows, _) in self.layout.new_rows.items():
             param = self.layout.params[index]
             self._write(param, rows, first=param.count - rows.numel())
@@ -267,17 +269,19 @@ def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
 
 def _values_of(layout: Layout, param: Param, files: Sequence[File]) -> torch.Tensor:
     """Return a parameter's values from its files, and its new rows if known, in its dtype."""
-    assert param.source is not None
-    packed = param.source.packed
+    source = param.source
+    assert source is not None
+    packed = source.packed
     if packed is None:
-        parts = [part for part in (param.source, *param.source.rest) if part.nbytes]
-        flats = [bytes_at(files, p, 0, p.nbytes).view(DTYPES[p.dtype]) for p in parts]
-        values = torch.cat(flats).view(-1, *param.tensor.shape[1:]).to(param.tensor.dtype)
+        count = _resized.rows_in_file(source)
+        if count:
+            source = dataclasses.replace(source, shape=(count, *source.shape[1:]))
+        values = Reader(files).values(source).to(param.tensor.dtype)
         new = layout.new_rows.get(param.index)
         return values if new is None else torch.cat([values, new[0]])
     values = torch.empty(param.count, dtype=param.tensor.dtype)
     beside = [None if p is None else bytes_at(files, p, 0, p.nbytes) for p in packed.parts]
-    raw = bytes_at(files, param.source, *packed.span(0, param.count))
+    raw = bytes_at(files, source, *packed.span(0, param.count))
     packed.decode(0, raw, beside, values)
     return values.view(param.tensor.shape)
 
@@ -311,19 +315,6 @@ def _stream_decoded(
         write_param(store, unit, extents.units[param.unit], param.first + first * scale, values)
 
 
-def bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> torch.Tensor:
-    """Return bytes of a tensor in a file."""
-    path = files[entry.file].path
-    with path.open("rb") as file:
-        check_descriptor(file.fileno(), files[entry.file])
-        file.seek(entry.offset + skip)
-        raw = bytearray(file.read(nbytes))
-        check_descriptor(file.fileno(), files[entry.file])
-    if len(raw) != nbytes:
-        raise StoreError(f"{path} was truncated: it ends inside a tensor of {entry.nbytes} bytes")
-    return torch.frombuffer(raw, dtype=torch.uint8)
-
-
 def prepare(
     model: nn.Module,
     layout: Layout,
@@ -338,23 +329,13 @@ def prepare(
     Raises:
         StoreError: a file was changed meanwhile.
     """
+    reader = Reader(files)
     for buffer, entry in buffers:
-        path = files[entry.file].path
-        with path.open("rb") as file:
-            check_descriptor(file.fileno(), files[entry.file])
-            file.seek(entry.offset)
-            raw = bytearray(file.read(entry.nbytes))
-            check_descriptor(file.fileno(), files[entry.file])
-        if len(raw) != entry.nbytes:
-            raise StoreError(
-                f"{path} was truncated: it ends inside a buffer of {entry.nbytes} bytes"
-            )
-        values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
         with torch.no_grad():
-            buffer.copy_(values)
+            buffer.copy_(reader.values(entry))
         for name, own in model.named_buffers():
             if own is buffer:
-                layout.origins[name] = Origin("file", str(path), entry.name)
+                layout.origins[name] = Origin("file", str(files[entry.file].path), entry.name)
     params = {id(param.tensor): param for param in layout.params if param.source is not None}
     for param in params.values():
         count = _resized.rows_in_file(param.source)
@@ -372,13 +353,19 @@ def _stream(
     store: BlockWriter,
     param: Param,
     files: Sequence[File],
+    reader: Reader,
 ) -> None:
-    assert param.source is not None
-    if param.source.packed is not None:
+    source = param.source
+    assert source is not None
+    if source.packed is not None:
         _stream_decoded(layout, extents, store, param, files)
         return
+    if source.made or (source.rest and param.strides is not None):
+        values = reader.values(source).reshape(-1)
+        _write_values(layout, extents, store, param, range(param.count), values)
+        return
     begin = 0
-    for part in (param.source, *param.source.rest):
+    for part in source.places:
         count = part.nbytes // DTYPES[part.dtype].itemsize
         elements = range(begin, begin + count)
         _stream_part(layout, extents, store, param, files[part.file], part, elements)
@@ -395,7 +382,7 @@ def _stream_part(
     elements: range,
 ) -> None:
     """Write those elements of a parameter that a tensor in a file has."""
-    dtype, unit = DTYPES[part.dtype], layout.units[param.unit]
+    dtype = DTYPES[part.dtype]
     with source.path.open("rb") as file:
         check_descriptor(file.fileno(), source)
         file.seek(part.offset)
@@ -407,16 +394,29 @@ def _stream_part(
             if len(raw) != count * dtype.itemsize:
                 raise StoreError(f"{source.path} was truncated: it ends inside {param.name}")
             values = torch.frombuffer(raw, dtype=dtype)
-            if param.strides is not None:
-                values = param.flat(values.view(param.tensor.shape))
-            if unit.residual_bytes and dtype != unit.dtype:
-                values = values.float()  # keep as many bits as the master can hold
-            elif param.kept is not None:
-                layout.cut.look(values, unit.dtype)
-                values = narrowed(values, unit.dtype)
-            else:
-                values = values.to(unit.dtype)
-            scale = 1 if unit.trainable else unit.dtype.itemsize
-            at = param.first + first * scale
-            write_param(store, unit, extents.units[param.unit], at, values)
+            _write_values(layout, extents, store, param, range(first, first + count), values)
         check_descriptor(file.fileno(), source)
+
+
+def _write_values(
+    layout: Layout,
+    extents: Extents,
+    store: BlockWriter,
+    param: Param,
+    elements: range,
+    values: torch.Tensor,
+) -> None:
+    """Write elements of a parameter, from a file; all of them if it is not contiguous."""
+    unit = layout.units[param.unit]
+    if param.strides is not None:
+        values = param.flat(values.view(param.tensor.shape))
+    if unit.residual_bytes and values.dtype != unit.dtype:
+        values = values.float()  # keep as many bits as the master can hold
+    elif param.kept is not None:
+        layout.cut.look(values, unit.dtype)
+        values = narrowed(values, unit.dtype)
+    else:
+        values = values.to(unit.dtype)
+    scale = 1 if unit.trainable else unit.dtype.itemsize
+    at = param.first + elements.start * scale
+    write_param(store, unit, extents.units[param.unit], at, values)

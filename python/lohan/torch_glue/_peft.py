@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,13 @@ from torch import nn
 
 from lohan.errors import ModelError, UnsupportedError
 
+# What peft adds to the names of modules; without it, the original names remain.
+ROOT = "base_model.model."
+PROMPT_ROOT = "base_model."  # of peft's prompt learning
+PARTS = re.compile(
+    r"\.(?:(?:token_adapter\.)?base_layer|original_module"
+    r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
+)
 # Classes of bitsandbytes, by name, since it may not be installed.
 _QUANTISED = {"Params4bit", "Int8Params"}
 # The beginnings of init_lora_weights= that subtract the adapter from the base.
