@@ -550,3 +550,24 @@ def test_a_deleted_model_is_gone_with_its_threads_and_files(make: Any, workshop:
         while left := _files_and_threads(workshop.folder) - before:
             assert time.monotonic() < deadline, f"left after 30 s: {left}"
             time.sleep(0.01)
+
+
+class Activated(nn.Module):
+    """A layer with a function of activation that other models have, too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 4), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(x))
+
+
+def test_a_module_without_tensors_that_models_share_stays_as_it_is(store_dir: pathlib.Path) -> None:
+    shared = nn.ReLU()  # some classes of transformers have one function of activation per process
+    first, second = nn.Sequential(Activated(shared)), Activated(shared)
+    wrapped = lohan.wrap(first, store=store_dir / "store")
+    assert isinstance(copy.deepcopy(second).act, nn.ReLU)
+    with pytest.raises(UnsupportedError, match="deepcopy"):
+        copy.deepcopy(wrapped)
+    wrapped.lohan.close()

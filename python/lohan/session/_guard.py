@@ -75,6 +75,15 @@ def _bound(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     return functools.partial(method, weakref.ref(module))
 
 
+def _has_no_tensors(module: nn.Module) -> bool:
+    """Return whether a module has neither parameters nor buffers.
+
+    Several models may share one: some classes of transformers have functions of activation as
+    modules that exist once in a process.
+    """
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
+
+
 def _owner(reference: weakref.ref[nn.Module]) -> nn.Module:
     owner = reference()
     assert owner is not None
@@ -132,6 +141,8 @@ class Guard:
             "_apply": self._apply,
         }
         for module in model.modules():
+            if module is not model and _has_no_tensors(module):
+                continue
             for name, function in same.items():
                 self.shadow(module, name, function)
             self.shadow(module, "_ddp_params_and_buffers_to_ignore", _RefuseDdp())
