@@ -31,6 +31,9 @@ static struct grain grain_of(const struct lh_unpack *unpack)
         [LH_UNPACK_FORMAT_F16] = {1, 2},
         [LH_UNPACK_FORMAT_U4] = {2, 1},
         [LH_UNPACK_FORMAT_U8] = {1, 1},
+        [LH_UNPACK_FORMAT_IQ4_NL] = {32, LH_UNPACK_IQ4_NL_BYTES},
+        [LH_UNPACK_FORMAT_IQ4_XS] = {LH_UNPACK_GRAIN_MAX, LH_UNPACK_IQ4_XS_BYTES},
+        [LH_UNPACK_FORMAT_MXFP4] = {32, LH_UNPACK_MXFP4_BYTES},
     };
     LH_ASSERT(unpack->format < LH_UNPACK_FORMAT_COUNT);
     return grains[unpack->format];

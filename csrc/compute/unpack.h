@@ -14,6 +14,9 @@
  *      Q8_0      the byte as a signed integer            in each grain, one
  *      Q4_K      4 bits                                  in each grain, 8, and 8 minima
  *      Q6_K      6 bits minus 32                         in each grain, 16
+ *      IQ4_NL    one of 16 integers                      in each grain, one
+ *      IQ4_XS    one of 16 integers                      in each grain, 8
+ *      MXFP4     the number that 4 bits encode           in each grain, one of E8M0
  *
  * [Note: Decoding] An element is (float)value * scale, one multiplication in fp32, which is then
  * rounded to `rounding`, and the result to `dtype`; every rounding is to nearest, ties to even. A
@@ -42,10 +45,11 @@
  * and E2M1 in the order of rows, have one row.
  *
  * [Note: Grains] A grain is the shortest run of elements that begins and ends at a whole byte: 32
- * elements of Q8_0, 256 of Q4_K and Q6_K, 2 of 4-bit formats, otherwise one. Scales and minima in a
- * grain are products, in fp32, of a small integer and the grain's own scale of fp16; an element of
- * Q4_K is its scale times its bits, minus its minimum, with two roundings. Formats with scales in
- * grains, and F32, BF16 and F16, have none elsewhere, and no rounding of their own.
+ * elements of Q8_0, IQ4_NL and MXFP4, 256 of Q4_K, Q6_K and IQ4_XS, 2 of 4-bit formats, otherwise
+ * one. Scales and minima in a grain are products, in fp32, of a small integer and the grain's own
+ * scale of fp16 (in IQ4_NL just this scale); an element of Q4_K is its scale times its bits, minus
+ * its minimum, with two roundings. Formats with scales in grains, and F32, BF16 and F16, have none
+ * elsewhere, and no rounding of their own.
  *
  * [Note: Groups of rows] With group_rows, a file has the rows of each group of that many in another
  * order: the rows of its two halves alternate. GGUF files have the rows of each head of Llama's
@@ -94,8 +98,11 @@ enum lh_unpack_format {
     LH_UNPACK_FORMAT_F16,
     LH_UNPACK_FORMAT_U4,
     LH_UNPACK_FORMAT_U8,
+    LH_UNPACK_FORMAT_IQ4_NL,
+    LH_UNPACK_FORMAT_IQ4_XS,
+    LH_UNPACK_FORMAT_MXFP4,
 };
-#define LH_UNPACK_FORMAT_COUNT 13
+#define LH_UNPACK_FORMAT_COUNT 16
 #define LH_UNPACK_GRAIN_MAX 256 /* elements */
 
 /* See [Note: Orders]. */

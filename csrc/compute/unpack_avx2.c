@@ -506,6 +506,58 @@ static inline __attribute__((always_inline)) uint64_t q6_k_unpack(const uint8_t 
     return count;
 }
 
+/* Store 32 elements, which a table has for their 4 bits, times a scale. */
+static inline __attribute__((always_inline)) void table_put(const uint8_t *packed,
+                                                            const int8_t *table, float scale,
+                                                            uint32_t dtype, void *out, uint64_t at)
+{
+    const __m128i low_nibbles = _mm_set1_epi8(15), values = _mm_loadu_si128((const void *)table);
+    __m128i pairs = _mm_loadu_si128((const void *)packed);
+    __m128i low = _mm_shuffle_epi8(values, _mm_and_si128(pairs, low_nibbles));
+    __m128i high = _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(pairs, 4), low_nibbles));
+    scaled_put(_mm256_set_m128i(high, low), scale, scale, dtype, out, at);
+}
+
+static inline __attribute__((always_inline)) uint64_t table_unpack(uint32_t format,
+                                                                   const uint8_t *packed,
+                                                                   uint64_t count, void *out,
+                                                                   uint32_t dtype)
+{
+    const bool is_power = format == LH_UNPACK_FORMAT_MXFP4;
+    const uint64_t head = is_power ? 1 : sizeof(uint16_t);
+    for (uint64_t i = 0; i < count; i++, packed += head + 16) {
+        uint16_t half = 0;
+        if (!is_power)
+            memcpy(&half, packed, sizeof(half));
+        if (is_power ? packed[0] == UINT8_MAX : !half_is_finite(half))
+            return i;
+        float scale = is_power ? lh_unpack_half_power(packed[0]) : half_value(half);
+        table_put(packed + head, is_power ? lh_unpack_doubled : lh_unpack_iq4, scale, dtype, out,
+                  32 * i);
+    }
+    return count;
+}
+
+static inline __attribute__((always_inline)) uint64_t iq4_xs_unpack(const uint8_t *packed,
+                                                                    uint64_t count, void *out,
+                                                                    uint32_t dtype)
+{
+    for (uint64_t i = 0; i < count; i++, packed += LH_UNPACK_IQ4_XS_BYTES) {
+        uint8_t grain[LH_UNPACK_IQ4_XS_BYTES]; /* `out` may overlap what is packed */
+        uint16_t half;
+        int8_t scales[8];
+        memcpy(grain, packed, sizeof(grain));
+        memcpy(&half, grain, sizeof(half));
+        if (!half_is_finite(half))
+            return i;
+        lh_unpack_iq4_xs_scales(grain, scales);
+        for (uint32_t part = 0; part < 8; part++)
+            table_put(grain + 8 + 16 * part, lh_unpack_iq4, half_value(half) * (float)scales[part],
+                      dtype, out, LH_UNPACK_GRAIN_MAX * i + 32 * part);
+    }
+    return count;
+}
+
 static inline __attribute__((always_inline)) uint64_t grains_unpack(uint32_t format,
                                                                     const uint8_t *packed,
                                                                     uint64_t count, void *out,
@@ -513,6 +565,10 @@ static inline __attribute__((always_inline)) uint64_t grains_unpack(uint32_t for
 {
     if (format == LH_UNPACK_FORMAT_Q8_0)
         return q8_0_unpack(packed, count, out, dtype);
+    if (format == LH_UNPACK_FORMAT_IQ4_XS)
+        return iq4_xs_unpack(packed, count, out, dtype);
+    if (format == LH_UNPACK_FORMAT_IQ4_NL || format == LH_UNPACK_FORMAT_MXFP4)
+        return table_unpack(format, packed, count, out, dtype);
     return format == LH_UNPACK_FORMAT_Q4_K ? q4_k_unpack(packed, count, out, dtype)
                                            : q6_k_unpack(packed, count, out, dtype);
 }

@@ -1,6 +1,6 @@
 /*
- * The definition of formats with scales in grains: blocks of GGUF. The values are those of classes
- * Q8_0, Q4_K and Q6_K in gguf-py's gguf/quants.py.
+ * The definition of formats with scales in grains: blocks of GGUF. The values are those of the
+ * classes with their names in gguf-py's gguf/quants.py; but see lh_unpack_half_power().
  */
 #include <string.h>
 
@@ -65,6 +65,49 @@ static void q6_k(const uint8_t *grain, float *values)
     }
 }
 
+const int8_t lh_unpack_iq4[LH_UNPACK_TABLE_COUNT] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                     1,    13,   25,  38,  53,  69,  89,  113};
+const int8_t lh_unpack_doubled[LH_UNPACK_TABLE_COUNT] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                         0, -1, -2, -3, -4, -6, -8, -12};
+
+/* 32 elements of 4 bits: first those in the low bits of 16 bytes, then those in the high bits. */
+static void looked_up(const uint8_t *packed, const int8_t *table, float scale, float *values)
+{
+    for (int i = 0; i < 16; i++) {
+        values[i] = scale * (float)table[packed[i] & 15];
+        values[i + 16] = scale * (float)table[packed[i] >> 4];
+    }
+}
+
+float lh_unpack_half_power(uint8_t byte)
+{
+    uint32_t bits = byte < 2 ? UINT32_C(0x00200000) << byte : ((uint32_t)byte - 1) << 23;
+    float value;
+    if (byte == UINT8_MAX)
+        bits = UINT32_C(0x7FC00000);
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+void lh_unpack_iq4_xs_scales(const uint8_t *grain, int8_t *scales)
+{
+    uint16_t high;
+    memcpy(&high, grain + 2, sizeof(high));
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t low = grain[4 + i / 2] >> (i % 2 * 4) & 15;
+        scales[i] = (int8_t)((int32_t)(low | (high >> (2 * i) & 3) << 4) - 32);
+    }
+}
+
+static void iq4_xs(const uint8_t *grain, float *values)
+{
+    int8_t scales[8];
+    lh_unpack_iq4_xs_scales(grain, scales);
+    for (uint32_t i = 0; i < 8; i++)
+        looked_up(grain + 8 + 16 * i, lh_unpack_iq4, half_at(grain) * (float)scales[i],
+                  values + 32 * i);
+}
+
 void lh_unpack_grain_ref(uint32_t format, const uint8_t *grain, float *values)
 {
     switch ((enum lh_unpack_format)format) {
@@ -73,6 +116,15 @@ void lh_unpack_grain_ref(uint32_t format, const uint8_t *grain, float *values)
         break;
     case LH_UNPACK_FORMAT_Q4_K:
         q4_k(grain, values);
+        break;
+    case LH_UNPACK_FORMAT_IQ4_NL:
+        looked_up(grain + 2, lh_unpack_iq4, half_at(grain), values);
+        break;
+    case LH_UNPACK_FORMAT_IQ4_XS:
+        iq4_xs(grain, values);
+        break;
+    case LH_UNPACK_FORMAT_MXFP4:
+        looked_up(grain + 1, lh_unpack_doubled, lh_unpack_half_power(grain[0]), values);
         break;
     default:
         LH_ASSERT(format == LH_UNPACK_FORMAT_Q6_K);

@@ -14,9 +14,12 @@
 /* Blocks per call of nibbles(), whose scales are widened first. */
 #define LH_UNPACK_BLOCK_COUNT_MAX 64
 
-#define LH_UNPACK_Q8_0_BYTES 34  /* fp16, 32 integers */
-#define LH_UNPACK_Q4_K_BYTES 144 /* 2 of fp16, 12 bytes of scales and minima, 128 of values */
-#define LH_UNPACK_Q6_K_BYTES 210 /* 128 bytes of low bits, 64 of high bits, 16 scales, fp16 */
+#define LH_UNPACK_Q8_0_BYTES 34    /* fp16, 32 integers */
+#define LH_UNPACK_Q4_K_BYTES 144   /* 2 of fp16, 12 bytes of scales and minima, 128 of values */
+#define LH_UNPACK_IQ4_NL_BYTES 18  /* fp16, 16 bytes of values */
+#define LH_UNPACK_IQ4_XS_BYTES 136 /* fp16, 6 bytes of scales, 128 of values */
+#define LH_UNPACK_MXFP4_BYTES 17   /* a power of two, 16 bytes of values */
+#define LH_UNPACK_Q6_K_BYTES 210   /* 128 bytes of low bits, 64 of high bits, 16 scales, fp16 */
 
 /* The values of the codes of E2M1. */
 extern const float lh_unpack_e2m1[LH_UNPACK_TABLE_COUNT];
@@ -26,7 +29,15 @@ float lh_unpack_scale_at(const struct lh_unpack *unpack, const struct lh_unpack_
                          uint64_t index);
 void lh_unpack_put(const struct lh_unpack *unpack, float product, uint64_t at, void *out);
 
-/* The values of a grain of Q8_0, Q4_K or Q6_K. */
+/* The integers that 4 bits stand for in IQ4_NL and IQ4_XS; in MXFP4, twice the values of E2M1. */
+extern const int8_t lh_unpack_iq4[LH_UNPACK_TABLE_COUNT];
+extern const int8_t lh_unpack_doubled[LH_UNPACK_TABLE_COUNT];
+/* Half the scale of a grain of MXFP4; a NaN if its byte is 255. */
+float lh_unpack_half_power(uint8_t byte);
+/* The scales of the 8 parts of a grain of IQ4_XS, as integers. */
+void lh_unpack_iq4_xs_scales(const uint8_t *grain, int8_t *scales);
+
+/* The values of a grain. */
 void lh_unpack_grain_ref(uint32_t format, const uint8_t *grain, float *values);
 /* The scales and the minima of the 8 parts of a grain of Q4_K, as integers of 6 bits. */
 void lh_unpack_q4_k_scales(const uint8_t *grain, uint8_t *scales, uint8_t *minima);
@@ -70,8 +81,8 @@ struct lh_unpack_kernel {
     uint64_t (*e2m1)(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
                      float factor, uint64_t batches, void *out);
     /*
-     * Formats with scales in grains: decode grains, up to the first one with a scale of fp16 that
-     * is not finite. Returns how many grains are decoded.
+     * Formats with scales in grains: decode grains, up to the first one with a scale that is not
+     * finite. Returns how many grains are decoded.
      */
     uint64_t (*grains)(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t count,
                        void *out);

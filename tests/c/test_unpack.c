@@ -63,6 +63,15 @@ static void order_draw(struct lh_unpack *made, uint64_t *seed)
     made->zero = (uint32_t)(lh_test_random(seed) % (made->has_zeros ? 2 : 256));
 }
 
+/* The elements of a grain of GGUF's types. */
+static uint32_t grain_elements(uint32_t format)
+{
+    if (format == LH_UNPACK_FORMAT_Q8_0 || format == LH_UNPACK_FORMAT_IQ4_NL ||
+        format == LH_UNPACK_FORMAT_MXFP4)
+        return 32;
+    return format < LH_UNPACK_FORMAT_F32 || format == LH_UNPACK_FORMAT_IQ4_XS ? 256 : 1;
+}
+
 /* A description with random sizes that fits the arrays above. */
 static struct lh_unpack any(uint64_t *seed)
 {
@@ -89,9 +98,7 @@ static struct lh_unpack any(uint64_t *seed)
     }
     if (made.format >= LH_UNPACK_FORMAT_Q8_0) {
         uint64_t rows = 2 * (1 + lh_test_random(seed) % 4); /* of a group, at most */
-        uint64_t grain = made.format == LH_UNPACK_FORMAT_Q8_0 ? 32
-                         : made.format < LH_UNPACK_FORMAT_F32 ? 256
-                                                              : 1;
+        uint64_t grain = grain_elements(made.format);
         made.columns = lh_max_u64(1, made.columns / grain) * grain;
         made.rows = rows * (1 + made.rows % 30 / rows);
         if (grain == 1)
@@ -271,6 +278,23 @@ static int bits_at(const uint8_t *grain, int at, int count)
     return value;
 }
 
+/* The same for the types with a table. */
+static float looked_up_value(uint32_t format, const uint8_t *grain, int i)
+{
+    static const int values[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                 1,    13,   25,  38,  53,  69,  89,  113};
+    static const float fours[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    int head = format == LH_UNPACK_FORMAT_MXFP4 ? 1 : format == LH_UNPACK_FORMAT_IQ4_NL ? 2 : 8;
+    int part = i / 32, code = bits_at(grain + head + 16 * part, 8 * (i % 16) + i / 16 % 2 * 4, 4);
+    if (format == LH_UNPACK_FORMAT_MXFP4)
+        return grain[0] == 255 ? NAN : (float)ldexp(fours[code], grain[0] - 127);
+    if (format == LH_UNPACK_FORMAT_IQ4_NL)
+        return half_of(grain) * (float)values[code];
+    int scale = bits_at(grain + 4, 4 * part, 4) | bits_at(grain + 2, 2 * part, 2) << 4;
+    volatile float factor = half_of(grain) * (float)(scale - 32);
+    return factor * (float)values[code];
+}
+
 /* Element `i` of a grain, from the picture in ggml's sources. */
 static float grain_value(uint32_t format, const uint8_t *grain, int i)
 {
@@ -278,6 +302,8 @@ static float grain_value(uint32_t format, const uint8_t *grain, int i)
     int part = i / 32, low, high, scale, less;
     if (format == LH_UNPACK_FORMAT_Q8_0)
         return half_of(grain) * (float)(int8_t)grain[2 + i];
+    if (format >= LH_UNPACK_FORMAT_IQ4_NL)
+        return looked_up_value(format, grain, i);
     if (format == LH_UNPACK_FORMAT_Q4_K) {
         int value = bits_at(grain + 16, 8 * (i % 32 + i / 64 * 32) + i / 32 % 2 * 4, 4);
         int four = 8 * (part % 4);
@@ -298,13 +324,16 @@ static float grain_value(uint32_t format, const uint8_t *grain, int i)
 static void test_grains(void)
 {
     static float values[COUNT_MAX];
-    static const uint32_t bytes[] = {34, 144, 210};
+    static const uint32_t formats[] = {LH_UNPACK_FORMAT_Q8_0,   LH_UNPACK_FORMAT_Q4_K,
+                                       LH_UNPACK_FORMAT_Q6_K,   LH_UNPACK_FORMAT_IQ4_NL,
+                                       LH_UNPACK_FORMAT_IQ4_XS, LH_UNPACK_FORMAT_MXFP4};
+    static const uint32_t bytes[] = {34, 144, 210, 18, 136, 17};
     uint64_t seed = 6;
     lh_test_name("grains have the values that their formats define; rows of a group alternate");
-    for (uint32_t turn = 0; turn < 60; turn++) {
-        uint32_t format = LH_UNPACK_FORMAT_Q8_0 + turn % 3, size = turn % 3 == 0 ? 32 : 256;
+    for (uint32_t turn = 0; turn < 120; turn++) {
+        uint32_t format = formats[turn % 6], size = grain_elements(format);
         struct lh_unpack unpack = {
-            .format = format, .rows = 12, .columns = 2 * size, .group_rows = turn % 2 ? 6 : 0};
+            .format = format, .rows = 12, .columns = 2 * size, .group_rows = turn / 6 % 2 ? 6 : 0};
         fill(&seed, false);
         LH_CHECK(lh_unpack_is_valid(&unpack));
         lh_unpack_ref(&unpack, &source, 0, lh_unpack_count(&unpack), values);
@@ -312,7 +341,7 @@ static void test_grains(void)
             uint32_t row = i / unpack.columns, column = i % unpack.columns;
             if (unpack.group_rows)
                 row = row / 6 * 6 + row % 3 * 2 + row / 3 % 2;
-            float value = grain_value(format, packed + (row * 2 + column / size) * bytes[turn % 3],
+            float value = grain_value(format, packed + (row * 2 + column / size) * bytes[turn % 6],
                                       (int)(column % size));
             LH_CHECK(isnan(value) ? bits_of(values[i]) == 0x7FC00000
                                   : bits_of(values[i]) == bits_of(value));

@@ -26,6 +26,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=64),
 }
 NUMBERS = {"F32": 0, "F16": 1, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
+NUMBERS |= {"IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The type of each tensor by its name in the file; others are Q4_K, and F32 in one dimension.
 KINDS = {
@@ -36,6 +37,10 @@ KINDS = {
     "blk.1.attn_v": "F32",
     "blk.1.attn_output": "Q8_0",
     "blk.0.ffn_down": "Q6_K",
+    "blk.0.attn_output": "IQ4_NL",
+    "blk.0.attn_q": "IQ4_XS",
+    "blk.1.ffn_gate": "MXFP4",
+    "blk.1.ffn_down": "IQ4_XS",
     "blk.1.ffn_up": "Q8_0",
     "output": "Q6_K",
 }
@@ -116,7 +121,43 @@ def q6_k(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return grains, (codes.float() * factors[..., None]).reshape(count, 256)
 
 
+IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def looked_up(pairs: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the values of 4 bits: first all low ones of 16 bytes, then all high ones."""
+    pairs = pairs.reshape(len(pairs), -1, 16)
+    return table[torch.cat([pairs & 15, pairs >> 4], 2).long()].float()
+
+
+def iq4_nl(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return grains, and their values."""
+    grains = torch.cat([halves(count, 3e-4), noise(count, 16)], 1)
+    values = looked_up(grains[:, 2:], IQ4) * wide(grains[:, :2])[..., None]
+    return grains, values.reshape(count, 32)
+
+
+def iq4_xs(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return grains, and their values."""
+    grains = torch.cat([halves(count, 2e-5), noise(count, 134)], 1)
+    high = (grains[:, 2].int() | grains[:, 3].int() << 8)[:, None] >> 2 * torch.arange(8) & 3
+    low = torch.stack([grains[:, 4:8] & 15, grains[:, 4:8] >> 4], 2).reshape(count, 8).int()
+    factors = wide(grains[:, :2]) * ((low | high << 4) - 32).float()
+    values = looked_up(grains[:, 8:], IQ4) * factors[..., None]
+    return grains, values.reshape(count, 256)
+
+
+def mxfp4(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return grains, and their values."""
+    powers = torch.randint(116, 122, (count, 1), dtype=torch.uint8)
+    grains = torch.cat([powers, noise(count, 16)], 1)
+    values = looked_up(grains[:, 1:], E2M1) * torch.exp2(powers.float() - 127)[..., None]
+    return grains, values.reshape(count, 32)
+
+
 GRAINS = {"Q8_0": (q8_0, 32), "Q4_K": (q4_k, 256), "Q6_K": (q6_k, 256)}
+GRAINS |= {"IQ4_NL": (iq4_nl, 32), "IQ4_XS": (iq4_xs, 256), "MXFP4": (mxfp4, 32)}
 
 
 def random(kind: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -308,5 +308,5 @@ def test_a_store_says_how_its_parameters_are_decoded(tmp_path: Path, store_dir: 
         if place is not None and place[3:]
     }
     query = said["0.self_attn.q_proj.base_layer.weight"]
-    assert (query["format"], query["group_rows"]) == ("q4_k", 64)
+    assert (query["format"], query["group_rows"]) == ("iq4_xs", 64)
     assert "group_rows" not in said["0.self_attn.o_proj.weight"]

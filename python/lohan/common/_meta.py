@@ -31,6 +31,7 @@ _PACKED = {"f8_e4m3": (1, 1), "i8": (1, 1), "nibbles": (2, 1), "e2m1": (2, 1)}
 _PACKED |= {"u4": (2, 1), "u8": (1, 1)}
 # Those that have no scales outside of it.
 _ALONE = {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
+_ALONE |= {"iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17)}
 _ALONE |= {"f32": (1, 4), "bf16": (1, 2), "f16": (1, 2)}
 _INTEGERS = ("u4", "u8")
 _PARTS = ("scales", "table", "nested", "nested_table", "zeros", "index")

@@ -50,7 +50,10 @@ _TYPES = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 0),
     14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

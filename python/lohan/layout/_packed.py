@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # lh_unpack_scale.
 FORMATS = {"raw": 0, "f8_e4m3": 1, "i8": 2, "nibbles": 3, "e2m1": 4}
 FORMATS |= {"q8_0": 5, "q4_k": 6, "q6_k": 7, "f32": 8, "bf16": 9, "f16": 10}
-FORMATS |= {"u4": 11, "u8": 12}
+FORMATS |= {"u4": 11, "u8": 12, "iq4_nl": 13, "iq4_xs": 14, "mxfp4": 15}
 ORDERS = {"rows": 0, "words": 1, "transposed": 2, "awq": 3}
 _DTYPES = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
 _SCALES = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3, "F8_E8M0": 4, "F8_E4M3": 5}
@@ -32,6 +32,7 @@ _SCALES |= {"F8_E4M3_TIMES": 6}
 GRAINS = dict.fromkeys(FORMATS, (1, 1)) | {"nibbles": (2, 1), "e2m1": (2, 1)}
 GRAINS |= {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
 GRAINS |= {"f32": (1, 4), "bf16": (1, 2), "f16": (1, 2), "u4": (2, 1)}
+GRAINS |= {"iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17)}
 TABLE_COUNT = 16
 NESTED_TABLE_COUNT = 256
 

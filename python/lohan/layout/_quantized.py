@@ -43,7 +43,8 @@ _PARTS = {
 }
 # Names that replace X.weight in formats that are not supported.
 _OTHERS = (("weight", "weight_packed", "compressed-tensors' packed integers"),)
-_GRAINS = ("q8_0", "q4_k", "q6_k", "f32", "bf16", "f16")  # GGUF's types, in lower case
+# GGUF's types, in lower case.
+_GRAINS = ("q8_0", "q4_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "f32", "bf16", "f16")
 # The values of MXFP4 and NVFP4 that share a scale, by the dtype of the scales.
 _GROUPS = {"U8": 32, "F8_E4M3": 16}
 
