@@ -229,11 +229,12 @@ static void stuck_fail(struct lh_engine *engine)
         }
     }
     lh_error_set(&err, -ENOSPC,
-                 "unit %u needs %" PRIu64 " bytes, and %u units in use hold %" PRIu64
-                 " of the %" PRIu64 " bytes for parameters: raise host_bytes by %" PRIu64
-                 ", or delete tensors that are views of parameters",
+                 "unit %u needs %" PRIu64 " bytes in one piece, and %u units in use hold %" PRIu64
+                 " of the %" PRIu64 " bytes for parameters: delete tensors that are views of"
+                 " parameters, or raise host_bytes, of which parameters get a part (with %" PRIu64
+                 " bytes, all of them stay in memory)",
                  wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
-                 engine->budget.region_bytes, 2 * engine->units[wanted].desc.place_bytes);
+                 engine->budget.region_bytes, engine->budget.host_bytes_full);
     if (!waiters_refuse(engine, &err))
         lh_core_fail(engine, &err);
 }

@@ -20,7 +20,7 @@ static uint32_t pin_until_refused(struct rig *rig)
             continue;
         LH_CHECK(rc == -ENOSPC && lh_engine_error(rig->engine, NULL) == 0);
         lh_engine_refusal(rig->engine, &err);
-        LH_CHECK(strstr(err.message, "raise host_bytes by") != NULL);
+        LH_CHECK(strstr(err.message, "raise host_bytes, of which") != NULL);
         return unit;
     }
     LH_CHECK(false && "the smallest budget has room for every unit");

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import lohan
+import pytest
 import torch
+from lohan.errors import BudgetError
 from rules_helper import WIDTH, Workshop, square_loss
 from torch import nn
 from torch.nn import functional
@@ -89,3 +93,40 @@ def test_without_gradients_blocks_are_split_beside_a_parameter_larger_than_they_
     whole = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
     assert sizes[-1] > whole > sizes[-2]
     model.zo_step(lambda: square_loss(model, 0))
+
+
+def test_the_refusal_of_a_unit_without_room_names_a_budget_that_is_enough(
+    workshop: Workshop,
+) -> None:
+    def hold_all(model: Any) -> int:
+        """Run a forward, and hold a view of each layer's weight until it ends."""
+        held: list[torch.Tensor] = []
+        handles = [
+            layer.register_forward_hook(lambda m, i, o: held.append(m.weight.detach()[0]))
+            for layer in model
+        ]
+        try:
+            with torch.no_grad():
+                model(torch.ones(2, WIDE))
+            return len(held)
+        finally:
+            held.clear()
+            for handle in handles:
+                handle.remove()
+
+    def wrapped(name: str, **settings: Any) -> Any:
+        model = nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(8)))
+        return lohan.wrap(model, store=workshop.folder / name, lr=1e-3, **settings)
+
+    large = wrapped("large")
+    least = large.lohan.budget["host_bytes_min"]
+    large.lohan.close()
+    tight = wrapped("tight", host_bytes=least)
+    with pytest.raises(BudgetError, match=r"in one piece.*delete tensors that are views") as caught:
+        hold_all(tight)
+    tight.lohan.close()
+    found = re.search(r"with (\d+) bytes.* all of them stay in memory", str(caught.value))
+    assert found is not None and int(found[1]) > least
+    enough = wrapped("enough", host_bytes=int(found[1]))
+    assert hold_all(enough) == 8
+    enough.lohan.close()

@@ -184,6 +184,47 @@ def test_a_trace_is_refused_by_name_and_training_goes_on(name: str, model: nn.Mo
         assert torch.equal(_step(model), out)
 
 
+class _Inside(nn.Module):
+    """A model whose forward differentiates a layer."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.second, self.first(x))
+
+
+@pytest.mark.parametrize("name", ["jacrev", "grad", "vjp", "hessian"])
+def test_a_transform_inside_the_forward_is_explained_with_those_that_work(
+    name: str, store_dir: pathlib.Path
+) -> None:
+    refused = {
+        "jacrev": lambda f, x: jacrev(f)(x[0]),
+        "grad": lambda f, x: grad(lambda y: f(y).sum())(x),
+        "vjp": lambda f, x: vjp(f, x)[0],
+        "hessian": lambda f, x: hessian(lambda y: f(y).square().sum())(x[0]),
+    }
+    wrapped: Any = lohan.wrap(_Inside(refused[name]), store=store_dir / "refused", lr=1e-3)
+    with pytest.raises(RuntimeError, match=r"torch\.func") as caught:
+        wrapped(torch.ones(2, 4))
+    (note,) = caught.value.__notes__
+    assert note.startswith("lohan: the forward of a wrapped model cannot use torch.func.grad")
+    ways: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+        "jacfwd": lambda f, x: f(x) * jacfwd(f)(x[0]).sum(),
+        "jacobian": lambda f, x: f(x) * autograd_functional.jacobian(f, x[0]).sum(),
+    }
+    for way, function in ways.items():
+        plain, other = _Inside(function), _Inside(function)
+        other.load_state_dict(plain.state_dict())
+        wrapped = lohan.wrap(other, store=store_dir / way, lr=1e-3)
+        out = wrapped(torch.ones(2, 4))
+        assert torch.equal(out, plain(torch.ones(2, 4)))
+        out.sum().backward()
+        wrapped.optimizer.step()
+
+
 def test_gradients_of_parameters_through_vmap_are_those_of_the_plain_forward(
     model: nn.Module,
 ) -> None:

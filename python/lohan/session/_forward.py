@@ -89,6 +89,7 @@ class ForwardRules(SessionPart):
             return  # torch also calls this for a forward that was rejected
         if output is None:  # the forward raised an exception, or returned nothing
             self._batch.explain(sys.exc_info()[1], module, args, kwargs)
+            _explain_transform(sys.exc_info()[1])
         if self._forward_depth > 1:
             self._forward_depth -= 1
             return
@@ -327,6 +328,17 @@ def refuse_transform() -> None:
             " disables the saved-tensor hooks that bring parameters back in backward. Use"
             " torch.autograd.grad or torch.autograd.functional (jacobian, hessian, vjp), which"
             " work, as do torch.func.vmap, jvp and jacfwd; or call lohan.unwrap(model) first"
+        )
+
+
+def _explain_transform(error: BaseException | None) -> None:
+    """Add a note to the error of a transform that the model's own forward uses."""
+    if isinstance(error, RuntimeError) and str(error).startswith("torch.func.{grad, vjp, jacrev"):
+        error.add_note(
+            "lohan: the forward of a wrapped model cannot use torch.func.grad, vjp, jacrev or"
+            " hessian, because torch disables there the saved-tensor hooks that bring parameters"
+            " back in backward. Use torch.func.jacfwd or jvp, or torch.autograd.functional"
+            " (jacobian, hessian, vjp with create_graph=True), which work"
         )
 
 

@@ -18,6 +18,7 @@ from lohan.layout._experts import Apart
 from lohan.planning import _wear
 from lohan.session import _block_swap, _order
 from lohan.torch_glue import _accumulate, _device
+from lohan.world._rendezvous import process_count
 
 _CHOICES = {
     "io": ("auto", "io_uring", "libaio", "threads"),
@@ -163,7 +164,8 @@ def checked(config: Config, max_grad_norm: float | None, model: nn.Module) -> Co
     _accumulate.check(config.accumulate)
     is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
-        if config.on_nan == "skip" and config.schedule not in SCHEDULES_AT_STEP:
+        is_alone = process_count() == 1  # several processes are refused in split()
+        if config.on_nan == "skip" and config.schedule not in SCHEDULES_AT_STEP and is_alone:
             raise UnsupportedError(
                 f"on_nan='skip' is not supported with schedule={config.schedule!r}, whose updates"
                 " begin before all gradients are known: pass schedule='deferred', or max_grad_norm="
