@@ -25,7 +25,7 @@ from lohan.activations._planner import Planner
 from lohan.common import _arguments, _exit, _meta
 from lohan.config import Config
 from lohan.errors import ModelError, OffloadedGradientError, StoreError
-from lohan.layout import _in_place, _ties
+from lohan.layout import _in_place, _names, _ties
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.mezo._zo_wear import ZerothWear
@@ -445,6 +445,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             param.tensor.requires_grad_(True)
     session.apart.undo()
     session.device.give_buffers(model)
+    _names.after_unwrap(model)
     _remove_attributes(model)
     return model
 

@@ -1,4 +1,4 @@
-"""Each method of peft trains as it does without lohan, on every kind of base, or is refused.
+"""Each method of peft trains as with torch alone, on every kind of base, or is refused.
 
 The base is in fp32, because lohan trains a copy of a module in bf16 with an fp32 master, and torch
 without one. The first loss has the bits of torch's; those after updates are compared with a

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.common import _log
 from lohan.errors import UnsupportedError
 from lohan.layout import _experts, _safetensors
+from lohan.torch_glue import _peft
 
 # Matches the name of the layer that a tensor belongs to.
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -253,6 +255,25 @@ def saved(model: Any, found: dict[str, Origin], *, as_original: bool = True) -> 
     kept = remove_tied_weights_from_state_dict(_stand_ins(found), model)
     found = {name: dataclasses.replace(found[name], name=name) for name in kept}
     return _converted(model, found) if as_original else _plain(found)
+
+
+def after_unwrap(model: nn.Module) -> None:
+    """Prepare a model whose values are all in memory, decoded, for saving and merging.
+
+    This removes `quantization_config` from its configs, which save_pretrained would write, although
+    from_pretrained then expects packed values. Adapters that peft merges wrongly are reported.
+    """
+    tied = _peft.on_ties(model)
+    if tied:
+        _log.note(
+            f"{tied[0]} is an adapter of a tied parameter: peft's merge_and_unload() would add it"
+            " to all modules that share the parameter. Untie the modules before you merge"
+            " (docs/lora.md, Merge)"
+        )
+    for module in model.modules():
+        config: Any = getattr(module, "config", None) if is_hugging_face(module) else None
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
 
 
 def texts(model: Any) -> dict[str, str]:

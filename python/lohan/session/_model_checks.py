@@ -267,6 +267,13 @@ def _refuse_shared(
         if is_tied
         else "make one Parameter of that memory, and slice it in the forward"
     )
+    if ".lora_" in name and ".lora_" in other_name:
+        raise ModelError(
+            f"peft's ensure_weight_tying=True makes {name!r} and {other_name!r} two views of one"
+            " memory, which lohan cannot train. To train the tied matrix itself, pass"
+            ' modules_to_save=["embed_tokens"] with ensure_weight_tying=True, and leave the'
+            " embeddings and the head out of target_modules; or set ensure_weight_tying=False"
+        )
     raise ModelError(
         f"parameters {name!r} and {other_name!r} are two Parameters over the same memory. torch"
         f" trains that memory through both, but lohan would train two copies: {way_out}; or use"

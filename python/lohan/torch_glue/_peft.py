@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -132,6 +133,19 @@ def check_base(model: nn.Module) -> None:
                     " and weights= would replace them by those of the files: call lohan.wrap"
                     " without weights=, which copies the base from memory into the store"
                 )
+
+
+def on_ties(model: nn.Module) -> list[str]:
+    """Return the names of layers with an adapter whose base weight other modules share."""
+    owners = Counter(
+        id(param) for m in model.modules() for param in m._parameters.values() if param is not None
+    )
+    return [
+        name
+        for name, module in _adapters(model)
+        if "lora_A" in module._modules
+        and any(owners[id(p)] > 1 for p in module.get_submodule("base_layer").parameters())
+    ]
 
 
 def _init_of(model: nn.Module, adapter: str) -> Any:
