@@ -221,6 +221,19 @@ def test_a_vit_on_a_pc_is_answered(tmp_path: pathlib.Path) -> None:
     assert " fits: " in second and "2 images (" in done.output
 
 
+def test_an_encoder_has_sequences_of_its_positions_unless_longer_ones_are_asked_for(
+    tmp_path: pathlib.Path,
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["bert"]))
+    words = ["--gpu", "rtx-4060-laptop", "--ram", "16GiB", "--ssd", "1TB", "--batch", "2"]
+    words = ["plan", "--model", str(tmp_path), *words]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0 and "a step of 2 x 512 tokens" in done.output, done.output
+    done = CliRunner().invoke(main, [*words, "--seq", "1024"])
+    assert done.exit_code == 2 and "has 512 positions: pass at most 512" in done.output
+
+
 # --- Several GPUs -------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
 from lohan.common._states import STATES
 from lohan.config import POLICIES, Config
-from lohan.errors import BudgetError, LohanError, UnsupportedError
+from lohan.errors import BudgetError, LohanError, MachineError, UnsupportedError
 from lohan.planning import _models, _quick
 from lohan.simulate import Options, Step, simulate
 
@@ -230,7 +230,7 @@ def _answered(question: Question, steps: _Steps, tell: Callable[[str], None]) ->
     changed = {**_best(question), **_changes(question)}
     running: dict[str, Future[Step]] = {}
     for name, each in changed.items():
-        with contextlib.suppress(UnsupportedError):  # a model without a head has no logits
+        with contextlib.suppress(UnsupportedError, MachineError):  # some heads cannot change
             running[name] = steps.begin(each)
     found: dict[str, Any] = {"fits": True, "why_not": None, "model": question.model}
     found["tokens"] = question.tokens

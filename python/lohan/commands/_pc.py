@@ -14,7 +14,7 @@ import click
 
 from lohan.common._shown import RESOURCES, of_days, of_number
 from lohan.errors import BudgetError, LohanError, MachineError
-from lohan.planning import _machines, _parts, _quick, _several, _shapes
+from lohan.planning import _machines, _parts, _quick, _several, _shapes, _sketch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +134,23 @@ def measured(
 def _load_of(words: dict[str, Any]) -> dict[str, Any]:
     names = ("loss", "base", "adapter_params")
     return {name: words[name] for name in names if words.get(name) is not None}
+
+
+def _seq_of(model: str, seq: int) -> int:
+    """Return the tokens of a sequence: those of --seq, by default at most the model's positions.
+
+    Raises:
+        UsageError: --seq is longer than the model's positions.
+    """
+    config = _quick.config_of(model)
+    most = None if config is None else _sketch.longest(config)
+    if most is None or seq <= most:
+        return seq
+    context = click.get_current_context(silent=True)
+    source = None if context is None else context.get_parameter_source("seq")
+    if source is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--seq {seq}: {model} has {most} positions: pass at most {most}")
+    return most
 
 
 def first_line(asked: dict[str, Any], machine: Machine, words: dict[str, Any]) -> str:
@@ -264,6 +281,7 @@ def run(
         if console is not None:
             show_table(found, machine, console)
         return found
+    words = {**words, "seq": _seq_of(asked["model"], words["seq"])}
     if console is not None:
         line = first_line(asked, machine, words)
         if line:

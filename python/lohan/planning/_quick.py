@@ -47,6 +47,18 @@ class Step:
     swapped: tuple[int, int]
 
 
+def config_of(name: str) -> dict[str, Any] | None:
+    """Return the config of a model: by its name, or from a file or folder; None: not known.
+
+    Raises:
+        MachineError: the file is not a config.json.
+    """
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    is_file = path.suffix == ".json" and path.is_file()
+    return _sketch.config_of(name, path if is_file else None)
+
+
 def sketch(
     name: str,
     batch: int,
@@ -61,10 +73,7 @@ def sketch(
         MachineError, ModelError: the config or an argument is invalid.
         UnsupportedError: the model has no head for the loss.
     """
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    is_file = path.suffix == ".json" and path.is_file()
-    config = _sketch.config_of(name, path if is_file else None)
+    config = config_of(name)
     if config is None:
         if name not in _plan.model_names():
             return None

@@ -82,6 +82,8 @@ ENCODERS = {
     "vit-large": _vit(1024, 24, 16, 16),
     "vit-huge": _vit(1280, 32, 16, 14),
 }
+# Positions that a model type does not use: those up to the padding token's.
+UNUSED_POSITIONS = {"roberta": 2, "xlm-roberta": 2}
 # Model types whose MLP has one product on the way in.
 PLAIN_MLP = {
     *("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta", "deberta-v2"),

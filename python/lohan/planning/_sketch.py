@@ -224,6 +224,14 @@ def has_head(config: dict[str, Any]) -> bool:
     return "vocab_size" in config or "vocab_size" in (config.get("text_config") or {})
 
 
+def longest(config: dict[str, Any]) -> int | None:
+    """Return the longest sequence of a model with a table of positions; None: it has no table."""
+    kind, count = config.get("model_type"), config.get("max_position_embeddings")
+    if kind not in _shapes.PLAIN_MLP or not isinstance(count, int):
+        return None
+    return count - _shapes.UNUSED_POSITIONS.get(kind, 0)
+
+
 def config_of(name: str, path: Path | None) -> dict[str, Any] | None:
     """Return the config of a model: its own, by name, or from a file; None if it has none.
 
