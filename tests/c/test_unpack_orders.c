@@ -1,0 +1,123 @@
+/* Test the decoding of tensors in the orders of GPTQ and AWQ, as their writers pack them. */
+#include "compute/unpack.h"
+#include "lh_test.h"
+
+#define COUNT_MAX 40000
+
+static uint8_t packed[COUNT_MAX];
+static uint8_t scales[COUNT_MAX];
+static uint8_t zeros[COUNT_MAX];
+static uint32_t groups[COUNT_MAX];
+
+static const struct lh_unpack_source source = {
+    .packed = packed,
+    .scales = scales,
+    .zeros = zeros,
+    .index = (const uint8_t *)groups,
+};
+
+/* Store the low bits of a value in a word. */
+static void part_put(uint8_t *words, uint64_t word, uint64_t bit, uint32_t value)
+{
+    words[4 * word + bit / 8] |= (uint8_t)(value << bit % 8);
+}
+
+/* Where an element of the tensor, and a zero, is packed: as the libraries' writers have it. */
+static void element_pack(const struct lh_unpack *unpack, uint8_t *words, uint64_t row,
+                         uint64_t column, uint32_t value)
+{
+    static const uint8_t order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    uint64_t bits = unpack->format == LH_UNPACK_FORMAT_U8 ? 8 : 4, parts = 32 / bits, place = 0;
+    if (unpack->order == LH_UNPACK_ORDER_WORDS) {
+        part_put(words, column / parts * unpack->rows + row, column % parts * bits, value);
+        return;
+    }
+    while (unpack->order == LH_UNPACK_ORDER_AWQ ? order[place] != row % 8 : place != row % 8)
+        place++;
+    part_put(words, column * (unpack->rows / 8) + row / 8, place * bits, value);
+}
+
+static void zero_pack(const struct lh_unpack *unpack, uint64_t group, uint64_t row, uint32_t value)
+{
+    static const uint8_t order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    uint64_t bits = unpack->format == LH_UNPACK_FORMAT_U8 ? 8 : 4, parts = 32 / bits;
+    uint64_t place = row % parts;
+    if (unpack->order == LH_UNPACK_ORDER_AWQ)
+        for (place = 0; order[place] != row % 8;)
+            place++;
+    part_put(zeros, group * (unpack->rows / parts) + row / parts, place * bits, value);
+}
+
+static void test_orders(void)
+{
+    static float values[COUNT_MAX];
+    uint64_t seed = 8;
+    lh_test_name("integers minus zeros times scales, in the orders of GPTQ and AWQ");
+    for (int turn = 0; turn < 60; turn++) {
+        struct lh_unpack unpack = {
+            .format = turn % 3 == 0 ? LH_UNPACK_FORMAT_U8 : LH_UNPACK_FORMAT_U4,
+            .has_index = turn % 2 && turn % 3 != 1,
+            .rows = 64 + 8 * (lh_test_random(&seed) % 3),
+            .group_rows = 0,
+            .columns = 320,
+            .block_rows = 1,
+            .block_columns = 32,
+            .has_zeros = 1,
+            .order = turn % 3 == 1 ? LH_UNPACK_ORDER_AWQ : LH_UNPACK_ORDER_WORDS};
+        unpack.group_rows = unpack.rows;
+        unpack.zero = turn % 5 == 0;
+        LH_CHECK(lh_unpack_is_valid(&unpack));
+        uint32_t most = unpack.format == LH_UNPACK_FORMAT_U8 ? 255 : 15;
+        for (uint64_t i = 0; i < lh_unpack_scale_count(&unpack); i++) {
+            float scale = (float)(1 + lh_test_random(&seed) % 100);
+            memcpy(scales + 4 * i, &scale, sizeof(scale));
+        }
+        memset(packed, 0, sizeof(packed));
+        memset(zeros, 0, sizeof(zeros));
+        static uint8_t all_zeros[40][144], all[144][320];
+        for (uint64_t r = 0; r < unpack.rows; r++) {
+            for (uint64_t g = 0; g < 10; g++) {
+                all_zeros[g][r] = (uint8_t)(lh_test_random(&seed) % (most + 1));
+                if (unpack.zero && all_zeros[g][r] == 0)
+                    all_zeros[g][r] = 1; /* no carry: see below */
+                zero_pack(&unpack, g, r, all_zeros[g][r] - unpack.zero);
+            }
+            for (uint64_t c = 0; c < 320; c++) {
+                groups[c] = (uint32_t)(lh_test_random(&seed) % 10);
+                all[r][c] = (uint8_t)(lh_test_random(&seed) % (most + 1));
+                element_pack(&unpack, packed, r, c, all[r][c]);
+            }
+        }
+        lh_unpack(&unpack, &source, 0, lh_unpack_count(&unpack), values);
+        for (uint64_t r = 0; r < unpack.rows; r++) {
+            for (uint64_t c = 0; c < 320; c++) {
+                uint64_t g = unpack.has_index ? groups[c] : c / 32;
+                float scale;
+                memcpy(&scale, scales + 4 * (g * unpack.rows + r), sizeof(scale));
+                LH_CHECK(values[r * 320 + c] == (float)(all[r][c] - all_zeros[g][r]) * scale);
+            }
+        }
+    }
+    lh_test_name("adding one to a part of a word of zeros carries, as in gptqmodel");
+    struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U4, .rows = 8, .group_rows = 8};
+    const uint8_t words[] = {0xF7, 0x7F, 0xF7, 0xFF};
+    const float subtracted[] = {8, 0, 1, 9, 8, 0, 1, 1};
+    const float one = 1;
+    unpack.columns = unpack.block_columns = 8;
+    unpack.block_rows = unpack.has_zeros = unpack.zero = 1;
+    unpack.order = LH_UNPACK_ORDER_WORDS;
+    memset(packed, 0, sizeof(packed));
+    memcpy(zeros, words, sizeof(words));
+    for (int r = 0; r < 8; r++)
+        memcpy(scales + 4 * r, &one, sizeof(one));
+    LH_CHECK(lh_unpack_is_valid(&unpack));
+    lh_unpack(&unpack, &source, 0, 64, values);
+    for (int r = 0; r < 8; r++)
+        LH_CHECK(values[8 * r] == -subtracted[r]);
+}
+
+int main(void)
+{
+    test_orders();
+    return 0;
+}
