@@ -64,7 +64,7 @@ def test_trackers_get_the_figures_of_steps(store_dir: pathlib.Path) -> None:
     assert remaining[-1] == 0.0 and all(seconds > 0 for seconds in remaining[:-1])
     stats = helper.session_of(trainer).stats()
     assert _trainer_logs.BOUNDS[full[-1]["bound_by"]] in stats.busy
-    assert full[-1]["ssd_written_gb"] == pytest.approx(stats.written_bytes / 1e9, rel=0.5)
+    assert full[-1].get("ssd_written_gb", 0) == pytest.approx(stats.written_bytes / 1e9, rel=0.5)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [figures(entry) for entry in history] == [figures(logs) for logs in steps]
 
