@@ -423,16 +423,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     states: dict[int, Any] = {}
     if not session.closed:
         session.settle()
-    if _adopt.is_torchs(origin):
-        opened = session.exclusive([])
-        if session.closed:
-            opened = _store.reopened(session.directories, session.config, layout)
-        with opened as store:
+    is_late = session.is_mate  # the store is another process's until that has closed it
+    if _adopt.is_torchs(origin) and not is_late:
+        with session.reading() as store:
             states = _adopt.read_state(layout, extents, store)
     values = session.values()
     if not session.closed:
         session.part()
     session.close()
+    if _adopt.is_torchs(origin) and is_late:
+        with session.reading() as store:
+            states = _adopt.read_state(layout, extents, store)
     _exit.sessions.discard(session)
     session.unhook()
     guard.remove()

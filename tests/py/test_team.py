@@ -126,3 +126,14 @@ def test_a_wait_for_memory_that_a_killed_process_has_pinned_ends(tmp_path: pathl
     ).wait()
     assert (owner.code, mate.code) == (0, 9)
     assert owner.value.startswith("PeerLostError: rank 1 (host"), owner.value
+
+
+def test_an_unwrap_gives_every_process_the_moments_that_only_the_owner_has(
+    tmp_path: pathlib.Path,
+) -> None:
+    found = {}
+    for share in ("off", "on"):
+        env, store = {world_adamw.SHARE: share}, str(tmp_path / share)
+        found[share] = run(tmp_path, 3, world_commits.unwrap_with_states, store, env=env)
+    assert found["on"] == found["off"] and {each[1] for each in found["on"]} == {2}
+    assert len({each[0] for each in found["on"]}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
 import re
@@ -14,7 +15,16 @@ from typing import Any
 import lohan
 import torch
 from lohan.errors import BudgetError, LohanError
-from world_adamw import BATCHES, build, loss_of, one_step, states_digest, values_digest, wrapped
+from world_adamw import (
+    BATCHES,
+    SHARE,
+    build,
+    loss_of,
+    one_step,
+    states_digest,
+    values_digest,
+    wrapped,
+)
 from world_worker import rank_and_count
 
 
@@ -195,3 +205,21 @@ def wait_for_an_owner(store: str, interrupts: bool) -> str:
         with contextlib.suppress(LohanError):
             model.lohan.close()
     return ""
+
+
+def unwrap_with_states(store: str) -> tuple[str, int]:
+    """Unwrap a model that continued from an AdamW; return a hash of values and moments."""
+    _, count = rank_and_count()
+    model: Any = build(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings: dict[str, Any] = {"accumulate": BATCHES // count, "peer_timeout_s": 10}
+    lohan.wrap(model, store=store, optimizer=optimizer, share=os.environ[SHARE], **settings)
+    for _ in range(2):
+        one_step(model)
+    lohan.unwrap(model)
+    found = hashlib.sha256()
+    for param in model.parameters():
+        state = optimizer.state[param]
+        for value in (param.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            found.update(value.contiguous().numpy().tobytes())
+    return found.hexdigest(), int(state["step"])

@@ -23,19 +23,20 @@ only with schedule="serial", and with divided states for the new values.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lohan import _core
 from lohan.common._stats import ReplicaStats, Traffic
-from lohan.errors import LohanError, PeerStepError, StepError, UnsupportedError
+from lohan.errors import LohanError, PeerStepError, StepError, StoreLockedError, UnsupportedError
 from lohan.layout._block import parts_of
 from lohan.replicas._exchange import Exchange
 from lohan.replicas._gather import Gather
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 0.001
+_LOCK_POLL_S = 0.05  # until another process has closed a store
 _DISCARDED = b""  # what a process tells the others that it does in place of step()
 
 
@@ -424,6 +426,7 @@ def _check_owner(reference: weakref.ref[MateSession]) -> None:
 class MateSession(ReplicaSession):
     """A session whose parameters are those of the owner of its team."""
 
+    is_mate = True
     team: Team
     _memory: int  # file descriptors of the shared memory, and of what wakes the owner's engine
     _bell: int
@@ -543,6 +546,21 @@ class MateSession(ReplicaSession):
     def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Refuse access to the store, which belongs to the owner."""
         self._refuse("access to the store")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[_core.Store]:
+        """Return a context that gives the store for reading, once the owner has closed it."""
+        until = time.monotonic() + self.config.peer_timeout_s
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    store = stack.enter_context(super().reading())
+                    break
+                except StoreLockedError:
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(_LOCK_POLL_S)
+            yield store
 
     def values(self) -> list[torch.Tensor]:
         """Return every parameter's value in main memory, in its dtype and shape."""

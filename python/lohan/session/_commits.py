@@ -109,6 +109,7 @@ class Commits(SessionPart):
     wear: Wear | None = None  # counts what the session writes, if that is needed
     commit_choice: Rule | SmallRule | None = None  # chooses the steps between commits, until it has
     recorder: Recorder | None
+    is_mate = False  # whether another process has the store and the parameters
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: Lock
@@ -370,6 +371,12 @@ class Commits(SessionPart):
             self.flush()
         else:
             self.commit()
+
+    def reading(self) -> contextlib.AbstractContextManager[_core.Store]:
+        """Return a context that gives the store for reading, also after the session is closed."""
+        if self.closed:
+            return _store.reopened(self.directories, self.config, self.layout)
+        return self.exclusive([])
 
     def values(self) -> list[torch.Tensor]:
         """Return every parameter's value in main memory, in its dtype and shape.
