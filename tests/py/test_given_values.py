@@ -244,3 +244,16 @@ def test_origins_name_the_file_the_tied_names_and_the_store(folder: Path, tmp_pa
     model = lohan.wrap(empty(folder), store=tmp_path / "store", resume=True)
     assert {o.kind for o in model.lohan.origins().values()} == {"store", "tied"}
     model.lohan.close()
+
+
+def test_values_in_memory_that_the_files_replace_are_reported(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for is_changed in (False, True):
+        base = AutoModelForCausalLM.from_pretrained(folder / "base")
+        if is_changed:  # as an adapter that was merged changes it
+            base.model.decoder.layers[1].fc1.weight.data[-1, -1] += 1
+        model = lohan.wrap(base, weights=folder / "base", store=tmp_path / f"{is_changed}")
+        model.lohan.close()
+        said = "1 parameters have other values in memory" in capfd.readouterr().err
+        assert said == is_changed

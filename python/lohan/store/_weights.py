@@ -211,6 +211,7 @@ class _Filling:
         for index, (rows, _) in self.layout.new_rows.items():
             param = self.layout.params[index]
             self._write(param, rows, first=param.count - rows.numel())
+        self._say_replaced(weights)
         others = [param for param in params if param.source is None]
         missing = [param for param in others if id(param.tensor) in self.empty]
         if missing and self.init is None:
@@ -218,6 +219,22 @@ class _Filling:
         self._initialise(missing)
         self._write_given(others, missing)
         _origins.of_files(self.layout, self.files)
+
+    def _say_replaced(self, weights: Path) -> None:
+        """Report values in memory that differ from those of the files, which are used."""
+        other = [
+            param.name
+            for param in self.layout.params
+            if param.source is not None
+            and id(param.tensor) not in self.replaced
+            and _differs(param, self.files)
+        ]
+        if other:
+            _log.note(
+                f"{len(other)} parameters have other values in memory than in weights={weights}"
+                f" ({other[0]!r}, ...): those of the files are used. To keep those in memory, call"
+                " lohan.wrap without weights="
+            )
 
     def _initialise(self, missing: Sequence[Param]) -> None:
         """Write the initial values of parameters, most of which have no storage."""
@@ -284,6 +301,23 @@ def _values_of(layout: Layout, param: Param, files: Sequence[File]) -> torch.Ten
     raw = bytes_at(files, source, *packed.span(0, param.count))
     packed.decode(0, raw, beside, values)
     return values.view(param.tensor.shape)
+
+
+def _differs(param: Param, files: Sequence[File]) -> bool:
+    """Return whether a parameter has other values in memory than in its file.
+
+    Quantized values, and those in several parts, are not compared.
+    """
+    source = param.source
+    if source is None or source.packed is not None or source.rest:
+        return False
+    flat, size = param.tensor.detach().reshape(-1), DTYPES[source.dtype].itemsize
+    for first in range(0, param.count, PIECE_ELEMENTS):
+        mine = flat[first : first + PIECE_ELEMENTS]
+        raw = bytes_at(files, source, first * size, mine.numel() * size)
+        if not torch.equal(raw.view(DTYPES[source.dtype]).to(mine.dtype), mine):
+            return True
+    return False
 
 
 def _stream_decoded(
