@@ -1,7 +1,4 @@
-"""`lohan.wrap`: the one call that a training script needs.
-
-Source: LoHan IV-E (interface), IV-C (active gradient offloading); ZO2 alg. 1 ("mezo").
-"""
+"""`lohan.wrap` (LoHan IV-E, active gradient offloading: IV-C; "mezo": ZO2 alg. 1)."""
 
 from __future__ import annotations
 
