@@ -109,12 +109,15 @@ def line(origins: Mapping[str, Origin]) -> str:
     return f"values: {', '.join(parts)} (model.lohan.origins() lists all)"
 
 
-def say(origins: Mapping[str, Origin]) -> None:
+def say(origins: Mapping[str, Origin], *, trains: bool) -> None:
     """Print the line, unless all values were in memory or in the store, or all are from init=.
 
-    It is a note if something is fresh, which a user may not expect.
+    It is a note if something is fresh, which a user may not expect. A session that trains nothing
+    prints only that.
     """
     kinds = {origin.kind for origin in origins.values()} - {"tied"}
     rows = any(origin.rows for origin in origins.values())
-    if kinds & {"file", "fresh"}:
-        (_log.note if "fresh" in kinds or rows else _log.inform)(line(origins))
+    if "fresh" in kinds or rows:
+        _log.note(line(origins))
+    elif "file" in kinds and trains:
+        _log.inform(line(origins))
