@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import tempfile
@@ -17,6 +18,10 @@ from program_server import Program
 from rules_helper import Workshop, assert_same_state, build
 
 HERE = pathlib.Path(__file__).resolve().parent
+# What triton, if it is installed, says at the end of a process that was forked after its import.
+TRITON = re.compile(
+    r"^(?:nanobind: | - (?:leaked|skipped|\.\.\.)|.*refleaks\.html).*\n?", re.MULTILINE
+)
 
 
 def start(mode: str, store: str, temporary: pathlib.Path) -> Program:
@@ -43,7 +48,7 @@ def finish(process: Program) -> tuple[int, str, str]:
         if fields[0] != "Z":
             sessions.append(int(fields[3]))
     assert process.pid not in sessions
-    return process.returncode, out, err
+    return process.returncode, out, TRITON.sub("", err)
 
 
 def steps_of(store: pathlib.Path, workshop: Workshop) -> int:
