@@ -157,7 +157,7 @@ struct lhpy_engine {
     /* Between the first unpack or gradient and the end-of-backward callback. */
     bool backward_is_open;
     bool step_has_gradients;
-    uint64_t backward_number;    /* of the last backward that began, from 1 on */
+    uint64_t backward_number;    /* how many backwards and steps have ended */
     bool backward_has_gradients; /* the last backward that began has passed gradients */
     bool has_sums;
     bool is_paused;               /* turn_thread may use the store until resume() */

@@ -315,6 +315,8 @@ class _Opening:
         self.was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
         is_from_memory = weights is None and init is None and self.was_in_memory
         tensors = [param.tensor for param in self.layout.params]
+        if self.found is not None and not resume:
+            _weights.prepare(self.model, self.layout, self.found.buffers, self.found.files)
         self.shared.meet_at_store()
         self.room = _swap.make_room(self.config, directories, 0)
         store = _store.open_existing(
@@ -379,7 +381,7 @@ class _Opening:
             # If another process has just filled the store, `then` is empty: only the store has it.
             then = self.found.then or _in_place.files_of(_meta.of(store))
             _in_place.check_content(self.layout, then)
-        _weights.skip_fill(self.model, self.layout)
+        _weights.skip_fill(self.model, self.layout, self.found.files if self.found else ())
 
     def _fill(self, extents: _store.Extents, store: _core.Store, weights: Any, init: Any) -> None:
         adopted = b""

@@ -371,8 +371,9 @@ static void test_no_room(void)
     LH_CHECK(rc == -ENOSPC && pinned_count >= 3 && lh_engine_error(rig.engine, NULL) == 0);
     lh_engine_refusal(rig.engine, &err);
     char text[64];
-    snprintf(text, sizeof(text), "unit %u needs %" PRIu64 " bytes, and %u units in use",
-             pinned_count, rig.units[pinned_count].bytes, pinned_count);
+    snprintf(text, sizeof(text),
+             "unit %u needs %" PRIu64 " bytes in one piece, and %u units in use", pinned_count,
+             rig.units[pinned_count].bytes, pinned_count);
     LH_CHECK(err.code == -ENOSPC && strstr(err.message, text));
     for (uint32_t i = 0; i < pinned_count; i++)
         lh_engine_unpin(rig.engine, i);

@@ -156,8 +156,8 @@ def workshop(store_dir: pathlib.Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def closed() -> Iterator[None]:
-    """Close what a test has left open."""
+def closed(store_dir: pathlib.Path) -> Iterator[None]:
+    """Close what a test has left open, while its store still exists."""
     yield
     from trainer_helper import close_all  # imports transformers
 

@@ -40,7 +40,8 @@ class Run:
         variables |= {"CALLS": str(self.log), "LOHAN_CI_LIMITS": limits}
         variables["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
         self.process = subprocess.Popen(
-            [str(ROOT / ".ci" / "run")],
+            # nohup ignores SIGHUP, and a shell cannot handle a signal that it began with ignored.
+            ["env", "--default-signal=HUP", str(ROOT / ".ci" / "run")],
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             text=True,

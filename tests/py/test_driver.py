@@ -79,6 +79,7 @@ def test_a_failure_is_noted_when_it_occurs(
 ) -> None:
     log = tmp_path / "failed"
     monkeypatch.setenv("LOHAN_FAILED", str(log))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # a worker leaves it to the others
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "py" / "conftest.py").read_text())
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "py"))
     (tmp_path / "slow.txt").touch()

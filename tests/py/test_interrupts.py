@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import pathlib
 import sys
 import threading
@@ -20,7 +21,7 @@ from lohan.session import _session
 from lohan.session._guard import Guard
 
 BATCH = 2
-WRAP = sys.modules["lohan.wrap"]  # the attribute lohan.wrap is the function
+WRAP = importlib.import_module("lohan.wrap")  # the attribute lohan.wrap is the function
 
 
 def wrapped(directory: pathlib.Path, **settings: Any) -> Any:

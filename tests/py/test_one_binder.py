@@ -14,10 +14,8 @@ import torch
 from lohan.errors import HollowParameterError, LohanError
 from lohan.torch_glue._hollow import HollowParameter
 from patience import HUNG_S
-from rules_helper import Stack, Workshop, assert_same_state, build, vectors, workshop
+from rules_helper import Stack, Workshop, assert_same_state, build, vectors
 from torch import nn
-
-__all__ = ["workshop"]
 
 WAIT_S = 0.2
 

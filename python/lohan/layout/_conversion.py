@@ -140,6 +140,7 @@ def apply(model: nn.Module, folder: Folder) -> None:
         if name not in used:
             entries.setdefault(_beside(name, modules), entry)
     back = {name: target for target, name in plain.items()}
+    back |= {name: target for target, group in groups.items() for name in group.names}
     folder.doubles = {back.get(name, name): paths for name, paths in folder.doubles.items()}
     folder.entries = entries
 

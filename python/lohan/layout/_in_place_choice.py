@@ -9,6 +9,7 @@ from torch import nn
 from lohan import _core
 from lohan.common import _log
 from lohan.layout._packed import Entry
+from lohan.layout._resized import rows_in_file
 from lohan.layout._safetensors import NAMES
 
 
@@ -39,6 +40,8 @@ def choose(model: nn.Module, found: Mapping[int, Entry], *, speaks: bool = True)
             why = "the files do not have them"
         elif entry.made:
             why = f"they are converted by {entry.made.what}"
+        elif rows_in_file(entry):
+            why = "the files lack their last rows"
         elif not entry.is_joinable:
             align = _core.IN_PLACE_ALIGN
             why = f"the files have their parts in several places, not all of {align} * n bytes"

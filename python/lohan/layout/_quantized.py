@@ -93,6 +93,11 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
     if not is_packed or tensor.dtype not in _MODEL_DTYPES:
         return entry
     one = One(folder, key, entry, tuple(tensor.shape))
+    if entry.rest or entry.made is not None:
+        raise one.refuse(
+            "transformers makes it of several tensors or in another order, which is supported only"
+            " for values that are not quantized"
+        )
     if is_modelopt:
         made = one.modelopt_fours()
     else:

@@ -29,6 +29,7 @@ def fitted(model: nn.Module, tensor: torch.Tensor, entry: Entry) -> Entry:
     """
     shape = tuple(tensor.shape)
     is_plain = not entry.rest and entry.made is None
+    is_plain = is_plain and tensor.is_contiguous()
     if not shape or not is_plain or entry.shape[1:] != shape[1:] or entry.shape == shape:
         return entry
     is_resized = bool(getattr(tensor, "rows", None))

@@ -163,7 +163,7 @@ def retire(origin: torch.optim.Optimizer, layout: Layout) -> None:
     for param in layout.params:
         if layout.units[param.unit].trainable:
             origin.state.pop(param.tensor, None)
-    origin.state = NoState(origin.state)
+    origin.state = NoState(dict, origin.state)
     for name in _SHADOWED:
         setattr(origin, name, _refuse(name))
 

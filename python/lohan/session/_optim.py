@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,9 +59,6 @@ class NoState(defaultdict[Any, Any]):
     torch.distributed.checkpoint first asks whether there is any. If not, it would set learning
     rates to 0 and p.grad to zeros, and leave them so when step() rejects that.
     """
-
-    def __init__(self, held: Mapping[Any, Any] | None = None) -> None:
-        super().__init__(dict, held or {})
 
     def __bool__(self) -> bool:
         """Return False, but not to torch.distributed.checkpoint.
@@ -119,7 +116,7 @@ class StoreOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> NoState:
         """Nothing: torch's class sets an attribute, and replaces it when it loads a state dict."""
-        held: NoState = self.__dict__.setdefault("_no_state", NoState())
+        held: NoState = self.__dict__.setdefault("_no_state", NoState(dict))
         return held
 
     @state.setter

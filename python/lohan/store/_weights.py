@@ -113,10 +113,16 @@ def _put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> N
                 module._parameters[name] = new[id(tensor)]
 
 
-def skip_fill(model: nn.Module, layout: Layout) -> None:
-    """Prepare the parameters without filling them: the store already has the values."""
+def skip_fill(model: nn.Module, layout: Layout, files: Sequence[File]) -> None:
+    """Prepare the parameters without filling them: the store already has the values.
+
+    Args:
+        model: the model.
+        layout: the layout of its parameters.
+        files: the files with the sources of parameters.
+    """
     _replace(model, layout)
-    _origins.of_files(layout, layout.in_place.files)
+    _origins.of_files(layout, files)
     _origins.complete(model, layout, "store")
 
 
@@ -306,10 +312,10 @@ def _values_of(layout: Layout, param: Param, files: Sequence[File]) -> torch.Ten
 def _differs(param: Param, files: Sequence[File]) -> bool:
     """Return whether a parameter has other values in memory than in its file.
 
-    Quantized values, and those in several parts, are not compared.
+    Quantized values, those in several parts, and those that are computed are not compared.
     """
     source = param.source
-    if source is None or source.packed is not None or source.rest:
+    if source is None or source.packed is not None or source.rest or source.made is not None:
         return False
     flat, size = param.tensor.detach().reshape(-1), DTYPES[source.dtype].itemsize
     for first in range(0, param.count, PIECE_ELEMENTS):
