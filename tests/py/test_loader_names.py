@@ -230,3 +230,27 @@ def test_a_conversion_that_fails_names_the_parameter_and_the_operation(
         model = part_model()
     with pytest.raises(ModelError, match=r"MergeModulelist, Concatenate .*'experts' of 5 tensors"):
         lohan.wrap(model, store=store_dir / "store", weights=parts)
+
+
+def test_computed_values_that_a_model_in_memory_has_already_are_not_reported(
+    parts: pathlib.Path, store_dir: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Parts.from_pretrained(parts)
+    right = {name: value.clone() for name, value in model.state_dict().items()}
+    model = lohan.wrap(model, store=store_dir / "store", weights=parts)
+    helper.assert_same_state(dict(model.state_dict()), right)
+    model.lohan.close()
+    assert "other values" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["old_", "left", "each.1.up"])
+def test_two_values_of_one_tensor_are_refused_whatever_uses_it(
+    name: str, parts: pathlib.Path, store_dir: pathlib.Path
+) -> None:
+    value = load_file(parts / "model.safetensors")[name]
+    (parts / "model.safetensors").rename(parts / "a.safetensors")
+    save_file({name: value + 1}, parts / "b.safetensors", {"format": "pt"})
+    with lohan.empty():
+        model = part_model()
+    with pytest.raises(ModelError, match=r"a\.safetensors and .*b\.safetensors"):
+        lohan.wrap(model, store=store_dir / "store", weights=parts)

@@ -137,3 +137,10 @@ def test_an_unwrap_gives_every_process_the_moments_that_only_the_owner_has(
         found[share] = run(tmp_path, 3, world_commits.unwrap_with_states, store, env=env)
     assert found["on"] == found["off"] and {each[1] for each in found["on"]} == {2}
     assert len({each[0] for each in found["on"]}) == 1
+
+
+def test_every_process_has_the_buffers_and_the_origins_of_the_files(tmp_path: pathlib.Path) -> None:
+    store, files = str(tmp_path / "run"), str(tmp_path / "files")
+    found = run(tmp_path, 2, world_commits.values_of_files, store, files, env=ON)
+    assert found[0] == found[1]
+    assert found[0][0] == [0.0, 1.0, 2.0, 3.0] and {*found[0][1].values()} == {"file"}

@@ -15,6 +15,7 @@ from typing import Any
 import lohan
 import torch
 from lohan.errors import BudgetError, LohanError
+from safetensors.torch import save_file
 from world_adamw import (
     BATCHES,
     SHARE,
@@ -223,3 +224,33 @@ def unwrap_with_states(store: str) -> tuple[str, int]:
         for value in (param.detach(), state["exp_avg"], state["exp_avg_sq"]):
             found.update(value.contiguous().numpy().tobytes())
     return found.hexdigest(), int(state["step"])
+
+
+class Shifted(torch.nn.Module):
+    """A layer, and a persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output and the sum of the buffer."""
+        return self.layer(x) + self.shift.sum()
+
+
+def values_of_files(store: str, files: str) -> tuple[list[float], dict[str, str]]:
+    """Wrap an empty model with weights=; return its buffer, and the kind of each origin."""
+    folder = pathlib.Path(f"{files}-{rank_and_count()[0]}")
+    folder.mkdir()
+    torch.manual_seed(0)
+    made = Shifted()
+    made.shift += torch.arange(4.0)
+    save_file(made.state_dict(), folder / "model.safetensors")
+    with lohan.empty():
+        model: Any = Shifted()
+    model = lohan.wrap(model, store=store, weights=folder, share="on")
+    kinds = {name: origin.kind for name, origin in model.lohan.origins().items()}
+    found = model.shift.tolist(), kinds
+    model.lohan.close()
+    return found
