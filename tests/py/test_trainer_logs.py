@@ -17,6 +17,8 @@ from lohan.planning import _drives
 from lohan.planning._wear import DAY_S, Drive
 
 _HELD = {"trainer", "session"}
+pytestmark = pytest.mark.usefixtures("closed")
+
 FIGURES = {"step_s", "eta_s", "bound_by"}
 OF_SSD = {"ssd_read_gb", "ssd_written_gb"}
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import trainer_helper as helper
 import transformers
-from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
 from lohan.session._vertical import VerticalSession
 
@@ -20,11 +19,10 @@ STEPS = [4, 4, 3]  # 11 batches of the first epoch
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet(store_dir: pathlib.Path) -> Iterator[None]:
     """Nothing is left open for the next test."""
     yield
-    for session in list(_exit.sessions):
-        session.close()
+    helper.close_all()
     accelerate.state.AcceleratorState._reset_state(True)
 
 
