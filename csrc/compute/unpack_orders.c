@@ -164,7 +164,7 @@ static void batch_widen(const struct lh_unpack_kernel *kernel, const struct lh_u
             word = zeros_at(unpack, source->zeros, (first + i) / parts);
         for (uint32_t j = 0; j < parts; j++) {
             uint32_t place = unpack->order == LH_UNPACK_ORDER_AWQ ? awq_place(j) : j;
-            uint32_t zero = unpack->has_zeros ? word >> (place * bits) & mask : unpack->zero;
+            uint32_t zero = unpack->has_zeros ? word >> (place * bits % 32) & mask : unpack->zero;
             zeros[i + j] = (float)zero;
         }
     }
@@ -356,7 +356,7 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
     const uint64_t group_bytes = lh_unpack_packed_bytes(unpack, group_rows * columns);
     const uint64_t height = unpack->has_index ? LH_UNPACK_INDEXED_ROWS : LH_UNPACK_TILE;
     const bool is_few = !unpack->has_index || group_count(unpack) <= LH_UNPACK_INDEXED_GROUP_MAX;
-    struct strip strip;
+    struct strip strip = {0};
     for (uint64_t at = first; at < first + count;) {
         uint64_t row = at / columns, group = row / group_rows;
         strip.group = source->packed + (group - first / (group_rows * columns)) * group_bytes;
