@@ -25,7 +25,7 @@ def fitted(model: nn.Module, tensor: torch.Tensor, entry: Entry) -> Entry:
     """Return the entry of a parameter, of which the file may have fewer rows, or more.
 
     That is the case if transformers has resized it, or if it is an embedding in memory with more
-    rows than in the file, which the model keeps. Any other entry is returned as it is.
+    rows than in the file, which the model keeps. Any other entry is returned unchanged.
     """
     shape = tuple(tensor.shape)
     is_plain = not entry.rest and entry.made is None

@@ -54,7 +54,7 @@ def check_rule(group: dict[str, Any]) -> None:
 
 
 class NoState(defaultdict[Any, Any]):
-    """The state of an optimizer whose states are in a store: there is none.
+    """The empty `state` of an optimizer whose states are in a store.
 
     torch.distributed.checkpoint first asks whether there is any. If not, it would set learning
     rates to 0 and p.grad to zeros, and leave them so when step() rejects that.

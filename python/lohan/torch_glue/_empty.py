@@ -292,7 +292,7 @@ def register(module: nn.Module, name: str, plain: Callable[..., None], param: An
     """Register a parameter without storage in place of one with values.
 
     If it takes the place of another one (a script or a loader assigns values), its values are kept.
-    A parameter that peft registers stays as it is.
+    A parameter that peft registers is left unchanged.
     """
     is_given = module._parameters.get(name) is not None
     plain(module, name, param)
