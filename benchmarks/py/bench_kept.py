@@ -32,6 +32,7 @@ from typing import Any
 import lohan
 import torch
 from bench_world import HERE, PORT, System, pinned
+from lohan import _core
 from lohan.errors import BudgetError
 from report import Report
 from world_train import HYPER, LENGTH, build
@@ -112,7 +113,7 @@ class Gathering:
 def least_bytes(folder: Path) -> int:
     """Return the least device memory for parameters, which the error for less names."""
     try:
-        Contestant(folder / "least", lohan._core.BLOCK_BYTES, UNLIMITED)
+        Contestant(folder / "least", _core.BLOCK_BYTES, UNLIMITED)
     except BudgetError as error:
         found = re.search(r"need at least (\d+) bytes", str(error))
         assert found is not None, error

@@ -27,6 +27,7 @@ import lohan
 import served
 import torch
 from diffusers import SD3Transformer2DModel
+from lohan import _core
 from lohan.errors import BudgetError
 from torch import nn
 
@@ -176,7 +177,7 @@ def contestant(args: argparse.Namespace) -> tuple[Any, Step]:
         )
         return model, lohan_step(model, args)
     if args.kind == "computation":
-        lohan._core.heap_keep()  # as wrap() does: torch's memory stays with the process
+        _core.heap_keep()  # as wrap() does: torch's memory stays with the process
     model = plain(args.weights)
     optimizer = adafactor_of(model) if args.kind == "adafactor" else None
     return model, memory_step(model, optimizer, args)
@@ -204,12 +205,12 @@ def digest(model: nn.Module) -> str:
 def least_bytes(folder: Path) -> int:
     """Return the least budget of the small model, which the error for less names."""
     try:
-        wrapped(folder, folder.parent / "least", lohan._core.BLOCK_BYTES, SMALL_DEVICE_BYTES)
+        wrapped(folder, folder.parent / "least", _core.BLOCK_BYTES, SMALL_DEVICE_BYTES)
     except BudgetError as error:
         found = re.search(r"at least (\d+)", str(error))
         assert found is not None, error
         return int(found[1])
-    raise AssertionError(f"{lohan._core.BLOCK_BYTES} bytes were enough")
+    raise AssertionError(f"{_core.BLOCK_BYTES} bytes were enough")
 
 
 def bits(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lohan import config as config
     from lohan import errors, losses
     from lohan.common._build import build_info
     from lohan.common._decay import no_decay
@@ -54,7 +55,7 @@ _MODULES = {
     "wrap": ("unwrap", "wrap"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
-_PUBLIC_MODULES = ("errors", "losses")
+_PUBLIC_MODULES = ("config", "errors", "losses")
 # These names are also public, but not in __all__: a star import must not need transformers.
 _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerMixin")
 

@@ -21,7 +21,7 @@ import steps_files
 import torch
 from hypothesis import strategies as st
 from lohan import _core
-from lohan.activations import _planner, _profile
+from lohan.activations import _planner, _profile, _shapes
 from lohan.commands import _inspect
 from lohan.common import _meta, _units
 from lohan.common._timeline import Span, write_perfetto
@@ -146,19 +146,19 @@ def weights_make(folder: pathlib.Path) -> list[bytes]:
         {
             "__metadata__": {"format": "pt"},
             "w": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]},
-            "b": {"dtype": "NEW", "shape": [], "data_offsets": [8, 9]},
+            "b": {"dtype": "NEW", "shape": [], "data_offsets": [8, 16]},
         },
     ]
     return [framed(json.dumps(text).encode()) for text in texts]
 
 
-def framed(text: bytes) -> bytes:
-    """A file with this header, whose length is right."""
-    return struct.pack("<Q", len(text)) + text + bytes(32)
+def framed(text: bytes, values: bytes = bytes(16)) -> bytes:
+    """A file with this header, whose length is right, and the bytes that a sample describes."""
+    return struct.pack("<Q", len(text)) + text + values
 
 
 def weights_changes(samples: list[Any]) -> st.SearchStrategy[bytes]:
-    values = [json.loads(data[8:-32]) for data in samples]
+    values = [json.loads(data[8:-16]) for data in samples]
     return st.one_of(
         mutate.of_bytes(samples),
         mutate.of_json(values).map(framed),
@@ -182,8 +182,9 @@ def weights_run(data: bytes, folder: pathlib.Path) -> None:
 
 
 def index_make(folder: pathlib.Path) -> list[Any]:
-    for name in ("one", "two"):
-        (folder / f"{name}.safetensors").write_bytes(weights_make(folder)[0])
+    for at, name in enumerate(("one", "two")):  # which disagree on the same tensor
+        data = framed(weights_make(folder)[0][8:-16], bytes([at]) * 16)
+        (folder / f"{name}.safetensors").write_bytes(data)
     files = {"a": "one.safetensors", "b": "two.safetensors"}
     names = ({"a": "two.safetensors", "b": "one.safetensors"}, {"c": files["a"], "d": files["b"]})
     return [{"metadata": {"total_size": 32}, "weight_map": made} for made in (files, *names)]
@@ -257,12 +258,12 @@ def profile_run(data: bytes, folder: pathlib.Path) -> None:
     planner: Any = types.SimpleNamespace(
         path=str(path),
         key="key",
-        shapes={},
+        shapes=_shapes.Shapes(),
         has_profile=False,
         activations=types.SimpleNamespace(places=places),
     )
     _planner.Planner._read(planner)
-    for shape in planner.shapes.values():
+    for shape in planner.shapes:
         assert is_whole(shape.profile), "a profile with values of other types is taken"
         shape.profile.may_be_held_up()
     _planner.Planner._write(planner)

@@ -108,7 +108,8 @@ def test_killed_at_random_moments_a_training_ends_with_the_same_bits(
         for each in group.wait():
             assert each.code in (0, -signal.SIGKILL), f"{each.error}: {each.text}\n{each.said}"
     for losses, end in run(tmp_path, 2, world_trainer.endless, str(folder), steps):
-        assert (losses, end) == whole
+        # From the checkpoint of the last step, a Trainer makes one more, here with a rate of 0.
+        assert (losses[:steps], end) == whole and len(losses) <= steps + 1
 
 
 def _newest(folder: pathlib.Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -43,7 +44,8 @@ class Group(click.Group):
                 "the working directory was deleted: change to another directory"
             )
         if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that it lacks
-            sys.stdout.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # its descriptor was replaced by one of a pipe
+                sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except LohanError as error:
