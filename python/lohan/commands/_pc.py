@@ -156,6 +156,8 @@ def _seq_of(model: str, seq: int) -> int:
 def first_line(asked: dict[str, Any], machine: Machine, words: dict[str, Any]) -> str:
     """Return the answer in one line, from sizes alone; "" if they are not known.
 
+    It does not say how long the drives last: a plan that is as fast may write a fiftieth.
+
     Args:
         asked: "model", "batch" and "tokens".
         machine: the PC.
@@ -178,25 +180,21 @@ def first_line(asked: dict[str, Any], machine: Machine, words: dict[str, Any]) -
                 model, works, machine, lambda model, here: _quick.step(model, here, states)
             )
             best = min(found, key=lambda row: row.step_s)
-            seconds, written, bound = best.step_s, best.written_bytes, best.bound_by
+            seconds, bound = best.step_s, best.bound_by
         else:
             step = _quick.step(model, machine, states)
-            seconds, written, bound = step.step_s, step.written_bytes, step.bound_by
+            seconds, bound = step.step_s, step.bound_by
     except BudgetError as error:
         return f"{asked['model']} probably does not fit {machine.name}: {error}"
     tokens = model.tokens * ranks
     rate = tokens / seconds
     what = "tokens" if words.get("loss") or model.blocks[-1].layers[-1].working_bytes else "patches"
-    endurance = machine.ssd_count * machine.ssd_endurance_bytes
-    lasts = ""
-    if endurance and written:
-        lasts = f"; the drives last {of_days(endurance / written * seconds / 86_400)}"
     several = "" if steps == 1 else f" (without accumulate={steps})"
     return (
         f"about {of_number(rate)} {what}/s{several}: {asked['model']} on {machine.name},"
         f" {of_number(asked['tokens'] / rate / 3600)} hours for"
         f" {of_number(asked['tokens'] / 1e6)} million {what}; bound by:"
-        f" {RESOURCES.get(bound, bound)}{lasts}"
+        f" {RESOURCES.get(bound, bound)}"
     )
 
 
