@@ -12,7 +12,7 @@ import lohan
 import pytest
 import torch
 from lohan.errors import ModelError
-from lohan.layout import _conversion, _files
+from lohan.layout import _conversion, _cut, _files, _packed
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -254,3 +254,29 @@ def test_two_values_of_one_tensor_are_refused_whatever_uses_it(
         model = part_model()
     with pytest.raises(ModelError, match=r"a\.safetensors and .*b\.safetensors"):
         lohan.wrap(model, store=store_dir / "store", weights=parts)
+
+
+def test_a_part_of_a_tensor_of_half_bytes_is_refused_by_name(
+    parts: pathlib.Path, store_dir: pathlib.Path
+) -> None:
+    path = parts / "model.safetensors"
+    values = load_file(path)
+    values["qk"] = torch.zeros(64, 16, dtype=torch.uint8)
+    save_file(values, path, {"format": "pt"})
+    raw = path.read_bytes()
+    # what safetensors writes for torch.float4_e2m1fn_x2
+    old, new = b'"qk":{"dtype":"U8","shape":[64,16]', b'"qk":{"dtype":"F4","shape":[64,32]'
+    assert old in raw
+    path.write_bytes(raw.replace(old, new))
+    with lohan.empty():
+        model = part_model()
+    with pytest.raises(ModelError, match=r"query has dtype F4, which is not supported"):
+        lohan.wrap(model, store=store_dir / "store", weights=parts)
+
+
+def test_a_part_of_half_bytes_has_its_place_in_the_file_or_is_refused() -> None:
+    entry = _packed.Entry(0, 100, 64, "F4", (8, 16), name="fours")
+    part = _cut.cut(entry, 32, (2, 16))
+    assert (part.offset, part.nbytes, part.shape) == (116, 16, (2, 16))
+    with pytest.raises(ModelError, match=r"fours has elements of 4 bits \(F4\)"):
+        _cut.cut(entry, 1, (2, 16))

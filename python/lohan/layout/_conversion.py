@@ -34,7 +34,8 @@ from torch import nn
 
 from lohan.errors import ModelError
 from lohan.layout import _experts
-from lohan.layout._packed import Entry, cut, joined
+from lohan.layout._cut import cut, joined
+from lohan.layout._packed import Entry
 from lohan.torch_glue._peft import PARTS, ROOT
 
 if TYPE_CHECKING:

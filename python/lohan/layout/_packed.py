@@ -7,7 +7,6 @@ csrc/sched/in_place.h defines where the parts of such a parameter are in memory.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 from lohan import _core
@@ -74,41 +73,6 @@ class Entry:
         """Whether the values can be read in place although they are in several places."""
         *others, last = self.places
         return last.nbytes > 0 and all(p.nbytes % _core.IN_PLACE_ALIGN == 0 for p in others)
-
-
-def joined(pieces: Sequence[Entry], shape: tuple[int, ...]) -> Entry:
-    """Return the entry of a tensor that consists of others, one after the other."""
-    kept: list[Entry] = []
-    for piece in pieces:
-        last = kept[-1] if kept else None
-        if last and (last.file, last.offset + last.nbytes) == (piece.file, piece.offset):
-            kept[-1] = dataclasses.replace(last, nbytes=last.nbytes + piece.nbytes)
-        else:
-            kept.append(piece)
-    return dataclasses.replace(kept[0], shape=shape, rest=tuple(kept[1:]))
-
-
-def cut(entry: Entry, first: int, shape: tuple[int, ...]) -> Entry:
-    """Return the entry of consecutive elements of a tensor, which is not quantized.
-
-    Args:
-        entry: the tensor's entry.
-        first: the number of the first element.
-        shape: the shape of the result.
-    """
-    if entry.made is not None:
-        made = dataclasses.replace(entry.made, first=entry.made.first + first)
-        return dataclasses.replace(entry, shape=shape, made=made)
-    places = entry.places
-    item = sum(place.nbytes for place in places) // math.prod(entry.shape)
-    begin, end = first * item, (first + math.prod(shape)) * item
-    kept = []
-    for place in places:
-        low, high = max(begin, 0), min(end, place.nbytes)
-        if low < high:
-            kept.append(dataclasses.replace(place, offset=place.offset + low, nbytes=high - low))
-        begin, end = begin - place.nbytes, end - place.nbytes
-    return joined(kept, shape)
 
 
 @dataclasses.dataclass(frozen=True)
