@@ -120,7 +120,7 @@ def wrap(
         check_model(model, is_resumed or weights is not None or init is not None)
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
         apart, made = _settings.split(model, made, experts, idle, method, states, world, optimizer)
-        with apart, _zo_setup.frozen(zeroth):
+        with apart, _zo_setup.frozen(zeroth), _ties.kept_on_error(model):
             shared = _zo_world.Shared(world, zeroth, made, max_grad_norm, model, groups, states)
             store, open_at = shared.enter(store, is_resumed, open_at)
             opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)

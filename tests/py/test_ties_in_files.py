@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan.errors import ModelError
+from lohan.errors import BudgetError, ModelError
+from lohan.layout import _conversion, _cut, _files, _ties
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -93,3 +95,44 @@ def test_of_two_shards_with_a_name_the_index_decides_and_a_note_names_it(
     assert (model.state_dict()["weight"] == 1).all()
     assert "'weight' is in a.safetensors and in b.safetensors" in capfd.readouterr().err
     model.lohan.close()
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_failed_wrap_leaves_the_model_tied(is_empty: bool, tmp_path: Path) -> None:
+    folder = save(tmp_path / "base", 3.0)
+    model = empty() if is_empty else LlamaForCausalLM(LlamaConfig(**CONFIG))
+    noted = dict(model.all_tied_weights_keys)
+    with pytest.raises(BudgetError):
+        lohan.wrap(model, weights=folder, store=tmp_path / "store", host_bytes=4096)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert dict(model.all_tied_weights_keys) == noted != {}
+    assert list(dict(model.named_parameters())) == list(dict(empty().named_parameters()))
+
+
+# The ties of entries in several places ([Note: Converted entries] in _conversion.py).
+@pytest.mark.parametrize("other", ["last part", "computed"])
+def test_tied_tensors_of_several_parts_are_compared_as_a_whole(other: str, tmp_path: Path) -> None:
+    parts = {"a": torch.ones(4, 8), "b": torch.ones(4, 8), "c": torch.ones(4, 8)}
+    parts["d"] = torch.full((4, 8), 2.0)
+    save_file(parts, tmp_path / "m.safetensors")
+    folder = _files.read_folder(tmp_path)
+    a, b, c, d = (folder.entries[name] for name in "abcd")
+    one = _cut.joined([a, c], (8, 8))
+    assert len(one.places) == 2
+    if other == "last part":
+        same, unlike = _cut.joined([b, a], (8, 8)), _cut.joined([a, d], (8, 8))
+    else:
+
+        def twice(sources: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            (value,) = sources.values()
+            return {"made": value.repeat(2, 1)}
+
+        same, unlike = (
+            dataclasses.replace(
+                c, shape=(8, 8), made=_conversion.Made("made", "Repeat", (("x", source),), twice)
+            )
+            for source in (b, d)
+        )
+    for dtype in (torch.float32, torch.bfloat16):
+        assert _ties.are_equal(folder.files, one, same, dtype)
+        assert not _ties.are_equal(folder.files, one, unlike, dtype)

@@ -8,14 +8,16 @@ module, load_state_dict would silently use the last of the tensors: there it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lohan.common import _log
-from lohan.errors import ModelError
+from lohan.errors import ModelError, StoreError
 from lohan.layout._packed import Entry
 
 if TYPE_CHECKING:
@@ -28,28 +30,58 @@ _PIECE_BYTES = 8 << 20
 
 def are_equal(files: Sequence[File], a: Entry, b: Entry, dtype: torch.dtype | None = None) -> bool:
     """Return whether two tensors in files have the same values, in a dtype if one is given."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype) and (a.shape != b.shape or dtype is None):
+    converts = dtype is not None and a.dtype in _DTYPES and b.dtype in _DTYPES
+    if a.shape != b.shape or (a.dtype != b.dtype and not converts):
         return False
+    if a.made or b.made:
+        return converts and torch.equal(*(_whole(files, each).to(dtype) for each in (a, b)))
     sizes = [_DTYPES[each.dtype].itemsize if each.dtype in _DTYPES else 1 for each in (a, b)]
     count = _PIECE_BYTES // max(sizes)
-    with files[a.file].path.open("rb") as one, files[b.file].path.open("rb") as other:
-        one.seek(a.offset)
-        other.seek(b.offset)
-        for first in range(0, a.nbytes // sizes[0], count):
-            pieces = []
-            for file, entry, size in ((one, a, sizes[0]), (other, b, sizes[1])):
-                pieces.append(file.read(min(count * size, entry.nbytes - first * size)))
-            if a.dtype == b.dtype and pieces[0] == pieces[1]:
-                continue
-            if dtype is None or a.dtype not in _DTYPES or b.dtype not in _DTYPES:
-                return False
-            values = [
-                torch.frombuffer(bytearray(piece), dtype=_DTYPES[entry.dtype]).to(dtype)
-                for piece, entry in zip(pieces, (a, b), strict=True)
-            ]
-            if not torch.equal(*values):
-                return False
+    both = (_pieces(files, e, count * size) for e, size in zip((a, b), sizes, strict=True))
+    for pieces in zip(*both, strict=True):
+        if a.dtype == b.dtype and pieces[0] == pieces[1]:
+            continue
+        if not converts:
+            return False
+        values = [
+            torch.frombuffer(piece, dtype=_DTYPES[entry.dtype]).to(dtype)
+            for piece, entry in zip(pieces, (a, b), strict=True)
+        ]
+        if not torch.equal(*values):
+            return False
     return True
+
+
+def _pieces(files: Sequence[File], entry: Entry, nbytes: int) -> Iterator[bytearray]:
+    """Yield a tensor's bytes, in pieces of one size, from all places that it consists of."""
+    piece = bytearray()
+    for place in entry.places:
+        left = place.nbytes
+        with files[place.file].path.open("rb") as file:
+            file.seek(place.offset)
+            while left > 0:
+                read = file.read(min(nbytes - len(piece), left))
+                if not read:
+                    raise StoreError(f"{files[place.file].path} was truncated: it ends too early")
+                piece += read
+                left -= len(read)
+                if len(piece) == nbytes:
+                    yield piece
+                    piece = bytearray()
+    if piece:
+        yield piece
+
+
+def _whole(files: Sequence[File], entry: Entry) -> torch.Tensor:
+    """Return a tensor's values, if they are computed or not."""
+    if entry.made is None:
+        if entry.dtype not in _DTYPES:
+            path = files[entry.file].path
+            raise ModelError(f"{path}: {entry.name} is {entry.dtype}, which is not supported")
+        raw = bytearray().join(_pieces(files, entry, _PIECE_BYTES))
+        return torch.frombuffer(raw, dtype=_DTYPES[entry.dtype]).view(entry.shape)
+    made = entry.made.results(lambda source: _whole(files, source))[entry.made.target]
+    return made.reshape(-1)[entry.made.first :][: math.prod(entry.shape)].view(entry.shape)
 
 
 def separate(
@@ -76,8 +108,7 @@ def separate(
         found = [(name, entry) for name in names if (entry := look(name)) is not None]
         for name, entry in found[1:]:
             first, kept = found[0]
-            place = (entry.file, entry.offset) == (kept.file, kept.offset)
-            if place or are_equal(files, kept, entry, tensors[key].dtype):
+            if entry == kept or are_equal(files, kept, entry, tensors[key].dtype):
                 continue
             if not hasattr(model, "all_tied_weights_keys") and not any(
                 hasattr(module, "all_tied_weights_keys") for module in model.modules()
@@ -106,6 +137,31 @@ def separate_as_stored(model: nn.Module, meta: Mapping[str, Any]) -> None:
                 continue
             if first.setdefault(id(tensor), name) != name:
                 _untie(model, name, first[id(tensor)])
+
+
+@contextlib.contextmanager
+def kept_on_error(model: nn.Module) -> Iterator[None]:
+    """Return a context after which the model's ties are as before, if there is an error in it."""
+    owners = dict(model.named_modules(remove_duplicate=False))
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in owners.values():
+        for own, tensor in owner._parameters.items():
+            if tensor is not None and (owner, own) not in places.setdefault(id(tensor), []):
+                places[id(tensor)].append((owner, own))
+    noted: list[tuple[Any, Any]] = [
+        (part.all_tied_weights_keys, dict(part.all_tied_weights_keys))
+        for part in owners.values()
+        if isinstance(getattr(part, "all_tied_weights_keys", None), dict)
+    ]
+    try:
+        yield
+    except BaseException:
+        for (first, name), *others in places.values():
+            for owner, own in others:
+                owner._parameters[own] = first._parameters[name]
+        for keys, before in noted:
+            keys |= before
+        raise
 
 
 def _untie(model: nn.Module, name: str, first: str) -> None:
