@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,30 @@ def test_a_head_that_the_files_lack_is_initialised(
     assert ("1 by init= (score.weight)" if init else "1 fresh (score.weight)") in (
         capfd.readouterr().err
     )
+    model.lohan.close()
+
+
+def test_a_head_that_the_files_may_have_under_another_name_is_reported(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "base", tmp_path / "base")
+    index = tmp_path / "base" / "model.safetensors.index.json"
+    config = OPTConfig.from_pretrained(folder / "base", num_labels=3)
+    saved = {"old.weight": torch.full((3, config.word_embed_proj_dim), 5.0)}
+    save_file(saved, tmp_path / "base" / "head.safetensors", {"format": "pt"})
+    said = json.loads(index.read_text())
+    said["weight_map"]["old.weight"] = "head.safetensors"
+    index.write_text(json.dumps(said))
+    model = classifier(folder, folder / "base")
+    model = lohan.wrap(model, weights=tmp_path / "base", store=tmp_path / "a")
+    said = capfd.readouterr().err
+    assert "has no value for 'score.weight'" in said and "'old.weight'" in said
+    model.lohan.close()
+    model = classifier(folder, folder / "base")
+    model.load_state_dict({"score.weight": saved["old.weight"]}, strict=False)  # as it says
+    model = lohan.wrap(model, weights=tmp_path / "base", store=tmp_path / "b")
+    assert "has no value for" not in capfd.readouterr().err
+    assert (model.state_dict()["score.weight"] == 5).all()
     model.lohan.close()
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +26,7 @@ from lohan.layout._cut import cut
 from lohan.layout._index import missing, paths_of
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
-from lohan.torch_glue import _peft
+from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._peft import PARTS, PROMPT_ROOT, ROOT
 
@@ -471,6 +471,36 @@ def unused(model: nn.Module, folder: Folder) -> list[str]:
         and name not in folder.parts
         and not any(pattern.search(name) for pattern in ignored)
     ]
+
+
+def similar(
+    model: nn.Module, folder: Folder, found: Mapping[int, Entry], left: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return the parameters that get initial values although an unused tensor may be theirs.
+
+    Those are tensors of the same shape whose names end in the same way: a head, for example, that
+    another program has saved under another name.
+
+    Args:
+        model: the model.
+        folder: the files.
+        found: the result of match().
+        left: the result of unused().
+
+    Returns:
+        Pairs of a parameter's name and the name of the first such tensor.
+    """
+    tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
+    others = {(n.rpartition(".")[2], folder.entries[n].shape): n for n in reversed(left)}
+    pairs: dict[str, tuple[str, str]] = {}
+    for key, (name, *_) in all_names(model).items():
+        tensor = tensors[key]
+        if key not in found and tensor.is_meta and _empty.given(tensor) is None:
+            plain = PARTS.sub("", name)
+            other = others.get((plain.rpartition(".")[2], tuple(tensor.shape)))
+            if other is not None:
+                pairs.setdefault(plain, (name, other))
+    return [*pairs.values()]
 
 
 def _check_shape(name: str, shape: tuple[int, ...], entry: Entry, folder: Folder) -> None:

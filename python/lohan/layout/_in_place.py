@@ -424,6 +424,15 @@ def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = T
             f"{len(left)} tensors of weights={place} are not used by this model and are"
             f" ignored ({left[0]!r}, ...)"
         )
+    pairs = _files.similar(model, folder, entries, left) if speaks else []
+    if pairs:
+        name, other = pairs[0]
+        _log.note(
+            f"weights={place} has no value for {name!r} ({len(pairs)} in all), but has a tensor of"
+            f" the same shape that the model does not use, {other!r}. If it is the same, rename it"
+            f" in the files, or call model.load_state_dict({{{name!r}: values}}, strict=False)"
+            " before lohan.wrap(). Otherwise training begins with initial values"
+        )
     chosen = set() if config.frozen == "copy" else choose(model, entries, speaks=speaks)
     # All other files are read only once: sessions do not keep them open, and the store's meta does
     # not list them.
