@@ -87,3 +87,19 @@ def test_packed_bits_are_refused_at_wrap_and_train_as_bytes(
     model.lohan.close()
     lohan.export(tmp_path / "store", tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[left], bits)
+
+
+def test_a_complex_buffer_is_exported_or_refused_at_wrap(tmp_path: pathlib.Path) -> None:
+    def make(dtype: torch.dtype, *, is_saved: bool = True) -> Any:
+        model = nn.Linear(8, 8)
+        model.register_buffer("waves", torch.full((3,), 1 + 2j, dtype=dtype), persistent=is_saved)
+        return model
+
+    with pytest.raises(ModelError, match=r"buffer 'waves' is torch\.complex128.*view_as_real"):
+        lohan.wrap(make(torch.complex128), store=tmp_path / "no", lr=1e-3)
+    for dtype, is_saved in ((torch.complex64, True), (torch.complex128, False)):
+        model = lohan.wrap(make(dtype, is_saved=is_saved), store=tmp_path / str(dtype), lr=1e-3)
+        model.lohan.close()
+        out = tmp_path / f"out-{dtype}"
+        lohan.export(tmp_path / str(dtype), out)
+        assert ("waves" in load_file(out / "model.safetensors")) == is_saved

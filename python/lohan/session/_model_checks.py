@@ -86,8 +86,14 @@ def check_model(model: Any, is_filled: bool) -> None:
 
 
 def _check_written(name: str, tensor: torch.Tensor) -> None:
-    """Reject a dtype of packed bits, which torch's functions and exports do not support."""
-    if tensor.dtype not in NAMES and not (tensor.dtype.is_complex or tensor.is_quantized):
+    """Reject a dtype that exports do not support."""
+    if tensor.dtype.is_complex and tensor.dtype not in NAMES:
+        raise ModelError(
+            f"{name} is {tensor.dtype}, which lohan cannot write to safetensors files: keep"
+            " torch.view_as_real(tensor), and apply torch.view_as_complex() in the forward; or"
+            " register the buffer with persistent=False"
+        )
+    if tensor.dtype not in NAMES and not tensor.is_quantized:
         raise ModelError(
             f"{name} is {tensor.dtype}, which lohan cannot write to safetensors files: give the"
             " model its bytes, as tensor.view(torch.uint8), and view them in the forward"
