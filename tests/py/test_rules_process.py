@@ -18,9 +18,11 @@ from program_server import Program
 from rules_helper import Workshop, assert_same_state, build
 
 HERE = pathlib.Path(__file__).resolve().parent
-# What triton, if it is installed, says at the end of a process that was forked after its import.
-TRITON = re.compile(
-    r"^(?:nanobind: | - (?:leaked|skipped|\.\.\.)|.*refleaks\.html).*\n?", re.MULTILINE
+# What triton, if it is installed, says at the end of a process that was forked after its import, and
+# torch's own warnings, for example of torchao's classes when that is imported.
+OTHERS = re.compile(
+    r"^(?:nanobind: | - (?:leaked|skipped|\.\.\.)|.*refleaks\.html|W\d{4} [\d:.]+ ).*\n?",
+    re.MULTILINE,
 )
 
 
@@ -48,7 +50,7 @@ def finish(process: Program) -> tuple[int, str, str]:
         if fields[0] != "Z":
             sessions.append(int(fields[3]))
     assert process.pid not in sessions
-    return process.returncode, out, TRITON.sub("", err)
+    return process.returncode, out, OTHERS.sub("", err)
 
 
 def steps_of(store: pathlib.Path, workshop: Workshop) -> int:
