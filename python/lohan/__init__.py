@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.errors import LohanError, WearBudgetError
     from lohan.frozen._reference import reference
+    from lohan.hf._merge import Merged, merge
     from lohan.hf._trainer import Trainer as Trainer
     from lohan.hf._trainer import TrainerCallback as TrainerCallback
     from lohan.hf._trainer import TrainerMixin as TrainerMixin
@@ -42,6 +43,7 @@ _MODULES = {
     "config": ("Config",),
     "errors": ("LohanError", "WearBudgetError"),
     "frozen._reference": ("reference",),
+    "hf._merge": ("Merged", "merge"),
     "hf._trainer": ("Trainer", "TrainerCallback", "TrainerMixin"),
     "replicas._reshard": ("Resharded", "reshard"),
     "session._block_swap": ("block_swap",),
@@ -63,6 +65,7 @@ __all__ = [
     "Config",
     "Converted",
     "LohanError",
+    "Merged",
     "Optimizer",
     "ReplicaStats",
     "Resharded",
@@ -80,6 +83,7 @@ __all__ = [
     "errors",
     "export",
     "losses",
+    "merge",
     "no_decay",
     "reference",
     "reshard",

@@ -40,6 +40,7 @@ def main() -> None:
 for _command in (
     _cli_stores.convert,
     _cli_stores.export,
+    _cli_stores.merge,
     _cli_stores.quantize,
     _cli_stores.reshard,
     _cli_stores.snapshot,

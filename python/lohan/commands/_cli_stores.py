@@ -103,6 +103,48 @@ def export(
 
 
 @click.command()
+@click.argument("base", metavar="BASE", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("adapter", metavar="ADAPTER", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of a file.")
+@click.option("--overwrite", is_flag=True, help="Replace a model that is already in OUT.")
+@JSON
+def merge(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    max_shard_size: str,
+    overwrite: bool,
+    json_wanted: bool,
+) -> None:
+    """Write a model with an adapter of peft merged into it, for from_pretrained without peft.
+
+    BASE: the model, with config.json and safetensors files, quantized or not. ADAPTER: a folder
+    that peft's save_pretrained has written. OUT: the output folder, which is not quantized. Memory
+    holds the adapter and one module at a time.
+    """
+    from lohan.hf import _merge
+
+    with _progress("merge") as progress:
+        made = _merge.merge(
+            base,
+            adapter,
+            out,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    said = {
+        "files": [str(file) for file in made.files],
+        "bytes": made.nbytes,
+        "merged": made.merged,
+        "untied": made.untied,
+    }
+    text = f"{out}: {len(made.merged)} modules merged, {made.nbytes:,} bytes"
+    _say(said, json_wanted, text)
+
+
+@click.command()
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
 @click.option(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,36 @@ def bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> tor
     return raw
 
 
+def pieces(reader: Reader, entry: Entry, dtype: torch.dtype, size: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor's values in a dtype, flat, decoded if they are quantized.
+
+    Args:
+        reader: reads values that are computed, which are whole in memory.
+        entry: the tensor's entry.
+        dtype: the dtype of the result.
+        size: the number of elements of a piece, even.
+    """
+    if entry.made is not None:
+        flat = reader.values(entry).reshape(-1).to(dtype)
+        yield from (flat[first : first + size] for first in range(0, flat.numel(), size))
+    elif entry.packed is not None:
+        packed, count = entry.packed, math.prod(entry.shape)
+        read = reader.bytes_at
+        parts = [None if part is None else read(part, 0, part.nbytes) for part in packed.parts]
+        for first in range(0, count, size):
+            values = torch.empty(min(size, count - first), dtype=dtype)
+            raw = read(entry, *packed.span(first, values.numel()))
+            packed.decode(first, raw, parts, values)
+            yield values
+    else:
+        theirs = DTYPES[entry.dtype]
+        step = size * theirs.itemsize
+        for place in entry.places:
+            for skip in range(0, place.nbytes, step):
+                raw = reader.bytes_at(place, skip, min(step, place.nbytes - skip))
+                yield raw.view(theirs).to(dtype)
+
+
 class Reader:
     """Reads whole values; keeps the results of one operation, because its targets follow.
 
@@ -45,6 +76,10 @@ class Reader:
         self._files = files
         self._sources: object = None
         self._results: Mapping[str, torch.Tensor] = {}
+
+    def bytes_at(self, entry: Entry, skip: int, nbytes: int) -> torch.Tensor:
+        """Return bytes of a tensor in one of the files."""
+        return bytes_at(self._files, entry, skip, nbytes)
 
     def values(self, entry: Entry) -> torch.Tensor:
         """Return a tensor's values, in the dtype and the shape of its entry.

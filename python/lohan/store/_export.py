@@ -373,7 +373,13 @@ class _Layers:
         return torch.cat([piece.clone() for piece in self._pieces(source)]).reshape(source.shape)
 
 
-def _live_tensors(made: Sequence[Saved], pieces: Pieces) -> list[Tensor]:
+def live_tensors(made: Sequence[Saved], pieces: Pieces) -> list[Tensor]:
+    """Return the tensors of a model's files.
+
+    Args:
+        made: the result of saved() of _names.py.
+        pieces: returns the values of a parameter, flat, in pieces.
+    """
     layers = _Layers(pieces)
     tensors = []
     for saved in made:
@@ -429,7 +435,7 @@ def save_pretrained(
     with held, _bar.Bar(f"saving to {os.fspath(out)}") as bar:
         _safetensors.write(
             Path(os.fspath(out)),
-            _live_tensors(made, pieces),
+            live_tensors(made, pieces),
             max_shard_size=options.get("max_shard_size", _safetensors.SHARD_BYTES),
             stem=stem,
             variant=options.get("variant"),

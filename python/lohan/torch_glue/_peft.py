@@ -25,7 +25,7 @@ PARTS = re.compile(
 # Classes of bitsandbytes, by name, since it may not be installed.
 _QUANTISED = {"Params4bit", "Int8Params"}
 # The beginnings of init_lora_weights= that subtract the adapter from the base.
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -146,7 +146,7 @@ def check_base(model: nn.Module) -> None:
             continue
         for adapter in getattr(layer, "lora_A", ()):
             init = str(_init_of(model, adapter)).lower()
-            if init.startswith(_CHANGES_BASE):
+            if init.startswith(CHANGES_BASE):
                 raise UnsupportedError(
                     f"{name}: init_lora_weights={init!r} has changed the base weights in memory,"
                     " and weights= would replace them by those of the files: call lohan.wrap"
