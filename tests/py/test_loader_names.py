@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import kit as helper
 import lohan
+import peft
 import pytest
 import torch
 from lohan.errors import ModelError
@@ -137,6 +139,34 @@ def test_legacy_names_and_prefixes_are_found(
     assert renamed.keys() != values.keys()
     save_file(renamed, path, {"format": "pt"})
     assert check(make, store_dir / "files", store_dir) == []
+
+
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    ],
+    ids=["prompt", "lora"],
+)
+def test_a_base_below_either_prefix_of_peft_is_converted(
+    peft_config: Any, store_dir: pathlib.Path
+) -> None:
+    disturbed(mixtral).save_pretrained(store_dir / "files")
+    right = MixtralForCausalLM.from_pretrained(store_dir / "files")
+    with lohan.empty():
+        model = mixtral()
+    model = peft.get_peft_model(model, copy.deepcopy(peft_config))
+    model = lohan.wrap(model, store=store_dir / "store", weights=store_dir / "files")
+    tuned = peft.get_peft_model(right, copy.deepcopy(peft_config))
+    tuned.load_state_dict({**model.state_dict(), **_base_of(tuned)})
+    helper.assert_same_state(dict(model.state_dict()), dict(tuned.state_dict()))
+    model.lohan.close()
+
+
+def _base_of(tuned: nn.Module) -> dict[str, torch.Tensor]:
+    frozen = {name for name, param in tuned.named_parameters() if not param.requires_grad}
+    return {name: value for name, value in tuned.state_dict().items() if name in frozen}
 
 
 class Parts(PreTrainedModel):

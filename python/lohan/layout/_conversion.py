@@ -36,7 +36,7 @@ from lohan.errors import ModelError
 from lohan.layout import _experts
 from lohan.layout._cut import cut, joined
 from lohan.layout._packed import Entry
-from lohan.torch_glue._peft import PARTS, ROOT
+from lohan.torch_glue._peft import PARTS, PROMPT_ROOT, ROOT
 
 if TYPE_CHECKING:
     from lohan.layout._files import Folder
@@ -154,7 +154,7 @@ def _root(model: nn.Module) -> tuple[Any, str]:
     for name, part in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(part, module.PreTrainedModel):
-            return (part, prefix) if prefix in ("", ROOT) else (None, "")
+            return (part, prefix) if prefix in ("", ROOT, PROMPT_ROOT) else (None, "")
     return None, ""
 
 
