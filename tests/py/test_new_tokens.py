@@ -80,6 +80,20 @@ def test_fewer_rows_are_the_first_of_the_files(bases: dict[bool, Path], tmp_path
     model.lohan.close()
 
 
+def test_a_tie_that_the_files_contradict_is_undone_in_a_resized_model(
+    bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    with lohan.empty():
+        model: Any = LlamaForCausalLM(config(is_tied=True))
+        model.resize_token_embeddings(NEW)
+    model = lohan.wrap(model, weights=bases[False], store=tmp_path / "store")
+    state, old = model.state_dict(), load_file(bases[False] / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(state[name][:OLD], old[name])
+        assert torch.allclose(state[name][OLD:], old[name].mean(0), atol=1e-5)
+    model.lohan.close()
+
+
 def test_rows_in_memory_are_kept_beside_those_of_the_files(
     bases: dict[bool, Path], tmp_path: Path
 ) -> None:

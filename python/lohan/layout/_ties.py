@@ -9,6 +9,7 @@ module, load_state_dict would silently use the last of the tensors: there it is 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -175,8 +176,7 @@ def _untie(model: nn.Module, name: str, first: str) -> None:
         )
     tensor = module._parameters[own]
     assert tensor is not None
-    values = type(tensor)(tensor.detach().clone(), tensor.requires_grad)
-    module._parameters[own] = values
+    module._parameters[own] = copy.deepcopy(tensor)  # resized like the other one
     for prefix, part in model.named_modules():
         keys: Any = getattr(part, "all_tied_weights_keys", None)
         start = f"{prefix}." if prefix else ""
