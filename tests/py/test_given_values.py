@@ -169,6 +169,36 @@ def test_values_that_are_loaded_take_precedence_over_the_files(tmp_path: Path) -
     model.lohan.close()
 
 
+def test_a_new_head_is_given_to_the_empty_one_as_two_messages_say(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {"0.weight": torch.zeros(4, 4), "1.weight": torch.zeros(5, 4)}
+    save_file(values, tmp_path / "model.safetensors")
+
+    def built(size: int) -> Any:
+        with lohan.empty():
+            layers = [nn.Linear(4, n, bias=False) for n in (4, size)]
+            return nn.Sequential(*layers)
+
+    model = built(3)
+    with pytest.raises(ModelError, match=r"is \[5, 4\].*configuration.*load_state_dict"):
+        lohan.wrap(model, weights=tmp_path, store=tmp_path / "store")
+    model[1].load_state_dict(nn.Linear(4, 3, bias=False).state_dict())  # the way out
+    model = lohan.wrap(model, weights=tmp_path, store=tmp_path / "store")
+    assert model.state_dict()["1.weight"].any()
+    model.lohan.close()
+    model = built(5)
+    model[1] = nn.Linear(4, 5, bias=False)  # the files win, and the note says what to do
+    model = lohan.wrap(model, weights=tmp_path, store=tmp_path / "other")
+    model.lohan.close()
+    assert "call load_state_dict() of the module" in capfd.readouterr().err
+    model = built(5)
+    model[1].load_state_dict(nn.Linear(4, 5, bias=False).state_dict())
+    model = lohan.wrap(model, weights=tmp_path, store=tmp_path / "third")
+    assert model.state_dict()["1.weight"].any() and "memory than" not in capfd.readouterr().err
+    model.lohan.close()
+
+
 def classifier(folder: Path, base: Path) -> Any:
     config = OPTConfig.from_pretrained(base, num_labels=3)
     with lohan.empty():

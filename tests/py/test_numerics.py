@@ -15,9 +15,9 @@ from torch import nn
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RECORDED_STEPS = 100
 TRAINED_STEPS = 20
-# Both round equally often, and the errors of a tensor's elements are independent. The 2-norm of n of
-# them deviates by 1/sqrt(2 n), and the ratio of two by 1/sqrt(n): with the 64 elements of the smallest
-# tensor by an eighth, of which the logarithm of 2 is more than five.
+# Both round equally often, and the errors of a tensor's elements are independent. The 2-norm of n
+# of them deviates by 1/sqrt(2 n), and the ratio of two by 1/sqrt(n): with the 64 elements of the
+# smallest tensor by an eighth, of which the logarithm of 2 is more than five.
 ERROR_RATIO_MAX, ELEMENT_COUNT_MIN = 2.0, 64
 
 

@@ -18,8 +18,8 @@ from program_server import Program
 from rules_helper import Workshop, assert_same_state, build
 
 HERE = pathlib.Path(__file__).resolve().parent
-# What triton, if it is installed, says at the end of a process that was forked after its import, and
-# torch's own warnings, for example of torchao's classes when that is imported.
+# What triton, if it is installed, says at the end of a process that was forked after its import,
+# and torch's own warnings, for example of torchao's classes when that is imported.
 OTHERS = re.compile(
     r"^(?:nanobind: | - (?:leaked|skipped|\.\.\.)|.*refleaks\.html|W\d{4} [\d:.]+ ).*\n?",
     re.MULTILINE,

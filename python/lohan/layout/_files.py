@@ -503,15 +503,26 @@ def similar(
     return [*pairs.values()]
 
 
-def _check_shape(name: str, shape: tuple[int, ...], entry: Entry, folder: Folder) -> None:
+def _check_shape(
+    name: str, shape: tuple[int, ...], entry: Entry, folder: Folder, more: str = ""
+) -> None:
     if shape != entry.shape:
         path = folder.files[entry.file].path
-        raise ModelError(f"{path}: {name} is {list(entry.shape)}, but the model has {list(shape)}")
+        raise ModelError(
+            f"{path}: {name} is {list(entry.shape)}, but the model has {list(shape)}: build the"
+            f" model with the configuration of these files{more}"
+        )
 
 
 def _check_same(name: str, tensor: torch.Tensor, entry: Entry, folder: Folder) -> None:
     path = folder.files[entry.file].path
-    _check_shape(name, tuple(tensor.shape), entry, folder)
+    more = ""
+    if isinstance(tensor, nn.Parameter):
+        more = (
+            ". Tokens are added by resize_token_embeddings() inside lohan.empty(). For a new head"
+            " of another size, call its load_state_dict() there: what it is given is used"
+        )
+    _check_shape(name, tuple(tensor.shape), entry, folder, more)
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise ModelError(f"{path}: {name} has dtype {entry.dtype}, which is not supported")

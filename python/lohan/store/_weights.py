@@ -236,10 +236,13 @@ class _Filling:
             and _differs(param, self.files)
         ]
         if other:
+            way_out = "call lohan.wrap without weights="
+            if self.empty:
+                way_out = "call load_state_dict() of the module that lohan.empty() made"
             _log.note(
                 f"{len(other)} parameters have other values in memory than in weights={weights}"
-                f" ({other[0]!r}, ...): those of the files are used. To keep those in memory, call"
-                " lohan.wrap without weights="
+                f" ({other[0]!r}, ...): those of the files are used. To keep those in memory,"
+                f" {way_out}"
             )
 
     def _initialise(self, missing: Sequence[Param]) -> None:
