@@ -106,6 +106,8 @@ class Peers:
             from torchao.optim import CPUOffloadOptimizer
         except ImportError as error:
             raise Skip(f"torchao: {error}") from error
+        if self.place.is_dry:
+            raise Skip("torchao's CPUOffloadOptimizer takes parameters on a GPU only")
         model = build(self.shape, self.torch.bfloat16).to(self.place.device)
         optimizer = CPUOffloadOptimizer(
             model.parameters(), self.torch.optim.AdamW, fused=True, **HYPER

@@ -144,7 +144,7 @@ def _run(tests: int, target: Callable[..., None], pipe: Connection, *arguments: 
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo, which torch.optim imports when it is first used, takes longer than all the rest.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "lohan"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "lohan.wrap"])
 
 
 def start(target: Callable[..., None], *arguments: Any) -> tuple[ForkServerProcess, Connection]:

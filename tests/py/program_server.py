@@ -33,7 +33,7 @@ from typing import IO, Any
 from patience import HUNG_S
 
 PR_SET_PDEATHSIG = 1
-_IMPORTED = ["torch", "torch._dynamo", "lohan", "pytest"]
+_IMPORTED = ["torch", "torch._dynamo", "lohan.wrap", "pytest"]
 _REQUEST_BYTES = 1 << 20
 
 

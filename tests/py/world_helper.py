@@ -23,7 +23,7 @@ from orphans import end_with
 from patience import HUNG_S
 
 _SERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "lohan"]
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "lohan.wrap"]
 _SERVER.set_forkserver_preload(_PRELOADED)
 _numbers = itertools.count()
 
