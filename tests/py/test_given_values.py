@@ -313,19 +313,3 @@ def test_values_in_memory_that_the_files_replace_are_reported(
         model.lohan.close()
         said = "1 parameters have other values in memory" in capfd.readouterr().err
         assert said == is_changed
-
-
-def test_an_adapter_of_a_single_parameter_is_refused_with_a_way_out(
-    folder: Path, tmp_path: Path
-) -> None:
-    config = {"r": 4, "target_parameters": ["k_proj.weight"]}
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(**config)
-    )
-    with pytest.raises(UnsupportedError, match=r"'weight' \(target_parameters=\).*target_modules="):
-        lohan.wrap(model, store=tmp_path / "store")
-    model = AutoModelForCausalLM.from_pretrained(folder / "base")
-    model = lohan.wrap(get_peft_model(model, LoraConfig(**LORA)), store=tmp_path / "store")
-    model(**{"input_ids": lora_helper.BATCH, "labels": lora_helper.BATCH}).loss.backward()
-    model.optimizer.step()
-    model.lohan.close()

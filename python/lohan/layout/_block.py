@@ -33,6 +33,7 @@ from lohan.common import _storage_formats
 from lohan.common._states import SCALED_ELEMENTS as SCALED_ELEMENTS
 from lohan.common._states import STATES as STATES
 from lohan.errors import ModelError
+from lohan.layout import IS_BLOCK
 
 if TYPE_CHECKING:
     from lohan.layout._in_place import InPlace
@@ -301,6 +302,7 @@ class _Finder:
         if nbytes == 0:
             return
         children = any(_own_bytes(c) > 0 for c in module.children())
+        children = children and IS_BLOCK not in module.__dict__
         inner = sum(_own_bytes(m) for m in _lists_below(module))
         is_tower = 2 * inner >= nbytes and 4 * nbytes > self.total
         if children and (nbytes > self.block_bytes_max or is_tower):

@@ -14,10 +14,18 @@ name, as in the model before it was wrapped, remains in state dicts and in saved
 When the router has chosen, the forward announces the experts to the engine, which prefetches them
 in this order ([Note: Uses that are announced] in csrc/sched/expect.h); and in backward, when the
 gradient of the layer's output is there, in the opposite order.
+
+[Note: Adapters of parameters] An adapter of a single parameter (peft's target_parameters=) puts the
+sum of the parameter and the adapter in its place in each forward, as a parametrization. To register
+one, torch calls `parameter.set_(parameter)`. That changes nothing but the parameter's version, by
+which lohan notices writes that would be lost; so the version is set back. The sum exists only while
+peft's wrapper runs, so the wrapper is a block as a whole. If experts are apart, a Slices adds the
+adapter's part to the parameter of the expert that it is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -29,6 +37,7 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError
+from lohan.layout import IS_BLOCK
 
 # The parameters of transformers' interface of experts that can have a slice for each expert.
 _NAMES = tuple(
@@ -57,10 +66,22 @@ class Slices:
     def __init__(self, experts: Sequence[nn.Module], name: str) -> None:
         self._experts = experts
         self._name = name
+        # For each adapter that is added: left and right matrices of each expert, and a factor.
+        self.adapters: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], float]] = []
 
-    def __getitem__(self, number: Any) -> nn.Parameter:
-        """Return the parameter of one expert, by its number or a tensor with the number."""
-        found: nn.Parameter = getattr(self._experts[int(number)], self._name)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        first: torch.Tensor = getattr(self._experts[0], self._name)
+        return first.dtype
+
+    def __getitem__(self, number: Any) -> torch.Tensor:
+        """Return one expert's values, by its number or a tensor with the number."""
+        at = int(number)
+        found: torch.Tensor = getattr(self._experts[at], self._name)
+        with torch.autocast(found.device.type, enabled=False):
+            for left, right, factor in self.adapters:
+                found = torch.addmm(found, left[at], right[at], alpha=factor)
         return found
 
 
@@ -126,6 +147,18 @@ class Apart:
         self.owes = owes
         self.splits: list[Split] = []
         self.handles: list[Any] = []
+        self.adapted: list[nn.Module] = []
+
+    def adapt(self, model: nn.Module) -> Apart:
+        """Prepare adapters of single parameters ([Note: Adapters of parameters])."""
+        for module in model.modules():
+            if not any(cls.__name__ == "ParamWrapper" for cls in type(module).__mro__):
+                continue  # of peft, which may not be installed
+            object.__setattr__(module, "_activate_lora", functools.partial(_activate, module))
+            if not all_of(module):
+                object.__setattr__(module, IS_BLOCK, True)
+            self.adapted.append(module)
+        return self
 
     def add(self, name: str, module: nn.Module) -> None:
         """Split a module of experts; its values stay where they are."""
@@ -198,7 +231,7 @@ class Apart:
 
     def begin(self, model: nn.Module) -> nn.Module:
         """Announce experts to the session of a model that was just wrapped; return the model."""
-        if not self.splits:
+        if not self.splits and not self.adapted:
             return model
         session: Any = model.__dict__["lohan"]
         session.apart = self
@@ -222,6 +255,10 @@ class Apart:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        while self.adapted:
+            own = vars(self.adapted.pop())
+            own.pop("_activate_lora", None)
+            own.pop(IS_BLOCK, None)
         while self.splits:
             split = self.splits.pop()
             module = split.module()
@@ -320,6 +357,36 @@ def _forward(split: Split, *args: Any, **kwargs: Any) -> Any:
 
         output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
     return output
+
+
+@contextlib.contextmanager
+def _activate(module: Any, names: Sequence[str]) -> Iterator[None]:
+    """Return a context in which a module's parameter has adapters added to it.
+
+    Args:
+        module: peft's wrapper of the module with the parameter.
+        names: the names of the adapters.
+    """
+    param = module.get_param()
+    if isinstance(param, Slices):
+        for name in names:
+            if name in module.lora_A:
+                # Copies, because views would keep the adapter in memory until backward.
+                *both, factor = module.get_delta_factors(name)
+                left, right = (each.clone().unbind() for each in both)
+                param.adapters.append((left, right, factor))
+        try:
+            yield
+        finally:
+            param.adapters.clear()
+        return
+    plain = type(module)._activate_lora(module, names)
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(param):
+        plain.__enter__()
+    try:
+        yield
+    finally:
+        plain.__exit__(None, None, None)
 
 
 def split(model: nn.Module, *, owes: bool) -> Apart:

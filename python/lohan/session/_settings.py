@@ -254,14 +254,14 @@ def split(
         way_out = "leave it out, and a step that is not finite raises an error"
         _refuse_with(f"on_nan={config.on_nan!r}", reasons, way_out)
     if experts == "together":
-        return Apart(), config
+        return Apart().adapt(model), config
     reasons = {
         "method='mezo'": method != "adamw",
         "order='vertical'": config.order != "horizontal",
         "several processes": world is not None,
     }
     _refuse_with("experts='apart'", reasons, "leave experts= out")
-    with _experts.split(model, owes=idle == "exact") as made:
+    with _experts.split(model, owes=idle == "exact").adapt(model) as made:
         if made.trained is None:
             return made, config
         reasons = {"optimizer=": optimizer is not None}

@@ -51,25 +51,6 @@ def check_quantized(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Reject adapters of single parameters, such as the fused experts of a layer.
-
-    peft replaces such a parameter inside each forward by a sum, and sets it again afterwards, which
-    cannot be told from a write that would be lost.
-
-    Raises:
-        UnsupportedError: names the module and the parameter, and says what to do.
-    """
-    for name, module in model.named_modules():
-        if any(cls.__name__ == "ParamWrapper" for cls in type(module).__mro__):
-            raise UnsupportedError(
-                f"{name!r} is an adapter of the parameter"
-                f" {getattr(module, 'parameter_name', '?')!r} (target_parameters=), which peft"
-                " replaces inside each forward: create the adapters without target_parameters=,"
-                " with target_modules= of layers such as those of the attention"
-            )
-
-
 def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         # peft's wrappers of modules have the attributes of what they contain, but not its modules.
