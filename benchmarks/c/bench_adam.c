@@ -273,7 +273,7 @@ int main(int argc, char **argv)
         {LH_DTYPE_BF16, LH_DTYPE_BF16},
         {LH_DTYPE_BF16, LH_DTYPE_F32},
     };
-    const struct lh_adam_hyper hyper = {1e-4, 0.9, 0.999, 1e-8, 0.01};
+    const struct lh_adam_hyper hyper = {1e-4, 0.9, 0.999, 1e-8, 0.01, 0};
     uint64_t count = argc > 1 ? strtoull(argv[1], NULL, 10) : 50000000;
     int repetition_count = argc > 2 ? (int)strtol(argv[2], NULL, 10) : 9;
     uint64_t chunk_count = lh_div_ceil(count, CHUNK_ELEMENTS);

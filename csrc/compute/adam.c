@@ -29,6 +29,7 @@ struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, u
         .eps = (float)hyper->eps,
         .step_size = (float)(hyper->lr / bias1),
         .decay = (float)(1.0 - hyper->lr * hyper->weight_decay),
+        .average_rest = (float)hyper->average_rest,
     };
 }
 

@@ -68,12 +68,14 @@ struct lh_adam_scalars {
     float beta2_rest;         /* 1 - beta2 */
     float bias2_sqrt_inverse; /* 1 / sqrt(1 - beta2^step) */
     float eps;
-    float step_size; /* lr / (1 - beta1^step) */
-    float decay;     /* 1 - lr * weight_decay */
+    float step_size;    /* lr / (1 - beta1^step) */
+    float decay;        /* 1 - lr * weight_decay */
+    float average_rest; /* 1 - decay of the average of parameters; kernels do not use it */
 };
 
 struct lh_adam_hyper {
     double lr, beta1, beta2, eps, weight_decay;
+    double average_rest; /* as in struct lh_adam_scalars; 1: the average becomes the parameter */
 };
 
 /* Bytes per element stored in addition to P16: [Note: 12P], [Note: 14P], or 0. */
@@ -171,6 +173,17 @@ uint64_t lh_adam_stream(const struct lh_adam_run *run);
 void lh_adam_split(const float *master, uint16_t *param, int16_t *residual, uint64_t count);
 void lh_adam_join(const uint16_t *param, const int16_t *residual, float *master, uint64_t count);
 
+/*
+ * Move count averages towards values, the fp32 masters e and p of an exponential moving average:
+ *
+ *      e = fma(rest, p - e, e)         if |rest| < 0.5
+ *      e = fma(rest - 1, p - e, p)     otherwise, and p itself if rest is 1
+ *
+ * The weight of the old average is 1 - rest. A NaN becomes LH_ADAM_NAN_BITS.
+ * Source: torch._foreach_lerp_ (torch.optim.swa_utils.get_ema_multi_avg_fn) on a machine with FMA.
+ */
+void lh_adam_average(float *average, const float *values, uint64_t count, float rest);
+
 /* The part of a chunk that one gradient covers. Elements outside of all segments do not change. */
 struct lh_adam_segment {
     uint64_t first; /* an element of the chunk */
@@ -201,7 +214,8 @@ struct lh_adam_chunk {
     void *moment1;  /* float, or as in struct lh_adam_moments */
     void *moment2;
     struct lh_adam_scales *scales; /* 8BIT only */
-    uint64_t count;                /* elements */
+    float *average; /* of the masters, updated after them as lh_adam_average(); NULL: none */
+    uint64_t count; /* elements */
     enum lh_dtype param_dtype;
     enum lh_adam_states states;
     const struct lh_adam_segment *segments; /* sorted by first, disjoint */
@@ -211,12 +225,14 @@ struct lh_adam_chunk {
     const uint32_t *moment1_expected;
     const uint32_t *moment2_expected;
     const uint32_t *scales_expected;
+    const uint32_t *average_expected;
     /* Where the checksums of the bytes written are stored; NULL: they are not computed. */
     uint32_t *param_checksums;
     uint32_t *residual_checksums;
     uint32_t *moment1_checksums;
     uint32_t *moment2_checksums;
     uint32_t *scales_checksums;
+    uint32_t *average_checksums;
     /* Receives the first segment with a parameter that the update has made NaN, or NONE. */
     uint32_t *nan_segment; /* NULL: nobody asks */
 };
@@ -228,7 +244,8 @@ enum lh_adam_array {
     LH_ADAM_ARRAY_RESIDUAL,
     LH_ADAM_ARRAY_MOMENT1,
     LH_ADAM_ARRAY_MOMENT2,
-    LH_ADAM_ARRAY_SCALES
+    LH_ADAM_ARRAY_SCALES,
+    LH_ADAM_ARRAY_AVERAGE
 };
 
 struct lh_adam_mismatch {
@@ -241,8 +258,8 @@ struct lh_adam_mismatch {
 /*
  * Update a chunk in one pass: check what was read, update, and compute checksums of what is to be
  * written. Returns 0, or -EILSEQ and the first mismatch (in the block that ends first; among blocks
- * that end together, the order is residual, moment1, moment2, scales). After a mismatch, the
- * chunk's bytes are garbage and must not be written.
+ * that end together, the order is residual, moment1, moment2, average, scales). After a mismatch,
+ * the chunk's bytes are garbage and must not be written.
  *
  * kernel: one of lh_adam_kernels(), for tests and benchmarks; NULL: the best one.
  */

@@ -34,8 +34,14 @@ _Static_assert(LH_ADAM_SCALES_ELEMENTS % WINDOW_ELEMENTS == 0, "scales end at wi
 _Static_assert(LH_ADAM_TILE_ELEMENTS % PART_ELEMENTS == 0, "tiles are whole parts");
 _Static_assert(PART_ELEMENTS % LH_ADAM_STATES_BLOCK == 0, "parts are whole blocks");
 
-/* The streams of a walk: those of kernels, and those of scales. */
-enum { STREAM_SCALES_READ = LH_ADAM_STREAM_COUNT, STREAM_SCALES, STREAM_COUNT };
+/* The streams of a walk: those of kernels, and those of averages and scales. */
+enum {
+    STREAM_AVERAGE_READ = LH_ADAM_STREAM_COUNT,
+    STREAM_AVERAGE,
+    STREAM_SCALES_READ,
+    STREAM_SCALES,
+    STREAM_COUNT
+};
 
 struct stream {
     const char *array;
@@ -88,6 +94,28 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
     };
 }
 
+/* Move the averages of elements that were just updated. */
+static void average_update(const struct walk *walk, const struct lh_adam_run *run, uint64_t first,
+                           float rest)
+{
+    float masters[PART_ELEMENTS];
+    float *average = walk->chunk->average;
+
+    if (!average)
+        return;
+    if (run->param_dtype != LH_DTYPE_BF16) {
+        lh_adam_average(average + first, run->residual ? run->residual : run->param, run->count,
+                        rest);
+        return;
+    }
+    for (uint64_t at = 0; at < run->count; at += PART_ELEMENTS) {
+        uint64_t count = lh_min_u64(run->count - at, PART_ELEMENTS);
+
+        lh_adam_join((uint16_t *)run->param + at, (int16_t *)run->residual + at, masters, count);
+        lh_adam_average(average + first + at, masters, count, rest);
+    }
+}
+
 /* Update a tile with a gradient of zeros, once for each of the segment's scalars. */
 static void zeros_run(const struct walk *walk, const struct lh_adam_segment *segment,
                       struct lh_adam_run *run)
@@ -109,6 +137,7 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
         uint64_t part = lh_min_u64(count, LH_ADAM_TILE_ELEMENTS);
 
         streams_chain(walk, 0, LH_ADAM_STREAM_PARAM, first, part);
+        streams_chain(walk, STREAM_AVERAGE_READ, STREAM_AVERAGE, first, part);
         if (segment) {
             struct lh_adam_run run = run_make(walk, segment, first, part);
 
@@ -116,8 +145,10 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
                 walk->kernel->run(&run, &segment->scalars);
             else
                 zeros_run(walk, segment, &run);
+            average_update(walk, &run, first, segment->scalars.average_rest);
         }
         streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, part);
+        streams_chain(walk, STREAM_AVERAGE, STREAM_SCALES_READ, first, part);
         first += part;
         count -= part;
     }
@@ -202,6 +233,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     run.moment2 = moment2;
     if (walk->kernel->run_stored && run.count == count) {
         stored_update(walk, &run, segment, &moments, param_first);
+        average_update(walk, &run, first, segment->scalars.average_rest);
         return;
     }
     part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
@@ -211,6 +243,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     else
         walk->kernel->run(&run, &segment->scalars);
     lh_adam_states_encode(states, &moments, moment1, moment2, param_first, count, &segment->random);
+    average_update(walk, &run, first, segment->scalars.average_rest);
 }
 
 static void scales_chain(struct walk *walk, int stream_index, uint64_t first, uint64_t count)
@@ -231,10 +264,12 @@ static void piece_by_blocks(struct walk *walk, const struct lh_adam_segment *seg
         uint64_t tile = lh_min_u64(count, LH_ADAM_TILE_ELEMENTS);
 
         streams_chain(walk, 0, LH_ADAM_STREAM_PARAM, first, tile);
+        streams_chain(walk, STREAM_AVERAGE_READ, STREAM_AVERAGE, first, tile);
         scales_chain(walk, STREAM_SCALES_READ, first, tile);
         for (uint64_t at = 0; segment && at < tile; at += PART_ELEMENTS)
             part_update(walk, segment, first + at, lh_min_u64(tile - at, PART_ELEMENTS));
         streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, tile);
+        streams_chain(walk, STREAM_AVERAGE, STREAM_SCALES_READ, first, tile);
         scales_chain(walk, STREAM_SCALES, first, tile);
         first += tile;
         count -= tile;
@@ -249,12 +284,14 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
     uint64_t words_first = lh_min_u64(lh_align_up(first, LH_ADAM_FOLD_ELEMENTS), end);
     uint64_t words_end = end / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
 
-    /* Updates that idle units owe have no gradient. They go tile by tile, like short pieces. */
-    bool has_pass = segment->gradient && walk->kernel->run_checking && words_first < words_end;
+    /* Updates that idle units owe have no gradient. They go tile by tile, like short pieces and
+     * chunks with averages, whose masters are then still in cache. */
+    bool has_pass = segment->gradient && walk->kernel->run_checking && words_first < words_end &&
+                    !walk->chunk->average;
 
     if (walk->align > 1) {
         piece_by_blocks(walk, segment, first, end - first);
-    } else if (segment->gradient && !walk->checksums) {
+    } else if (segment->gradient && !walk->checksums && !walk->chunk->average) {
         struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
         walk->kernel->run(&run, &segment->scalars);
@@ -295,9 +332,10 @@ static int blocks_end(struct walk *walk, uint64_t end, struct lh_adam_mismatch *
         [LH_ADAM_STREAM_RESIDUAL_READ] = LH_ADAM_ARRAY_RESIDUAL,
         [LH_ADAM_STREAM_MOMENT1_READ] = LH_ADAM_ARRAY_MOMENT1,
         [LH_ADAM_STREAM_MOMENT2_READ] = LH_ADAM_ARRAY_MOMENT2,
+        [STREAM_AVERAGE_READ] = LH_ADAM_ARRAY_AVERAGE,
     };
 
-    for (int i = 0; i < LH_ADAM_STREAM_COUNT; i++) {
+    for (int i = 0; i < STREAM_SCALES_READ; i++) {
         struct stream *stream = walk->streams + i;
         uint64_t end_bytes = end * stream->element_bytes;
         uint64_t block;
@@ -366,6 +404,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
     uint64_t end = 0;
 
     LH_ASSERT((chunk->scales != NULL) == (chunk->states == LH_ADAM_STATES_8BIT));
+    LH_ASSERT(chunk->average || (!chunk->average_expected && !chunk->average_checksums));
     LH_ASSERT(lh_is_aligned(chunk->count, align));
     LH_ASSERT(chunk->param_dtype <= LH_DTYPE_F16);
     LH_ASSERT((chunk->residual != NULL) == (lh_adam_residual_bytes(chunk->param_dtype) > 0));
@@ -419,6 +458,12 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
                 [LH_ADAM_STREAM_MOMENT2_READ] = {.array = (char *)chunk->moment2,
                                                  .element_bytes = moment_bytes,
                                                  .expected = chunk->moment2_expected},
+                [STREAM_AVERAGE] = {.array = (char *)chunk->average,
+                                    .element_bytes = sizeof(float),
+                                    .checksums = chunk->average_checksums},
+                [STREAM_AVERAGE_READ] = {.array = (char *)chunk->average,
+                                         .element_bytes = sizeof(float),
+                                         .expected = chunk->average_expected},
                 [STREAM_SCALES] = {.array = (char *)chunk->scales,
                                    .checksums = chunk->scales_checksums},
                 [STREAM_SCALES_READ] = {.array = (char *)chunk->scales,

@@ -52,6 +52,13 @@ void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_sc
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 #endif
 
+/* lh_adam_average() for a part of a chunk, in the default floating-point environment. */
+void lh_adam_average_ref(float *average, const float *values, uint64_t count, float rest);
+#if defined(__x86_64__)
+/* Needs AVX2 and FMA. */
+void lh_adam_average_avx2(float *average, const float *values, uint64_t count, float rest);
+#endif
+
 /* The conversions of moments that go with the kernels (adam_8bit.h). */
 extern const struct lh_adam_states_ops lh_adam_states_ref;
 #if defined(__x86_64__)

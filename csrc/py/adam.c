@@ -234,7 +234,7 @@ static PyObject *seals_make(struct work *work, PyObject *expected)
 
 static PyObject *adam_update(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    struct lh_adam_hyper hyper;
+    struct lh_adam_hyper hyper = {0};
     struct work work = {.kernel = NULL};
     const char *kernel = NULL;
     uint64_t step = 0;

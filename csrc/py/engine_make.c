@@ -17,6 +17,7 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
     LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
     LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
     LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
+    LHPY_FIELDS(struct lh_engine_unit, average_extent),
     LHPY_FIELD(struct lh_engine_unit, store_group));
 
 static const struct lhpy_table param_table = LHPY_TABLE_PLAIN(
@@ -59,6 +60,7 @@ static struct lh_budget_unit budget_unit(const struct demand *demand, const stru
     uint64_t moment_bytes = lh_adam_moment_bytes(unit->states);
     uint32_t state_bytes =
         has_states ? (uint32_t)(2 * moment_bytes + lh_adam_residual_bytes(unit->dtype)) : 0;
+    state_bytes += unit->average_extent > 0 ? (uint32_t)sizeof(float) : 0;
     return (struct lh_budget_unit){
         .bytes = unit->bytes,
         .elements = unit->elements,

@@ -26,11 +26,12 @@ static PyObject *session_hyper(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
     uint32_t group = 0;
-    struct lh_adam_hyper hyper;
-    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(group), LHPY_ARG_AS("lr", hyper.lr),
-                           LHPY_ARG_AS("beta1", hyper.beta1), LHPY_ARG_AS("beta2", hyper.beta2),
-                           LHPY_ARG_AS("eps", hyper.eps),
-                           LHPY_ARG_AS("weight_decay", hyper.weight_decay)) < 0)
+    struct lh_adam_hyper hyper = {0};
+    if (!self ||
+        LHPY_ARGS(args, NULL, LHPY_ARG(group), LHPY_ARG_AS("lr", hyper.lr),
+                  LHPY_ARG_AS("beta1", hyper.beta1), LHPY_ARG_AS("beta2", hyper.beta2),
+                  LHPY_ARG_AS("eps", hyper.eps), LHPY_ARG_AS("weight_decay", hyper.weight_decay),
+                  LHPY_ARG_AS("average_rest", hyper.average_rest, .is_optional = true)) < 0)
         return NULL;
     lh_engine_hyper_set(self->core->engine, group, &hyper);
     Py_RETURN_NONE;
@@ -515,7 +516,7 @@ static PyObject *session_idle_history(PyObject *object, PyObject *args)
     struct lhpy_engine *self = lhpy_engine_open(object);
     uint64_t step = 0;
     uint32_t group = 0;
-    struct lh_adam_hyper hyper;
+    struct lh_adam_hyper hyper = {0};
     if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(step), LHPY_ARG(group), LHPY_ARG_AS("lr", hyper.lr),
                            LHPY_ARG_AS("beta1", hyper.beta1), LHPY_ARG_AS("beta2", hyper.beta2),
                            LHPY_ARG_AS("eps", hyper.eps),
@@ -551,7 +552,8 @@ static PyObject *session_idle_settle(PyObject *object, PyObject *Py_UNUSED(args)
 
 PyMethodDef lhpy_session_methods[] = {
     {"begin", session_begin, METH_O, "begin(train)"},
-    {"hyper", session_hyper, METH_VARARGS, "hyper(group, lr, beta1, beta2, eps, weight_decay)"},
+    {"hyper", session_hyper, METH_VARARGS,
+     "hyper(group, lr, beta1, beta2, eps, weight_decay, average_rest=0)"},
     {"gradient_square_sum", session_gradient_square_sum, METH_NOARGS,
      "The sum of squares of the open step's gradients."},
     {"gradient_square_sums", session_gradient_square_sums, METH_NOARGS,

@@ -197,8 +197,12 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     const struct lh_unit *unit = &engine->units[chunk->unit];
     const struct lh_adam_mismatch *bad = &slab->mismatch;
     bool has_master = unit->desc.dtype == LH_DTYPE_F16;
-    const char *const names[] = {"?", has_master ? "fp32 master" : "residual", "first moment",
-                                 "second moment", "moments' scales"};
+    const char *const names[] = {"?",
+                                 has_master ? "fp32 master" : "residual",
+                                 "first moment",
+                                 "second moment",
+                                 "moments' scales",
+                                 "average"};
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
     struct lh_unit_state_place place = lh_unit_state_place(unit, array, chunk->first, chunk->count);
     uint64_t offset = place.offset + bad->block * LH_CHECKSUM_BYTES;
@@ -292,6 +296,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .moment1 = arrays[1],
         .moment2 = arrays[2],
         .scales = (struct lh_adam_scales *)arrays[3],
+        .average = (float *)arrays[4],
         .count = chunk->count,
         .param_dtype = unit->desc.dtype,
         .states = unit->desc.states,
@@ -301,11 +306,13 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .moment1_expected = expected[1],
         .moment2_expected = expected[2],
         .scales_expected = expected[3],
+        .average_expected = expected[4],
         .param_checksums = lh_chunk_checksums(engine, unit, unit->desc.param_extent, param_offset),
         .residual_checksums = checksums[0],
         .moment1_checksums = checksums[1],
         .moment2_checksums = checksums[2],
         .scales_checksums = checksums[3],
+        .average_checksums = checksums[4],
         .nan_segment = engine->opts.accept_nan ? NULL : &slab->nan_segment,
     };
     slab->nan_segment = LH_ADAM_SEGMENT_NONE;
@@ -367,6 +374,8 @@ static uint64_t states_describe(struct lh_unit *unit)
     unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, moment_bytes, 0};
     unit->states[3] = (struct lh_unit_state_array){
         desc->scales_extent, has_scales ? sizeof(struct lh_adam_scales) : 0, BLOCK_SHIFT};
+    unit->states[4] = (struct lh_unit_state_array){desc->average_extent,
+                                                   desc->average_extent ? sizeof(float) : 0, 0};
     LH_ASSERT(desc->elements == 0 || moment_bytes == 0 ||
               desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
     return moment_bytes;

@@ -86,10 +86,10 @@ struct lh_engine_unit {
     enum lh_adam_states states; /* how moments are stored; all trainable units have the same */
     /*
      * 8BIT: the first of consecutive extents, each with the scales of LH_ADAM_SCALES_ELEMENTS
-     * elements, the last with those of the rest. `elements` is then padded to
-     * LH_ENGINE_SCALED_ALIGN, so that the last extent, too, consists of blocks.
+     * elements or the rest. `elements` is then padded to LH_ENGINE_SCALED_ALIGN: whole blocks.
      */
     uint32_t scales_extent;
+    uint32_t average_extent; /* of fp32 averages (E), after the moments', so never 0; 0: none */
     uint32_t store_group;
 };
 

@@ -161,6 +161,7 @@ static uint32_t segments_fill(const struct lh_slab *slab,
 static void expect_nothing(struct lh_adam_chunk *chunk)
 {
     LH_ASSERT(chunk->states == LH_ADAM_STATES_F32 && !chunk->scales_expected);
+    LH_ASSERT(!chunk->average); /* lohan.wrap() refuses averages of idle experts */
     chunk->residual_expected = NULL;
     chunk->moment1_expected = NULL;
     chunk->moment2_expected = NULL;

@@ -1,6 +1,7 @@
 /*
- * Slabs: main memory in which a chunk's residual, first and second moment (R, M, V), and the scales
- * of 8-bit moments (S), are read, updated and written. Private to csrc/sched.
+ * Slabs: main memory in which a chunk's residual, first and second moment (R, M, V), the scales of
+ * 8-bit moments (S), and the average of the parameters (E) are read, updated and written.
+ * Private to csrc/sched.
  *
  * A slab is free, holds a chunk's states, or is lent to a feature for other bytes of a chunk.
  */
@@ -15,13 +16,13 @@ struct lh_chunk;
 struct lh_engine;
 struct lh_unit;
 
-#define LH_SLAB_TRANSFER_COUNT 5
-/* The arrays R, M, V and S, in a slab's order. */
-#define LH_STATE_ARRAY_COUNT 4
+#define LH_SLAB_TRANSFER_COUNT 6
+/* The arrays R, M, V, S and E, in a slab's order. */
+#define LH_STATE_ARRAY_COUNT 5
 
 struct lh_slab {
     struct lh_engine *engine;
-    uint8_t *memory;  /* R | M | V | S */
+    uint8_t *memory;  /* R | M | V | S | E */
     uint32_t chunk;   /* LH_CHUNK_NONE: free */
     bool is_lent;     /* lent to a feature: the chunk's states are not in the slab */
     uint32_t pending; /* the number of transfers that are not finished */

@@ -74,6 +74,29 @@ void lh_step_abort(struct lh_engine *engine)
     state_set(engine, LH_STEP_STATE_ABORTING);
 }
 
+/*
+ * [Note: Averages of all steps] An average takes a step's parameter in the pass that updates it, so
+ * a parameter without an update would be left out. If it has never been updated, this makes no
+ * difference, because it is its own average.
+ */
+static bool averages_check(struct lh_engine *engine)
+{
+    for (uint32_t i = 0; i < engine->param_count; i++) {
+        const struct lh_unit *unit = &engine->units[engine->params[i].unit];
+        struct lh_error err = {0};
+        if (unit->desc.average_extent == 0 || engine->gradients[i].pointer ||
+            engine->param_steps[i] == 0)
+            continue;
+        lh_error_set(&err, -ENODATA,
+                     "param %u has no gradient in step %" PRIu64 ", but had one before: its"
+                     " average (ema=) would not take this step",
+                     i, engine->step);
+        lh_core_fail(engine, &err);
+        return false;
+    }
+    return true;
+}
+
 static void param_steps_advance(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
@@ -478,7 +501,7 @@ static bool closed_pump(struct lh_engine *engine)
         commits = false;
         engine->commit_is_late = true;
     }
-    if (commits && lh_write_back_dirty(engine, engine->step))
+    if (!averages_check(engine) || (commits && lh_write_back_dirty(engine, engine->step)))
         return true;
     planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = commits ? lh_store_commit_bytes(engine->store) : 0;
     lh_region_step_end(engine);

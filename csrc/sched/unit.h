@@ -87,7 +87,7 @@ struct lh_unit {
     struct lh_transfer load;        /* also the write of the unit's dirty parameters in a flush */
     uint32_t chunk_first;
     uint32_t chunk_count;
-    struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M, V and scales */
+    struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M, V, S and E */
     struct lh_update_unit update;
     /* The features' parts: each is written only in the feature's own file. */
     struct lh_in_place_part in_place;

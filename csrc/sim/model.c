@@ -274,8 +274,8 @@ struct lh_adam_hyper lh_sim_model_hyper(uint32_t group, uint64_t step)
 {
     double lr = 1e-3 * (double)(1 + step % 3);
     if (group == 0)
-        return (struct lh_adam_hyper){lr, 0.9, 0.999, 1e-8, 0.01};
-    return (struct lh_adam_hyper){3 * lr, 0.8, 0.99, 1e-6, 0};
+        return (struct lh_adam_hyper){lr, 0.9, 0.999, 1e-8, 0.01, 0};
+    return (struct lh_adam_hyper){3 * lr, 0.8, 0.99, 1e-6, 0, 0};
 }
 
 void lh_sim_model_give(struct lh_sim_model *model, const bool *is_given)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lohan.hf._trainer import TrainerCallback as TrainerCallback
     from lohan.hf._trainer import TrainerMixin as TrainerMixin
     from lohan.replicas._reshard import Resharded, reshard
+    from lohan.session._average import ema
     from lohan.session._block_swap import block_swap
     from lohan.session._optim import Optimizer
     from lohan.session._session import Session
@@ -46,6 +47,7 @@ _MODULES = {
     "hf._merge": ("Merged", "merge"),
     "hf._trainer": ("Trainer", "TrainerCallback", "TrainerMixin"),
     "replicas._reshard": ("Resharded", "reshard"),
+    "session._average": ("ema",),
     "session._block_swap": ("block_swap",),
     "session._optim": ("Optimizer",),
     "session._session": ("Session",),
@@ -79,6 +81,7 @@ __all__ = [
     "block_swap",
     "build_info",
     "convert",
+    "ema",
     "empty",
     "errors",
     "export",

@@ -179,6 +179,7 @@ class Engine:
         beta2: float,
         eps: float,
         weight_decay: float,
+        average_rest: float = 0.0,
         /,
     ) -> None: ...
     def sums_add(

@@ -67,8 +67,8 @@ static void model_init(struct rig *rig)
                                 : unit->elements * lh_dtype_bytes(unit->dtype);
         unit->place_bytes = unit->bytes + rig->opts.beside_bytes;
     }
-    rig->hypers[0] = (struct lh_adam_hyper){1e-2, 0.9, 0.999, 1e-8, 0.01};
-    rig->hypers[1] = (struct lh_adam_hyper){3e-3, 0.8, 0.99, 1e-6, 0};
+    rig->hypers[0] = (struct lh_adam_hyper){1e-2, 0.9, 0.999, 1e-8, 0.01, 0};
+    rig->hypers[1] = (struct lh_adam_hyper){3e-3, 0.8, 0.99, 1e-6, 0, 0};
 }
 
 static void snapshot_take(struct rig *rig)

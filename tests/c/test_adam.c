@@ -35,7 +35,7 @@ static const uint32_t specials[] = {
 
 static struct lh_adam_scalars scalars_any(double gradient_scale)
 {
-    const struct lh_adam_hyper hyper = {3e-3, 0.9, 0.999, 1e-8, 0.01};
+    const struct lh_adam_hyper hyper = {3e-3, 0.9, 0.999, 1e-8, 0.01, 0};
 
     return lh_adam_scalars_make(&hyper, 3, gradient_scale);
 }
@@ -280,7 +280,7 @@ static void test_half_param(void)
 
 static void test_rule(void)
 {
-    const struct lh_adam_hyper hyper = {1e-3, 0.9, 0.999, 1e-8, 0.1};
+    const struct lh_adam_hyper hyper = {1e-3, 0.9, 0.999, 1e-8, 0.1, 0};
     double m = 0, v = 0, p = 0.5;
     float m32 = 0, v32 = 0, p32 = 0.5f;
 

@@ -104,7 +104,7 @@ static bool arrays_equal(const struct arrays *a, const struct arrays *b, enum lh
 
 static struct lh_adam_scalars scalars_any(double gradient_scale)
 {
-    const struct lh_adam_hyper hyper = {3e-3, 0.9, 0.999, 1e-8, 0.01};
+    const struct lh_adam_hyper hyper = {3e-3, 0.9, 0.999, 1e-8, 0.01, 0};
 
     return lh_adam_scalars_make(&hyper, 3, gradient_scale);
 }

@@ -73,6 +73,7 @@ def _say_store(made: Any, places: list[str], json_wanted: bool) -> None:
 )
 @click.option("--max-shard-size", default="50GB", show_default=True, help="Maximum size of a file.")
 @click.option("--overwrite", is_flag=True, help="Replace a model that is already in OUT.")
+@click.option("--ema", is_flag=True, help="Export the averages of wrap(ema=).")
 @JSON
 def export(
     store: tuple[str, ...],
@@ -80,6 +81,7 @@ def export(
     dtype: str | None,
     max_shard_size: str,
     overwrite: bool,
+    ema: bool,
     json_wanted: bool,
 ) -> None:
     """Write a store's parameters as safetensors, for from_pretrained, without the model's code.
@@ -95,6 +97,7 @@ def export(
             dtype=dtype,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
+            ema=ema,
             progress=progress,
         )
     nbytes = sum(file.stat().st_size for file in files)

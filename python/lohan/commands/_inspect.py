@@ -16,16 +16,20 @@ from lohan.store import _scalars
 from lohan.store._export import open_to_read
 
 
-def _update_bytes(params: list[dict[str, Any]], units: list[dict[str, Any]], states: str) -> int:
+def _update_bytes(
+    params: list[dict[str, Any]], units: list[dict[str, Any]], meta: dict[str, Any]
+) -> int:
     """Return the bytes that an update of all trained parameters writes, without the commit."""
     found, first = [], 0
+    states, average = meta.get("states", "fp32"), 4 * meta.get("ema", False)
     for unit in units:
         head = params[first]
         first += unit["params"]
         if head["trainable"]:
             elements = unit["elements"] if unit["has_states"] else 0
             residual = _wear.RESIDUALS[head["dtype"]]
-            found.append(_wear.Written(unit["bytes"], elements, residual, states))
+            sizes = unit["bytes"], elements, residual, states
+            found.append(_wear.Written(*sizes, average=average))
     return _wear.update_bytes(found)
 
 
@@ -98,7 +102,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
     ]
     written = raw["commit_bytes"]
     if method is None:
-        written += _update_bytes(params, units, meta.get("states", "fp32"))
+        written += _update_bytes(params, units, meta)
     else:
         every = method["write_every"]
         written = 0 if every is None else written + _moved_bytes(units, method["streams"])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lohan import _core
 
 # 2: some parameters are not contiguous. 3: moments are not in fp32, or some parameters are decoded
-# from files.
-_FORMATS = (1, 2, 3)
+# from files. 4: there are averages of parameters.
+_FORMATS = (1, 2, 3, 4)
 _STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
 # The formats of quantized parameters: the elements and bytes of a grain.
@@ -135,7 +135,9 @@ def _check(meta: Any) -> None:
     _need(type(version) is int and version in _FORMATS, "lohan", version)
     states = meta.get("states", "bf16")
     _need(_is_text(states) and states in _STATES, "states", states)
-    _need(version == 3 or "states" not in meta, "states", states)
+    _need(version >= 3 or "states" not in meta, "states", states)
+    is_averaged = meta.get("ema", False)
+    _need(type(is_averaged) is bool and (version == 4) == is_averaged, "ema", is_averaged)
     _check_params(meta)
     _check_strides(meta.get("strides", {}), meta["params"])
     _check_method(meta)

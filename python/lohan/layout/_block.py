@@ -153,6 +153,7 @@ class Unit:
     family: int = 0  # trained experts with the same number are parts of the same tensors
     has_states: bool = True  # False: trained, but another process has the optimizer's states
     states: str = "fp32"  # how moments are stored: a key of STATES
+    has_average: bool = False  # whether the store has averages of the parameters (ema=)
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
@@ -245,6 +246,11 @@ class Layout:
     def states(self) -> str:
         """How moments are stored: a key of STATES."""
         return self.units[0].states if self.units else "fp32"
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether the store has averages of trained parameters."""
+        return any(unit.has_average for unit in self.units)
 
 
 def _own_bytes(module: nn.Module) -> int:

@@ -40,6 +40,7 @@ class Written(NamedTuple):
         residual: the bytes per element that extend a parameter to fp32.
         states: how moments are stored: a key of STATES.
         always: whether its parameters stay in main memory.
+        average: the bytes per element of averages of the parameters.
     """
 
     nbytes: int
@@ -47,12 +48,13 @@ class Written(NamedTuple):
     residual: int
     states: str
     always: bool = False
+    average: int = 0
 
     def state_bytes(self, count: int) -> int:
         """Return the bytes of the states of `count` elements."""
         moment = count * STATES[self.states]
         scales = count // SCALED_ELEMENTS if self.states == "8bit" else 0
-        arrays = (count * self.residual, moment, moment, scales)
+        arrays = (count * self.residual, moment, moment, scales, count * self.average)
         return sum(-(-n // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for n in arrays)
 
     @property
@@ -82,6 +84,7 @@ def written_of(units: Iterable[Unit], states: str | None = None) -> list[Written
                 RESIDUAL_BYTES[unit.dtype],
                 kept,
                 unit.always,
+                4 * unit.has_average,
             )
         )
     return found

@@ -238,6 +238,7 @@ class Commits(SessionPart):
     def commit(self) -> None:
         """Wait until all closed steps and all edits of parameters are written and committed."""
         self.check_open()
+        self.averages.refuse_swapped("model.lohan.commit()")
         before = int(self.store.describe()["step"])
         self._engine.flush(True)
         after = int(self.store.describe()["step"])
@@ -288,6 +289,7 @@ class Commits(SessionPart):
             for index, unit in units.items():
                 _moments.clear(unit, self.extents.units[index], store)
             self._engine.param_steps(True)
+            self.averages.begin_again()
             self.edited(store)
 
     def refuse_edit(self) -> None:
@@ -297,6 +299,7 @@ class Commits(SessionPart):
 
     def commit_edits(self) -> None:
         """Commit an edit that the program is about to use."""
+        self.averages.refuse_swapped("a backward")
         edit = self._edit
         if edit is None:
             return
@@ -367,6 +370,7 @@ class Commits(SessionPart):
 
         With manual commits, edits made since the last commit stay uncommitted.
         """
+        self.averages.refuse_swapped("lohan.unwrap(model)")
         if self.commits_by_hand and int(self.store.describe()["step"]) == self.step:
             self.flush()
         else:
@@ -401,7 +405,11 @@ class Commits(SessionPart):
             return _store.read_params(self.layout, self.extents, store)
 
     def check_edit(self) -> None:
-        """Raise an error if only steps may change parameters; this base class allows any change."""
+        """Raise an error if averages are in the parameters' places, or only steps may change them.
+
+        This base class allows other changes.
+        """
+        self.averages.refuse_swapped("a change of parameters")
 
     def part(self) -> None:
         """Prepare for the end of the session, with all processes that read its parameters."""
@@ -429,6 +437,16 @@ class Commits(SessionPart):
     def holds(self) -> Holds:
         """The holders that currently delay commits."""
         return Holds(self._engine)
+
+    def commit_values(self, store: _core.Store) -> None:
+        """Commit what was written to the store, inside exclusive(), unless commits are manual."""
+        if not self.commits_by_hand:
+            self._commit_buffers(store)
+
+    def drop(self) -> None:
+        """End the session without a commit, because what its store has staged is not consistent."""
+        self._last_step = self.step
+        self._release()
 
     def _commit_buffers(self, store: _core.Store) -> None:
         """Commit what was written to the store, and the current buffers, inside exclusive().

@@ -305,6 +305,8 @@ def _layout_for_budget(
         layout.owes_idle = any(expert.owes for expert in apart)
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
         _block.divide_states(layout, config.part, config.part_count)
+        for unit in layout.units:
+            unit.has_average = config.ema is not None and unit.trainable
         return layout
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -45,7 +45,11 @@ _REFUSED = {
         "it would discard the values: build the model in lohan.empty() and wrap it with"
         " init='model', or change values in a loop over model.named_parameters()",
     ),
-    "__deepcopy__": _refuse("deepcopy", "copy model.state_dict(), or wrap a second model"),
+    "__deepcopy__": _refuse(
+        "deepcopy",
+        "copy model.state_dict(), or wrap a second model. For averages of its parameters"
+        " (AveragedModel, ModelEma), pass ema=DECAY to lohan.wrap()",
+    ),
     "__reduce_ex__": _refuse(
         "pickle (torch.save, copy.copy)",
         "save model.state_dict(), or use the store, which is a checkpoint",

@@ -309,7 +309,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
     def _hyper_set(self, hypers: list[Hyper]) -> None:
         for index, hyper in enumerate(hypers):
             check_hyper(hyper)
-            self._engine.hyper(index, *hyper)
+            self._engine.hyper(index, *hyper, self.averages.rest)
         self._hyper = hypers
 
     # --- Step -------------------------------------------------------------------------------
@@ -366,7 +366,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             device = self.device.torch_device
             idle = self.idle.record(self.step + 1, now)
             worn = None if self.wear is None else self.wear.record(self.step)
-            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle, worn)
+            more = (idle, worn, self.averages.record())
+            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, *more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
         if self.recorder is not None:
@@ -433,6 +434,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             self.device.torch_device,
         )
         self.idle.restore(self.store)
+        self.averages.restore(_scalars.average_of(self.store.describe()))
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.config import Config
     from lohan.layout._block import Layout
+    from lohan.session._average import Averages
     from lohan.session._idle import Idle
     from lohan.store._snapshot import PathLike, Snapshot
 
@@ -27,6 +28,11 @@ class SessionPart:
     @property
     def idle(self) -> Idle:
         """The updates that idle experts owe."""
+        raise NotImplementedError
+
+    @property
+    def averages(self) -> Averages:
+        """The averages of the parameters."""
         raise NotImplementedError
 
     @property

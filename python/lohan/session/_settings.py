@@ -16,7 +16,7 @@ from lohan.errors import ModelError, UnsupportedError
 from lohan.layout import _experts
 from lohan.layout._experts import Apart
 from lohan.planning import _wear
-from lohan.session import _block_swap, _order
+from lohan.session import _average, _block_swap, _order
 from lohan.torch_glue import _accumulate, _device
 from lohan.world._rendezvous import process_count
 
@@ -248,6 +248,12 @@ def split(
         raise ModelError(f"idle {idle!r} must be 'exact' or 'skip'")
     if experts == "together" and idle == "skip":
         raise ModelError("idle='skip' needs experts='apart': a layer's experts are one tensor")
+    reasons = {
+        "method='mezo'": method != "adamw",
+        "several processes": world is not None,
+        "experts='apart'": experts != "together",
+    }
+    _average.check(config, reasons)
     if config.on_nan != "raise":
         reasons = {"method='mezo'": method != "adamw"}
         reasons |= {"several processes": world is not None and config.on_nan == "skip"}

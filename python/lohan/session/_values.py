@@ -10,12 +10,14 @@ lent, and copied from there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from lohan.errors import StepError
+from lohan.session._average import Averages
 from lohan.session._session_base import SessionPart
 from lohan.torch_glue._tensor import in_backward, nbytes_of
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout, Param
     from lohan.layout._origins import Origin
     from lohan.session._loop import Loop
+    from lohan.session._session import Session
     from lohan.torch_glue._device import Device
 
 
@@ -53,6 +56,11 @@ class Values(SessionPart):
         tied parameters are in it, too. `str()` of an origin is readable text.
         """
         return dict(self.layout.origins)
+
+    @functools.cached_property
+    def averages(self) -> Averages:
+        """The averages of the parameters."""
+        return Averages(cast("Session", self))
 
     def lend(self, index: int) -> torch.Tensor:
         """Return one parameter's values, which stay in memory as long as the tensor lives.

@@ -17,6 +17,7 @@ from lohan.journal._zo_run import of_store
 from lohan.layout import _in_place
 from lohan.layout._block import SCALED_ELEMENTS, Layout, Param, Unit, place, place_values
 from lohan.layout._in_place import InPlace
+from lohan.store._average import joined, parted
 from lohan.store._store import (
     UnitExtents,
     naming,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # The number of elements that are in memory at once.
 PIECE_ELEMENTS = 4 << 20
-ARRAYS = ("param", "residual", "moment1", "moment2", "scales")
+ARRAYS = ("param", "residual", "moment1", "moment2", "average", "scales")
 
 
 @dataclasses.dataclass
@@ -75,7 +76,7 @@ class Contents:
 
 def _param_at(unit: Unit, array: str, offset: int) -> str:
     if unit.trainable:
-        sizes = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes}
+        sizes = {"param": unit.dtype.itemsize, "residual": unit.residual_bytes, "average": 4}
         offset //= sizes.get(array, unit.moment_bytes)
     return _name_of(unit, offset)
 
@@ -154,6 +155,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
         unit.elements, unit.nbytes = elements, nbytes
         place_values(unit)
         unit.has_states = len(units) not in given
+        unit.has_average = unit.trainable and meta.get("ema", False)
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):
         param.first = first
@@ -170,7 +172,13 @@ def _parse(meta: dict[str, Any]) -> Contents:
 
 
 def pieces(
-    store: _core.Store, unit: Unit, places: UnitExtents, param: Param, *, is_master: bool = False
+    store: _core.Store,
+    unit: Unit,
+    places: UnitExtents,
+    param: Param,
+    *,
+    is_master: bool = False,
+    is_average: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Yield a parameter's values, flattened, one piece at a time.
 
@@ -180,12 +188,14 @@ def pieces(
         places: the unit's extents.
         param: the parameter.
         is_master: yield fp32 with all bits that the optimizer keeps, instead of the compute dtype.
+        is_average: yield the average of the parameter, if it has one.
     """
+    kinds = {"is_master": is_master, "is_average": is_average and unit.has_average}
     if param.strides is not None:
-        flat = _pieces(store, unit, places, param, param.count, is_master=is_master)
+        flat = _pieces(store, unit, places, param, param.count, **kinds)
         yield from (param.shaped(values).reshape(-1) for values in flat)
     else:
-        yield from _pieces(store, unit, places, param, PIECE_ELEMENTS, is_master=is_master)
+        yield from _pieces(store, unit, places, param, PIECE_ELEMENTS, **kinds)
 
 
 def _pieces(
@@ -196,11 +206,17 @@ def _pieces(
     elements: int,
     *,
     is_master: bool,
+    is_average: bool,
 ) -> Iterator[torch.Tensor]:
     """Yield the values in the unit's order, at most `elements` at a time."""
     for begin in range(0, param.count, elements):
         count = min(elements, param.count - begin)
         first = param.first + begin * (1 if unit.trainable else unit.dtype.itemsize)
+        if is_average:
+            with naming(param.name, "average"):
+                values = _read(store, places.average, first * 4, torch.float32, count)
+            yield values if is_master else parted(values, unit.dtype)[0]
+            continue
         if is_master and unit.residual_bytes and unit.dtype == torch.float16:
             with naming(param.name, "residual"):
                 master = _read(store, places.residual, first * 4, torch.float32, count)
@@ -212,7 +228,7 @@ def _pieces(
         if is_master and unit.residual_bytes:
             with naming(param.name, "residual"):
                 residual = _read(store, places.residual, first * 2, torch.int16, count)
-            values = _join(values, residual)
+            values = joined(values, residual)
         yield values.float() if is_master and values.is_floating_point() else values
 
 
@@ -222,10 +238,3 @@ def _read(
     values = torch.empty(count, dtype=dtype)
     store.read(extent, offset, values.data_ptr(), nbytes_of(values))
     return values
-
-
-def _join(param: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 master of a bf16 parameter: [Note: 12P] in csrc/compute/adam.h."""
-    bits = param.view(torch.int16).to(torch.int32) << 16
-    bits += residual
-    return bits.view(torch.float32)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lohan.store._snapshot import PathLike
 
 _CONFIG = Config(allow_buffered=True)
-_MOVED = ("param", "residual")
+_MOVED = ("param", "residual", "average")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,6 +117,7 @@ def export(
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = _safetensors.SHARD_BYTES,
     overwrite: bool = False,
+    ema: bool = False,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write a store's parameters as safetensors, in one file or in several with an index.
@@ -132,6 +133,7 @@ def export(
             fp32). None: the dtype of training.
         max_shard_size: the size limit of a file, in bytes or as text like "5GB".
         overwrite: allow replacing a model in the folder.
+        ema: write the averages of the trained parameters, of wrap(ema=), instead of themselves.
         progress: called with the bytes written so far and the total.
 
     Returns:
@@ -140,7 +142,7 @@ def export(
     Raises:
         StoreError: the store cannot be read, or the folder cannot be written; see the subclasses.
         UnsupportedError: the model's files are not plain copies of its tensors; use
-            save_pretrained.
+            save_pretrained. Or the store has no averages.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} must be None (the dtype of training) or 'float32'")
@@ -153,7 +155,11 @@ def export(
         _check_not_read(folder, contents.layout, stem=stem)
         if _DTYPES[dtype]:
             _check_masters(contents)
-        held, pieces = pieces_of(_DTYPES[dtype])
+        if ema and not contents.meta.get("ema", False):
+            raise UnsupportedError(
+                "the store has no averages of its parameters: the model was wrapped without ema="
+            )
+        held, pieces = pieces_of(_DTYPES[dtype], ema)
         with held, _bar.Bar(f"the export to {folder}", progress) as bar:
             tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
             files = _texts(contents.meta, is_master=_DTYPES[dtype])
@@ -200,7 +206,7 @@ def _check_not_read(
 
 # A function for the values, and the context in which it may be called.
 Held = tuple[AbstractContextManager[object], Pieces]
-PiecesOf = Callable[[bool], Held]
+PiecesOf = Callable[[bool, bool], Held]
 Opened = tuple[Contents, Mapping[str, torch.Tensor], PiecesOf]
 
 
@@ -208,7 +214,8 @@ Opened = tuple[Contents, Mapping[str, torch.Tensor], PiecesOf]
 def _opened(source: Any) -> Iterator[Opened]:
     """Return a context with a source's contents, its buffers, and a function for its values.
 
-    The argument of this function says whether the values should be the fp32 master copies.
+    The arguments of this function say whether the values should be the fp32 master copies, and
+    whether those of trained parameters should be their averages.
     """
     session: Any = source.__dict__.get("lohan") if isinstance(source, nn.Module) else source
     if isinstance(source, nn.Module) and session is None:
@@ -235,7 +242,7 @@ def _opened(source: Any) -> Iterator[Opened]:
         contents = _contents.read(store, directories[0])
         _, buffers = _scalars.parse(store.describe()["caller_scalars"])
         of_store = functools.partial(_of_store, store, contents)
-        yield contents, buffers, lambda is_master: (contextlib.nullcontext(), of_store(is_master))
+        yield contents, buffers, lambda *kind: (contextlib.nullcontext(), of_store(*kind))
     finally:
         store.close()
 
@@ -252,7 +259,9 @@ def _check_masters(contents: Contents) -> None:
             )
 
 
-def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces:
+def _of_store(
+    store: _core.Store, contents: Contents, is_master: bool, is_average: bool = False
+) -> Pieces:
     layout, extents = contents.layout, contents.extents
 
     def pieces(source: Origin) -> Iterable[torch.Tensor]:
@@ -265,7 +274,8 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
             is_wide = is_master and unit.dtype.is_floating_point
             made = (piece.float() for piece in made) if is_wide else made
         else:
-            made = _contents.pieces(store, unit, places, param, is_master=is_master)
+            kinds = {"is_master": is_master, "is_average": is_average}
+            made = _contents.pieces(store, unit, places, param, **kinds)
         if contents.run is None:
             return made
         return contents.run.led(param, made, is_master=is_master)
@@ -273,14 +283,17 @@ def _of_store(store: _core.Store, contents: Contents, is_master: bool) -> Pieces
     return pieces
 
 
-def _of_session(session: Session, is_master: bool) -> Held:
+def _of_session(session: Session, is_master: bool, is_average: bool = False) -> Held:
     """Return a function for an open session's values, as the next forward would see them."""
     layout = session.layout
     is_copied = all(_storage_formats.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
-    if is_master and (layout.method is None or not is_copied):  # only the store has the masters
+    if is_average:
+        session.averages.refuse_swapped("lohan.export(ema=True)")
+    # Only the store has the masters and averages.
+    if is_average or (is_master and (layout.method is None or not is_copied)):
         session.finish_writes()
         contents = Contents(layout, session.extents, {}, session.run_now())
-        return session.exclusive([]), _of_store(session.store, contents, True)
+        return session.exclusive([]), _of_store(session.store, contents, is_master, is_average)
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
         for index in source.parts or (source.index,):

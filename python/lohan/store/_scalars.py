@@ -135,6 +135,12 @@ def wear_of(said: dict[str, Any]) -> Any:
     return parse(said["caller_scalars"])[0].get("wear")
 
 
+def average_of(said: dict[str, Any]) -> list[float] | None:
+    """Return the decay of averages, and the step after which they began; None: no step has any."""
+    found: list[float] | None = parse(said["caller_scalars"])[0].get("ema")
+    return found
+
+
 def owed(layout: Layout, said: dict[str, Any]) -> int:
     """Return the most updates that an idle expert owes in a store's last commit.
 
@@ -158,12 +164,13 @@ def pack(
     device: torch.device = _CPU,
     idle: dict[str, Any] | None = None,
     wear: list[int] | None = None,
+    average: list[float] | None = None,
 ) -> tuple[bytes, torch.Tensor | None]:
     """Serialize the current state for a commit.
 
     Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
-    state of its random generator is stored, too. idle and wear are what idle_of() and wear_of()
-    find.
+    state of its random generator is stored, too. idle, wear and average are what idle_of(),
+    wear_of() and average_of() find.
 
     Returns:
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
@@ -182,6 +189,8 @@ def pack(
         state["idle"] = idle
     if wear is not None:
         state["wear"] = wear
+    if average is not None:
+        state["ema"] = average
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]

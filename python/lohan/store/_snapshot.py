@@ -463,6 +463,7 @@ def begin(
         StoreError: the copy cannot be created in these directories.
     """
     session.check_open()
+    session.averages.refuse_swapped("a snapshot")
     _refuse(session)
     is_between = not is_behind_step and not session.is_underway and not in_backward()
     if is_between and not session.commits_by_hand:

@@ -25,7 +25,7 @@ from lohan.errors import (
 )
 from lohan.layout import _experts
 from lohan.layout._block import BYTES_CODE, DTYPE_CODES, STATES, checksum_bytes, checksum_count
-from lohan.store import _process
+from lohan.store import _average, _process
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
@@ -55,6 +55,7 @@ class UnitExtents:
     moment1: int = -1
     moment2: int = -1
     scales: int = -1  # of 8-bit moments: the first of len(Unit.scale_parts) consecutive extents
+    average: int = -1
 
 
 def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
@@ -80,6 +81,7 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
                 places.moment2,
                 [*STATES].index(unit.states),
                 places.scales,
+                max(places.average, 0),
                 index,
             )
         )
@@ -131,8 +133,9 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
         if unit.trainable and unit.has_states:
             places.moment1 = add(unit.elements * unit.moment_bytes)
             places.moment2 = add(unit.elements * unit.moment_bytes)
-            scales = [add(nbytes) for nbytes in unit.scale_parts]
-            places.scales = scales[0] if scales else -1
+            places.scales = ([add(nbytes) for nbytes in unit.scale_parts] or [-1])[0]
+        if unit.has_average:
+            places.average = add(unit.elements * 4)
         extents.units.append(places)
     if any(unit.runs for unit in layout.units):
         extents.groups.append(1)
@@ -152,8 +155,9 @@ def describe(layout: Layout) -> dict[str, Any]:
     is_narrow = layout.states != "fp32"
     is_packed = any(unit.packs for unit in layout.units)
     return {
-        # A reader that does not support strides, states or packed units must reject the store.
-        "lohan": 3 if is_narrow or is_packed else 2 if strides else 1,
+        # A reader that lacks averages, strides, states or packed units must reject the store.
+        "lohan": 4 if layout.has_averages else 3 if is_narrow or is_packed else 2 if strides else 1,
+        **({"ema": True} if layout.has_averages else {}),
         **({"strides": strides} if strides else {}),
         **({"states": layout.states} if is_narrow else {}),
         **layout.about,
@@ -421,6 +425,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     _process.check_groups(theirs, layout.groups, store.describe()["files"][0][0])
     _take_strides(layout, theirs)
     check_same_states(theirs, layout)
+    _average.check_same(theirs, layout)
     ours = describe(layout)
     check_same_name(theirs.get("method"), layout.method)
     if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):

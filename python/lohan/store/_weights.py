@@ -19,7 +19,7 @@ from lohan.errors import StoreError
 from lohan.layout import _origins, _resized
 from lohan.layout._files import DTYPES, check_descriptor
 from lohan.layout._origins import Origin
-from lohan.store import _initial
+from lohan.store import _average, _initial
 from lohan.store._block_writer import BlockWriter
 from lohan.store._converted import Reader, bytes_at
 from lohan.store._initial import give_back
@@ -146,7 +146,9 @@ def fill(
     """
     replaced, empty = _replace(model, layout, keeps_built=init is None)
     total = sum(
-        unit.nbytes + unit.elements * unit.residual_bytes for unit in layout.units if not unit.runs
+        unit.nbytes + unit.elements * (unit.residual_bytes + 4 * unit.has_average)
+        for unit in layout.units
+        if not unit.runs
     )
     bar = _bar.Bar("filling the store")
     writer = BlockWriter(store, lambda nbytes: bar.add(nbytes, total))
@@ -160,6 +162,7 @@ def fill(
                 writer.flush()
                 write_checksums(layout, extents, store)
             writer.flush()
+            _average.begin(layout, extents, store, lambda nbytes: bar.add(nbytes, total))
             store.commit(0, scalars())
         _origins.complete(model, layout, "memory")
         said = layout.cut.said()

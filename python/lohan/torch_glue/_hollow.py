@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import sys
 import types
 import weakref
@@ -132,6 +133,24 @@ def _refuse_sharding(depth: int) -> None:
         frame, depth = frame.f_back, depth - 1  # type: ignore[assignment]
 
 
+# Classes that average parameters (EMAModel of diffusers, ModelEmaV3 of timm), and their functions.
+_AVERAGES = re.compile(r"EMA|Ema|AveragedModel|\bema_|_ema\b|swa_utils")
+_CALLER_COUNT = 12
+
+
+def _hint_of_averages() -> str:
+    """Return what to do instead if the calling functions average parameters; "" otherwise."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_CALLER_COUNT):
+        if frame is not None and _AVERAGES.search(frame.f_code.co_qualname):
+            return (
+                ". For an exponential moving average, pass ema=DECAY to lohan.wrap(): it is kept in"
+                " the store, and lohan.ema(model) evaluates it"
+            )
+        frame = None if frame is None else frame.f_back
+    return ""
+
+
 class HollowParameter(nn.Parameter):
     """The class of a parameter while it is not in memory."""
 
@@ -222,7 +241,7 @@ class HollowParameter(nn.Parameter):
                 " module, not its forward()), compute in a loop over model.named_parameters(), or"
                 " take a copy from model.state_dict()"
             )
-        raise HollowParameterError(text)
+        raise HollowParameterError(text + _hint_of_averages())
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy a parameter that a loop is at; otherwise, raise an error: there are no values."""

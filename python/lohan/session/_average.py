@@ -1,0 +1,175 @@
+"""Averages of parameters in a session: when they begin, and `lohan.ema`, which computes with them.
+
+[Note: Averages in place of parameters] To evaluate averages without a second copy in memory, the
+store exchanges them with the parameters, piece by piece, and the model reads the store as usual.
+The exchange is exact, and doing it twice restores every bit. It is never committed: closed steps
+are committed before (unless commits are manual), all calls that commit are refused until the
+parameters are back, and after that the store, whose contents are the same as before, is committed
+again. So a process that ends in between leaves the last commit, with parameters and averages in
+their own places. If an exchange fails half-way, the session ends there, for the same reason.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lohan import _core
+from lohan.errors import ModelError, StepError, UnsupportedError
+from lohan.store import _average
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from lohan.config import Config
+    from lohan.session._session import Session
+
+
+def check(config: Config, reasons: dict[str, bool]) -> None:
+    """Reject an invalid ema=, or one that another setting does not support.
+
+    Args:
+        config: the settings.
+        reasons: what is not supported, and whether it is so.
+
+    Raises:
+        ModelError: it is not a number from 0 to 1.
+        UnsupportedError: the message names the other setting.
+    """
+    decay: Any = config.ema
+    if decay is None:
+        return
+    is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+    if not is_number or not 0 <= decay <= 1:
+        raise ModelError(
+            f"ema {decay!r} must be None, or the decay of the averages: a number from 0 to 1, such"
+            " as 0.999"
+        )
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise UnsupportedError(
+                f"ema={decay} is not supported with {reason}: leave one of them out"
+            )
+
+
+class Averages:
+    """The averages of a session's parameters."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._units = [i for i, u in enumerate(session.layout.units) if u.has_average]
+        self._first = 0  # the step after which averages begin, as copies
+        self._holder: object = None  # for whom averages and parameters have changed places
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether averages and parameters have changed places in the store."""
+        return self._holder is not None
+
+    @property
+    def rest(self) -> float:
+        """What a step adds of the parameters: 1 - ema; 1 in the step that begins the averages."""
+        decay = self._session.config.ema
+        if decay is None or not self._units:
+            return 0.0
+        return 1.0 if self._session.step == self._first else 1 - decay
+
+    def record(self) -> list[float] | None:
+        """Return what a commit stores: the decay, and the step after which averages began."""
+        decay = self._session.config.ema
+        return None if decay is None or not self._units else [decay, self._first]
+
+    def restore(self, said: list[float] | None) -> None:
+        """Restore what record() returned for the last commit."""
+        if said is not None:
+            self._first = int(said[1])
+
+    def begin_again(self) -> None:
+        """Let the next step begin the averages again, as copies of its parameters."""
+        self._first = self._session.step
+
+    def refuse_swapped(self, what: str) -> None:
+        """Raise an error if the averages are in the parameters' places.
+
+        Raises:
+            StepError: they are; `what` names the call.
+        """
+        if self.is_swapped:
+            raise StepError(
+                f"{what} inside `with lohan.ema(model)`, where the model has the averages of its"
+                " parameters: leave the block first. Inside it, the model can be evaluated, read"
+                " and saved"
+            )
+
+    def swap(self, holder: object) -> None:
+        """Exchange averages and parameters; see [Note: Averages in place of parameters].
+
+        Args:
+            holder: an object of the caller, for swap_back().
+
+        Raises:
+            UnsupportedError: the model was wrapped without ema=.
+            StepError: they are exchanged already, or a step is open.
+        """
+        if not self._units:
+            raise UnsupportedError(
+                "the model has no averages: pass ema=DECAY, such as 0.999, to lohan.wrap()"
+            )
+        self.refuse_swapped("lohan.ema(model)")
+        self._session.check_edit()
+        self._exchange(holder)
+
+    def swap_back(self, holder: object) -> None:
+        """Exchange them back and commit, unless swap() failed, or the session has ended."""
+        if self._holder is holder and not self._session.closed:
+            self._exchange(None)
+
+    def _exchange(self, holder: object) -> None:
+        session = self._session
+        is_begun = False
+        try:
+            with session.exclusive(self._units) as store:
+                is_begun = True
+                self._holder = self._holder or holder
+                for index in self._units:
+                    unit, places = session.layout.units[index], session.extents.units[index]
+                    _average.exchange(unit, places, store)
+                if holder is None:
+                    session.commit_values(store)
+                    self._holder = None
+        except BaseException as error:
+            if is_begun:
+                session.drop()
+                error.add_note(
+                    "this interrupted the exchange of parameters and averages, so the session was"
+                    " closed; the store is at its last commit: wrap again with resume=True"
+                )
+            raise
+
+
+def ema(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a model has the averages of its parameters instead of themselves.
+
+    The model was wrapped with ema=. Inside the `with` block it can be evaluated, read and saved,
+    like any other; backward, commits and changes of its parameters are errors. Averages and
+    parameters change places in the store, exactly and without a second copy in memory, which reads
+    and writes about as many bytes as two steps. If the process ends inside the block, the store is
+    at its last commit, in which nothing is exchanged.
+
+    Args:
+        model: a wrapped model.
+
+    Raises:
+        ModelError: the model is not wrapped.
+        UnsupportedError: it was wrapped without ema= (on entering the context).
+        StepError: between backward and `step()`, or inside another such block.
+    """
+    session: Session | None = model.__dict__.get("lohan")
+    if session is None:
+        raise ModelError(
+            "lohan.ema(model) needs a model that was wrapped with ema=DECAY: call"
+            " model = lohan.wrap(model, ema=0.999, ...) first"
+        )
+    averages, holder = session.averages, object()
+    return _core.Context(lambda: averages.swap(holder), lambda: averages.swap_back(holder))
