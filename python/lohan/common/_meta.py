@@ -318,6 +318,8 @@ def _check_in_place(meta: dict[str, Any]) -> None:
             is_place = is_place and _is_list(rest, lambda part: _is_place(part, files or []))
             size -= sum(part[2] for part in rest) if is_place else 0
             is_place = is_place and rest != []
+        elif has_more and isinstance(place[3], dict) and "pieces" in place[3]:
+            size = place[2] if dtype in _TRAINED and _are_packs(place, count, files or []) else 0
         elif has_more:
             is_place = is_place and dtype in _TRAINED and _is_packed(place[3], count, files or [])
             elements, nbytes = (_PACKED | _ALONE)[place[3]["format"]] if is_place else (1, 0)
@@ -347,6 +349,25 @@ def _is_place(place: Any, files: list[Any]) -> bool:
     if not _is_list(place, _is_count, 3) or place[0] >= len(files):
         return False
     return bool(place[1] + place[2] <= files[place[0]]["bytes"])
+
+
+def _are_packs(place: list[Any], count: int, files: list[Any]) -> bool:
+    """Return whether pieces describe a parameter with `count` values, the first at its place."""
+    pieces, left = place[3]["pieces"], count
+    if not _is_list(pieces, lambda piece: _is_list(piece, lambda _: True, 4)) or len(pieces) < 2:
+        return False
+    for *where, said in pieces:
+        form = said if isinstance(said, dict) else {}
+        sizes: list[Any] = [form.get(n) for n in ("rows", "columns")] if form else []
+        if not _is_place(where, files) or not all(_is_count(size, 1) for size in sizes or [0]):
+            return False
+        if not _is_packed(form, math.prod(sizes), files):
+            return False
+        elements, nbytes = (_PACKED | _ALONE)[form["format"]]
+        if where[2] != -(-math.prod(sizes) // elements) * nbytes:
+            return False
+        left -= math.prod(sizes)
+    return left == 0 and pieces[0][:3] == place[:3]
 
 
 def _is_packed(said: Any, count: int, files: list[Any]) -> bool:

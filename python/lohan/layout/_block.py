@@ -78,12 +78,12 @@ class Pack:
     Attributes:
         begin: the offset of its packed bytes in the unit.
         parts: the offsets of Packed.parts; 0: there is no such part.
-        rest: the offsets of Entry.rest.
+        rest: the same of Entry.rest.
     """
 
     begin: int
     parts: tuple[int, ...] = (0,) * 6
-    rest: tuple[int, ...] = ()
+    rest: tuple[Pack, ...] = ()
 
 
 @dataclasses.dataclass

@@ -54,6 +54,7 @@ class Made:
         what: the names of the operations.
         sources: the tensors that the operation needs, by their names in the files.
         convert: computes all results, by name, from the values of all sources.
+        dtype: the dtype to which quantized sources are decoded.
         first: the first element of the value in that result, flattened.
     """
 
@@ -64,19 +65,22 @@ class Made:
         compare=False
     )
     first: int = 0
+    dtype: torch.dtype | None = None
 
     def moved(self, now: Callable[[Entry], Entry]) -> Made:
         """Return the same with other entries."""
         sources = tuple((name, now(entry)) for name, entry in self.sources)
         return dataclasses.replace(self, sources=sources)
 
-    def results(self, read: Callable[[Entry], torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def results(
+        self, read: Callable[[Entry, torch.dtype | None], torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
         """Return all results of the operation.
 
         Args:
-            read: returns the values of a tensor in the files.
+            read: returns the values of a tensor in the files; if it is quantized, in a dtype.
         """
-        return self.convert({name: read(entry) for name, entry in self.sources})
+        return self.convert({name: read(entry, self.dtype) for name, entry in self.sources})
 
 
 @dataclasses.dataclass
@@ -138,7 +142,7 @@ def apply(model: nn.Module, folder: Folder) -> None:
         if target.rpartition(".")[2] == name.rpartition(".")[2]:
             modules[name.rpartition(".")[0]] = target.rpartition(".")[0]
     for name, entry in folder.entries.items():
-        if name not in used:
+        if name not in used and name not in folder.parts:
             entries.setdefault(_beside(name, modules), entry)
     back = {name: target for target, name in plain.items()}
     back |= {name: target for target, group in groups.items() for name in group.names}
@@ -199,14 +203,15 @@ def _assign(
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     plain: dict[str, str] = {}
     groups: dict[str, _Group] = {}
-    for name in sorted(folder.entries, key=loading.dot_natural_key):
+    names = folder.entries.keys() | folder.apart.keys()
+    for name in sorted(names, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, own)
         if target not in own and name in own:
             target, pattern = loading.rename_source_key(name, [], [], prefix, own)
         if target not in own:
             continue
         if pattern is None:
-            if target not in groups:
+            if target not in groups and name in folder.entries:
                 plain.setdefault(target, name)
         elif target not in plain:
             group = groups.setdefault(target, _Group(of_pattern[pattern], {}))
@@ -230,9 +235,12 @@ def _converted(
     root: Any, own: Mapping[str, torch.Tensor], target: str, group: _Group, folder: Folder
 ) -> dict[str, Entry]:
     """Return the entries of what a converter makes."""
-    sources = {name: folder.entries[name] for name in group.names}
+    sources = {
+        name: folder.apart[name]() if name in folder.apart else folder.entries[name]
+        for name in group.names
+    }
     what = ", ".join(type(op).__name__ for op in group.converter.operations)
-    dtypes = {entry.dtype for entry in sources.values()}
+    dtypes = {(entry.dtype, entry.packed is None) for entry in sources.values()}
 
     def convert(values: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return _run(group, target, root, _Sizes(root, own, 0), values)

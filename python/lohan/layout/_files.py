@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,6 +67,7 @@ class Folder:
         parts: names of tensors with which quantized parameters are decoded; match() adds them.
         groups: of GGUF: the rows of a group, for tensors whose rows are not in order.
         is_gguf: whether the tensors are in a GGUF file; their names are those of transformers.
+        apart: entries of decoded tensors, of which parameters may be made (_apart.py), by name.
         names: the name in the files of each entry that _conversion.apply() has renamed.
     """
 
@@ -77,6 +78,7 @@ class Folder:
     parts: set[str] = dataclasses.field(default_factory=set)
     groups: dict[str, int] = dataclasses.field(default_factory=dict)
     is_gguf: bool = False
+    apart: dict[str, Callable[[], Entry]] = dataclasses.field(default_factory=dict)
     names: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -380,7 +382,7 @@ def match(model: nn.Module, folder: Folder) -> dict[int, Entry]:
         else:
             find = _quantized.find_grains if folder.is_gguf else _quantized.find
             entry = find(folder, name, entry, tensors[key])
-        if entry.packed is not None:
+        if entry.is_quantized:
             found[key] = entry
         else:
             entry = _resized.fitted(model, tensors[key], entry)
@@ -407,10 +409,15 @@ def add_experts(model: nn.Module, folder: Folder) -> None:
                 parts = _add_parts(f"{name}.{{}}{own}", number, len(experts), prefixes, folder)
                 used |= parts
                 full, whole = _look_up([f"{name}.{own}"], prefixes, folder)
-                if whole is None or whole.dtype not in DTYPES:
+                if whole is None or not (whole.dtype in DTYPES or whole.is_quantized):
                     continue
                 _check_shape(f"{name}.{own}", (len(experts), *tensor.shape), whole, folder)
                 part = cut(whole, number * tensor.numel(), tuple(tensor.shape))
+                if part is None:
+                    raise ModelError(
+                        f"{folder.files[whole.file].path}: {name}.{own} is quantized in parts that"
+                        " are not those of single experts: leave experts='apart' out"
+                    )
                 folder.entries[f"{name}.{number}.{own}"] = part
                 used.add(full)
     for each in used:

@@ -25,7 +25,7 @@ from lohan import _core
 from lohan.common import _log
 from lohan.common._meta import dtype_of
 from lohan.errors import ChecksumError, StoreError, StoreMismatchError
-from lohan.layout import _conversion, _files, _in_place_units, _packed
+from lohan.layout import _apart, _conversion, _files, _in_place_units, _packed
 from lohan.layout._block import checksum_count
 from lohan.layout._files import DTYPES, File
 from lohan.layout._in_place_choice import choose, needed
@@ -219,28 +219,31 @@ class InPlace:
         self, layout: Layout, param: Param, count: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of the first value, and at most count (an even number) of values."""
-        unit, packed = layout.units[param.unit], source_of(param).packed
-        assert packed is not None
-        pack = unit.packs[param.name]
-        parts: list[torch.Tensor | None] = []
-        for entry, begin in zip(packed.parts, pack.parts, strict=True):
-            part = None if entry is None else torch.empty(entry.nbytes, dtype=torch.uint8)
-            parts.append(part)
-            if part is not None:
-                self._read_at(layout, param, begin, part)
-        for first in range(0, param.count, count):
-            values = torch.empty(min(count, param.count - first), dtype=unit.dtype)
-            begin, nbytes = packed.span(first, values.numel())
-            raw = torch.empty(nbytes, dtype=torch.uint8)
-            self._read_at(layout, param, pack.begin + begin, raw)
-            packed.decode(first, raw, parts, values)
-            yield first, values
+        unit = layout.units[param.unit]
+        pack, at = unit.packs[param.name], 0
+        for piece, place in zip(source_of(param).places, (pack, *pack.rest), strict=True):
+            packed = piece.packed
+            assert packed is not None
+            parts: list[torch.Tensor | None] = []
+            for entry, begin in zip(packed.parts, place.parts, strict=True):
+                part = None if entry is None else torch.empty(entry.nbytes, dtype=torch.uint8)
+                parts.append(part)
+                if part is not None:
+                    self._read_at(layout, param, begin, part)
+            for first in range(0, packed.count, count):
+                values = torch.empty(min(count, packed.count - first), dtype=unit.dtype)
+                begin, nbytes = packed.span(first, values.numel())
+                raw = torch.empty(nbytes, dtype=torch.uint8)
+                self._read_at(layout, param, place.begin + begin, raw)
+                packed.decode(first, raw, parts, values)
+                yield at + first, values
+            at += packed.count
 
     def _read_range(self, layout: Layout, param: Param, skip: int, values: torch.Tensor) -> None:
         """Fill values with the parameter's bytes, skipping the first `skip` of them."""
         pack, source = layout.units[param.unit].packs.get(param.name), source_of(param)
         plain = param.first + source.offset % _core.IN_PLACE_ALIGN
-        begins = (plain,) if pack is None else (pack.begin, *pack.rest)
+        begins = (plain,) if pack is None else [each.begin for each in (pack, *pack.rest)]
         target = values.view(torch.uint8)
         first = -skip  # of the piece, in target
         for piece, begin in zip(source.places, begins, strict=True):
@@ -322,9 +325,16 @@ def _described(layout: Layout, param: Param) -> list[Any] | None:
         return None
     entry = source_of(param)
     how = [] if entry.packed is None else [entry.packed.describe()]
-    if entry.rest:
+    if entry.packed and entry.rest:
+        pieces = [(piece, piece.packed) for piece in entry.places]
+        how = [{"pieces": [[*_place(e), p.describe()] for e, p in pieces if p is not None]}]
+    elif entry.rest:
         how = [{"rest": [[part.file, part.offset, part.nbytes] for part in entry.rest]}]
-    return [entry.file, entry.offset, entry.nbytes, *how]
+    return [*_place(entry), *how]
+
+
+def _place(entry: Entry) -> list[int]:
+    return [entry.file, entry.offset, entry.nbytes]
 
 
 def _owner(unit: Unit, offset: int) -> Param:
@@ -414,6 +424,7 @@ def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = T
         UnsupportedError: the weights are pickles.
     """
     folder = _files.read_folder(place)
+    folder.apart = _apart.of(folder)
     _conversion.apply(model, folder)
     _files.add_experts(model, folder)
     entries = _files.match(model, folder)
@@ -484,10 +495,16 @@ def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
     """Return the entry that a store's meta describes."""
     file, offset, nbytes, *how = said
     name, shape = _NAMES[str(tensor.dtype)], tuple(tensor.shape)
-    rest = how[0].get("rest", []) if how else []
-    packed = _packed.restored(how[0], _dtype) if how and not rest else None
-    others = tuple(Entry(f, at, size, name, shape) for f, at, size in rest)
-    return Entry(file, offset, nbytes, name, shape, packed, others)
+    if how and "pieces" in how[0]:
+        pieces = [
+            Entry(f, at, size, name, shape, _packed.restored(form, _dtype))
+            for f, at, size, form in how[0]["pieces"]
+        ]
+        return dataclasses.replace(pieces[0], rest=tuple(pieces[1:]))
+    others = how[0].get("rest", []) if how else []
+    packed = _packed.restored(how[0], _dtype) if how and not others else None
+    rest = tuple(Entry(f, at, size, name, shape) for f, at, size in others)
+    return Entry(file, offset, nbytes, name, shape, packed, rest)
 
 
 def _dtype(name: str) -> torch.dtype:

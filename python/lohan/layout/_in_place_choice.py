@@ -63,7 +63,7 @@ def needed(entries: Iterable[Entry]) -> set[int]:
     """Return the files that have the entries and what they are decoded with."""
     found: set[int] = set()
     for entry in entries:
-        parts = () if entry.packed is None else entry.packed.parts
-        places = {place.file for place in entry.places}
-        found |= places | {part.file for part in parts if part is not None}
+        for place in entry.places:
+            parts = () if place.packed is None else place.packed.parts
+            found |= {place.file, *(part.file for part in parts if part is not None)}
     return found

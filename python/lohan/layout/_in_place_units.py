@@ -3,9 +3,10 @@
 [Note: Read in place] and [Note: Packed units] in csrc/sched/in_place.h explain it.
 
 [Note: Joined in place] A parameter whose parts are in several places of the files (the experts of a
-layer) makes its unit a packed one, although nothing is decoded: each part is read as a packed
-parameter of its own, in the order of the parts, and moved to its place between the others. A job of
-the engine moves at most the distance between the two places, so this is not kept short.
+layer) makes its unit a packed one, even if nothing is decoded: each part is read as a packed
+parameter of its own, in the order of the parts, and decoded or moved to its place between the
+others. A job of the engine moves at most the distance between the two places, so this is not kept
+short.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def place_packed(params: Sequence[Param]) -> tuple[list[Run], dict[str, Pack]]:
     order = sorted(params, key=lambda param: _order(source_of(param)))
     pieces = [piece for param in order for piece in source_of(param).places]
     runs, begins = _runs(pieces, 0)
-    parts = sorted({p for param in order for p in _parts(param) if p is not None}, key=_order)
+    parts = sorted({p for piece in pieces for p in _parts(piece) if p is not None}, key=_order)
     tail = runs[-1].offset + runs[-1].nbytes
     part_runs, part_begins = _runs(parts, tail)
     begin_of = dict(zip(parts, part_begins, strict=True))
@@ -99,24 +100,28 @@ def place_packed(params: Sequence[Param]) -> tuple[list[Run], dict[str, Pack]]:
     made = [dataclasses.replace(run, offset=run.offset + distance) for run in [*runs, *part_runs]]
     packs = {}
     for param in order:
-        theirs = [0 if p is None else begin_of[p] + distance for p in _parts(param)]
-        first, *rest = (begin + distance for begin in places_of[param.name])
-        packs[param.name] = Pack(first, tuple(theirs), tuple(rest))
+        theirs = [
+            Pack(
+                begin + distance,
+                tuple(0 if p is None else begin_of[p] + distance for p in _parts(piece)),
+            )
+            for piece, begin in zip(source_of(param).places, places_of[param.name], strict=True)
+        ]
+        packs[param.name] = dataclasses.replace(theirs[0], rest=tuple(theirs[1:]))
     return made, packs
 
 
 def _least(param: Param, to: int, begins: Sequence[int]) -> int:
     """Return the least distance by which packed bytes must move up, as lh_unpack_fits() has it."""
-    source, item = source_of(param), param.tensor.element_size()
-    group = 0 if source.packed is None else source.packed.group
-    packed_group = 0 if source.packed is None else source.packed.nbytes(group)
-    at_first = to + group * item - begins[0]
-    at_end = to + param.count * item + packed_group
-    for piece, begin in zip(source.places, begins, strict=True):
-        last = begin + piece.nbytes
-        at_first = max(at_first, to - begin)
-        to += piece.nbytes
-    return max(at_first, at_end - last)
+    item, least = param.tensor.element_size(), 0
+    for piece, begin in zip(source_of(param).places, begins, strict=True):
+        packed = piece.packed
+        group = 0 if packed is None else packed.group
+        at_first = to + group * item - begin
+        to += piece.nbytes if packed is None else packed.count * item
+        packed_group = 0 if packed is None else packed.nbytes(group)
+        least = max(least, at_first, to + packed_group - (begin + piece.nbytes))
+    return least
 
 
 def native(unit: Unit) -> list[tuple[Any, ...]]:
@@ -125,14 +130,17 @@ def native(unit: Unit) -> list[tuple[Any, ...]]:
     rows = []
     for name, pack in unit.packs.items():
         param = by_name[name]
-        source, to = source_of(param), param.first
-        if source.packed is not None:
-            rows.append((source.packed.native(unit.dtype), pack.begin, to, *pack.parts))
-            continue
-        for piece, begin in zip(source.places, (pack.begin, *pack.rest), strict=True):
-            raw = (FORMATS["raw"], 0, 0, 1, piece.nbytes, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
-            rows.append((raw, begin, to, *pack.parts))
-            to += piece.nbytes
+        to = param.first
+        for piece, place in zip(source_of(param).places, (pack, *pack.rest), strict=True):
+            nbytes, packed = piece.nbytes, piece.packed
+            how: tuple[Any, ...]
+            if packed is None:
+                how = (FORMATS["raw"], 0, 0, 1, nbytes, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+            else:
+                how = packed.native(unit.dtype)
+                nbytes = packed.count * unit.dtype.itemsize
+            rows.append((how, place.begin, to, *place.parts))
+            to += nbytes
     return rows
 
 
@@ -141,15 +149,15 @@ def owner(unit: Unit, offset: int) -> Param:
     by_name = {param.name: param for param in unit.params}
     found, nearest = unit.params[0], -1
     for name, pack in unit.packs.items():
-        for begin in (pack.begin, *pack.parts, *pack.rest):
-            if nearest < begin <= offset:
-                found, nearest = by_name[name], begin
+        for place in (pack, *pack.rest):
+            for begin in (place.begin, *place.parts):
+                if nearest < begin <= offset:
+                    found, nearest = by_name[name], begin
     return found
 
 
-def _parts(param: Param) -> tuple[Entry | None, ...]:
-    packed = source_of(param).packed
-    return (None,) * 6 if packed is None else packed.parts
+def _parts(piece: Entry) -> tuple[Entry | None, ...]:
+    return (None,) * 6 if piece.packed is None else piece.packed.parts
 
 
 def _order(entry: Entry) -> tuple[int, int]:

@@ -47,12 +47,12 @@ def find(
         entry = folder.entries.get(key.removesuffix("weight") + "qweight")
         if key.endswith("weight") and entry is not None and tensor.dtype in _SCALES.values():
             one = make(folder, key, entry, tuple(tensor.shape))
-            made = _packed(one, is_turned=is_turned)
+            made = packed(one, is_turned=is_turned)
             return dataclasses.replace(entry, shape=one.shape, packed=made)
     return None
 
 
-def _packed(one: One, *, is_turned: bool) -> Packed:
+def packed(one: One, *, is_turned: bool) -> Packed:
     """Return how a parameter is decoded."""
     stem = one.key.removesuffix("weight")
     method = one.folder.quantization.get("quant_method")
@@ -71,6 +71,22 @@ def _packed(one: One, *, is_turned: bool) -> Packed:
     return _gptq(one, stem) if method == "gptq" else _awq(one, stem)
 
 
+def shape_of(one: One) -> tuple[int, ...]:
+    """Return the shape of a decoded weight, [out, in], from the files alone."""
+    stem, shape = one.key.removesuffix("weight"), one.entry.shape
+    if len(shape) != 2:
+        raise one.refuse(f"qweight is {list(shape)}, not a matrix")
+    if one.folder.quantization.get("quant_method") == "awq":
+        return _scales(one, stem, None)[0].shape[1], shape[0]
+    index = one.folder.entries.get(f"{stem}g_idx")
+    bits = one.folder.quantization.get("bits")
+    if index is not None and len(index.shape) == 1:
+        return shape[1], index.shape[0]
+    if type(bits) is not int or not 0 < bits <= _WORD_BITS:
+        raise one.refuse(f"bits is {bits!r} in config.json, and there is no {stem}g_idx")
+    return shape[1], shape[0] * _WORD_BITS // bits
+
+
 def _gptq(one: One, stem: str) -> Packed:
     rows, columns = one.shape
     config = one.folder.quantization
@@ -86,7 +102,7 @@ def _gptq(one: One, stem: str) -> Packed:
     if len(one.entry.shape) != 2 or one.entry.shape[1] != rows or rest:
         raise one.refuse(f"qweight is {list(one.entry.shape)}, which is not {list(one.shape)}")
     _check_bits(one, bits, (4, 8))
-    scales, groups = _scales(one, stem)
+    scales, groups = _scales(one, stem, rows)
     block = _block(one, groups)
     index = _index(one, stem, groups, block)
     zeros = one.named(f"{stem}qzeros", ("I32",))
@@ -119,7 +135,7 @@ def _awq(one: One, stem: str) -> Packed:
     if len(one.entry.shape) != 2 or one.entry.shape[0] != columns or rest:
         raise one.refuse(f"qweight is {list(one.entry.shape)}, which is not {list(one.shape)}")
     _check_bits(one, bits, (4,))
-    scales, groups = _scales(one, stem)
+    scales, groups = _scales(one, stem, rows)
     zeros = one.named(f"{stem}qzeros", ("I32",))
     _check_shape(one, "qzeros", zeros, (groups, rows * bits // _WORD_BITS))
     if f"{stem}g_idx" in one.folder.entries:
@@ -156,11 +172,11 @@ def _check_shape(one: One, name: str, entry: Entry, shape: tuple[int, ...]) -> N
         raise one.refuse(f"{name} is {list(entry.shape)}, not {list(shape)}")
 
 
-def _scales(one: One, stem: str) -> tuple[Entry, int]:
-    """Return the scales and the number of groups."""
+def _scales(one: One, stem: str, rows: int | None) -> tuple[Entry, int]:
+    """Return the scales, of `rows` rows of the weight, and the number of groups."""
     scales = one.named(f"{stem}scales", tuple(_SCALES))
-    if len(scales.shape) != 2 or scales.shape[1] != one.shape[0] or scales.shape[0] < 1:
-        raise one.refuse(f"scales is {list(scales.shape)}, not one row of {one.shape[0]} per group")
+    if len(scales.shape) != 2 or rows not in (None, scales.shape[1]) or scales.shape[0] < 1:
+        raise one.refuse(f"scales is {list(scales.shape)}, not one row of {rows} per group")
     return scales, scales.shape[0]
 
 

@@ -69,10 +69,21 @@ class Entry:
         return [dataclasses.replace(self, rest=()), *self.rest]
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the values, or those that they are computed from, must be decoded."""
+        sources = () if self.made is None else self.made.sources
+        return self.packed is not None or any(entry.is_quantized for _, entry in sources)
+
+    @property
     def is_joinable(self) -> bool:
         """Whether the values can be read in place although they are in several places."""
         *others, last = self.places
-        return last.nbytes > 0 and all(p.nbytes % _core.IN_PLACE_ALIGN == 0 for p in others)
+        return last.nbytes > 0 and all(p._least_bytes % _core.IN_PLACE_ALIGN == 0 for p in others)
+
+    @property
+    def _least_bytes(self) -> int:
+        """The number of bytes that values of this place have at least in a model."""
+        return self.nbytes if self.packed is None else 2 * self.packed.count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _POWERS = ("U8", "F8_E8M0")  # the dtypes of scales that are powers of two, in MXFP8
 _BYTES = {"F8_E4M3": "f8_e4m3", "I8": "i8"}
+WHOLE = (*_BYTES, "U8")  # the dtypes of quantized values under a weight's own name
 _CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _BLOCK = (128, 128)  # transformers' default
 _STATE = ".quant_state.bitsandbytes__"
@@ -86,13 +87,15 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
         ModelError: the form is not supported, or something is missing or has a wrong shape.
         StoreError: the file cannot be read, or what describes the form is damaged.
     """
-    states = [name for name in (f"{key}{_STATE}nf4", f"{key}{_STATE}fp4") if name in folder.entries]
+    if entry.is_quantized:
+        return _fitted(folder, key, entry, tensor)
+    one = One(folder, key, entry, tuple(tensor.shape))
+    states = one.states()
     is_four_bit = entry.dtype == "U8" and (bool(states) or f"{key}.absmax" in folder.entries)
     is_modelopt = entry.dtype == "U8" and f"{key}_scale_2" in folder.entries
     is_packed = entry.dtype in _BYTES or is_four_bit or is_modelopt
     if not is_packed or tensor.dtype not in _MODEL_DTYPES:
         return entry
-    one = One(folder, key, entry, tuple(tensor.shape))
     if entry.rest or entry.made is not None:
         raise one.refuse(
             "transformers makes it of several tensors or in another order, which is supported only"
@@ -103,6 +106,17 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
     else:
         made = one.nibbles(states) if entry.dtype == "U8" else one.scaled()
     return dataclasses.replace(entry, shape=one.shape, packed=made)
+
+
+def _fitted(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
+    """Return the entry of a parameter that consists of quantized tensors, for its dtype."""
+    if entry.shape != tuple(tensor.shape) or tensor.dtype not in _MODEL_DTYPES:
+        raise One(folder, key, entry, entry.shape).refuse(
+            f"its tensors make {list(entry.shape)}, and the model has {list(tensor.shape)} of"
+            f" {str(tensor.dtype).removeprefix('torch.')}"
+        )
+    made = entry.made and dataclasses.replace(entry.made, dtype=tensor.dtype)
+    return dataclasses.replace(entry, made=made)
 
 
 def find_grains(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
@@ -228,6 +242,21 @@ class One:
         if len(raw) != entry.nbytes:
             raise StoreError(f"{self.path} was truncated while it was being read: try again")
         return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+
+    def whole(self) -> Packed:
+        """Describe a tensor whose shape only the files tell, and set `shape`."""
+        entry, states = self.entry, self.states()
+        is_four = entry.dtype == "U8"
+        if states:
+            shape = self._state(self.part(states[0].removeprefix(self.key), ("U8",))).get("shape")
+            is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+            self.shape = tuple(shape) if isinstance(shape, list) and is_shape else self.shape
+            return self.nibbles(states)
+        if is_four and len(entry.shape) == 2:
+            self.shape = entry.shape[0], 2 * entry.shape[1]
+        if is_four and f"{self.key}_scale_2" in self.folder.entries:
+            return self.modelopt_fours()
+        return self.fours(torch.bfloat16) if is_four else self.scaled()
 
     # --- 8 bits with scales by rectangle -------------------------------------------------------
 
@@ -399,6 +428,11 @@ class One:
         )
 
     # --- bitsandbytes' 4 bits -------------------------------------------------------------------
+
+    def states(self) -> list[str]:
+        """Return the names of bitsandbytes' quant_states."""
+        ends = (f"{_STATE}nf4", f"{_STATE}fp4")
+        return [self.key + end for end in ends if self.key + end in self.folder.entries]
 
     def nibbles(self, states: list[str]) -> Packed:
         """Describe NF4 or FP4 values."""

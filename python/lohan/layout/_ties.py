@@ -34,6 +34,8 @@ def are_equal(files: Sequence[File], a: Entry, b: Entry, dtype: torch.dtype | No
     converts = dtype is not None and a.dtype in _DTYPES and b.dtype in _DTYPES
     if a.shape != b.shape or (a.dtype != b.dtype and not converts):
         return False
+    if any(each.made and each.made.dtype for each in (a, b)):
+        return False  # they are made from quantized values, which no two names share
     if a.made or b.made:
         return converts and torch.equal(*(_whole(files, each).to(dtype) for each in (a, b)))
     sizes = [_DTYPES[each.dtype].itemsize if each.dtype in _DTYPES else 1 for each in (a, b)]
@@ -81,7 +83,7 @@ def _whole(files: Sequence[File], entry: Entry) -> torch.Tensor:
             raise ModelError(f"{path}: {entry.name} is {entry.dtype}, which is not supported")
         raw = bytearray().join(_pieces(files, entry, _PIECE_BYTES))
         return torch.frombuffer(raw, dtype=_DTYPES[entry.dtype]).view(entry.shape)
-    made = entry.made.results(lambda source: _whole(files, source))[entry.made.target]
+    made = entry.made.results(lambda source, _: _whole(files, source))[entry.made.target]
     return made.reshape(-1)[entry.made.first :][: math.prod(entry.shape)].view(entry.shape)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,30 @@ def bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> tor
     return raw
 
 
+def decoded(
+    files: Sequence[File], entry: Entry, dtype: torch.dtype, count: int | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a quantized tensor's values, flattened, and the number of the first of them.
+
+    Args:
+        files: the files of weights.
+        entry: the tensor's entry.
+        dtype: the dtype of the result.
+        count: the maximum number of values at a time, an even number; None: all of a place.
+    """
+    at = 0
+    for place in entry.places:
+        packed = place.packed
+        assert packed is not None
+        parts = [None if p is None else bytes_at(files, p, 0, p.nbytes) for p in packed.parts]
+        for first in range(0, packed.count, count or packed.count):
+            values = torch.empty(min(count or packed.count, packed.count - first), dtype=dtype)
+            raw = bytes_at(files, place, *packed.span(first, values.numel()))
+            packed.decode(first, raw, parts, values)
+            yield at + first, values
+        at += packed.count
+
+
 def pieces(reader: Reader, entry: Entry, dtype: torch.dtype, size: int) -> Iterator[torch.Tensor]:
     """Yield a tensor's values in a dtype, flat, decoded if they are quantized.
 
@@ -48,20 +71,13 @@ def pieces(reader: Reader, entry: Entry, dtype: torch.dtype, size: int) -> Itera
         flat = reader.values(entry).reshape(-1).to(dtype)
         yield from (flat[first : first + size] for first in range(0, flat.numel(), size))
     elif entry.packed is not None:
-        packed, count = entry.packed, math.prod(entry.shape)
-        read = reader.bytes_at
-        parts = [None if part is None else read(part, 0, part.nbytes) for part in packed.parts]
-        for first in range(0, count, size):
-            values = torch.empty(min(size, count - first), dtype=dtype)
-            raw = read(entry, *packed.span(first, values.numel()))
-            packed.decode(first, raw, parts, values)
-            yield values
+        yield from (values for _, values in decoded(reader.files, entry, dtype, size))
     else:
         theirs = DTYPES[entry.dtype]
         step = size * theirs.itemsize
         for place in entry.places:
             for skip in range(0, place.nbytes, step):
-                raw = reader.bytes_at(place, skip, min(step, place.nbytes - skip))
+                raw = bytes_at(reader.files, place, skip, min(step, place.nbytes - skip))
                 yield raw.view(theirs).to(dtype)
 
 
@@ -73,16 +89,16 @@ class Reader:
     """
 
     def __init__(self, files: Sequence[File]) -> None:
-        self._files = files
+        self.files = files
         self._sources: object = None
         self._results: Mapping[str, torch.Tensor] = {}
 
-    def bytes_at(self, entry: Entry, skip: int, nbytes: int) -> torch.Tensor:
-        """Return bytes of a tensor in one of the files."""
-        return bytes_at(self._files, entry, skip, nbytes)
-
-    def values(self, entry: Entry) -> torch.Tensor:
+    def values(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor's values, in the dtype and the shape of its entry.
+
+        Args:
+            entry: the tensor's entry.
+            dtype: the dtype to which it is decoded if it is quantized.
 
         Raises:
             StoreError: a file was truncated or changed meanwhile.
@@ -91,15 +107,19 @@ class Reader:
             whole = self._made(entry)
             count = torch.Size(entry.shape).numel()
             return whole.reshape(-1)[entry.made.first :][:count].view(entry.shape)
-        found = [bytes_at(self._files, part, 0, part.nbytes) for part in entry.places]
+        if entry.packed is not None:
+            assert dtype is not None
+            pieces = [piece for _, piece in decoded(self.files, entry, dtype, None)]
+            return torch.cat(pieces).view(entry.shape)
+        found = [bytes_at(self.files, part, 0, part.nbytes) for part in entry.places]
         raw = found[0] if len(found) == 1 else torch.cat(found)
         return raw.view(DTYPES[entry.dtype]).view(entry.shape)
 
     def _made(self, entry: Entry) -> torch.Tensor:
         made = entry.made
         assert made is not None
-        if made.sources != self._sources:
+        if (made.sources, made.dtype) != self._sources:
             self._results = {}  # before the next ones are computed
             self._results = made.results(self.values)
-            self._sources = made.sources
+            self._sources = made.sources, made.dtype
         return self._results[made.target]

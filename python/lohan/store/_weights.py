@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from lohan.layout._files import DTYPES, check_descriptor
 from lohan.layout._origins import Origin
 from lohan.store import _average, _initial
 from lohan.store._block_writer import BlockWriter
-from lohan.store._converted import Reader, bytes_at
+from lohan.store._converted import Reader, bytes_at, decoded
 from lohan.store._initial import give_back
 from lohan.store._store import read_params, write_checksums, write_param
 from lohan.torch_glue import _empty, _peft
@@ -300,19 +300,14 @@ def _values_of(layout: Layout, param: Param, files: Sequence[File]) -> torch.Ten
     """Return a parameter's values from its files, and its new rows if known, in its dtype."""
     source = param.source
     assert source is not None
-    packed = source.packed
-    if packed is None:
+    if source.packed is None:
         count = _resized.rows_in_file(source)
         if count:
             source = dataclasses.replace(source, shape=(count, *source.shape[1:]))
         values = Reader(files).values(source).to(param.tensor.dtype)
         new = layout.new_rows.get(param.index)
         return values if new is None else torch.cat([values, new[0]])
-    values = torch.empty(param.count, dtype=param.tensor.dtype)
-    beside = [None if p is None else bytes_at(files, p, 0, p.nbytes) for p in packed.parts]
-    raw = bytes_at(files, source, *packed.span(0, param.count))
-    packed.decode(0, raw, beside, values)
-    return values.view(param.tensor.shape)
+    return Reader(files).values(source, param.tensor.dtype).view(param.tensor.shape)
 
 
 def _differs(param: Param, files: Sequence[File]) -> bool:
@@ -340,20 +335,14 @@ def _stream_decoded(
     files: Sequence[File],
 ) -> None:
     """Write a quantized parameter's values, as a model in its dtype would have loaded them."""
-    assert param.source is not None and param.source.packed is not None
-    packed = param.source.packed
-    unit = layout.units[param.unit]
-    parts = [
-        None if part is None else bytes_at(files, part, 0, part.nbytes) for part in packed.parts
-    ]
-    piece = PIECE_ELEMENTS if param.strides is None else param.count
-    for first in range(0, param.count, piece):
-        count = min(piece, param.count - first)
-        raw = bytes_at(files, param.source, *packed.span(first, count))
-        values = torch.empty(count, dtype=param.tensor.dtype)
-        packed.decode(first, raw, parts, values)
-        if param.strides is not None:
-            values = param.flat(values.view(param.tensor.shape))
+    assert param.source is not None
+    unit, dtype = layout.units[param.unit], param.tensor.dtype
+    pieces: Iterable[tuple[int, torch.Tensor]]
+    if param.strides is None:
+        pieces = decoded(files, param.source, dtype, PIECE_ELEMENTS)
+    else:  # a parameter that is not contiguous is reordered as a whole
+        pieces = [(0, param.flat(_values_of(layout, param, files)))]
+    for first, values in pieces:
         if param.kept is not None:
             layout.cut.look(values, unit.dtype)
             values = narrowed(values, unit.dtype)
