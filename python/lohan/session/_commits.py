@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from lohan import _core
 from lohan.common import _exit, _log, _shown
 from lohan.common._lock import Lock, held
 from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
+from lohan.session._registered import Registered
 from lohan.session._session_base import SessionPart
 from lohan.store import _moments, _scalars, _store
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lohan.session._commit_rule import Rule, SmallRule
     from lohan.session._optim import Optimizer
     from lohan.session._recorder import Recorder
+    from lohan.session._registered import After
     from lohan.session._session import Session
     from lohan.session._wear import Wear
     from lohan.store._snapshot import PathLike, Snapshot
@@ -251,6 +253,48 @@ class Commits(SessionPart):
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
         self._edit, self.has_edits = None, False
+
+    @functools.cached_property
+    def registered(self) -> Registered:
+        """The objects of the script whose states commits include."""
+        return Registered(cast("Session", self))
+
+    def register(self, name: str, registered: Any, *, after: After = ...) -> None:
+        """Include an object's state in every commit, and restore it in a resumed session.
+
+        The state, `registered.state_dict()`, is taken when `model.optimizer.step()` is called, and
+        belongs to the commit of that step: it has what the script did before the call, such as the
+        position of a sampler, and lacks what it does after it. In a resumed session, register()
+        calls `registered.load_state_dict()` with the state of the resumed step.
+
+        Args:
+            name: a name that is the same in all sessions.
+            registered: an object with state_dict() and load_state_dict(): a sampler, a data loader,
+                a scheduler. Its state has numbers, text, tensors, lists and dicts only.
+            after: a function that the loop calls after each `step()`, such as `scheduler.step`.
+                register() calls it once after it has restored a state. Torch's schedulers need
+                after=, which may be None; the groups' hyper-parameters, which their constructors
+                change, are restored with them.
+
+        Raises:
+            ModelError: the object lacks a method, or a name or `after` is missing or wrong.
+            StepError: the session has made a step.
+            UnsupportedError: the states are larger than a commit has room for (36 KB), or not
+                made of plain values; or another process commits for this one.
+        """
+        self.registered.add(name, registered, after)
+
+    def _restore_more(self) -> None:
+        """Restore from the last commit when averages began, and states for register()."""
+        said = self.store.describe()
+        self.averages.restore(_scalars.average_of(said))
+        self.registered.restore(_scalars.parse(said["caller_scalars"])[0])
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose groups provide the hyper-parameters."""
+        assert self._optimizer is not None
+        return self._optimizer
 
     def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
         """Begin to copy the store at the last step to other directories while training continues.

@@ -366,7 +366,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             device = self.device.torch_device
             idle = self.idle.record(self.step + 1, now)
             worn = None if self.wear is None else self.wear.record(self.step)
-            more = (idle, worn, self.averages.record())
+            more = (idle, worn, self.averages.record(), self.registered.record())
             scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, *more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
@@ -434,7 +434,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             self.device.torch_device,
         )
         self.idle.restore(self.store)
-        self.averages.restore(_scalars.average_of(self.store.describe()))
+        self._restore_more()
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""

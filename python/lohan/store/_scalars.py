@@ -165,12 +165,13 @@ def pack(
     idle: dict[str, Any] | None = None,
     wear: list[int] | None = None,
     average: list[float] | None = None,
+    registered: dict[str, str] | None = None,
 ) -> tuple[bytes, torch.Tensor | None]:
     """Serialize the current state for a commit.
 
     Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
     state of its random generator is stored, too. idle, wear and average are what idle_of(),
-    wear_of() and average_of() find.
+    wear_of() and average_of() find; registered are states of the caller, by name.
 
     Returns:
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
@@ -191,6 +192,8 @@ def pack(
         state["wear"] = wear
     if average is not None:
         state["ema"] = average
+    if registered is not None:
+        state["registered"] = registered
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
