@@ -1,4 +1,6 @@
 /* lohan._core: slots, types, method table. The work is in the other files of this folder. */
+#include <stdlib.h>
+
 #include "base/cpu.h"
 #include "py/lhpy.h"
 
@@ -78,11 +80,34 @@ static PyObject *scalars_make(PyObject *Py_UNUSED(module), PyObject *args)
     return made;
 }
 
+#if defined(__GLIBC__)
+/* Runs after the interpreter has ended. With glibc, exit() in a handler replaces the status. */
+static void exit_as_failed(int status, void *Py_UNUSED(context))
+{
+    if (status == EXIT_SUCCESS)
+        exit(EXIT_FAILURE);
+}
+#endif
+
+/*
+ * Let the process, which is ending, do so with status 1 instead of 0: what Python runs at exit
+ * cannot change the status. Returns whether it will; without glibc it will not.
+ */
+static PyObject *exit_fails(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+#if defined(__GLIBC__)
+    return PyBool_FromLong(on_exit(exit_as_failed, NULL) == 0);
+#else
+    Py_RETURN_FALSE;
+#endif
+}
+
 static PyMethodDef module_methods[] = {
     {"budget", lhpy_budget, METH_VARARGS,
      "budget(units, host_bytes, bookkeeping, is_waiting, waits_in_memory, is_summed,"
      " block_bytes, waits_at_will, raiser) -> dict"},
     {"simulate", LHPY_KEYWORDS(lhpy_simulate), "A step in virtual time."},
+    {"exit_fails", exit_fails, METH_NOARGS, "End with status 1 instead of 0."},
     {"scalar_overhead_bytes", scalar_overhead, METH_O, "scalar_overhead_bytes(param_count)"},
     {"scalars_make", scalars_make, METH_VARARGS,
      "scalars_make(updates of each parameter, the caller's part) -> bytes"},

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lohan.hf._trainer import Trainer as Trainer
     from lohan.hf._trainer import TrainerCallback as TrainerCallback
     from lohan.hf._trainer import TrainerMixin as TrainerMixin
+    from lohan.layout._origins import Origin
     from lohan.replicas._reshard import Resharded, reshard
     from lohan.session._average import ema
     from lohan.session._block_swap import block_swap
@@ -46,6 +47,7 @@ _MODULES = {
     "frozen._reference": ("reference",),
     "hf._merge": ("Merged", "merge"),
     "hf._trainer": ("Trainer", "TrainerCallback", "TrainerMixin"),
+    "layout._origins": ("Origin",),
     "replicas._reshard": ("Resharded", "reshard"),
     "session._average": ("ema",),
     "session._block_swap": ("block_swap",),
@@ -69,6 +71,7 @@ __all__ = [
     "LohanError",
     "Merged",
     "Optimizer",
+    "Origin",
     "ReplicaStats",
     "Resharded",
     "Session",

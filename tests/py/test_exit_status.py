@@ -65,6 +65,31 @@ def test_a_failed_backward_does_not_change_the_exit_status(
     assert done.returncode == STATUS[how], done.stderr
 
 
+DELETED = """
+import shutil, sys, torch, lohan
+store, how = sys.argv[1:]
+model = lohan.wrap(torch.nn.Linear(8, 8), store=store)
+model(torch.ones(2, 8)).sum().backward()
+model.optimizer.step()
+if how != "kept":
+    model.lohan.commit()
+    shutil.rmtree(store)
+print("flushed at the end")
+if how == "exit":
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("kept", 0), ("deleted", 1), ("exit", 7)])
+def test_a_program_that_loses_its_store_does_not_end_with_status_0(
+    how: str, status: int, store_dir: pathlib.Path
+) -> None:
+    done = program_server.run(["-c", DELETED, str(store_dir / "run"), how])
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "flushed at the end\n"
+    assert ("was deleted while it was open" in done.stderr) == (how != "kept")
+
+
 class Counted:
     """What a saved-tensor hook keeps; counts how many there are."""
 

@@ -32,6 +32,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from lohan import _core
 from lohan.common import _log
 
 if TYPE_CHECKING:
@@ -148,8 +149,8 @@ def _note_thread(failure: threading.ExceptHookArgs, /) -> None:
     _thread_hook_before(failure)
 
 
-def close_quietly(session: Session) -> None:
-    """Close a session, and print an exception instead of raising it.
+def close_quietly(session: Session) -> bool:
+    """Close a session, and print an exception instead of raising it; return whether it closed.
 
     A Ctrl-C or SIGTERM is raised only after a second attempt, because a session that it has left
     open has no other caller who could close it, and would lose its uncommitted steps.
@@ -163,13 +164,16 @@ def close_quietly(session: Session) -> None:
             raise
     except Exception as error:
         _log.failed(str(error))
+        return False
+    return True
 
 
 def _close_all() -> None:
     end: BaseException | None = None
     for session in list(sessions):
         try:
-            close_quietly(session)
+            if not close_quietly(session):
+                _core.exit_fails()  # steps are lost, which the status of the process should show
         except (KeyboardInterrupt, SystemExit) as error:
             end = error  # the other sessions have steps to commit as well
     if end is not None:
