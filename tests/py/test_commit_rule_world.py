@@ -37,6 +37,19 @@ def test_all_processes_commit_the_same_steps_though_their_costs_and_times_differ
     assert resumed == [whole] * count
 
 
+@pytest.mark.parametrize("way", ["replicas", "shared", "divided"])
+def test_small_commits_become_rare_in_all_processes_at_the_same_step(
+    tmp_path: pathlib.Path, way: str
+) -> None:
+    count, options = COUNTS[way], WAYS[way]
+    found = run(tmp_path, count, world_rule.choose_small, str(tmp_path / "run"), 11, **options)
+    committed = [1, 2, 3, 4, 5, 5, 5, 5, 5, 10, 10]
+    for rank, (steps, every) in enumerate(found):
+        is_mate = way == "shared" and rank % 2 > 0
+        assert steps == ([None] * 11 if is_mate else committed), f"rank {rank}"
+        assert every == EVERY
+
+
 def test_the_number_is_said_once(tmp_path: pathlib.Path) -> None:
     ended = Group(tmp_path, 2, world_rule.choose, str(tmp_path / "run"), 6).wait()
     assert [each.code for each in ended] == [0, 0]

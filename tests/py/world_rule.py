@@ -72,6 +72,29 @@ def choose(store: str, steps: int, faster: float = 0.0) -> tuple[list[int | None
     return result
 
 
+def choose_small(store: str, steps: int) -> tuple[list[int | None], Any]:
+    """Train with small commits; return the committed step after each, and the chosen number.
+
+    Commits become rare after the fourth step. The slowest rank takes 2 s a step, and a commit may
+    follow 10 s after another one.
+    """
+    rank, _ = rank_and_count()
+    ticks = itertools.count()
+    made: Any = _wear, _commit_rule
+    made[0].SMALL_FREE_BYTES = 0
+    made[0].small_interval_s = lambda _: 10.0
+    made[1]._now = lambda: 2.0 * STEPS_S[rank] * next(ticks)
+    model = wrapped(store)
+    session, found = model.lohan, []
+    for _ in range(steps):
+        one_step(model)
+        found.append(_committed(session))
+    session.world.exchange(b"", "the end")
+    result = found, session.config.commit_every
+    session.close()
+    return result
+
+
 def fail_once(store: str, where: str) -> tuple[list[str], str]:
     """Fail once, as world_adamw.fail_once() does, before any step is committed."""
     costly()

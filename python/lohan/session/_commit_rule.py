@@ -12,8 +12,8 @@ updates in backward already write what the commit of their step will have.
 [Note: Small commits] A step of a small model takes milliseconds, so commits of a few megabytes each
 may write a hundred terabytes a day. If a step writes little but what memory keeps, every step
 commits until that has written SMALL_FREE_BYTES. The session then chooses the number of steps with
-which the commits of a day write a few gigabytes, at the mean time of the steps so far. This is for
-one process, and not if gradients wait on SSD, which needs a commit in every step.
+which the commits of a day write a few gigabytes, at the mean time of the steps so far. It does not
+if gradients wait on SSD, which needs a commit in every step.
 
 [Note: One interval for all] Several processes must commit the same steps, or there would be none
 that all stores have. So they choose together: there is an interval if a commit of any of them adds
@@ -21,7 +21,9 @@ SAVED_BYTES_MIN (and gradients can wait in the memory of all), it is the longest
 needs, and the time of a step is that of the slowest. They exchange the bytes and the interval in
 wrap(), and the time once, after the fourth step, which all have closed by then. Processes that
 write to the same drives measure their rates at the same time, and each counts the writes of all
-against the drives' life.
+against the drives' life. Small commits are rare if those of one process should be: all begin with
+the bytes of the process that writes most, exchange the times of their steps at the same step, take
+the number of the slowest, and keep it if all can.
 """
 
 from __future__ import annotations
@@ -56,11 +58,21 @@ def begin(session: Session, world: World | None) -> None:
     """
     if session.config.commit_every == CHOSEN_LATER:
         session.commit_choice = Rule(session, world)
-    elif session.config.commit_every == "auto" and world is None and session.trains:
-        writes = _wear_life.writes_of(session)
+    elif session.config.commit_every == "auto" and session.trains:
+        config, writes = session.config, _wear_life.writes_of(session)
         nbytes = writes.committed - writes.between
-        if nbytes > writes.between:
-            session.commit_choice = SmallRule(nbytes, writes.between)
+        is_small = nbytes > writes.between and config.commit_steps > 0
+        mine = [nbytes * config.sharers * is_small, writes.between]
+        nbytes, between = max(_told(world, mine, "the bytes of small commits"))
+        if nbytes > 0:
+            session.commit_choice = SmallRule(nbytes, between, world)
+
+
+def _told(world: World | None, mine: Any, what: str) -> list[Any]:
+    """Return what all processes say, of whom each says this."""
+    if world is None:
+        return [mine]
+    return [json.loads(each) for each in world.exchange(json.dumps(mine).encode(), what)]
 
 
 def _cost(session: Session) -> tuple[float, int]:
@@ -89,14 +101,15 @@ class SmallRule:
         steps: the steps that commit before.
     """
 
-    def __init__(self, nbytes: int, between: int) -> None:
+    def __init__(self, nbytes: int, between: int, world: World | None = None) -> None:
         """Choose the seconds.
 
         Args:
             nbytes: the bytes that a commit adds to what a step writes.
             between: what a step writes without a commit.
+            world: the processes of the run, which choose together; None: there is only one.
         """
-        self._nbytes, self._between = nbytes, between
+        self._nbytes, self._between, self._world = nbytes, between, world
         self.interval_s = _wear.small_interval_s(nbytes)
         self.steps = max(_STEPS_BEFORE + _STEPS_TIMED, _wear.SMALL_FREE_BYTES // nbytes)
         self._count = 0
@@ -119,8 +132,14 @@ class SmallRule:
         if self._count < self.steps:
             return False
         step_s = (_now() - self._began) / (self._count - _STEPS_BEFORE)
+        at = f"after step {session.step}"
+        step_s = max(_told(self._world, step_s, f"the time of small steps {at}"))
         every = math.ceil(self.interval_s / max(step_s, 1e-6))
-        if every > 1 and session.commit_every(every) and session.speaks:
+        is_set = every > 1 and session.commit_every(every)
+        if not all(_told(self._world, is_set, f"the steps between small commits {at}")):
+            if is_set:
+                session.commit_every(1)  # another process cannot wait
+        elif session.speaks:
             day = (self._between + self._nbytes) / step_s * _wear.DAY_S
             _log.inform(
                 f"at {step_s:.3g} s a step, committing each one would write"
@@ -143,7 +162,7 @@ class Rule:
     def __init__(self, session: Session, world: World | None) -> None:
         """Choose the seconds; the processes of a world call this together."""
         self._world = world
-        told = self._told(_cost(session), "the cost of commits")
+        told = _told(world, _cost(session), "the cost of commits")
         self.interval_s, self.nbytes = max(told)
         self._count = 0
         self._began = 0.0
@@ -163,7 +182,8 @@ class Rule:
         if self._count < _STEPS_BEFORE + _STEPS_TIMED:
             return False
         own_s = (_now() - self._began) / _STEPS_TIMED
-        step_s = max(self._told(own_s, f"the steps between commits after step {session.step}"))
+        what = f"the steps between commits after step {session.step}"
+        step_s = max(_told(self._world, own_s, what))
         every = max(2, math.ceil(self.interval_s / max(step_s, 1e-6)))
         session.commit_every(every)
         if session.speaks:
@@ -172,10 +192,3 @@ class Rule:
                 f" {_shown.of_seconds(every * step_s)}"
             )
         return True
-
-    def _told(self, mine: Any, what: str) -> list[Any]:
-        """Return what all processes say, of whom each says this."""
-        if self._world is None:
-            return [mine]
-        told = self._world.exchange(json.dumps(mine).encode(), what)
-        return [json.loads(each) for each in told]
