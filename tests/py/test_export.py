@@ -320,6 +320,22 @@ def test_a_given_state_dict_is_saved_as_it_is(store_dir: pathlib.Path) -> None:
     check_same(store_dir / "hollow", store_dir / "plain")
 
 
+def test_a_process_that_transformers_does_not_save_in_writes_nothing(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers writes in rank 0 only, once torch.distributed is initialized."""
+    model = lohan.wrap(llama(), store=store_dir / "s")
+    rank = "transformers.distributed.mixin._get_torch_distributed_rank"
+    is_begun = "transformers.distributed.mixin._is_torch_distributed_initialized"
+    monkeypatch.setattr(is_begun, lambda: True)
+    monkeypatch.setattr(rank, lambda: 1)
+    model.save_pretrained(store_dir / "out")
+    assert not (store_dir / "out").exists()
+    monkeypatch.setattr(rank, lambda: 0)
+    model.save_pretrained(store_dir / "out")
+    assert (store_dir / "out" / "model.safetensors").exists()
+
+
 def test_the_command_exports_without_the_models_code(store_dir: pathlib.Path) -> None:
     model: Any = lohan.wrap(opt(), store=[store_dir / "s0", store_dir / "s1"])
     model.lohan.close()

@@ -439,7 +439,8 @@ def save_pretrained(
     if needs_all or not _is_hollow(options.get("state_dict"), index):
         plain(model, out, **options)
         return
-    if not options.get("is_main_process", True):
+    is_main = options.get("is_main_process", True)
+    if not getattr(model, "should_save_on_this_rank", bool)(is_main):  # transformers: rank 0 saves
         return
     as_original = options.get("save_original_format", True)
     found = _names.sources(model, index)
