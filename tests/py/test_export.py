@@ -323,7 +323,7 @@ def test_a_given_state_dict_is_saved_as_it_is(store_dir: pathlib.Path) -> None:
 def test_a_process_that_transformers_does_not_save_in_writes_nothing(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers writes in rank 0 only, once torch.distributed is initialized."""
+    """Transformers writes in rank 0 only, once torch.distributed is initialized."""
     model = lohan.wrap(llama(), store=store_dir / "s")
     rank = "transformers.distributed.mixin._get_torch_distributed_rank"
     is_begun = "transformers.distributed.mixin._is_torch_distributed_initialized"
