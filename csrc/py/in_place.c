@@ -1,4 +1,7 @@
 /* Units that are read in place (sched/in_place.h), as Python describes them. */
+#include <sys/stat.h>
+
+#include "base/assert.h"
 #include "py/lhpy.h"
 
 const struct lhpy_table lhpy_unpack_table =
@@ -19,28 +22,39 @@ static const struct lhpy_table pack_table =
                LHPY_FIELDS(struct lh_in_place_pack, from, to, scales, table, nested, nested_table,
                            zeros, index));
 
-static const struct lhpy_table checksum_table = LHPY_TABLE_OF("a checksum", uint32_t);
-
-static const struct lhpy_table unit_table = LHPY_TABLE(
-    "a unit in place", LHPY_FORM_TUPLE, struct lh_in_place_unit,
-    LHPY_FIELD(struct lh_in_place_unit, unit),
-    LHPY_ROWS("runs", struct lh_in_place_unit, runs, run_count, run_table),
-    LHPY_ROWS("moves", struct lh_in_place_unit, moves, move_count, move_table),
-    LHPY_ROWS("packs", struct lh_in_place_unit, packs, pack_count, pack_table),
-    LHPY_ROWS("checksums", struct lh_in_place_unit, checksums, checksum_count, checksum_table));
+static const struct lhpy_table unit_table =
+    LHPY_TABLE("a unit in place", LHPY_FORM_TUPLE, struct lh_in_place_unit,
+               LHPY_FIELD(struct lh_in_place_unit, unit),
+               LHPY_ROWS("runs", struct lh_in_place_unit, runs, run_count, run_table),
+               LHPY_ROWS("moves", struct lh_in_place_unit, moves, move_count, move_table),
+               LHPY_ROWS("packs", struct lh_in_place_unit, packs, pack_count, pack_table),
+               LHPY_FIELDS(struct lh_in_place_unit, checksums, checksum_count));
 
 static const struct lhpy_table file_table =
     LHPY_TABLE("a file", LHPY_FORM_TUPLE, struct lhpy_in_place_row,
                LHPY_FIELD_AS("fd", struct lhpy_in_place_row, io_file.fd),
                LHPY_FIELD_AS("path", struct lhpy_in_place_row, file.path),
                LHPY_FIELD_AS("bytes", struct lhpy_in_place_row, file.bytes),
-               LHPY_FIELD_AS("is_direct", struct lhpy_in_place_row, io_file.direct));
+               LHPY_FIELD_AS("is_direct", struct lhpy_in_place_row, io_file.direct),
+               LHPY_FIELD(struct lhpy_in_place_row, mtime_ns));
 
 const struct lhpy_table lhpy_in_place_table =
     LHPY_TABLE("in_place", LHPY_FORM_TUPLE, struct lhpy_in_place,
                LHPY_ROWS("files", struct lhpy_in_place, rows, row_count, file_table),
                LHPY_ROWS("units", struct lhpy_in_place, opts.units, opts.unit_count, unit_table),
-               LHPY_FIELD_AS("kept_bytes", struct lhpy_in_place, opts.kept_bytes));
+               LHPY_FIELD_AS("kept_bytes", struct lhpy_in_place, opts.kept_bytes),
+               LHPY_FIELD(struct lhpy_in_place, checksums));
+
+/* Whether a file has the size and the time of modification that Python has seen. */
+static bool is_unchanged(const void *context, uint32_t file)
+{
+    const struct lhpy_in_place *in_place = context;
+    const struct lhpy_in_place_row *row = &in_place->rows[file];
+    struct stat found;
+    LH_ASSERT(file < in_place->row_count);
+    return fstat(row->io_file.fd, &found) == 0 && (uint64_t)found.st_size == row->file.bytes &&
+           found.st_mtim.tv_sec * INT64_C(1000000000) + found.st_mtim.tv_nsec == row->mtime_ns;
+}
 
 int lhpy_in_place_prepare(struct lhpy_in_place *in_place)
 {
@@ -53,6 +67,8 @@ int lhpy_in_place_prepare(struct lhpy_in_place *in_place)
         in_place->files[i] = in_place->rows[i].file;
     in_place->opts.files = in_place->files;
     in_place->opts.file_count = in_place->row_count;
+    in_place->opts.is_unchanged = is_unchanged;
+    in_place->opts.context = in_place;
     return 0;
 }
 

@@ -85,11 +85,13 @@ struct lhpy_saved_make {
 struct lhpy_in_place_row {
     struct lh_io_file io_file;
     struct lh_in_place_file file; /* the path in it is borrowed from Python */
+    int64_t mtime_ns;
 };
 struct lhpy_in_place {
     struct lhpy_in_place_row *rows; /* owned, and so are the units of opts */
     uint32_t row_count;
     struct lh_in_place_opts opts;
+    PyObject *checksums; /* borrowed: what owns the memory of all checksums */
     struct lh_in_place_file files[LHPY_IN_PLACE_FILE_COUNT_MAX];
 };
 

@@ -68,6 +68,7 @@ struct lhpy_bytes {
         void *: LHPY_KIND_ADDRESS,                                                                 \
         const void *: LHPY_KIND_ADDRESS,                                                           \
         float *: LHPY_KIND_ADDRESS,                                                                \
+        uint32_t *: LHPY_KIND_ADDRESS,                                                             \
         PyObject *: LHPY_KIND_OBJECT)
 
 struct lhpy_field {

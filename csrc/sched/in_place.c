@@ -135,8 +135,8 @@ static uint64_t source_least_bytes(const struct lh_engine *engine,
     return rest < piece->bytes ? rest : 0;
 }
 
-static const uint32_t *source_checksums(struct lh_engine *engine,
-                                        const struct lh_transfer *transfer, uint64_t offset)
+static uint32_t *checksums_at(const struct lh_engine *engine, const struct lh_transfer *transfer,
+                              uint64_t offset)
 {
     const struct lh_in_place_unit *made = made_of(engine, transfer);
     const struct lh_in_place_run *run = run_at(made, offset);
@@ -144,6 +144,25 @@ static const uint32_t *source_checksums(struct lh_engine *engine,
     LH_ASSERT(lh_is_aligned(offset - run->offset, LH_CHECKSUM_BYTES));
     LH_ASSERT(index < made->checksum_count);
     return made->checksums + index;
+}
+
+static const uint32_t *source_checksums(struct lh_engine *engine,
+                                        const struct lh_transfer *transfer, uint64_t offset)
+{
+    return checksums_at(engine, transfer, offset);
+}
+
+/* [Note: First reads] in in_place.h. */
+static bool source_record(struct lh_engine *engine, const struct lh_transfer *transfer,
+                          uint64_t offset, uint32_t file, uint32_t checksum)
+{
+    const struct lh_in_place_opts *opts = &engine->opts.in_place;
+    uint32_t *place = checksums_at(engine, transfer, offset);
+    LH_ASSERT(file < opts->file_count);
+    if (*place != 0 || (opts->is_unchanged && !opts->is_unchanged(opts->context, file)))
+        return false;
+    *place = checksum;
+    return true;
 }
 
 static const char *source_path(const struct lh_engine *engine, const struct lh_transfer *transfer,
@@ -246,6 +265,7 @@ static void source_loaded(struct lh_engine *engine, const struct lh_transfer *tr
 static const struct lh_source_ops source_ops = {
     .map = source_map,
     .checksums = source_checksums,
+    .record = source_record,
     .path = source_path,
     .least_bytes = source_least_bytes,
     .moves = source_moves,
@@ -257,6 +277,7 @@ static const struct lh_source_ops source_ops = {
 static const struct lh_source_ops packed_source_ops = {
     .map = source_map,
     .checksums = source_checksums,
+    .record = source_record,
     .path = source_path,
     .least_bytes = source_least_bytes,
     .complete = lh_packed_decode,

@@ -15,8 +15,14 @@
  *      moved       |.wwwww.w|wbbbbb.|         both by the same distance: their order stays
  *
  * The last block of a file may be short; the missing bytes are zeros. Each LH_CHECKSUM_BYTES of a
- * run, as read, has a CRC-32C that was made when the store was created: a file that has changed
- * since is detected in the same way as a disk that returns wrong bytes.
+ * run, as read, has a CRC-32C: a file that has changed since is detected in the same way as a disk
+ * that returns wrong bytes.
+ *
+ * [Note: First reads] A checksum of 0 is unknown: the worker that verifies the bytes records theirs
+ * instead, if the file has not been written to since it was opened. So a file is not read only to
+ * compute its checksums. Whoever declares the unit keeps them, and writes them where the next run
+ * finds them before anything that depends on the bytes is committed. (Bytes whose CRC really is 0,
+ * one piece in four billion, are never verified.)
  *
  * [Note: Packed units] If files hold quantized forms of a unit's parameters, the unit is read as
  * packed bytes and decoded in place on arrival: there is no second buffer. The runs lie at the end
@@ -99,7 +105,7 @@ struct lh_in_place_unit {
     uint32_t move_count;
     const struct lh_in_place_pack *packs; /* in order; without moves */
     uint32_t pack_count;                  /* above 0: the unit is packed */
-    const uint32_t *checksums;
+    uint32_t *checksums;                  /* [Note: First reads]; others may read them meanwhile */
     uint32_t checksum_count;
 };
 
@@ -111,6 +117,12 @@ struct lh_in_place_opts {
     uint32_t unit_count;
     uint8_t *kept_memory; /* for packed bytes that are kept; aligned to LH_BLOCK_BYTES */
     uint64_t kept_bytes;  /* 0: none are kept */
+    /*
+     * Whether the file of an index is as it was when it was opened. Thread: workers. NULL: files do
+     * not change, and every checksum is known or may be recorded.
+     */
+    bool (*is_unchanged)(const void *context, uint32_t file);
+    const void *context;
 };
 
 /* The packed bytes that are kept ([Note: Kept bytes]). Thread: any. */

@@ -194,6 +194,15 @@ static bool moves(const struct lh_engine *engine, const struct lh_transfer *tran
     return ops->moves && ops->moves(engine, transfer);
 }
 
+static bool records(const struct lh_transfer_request *request, uint64_t offset, uint32_t checksum)
+{
+    const struct lh_source *source = request->transfer->source;
+    LH_ASSERT(request->io.file_index >= source->file_first);
+    return source->ops->record &&
+           source->ops->record(request->engine, request->transfer, offset,
+                               request->io.file_index - source->file_first, checksum);
+}
+
 /*
  * Runs on a worker: verify each block of what was read that has a checksum, and move the block to
  * where it belongs while it is in the cache.
@@ -213,9 +222,10 @@ static void check_run(struct lh_exec_job *job)
         uint64_t block = done / LH_CHECKSUM_BYTES;
         uint32_t actual =
             engine->opts.verify ? lh_crc32c(0, bytes + done, length) : expected[block];
-        if (actual != expected[block]) {
+        uint32_t wanted = expected[block];
+        if (actual != wanted && !records(request, request->offset + done, actual)) {
             request->bad_offset = request->offset + done;
-            request->crc_expected = expected[block];
+            request->crc_expected = wanted;
             request->crc_actual = actual;
             return;
         }

@@ -39,6 +39,12 @@ struct lh_source_ops {
     /* The checksums that bytes read from offset on must have. Thread: a worker. */
     const uint32_t *(*checksums)(struct lh_engine *engine, const struct lh_transfer *transfer,
                                  uint64_t offset);
+    /*
+     * (optional) Bytes read from offset on, in a file of the source, have another checksum than
+     * expected: whether that one was unknown, and is now recorded. Thread: a worker.
+     */
+    bool (*record)(struct lh_engine *engine, const struct lh_transfer *transfer, uint64_t offset,
+                   uint32_t file, uint32_t checksum);
     const char *(*path)(const struct lh_engine *engine, const struct lh_transfer *transfer,
                         uint32_t file);
     /*

@@ -80,9 +80,12 @@ class Engine:
         sums: bool,
         device: tuple[Any, ...],
         saved: tuple[int, int, Store | None, int],
-        # files: (fd, path, bytes, is direct); units: (unit, runs, moves, packs, checksums);
-        # the bytes of memory in which packed bytes stay
-        in_place: tuple[list[tuple[int, bytes, int, bool]], list[tuple[Any, ...]], int],
+        # files: (fd, path, bytes, is direct, time of modification in ns); units: (unit, runs,
+        # moves, packs, the address and the number of its checksums, which the engine completes);
+        # the bytes of memory in which packed bytes stay; what owns the checksums
+        in_place: tuple[
+            list[tuple[int, bytes, int, bool, int]], list[tuple[Any, ...]], int, object
+        ],
         # this process (0: the owner), the number of mates (0: no team), a mate's file descriptor
         team: tuple[int, int, int, int],
     ) -> Engine: ...

@@ -43,7 +43,7 @@ from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
 from lohan.session._vertical import VerticalSession
-from lohan.store import _directories, _export, _scalars, _store, _temporary, _weights
+from lohan.store import _checksums, _directories, _export, _scalars, _store, _temporary, _weights
 from lohan.torch_glue import _buffers, _device, _late
 from lohan.world import _world
 
@@ -376,26 +376,26 @@ class _Opening:
         _store.check_same_model(store, self.layout)
         _store.check_slots(store, self.config)
         _store.check_table(store, extents)
-        _store.read_checksums(self.layout, extents, store)
+        _checksums.read(self.layout, extents, store)
         if self.found is not None:
             # If another process has just filled the store, `then` is empty: only the store has it.
             then = self.found.then or _in_place.files_of(_meta.of(store))
-            _in_place.check_content(self.layout, then)
+            _checksums.check_content(self.layout, then)
         _weights.skip_fill(self.model, self.layout, self.found.files if self.found else ())
 
     def _fill(self, extents: _store.Extents, store: _core.Store, weights: Any, init: Any) -> None:
-        adopted = b""
-        if self.optimizer.origin is not None:
-            origin = self.optimizer.origin
+        adopted, origin = b"", self.optimizer.origin
+        if origin is not None:
             adopted = _adopt.write_state(origin, self.layout, extents, store)
         files = self.found.files if self.found is not None else ()
         if self.found is not None:
             _weights.prepare(self.model, self.layout, self.found.buffers, files)
         buffers = _store.buffers(self.model, self.layout, store)
         device = _division.plan_device(self.layout, self.config).torch_device
-        params = len(self.layout.params)
-        scalars = functools.partial(_scalars.at_start, adopted, params, buffers, device)
-        _weights.fill(self.model, self.layout, extents, store, weights, init, scalars, files)
+        count = len(self.layout.params)
+        scalars = functools.partial(_scalars.at_start, adopted, count, buffers, device)
+        given = (self.model, self.layout, extents, store, weights, init, scalars, files)
+        _weights.fill(*given, reads_base=bool(self.shared.world or self.zeroth))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

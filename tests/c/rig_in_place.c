@@ -37,6 +37,8 @@ struct rig_in_place {
     struct lh_in_place_move moves[MOVE_COUNT_MAX];
     struct lh_in_place_pack packs[PACK_COUNT];
     uint32_t checksums[CHECKSUM_COUNT_MAX];
+    uint32_t forgotten[CHECKSUM_COUNT_MAX];
+    bool is_changed;
     struct lh_in_place_unit unit;
     struct lh_engine_unit units[RIG_UNIT_COUNT];
     char paths[2][8192];
@@ -274,6 +276,30 @@ void rig_in_place_files(struct rig *rig, struct lh_io_opts *opts)
     opts->files = made->io_files;
 }
 
+void rig_in_place_forget(struct rig *rig, bool is_changed)
+{
+    struct rig_in_place *made = rig->in_place;
+    memcpy(made->forgotten, made->checksums, sizeof(made->checksums));
+    memset(made->checksums, 0, sizeof(made->checksums));
+    made->is_changed = is_changed;
+}
+
+uint32_t rig_in_place_known(const struct rig *rig)
+{
+    const struct rig_in_place *made = rig->in_place;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < made->unit.checksum_count; i++)
+        count += made->checksums[i] != 0 && made->checksums[i] == made->forgotten[i];
+    return count;
+}
+
+static bool is_unchanged(const void *context, uint32_t file)
+{
+    const struct rig_in_place *made = context;
+    LH_CHECK(file < 2);
+    return !made->is_changed;
+}
+
 void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts)
 {
     struct rig_in_place *made = rig->in_place;
@@ -289,7 +315,9 @@ void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts)
         .units = &made->unit,
         .unit_count = 1,
         .kept_memory = made->kept_memory,
-        .kept_bytes = made->kept_bytes - (rig->opts.kept_short ? LH_BLOCK_BYTES : 0)};
+        .kept_bytes = made->kept_bytes - (rig->opts.kept_short ? LH_BLOCK_BYTES : 0),
+        .is_unchanged = is_unchanged,
+        .context = made};
 }
 
 void rig_in_place_close(struct rig *rig)

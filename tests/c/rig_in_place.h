@@ -23,6 +23,10 @@ void rig_in_place_opts(struct rig *rig, struct lh_engine_opts *opts);
 void rig_in_place_close(struct rig *rig);
 /* Change one bit of the unit's bytes in the second file. */
 void rig_in_place_spoil(struct rig *rig);
+/* Make all checksums unknown; is_changed: the files count as written to since they were opened. */
+void rig_in_place_forget(struct rig *rig, bool is_changed);
+/* The number of checksums that are known again, and as they were before. */
+uint32_t rig_in_place_known(const struct rig *rig);
 /* Truncate the second file to before the unit's end. */
 void rig_in_place_cut(struct rig *rig);
 /* Make options with one error, a different one for each turn; returns false after the last. */

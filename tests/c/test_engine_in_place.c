@@ -168,6 +168,29 @@ static void test_changed(void)
     rig_unmake(&rig);
 }
 
+static void test_first_reads(bool packed)
+{
+    struct rig rig;
+    struct lh_error err = {0};
+    const struct rig_opts opts = {.commit_every = 1, .in_place = true, .packed = packed};
+    lh_test_name("a first read records checksums, and later ones are compared (%d)", packed);
+    rig_make(&rig, "in-place-first", opts);
+    uint32_t count = rig_engine_opts(&rig).in_place.units[0].checksum_count;
+    rig_in_place_forget(&rig, false);
+    LH_CHECK(rig_in_place_known(&rig) == 0);
+    LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);
+    LH_CHECK(count > 1 && rig_in_place_known(&rig) == count);
+    rig_unmake(&rig);
+
+    lh_test_name("nothing is recorded of a file that was written to before (%d)", packed);
+    rig_make(&rig, "in-place-stale", opts);
+    rig_in_place_forget(&rig, true);
+    LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == -EILSEQ);
+    LH_CHECK(lh_engine_error(rig.engine, &err) == -EILSEQ && strstr(err.message, "changed since"));
+    LH_CHECK(rig_in_place_known(&rig) == 0);
+    rig_unmake(&rig);
+}
+
 static void test_refusals(bool packed)
 {
     struct rig rig;
@@ -260,6 +283,8 @@ static void test_in_flight(bool fails)
 
 int main(void)
 {
+    test_first_reads(false);
+    test_first_reads(true);
     test_refusals(false);
     test_refusals(true);
     test_in_flight(false);

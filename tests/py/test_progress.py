@@ -43,7 +43,7 @@ def _filled_from_files(folder: pathlib.Path) -> None:
     with lohan.empty():
         model = kit.linears(64, 2)
     model[0].requires_grad_(False)  # type: ignore[index]
-    lohan.wrap(model, store=folder / "new", weights=weights).lohan.close()
+    lohan.wrap(model, store=folder / "new", weights=weights, method="mezo").lohan.close()
 
 
 def _waits(folder: pathlib.Path) -> None:

@@ -50,15 +50,19 @@ class InPlace:
 
     Attributes:
         files: the files; Run.file is an index into them.
-        checksums: the checksums of each in-place unit, by unit index: u32 values, as bytes.
+        checksums: the checksums of each in-place unit, by unit index; 0: not known yet. The engine
+            records them, too ([Note: First reads] in csrc/sched/in_place.h).
+        written: all checksums as the store has them.
         kept_bytes: the main memory in which packed bytes stay once they have been read.
     """
 
     def __init__(self, files: Sequence[File]) -> None:
         self.files = list(files)
-        self.checksums: dict[int, bytes] = {}
+        self.checksums: dict[int, array.array[int]] = {}
+        self.written = b""
         self.kept_bytes = 0
         self._fds: list[tuple[int, bool]] = []
+        self._is_complete = False
 
     # --- Opening ------------------------------------------------------------------------------
 
@@ -92,10 +96,10 @@ class InPlace:
         for fd, _ in fds:
             os.close(fd)
 
-    def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any], int]:
-        """Return the files, the units and kept_bytes as _core.Engine takes them."""
+    def engine_options(self, layout: Layout) -> tuple[list[Any], list[Any], int, object]:
+        """Return the files, the units, kept_bytes and checksums as _core.Engine takes them."""
         files = [
-            (fd, os.fsencode(file.path), file.nbytes, is_direct)
+            (fd, os.fsencode(file.path), file.nbytes, is_direct, file.mtime_ns)
             for (fd, is_direct), file in zip(self._fds, self.files, strict=True)
         ]
         units = []
@@ -107,8 +111,8 @@ class InPlace:
                 first += run.checksum_count
             moves = [(move.begin, move.to, move.nbytes) for move in unit.moves]
             packs = _in_place_units.native(unit)
-            units.append((index, runs, moves, packs, self.checksums[index]))
-        return files, units, self.kept_bytes
+            units.append((index, runs, moves, packs, *self.checksums[index].buffer_info()))
+        return files, units, self.kept_bytes, self.checksums
 
     def check_unchanged(self) -> None:
         """Raise StoreError if a file was written to since it was examined."""
@@ -117,9 +121,36 @@ class InPlace:
 
     # --- Checksums ----------------------------------------------------------------------------
 
+    def forget(self, layout: Layout) -> None:
+        """Make all checksums unknown, before an engine uses them."""
+        self.checksums, self.written = _unknown(layout), b""
+
+    def lose(self) -> None:
+        """Note that the store may have lost checksums that it was given since its last commit."""
+        self.written, self._is_complete = b"", False
+
+    def all_checksums(self) -> bytes:
+        """Return the checksums of all units: u32 values."""
+        return b"".join(sums.tobytes() for sums in self.checksums.values())
+
+    def count_unknown(self) -> int:
+        """Return the number of pieces of at most 1 MiB without a checksum."""
+        return sum(sums.count(0) for sums in self.checksums.values())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether checksums were recorded that the store does not have."""
+        if self._is_complete:
+            return False
+        now = self.all_checksums()
+        news = now != self.written and any(now)
+        # From then on none is recorded any more.
+        self._is_complete = not news and 0 not in memoryview(now).cast("I")
+        return news
+
     def scan(
         self, layout: Layout, progress: Callable[[int], None] | None = None
-    ) -> dict[int, bytes]:
+    ) -> dict[int, array.array[int]]:
         """Read every run once and return the checksums by unit, using a few buffers of memory.
 
         Args:
@@ -128,7 +159,7 @@ class InPlace:
         """
         local = threading.local()
         units = _units(layout)
-        made = {index: array.array("I", bytes(4 * checksum_count(unit))) for index, unit in units}
+        made = _unknown(layout)
 
         def scan_piece(task: tuple[int, Run, int, int]) -> int:
             index, run, at, first = task
@@ -146,22 +177,25 @@ class InPlace:
             for nbytes in pool.map(scan_piece, _pieces(units)):
                 if progress is not None:
                     progress(nbytes)
-        return {index: sums.tobytes() for index, sums in made.items()}
+        return made
 
     def differences(
         self, layout: Layout, progress: Callable[[int], None]
     ) -> list[tuple[str, Path, int]]:
-        """Read every run, and return (parameter, file, offset) of each changed piece of 1 MiB."""
+        """Read every run, and return (parameter, file, offset) of each changed piece of 1 MiB.
+
+        Pieces whose checksums are not known cannot be compared.
+        """
         if not _units(layout):
             return []
         found = self.scan(layout, progress)
         bad = []
         for index, unit in _units(layout):
-            now, then = (memoryview(sums[index]).cast("I") for sums in (found, self.checksums))
+            now, then = found[index], self.checksums[index]
             first = 0
             for run in unit.runs:
                 for number in range(run.checksum_count):
-                    if now[first + number] == then[first + number]:
+                    if then[first + number] in (0, now[first + number]):
                         continue
                     at = number * _core.CHECKSUM_BYTES
                     param = _owner(unit, run.offset + at)
@@ -264,21 +298,31 @@ class InPlace:
             first += run.checksum_count
         begin -= run.offset
         end = begin + len(target)
-        expected = memoryview(self.checksums[param.unit]).cast("I")[first:]
+        expected = memoryview(self.checksums[param.unit])[first:]
         step = _core.CHECKSUM_BYTES
         with contextlib.closing(mmap.mmap(-1, step)) as buffer:
             for block in range(begin // step, -(-end // step)):
                 at = block * step
                 with memoryview(buffer)[: min(step, run.nbytes - at)] as view:
                     self._read_blocks(run.file, run.file_offset + at, view)
-                    if _core.crc32c(view) != expected[block]:
+                    found = _core.crc32c(view)
+                    if expected[block] == 0 and self._is_unchanged(run.file):
+                        expected[block] = found
+                    if found != expected[block]:
                         raise ChecksumError(
                             errno.EILSEQ,
                             f"{self.files[run.file].path}, offset {run.file_offset + at}: the bytes"
-                            f" of {param.name!r} have changed since the store was created",
+                            f" of {param.name!r} have changed since they were first read or opened",
                         )
                     low, high = max(at, begin), min(at + len(view), end)
                     target[low - begin : high - begin] = view[low - at : high - at]
+
+    def _is_unchanged(self, file: int) -> bool:
+        found = os.fstat(self._fds[file][0])
+        return (found.st_size, found.st_mtime_ns) == (
+            self.files[file].nbytes,
+            self.files[file].mtime_ns,
+        )
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -376,6 +420,10 @@ def _open_path(path: Path) -> tuple[int, bool]:
 
 def _units(layout: Layout) -> list[tuple[int, Unit]]:
     return [(index, unit) for index, unit in enumerate(layout.units) if unit.runs]
+
+
+def _unknown(layout: Layout) -> dict[int, array.array[int]]:
+    return {index: array.array("I", bytes(4 * checksum_count(u))) for index, u in _units(layout)}
 
 
 def _pieces(units: list[tuple[int, Unit]]) -> Iterator[tuple[int, Run, int, int]]:
@@ -565,28 +613,3 @@ def _look(file: File, weights: Path | None) -> File:
                 " weights=FOLDER to lohan.wrap(..., resume=True), a folder that has it"
             )
     return now
-
-
-def check_content(layout: Layout, then: Sequence[File]) -> None:
-    """Verify the checksums of all files if any file has a new path or modification time.
-
-    Raises:
-        StoreMismatchError: a block's bytes have changed; the message names the block and its files.
-    """
-    files = layout.in_place
-    pairs = zip(files.files, then, strict=False)
-    is_same = len(files.files) == len(then) and all(
-        now.path == was.path and now.mtime_ns == was.mtime_ns for now, was in pairs
-    )
-    if is_same:
-        return
-    found = files.scan(layout)
-    for index, unit in _units(layout):
-        if found[index] == files.checksums[index]:
-            continue
-        names = sorted({files.files[run.file].path.name for run in unit.runs})
-        raise StoreMismatchError(
-            f"{files.files[unit.runs[0].file].path.parent}: the bytes of {unit.name!r} in"
-            f" {', '.join(names)} have changed since the store was created: restore those files, or"
-            " pass weights=FOLDER with a folder that has them"
-        )

@@ -20,7 +20,7 @@ from lohan.common._lock import Lock, held
 from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
 from lohan.session._registered import Registered
 from lohan.session._session_base import SessionPart
-from lohan.store import _moments, _scalars, _store
+from lohan.store import _checksums, _moments, _scalars, _store
 
 if TYPE_CHECKING:
     from lohan.journal._zo_run import Run
@@ -206,6 +206,7 @@ class Commits(SessionPart):
             self.idle.settle()
             self._engine.flush(True)
             self._end_edits()
+            self._end_checksums()
         if self.has_names:
             self.store.check_names()
 
@@ -351,6 +352,27 @@ class Commits(SessionPart):
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
         self._edit, self.has_edits = None, False
+
+    def keep_checksums(self) -> None:
+        """Write the checksums of first reads, for the commit of the step whose backward begins.
+
+        See [Note: First reads] in store/_checksums.py. With a single slot they are written at the
+        session's end, because a step that fails could not be undone.
+        """
+        if (
+            self.layout.in_place.has_news
+            and self.config.commit_every != "never"
+            and not self._engine.status()["has_gradients"]
+        ):
+            with self.exclusive([]) as store:
+                _checksums.write(self.layout, self.extents, store)
+
+    def _end_checksums(self) -> None:
+        """Commit the checksums of first reads that no step has committed."""
+        if self.layout.in_place.has_news and self._edit is None:
+            with self.exclusive([]) as store:
+                _checksums.write(self.layout, self.extents, store)
+                self._commit_buffers(store)
 
     def _end_edits(self) -> None:
         """Commit an edit while closing, or discard it if the program has failed since the edit."""

@@ -286,6 +286,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self._thread.backward_begin()
         self._changed_drop()
         self.commit_edits()
+        self.keep_checksums()
         self._backward = "running"
         self.phases.begin("backward", self)
         if in_backward():
@@ -465,6 +466,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             self._planner.forget()
         self._gradients.hide()
         self._engine.abort()
+        self.layout.in_place.lose()
         self._accumulation.reset()
         self._scale.reset()
         self._backward = "none"

@@ -17,12 +17,12 @@ from lohan.journal._zo_run import of_store
 from lohan.layout import _in_place
 from lohan.layout._block import SCALED_ELEMENTS, Layout, Param, Unit, place, place_values
 from lohan.layout._in_place import InPlace
+from lohan.store import _checksums
 from lohan.store._average import joined, parted
 from lohan.store._store import (
     UnitExtents,
     naming,
     plan_extents,
-    read_checksums,
     strides_of,
 )
 from lohan.torch_glue._tensor import nbytes_of
@@ -107,7 +107,7 @@ def read(store: _core.Store, where: str) -> Contents:
         )
     contents = _parse(_meta.of(store))
     _check_table(contents, store, where)
-    read_checksums(contents.layout, contents.extents, store)
+    _checksums.read(contents.layout, contents.extents, store)
     if contents.meta.get("method") is not None:
         contents.run = of_store(store, contents.layout.params)
     return contents

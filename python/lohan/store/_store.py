@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _bar, _durable, _log, _meta
+from lohan.common import _durable, _log, _meta
 from lohan.common._storage_formats import narrowed
 from lohan.errors import (
     ChecksumError,
@@ -24,10 +24,10 @@ from lohan.errors import (
     store_error,
 )
 from lohan.layout import _experts
-from lohan.layout._block import BYTES_CODE, DTYPE_CODES, STATES, checksum_bytes, checksum_count
+from lohan.layout._block import BYTES_CODE, DTYPE_CODES, STATES, checksum_bytes
 from lohan.store import _average, _process
 from lohan.torch_glue._buffers import Buffers
-from lohan.torch_glue._tensor import bytes_of, nbytes_of
+from lohan.torch_glue._tensor import nbytes_of
 
 if TYPE_CHECKING:
     from lohan.config import Config
@@ -138,7 +138,7 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
             places.average = add(unit.elements * 4)
         extents.units.append(places)
     if any(unit.runs for unit in layout.units):
-        extents.groups.append(1)
+        extents.groups.append(1 if single_slot else 2)
         extents.checksums = len(extents.table)
         extents.table.append((checksum_bytes(layout.units), len(extents.groups) - 1))
     return extents
@@ -197,34 +197,6 @@ def read_meta(
         return _meta.of(store)
     finally:
         store.close()
-
-
-def write_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
-    """Read every in-place unit once, and store its checksums."""
-    if extents.checksums < 0:
-        return
-    total = sum(run.nbytes for unit in layout.units for run in unit.runs)
-    with _bar.Bar("computing checksums of weights=") as bar:
-        made = layout.in_place.scan(layout, lambda nbytes: bar.add(nbytes, total))
-    layout.in_place.checksums = made
-    layout.in_place.check_unchanged()
-    values = torch.frombuffer(bytearray(b"".join(made.values())), dtype=torch.uint8)
-    store.write(extents.checksums, 0, values.data_ptr(), values.numel())
-
-
-def read_checksums(layout: Layout, extents: Extents, store: _core.Store) -> None:
-    """Read the checksums of in-place units from the store."""
-    if extents.checksums < 0:
-        return
-    values = torch.empty(extents.table[extents.checksums][0], dtype=torch.uint8)
-    store.read(extents.checksums, 0, values.data_ptr(), values.numel())
-    raw = bytes_of(values).tobytes()
-    at = 0
-    for index, unit in enumerate(layout.units):
-        if unit.runs:
-            nbytes = 4 * checksum_count(unit)
-            layout.in_place.checksums[index] = raw[at : at + nbytes]
-            at += nbytes
 
 
 def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Param) -> torch.Tensor:
@@ -551,7 +523,12 @@ def check_table(store: _core.Store, extents: Extents) -> None:
     has = [(nbytes, group) for nbytes, group, _, _ in store.extents()]
     is_other = has != extents.table
     if not is_other and not is_single:
-        is_other = any(slots < extents.groups[group] for _, group, slots, _ in store.extents())
+        # Stores that have all checksums of files read in place never write these again.
+        sums = extents.table[extents.checksums][1] if extents.checksums >= 0 else -1
+        is_other = any(
+            slots < (1 if group == sums else extents.groups[group])
+            for _, group, slots, _ in store.extents()
+        )
     if is_other:
         raise StoreMismatchError(
             f"{store.describe()['files'][0][0]}: the store's description (meta) is damaged, or from"

@@ -60,7 +60,7 @@ class Verified:
         read_bytes: the number of bytes read and compared.
         seconds: the duration.
         bad: damaged places of at most 1 MiB each; empty if there is no damage.
-        note: what opening the store reported; empty if it reported nothing.
+        note: what opening the store reported, and how much has no checksum; empty for nothing.
     """
 
     step: int
@@ -223,4 +223,16 @@ def _verify(directories: list[str], config: Config, is_held: bool, progress: Pro
     work.run_in_place(progress)
     bad = sorted(work.bad, key=lambda one: (one.path, one.offset))
     seconds = time.monotonic() - begin
-    return Verified(said["step"], said["uuid"], work.done, seconds, bad, said["note"])
+    notes = [said["note"], _unknown(work.contents)]
+    note = "\n".join(filter(None, notes))
+    return Verified(said["step"], said["uuid"], work.done, seconds, bad, note)
+
+
+def _unknown(contents: Contents) -> str:
+    count = contents.layout.in_place.count_unknown()
+    if count == 0:
+        return ""
+    return (
+        f"{count} pieces of 1 MiB of the files that are read in place have no checksum, because no"
+        " step has read them: they were not compared"
+    )

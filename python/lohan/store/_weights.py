@@ -19,11 +19,11 @@ from lohan.errors import StoreError
 from lohan.layout import _origins, _resized
 from lohan.layout._files import DTYPES, check_descriptor
 from lohan.layout._origins import Origin
-from lohan.store import _average, _initial
+from lohan.store import _average, _checksums, _initial
 from lohan.store._block_writer import BlockWriter
 from lohan.store._converted import Reader, bytes_at, decoded
 from lohan.store._initial import give_back
-from lohan.store._store import read_params, write_checksums, write_param
+from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._buffers import remember
 from lohan.torch_glue._empty import no_storage
@@ -135,10 +135,13 @@ def fill(
     init: str | Callable[[nn.Module], None] | None,
     scalars: Callable[[], bytes],
     files: Sequence[File] = (),
+    *,
+    reads_base: bool = False,
 ) -> None:
     """Write every parameter to a new store, and commit it as step 0, with what scalars returns.
 
-    The values in memory stay until drop() is called.
+    The values in memory stay until drop() is called. With reads_base, files that are read in place
+    are read once, for their checksums ([Note: First reads] in _checksums.py).
 
     Raises:
         ModelError: a parameter gets no value, or a module has no initialisation.
@@ -160,7 +163,7 @@ def fill(
             else:
                 job.run_with(Path(os.fspath(weights)))
                 writer.flush()
-                write_checksums(layout, extents, store)
+                _checksums.begin(layout, extents, store, reads=reads_base)
             writer.flush()
             _average.begin(layout, extents, store, lambda nbytes: bar.add(nbytes, total))
             store.commit(0, scalars())
