@@ -79,6 +79,15 @@ static bool order_is_valid(const struct lh_unpack *unpack)
            (!unpack->has_zeros || unpack->zero <= 1);
 }
 
+/* Integers in the order of rows: see [Note: Zeros]. */
+static bool integers_are_valid(const struct lh_unpack *unpack)
+{
+    const uint64_t part = unpack->format == LH_UNPACK_FORMAT_U8 ? 4 : 8;
+    return unpack->columns % part == 0 && (!unpack->has_zeros || unpack->rows % part == 0) &&
+           unpack->block_rows == 1 && unpack->scale_type <= LH_UNPACK_SCALE_F16 &&
+           !unpack->rounds_scale && unpack->zero <= (unpack->has_zeros ? 0 : UINT8_MAX);
+}
+
 bool lh_unpack_is_valid(const struct lh_unpack *unpack)
 {
     const uint64_t most = UINT64_C(1) << SIZE_MAX_LOG2;
@@ -96,7 +105,9 @@ bool lh_unpack_is_valid(const struct lh_unpack *unpack)
                unpack->order == LH_UNPACK_ORDER_ROWS;
     if (unpack->dtype >= LH_DTYPE_BYTES || unpack->rounding >= LH_DTYPE_BYTES)
         return false;
-    if (has_zero(unpack) || unpack->order != LH_UNPACK_ORDER_ROWS)
+    if (has_zero(unpack) && unpack->order == LH_UNPACK_ORDER_ROWS)
+        return scales_are_valid(unpack) && integers_are_valid(unpack);
+    if (unpack->order != LH_UNPACK_ORDER_ROWS)
         return has_scales(unpack) && scales_are_valid(unpack) && order_is_valid(unpack);
     if (lh_unpack_is_narrow(unpack))
         return unpack->rows == 1 && scales_are_valid(unpack);
@@ -142,8 +153,8 @@ bool lh_unpack_fits(const struct lh_unpack *unpack, uint64_t from, uint64_t to)
 
 bool lh_unpack_is_narrow(const struct lh_unpack *unpack)
 {
-    return (unpack->format == LH_UNPACK_FORMAT_NIBBLES ||
-            unpack->format == LH_UNPACK_FORMAT_E2M1) &&
+    return (unpack->format == LH_UNPACK_FORMAT_NIBBLES || unpack->format == LH_UNPACK_FORMAT_E2M1 ||
+            unpack->format == LH_UNPACK_FORMAT_U4) &&
            unpack->order == LH_UNPACK_ORDER_ROWS;
 }
 
@@ -477,7 +488,9 @@ static void rows_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
                     const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                     uint8_t *out)
 {
-    if (grain_of(unpack).elements > 2)
+    if (has_zero(unpack))
+        lh_unpack_integers_by(kernel, unpack, source, first, count, out);
+    else if (grain_of(unpack).elements > 2)
         grains_by(kernel, unpack, source->packed, first, count, out);
     else if (kernel && has_blocks(unpack))
         blocks_by(kernel, unpack, source, first, count, out);

@@ -38,6 +38,7 @@
  *                                             transformers
  *      qweight (GPTQ)                         dequantize_weight() of gptqmodel   the scales' type
  *      qweight (AWQ)                          dequantize_gemm() of autoawq       the scales' type
+ *      weight_packed (integers)               decompress() of compressed-tensors the scales' type
  *      GGUF                                   dequantize() of gguf-py            F32
  *
  * A tensor is a matrix of rows and columns. The scales form a matrix with one element for each
@@ -75,7 +76,9 @@
  * word, with carries into the next part: that is what gptqmodel does with GPTQ's first format, in
  * which zeros are less by one. Scales and zeros form a matrix with one row for each group of
  * block_columns columns, and one column for each row of W. With has_index, column c belongs to
- * group index[c] instead of c / block_columns.
+ * group index[c] instead of c / block_columns. In the order of rows (compressed-tensors' integers)
+ * words have consecutive elements of a row, the scales form a matrix with one row for each row of
+ * W, and the zeros one with a row of words for each N rows of W; `zero` is 0 if there are zeros.
  *
  * Sources may have any alignment. Thread: any. The floating-point environment does not matter.
  */

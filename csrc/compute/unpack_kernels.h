@@ -113,6 +113,10 @@ struct lh_unpack_kernel {
 void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                          uint8_t *out);
+/* The same for U4 and U8 in the order of rows. */
+void lh_unpack_integers_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                           const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                           uint8_t *out);
 
 #if defined(__x86_64__)
 /* Needs AVX2 and F16C. */

@@ -56,20 +56,23 @@ static uint32_t zeros_at(const struct lh_unpack *unpack, const uint8_t *zeros, u
     return word_at(zeros, index) + unpack->zero * ones;
 }
 
+static uint64_t group_count(const struct lh_unpack *unpack)
+{
+    return lh_div_ceil(unpack->columns, unpack->block_columns);
+}
+
 static uint32_t zero_at(const struct lh_unpack *unpack, const uint8_t *zeros, uint64_t group,
                         uint64_t row)
 {
     const uint32_t bits = element_bits(unpack), parts = 32 / bits, mask = (UINT32_C(1) << bits) - 1;
     if (!unpack->has_zeros)
         return unpack->zero;
+    if (unpack->order == LH_UNPACK_ORDER_ROWS)
+        return word_at(zeros, row / parts * group_count(unpack) + group) >> (row % parts * bits) &
+               mask;
     uint32_t word = zeros_at(unpack, zeros, group * (unpack->rows / parts) + row / parts);
     bool is_awq = unpack->order == LH_UNPACK_ORDER_AWQ;
     return word >> ((is_awq ? awq_place(row) : row % parts) * bits) & mask;
-}
-
-static uint64_t group_count(const struct lh_unpack *unpack)
-{
-    return lh_div_ceil(unpack->columns, unpack->block_columns);
 }
 
 /* The group of columns to which a column belongs. */
@@ -377,5 +380,36 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
                     bits_at(unpack, strip.group, i / columns % group_rows, i % columns),
                     i / columns, i % columns, i - range.begin, range.out);
         at = range.end;
+    }
+}
+
+/* --- Integers in the order of rows ------------------------------------------------------------ */
+
+void lh_unpack_integers_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                           const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                           uint8_t *out)
+{
+    const uint64_t columns = unpack->columns, width = element_bits(unpack);
+    const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
+    LH_ASSERT(!lh_unpack_is_narrow(unpack) || first % 2 == 0);
+    for (uint64_t at = 0; at < count;) {
+        const uint64_t row = (first + at) / columns, column = (first + at) % columns;
+        const uint64_t group = group_of(unpack, source->index, column);
+        const uint64_t stop = (column / unpack->block_columns + 1) * unpack->block_columns;
+        uint64_t run = unpack->has_index ? 1 : lh_min_u64(stop, columns) - column;
+        run = lh_min_u64(run, count - at);
+        const float scale = lh_unpack_scale_at(unpack, source, row * group_count(unpack) + group);
+        const int32_t zero = (int32_t)zero_at(unpack, source->zeros, group, row);
+        uint64_t done = kernel && at * width % 8 == 0 ? run - run % LH_UNPACK_BATCH : 0;
+        if (done > 0)
+            kernel->integers(unpack, source->packed + at * width / 8, (float)zero, scale, done,
+                             out + at * element_bytes);
+        for (; done < run; done++) {
+            const uint64_t i = at + done;
+            uint32_t bits = source->packed[i * width / 8];
+            bits = width == 4 ? bits >> (i % 2 * 4) & 15 : bits;
+            lh_unpack_put(unpack, (float)((int32_t)bits - zero) * scale, i, out);
+        }
+        at += run;
     }
 }

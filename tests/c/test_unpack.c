@@ -61,6 +61,11 @@ static void order_draw(struct lh_unpack *made, uint64_t *seed)
     made->has_zeros = lh_test_random(seed) % 4 > 0;
     made->has_index = made->order == LH_UNPACK_ORDER_WORDS && lh_test_random(seed) % 2;
     made->zero = (uint32_t)(lh_test_random(seed) % (made->has_zeros ? 2 : 256));
+    if (lh_test_random(seed) % 3 == 0) {
+        made->order = LH_UNPACK_ORDER_ROWS;
+        made->group_rows = 0;
+        made->zero = made->has_zeros ? 0 : made->zero;
+    }
 }
 
 /* The elements of a grain of GGUF's types. */
@@ -512,6 +517,30 @@ static void test_refusals(void)
         LH_CHECK(!lh_unpack_is_valid(&bad[turn]));
 }
 
+static void test_integers_refused(void)
+{
+    const struct lh_unpack rows = {.format = LH_UNPACK_FORMAT_U4,
+                                   .rows = 16,
+                                   .columns = 8,
+                                   .block_rows = 1,
+                                   .block_columns = 8,
+                                   .has_zeros = 1};
+    struct lh_unpack bad[5];
+    lh_test_name(
+        "integers in the order of rows fill words, and have one scale for a part of a row");
+    LH_CHECK(lh_unpack_is_valid(&rows) && lh_unpack_is_narrow(&rows));
+    LH_CHECK(lh_unpack_part_bytes(&rows, LH_UNPACK_PART_ZEROS) == 8);
+    for (int turn = 0; turn < 5; turn++)
+        bad[turn] = rows;
+    bad[0].zero = 1;
+    bad[1].rows = 12;
+    bad[2].columns = 12;
+    bad[3].block_rows = 2;
+    bad[4].rounds_scale = 1;
+    for (int turn = 0; turn < 5; turn++)
+        LH_CHECK(!lh_unpack_is_valid(&bad[turn]));
+}
+
 int main(void)
 {
     test_values();
@@ -521,5 +550,6 @@ int main(void)
     test_places();
     test_overlap();
     test_refusals();
+    test_integers_refused();
     return 0;
 }

@@ -28,6 +28,10 @@ static void element_pack(const struct lh_unpack *unpack, uint8_t *words, uint64_
 {
     static const uint8_t order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
     uint64_t bits = unpack->format == LH_UNPACK_FORMAT_U8 ? 8 : 4, parts = 32 / bits, place = 0;
+    if (unpack->order == LH_UNPACK_ORDER_ROWS) {
+        part_put(words, (row * unpack->columns + column) / parts, column % parts * bits, value);
+        return;
+    }
     if (unpack->order == LH_UNPACK_ORDER_WORDS) {
         part_put(words, column / parts * unpack->rows + row, column % parts * bits, value);
         return;
@@ -45,6 +49,10 @@ static void zero_pack(const struct lh_unpack *unpack, uint64_t group, uint64_t r
     if (unpack->order == LH_UNPACK_ORDER_AWQ)
         for (place = 0; order[place] != row % 8;)
             place++;
+    if (unpack->order == LH_UNPACK_ORDER_ROWS) {
+        part_put(zeros, row / parts * 10 + group, place * bits, value);
+        return;
+    }
     part_put(zeros, group * (unpack->rows / parts) + row / parts, place * bits, value);
 }
 
@@ -52,8 +60,8 @@ static void test_orders(void)
 {
     static float values[COUNT_MAX];
     uint64_t seed = 8;
-    lh_test_name("integers minus zeros times scales, in the orders of GPTQ and AWQ");
-    for (int turn = 0; turn < 60; turn++) {
+    lh_test_name("integers minus zeros times scales, in the orders of GPTQ, AWQ and rows");
+    for (int turn = 0; turn < 80; turn++) {
         struct lh_unpack unpack = {
             .format = turn % 3 == 0 ? LH_UNPACK_FORMAT_U8 : LH_UNPACK_FORMAT_U4,
             .has_index = turn % 2 && turn % 3 != 1,
@@ -66,6 +74,11 @@ static void test_orders(void)
             .order = turn % 3 == 1 ? LH_UNPACK_ORDER_AWQ : LH_UNPACK_ORDER_WORDS};
         unpack.group_rows = unpack.rows;
         unpack.zero = turn % 5 == 0;
+        const bool is_rows = turn >= 60;
+        if (is_rows) {
+            unpack.order = LH_UNPACK_ORDER_ROWS;
+            unpack.group_rows = unpack.zero = 0;
+        }
         LH_CHECK(lh_unpack_is_valid(&unpack));
         uint32_t most = unpack.format == LH_UNPACK_FORMAT_U8 ? 255 : 15;
         for (uint64_t i = 0; i < lh_unpack_scale_count(&unpack); i++) {
@@ -93,11 +106,17 @@ static void test_orders(void)
             for (uint64_t c = 0; c < 320; c++) {
                 uint64_t g = unpack.has_index ? groups[c] : c / 32;
                 float scale;
-                memcpy(&scale, scales + 4 * (g * unpack.rows + r), sizeof(scale));
+                uint64_t place = is_rows ? r * 10 + g : g * unpack.rows + r;
+                memcpy(&scale, scales + 4 * place, sizeof(scale));
                 LH_CHECK(values[r * 320 + c] == (float)(all[r][c] - all_zeros[g][r]) * scale);
             }
         }
     }
+}
+
+static void test_carries(void)
+{
+    static float values[64];
     lh_test_name("adding one to a part of a word of zeros carries, as in gptqmodel");
     struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U4, .rows = 8, .group_rows = 8};
     const uint8_t words[] = {0xF7, 0x7F, 0xF7, 0xFF};
@@ -119,5 +138,6 @@ static void test_orders(void)
 int main(void)
 {
     test_orders();
+    test_carries();
     return 0;
 }

@@ -1,4 +1,4 @@
-"""GPTQ's and AWQ's forms of a model's weights, as their libraries write them, and decoded."""
+"""Integers of GPTQ, AWQ and compressed-tensors, as these libraries write them, and decoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Integers:
     """A form for quantize_helper.save().
 
     Attributes:
-        method: "gptq" or "awq".
+        method: "gptq", "awq" or "compressed-tensors".
         bits: of an element.
         group: the columns of a group; -1: all of them.
         is_asymmetric: whether zeros differ.
@@ -44,6 +44,8 @@ class Integers:
     @property
     def quantization(self) -> dict[str, Any]:
         """What config.json has as quantization_config."""
+        if self.method == "compressed-tensors":
+            return {"quant_method": self.method, "format": "pack-quantized"}
         said = {"quant_method": self.method, "bits": self.bits, "group_size": self.group}
         if self.method == "awq":
             return {**said, "zero_point": True, "version": self.version}
@@ -72,6 +74,8 @@ class Integers:
             zeros[:] = (most + 1) // 2
         codes = (values.float() / scales.float()[:, index] + zeros[:, index]).round().clamp(0, most)
         decoded = ((codes - zeros[:, index]) * scales.float()[:, index]).to(self.scale)
+        if self.method == "compressed-tensors":
+            return self._words(name, codes, zeros, scales, index), decoded.to(values.dtype)
         stem = name.removesuffix("weight")
         made = {f"{stem}scales": scales.T.contiguous()}
         if self.method == "awq":
@@ -85,6 +89,26 @@ class Integers:
             made[f"{stem}g_idx"] = index.to(torch.int32)
         return made, decoded.to(values.dtype)
 
+    def _words(
+        self,
+        name: str,
+        codes: torch.Tensor,
+        zeros: torch.Tensor,
+        scales: torch.Tensor,
+        index: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors as compressed-tensors' pack-quantized format has them."""
+        made = {
+            f"{name}_packed": packed_words(codes, self.bits, 1),
+            f"{name}_scale": scales,
+            f"{name}_shape": torch.tensor(codes.shape),
+        }
+        if self.is_asymmetric:
+            made[f"{name}_zero_point"] = packed_words(zeros, self.bits, 0)
+        if self.act_order:
+            made[f"{name}_g_idx"] = index.to(torch.int32)
+        return made
+
 
 FORMS = {
     "gptq": Integers(),
@@ -96,4 +120,8 @@ FORMS = {
     "gptq, one group": Integers(group=-1),
     "gptq, scales of bf16": Integers(scale=torch.bfloat16),
     "awq": Integers(method="awq", version="gemm"),
+    "words": Integers("compressed-tensors", scale=torch.bfloat16),
+    "words, symmetric": Integers("compressed-tensors", is_asymmetric=False),
+    "words, 8 bits, act-order": Integers("compressed-tensors", bits=8, act_order=True),
+    "words, one group": Integers("compressed-tensors", group=-1, is_asymmetric=False),
 }

@@ -1,4 +1,4 @@
-"""Frozen bases in GPTQ's and AWQ's forms: integers with zeros, in an order other than rows."""
+"""Frozen bases in GPTQ's, AWQ's and compressed-tensors' forms: integers with zeros."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 slow = pytest.mark.slow
 PROJ = "model.layers.1.mlp.up_proj"
-BASES = ("gptq, act-order", "awq", *(pytest.param(n, marks=slow) for n in ("gptq", "gptq, 8 bits")))
+SLOW = ("gptq", "gptq, 8 bits", "words, 8 bits, act-order")
+BASES = ("gptq, act-order", "awq", "words", *(pytest.param(name, marks=slow) for name in SLOW))
 
 
 def empty(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -170,6 +171,43 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         "values from 0 to 95, but there are 3",
     ),
     "too few columns": ("gptq", {}, {f"{PROJ}.g_idx": torch.zeros(8).int()}, "8 elements, not 96"),
+    "words of 3 bits": (
+        "words",
+        {},
+        {f"{PROJ}.weight_packed": torch.zeros(224, 9).int()},
+        r"packed as \[224, 9\].*4 or 8",
+    ),
+    "words of another shape": (
+        "words",
+        {},
+        {f"{PROJ}.weight_shape": torch.tensor([224, 90])},
+        r"weight_shape is \[224, 90\], not \[224, 96\]",
+    ),
+    "scales of other rows": (
+        "words",
+        {},
+        {f"{PROJ}.weight_scale": torch.ones(1).bfloat16()},
+        r"scales are \[1\], not one row",
+    ),
+    "zeros that are not packed": (
+        "words",
+        {},
+        {f"{PROJ}.weight_zero_point": torch.zeros(224, 3).to(torch.int8)},
+        "dtype I8, not I32",
+    ),
+    "zeros of other rows": (
+        "words",
+        {},
+        {f"{PROJ}.weight_zero_point": torch.zeros(224, 3).int()},
+        r"zero points are \[224, 3\]",
+    ),
+    "words of unknown groups": (
+        "words, 8 bits, act-order",
+        {},
+        {f"{PROJ}.weight_g_idx": torch.arange(96).int()},
+        "values from 0 to 95, but there are 3",
+    ),
+    "no shape": ("words", {}, {f"{PROJ}.weight_shape": None}, "do not have .*weight_shape"),
     "AWQ with groups": ("awq", {}, {f"{PROJ}.g_idx": torch.zeros(96).int()}, "actorder"),
 }
 

@@ -395,8 +395,9 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
     is_ordered = said.get("order", "rows") != "rows"
     if type(said.get("rounds_scale", False)) is not bool or (is_ordered and "rounds_scale" in said):
         return False
-    if is_ordered:
-        if not _is_ordered(said):
+    is_integer = said["format"] in _INTEGERS
+    if is_ordered or is_integer:
+        if not (_is_ordered(said) if is_ordered else _are_integers(said)):
             return False
         if "zeros" in said:
             needed["zeros"] = scales * _PACKED[said["format"]][1] // _PACKED[said["format"]][0]
@@ -408,11 +409,21 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
             return False
         if is_there and not (_is_place(said[name], files) and said[name][2] == needed[name]):
             return False
-    if is_ordered:
+    if is_ordered or is_integer:
         return True
-    if "group_rows" in said or "zero" in said or said["format"] in _INTEGERS:
+    if "group_rows" in said or "zero" in said:
         return False
     return bool(_PACKED[said["format"]][0] == 1 or sizes[0] == 1)
+
+
+def _are_integers(said: dict[str, Any]) -> bool:
+    """Return whether said is valid for integers in the order of rows, but for its parts."""
+    part, zero = (4 if said["format"] == "u8" else 8), said.get("zero", 0)
+    is_good = said["columns"] % part == 0 and said["block"][0] == 1
+    is_good = is_good and said["scale_dtype"] in ("F32", "BF16", "F16")
+    is_good = is_good and not {"group_rows", "rounds_scale"} & said.keys()
+    is_good = is_good and _is_count(zero, 0, 256)
+    return bool(is_good and ("zeros" not in said or (zero == 0 and said["rows"] % part == 0)))
 
 
 def _is_ordered(said: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ def of(folder: Folder) -> dict[str, Callable[[], Entry]]:
         stem, _, own = name.rpartition(".")
         if own == "weight" and entry.dtype in _quantized.WHOLE:
             made[name] = functools.partial(_entry, folder, name, entry)
-        elif own == "qweight" or (own == "weight_packed" and entry.dtype == "U8"):
+        elif own in ("qweight", "weight_packed"):
             full = f"{stem}.weight"
             made[full] = functools.partial(_entry, folder, full, entry)
     return made
@@ -46,7 +46,7 @@ def _entry(folder: Folder, name: str, entry: Entry) -> Entry:
         StoreError: a file cannot be read.
     """
     one = _quantized.One(folder, name, entry, entry.shape)
-    if entry.dtype == "I32":
+    if entry.name.endswith("qweight"):
         one.shape = _integers.shape_of(one)
         packed = _integers.packed(one, is_turned=False)
     else:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SIZES = {"I64": torch.int64, "I32": torch.int32}
 _POWERS = ("U8", "F8_E8M0")  # the dtypes of scales that are powers of two, in MXFP8
 _BYTES = {"F8_E4M3": "f8_e4m3", "I8": "i8"}
 WHOLE = (*_BYTES, "U8")  # the dtypes of quantized values under a weight's own name
@@ -42,8 +43,6 @@ _PARTS = {
     "_global_scale": "a global scale",
     "SCB": "bitsandbytes' LLM.int8",
 }
-# Names that replace X.weight in formats that are not supported.
-_OTHERS = (("weight", "weight_packed", "compressed-tensors' packed integers"),)
 # GGUF's types, in lower case.
 _GRAINS = ("q8_0", "q4_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "f32", "bf16", "f16")
 # The values of MXFP4 and NVFP4 that share a scale, by the dtype of the scales.
@@ -156,29 +155,15 @@ def find_other(folder: Folder, keys: Sequence[str], tensor: torch.Tensor) -> Ent
     """
     for key in keys:
         entry = folder.entries.get(f"{key}_packed")
-        if key.endswith("weight") and entry is not None and entry.dtype == "U8":
+        if key.endswith("weight") and entry is not None:
             one = One(folder, key, entry, tuple(tensor.shape))
-            made = one.fours(tensor.dtype)
+            made = one.fours(tensor.dtype) if entry.dtype == "U8" else one.integers(tensor.dtype)
             return dataclasses.replace(entry, shape=one.shape, packed=made)
         entry = folder.entries.get(f"{key}_blocks")
         if entry is not None and tensor.dtype in _MODEL_DTYPES:
             one = One(folder, key, entry, tuple(tensor.shape))
             return dataclasses.replace(entry, shape=one.shape, packed=one.turned_fours())
-    _refuse_others(folder, keys)
     return None
-
-
-def _refuse_others(folder: Folder, keys: Sequence[str]) -> None:
-    """Raise ModelError if the files have a tensor only in a form that is not supported."""
-    for key in keys:
-        for end, other, what in _OTHERS:
-            name = key.removesuffix(end) + other
-            if key.endswith(end) and name in folder.entries:
-                path = folder.files[folder.entries[name].file].path
-                raise ModelError(
-                    f"{path}: {key} is quantized as {name} ({what}), which is not supported:"
-                    " use files in a form that docs/lora.md lists, or files that are not quantized"
-                )
 
 
 class One:
@@ -247,6 +232,9 @@ class One:
         """Describe a tensor whose shape only the files tell, and set `shape`."""
         entry, states = self.entry, self.states()
         is_four = entry.dtype == "U8"
+        if entry.dtype == "I32":
+            self.shape = tuple(self._written_shape())
+            return self.integers(torch.bfloat16)
         if states:
             shape = self._state(self.part(states[0].removeprefix(self.key), ("U8",))).get("shape")
             is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
@@ -338,6 +326,72 @@ class One:
             f"its scales are {list(scales)}: with {[rows, columns]} values they must be one, one"
             f" for each row, or one for each block (of {' or '.join(map(str, allowed))} values)"
         )
+
+    # --- compressed-tensors' integers -----------------------------------------------------------
+
+    def _written_shape(self) -> list[int]:
+        entry = self.part("_shape", tuple(_SIZES), 2)
+        found: list[int] = self.values(entry, _SIZES[entry.dtype]).tolist()
+        return found
+
+    def integers(self, dtype: torch.dtype) -> Packed:
+        """Describe integers of 4 or 8 bits in words, row after row."""
+        if dtype not in _MODEL_DTYPES:
+            raise self.refuse(f"the model's parameter is {dtype}")
+        packed, written = self.part("_packed", ("I32",)), self._written_shape()
+        if len(self.shape) != 2 or written != list(self.shape):
+            raise self.refuse(f"its weight_shape is {written}, not {list(self.shape)} as here")
+        rows, columns = self.shape
+        bits, rest = divmod(packed.shape[-1] * 32, columns) if columns else (0, 1)
+        if packed.shape[:-1] != (rows,) or rest or bits not in (4, 8):
+            raise self.refuse(
+                f"it is packed as {list(packed.shape)}: {list(self.shape)} values must have 4 or 8"
+                " bits, and fill the words of a row"
+            )
+        scales = self.part("_scale", tuple(_SCALE_DTYPES))
+        groups = scales.shape[-1] if len(scales.shape) == 2 else 0
+        if groups == 0 or scales.shape[0] != rows or columns % groups:
+            raise self.refuse(
+                f"its scales are {list(scales.shape)}, not one row of scales for each of {rows}"
+                f" rows, each for an equal part of {columns} columns"
+            )
+        zeros, parts = None, 32 // bits
+        if f"{self.key}_zero_point" in self.folder.entries:
+            zeros = self.part("_zero_point", ("I32",))
+            if rows % parts or zeros.shape != (rows // parts, groups):
+                raise self.refuse(
+                    f"its zero points are {list(zeros.shape)}, not a word for each {parts} of"
+                    f" {rows} rows and each of {groups} groups"
+                )
+        return Packed(
+            f"u{bits}",
+            _SCALE_DTYPES[scales.dtype],
+            rows,
+            columns,
+            (1, columns // groups),
+            scales,
+            zeros=zeros,
+            index=self._index(groups),
+            zero=0 if zeros else 1 << (bits - 1),
+        )
+
+    def _index(self, groups: int) -> Entry | None:
+        """Return the groups of the columns, or None if they are consecutive."""
+        if f"{self.key}_g_idx" not in self.folder.entries:
+            return None
+        columns = self.shape[1]
+        entry = self.part("_g_idx", ("I32",), columns)
+        values = self.values(entry, torch.int32)
+        low, high = int(values.min()), int(values.max())
+        in_order = torch.arange(columns, dtype=torch.int32) // (columns // groups)
+        if low == -1 or torch.equal(values, in_order):  # -1: not used
+            return None
+        if low < 0 or high >= groups:
+            raise self.refuse(
+                f"its g_idx has values from {low} to {high}, but there are {groups} groups: the"
+                " file is damaged; download it again"
+            )
+        return entry
 
     # --- compressed-tensors' FP4 ----------------------------------------------------------------
 
