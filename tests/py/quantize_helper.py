@@ -146,6 +146,23 @@ def mxfp4(name: str, values: torch.Tensor) -> Any:
     return made, decoded.to(values.dtype)
 
 
+def mxfp8(name: str, values: torch.Tensor) -> Any:
+    """Quantize as compressed-tensors does in MXFP8: scales that are powers of two, by 32."""
+    top = largest(values, (1, 32)).clamp(min=2**-100)
+    powers = (top.log2().floor() - 8 + 127).to(torch.uint8)
+    wide = spread(torch.exp2(powers.float() - 127), values.shape, (1, 32))
+    packed = (values.float() / wide).clamp(-448, 448).to(E4M3)
+    decoded = (packed.float() * wide).to(torch.bfloat16)
+    return {name: packed, f"{name}_scale": powers}, decoded.to(values.dtype)
+
+
+def byte_fours(name: str, values: torch.Tensor) -> Any:
+    """Quantize as in mixtures whose experts have MXFP4 beside FP8: two values in an int8."""
+    made, decoded = mxfp4(name, values)
+    packed = made[f"{name}_packed"].view(torch.int8)
+    return {name: packed, f"{name}_scale_inv": made[f"{name}_scale"]}, decoded
+
+
 def nvfp4(name: str, values: torch.Tensor) -> Any:
     """Quantize as compressed-tensors does in NVFP4: scales of FP8, by 16, and a global one."""
     divisor = 448 * 6 / values.float().abs().max().reshape(1)
@@ -173,6 +190,8 @@ FORMS = {
     "nf4 with plain scales": lambda n, v: nf4(n, v, is_nested=False),
     "fp4": lambda n, v: nf4(n, v, kind="fp4"),
     "mxfp4": mxfp4,
+    "mxfp8": mxfp8,
+    "mxfp4 in int8": byte_fours,
     "nvfp4": nvfp4,
 }
 

@@ -379,6 +379,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         },
         r"blocks are \[2, 3, 4, 16\]",
     ),
+    "FP4 in int8 with scales by 16": (
+        FORMS["mxfp4 in int8"],
+        {f"{PROJ}_scale_inv": torch.zeros(224, 6, dtype=torch.uint8)},
+        "one for each 32 values of a row",
+    ),
     "no powers": (mxfp4, {f"{PROJ}_scale": None}, "do not have .*up_proj.weight_scale"),
     "powers of another shape": (
         mxfp4,

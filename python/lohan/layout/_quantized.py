@@ -103,7 +103,7 @@ def find(folder: Folder, key: str, entry: Entry, tensor: torch.Tensor) -> Entry:
     if is_modelopt:
         made = one.modelopt_fours()
     else:
-        made = one.nibbles(states) if entry.dtype == "U8" else one.scaled()
+        made = one.nibbles(states) if entry.dtype == "U8" else one.bytes()
     return dataclasses.replace(entry, shape=one.shape, packed=made)
 
 
@@ -244,7 +244,17 @@ class One:
             self.shape = entry.shape[0], 2 * entry.shape[1]
         if is_four and f"{self.key}_scale_2" in self.folder.entries:
             return self.modelopt_fours()
-        return self.fours(torch.bfloat16) if is_four else self.scaled()
+        if entry.dtype == "I8" and f"{self.key}_scale_inv" in self.folder.entries:
+            self.shape = *entry.shape[:-1], 2 * entry.shape[-1]
+        return self.fours(torch.bfloat16) if is_four else self.bytes()
+
+    def bytes(self) -> Packed:
+        """Describe FP8 or INT8 values, or two values of FP4 in each byte."""
+        *outer, columns = self.shape or (0,)
+        is_half = self.entry.shape == (*outer, columns // 2) and columns % 2 == 0
+        is_inverse = f"{self.key}_scale_inv" in self.folder.entries
+        is_four = self.entry.dtype == "I8" and is_inverse and is_half
+        return self.byte_fours() if is_four else self.scaled()
 
     # --- 8 bits with scales by rectangle -------------------------------------------------------
 
@@ -256,13 +266,15 @@ class One:
             raise self.refuse("it has fewer than 2 dimensions, which is not supported")
         self._refuse_parts("_zero_point", "_g_idx", "_global_scale", "SCB")
         is_inverse = f"{self.key}_scale_inv" in self.folder.entries
-        kinds = (*_SCALE_DTYPES, *_POWERS) if is_inverse else tuple(_SCALE_DTYPES)
+        is_fp8 = self.entry.dtype == "F8_E4M3"
+        kinds = (*_SCALE_DTYPES, *_POWERS) if is_inverse or is_fp8 else tuple(_SCALE_DTYPES)
         scales = self.part("_scale_inv" if is_inverse else "_scale", kinds)
         if scales.dtype in _POWERS:
             scales = dataclasses.replace(scales, dtype=_POWERS[-1])
         *outer, rows, columns = self.shape
-        # Fp8Dequantize multiplies in fp32; compressed-tensors, in the scales' dtype.
-        rounding = torch.float32 if is_inverse else _SCALE_DTYPES[scales.dtype]
+        # Fp8Dequantize multiplies in fp32; compressed-tensors, in the scales' dtype, or in bf16.
+        theirs = _SCALE_DTYPES.get(scales.dtype, torch.bfloat16)
+        rounding = torch.float32 if is_inverse else theirs
         inner = scales.shape
         if outer and math.prod(inner) > 1:  # each expert's matrix has scales of its own
             if inner[: len(outer)] != tuple(outer):
@@ -451,6 +463,19 @@ class One:
         scales = dataclasses.replace(scales, dtype="F8_E4M3_TIMES")
         count = rows * columns
         return Packed("e2m1", torch.float32, 1, count, (1, group), scales, nested=factor)
+
+    def byte_fours(self) -> Packed:
+        """Describe transformers' FP4 in I8, as some mixtures have it beside FP8."""
+        scales = self.part("_scale_inv", _POWERS)
+        rows, columns = self.shape[-2:] if len(self.shape) == 2 else (0, 0)
+        if scales.shape != (rows, columns // _GROUPS["U8"]) or columns % _GROUPS["U8"]:
+            raise self.refuse(
+                f"its scales are {list(scales.shape)}: {list(self.shape)} values of FP4 must be a"
+                f" matrix with one for each {_GROUPS['U8']} values of a row"
+            )
+        scales = dataclasses.replace(scales, dtype=_POWERS[-1])
+        count = rows * columns
+        return Packed("e2m1", torch.float32, 1, count, (1, _GROUPS["U8"]), scales)
 
     # --- gpt-oss' FP4 ---------------------------------------------------------------------------
 
