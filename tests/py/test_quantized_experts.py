@@ -106,6 +106,24 @@ def test_experts_that_are_quantized_one_by_one_have_their_decoded_bits(
         kit.assert_same_state(found[0][1], found[1][1])
 
 
+def test_experts_of_which_some_are_not_quantized_are_decoded_into_the_store(
+    tmp_path: Path, store_dir: Path
+) -> None:
+    def form(name: str, values: torch.Tensor) -> Any:
+        return ({name: values}, values) if ".2." in name else INTEGERS["awq"](name, values)
+
+    form.quantization = INTEGERS["awq"].quantization  # type: ignore[attr-defined]
+    folder, plain = save(tmp_path, form, qwen(4))
+    states = []
+    for weights in (folder, plain):
+        made = empty(lambda: qwen(4), is_frozen=True)
+        model = lohan.wrap(made, store=store_dir / weights.name, weights=weights, lr=1e-2)
+        states.append(train(model))
+        model.lohan.close()
+    assert states[0][0] == states[1][0]
+    kit.assert_same_state(states[0][1], states[1][1])
+
+
 def test_a_run_is_resumed_verified_and_exported(tmp_path: Path, store_dir: Path) -> None:
     folder, plain = save(tmp_path, FORMS["nvfp4"], mixtral())
     runs = {}

@@ -263,7 +263,7 @@ def _converted(
         if pieces is None:
             one = next(iter(sources.values()))
             how = Made(name, what, tuple(sources.items()), convert)
-            made[name] = dataclasses.replace(one, shape=shape, made=how)
+            made[name] = dataclasses.replace(one, shape=shape, made=how, packed=None)
         else:
             made[name] = joined(pieces, shape)
     return made
