@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from lohan.errors import ModelError
 from lohan.layout import _experts
 from lohan.layout._cut import cut, joined
 from lohan.layout._packed import Entry
-from lohan.torch_glue._peft import PARTS, PROMPT_ROOT, ROOT
+from lohan.torch_glue._peft import PARTS, inner
 
 if TYPE_CHECKING:
     from lohan.layout._files import Folder
@@ -119,9 +118,9 @@ def apply(model: nn.Module, folder: Folder) -> None:
     Raises:
         ModelError: an operation fails, because tensors are missing or have other shapes.
     """
-    root, prefix = _root(model)
-    if root is None or folder.is_gguf:
-        return
+    root, prefix = inner(model)
+    if root is None or folder.is_gguf or not hasattr(root, "base_model_prefix"):
+        return  # models of diffusers are loaded as they are saved
     try:
         from transformers import conversion_mapping, core_model_loading
     except ImportError:  # an older version, which has other tables
@@ -148,18 +147,6 @@ def apply(model: nn.Module, folder: Folder) -> None:
     back |= {name: target for target, group in groups.items() for name in group.names}
     folder.doubles = {back.get(name, name): paths for name, paths in folder.doubles.items()}
     folder.entries = entries
-
-
-def _root(model: nn.Module) -> tuple[Any, str]:
-    """Return the model of transformers whose loader applies, and the prefix of its names."""
-    module = sys.modules.get("transformers.modeling_utils")
-    if module is None:
-        return None, ""
-    for name, part in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if isinstance(part, module.PreTrainedModel):
-            return (part, prefix) if prefix in ("", ROOT, PROMPT_ROOT) else (None, "")
-    return None, ""
 
 
 def _own(model: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -317,24 +317,30 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _prefixes(model: nn.Module) -> list[str]:
-    """Return the outermost Hugging Face model's `base_model_prefix` with a dot, or no prefix."""
+    """Return what is removed from or added to names: see _candidates().
+
+    The first is the name of the model of a library that the module contains, with a dot, and the
+    others are the `base_model_prefix` of the outermost Hugging Face model, with a dot.
+    """
+    inner = _peft.inner(model)[1]
     for module in model.modules():
         prefix = getattr(module, "base_model_prefix", None)
         if isinstance(prefix, str) and prefix:
-            return [f"{prefix}."]
-    return []
+            return [inner, f"{prefix}."]
+    return [inner]
 
 
 def _candidates(name: str, prefixes: list[str]) -> Iterator[str]:
     """Yield the names that a parameter may have in a file, best match first."""
+    inner, *bases = prefixes
     yield name
-    plain = PARTS.sub("", name.removeprefix(ROOT))
+    plain = PARTS.sub("", name.removeprefix(inner).removeprefix(ROOT))
     if plain != name:
         yield plain
     if name.startswith(PROMPT_ROOT):  # peft's prompt learning adds only this
         yield name.removeprefix(PROMPT_ROOT)
     # from_pretrained also tries this, for a head that was added to a bare model or removed.
-    for prefix in prefixes:
+    for prefix in bases:
         yield plain.removeprefix(prefix) if plain.startswith(prefix) else prefix + plain
 
 

@@ -34,6 +34,26 @@ def is_peft(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def inner(model: nn.Module) -> tuple[Any, str]:
+    """Return the only model of transformers or diffusers in a module, and its name with a dot.
+
+    The module may be the model itself, one with adapters, or one of a script that adds a head. With
+    several such models, or none, the result is None and "".
+    """
+    places = {"transformers.modeling_utils": "PreTrainedModel"}
+    places["diffusers.models.modeling_utils"] = "ModelMixin"
+    kinds = tuple(getattr(sys.modules[n], k) for n, k in places.items() if n in sys.modules)
+    found: list[tuple[Any, str]] = []
+    left = [(model, "")]
+    while left and kinds:
+        module, name = left.pop()
+        if isinstance(module, kinds):
+            found.append((module, name))
+        else:
+            left += [(child, f"{name}{own}.") for own, child in module.named_children()]
+    return found[0] if len(found) == 1 else (None, "")
+
+
 def check_quantized(name: str, param: nn.Parameter) -> None:
     """Reject a parameter that bitsandbytes has quantized.
 
