@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import kit
 import lohan
 import pytest
 import torch
@@ -344,6 +345,37 @@ def test_a_file_in_a_folder_below_the_index_is_read(tmp_path: Path, store_dir: P
     save_file(frozen().state_dict(), tmp_path / "below" / "a.safetensors")
     names = dict.fromkeys(frozen().state_dict(), "below/a.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    lohan.wrap(frozen(), store=store_dir, weights=tmp_path).lohan.close()
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors.index.json"], ids=["folder", "index"])
+def test_a_run_is_resumed_with_the_folder_or_the_index_of_its_files(
+    name: str, tmp_path: Path, store_dir: Path
+) -> None:
+    values = frozen().state_dict()
+    for number, key in enumerate(values):  # all files have one name
+        (tmp_path / "old" / f"{number}").mkdir(parents=True)
+        save_file({key: values[key]}, tmp_path / "old" / f"{number}" / "a.safetensors")
+    places = {key: f"{number}/a.safetensors" for number, key in enumerate(values)}
+    text = json.dumps({"weight_map": places})
+    (tmp_path / "old" / "model.safetensors.index.json").write_text(text)
+    lohan.wrap(frozen(), store=store_dir, weights=tmp_path / "old" / name).lohan.close()
+    for place in ("old", "new"):
+        if place == "new":
+            (tmp_path / "old").rename(tmp_path / "new")
+        model = lohan.wrap(frozen(), store=store_dir, weights=tmp_path / place / name, resume=True)
+        kit.assert_same_state(dict(model.state_dict()), dict(values))
+        model.lohan.close()
+
+
+def test_the_folder_of_an_adapter_is_not_taken_for_its_base(
+    tmp_path: Path, store_dir: Path
+) -> None:
+    save_file(frozen().state_dict(), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(StoreError, match="adapter of peft, without its base"):
+        lohan.wrap(frozen(), store=store_dir, weights=tmp_path)
+    save_file(frozen().state_dict(), tmp_path / "model.safetensors")  # a base beside an adapter
     lohan.wrap(frozen(), store=store_dir, weights=tmp_path).lohan.close()
 
 

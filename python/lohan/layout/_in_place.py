@@ -592,9 +592,18 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
     return Found(now, entries, set(entries), len(now), then=then)
 
 
+def _given(file: File, weights: Path) -> Path:
+    """Return where weights= has a file: with the most of its old path, if in several places."""
+    is_index = weights.name.endswith(".index.json")
+    if weights.is_file() and not is_index:
+        return weights
+    folder, parts = weights.parent if is_index else weights, file.path.parts[1:]
+    places = [folder.joinpath(*parts[first:]) for first in range(len(parts))]
+    return next((place for place in places if place.is_file()), places[-1])
+
+
 def _look(file: File, weights: Path | None) -> File:
-    given = weights if weights is None or weights.is_file() else weights / file.path.name
-    path = given or file.path
+    path = file.path if weights is None else _given(file, weights)
     if not path.is_file():
         raise StoreError(
             f"{path} does not exist: the store reads frozen parameters from it, and has no copy."

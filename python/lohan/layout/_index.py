@@ -32,6 +32,12 @@ def paths_of(place: Path) -> tuple[list[Path], dict[str, Path]]:
     if os.path.lexists(place / _INDEX) or len(indices) == 1:
         return of_index(place / _INDEX if os.path.lexists(place / _INDEX) else indices[0])
     found = sorted(place.glob("*.safetensors"))
+    if (place / "adapter_config.json").is_file() and len(found) <= 1:
+        raise StoreError(
+            f"weights={place}: the folder has an adapter of peft, without its base: pass the base"
+            " model's folder, and load the adapter into the model before lohan.wrap"
+            f" (PeftModel.from_pretrained(model, {str(place)!r}))"
+        )
     if found:
         return found, {}
     pickles = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLES)
