@@ -116,7 +116,7 @@ def wrap(
     made = _settings.checked(_settings.make(config, settings, wrap), max_grad_norm, model)
     is_resumed, open_at = _arguments.resume_of(resume)
     _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
-    with _world.joined(made.peer_timeout_s) as world:
+    with torch.inference_mode(False), _world.joined(made.peer_timeout_s) as world:
         check_model(model, is_resumed or weights is not None or init is not None)
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
         apart, made = _settings.split(model, made, experts, idle, method, states, world, optimizer)

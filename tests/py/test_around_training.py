@@ -226,6 +226,22 @@ def rounds(lengths: list[int]) -> int:
     return profiled
 
 
+def test_an_empty_model_that_is_wrapped_in_inference_mode_can_be_trained(
+    workshop: Workshop,
+) -> None:
+    states = []
+    for is_inference in (False, True):
+        with lohan.empty():
+            model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        torch.manual_seed(3)
+        with torch.inference_mode(is_inference):
+            workshop.wrap(model, init="model")
+        model(torch.ones(2, 4)).square().sum().backward()
+        model.optimizer.step()
+        states.append(dict(model.state_dict()))
+    assert_same_state(*states)
+
+
 def test_few_shapes_are_profiled_one_by_one() -> None:
     assert rounds([*range(10, 26)] * 3) == 16
 
@@ -302,6 +318,16 @@ def test_a_function_of_groups_is_called_again_by_a_resumed_run(workshop: Worksho
     workshop.made.append(again)
     train_step(again, 1)
     assert len(again.optimizer.param_groups) == 2
+
+
+def test_a_pattern_matches_any_name_of_a_tied_parameter() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+    model["second"].weight = model["first"].weight
+    for names in ((), ("first.weight",), ("second.weight",)):
+        groups = lohan.no_decay(*names)(model)
+        parts = [p for group in groups for p in group["params"]]
+        assert sorted(map(id, parts)) == sorted(map(id, model.parameters()))
+        assert ("weight_decay" in groups[0]) == bool(names)
 
 
 def test_what_is_wrong_with_a_function_of_groups_is_named(store_dir: pathlib.Path) -> None:

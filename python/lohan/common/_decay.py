@@ -32,12 +32,14 @@ def no_decay(*patterns: str) -> Callable[[nn.Module], list[dict[str, Any]]]:
     """
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        every = model.named_parameters(remove_duplicate=False)  # tied ones by all of their names
+        named = [(name, p) for name, p in every if p.requires_grad]
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name, _ in named):
                 raise ModelError(
                     f"no_decay() has the pattern {pattern!r}, which matches none of the model's"
-                    f" {len(named)} trainable parameters; the first is"
+                    f" {len(trained)} trainable parameters; the first is"
                     f" {named[0][0] if named else None!r}"
                 )
         without = {
@@ -45,8 +47,8 @@ def no_decay(*patterns: str) -> Callable[[nn.Module], list[dict[str, Any]]]:
             for name, p in named
             if p.ndim < _DIMENSIONS_MIN or any(fnmatch.fnmatchcase(name, one) for one in patterns)
         }
-        decayed = [p for _, p in named if id(p) not in without]
-        rest = [p for _, p in named if id(p) in without]
+        decayed = [p for p in trained if id(p) not in without]
+        rest = [p for p in trained if id(p) in without]
         made: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
         return [group for group in made if group["params"]]
 
