@@ -203,8 +203,8 @@ def _no_values(param: Empty, name: str) -> ModelError:
         f"{name}() needs the values of {_what(param)}, which lohan.empty() does not create. If an"
         " adapter is initialised from the base's values (PiSSA, OLoRA, LoftQ, EVA, ...), call"
         " get_peft_model on a base that is in memory (from_pretrained), and lohan.wrap without"
-        " weights=. Call resize_token_embeddings() inside lohan.empty(). Otherwise compute with the"
-        " values after lohan.wrap()"
+        " weights=. Call resize_token_embeddings() inside lohan.empty(). Otherwise create its"
+        " module outside of lohan.empty(), or compute with the values after lohan.wrap()"
     )
 
 
