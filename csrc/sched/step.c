@@ -87,7 +87,7 @@ static bool averages_check(struct lh_engine *engine)
         if (unit->desc.average_extent == 0 || engine->gradients[i].pointer ||
             engine->param_steps[i] == 0)
             continue;
-        lh_error_set(&err, -ENODATA,
+        lh_error_set(&err, -ENOMSG,
                      "param %u has no gradient in step %" PRIu64 ", but had one before: its"
                      " average (ema=) would not take this step",
                      i, engine->step);

@@ -213,7 +213,7 @@ _ENGINE_BY_CODE: dict[int, type[LohanError]] = {
     errno.EBADMSG: StoreMismatchError,
     errno.ESTALE: StaleGraphError,
     errno.EDOM: NonFiniteError,
-    errno.ENODATA: GradientError,
+    errno.ENOMSG: GradientError,
 }
 
 # The rules of a training step that the binding checks: each code identifies one rule.
@@ -238,7 +238,7 @@ _ENGINE_HINTS: dict[int, str] = {
     errno.EDOM: "the store is at its last commit, without this step: wrap again with resume=True"
     " and other batches, a lower learning rate or max_grad_norm=. on_nan='accept' trains on, as"
     " torch does; on_nan='skip', in one process, leaves such steps out",
-    errno.ENODATA: "the store is at its last commit, without this step: wrap again with resume=True"
+    errno.ENOMSG: "the store is at its last commit, without this step: wrap again with resume=True"
     " and use the parameter in every step (loss + 0 * output of its module), or train without ema=",
 }
 
