@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import types
 from typing import Any
 
 import kit
@@ -37,6 +38,7 @@ def _free(model: Any, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_wear, "_SMALL_DAY_BYTES", nbytes * DAY_S * 10)  # one in 0.1 s
     ticks = itertools.count()
     monkeypatch.setattr(_commit_rule, "_now", lambda: 0.01 * (steps - 2) * next(ticks))
+    monkeypatch.setattr(_commit_rule, "_waited_s", lambda _: 0.0)
 
 
 def test_commits_of_a_small_model_become_rare_once_they_have_written_much(
@@ -73,6 +75,32 @@ def test_commits_of_a_small_model_become_rare_once_they_have_written_much(
         assert torch.equal(ours, theirs)
     for run in runs:
         run.lohan.close()
+
+
+class Waiting:
+    """A session whose steps take 10 ms, of which they wait 6 ms for a commit."""
+
+    step, speaks = 0, False
+    chosen: int | None = None
+
+    def stats(self) -> Any:
+        return types.SimpleNamespace(gradient_wait_ns=6_000_000)
+
+    def commit_every(self, steps: int) -> bool:
+        self.chosen = steps
+        return True
+
+
+def test_later_steps_do_not_wait_for_commits_so_their_number_leaves_these_waits_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session: Any = Waiting()
+    monkeypatch.setattr(_commit_rule, "_now", lambda: 0.01 * rule._count)
+    rule = _commit_rule.SmallRule(100_000_000, 0)
+    while not rule.closed(session):
+        pass
+    assert rule._count == 10
+    assert session.chosen == pytest.approx(rule.interval_s / 0.004, rel=1e-3)
 
 
 def test_a_thousand_steps_of_three_million_parameters_write_few_gigabytes_a_day() -> None:

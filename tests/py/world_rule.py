@@ -83,6 +83,7 @@ def choose_small(store: str, steps: int) -> tuple[list[int | None], Any]:
     made: Any = _wear, _commit_rule
     made[0].SMALL_FREE_BYTES = 0
     made[0].small_interval_s = lambda _: 10.0
+    made[1]._waited_s = lambda _: 0.0
     made[1]._now = lambda: 2.0 * STEPS_S[rank] * next(ticks)
     model = wrapped(store)
     session, found = model.lohan, []
@@ -135,7 +136,7 @@ def cannot_wait(store: str) -> tuple[list[int | None], Any]:
 
     vars(_division)["_budget"] = refused
     model = wrapped(store)
-    assert model.lohan.commit_choice is None
+    assert not isinstance(model.lohan.commit_choice, _commit_rule.Rule)
     found = []
     for _ in range(3):
         one_step(model)

@@ -12,8 +12,9 @@ updates in backward already write what the commit of their step will have.
 [Note: Small commits] A step of a small model takes milliseconds, so commits of a few megabytes each
 may write a hundred terabytes a day. If a step writes little but what memory keeps, every step
 commits until that has written SMALL_FREE_BYTES. The session then chooses the number of steps with
-which the commits of a day write a few gigabytes, at the mean time of the steps so far. It does not
-if gradients wait on SSD, which needs a commit in every step.
+which the commits of a day write a few gigabytes, at the mean time of the steps so far without waits
+for their commits, which later steps do not have. There is no such number if gradients wait on SSD,
+which needs a commit in every step; those of several processes never do.
 
 [Note: One interval for all] Several processes must commit the same steps, or there would be none
 that all stores have. So they choose together: there is an interval if a commit of any of them adds
@@ -22,8 +23,8 @@ needs, and the time of a step is that of the slowest. They exchange the bytes an
 wrap(), and the time once, after the fourth step, which all have closed by then. Processes that
 write to the same drives measure their rates at the same time, and each counts the writes of all
 against the drives' life. Small commits are rare if those of one process should be: all begin with
-the bytes of the process that writes most, exchange the times of their steps at the same step, take
-the number of the slowest, and keep it if all can.
+the bytes of the process that writes most, exchange the times of their steps at the same step, and
+take the number of the slowest.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ def _cost(session: Session) -> tuple[float, int]:
     return _wear.commit_interval_s(nbytes, rate, drives, assumed), nbytes
 
 
+def _waited_s(session: Session) -> float:
+    """Return how long the last finished step waited for the end of others, with their commits."""
+    return session.stats().gradient_wait_ns / 1e9
+
+
 class SmallRule:
     """Commits each step at first, and then rarely. See [Note: Small commits].
 
@@ -113,7 +119,7 @@ class SmallRule:
         self.interval_s = _wear.small_interval_s(nbytes)
         self.steps = max(_STEPS_BEFORE + _STEPS_TIMED, _wear.SMALL_FREE_BYTES // nbytes)
         self._count = 0
-        self._began = 0.0
+        self._began = self._waited_s = 0.0
 
     def __str__(self) -> str:
         """Return when steps are committed, for people."""
@@ -129,17 +135,14 @@ class SmallRule:
         self._count += 1
         if self._count == _STEPS_BEFORE:
             self._began = _now()
+        elif self._count > _STEPS_BEFORE:
+            self._waited_s += _waited_s(session)
         if self._count < self.steps:
             return False
-        step_s = (_now() - self._began) / (self._count - _STEPS_BEFORE)
-        at = f"after step {session.step}"
-        step_s = max(_told(self._world, step_s, f"the time of small steps {at}"))
+        own_s = (_now() - self._began - self._waited_s) / (self._count - _STEPS_BEFORE)
+        step_s = max(_told(self._world, own_s, f"the time of small steps after {session.step}"))
         every = math.ceil(self.interval_s / max(step_s, 1e-6))
-        is_set = every > 1 and session.commit_every(every)
-        if not all(_told(self._world, is_set, f"the steps between small commits {at}")):
-            if is_set:
-                session.commit_every(1)  # another process cannot wait
-        elif session.speaks:
+        if every > 1 and session.commit_every(every) and session.speaks:
             day = (self._between + self._nbytes) / step_s * _wear.DAY_S
             _log.inform(
                 f"at {step_s:.3g} s a step, committing each one would write"
