@@ -10,8 +10,8 @@ import lohan
 import pytest
 import torch
 from lohan.commands._quantize import quantize
-from lohan.errors import ModelError
-from peft import LoraConfig, get_peft_model
+from lohan.errors import ModelError, UnsupportedError
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 TOKENS = (torch.arange(24).reshape(2, 12) * 7) % 64
@@ -81,3 +81,26 @@ def test_tied_adapters_are_refused_with_a_way_that_keeps_the_tie(tmp_path: Path)
     model.optimizer.step()
     merged = lohan.unwrap(model).merge_and_unload()
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
+def test_merging_a_wrapped_model_is_refused_and_both_ways_out_work(tmp_path: Path) -> None:
+    def tuned() -> Any:
+        torch.manual_seed(1)
+        return get_peft_model(base(), LoraConfig(target_modules=["q_proj"], r=4))
+
+    model = lohan.wrap(tuned(), store=tmp_path / "s", lr=1e-2)
+    for _ in range(2):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        model.optimizer.step()
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(UnsupportedError, match="Evaluation and generation need no merge"):
+            merge()
+    model.eval()
+    expected = model(input_ids=TOKENS).logits
+    model.save_pretrained(tmp_path / "adapter")
+    saved = PeftModel.from_pretrained(base(), tmp_path / "adapter").eval()
+    assert torch.equal(saved(input_ids=TOKENS).logits, expected)
+    merged = saved.merge_and_unload()(input_ids=TOKENS).logits
+    unwrapped = lohan.unwrap(model)
+    unwrapped.merge_adapter()
+    assert torch.equal(unwrapped(input_ids=TOKENS).logits, merged)

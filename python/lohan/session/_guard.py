@@ -56,6 +56,13 @@ _REFUSED = {
     ),
 }
 
+_REFUSED_OF_ADAPTERS = _refuse(
+    "merging adapters (merge_adapter, merge_and_unload, fuse_lora)",
+    "it would change the frozen base weights. Evaluation and generation need no merge. For merged"
+    " weights, call lohan.unwrap(model) first, if memory holds the whole model; or save the adapter"
+    ' with model.save_pretrained("adapter"), and merge it in a program without lohan',
+)
+
 
 class _RefuseDdp:
     """What DistributedDataParallel reads of a module first: the names of parameters to ignore."""
@@ -157,6 +164,8 @@ class Guard:
             self.shadow(module, "named_parameters", traced)
             if _names.is_hugging_face(module) or _names.is_diffusers(module):
                 self.shadow(module, "save_pretrained", self._save_pretrained(module))
+            if hasattr(module, "merge") and hasattr(module, "unmerge"):  # a layer with adapters
+                self.shadow(module, "merge", _REFUSED_OF_ADAPTERS)
             if hasattr(module, "save_lora_adapter"):  # of diffusers
                 self.shadow(module, "save_lora_adapter", self._save_lora_adapter(module))
             if any(p is not None for p in module._parameters.values()):
