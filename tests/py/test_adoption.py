@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import signal
 import sys
 import threading
@@ -316,6 +317,16 @@ def test_a_resumed_store_has_the_moments_and_the_optimizer_the_groups(workshop: 
     assert len(full.state) == 6
     workshop.made.append(lohan.wrap(fresh, optimizer=empty, **settings))
     assert losses + train(fresh, fresh.optimizer, range(4, 6)) == expected
+
+
+def test_an_emptied_state_can_be_copied(workshop: Workshop) -> None:
+    model = late(torch.float32)
+    optimizer = AdamW(model.parameters(), **HYPER)
+    train(model, optimizer, range(2))
+    workshop.wrap(model, optimizer=optimizer, lr=None)
+    for state in (optimizer.state, model.optimizer.state):
+        for made in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+            assert type(made) is type(state) and len(made) == 0
 
 
 def test_a_store_that_was_never_trained_resumes_with_the_moments(workshop: Workshop) -> None:

@@ -310,3 +310,16 @@ def test_a_part_of_half_bytes_has_its_place_in_the_file_or_is_refused() -> None:
     assert (part.offset, part.nbytes, part.shape) == (116, 16, (2, 16))
     with pytest.raises(ModelError, match=r"fours has elements of 4 bits \(F4\)"):
         _cut.cut(entry, 1, (2, 16))
+
+
+def test_a_packed_tensor_that_the_loader_converts_is_refused_by_name(
+    parts: pathlib.Path, store_dir: pathlib.Path
+) -> None:
+    path = parts / "model.safetensors"
+    values = load_file(path)
+    values["across"] = values["across"].to(torch.float8_e4m3fn)  # transposed by the loader
+    save_file(values, path, {"format": "pt"})
+    with lohan.empty():
+        model = part_model()
+    with pytest.raises(ModelError, match=r"turned is quantized .*in another order"):
+        lohan.wrap(model, store=store_dir / "store", weights=parts)

@@ -155,3 +155,26 @@ def test_an_adapter_is_saved_with_what_peft_saves_of_a_resized_model(
     model.lohan.close()
     assert {*files[0]} == {*files[1]}
     assert all(torch.equal(value, files[1][name]) for name, value in files[0].items())
+
+
+def test_a_frozen_base_in_memory_keeps_the_rows_that_its_files_lack(
+    bases: dict[bool, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bases[False]).requires_grad_(False)
+    model.resize_token_embeddings(NEW)
+    want = model.model.embed_tokens.weight.detach().clone()
+    model = lohan.wrap(model, weights=bases[False], store=tmp_path / "store")
+    assert "the files lack their last rows ('model.embed_tokens.weight'" in capfd.readouterr().err
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], want)
+    model.lohan.close()
+
+
+def test_resized_rows_that_are_not_in_the_order_of_the_file_are_refused(
+    bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bases[False])
+    model.resize_token_embeddings(NEW)
+    weight = model.model.embed_tokens.weight
+    weight.data = weight.detach().T.contiguous().T
+    with pytest.raises(ModelError, match=rf"embed_tokens.weight is \[{OLD}, 16\].*\[{NEW}, 16\]"):
+        lohan.wrap(model, weights=bases[False], store=tmp_path / "store")
