@@ -320,6 +320,11 @@ def test_the_command_copies_the_other_files_and_replaces_a_model_only_if_told(
     for read in pair:
         with pytest.raises(StoreExistsError, match="is read"):
             lohan.merge(*pair, read, overwrite=True)
+    frozen = LlamaForCausalLM(LlamaConfig(**CONFIG)).requires_grad_(False)
+    model = lohan.wrap(frozen, weights=tmp_path / "out", store=tmp_path / "store")
+    with pytest.raises(StoreExistsError, match="read in place"):
+        lohan.merge(*pair, tmp_path / "out", overwrite=True)
+    model.lohan.close()
 
 
 def test_a_merge_that_fails_leaves_nothing_and_one_that_replaces_leaves_the_earlier_model(

@@ -155,6 +155,7 @@ def _check_folders(base: Path, adapter: Path, out: Path, *, overwrite: bool) -> 
         raise ModelError(
             f"{adapter} has no {_CONFIG}: pass the folder that peft's save_pretrained has written"
         )
+    _export.check_not_read(out, None)
     for read in (base, adapter):
         if out.exists() and os.path.realpath(out) == os.path.realpath(read):
             raise StoreExistsError(f"{out} is a folder that is read: choose another one")

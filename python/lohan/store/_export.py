@@ -152,7 +152,7 @@ def export(
         stem = contents.meta.get("export", {}).get("stem", _safetensors.STEM)
         if not overwrite:
             _check_no_model(folder, stem)
-        _check_not_read(folder, contents.layout, stem=stem)
+        check_not_read(folder, contents.layout, stem=stem)
         if _DTYPES[dtype]:
             _check_masters(contents)
         if ema and not contents.meta.get("ema", False):
@@ -184,16 +184,19 @@ def _check_no_model(folder: Path, stem: str) -> None:
             )
 
 
-def _check_not_read(
-    folder: Path, layout: Layout, variant: str | None = None, stem: str = _safetensors.STEM
+def check_not_read(
+    folder: Path, layout: Layout | None, variant: str | None = None, stem: str = _safetensors.STEM
 ) -> None:
     """Reject a folder in which a save would replace a file that a store reads in place.
+
+    The store is that of a layout, or of any session of this process.
 
     Raises:
         StoreExistsError: there is such a file, the only copy of its values; the message names it.
     """
-    sessions = [session.layout for session in open_sessions if not session.closed]
-    paths = {file.path for one in (layout, *sessions) for file in one.in_place.files}
+    layouts = [session.layout for session in open_sessions if not session.closed]
+    layouts += [layout] if layout is not None else []
+    paths = {file.path for one in layouts for file in one.in_place.files}
     here = os.path.realpath(folder)
     names = {path.name for path in paths if os.path.realpath(path.parent) == here}
     taken = sorted(name for name in names if _safetensors.is_replaced(name, variant, stem))
@@ -429,7 +432,7 @@ def save_pretrained(
     _process.check_has_all(session.layout.groups, "save_pretrained")
     plain = type(model).save_pretrained
     stem = _names.stem(model)
-    _check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"), stem)
+    check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"), stem)
     whole = ("push_to_hub", "distributed_checkpoint", "use_flashpack")
     needs_all = any(options.get(name) for name in whole)
     if _names.is_diffusers(model):  # which names a variant's files in another way
