@@ -55,6 +55,64 @@ def test_persistent_buffers_have_the_values_of_the_files(
     again.lohan.close()
 
 
+class Fixed(nn.Module):
+    """A batch norm whose weights are buffers, in the place of a usual one, as detectors have it."""
+
+    def __init__(self, plain: nn.BatchNorm1d) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.ones(4))
+            if getattr(plain, name).device != torch.device("meta"):
+                with torch.no_grad():
+                    getattr(self, name).copy_(getattr(plain, name))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        made = (inputs - self.running_mean) * self.running_var.rsqrt()
+        return made * self.weight + self.bias
+
+
+def test_buffers_that_a_constructor_fills_like_a_parameter_have_storage(
+    store_dir: pathlib.Path,
+) -> None:
+    save_file(normed().state_dict(), store_dir / "model.safetensors")
+    with lohan.empty():
+        model = normed()
+        model.register_buffer("integers", torch.full_like(model[0].weight, 3, dtype=torch.int32))
+        model.register_buffer("zeros", torch.zeros_like(model[0].weight))
+    model = lohan.wrap(model, store=store_dir / "s", weights=store_dir)
+    assert torch.equal(model.integers, torch.full((4, 4), 3, dtype=torch.int32))
+    assert torch.equal(model.zeros, torch.zeros(4, 4))
+    model.lohan.close()
+
+
+def fixed() -> nn.Sequential:
+    made = normed()
+    made[1] = Fixed(made[1])
+    return made
+
+
+def test_buffers_that_a_constructor_copies_from_parameters_come_from_the_files(
+    store_dir: pathlib.Path,
+) -> None:
+    source = fixed()
+    source[1].weight.fill_(2.0)
+    save_file(source.state_dict(), store_dir / "model.safetensors")
+    with lohan.empty():
+        model = fixed()
+    model = lohan.wrap(model.double().float(), store=store_dir / "s", weights=store_dir)
+    batch = torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.equal(model(batch), source(batch))
+    model.lohan.close()
+    left = {name: value for name, value in source.state_dict().items() if name != "1.bias"}
+    save_file(left, store_dir / "model.safetensors")
+    for given in ({"weights": store_dir}, {"init": lambda module: None}):
+        with lohan.empty():
+            model = fixed()
+        with pytest.raises(ModelError, match=r"buffer '1\.(bias|weight)' was copied from a param"):
+            lohan.wrap(model, store=store_dir / "t", **given)
+
+
 def test_a_buffer_of_another_shape_is_refused(store_dir: pathlib.Path) -> None:
     state = normed().state_dict()
     state["1.running_mean"] = torch.zeros(5)

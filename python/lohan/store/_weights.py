@@ -15,7 +15,7 @@ from torch import nn
 
 from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
-from lohan.errors import StoreError
+from lohan.errors import ModelError, StoreError
 from lohan.layout import _origins, _resized
 from lohan.layout._files import DTYPES, check_descriptor
 from lohan.layout._origins import Origin
@@ -25,7 +25,7 @@ from lohan.store._converted import Reader, bytes_at, decoded
 from lohan.store._initial import give_back
 from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _empty, _peft
-from lohan.torch_glue._buffers import remember
+from lohan.torch_glue._buffers import Buffers, remember
 from lohan.torch_glue._empty import no_storage
 
 if TYPE_CHECKING:
@@ -144,9 +144,16 @@ def fill(
     are read once, for their checksums ([Note: First reads] in _checksums.py).
 
     Raises:
-        ModelError: a parameter gets no value, or a module has no initialisation.
+        ModelError: a parameter or a buffer gets no value, or a module has no initialisation.
         StoreError: the files of weights= cannot be read, or the store cannot be written.
     """
+    lost = _empty.uncopied(Buffers(model).items())
+    if lost is not None:
+        raise ModelError(
+            f"buffer {lost!r} was copied from a parameter without storage when the model was"
+            " built, and the files do not have its values: pass weights=FOLDER with files of this"
+            " model, or build it in memory, not in lohan.empty()"
+        )
     replaced, empty = _replace(model, layout, keeps_built=init is None)
     total = sum(
         unit.nbytes + unit.elements * (unit.residual_bytes + 4 * unit.has_average)

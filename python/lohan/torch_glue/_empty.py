@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WHOLE = {_GET_DATA, torch.Tensor.detach, torch.detach, torch.Tensor.requires_grad_}
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu}
+# Functions whose results do not depend on values: constructors make buffers with them.
+_FILLED = {torch.zeros_like, torch.ones_like, torch.full_like}
 # Functions whose results a program uses as numbers. Decompositions are those from which adapters
 # take their initial values (PiSSA, OLoRA, ...).
 _READERS = {
@@ -132,6 +134,9 @@ class Empty(torch.Tensor):
             return False  # whether a covariance is positive definite; wrap() computes it
         if name in _READERS:
             raise _no_values(_first(args, kwargs), name)
+        if func in _FILLED and is_building():
+            with without_classes():
+                return func(*tree_map(_meta, args), **{"device": _CPU, **kwargs})
         if func in _MOVES and isinstance(args[0], Empty):
             return _moved(args[0], *args[1:], **kwargs)
         target = args[0] if args else None
@@ -146,6 +151,8 @@ class Empty(torch.Tensor):
             if values or others:
                 return target
         elif is_write and _is_real(target):
+            if func == torch.Tensor.copy_ and is_building() and _copied(target, args[1]):
+                return target
             raise _no_values(_first(args, kwargs), name)
         with without_classes():
             made = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
@@ -154,6 +161,29 @@ class Empty(torch.Tensor):
         first = _first(args, kwargs)
         root, is_whole = first.root, func in _WHOLE and first.is_whole
         return tree_map(lambda value: _derived(value, root, is_whole=is_whole), made)
+
+
+def _copied(target: Any, source: Any) -> bool:
+    """Note a buffer that a constructor copies from an empty parameter; return False if it does not.
+
+    Detectors replace batch norms by modules whose weights are buffers. The files have their values;
+    until those are read, the buffer is NaN.
+    """
+    is_all = isinstance(source, Empty) and source.is_whole and source.shape == target.shape
+    if not is_all or not target.is_floating_point():
+        return False
+    with torch.no_grad():
+        target.fill_(float("nan"))
+    _building.has_copied = True
+    return True
+
+
+def uncopied(buffers: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return the name of a buffer that is still NaN, because files do not have it, or None."""
+    if not getattr(_building, "has_copied", False):
+        return None
+    nans = (n for n, b in buffers if b.numel() and b.is_floating_point() and bool(b.isnan().all()))
+    return next(nans, None)
 
 
 def _resizes() -> bool:
