@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+import kit
 import lohan
 import pytest
 import torch
@@ -172,3 +173,25 @@ def test_buffers_without_storage_are_refused_with_the_way_to_have_them(
         model = LlamaForCausalLM(CONFIG)
     with pytest.raises(ModelError, match=r"inv_freq' has no storage: build .* in lohan\.empty\(\)"):
         lohan.wrap(model, store=store_dir / "s", weights=store_dir / "w")
+
+
+def test_a_module_whose_buffers_are_computed_from_its_weight_is_created_outside(
+    store_dir: pathlib.Path,
+) -> None:
+    def layers() -> tuple[nn.Module, nn.Module]:
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 2)
+
+    plain = nn.Sequential(*layers())
+    plain(torch.ones(2, 8))
+    (store_dir / "w").mkdir()
+    save_file(dict(plain.state_dict()), store_dir / "w" / "model.safetensors")
+    with lohan.empty():
+        model = nn.Sequential(*layers())
+    with pytest.raises(ModelError, match=r"_u' has no storage: .* outside of lohan\.empty\(\)"):
+        lohan.wrap(model, store=store_dir / "s", weights=store_dir / "w")
+    first, _ = layers()  # the way out
+    with lohan.empty():
+        model = nn.Sequential(first, nn.Linear(8, 2))
+    model = lohan.wrap(model, store=store_dir / "s", weights=store_dir / "w")
+    kit.assert_same_state(dict(model.state_dict()), dict(plain.state_dict()))
+    model.lohan.close()

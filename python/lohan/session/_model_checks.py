@@ -16,6 +16,7 @@ from lohan.layout._block import RESIDUAL_BYTES, is_dense
 from lohan.layout._safetensors import NAMES
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
+from lohan.torch_glue._empty import Empty
 from lohan.torch_glue._hollow import check_grad_dtype
 from lohan.torch_glue._peft import check_quantized, set_empty_buffers
 from lohan.torch_glue._tensor import nbytes_of
@@ -74,10 +75,14 @@ def check_model(model: Any, is_filled: bool) -> None:
     set_empty_buffers(model)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise ModelError(
-                f"buffer {name!r} has no storage: build the model in lohan.empty(), which creates"
-                ' buffers as usual; torch.device("meta") does not'
+            way_out = (
+                "it was computed from an empty parameter. Create its module outside of"
+                " lohan.empty(): weights= fills that one, too"
+                if isinstance(buffer, Empty)
+                else "build the model in lohan.empty(), which creates buffers as usual;"
+                ' torch.device("meta") does not'
             )
+            raise ModelError(f"buffer {name!r} has no storage: {way_out}")
     _check_buffers(model)
     if count == 0:
         raise ModelError(f"{type(model).__name__} has no parameters")
