@@ -88,6 +88,24 @@ def test_one_gradient_that_is_not_finite_is_named_and_its_step_is_not_in_the_sto
     train_step(again, 2)
 
 
+def test_the_model_of_a_failed_session_is_wrapped_again_as_the_errors_say(
+    workshop: Workshop,
+) -> None:
+    model = workshop.wrap(build())
+    train_step(model, 0)
+    before = dict(model.state_dict())
+    with pytest.raises(NonFiniteError, match=r"wrap again with resume=True"):
+        bad_step(model, 1, math.nan)
+    store = workshop.folder / "store0"
+    with pytest.raises(UnsupportedError, match=r"lohan\.unwrap.* after model\.lohan\.close\(\)"):
+        lohan.wrap(model, store=store, resume=True)
+    model.lohan.close()
+    again = lohan.wrap(lohan.unwrap(model), store=store, resume=True)
+    workshop.made.append(again)
+    assert_same_state(dict(again.state_dict()), before)
+    train_step(again, 1)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

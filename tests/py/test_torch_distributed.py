@@ -100,6 +100,10 @@ def group(tmp_path: pathlib.Path) -> Iterator[None]:
 WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "DDP": (DistributedDataParallel, "DistributedDataParallel cannot wrap.*use the model as it is"),
     "DDP of a block": (lambda m: DistributedDataParallel(m[0]), "DistributedDataParallel cannot"),
+    "DDP of a module around it": (
+        lambda m: DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 2), "b": m})),
+        "DistributedDataParallel cannot",
+    ),
     "fully_shard": (fully_shard, r"fully_shard\(\) and.*use the model as it is"),
     "fully_shard of a block": (lambda m: fully_shard(m[0]), r"fully_shard\(\) and"),
     "FSDP": (

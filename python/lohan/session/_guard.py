@@ -25,7 +25,7 @@ from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
 from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._compile import Traced, Uncompiled, skip_lohan
-from lohan.torch_glue._hollow import HollowClasses, show
+from lohan.torch_glue._hollow import NO_DDP, HollowClasses, show
 from lohan.torch_glue._tensor import ReadParameters, is_same, without_classes
 
 if TYPE_CHECKING:
@@ -73,12 +73,7 @@ class _RefuseDdp:
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError(
-            "DistributedDataParallel cannot wrap a model of lohan, whose gradients go to its"
-            " optimizer during backward, and whose processes exchange them themselves: use the"
-            " model as it is. With Accelerate, call accelerator.prepare_model(model,"
-            " evaluation_mode=True); with a Trainer, pass lohan.TrainerCallback"
-        )
+        raise UnsupportedError(NO_DDP)
 
 
 def _bound(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:

@@ -57,7 +57,10 @@ def check_model(model: Any, is_filled: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"lohan.wrap takes a torch.nn.Module, not {type(model).__name__}")
     if "lohan" in model.__dict__:
-        raise UnsupportedError("the model is already wrapped: call lohan.unwrap(model) first")
+        raise UnsupportedError(
+            "the model is already wrapped: call lohan.unwrap(model) first (if its session has"
+            " failed, after model.lohan.close())"
+        )
     _check_compiled(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:

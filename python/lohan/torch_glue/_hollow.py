@@ -116,14 +116,25 @@ def _what(func: Callable[..., Any]) -> tuple[str, bool]:
     return f"{name}()", writes or name == "__setitem__"
 
 
-def _refuse_sharding(depth: int) -> None:
-    """Raise an error if torch's FSDP is among the callers of the caller, up to a depth.
+NO_DDP = (
+    "DistributedDataParallel cannot wrap a model of lohan, whose gradients go to its optimizer"
+    " during backward, and whose processes exchange them themselves: use the model as it is. With"
+    " Accelerate, call accelerator.prepare_model(model, evaluation_mode=True); with a Trainer, pass"
+    " lohan.TrainerCallback"
+)
 
-    It would name a parameter's stride, or a conversion, as the cause.
+
+def _refuse_sharding(depth: int) -> None:
+    """Raise an error if torch's FSDP or DDP is among the callers of the caller, up to a depth.
+
+    It would name a parameter's stride, a conversion or a read as the cause.
     """
     frame = sys._getframe(2)
     while frame is not None and depth > 0:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+        where = frame.f_globals.get("__name__", "")
+        if where == "torch.nn.parallel.distributed":
+            raise UnsupportedError(NO_DDP)
+        if where.startswith("torch.distributed.fsdp"):
             raise UnsupportedError(
                 "fully_shard() and FullyShardedDataParallel cannot shard a wrapped model, whose"
                 " parameters are in its store: use the model as it is. Several processes exchange"
@@ -215,7 +226,7 @@ class HollowParameter(nn.Parameter):
 
         Raises:
             HollowParameterError: always; says what to do instead.
-            UnsupportedError: FSDP does that.
+            UnsupportedError: FSDP or DDP does that.
         """
         _refuse_sharding(100)
         session: Owner | None = cls.owner()
