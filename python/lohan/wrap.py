@@ -22,7 +22,7 @@ from lohan.activations._planner import Planner
 from lohan.common import _arguments, _exit, _meta
 from lohan.config import Config
 from lohan.errors import ModelError, OffloadedGradientError, StoreError
-from lohan.layout import _in_place, _names, _ties
+from lohan.layout import _in_place_found, _names, _ties
 from lohan.mezo import _zo_setup, _zo_world
 from lohan.mezo._zo_session import ZerothSession
 from lohan.mezo._zo_wear import ZerothWear
@@ -49,7 +49,7 @@ from lohan.world import _world
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
-    from lohan.layout._in_place import Found
+    from lohan.layout._in_place_found import Found
     from lohan.mezo._zo_setup import Zeroth
 
 PathLike = str | os.PathLike[str]
@@ -379,7 +379,7 @@ class _Opening:
         _checksums.read(self.layout, extents, store)
         if self.found is not None:
             # If another process has just filled the store, `then` is empty: only the store has it.
-            then = self.found.then or _in_place.files_of(_meta.of(store))
+            then = self.found.then or _in_place_found.files_of(_meta.of(store))
             _checksums.check_content(self.layout, then)
         _weights.skip_fill(self.model, self.layout, self.found.files if self.found else ())
 
@@ -536,9 +536,9 @@ def _find(
         _directories.check(_directories.directories_of(store), config)
         meta = _store.read_meta(_directories.directories_of(store), config, open_at)
         _ties.separate_as_stored(model, meta)
-        found = _in_place.of_store(meta, model, place)
+        found = _in_place_found.of_store(meta, model, place)
         return _zo_setup.find(zeroth, found, meta), meta.get("units", [])
-    found = None if place is None else _in_place.of_folder(place, model, config)
+    found = None if place is None else _in_place_found.of_folder(place, model, config)
     return _zo_setup.find(zeroth, found, None), []
 
 

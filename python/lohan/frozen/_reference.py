@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError, UnsupportedError
-from lohan.layout import _in_place
+from lohan.layout import _in_place_found
 from lohan.session import _division, _settings
 from lohan.torch_glue import _peft
 
@@ -77,7 +77,7 @@ def reference(model: nn.Module, *, weights: PathLike, **settings: Any) -> nn.Mod
     config = _settings.make(None, settings, reference)
     twin = _twin(model)
     if config.host_bytes is None:
-        found = _in_place.of_folder(
+        found = _in_place_found.of_folder(
             Path(os.fspath(weights)).expanduser(), twin, config, speaks=False
         )
         layout = _division.divide(twin, None, config, found, [], {})[1]

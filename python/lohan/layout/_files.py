@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,13 +20,13 @@ from torch import nn
 
 from lohan import _core
 from lohan.common import _log
-from lohan.errors import ModelError, StoreError
+from lohan.errors import ModelError, StoreError, StoreMismatchError
 from lohan.layout import _experts, _gguf, _integers, _quantized, _resized, _ties
 from lohan.layout._cut import cut
 from lohan.layout._index import missing, paths_of
 from lohan.layout._packed import Entry
 from lohan.layout._safetensors import NAMES
-from lohan.torch_glue import _empty, _peft
+from lohan.torch_glue import _peft
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._peft import PARTS, PROMPT_ROOT, ROOT
 
@@ -130,6 +130,37 @@ def identify(path: Path) -> File:
         StoreError: the file is missing, damaged or of another kind.
     """
     return _gguf_header(path)[1] if _is_gguf(path) else read_header(path)[2]
+
+
+def same(path: Path, file: File) -> File:
+    """Return a file as it is now, which must be the one that a store recorded.
+
+    Args:
+        path: where it is now.
+        file: the file as it was.
+
+    Raises:
+        StoreError: it is missing.
+        StoreMismatchError: it is a different one.
+    """
+    if not path.is_file():
+        raise StoreError(
+            f"{path} does not exist: the store reads frozen parameters from it, and has no copy."
+            " Restore the file or a link to it, or pass weights=FOLDER to lohan.wrap(...,"
+            " resume=True), the folder where it is now"
+        )
+    now = identify(path)
+    for what, is_now, was in (
+        ("bytes", now.nbytes, file.nbytes),
+        ("header_crc32c", now.header_crc32c, file.header_crc32c),
+    ):
+        if is_now != was:
+            raise StoreMismatchError(
+                f"{path} is not the file from which the store's frozen parameters were read:"
+                f" {what} is {is_now:,}, but was {was:,}. Restore the original file, or pass"
+                " weights=FOLDER to lohan.wrap(..., resume=True), a folder that has it"
+            )
+    return now
 
 
 def _gguf_header(path: Path) -> tuple[_gguf.Header, File]:
@@ -484,36 +515,6 @@ def unused(model: nn.Module, folder: Folder) -> list[str]:
         and name not in folder.parts
         and not any(pattern.search(name) for pattern in ignored)
     ]
-
-
-def similar(
-    model: nn.Module, folder: Folder, found: Mapping[int, Entry], left: Sequence[str]
-) -> list[tuple[str, str]]:
-    """Return the parameters that get initial values although an unused tensor may be theirs.
-
-    Those are tensors of the same shape whose names end in the same way: a head, for example, that
-    another program has saved under another name.
-
-    Args:
-        model: the model.
-        folder: the files.
-        found: the result of match().
-        left: the result of unused().
-
-    Returns:
-        Pairs of a parameter's name and the name of the first such tensor.
-    """
-    tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
-    others = {(n.rpartition(".")[2], folder.entries[n].shape): n for n in reversed(left)}
-    pairs: dict[str, tuple[str, str]] = {}
-    for key, (name, *_) in all_names(model).items():
-        tensor = tensors[key]
-        if key not in found and tensor.is_meta and _empty.given(tensor) is None:
-            plain = PARTS.sub("", name)
-            other = others.get((plain.rpartition(".")[2], tuple(tensor.shape)))
-            if other is not None:
-                pairs.setdefault(plain, (name, other))
-    return [*pairs.values()]
 
 
 def _check_shape(

@@ -1,7 +1,8 @@
 """Frozen parameters that are read in place from the user's files, never copied or written.
 
-_in_place_units.py decides their layout in memory. This module opens the files, verifies and reads
-what is in them, and checks that the files are still those that the store was created with.
+_in_place_found.py finds them, and _in_place_units.py decides their layout in memory. This module
+opens the files, verifies and reads what is in them, and checks that they are still those that the
+store was created with.
 """
 
 from __future__ import annotations
@@ -9,27 +10,23 @@ from __future__ import annotations
 import array
 import concurrent.futures
 import contextlib
-import dataclasses
 import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from lohan import _core
 from lohan.common import _log
-from lohan.common._meta import dtype_of
-from lohan.errors import ChecksumError, StoreError, StoreMismatchError
-from lohan.layout import _apart, _conversion, _files, _in_place_units, _packed
+from lohan.errors import ChecksumError, StoreError
+from lohan.layout import _files, _in_place_units
 from lohan.layout._block import checksum_count
-from lohan.layout._files import DTYPES, File
-from lohan.layout._in_place_choice import choose, needed
-from lohan.layout._in_place_units import lay_out, source_of
+from lohan.layout._files import File
+from lohan.layout._in_place_units import source_of
 from lohan.layout._packed import Entry
 from lohan.torch_glue._tensor import bytes_of
 
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout, Param, Run, Unit
 
 BLOCK = _core.BLOCK_BYTES
-_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _SCAN_BYTES = 4 * _core.CHECKSUM_BYTES
 _SCAN_THREADS = 4
 # The number of values that are decoded at a time.
@@ -332,7 +328,7 @@ class InPlace:
             return
         try:
             for file in self.files:
-                self._fds.append(_open(_look(file, None)))
+                self._fds.append(_open(_files.same(file.path, file)))
             yield
         finally:
             self.close()
@@ -434,191 +430,3 @@ def _pieces(units: list[tuple[int, Unit]]) -> Iterator[tuple[int, Run, int, int]
             for at in range(0, run.nbytes, _SCAN_BYTES):
                 yield index, run, at, first + at // _core.CHECKSUM_BYTES
             first += run.checksum_count
-
-
-@dataclasses.dataclass
-class Found:
-    """The parameters of a model that files provide, by the ids of their tensors.
-
-    Attributes:
-        files: the files; those from which parameters are read in place come first.
-        entries: the file entry of each parameter.
-        in_place: the parameters that are read in place.
-        file_count: the number of files from which parameters are read in place.
-        buffers: the persistent buffers that the files have, with their entries.
-        then: the files as the store recorded them.
-        moved: the parameters that zeroth-order training updates.
-        storage: the storage format of these parameters; None: the one of each parameter's dtype.
-    """
-
-    files: list[File]
-    entries: dict[int, Entry]
-    in_place: set[int]
-    file_count: int = 0
-    buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
-    then: Sequence[File] = ()
-    moved: frozenset[int] = frozenset()
-    storage: str | None = None
-
-
-def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = True) -> Found:
-    """Look for a model's parameters and buffers in a folder of safetensors, or in a file.
-
-    Notes on them are printed to stderr if speaks.
-
-    Raises:
-        StoreError: there are no files, or one is incomplete.
-        ModelError: a shape differs from the model's, or a dtype cannot be converted to it.
-        UnsupportedError: the weights are pickles.
-    """
-    folder = _files.read_folder(place)
-    folder.apart = _apart.of(folder)
-    _conversion.apply(model, folder)
-    _files.add_experts(model, folder)
-    entries = _files.match(model, folder)
-    buffers = _files.match_buffers(model, folder)
-    left = _files.unused(model, folder)
-    if left and speaks:
-        _log.note(
-            f"{len(left)} tensors of weights={place} are not used by this model and are"
-            f" ignored ({left[0]!r}, ...)"
-        )
-    pairs = _files.similar(model, folder, entries, left) if speaks else []
-    if pairs:
-        name, other = pairs[0]
-        _log.note(
-            f"weights={place} has no value for {name!r} ({len(pairs)} in all), but has a tensor of"
-            f" the same shape that the model does not use, {other!r}. If it is the same, rename it"
-            f" in the files, or call model.load_state_dict({{{name!r}: values}}, strict=False)"
-            " before lohan.wrap(). Otherwise training begins with initial values"
-        )
-    chosen = set() if config.frozen == "copy" else choose(model, entries, speaks=speaks)
-    # All other files are read only once: sessions do not keep them open, and the store's meta does
-    # not list them.
-    read = needed(entries[key] for key in chosen)
-    order = sorted(range(len(folder.files)), key=lambda file: (file not in read, file))
-    moved = {file: number for number, file in enumerate(order)}
-
-    def now(entry: Entry) -> Entry:
-        packed = entry.packed and entry.packed.moved(moved.__getitem__)
-        rest = tuple(now(part) for part in entry.rest)
-        made = entry.made and entry.made.moved(now)
-        return dataclasses.replace(
-            entry, file=moved[entry.file], packed=packed, rest=rest, made=made
-        )
-
-    return Found(
-        [folder.files[file] for file in order],
-        {key: now(entry) for key, entry in entries.items()},
-        chosen,
-        len(read),
-        [(buffer, now(entry)) for buffer, entry in buffers],
-    )
-
-
-# --- Stores with in-place files ---------------------------------------------------------------
-
-
-def files_of(meta: Mapping[str, Any]) -> list[File]:
-    """Return the files that a store reads in place, as the store's meta lists them."""
-    return [
-        File(Path(file["path"]), file["bytes"], file["mtime_ns"], file["header_crc32c"])
-        for file in meta.get("in_place", {}).get("files", [])
-    ]
-
-
-def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
-    """Set a unit's runs and its parameters' entries; return False if it is not read in place."""
-    said = meta.get("in_place", {})
-    rows = said.get("units", {}).get(str(index))
-    if rows is None:
-        return False
-    for param in unit.params:
-        param.source = _entry(said["params"][param.index], param.tensor)
-    lay_out(unit)
-    return True
-
-
-def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
-    """Return the entry that a store's meta describes."""
-    file, offset, nbytes, *how = said
-    name, shape = _NAMES[str(tensor.dtype)], tuple(tensor.shape)
-    if how and "pieces" in how[0]:
-        pieces = [
-            Entry(f, at, size, name, shape, _packed.restored(form, _dtype))
-            for f, at, size, form in how[0]["pieces"]
-        ]
-        return dataclasses.replace(pieces[0], rest=tuple(pieces[1:]))
-    others = how[0].get("rest", []) if how else []
-    packed = _packed.restored(how[0], _dtype) if how and not others else None
-    rest = tuple(Entry(f, at, size, name, shape) for f, at, size in others)
-    return Entry(file, offset, nbytes, name, shape, packed, rest)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = dtype_of(name)
-    assert found is not None  # _meta.py has checked it
-    return found
-
-
-def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Found | None:
-    """Find the files that a store reads in place, and check their sizes and headers.
-
-    Args:
-        meta: the store's description.
-        model: the model with the parameters.
-        weights: the folder or file to look in; None: the paths that the store recorded.
-
-    Returns:
-        The parameters that the files provide; None if the store reads no files in place.
-
-    Raises:
-        StoreError: a file is missing.
-        StoreMismatchError: a file has been replaced by a different one.
-    """
-    said = meta.get("in_place")
-    if said is None:
-        return None
-    then = files_of(meta)
-    now = [_look(file, weights) for file in then]
-    tensors = dict(model.named_parameters())
-    entries: dict[int, Entry] = {}
-    for (name, shape, _, _), source in zip(meta["params"], said["params"], strict=True):
-        tensor = tensors.get(name)
-        # If the model differs here, the later comparison with the store raises an error.
-        is_same = tensor is not None and list(tensor.shape) == shape and not tensor.requires_grad
-        if source is not None and tensor is not None and is_same:
-            entries[id(tensor)] = _entry(source, tensor)
-    return Found(now, entries, set(entries), len(now), then=then)
-
-
-def _given(file: File, weights: Path) -> Path:
-    """Return where weights= has a file: with the most of its old path, if in several places."""
-    is_index = weights.name.endswith(".index.json")
-    if weights.is_file() and not is_index:
-        return weights
-    folder, parts = weights.parent if is_index else weights, file.path.parts[1:]
-    places = [folder.joinpath(*parts[first:]) for first in range(len(parts))]
-    return next((place for place in places if place.is_file()), places[-1])
-
-
-def _look(file: File, weights: Path | None) -> File:
-    path = file.path if weights is None else _given(file, weights)
-    if not path.is_file():
-        raise StoreError(
-            f"{path} does not exist: the store reads frozen parameters from it, and has no copy."
-            " Restore the file or a link to it, or pass weights=FOLDER to lohan.wrap(...,"
-            " resume=True), the folder where it is now"
-        )
-    now = _files.identify(path)
-    for what, is_now, was in (
-        ("bytes", now.nbytes, file.nbytes),
-        ("header_crc32c", now.header_crc32c, file.header_crc32c),
-    ):
-        if is_now != was:
-            raise StoreMismatchError(
-                f"{path} is not the file from which the store's frozen parameters were read:"
-                f" {what} is {is_now:,}, but was {was:,}. Restore the original file, or pass"
-                " weights=FOLDER to lohan.wrap(..., resume=True), a folder that has it"
-            )
-    return now

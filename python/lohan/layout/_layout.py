@@ -21,7 +21,8 @@ from lohan.layout._block import (
     scope_of_modules,
 )
 from lohan.layout._experts import Expert
-from lohan.layout._in_place import Found, InPlace
+from lohan.layout._in_place import InPlace
+from lohan.layout._in_place_found import Found
 from lohan.layout._in_place_units import lay_out
 from lohan.torch_glue._buffers import Buffers
 

@@ -18,7 +18,7 @@ from lohan.journal import _journal
 from lohan.journal._journal import Journal
 from lohan.journal._zeroth import Rule
 from lohan.journal._zo_run import PASS_POSITIONS, check_base, uuid_of
-from lohan.layout._in_place import Found
+from lohan.layout._in_place_found import Found
 from lohan.mezo import _zo_device, _zo_plan, _zo_replicas
 from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
 from lohan.torch_glue import _device

@@ -286,7 +286,8 @@ class Commits(SessionPart):
         self.registered.add(name, registered, after)
 
     def _restore_more(self) -> None:
-        """Restore from the last commit when averages began, and states for register()."""
+        """Restore idle units, when averages began, and states for register() of the last commit."""
+        self.idle.restore(self.store)
         said = self.store.describe()
         self.averages.restore(_scalars.average_of(said))
         self.registered.restore(_scalars.parse(said["caller_scalars"])[0])

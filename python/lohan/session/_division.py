@@ -25,7 +25,7 @@ from lohan.torch_glue import _device
 if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
-    from lohan.layout._in_place import Found
+    from lohan.layout._in_place_found import Found
     from lohan.world._world import World
 
 # The constant reserve for small objects: messages, requests, event lists and the rounding of the

@@ -364,11 +364,10 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self._gradients.hide()
         scalars, tail = b"", None
         if self._optimizer is not None:
-            device = self.device.torch_device
-            idle = self.idle.record(self.step + 1, now)
             worn = None if self.wear is None else self.wear.record(self.step)
-            more = (idle, worn, self.averages.record(), self.registered.record())
-            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, *more)
+            more = self.averages.record(), self.registered.record()
+            idle, device = self.idle.record(self.step + 1, now), self.device.torch_device
+            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle, worn, *more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
         if self.recorder is not None:
@@ -434,7 +433,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             self.buffers,
             self.device.torch_device,
         )
-        self.idle.restore(self.store)
         self._restore_more()
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from lohan.common import _meta
 from lohan.common._storage_formats import TYPES
 from lohan.errors import StoreMismatchError, StoreUncleanError
 from lohan.journal._zo_run import of_store
-from lohan.layout import _in_place
+from lohan.layout import _in_place_found
 from lohan.layout._block import SCALED_ELEMENTS, Layout, Param, Unit, place, place_values
 from lohan.layout._in_place import InPlace
 from lohan.store import _checksums
@@ -150,7 +150,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
             )
             params.append(unit.params[-1])
         assert unit is not None
-        if not _in_place.restore(meta, unit, len(units)):
+        if not _in_place_found.restore(meta, unit, len(units)):
             place(unit)
         unit.elements, unit.nbytes = elements, nbytes
         place_values(unit)
@@ -164,7 +164,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
         for param, stream, decays in zip(params, method["streams"], method["decays"], strict=True):
             param.stream, param.decays = stream, decays
     layout = Layout(params, units, [])
-    layout.in_place = InPlace(_in_place.files_of(meta))
+    layout.in_place = InPlace(_in_place_found.files_of(meta))
     extents = plan_extents(layout, False)
     if "extents" in meta:
         extents.units = [UnitExtents(*row) for row in meta["extents"]]

@@ -1,0 +1,225 @@
+"""Which parameters files provide: looked for in a folder, or recorded in the meta of a store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.common import _log
+from lohan.common._meta import dtype_of
+from lohan.layout import _apart, _conversion, _files, _packed
+from lohan.layout._files import DTYPES, File
+from lohan.layout._in_place_choice import choose, needed
+from lohan.layout._in_place_units import lay_out
+from lohan.layout._packed import Entry
+from lohan.torch_glue import _empty
+from lohan.torch_glue._peft import PARTS
+
+if TYPE_CHECKING:
+    from lohan.config import Config
+    from lohan.layout._block import Unit
+
+_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass
+class Found:
+    """The parameters of a model that files provide, by the ids of their tensors.
+
+    Attributes:
+        files: the files; those from which parameters are read in place come first.
+        entries: the file entry of each parameter.
+        in_place: the parameters that are read in place.
+        file_count: the number of files from which parameters are read in place.
+        buffers: the persistent buffers that the files have, with their entries.
+        then: the files as the store recorded them.
+        moved: the parameters that zeroth-order training updates.
+        storage: the storage format of these parameters; None: the one of each parameter's dtype.
+    """
+
+    files: list[File]
+    entries: dict[int, Entry]
+    in_place: set[int]
+    file_count: int = 0
+    buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
+    then: Sequence[File] = ()
+    moved: frozenset[int] = frozenset()
+    storage: str | None = None
+
+
+def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = True) -> Found:
+    """Look for a model's parameters and buffers in a folder of safetensors, or in a file.
+
+    Notes on them are printed to stderr if speaks.
+
+    Raises:
+        StoreError: there are no files, or one is incomplete.
+        ModelError: a shape differs from the model's, or a dtype cannot be converted to it.
+        UnsupportedError: the weights are pickles.
+    """
+    folder = _files.read_folder(place)
+    folder.apart = _apart.of(folder)
+    _conversion.apply(model, folder)
+    _files.add_experts(model, folder)
+    entries = _files.match(model, folder)
+    buffers = _files.match_buffers(model, folder)
+    left = _files.unused(model, folder)
+    if left and speaks:
+        _log.note(
+            f"{len(left)} tensors of weights={place} are not used by this model and are"
+            f" ignored ({left[0]!r}, ...)"
+        )
+    pairs = _similar(model, folder, entries, left) if speaks else []
+    if pairs:
+        name, other = pairs[0]
+        _log.note(
+            f"weights={place} has no value for {name!r} ({len(pairs)} in all), but has a tensor of"
+            f" the same shape that the model does not use, {other!r}. If it is the same, rename it"
+            f" in the files, or call model.load_state_dict({{{name!r}: values}}, strict=False)"
+            " before lohan.wrap(). Otherwise training begins with initial values"
+        )
+    chosen = set() if config.frozen == "copy" else choose(model, entries, speaks=speaks)
+    # All other files are read only once: sessions do not keep them open, and the store's meta does
+    # not list them.
+    read = needed(entries[key] for key in chosen)
+    order = sorted(range(len(folder.files)), key=lambda file: (file not in read, file))
+    moved = {file: number for number, file in enumerate(order)}
+
+    def now(entry: Entry) -> Entry:
+        packed = entry.packed and entry.packed.moved(moved.__getitem__)
+        rest = tuple(now(part) for part in entry.rest)
+        made = entry.made and entry.made.moved(now)
+        return dataclasses.replace(
+            entry, file=moved[entry.file], packed=packed, rest=rest, made=made
+        )
+
+    return Found(
+        [folder.files[file] for file in order],
+        {key: now(entry) for key, entry in entries.items()},
+        chosen,
+        len(read),
+        [(buffer, now(entry)) for buffer, entry in buffers],
+    )
+
+
+def _similar(
+    model: nn.Module, folder: _files.Folder, found: Mapping[int, Entry], left: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return the parameters that get initial values although an unused tensor may be theirs.
+
+    Those are tensors of the same shape whose names end in the same way: a head, for example, that
+    another program has saved under another name.
+
+    Args:
+        model: the model.
+        folder: the files.
+        found: the result of match().
+        left: the result of unused().
+
+    Returns:
+        Pairs of a parameter's name and the name of the first such tensor.
+    """
+    tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
+    others = {(n.rpartition(".")[2], folder.entries[n].shape): n for n in reversed(left)}
+    pairs: dict[str, tuple[str, str]] = {}
+    for key, (name, *_) in _files.all_names(model).items():
+        tensor = tensors[key]
+        if key not in found and tensor.is_meta and _empty.given(tensor) is None:
+            plain = PARTS.sub("", name)
+            other = others.get((plain.rpartition(".")[2], tuple(tensor.shape)))
+            if other is not None:
+                pairs.setdefault(plain, (name, other))
+    return [*pairs.values()]
+
+
+# --- Stores with in-place files ---------------------------------------------------------------
+
+
+def files_of(meta: Mapping[str, Any]) -> list[File]:
+    """Return the files that a store reads in place, as the store's meta lists them."""
+    return [
+        File(Path(file["path"]), file["bytes"], file["mtime_ns"], file["header_crc32c"])
+        for file in meta.get("in_place", {}).get("files", [])
+    ]
+
+
+def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
+    """Set a unit's runs and its parameters' entries; return False if it is not read in place."""
+    said = meta.get("in_place", {})
+    rows = said.get("units", {}).get(str(index))
+    if rows is None:
+        return False
+    for param in unit.params:
+        param.source = _entry(said["params"][param.index], param.tensor)
+    lay_out(unit)
+    return True
+
+
+def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
+    """Return the entry that a store's meta describes."""
+    file, offset, nbytes, *how = said
+    name, shape = _NAMES[str(tensor.dtype)], tuple(tensor.shape)
+    if how and "pieces" in how[0]:
+        pieces = [
+            Entry(f, at, size, name, shape, _packed.restored(form, _dtype))
+            for f, at, size, form in how[0]["pieces"]
+        ]
+        return dataclasses.replace(pieces[0], rest=tuple(pieces[1:]))
+    others = how[0].get("rest", []) if how else []
+    packed = _packed.restored(how[0], _dtype) if how and not others else None
+    rest = tuple(Entry(f, at, size, name, shape) for f, at, size in others)
+    return Entry(file, offset, nbytes, name, shape, packed, rest)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = dtype_of(name)
+    assert found is not None  # _meta.py has checked it
+    return found
+
+
+def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Found | None:
+    """Find the files that a store reads in place, and check their sizes and headers.
+
+    Args:
+        meta: the store's description.
+        model: the model with the parameters.
+        weights: the folder or file to look in; None: the paths that the store recorded.
+
+    Returns:
+        The parameters that the files provide; None if the store reads no files in place.
+
+    Raises:
+        StoreError: a file is missing.
+        StoreMismatchError: a file has been replaced by a different one.
+    """
+    said = meta.get("in_place")
+    if said is None:
+        return None
+    then = files_of(meta)
+    now = [
+        _files.same(file.path if weights is None else _given(file, weights), file) for file in then
+    ]
+    tensors = dict(model.named_parameters())
+    entries: dict[int, Entry] = {}
+    for (name, shape, _, _), source in zip(meta["params"], said["params"], strict=True):
+        tensor = tensors.get(name)
+        # If the model differs here, the later comparison with the store raises an error.
+        is_same = tensor is not None and list(tensor.shape) == shape and not tensor.requires_grad
+        if source is not None and tensor is not None and is_same:
+            entries[id(tensor)] = _entry(source, tensor)
+    return Found(now, entries, set(entries), len(now), then=then)
+
+
+def _given(file: File, weights: Path) -> Path:
+    """Return where weights= has a file: with the most of its old path, if in several places."""
+    is_index = weights.name.endswith(".index.json")
+    if weights.is_file() and not is_index:
+        return weights
+    folder, parts = weights.parent if is_index else weights, file.path.parts[1:]
+    places = [folder.joinpath(*parts[first:]) for first in range(len(parts))]
+    return next((place for place in places if place.is_file()), places[-1])
