@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lohan.hf._trainer import Trainer as Trainer
     from lohan.hf._trainer import TrainerCallback as TrainerCallback
     from lohan.hf._trainer import TrainerMixin as TrainerMixin
+    from lohan.hf._trainer_copies import TrainerCopies as TrainerCopies
     from lohan.layout._origins import Origin
     from lohan.replicas._reshard import Resharded, reshard
     from lohan.session._average import ema
@@ -47,6 +48,7 @@ _MODULES = {
     "frozen._reference": ("reference",),
     "hf._merge": ("Merged", "merge"),
     "hf._trainer": ("Trainer", "TrainerCallback", "TrainerMixin"),
+    "hf._trainer_copies": ("TrainerCopies",),
     "layout._origins": ("Origin",),
     "replicas._reshard": ("Resharded", "reshard"),
     "session._average": ("ema",),
@@ -63,7 +65,7 @@ _MODULES = {
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 _PUBLIC_MODULES = ("config", "errors", "losses")
 # These names are also public, but not in __all__: a star import must not need transformers.
-_OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerMixin")
+_OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerCopies", "TrainerMixin")
 
 __all__ = [
     "Config",

@@ -14,7 +14,7 @@ import pytest
 import torch
 import trainer_helper as helper
 import transformers
-from lohan.errors import StoreError, StoreMismatchError
+from lohan.errors import ModelError, StoreError, StoreMismatchError
 from patience import HUNG_S
 from trainer_resume_helper import ARGUMENTS, Dies, checkpoints
 
@@ -333,3 +333,31 @@ def test_with_commits_of_its_own_the_store_does_not_wait_for_checkpoints(
     helper.close_all()
     with pytest.raises(StoreMismatchError, match=r"belongs to step 4.* is at step 5"):
         resume(store_dir)
+
+
+def test_each_checkpoint_that_the_trainer_keeps_has_the_store_of_its_step(
+    store_dir: pathlib.Path, whole: Any
+) -> None:
+    folder, copies = store_dir / "run", store_dir / "copies"
+    arguments = {**ARGUMENTS, "save_total_limit": 2}
+    callbacks = (lohan.TrainerCopies(copies),)
+    trainer = helper.make(folder, {}, model=helper.gpt2(), callbacks=callbacks, **arguments)
+    trainer.train()
+    trainer.model.lohan.snapshot_now.wait()
+    trainer.model.lohan.close()
+    kept = sorted(path.name for path in checkpoints(folder))
+    assert sorted(path.name for path in copies.iterdir()) == kept
+    older = kept[0]
+    assert older != f"checkpoint-{ARGUMENTS['max_steps']}"
+    with pytest.raises(StoreMismatchError, match="To go back to step"):
+        resume(folder, str(folder / "out" / older), store=folder / "out" / "lohan")
+    again = resume(folder, str(folder / "out" / older), store=copies / older)
+    assert_is(again, whole)
+
+
+def test_copies_without_lohans_callback_are_an_error(store_dir: pathlib.Path) -> None:
+    callbacks = (lohan.TrainerCopies(store_dir / "copies"),)
+    arguments = {**ARGUMENTS, "max_steps": 2}
+    trainer = helper.make(store_dir, None, model=helper.gpt2(), callbacks=callbacks, **arguments)
+    with pytest.raises(ModelError, match=r"pass lohan\.TrainerCallback before it"):
+        trainer.train()

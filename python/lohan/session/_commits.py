@@ -311,6 +311,32 @@ class Commits(SessionPart):
         """
         return self.copy_begin(out)
 
+    def keep(
+        self, folder: PathLike, *, last: int | None = None, name: str | None = None
+    ) -> Snapshot:
+        """Begin to copy the store to `folder`/step-N, and keep only the newest copies there.
+
+        Training continues meanwhile, as with snapshot(). If a copy is still in progress, this
+        waits for it first. `lohan.wrap(..., store="FOLDER/step-N", resume=True)` continues from a
+        copy. Older copies are removed only when the new one is complete.
+
+        Args:
+            folder: the folder of all copies; created if it does not exist.
+            last: how many copies named step-N to keep, with the new one. None: all.
+            name: a name instead of step-N, such as "best"; such a copy is never removed.
+
+        Returns:
+            The copy in progress.
+
+        Raises:
+            ModelError: last or name is invalid.
+            StoreExistsError: there is a copy of this name.
+            StoreError, UnsupportedError: as for `lohan.snapshot`.
+        """
+        from lohan.store import _kept
+
+        return _kept.keep(cast("Session", self), folder, last=last, name=name)
+
     def edited(self, store: _core.Store) -> None:
         """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
         self.has_edits = True

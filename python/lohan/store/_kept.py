@@ -1,0 +1,105 @@
+"""Several kept copies of a store in one folder: `model.lohan.keep()` and `lohan.TrainerCopies`.
+
+Each copy is a store of its own, made by lohan.snapshot(), in FOLDER/NAME. Older ones are removed
+only when a new one is complete, and only if they are copies of the same run's store: a folder that
+has anything else keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lohan.common import _log, _meta
+from lohan.config import Config
+from lohan.errors import LohanError, ModelError
+from lohan.store import _store
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.session._session import Session
+    from lohan.store._snapshot import PathLike, Snapshot
+
+_STEP = re.compile(r"step-(\d+)")
+_FILES = ("lohan.data", "journal.lohan", "steps.lohan", "profile.json")
+
+
+def keep(
+    session: Session, folder: PathLike, *, last: int | None = None, name: str | None = None
+) -> Snapshot:
+    """Implement Commits.keep()."""
+    is_number = isinstance(last, int) and not isinstance(last, bool)
+    if last is not None and not (is_number and last >= 1):
+        raise ModelError(f"keep(last={last!r}): must be None or a number of copies of at least 1")
+    if name is not None and (name != os.path.basename(name) or name in ("", ".", "..")):
+        raise ModelError(f"keep(name={name!r}): must be the name of a folder, without '/'")
+    if name is not None and _STEP.fullmatch(name):
+        raise ModelError(f"keep(name={name!r}): names like step-N are those of copies without name")
+
+    def old(names: Sequence[str]) -> Sequence[str]:
+        steps = sorted((n for n in names if _STEP.fullmatch(n)), key=lambda n: int(n[5:]))
+        return [] if last is None else steps[:-last]
+
+    return copy_to(session, folder, name or f"step-{session.step}", old)
+
+
+def copy_to(
+    session: Session, folder: PathLike, name: str, old: Callable[[Sequence[str]], Sequence[str]]
+) -> Snapshot:
+    """Begin to copy a session's store to a folder, and remove old copies once that is complete.
+
+    Args:
+        session: the session. A copy of its store that is in progress is waited for.
+        folder: the folder of all copies.
+        name: the name of the new copy.
+        old: returns which of the names in the folder to remove. Names of other things are ignored.
+    """
+    root = Path(os.fspath(folder)).expanduser().absolute()
+    if session.snapshot_now is not None:
+        session.snapshot_now.wait()
+    line = _line(session.store)
+    root.mkdir(parents=True, exist_ok=True)
+
+    def changed(copy: Snapshot, error: BaseException | None) -> None:
+        if not copy.is_whole or error is not None:
+            return
+        names = [path.name for path in root.iterdir() if _is_copy(path, line)]
+        for each in old(names):
+            if each in names and each != name:
+                _remove(root / each)
+
+    return session.copy_begin(root / name, changed)
+
+
+def _line(store: _core.Store) -> set[str]:
+    """Return the UUIDs of a store, and of those that it was copied from."""
+    return {str(store.describe()["uuid"]), *(str(uuid) for uuid, _ in _meta.copied_from(store))}
+
+
+def _is_copy(path: Path, line: set[str]) -> bool:
+    """Return whether a folder is a complete copy of a store with one of these UUIDs."""
+    if path.is_symlink() or not (path / "lohan.data").is_file():
+        return False
+    try:
+        store = _store.open_existing([str(path)], Config(allow_buffered=True), read_only=True)
+    except (LohanError, OSError):  # in use, unfinished or damaged: not ours to remove
+        return False
+    try:
+        return bool(_meta.copied_from(store)) and not _line(store).isdisjoint(line)
+    finally:
+        store.close()
+
+
+def _remove(path: Path) -> None:
+    """Remove a copy; other files in its folder stay, and so does the folder then."""
+    try:
+        for name in _FILES:
+            with contextlib.suppress(FileNotFoundError):
+                (path / name).unlink()
+        path.rmdir()
+    except OSError as error:
+        _log.note(f"the old copy {path} could not be removed completely: {error}")

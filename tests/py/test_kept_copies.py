@@ -1,0 +1,75 @@
+"""Several copies of a store are kept, and a run goes back to any of them with its states."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import crash_worker
+import lohan
+import pytest
+from lohan.errors import ModelError, StoreExistsError
+
+
+def trained(folder: pathlib.Path, copies: pathlib.Path, **kept: Any) -> tuple[Any, list[str]]:
+    """Train six steps and keep a copy after each; return the model and the digests."""
+    model: Any = lohan.wrap(crash_worker.build(), store=folder, lr=1e-2)
+    digests = []
+    for step in range(6):
+        crash_worker.train_step(model, step)
+        model.lohan.keep(copies, **kept)
+        digests.append(crash_worker.digest(model))
+    model.lohan.snapshot_now.wait()
+    return model, digests
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_last_copies_stay_and_each_continues_with_the_bits_of_the_run(
+    store_dir: pathlib.Path,
+) -> None:
+    copies = store_dir / "copies"
+    model, digests = trained(store_dir / "s", copies, last=2)
+    assert names(copies) == ["step-5", "step-6"]
+    model.lohan.keep(copies, name="best").wait()
+    model.lohan.close()
+    assert names(copies) == ["best", "step-5", "step-6"]
+    again: Any = lohan.wrap(crash_worker.build(), store=copies / "step-5", resume=True)
+    assert crash_worker.digest(again) == digests[4]
+    crash_worker.train_step(again, 5)
+    assert crash_worker.digest(again) == digests[5]
+    # The copy's own copies are of the same run, and so are those of the store that it was made of.
+    crash_worker.train_step(again, 6)
+    again.lohan.keep(copies, last=2).wait()
+    again.lohan.close()
+    assert names(copies) == ["best", "step-5", "step-6", "step-7"]  # step-5 was in use
+    again = lohan.wrap(crash_worker.build(), store=copies / "step-7", resume=True)
+    crash_worker.train_step(again, 7)
+    again.lohan.keep(copies, last=1).wait()
+    again.lohan.close()
+    assert names(copies) == ["best", "step-7", "step-8"]  # step-7 was in use
+
+
+def test_what_is_not_a_copy_of_this_run_is_left_alone(store_dir: pathlib.Path) -> None:
+    copies = store_dir / "copies"
+    other: Any = lohan.wrap(crash_worker.build(), store=store_dir / "other")
+    other.lohan.keep(copies, name="theirs").wait()
+    other.lohan.close()
+    (copies / "theirs").rename(copies / "step-1")  # a copy of another run
+    (copies / "step-0").mkdir()
+    (copies / "step-0" / "lohan.data").write_bytes(b"unfinished")
+    (copies / "step-notes").write_text("mine")
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s")
+    for step in range(3):
+        crash_worker.train_step(model, step)
+        if step > 0:
+            model.lohan.keep(copies, last=1).wait()
+    assert names(copies) == ["step-0", "step-1", "step-3", "step-notes"]
+    with pytest.raises(StoreExistsError):
+        model.lohan.keep(copies, last=1)
+    for wrong in ({"last": 0}, {"last": True}, {"name": "a/b"}, {"name": ".."}, {"name": "step-9"}):
+        with pytest.raises(ModelError, match=rf"keep\({next(iter(wrong))}="):
+            model.lohan.keep(copies, **wrong)
+    model.lohan.close()
