@@ -109,10 +109,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=24, help="24: about 1.3 billion parameters")
     parser.add_argument("--directory", default=None, help="directory on the disk to measure")
+    parser.add_argument("--model", choices=("dense", "experts"), help="measure only this one")
     parser.add_argument("--history", action="store_true")
     args = parser.parse_args()
     report = Report(args.history)
     for name, (cls, config) in models(args.layers).items():
+        if args.model not in (None, name):
+            continue
         with tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-load-") as place:
             save(cls, config, Path(place) / "files")
             measure(name, Path(place) / "files", args, report)

@@ -1,14 +1,18 @@
-"""Buffer small writes to a store.
+"""Buffer small writes to a store, and write while the caller reads or computes.
 
 A store keeps one checksum for each MiB of an extent, so a write to a part of a MiB reads the MiB,
 changes it and writes it again. Writing thousands of adjacent small parameters would repeat this
-thousands of times; here, a MiB is read once, changed in memory, and written once.
+thousands of times; here, a MiB is gathered in memory, and written once. It is read before only if
+a part of it keeps bytes that were written earlier.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,56 +21,162 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 20
 # A unit's parameters are written to two extents in turn, for values and for residuals.
 _BLOCK_COUNT_MAX = 2
+# The blocks that wait for the writing thread.
+_AHEAD_COUNT = 8
 
 
 class _Block:
-    def __init__(self, first: int, nbytes: int) -> None:
+    """A MiB of an extent (the last one is shorter), of which one range was written so far."""
+
+    def __init__(self, extent: int, first: int, nbytes: int, memory: mmap.mmap) -> None:
+        self.extent = extent
         self.first = first
-        self.bytes = ctypes.create_string_buffer(nbytes)
-        self.view = memoryview(self.bytes).cast("B")
-        self.address = ctypes.addressof(self.bytes)
+        self.nbytes = nbytes
+        self.memory = memory
+        self.view = memoryview(memory)[:nbytes]
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        self.begin = self.end = 0  # the range that was written
+
+
+class _Writing:
+    """A thread that writes blocks to a store, in order."""
+
+    def __init__(self, store: _core.Store) -> None:
+        self._store = store
+        # These queues are not in Python: a Ctrl-C leaves no lock of theirs behind.
+        self._tasks: SimpleQueue[_Block | None] = SimpleQueue()
+        self._done: SimpleQueue[_Block | BaseException | None] = SimpleQueue()
+        self._count = 0
+        threading.Thread(target=self._run, name="lohan-fill", daemon=True).start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        while (block := self._tasks.get()) is not None:
+            try:
+                if error is None:
+                    self._store.write(block.extent, block.first, block.address, block.nbytes)
+            except BaseException as failure:
+                error = failure
+            self._done.put(error or block)
+        self._done.put(None)
+
+    def put(self, block: _Block) -> mmap.mmap | None:
+        """Queue a block; if many are queued, wait, and return the memory of a written one."""
+        self._count += 1
+        self._tasks.put(block)
+        return self._take() if self._count > _AHEAD_COUNT else None
+
+    def _take(self) -> mmap.mmap:
+        done = self._done.get()
+        self._count -= 1
+        if isinstance(done, BaseException):
+            raise done
+        assert done is not None
+        return done.memory
+
+    def wait(self) -> None:
+        """Wait until all blocks are written."""
+        while self._count > 0:
+            self._take()
+
+    def end(self) -> None:
+        """End the thread, after what is queued. A Ctrl-C is raised when the thread has ended."""
+        interrupt: KeyboardInterrupt | None = None
+        self._tasks.put(None)
+        while True:
+            try:
+                if self._done.get() is None:
+                    break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 class BlockWriter:
     """A buffered writer with the same `write()` as a store; flush() must be called at the end.
 
     Args:
-        store: the store to write to.
+        store: the store to write to, which nothing else may use before flush().
         written: called with the bytes of each write().
+        is_ahead: write in a thread of its own, which end() ends.
     """
 
-    def __init__(self, store: _core.Store, written: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        store: _core.Store,
+        written: Callable[[int], None] | None = None,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
         self._store = store
         self._written = written
-        self._sizes: list[int] = [extent[0] for extent in store.extents()]
+        table = store.extents()
+        self._sizes: list[int] = [extent[0] for extent in table]
+        # Of extents without bytes, the blocks that were written; the others read as zeros.
+        self._fresh = {at: set[int]() for at, extent in enumerate(table) if extent[3]}
         self._blocks: dict[int, _Block] = {}  # by extent, in the order of creation
+        self._memory: list[mmap.mmap] = []
+        self._thread = _Writing(store) if is_ahead else None
 
     def write(self, extent: int, offset: int, address: int, nbytes: int) -> None:
-        """Write bytes to an extent, as the store's `write()` does; small writes are buffered."""
+        """Write bytes to an extent, as the store's `write()` does, but buffered."""
         if self._written is not None:
             self._written(nbytes)
-        if nbytes >= BLOCK_BYTES:
-            self._flush(extent)
-            self._store.write(extent, offset, address, nbytes)
-            return
         done = 0
         while done < nbytes:
             block = self._block(extent, (offset + done) // BLOCK_BYTES * BLOCK_BYTES)
             inside = offset + done - block.first
-            count = min(nbytes - done, len(block.bytes) - inside)
-            source = (ctypes.c_ubyte * count).from_address(address + done)
-            block.view[inside : inside + count] = memoryview(source).cast("B")
+            count = min(nbytes - done, block.nbytes - inside)
+            if block.begin == block.end:
+                block.begin = block.end = inside
+            elif inside > block.end or inside + count < block.begin:
+                self._complete(block)
+            ctypes.memmove(block.address + inside, address + done, count)
+            block.begin, block.end = min(block.begin, inside), max(block.end, inside + count)
             done += count
 
     def flush(self) -> None:
         """Write all buffered blocks to the store."""
         for extent in [*self._blocks]:
             self._flush(extent)
+        if self._thread is not None:
+            self._thread.wait()
+
+    def end(self) -> None:
+        """End the thread, if there is one; the store may be closed then."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
+
+    def _complete(self, block: _Block) -> None:
+        """Fill the rest of a block with what the store has there."""
+        if block.begin == 0 and block.end == block.nbytes:
+            return
+        begin, end = block.begin, block.end
+        if block.first in self._fresh.get(block.extent, (block.first,)):
+            mine = bytes(block.view[begin:end])
+            if self._thread is not None:
+                self._thread.wait()
+            self._store.read(block.extent, block.first, block.address, block.nbytes)
+            block.view[begin:end] = mine
+        else:
+            block.view[:begin], block.view[end:] = bytes(begin), bytes(block.nbytes - end)
+        block.begin, block.end = 0, block.nbytes
 
     def _flush(self, extent: int) -> None:
         block = self._blocks.pop(extent, None)
-        if block is not None:
-            self._store.write(extent, block.first, block.address, len(block.bytes))
+        if block is None or block.begin == block.end:
+            return
+        self._complete(block)
+        self._fresh.get(extent, set()).add(block.first)
+        if self._thread is None:
+            self._store.write(extent, block.first, block.address, block.nbytes)
+            memory: mmap.mmap | None = block.memory
+        else:
+            memory = self._thread.put(block)
+        if memory is not None:
+            self._memory.append(memory)
 
     def _block(self, extent: int, first: int) -> _Block:
         block = self._blocks.get(extent)
@@ -75,7 +185,8 @@ class BlockWriter:
         self._flush(extent)
         if len(self._blocks) == _BLOCK_COUNT_MAX:
             self._flush(next(iter(self._blocks)))
-        block = _Block(first, min(BLOCK_BYTES, self._sizes[extent] - first))
-        self._store.read(extent, first, block.address, len(block.bytes))
+        # Memory of pages of its own needs no copy for a direct write.
+        memory = self._memory.pop() if self._memory else mmap.mmap(-1, BLOCK_BYTES)
+        block = _Block(extent, first, min(BLOCK_BYTES, self._sizes[extent] - first), memory)
         self._blocks[extent] = block
         return block

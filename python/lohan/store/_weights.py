@@ -39,6 +39,8 @@ PathLike = str | os.PathLike[str]
 
 # The number of elements in memory at a time while safetensors are streamed.
 PIECE_ELEMENTS = 4 << 20
+# The bytes that the kernel is asked to read ahead of a piece.
+_AHEAD_BYTES = 32 << 20
 
 
 @contextlib.contextmanager
@@ -161,7 +163,7 @@ def fill(
         if not unit.runs
     )
     bar = _bar.Bar("filling the store")
-    writer = BlockWriter(store, lambda nbytes: bar.add(nbytes, total))
+    writer = BlockWriter(store, lambda nbytes: bar.add(nbytes, total), is_ahead=True)
     job = _Filling(model, layout, extents, writer, init, files, replaced, empty)
     try:
         with bar:
@@ -181,6 +183,8 @@ def fill(
     except BaseException:
         _put(model, layout, replaced)  # a retry must see that these parameters have no values
         raise
+    finally:
+        writer.end()
 
 
 @dataclasses.dataclass
@@ -434,6 +438,9 @@ def _stream_part(
         # A parameter that is not contiguous is reordered as a whole.
         piece = PIECE_ELEMENTS if param.strides is None else param.count
         for first in range(elements.start, elements.stop, piece):
+            # What follows in the file is read while this piece is converted and written.
+            ahead = file.tell() + piece * dtype.itemsize
+            os.posix_fadvise(file.fileno(), ahead, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             count = min(piece, elements.stop - first)
             raw = bytearray(file.read(count * dtype.itemsize))
             if len(raw) != count * dtype.itemsize:

@@ -28,6 +28,12 @@ _DEVICE = torch.Tensor.device.__get__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# What wrap() asks thousands of times; the answers are neither tensors nor values.
+_Tensor: Any = torch.Tensor
+_FACTS = {
+    *(_Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.nbytes.__get__, _Tensor.numel),
+    *(_Tensor.requires_grad.__get__, _Tensor.stride, _Tensor.is_contiguous),
+}
 _WHOLE = {_GET_DATA, torch.Tensor.detach, torch.detach, torch.Tensor.requires_grad_}
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu}
 # Functions whose results do not depend on values: constructors make buffers with them.
@@ -123,6 +129,9 @@ class Empty(torch.Tensor):
             ModelError: the function needs values, or would lose some.
         """
         kwargs = kwargs or {}
+        if func in _FACTS:
+            with without_classes():
+                return func(*args, **kwargs)
         if func == _DEVICE:
             return _CPU
         if func == _IS_META:  # torch's warning that loading has no effect would be wrong
