@@ -180,3 +180,51 @@ def test_neighbors_are_written_by_the_mebibyte() -> None:
         writer.write(0, offset, values.data_ptr(), 64)
     writer.flush()
     assert memory.writes == 4
+
+
+class Fresh(Memory):
+    """A store in memory whose extents were never written, and whose writes may fail."""
+
+    reads = 0
+    is_full = False
+
+    def extents(self) -> list[tuple[int, int, int, bool]]:
+        return [(data.numel(), 0, 1, True) for data in self.bytes]
+
+    def read(self, extent: int, offset: int, address: int, nbytes: int) -> None:
+        self.reads += 1
+        super().read(extent, offset, address, nbytes)
+
+    def write(self, extent: int, offset: int, address: int, nbytes: int) -> None:
+        if self.is_full:
+            raise OSError("the disk is full")
+        super().write(extent, offset, address, nbytes)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_new_store_is_written_once_and_not_read(is_ahead: bool) -> None:
+    memory = Fresh([40 * BLOCK_BYTES + 8192])
+    writer = BlockWriter(memory, is_ahead=is_ahead)  # type: ignore[arg-type]
+    values = torch.randint(1, 256, (3 * BLOCK_BYTES + 4000,), dtype=torch.uint8)
+    expected = torch.zeros_like(memory.bytes[0])
+    for offset in range(0, 39 * BLOCK_BYTES - values.numel(), values.numel() + 96):
+        writer.write(0, offset, values.data_ptr(), values.numel())
+        expected[offset : offset + values.numel()] = values
+    writer.flush()
+    assert memory.reads == 0
+    assert torch.equal(memory.bytes[0], expected)
+    writer.write(0, 100, values.data_ptr(), 7)
+    expected[100:107] = values[:7]
+    writer.flush()
+    writer.end()
+    assert torch.equal(memory.bytes[0], expected), "what was written before stays"
+
+
+def test_an_error_of_the_writing_thread_reaches_the_caller() -> None:
+    memory = Fresh([40 * BLOCK_BYTES])
+    writer = BlockWriter(memory, is_ahead=True)  # type: ignore[arg-type]
+    memory.is_full = True
+    values = torch.ones(40 * BLOCK_BYTES, dtype=torch.uint8)
+    with pytest.raises(OSError, match="full"):
+        writer.write(0, 0, values.data_ptr(), values.numel())
+    writer.end()
