@@ -27,6 +27,7 @@ from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._buffers import Buffers, remember
 from lohan.torch_glue._empty import no_storage
+from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -417,7 +418,7 @@ def _stream(
     for part in source.places:
         count = part.nbytes // DTYPES[part.dtype].itemsize
         elements = range(begin, begin + count)
-        _stream_part(layout, extents, store, param, files[part.file], part, elements)
+        _stream_part(layout, extents, store, param, files[part.file], part, elements, reader)
         begin = elements.stop
 
 
@@ -429,6 +430,7 @@ def _stream_part(
     source: File,
     part: Entry,
     elements: range,
+    reader: Reader,
 ) -> None:
     """Write those elements of a parameter that a tensor in a file has."""
     dtype = DTYPES[part.dtype]
@@ -442,10 +444,15 @@ def _stream_part(
             ahead = file.tell() + piece * dtype.itemsize
             os.posix_fadvise(file.fileno(), ahead, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             count = min(piece, elements.stop - first)
-            raw = bytearray(file.read(count * dtype.itemsize))
-            if len(raw) != count * dtype.itemsize:
+            nbytes = count * dtype.itemsize
+            raw = (
+                reader.scratch(nbytes)
+                if param.strides is None
+                else torch.empty(nbytes, dtype=torch.uint8)
+            )
+            if file.readinto(bytes_of(raw)) != nbytes:
                 raise StoreError(f"{source.path} was truncated: it ends inside {param.name}")
-            values = torch.frombuffer(raw, dtype=dtype)
+            values = raw.view(dtype)
             _write_values(layout, extents, store, param, range(first, first + count), values)
         check_descriptor(file.fileno(), source)
 
