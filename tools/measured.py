@@ -85,6 +85,28 @@ LORA = Row(
     "lora_step",
     "bench-lora",
 )
+LOADED = "from_pretrained, all of it in memory"
+
+
+def load_rows() -> list[Row]:
+    """Return the rows about reading a base."""
+    return [
+        Row(
+            "seconds of `wrap(weights=)`, a base of 2.5 GB read in place, least `host_bytes`",
+            LOADED,
+            "load_dense_in_place",
+            "bench-load",
+        ),
+        Row("memory that this takes", LOADED, "load_dense_memory", "bench-load"),
+        Row(
+            'seconds of `wrap(weights=, frozen="copy")` of this base',
+            "reading the files and writing as many bytes",
+            "load_dense_copied",
+            "bench-load",
+        ),
+    ]
+
+
 EMULATED = Row(
     "seconds of a step on an **emulated** accelerator",
     "lohan with updates after backward",
@@ -168,6 +190,7 @@ PERFORMANCE = [
         "bench-hooks",
     ),
     LORA,
+    *load_rows(),
     Row(
         "seconds of a LoRA step on an NF4 base of 1.3 billion parameters, 300 MB, 16 tokens",
         "peft with bitsandbytes, all in memory",
