@@ -24,7 +24,13 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    OPTConfig,
+    OPTForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}
 
@@ -197,6 +203,85 @@ def test_a_new_head_is_given_to_the_empty_one_as_two_messages_say(
     model = lohan.wrap(model, weights=tmp_path, store=tmp_path / "third")
     assert model.state_dict()["1.weight"].any() and "memory than" not in capfd.readouterr().err
     model.lohan.close()
+
+
+class Special(nn.Module):
+    """Layers that their owner's constructor initialises, beside a plain one."""
+
+    def __init__(self, *, in_part: bool = False) -> None:
+        super().__init__()
+        for name in ("base", "zeros", "high", "narrow"):
+            setattr(self, name, nn.Linear(64, 64))
+        nn.init.zeros_(self.zeros.weight)
+        nn.init.normal_(self.high.weight, mean=5.0, std=0.01)
+        nn.init.trunc_normal_(self.narrow.weight, std=1e-3)
+        nn.init.orthogonal_(torch.empty_like(self.base.weight, device="cpu"))
+        self.narrow.weight.data.mul_(0.5)
+        self.high.bias.data.fill_(-2.0)
+        self.narrow.bias = nn.Parameter(torch.full((64,), 3.0))
+        if in_part:
+            self.zeros.bias.data[:3].fill_(1.0)
+
+
+@pytest.mark.parametrize("settings", [{"init": "model"}, {}, {"init": "function"}], ids=str)
+def test_fresh_values_are_those_that_a_constructor_writes(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    if settings != {"init": "model"}:
+        base = nn.Linear(64, 64).state_dict()
+        save_file(
+            {f"base.{name}": value for name, value in base.items()}, tmp_path / "a.safetensors"
+        )
+        settings = {**settings, "weights": tmp_path}
+    if settings.get("init") == "function":
+        settings["init"] = lambda module: [p.fill_(7) for p in module.parameters(recurse=False)]
+    with lohan.empty():
+        model = Special()
+    model = lohan.wrap(model, store=tmp_path / "store", **settings)
+    state = model.state_dict()
+    model.lohan.close()
+    if callable(settings.get("init")):
+        assert (state["zeros.weight"] == 7).all() and (state["narrow.bias"] == 7).all()
+        return
+    assert (state["narrow.bias"] == 3).all()
+    assert not state["zeros.weight"].any() and (state["high.bias"] == -2).all()
+    assert 4.9 < state["high.weight"].min() < state["high.weight"].max() < 5.1
+    assert 0 < state["narrow.weight"].std() < 1e-3 and 0.05 < state["zeros.bias"].std() < 0.1
+    if settings == {"init": "model"}:
+        with lohan.empty():
+            model = Special(in_part=True)
+        with pytest.raises(ModelError, match=r"'zeros\.bias' is in no file.* to a part"):
+            lohan.wrap(model, store=tmp_path / "other", **settings)
+
+
+def test_what_a_module_initialises_in_another_one_is_repeated(tmp_path: Path) -> None:
+    """T5Attention sets the standard deviations of its projections, and has no parameter itself."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    config = T5Config(vocab_size=64, **sizes)
+    plain = T5ForConditionalGeneration(config).state_dict()
+    with lohan.empty():
+        model = T5ForConditionalGeneration(config)
+    model = lohan.wrap(model, init="model", store=tmp_path / "store")
+    for name, value in model.state_dict().items():
+        assert float(value.std()) == pytest.approx(float(plain[name].std()), rel=0.3), name
+    model.lohan.close()
+
+
+def test_an_initialisation_that_needs_other_modules_is_refused(tmp_path: Path) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if module is self:
+                nn.init.normal_(self.inner.weight)
+
+    with lohan.empty():
+        model = Outer()
+    with pytest.raises(ModelError, match=r"Outer: .*_init_weights cannot .* init=FUNCTION"):
+        lohan.wrap(model, init="model", store=tmp_path / "store")
 
 
 def classifier(folder: Path, base: Path) -> Any:

@@ -45,7 +45,6 @@ def check_may_be_fresh(
     model: nn.Module,
     layout: Layout,
     missing: Sequence[Param],
-    replaced: Mapping[int, nn.Parameter],
     weights: Path,
 ) -> None:
     """Reject missing values of a base, which only init= may initialise.
@@ -71,13 +70,6 @@ def check_may_be_fresh(
             " if the files are right, pass init='model' or init=FUNCTION to initialise what they"
             " lack"
         )
-    for param in missing:
-        if _empty.is_in_part(replaced[id(param.tensor)]):
-            raise ModelError(
-                f"{param.name!r} is not in weights={weights}, and values were written to a part of"
-                " it inside lohan.empty(), which does not keep them: create its module outside of"
-                " lohan.empty(), or pass init= and write the values after lohan.wrap()"
-            )
 
 
 def initialise(
@@ -86,6 +78,7 @@ def initialise(
     init: Init | None,
     write: Write,
     read: Read,
+    replaced: Mapping[int, nn.Parameter],
 ) -> dict[int, str]:
     """Compute and write initial values module by module; only one module's are in memory.
 
@@ -95,6 +88,7 @@ def initialise(
         init: called with each module that has such parameters; None: the model's own code.
         write: called with each parameter and its values.
         read: returns the values of another parameter.
+        replaced: the parameters that were empty, by the ids of those in their place.
 
     Returns:
         What computed each value, by the id of the tensor.
@@ -102,6 +96,8 @@ def initialise(
     Raises:
         ModelError: a module has no initialisation, or it needs values that are not in memory.
     """
+    if init is None:
+        _check_whole(wanted, replaced)
     made: dict[int, str] = {}
     copies = _peft.copies(model)
     after: dict[int, list[Param]] = {}
@@ -127,7 +123,7 @@ def initialise(
         before = [tensor.data for tensor in own]
         for tensor in own:
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
-        how = _run(name, module, fresh, init, owners.get(id(module)))
+        how = _run(name, module, fresh, init, owners.get(id(module)), replaced)
         for tensor in fresh:
             put(tensor, how)
         for tensor, data in zip(own, before, strict=True):
@@ -146,6 +142,17 @@ def initialise(
     for key in made:
         wanted[key].tensor.data = no_storage(wanted[key].tensor)
     return made
+
+
+def _check_whole(wanted: Mapping[int, Param], replaced: Mapping[int, nn.Parameter]) -> None:
+    """Reject a parameter to a part of which values were written, which are lost."""
+    for key, param in wanted.items():
+        if _empty.is_in_part(replaced.get(key, param.tensor)):
+            raise ModelError(
+                f"{param.name!r} is in no file, and values were written to a part of it inside"
+                " lohan.empty(), which does not keep them: create its module outside of"
+                " lohan.empty(), or pass init=FUNCTION and write the values after lohan.wrap()"
+            )
 
 
 def _initialisers(model: nn.Module) -> dict[int, Init]:
@@ -169,8 +176,11 @@ def _run(
     fresh: Sequence[nn.Parameter],
     init: Init | None,
     owner: Init | None,
+    replaced: Mapping[int, nn.Parameter],
 ) -> str:
     """Set a module's own parameters by init, or else by its model's `_init_weights`.
+
+    What constructors have written is written again, and neither is called if that is all.
 
     `reset_parameters` comes first only if the function leaves a value unset: one thread draws its
     random numbers, which takes longer than everything else.
@@ -181,24 +191,44 @@ def _run(
     function = init or owner
     reset = getattr(module, "reset_parameters", None)
     how = "" if function is None else str(getattr(function, "__qualname__", function))
+
+    def repeat() -> bool:
+        found = [_empty.initial(replaced.get(id(tensor)), tensor.data) for tensor in fresh]
+        return all(found)
+
+    def call() -> None:
+        try:
+            if function is not None:
+                function(module)
+        except RuntimeError as error:  # it writes to modules inside of this one
+            if init is not None:
+                raise
+            raise ModelError(
+                f"{name or type(module).__name__}: {how} cannot initialise this module alone"
+                f" ({error}): pass init=FUNCTION, or weights=FOLDER"
+            ) from error
+
     with torch.no_grad():
         _unset(module)
-        if function is not None:
-            function(module)
+        if init is None and repeat():
+            return how or str(getattr(reset, "__qualname__", f"{type(module).__qualname__}()"))
+        call()
         missing = _missing(module, fresh)
         if missing is not None and reset is not None:
             _unset(module)
             reset()
             how = str(getattr(reset, "__qualname__", reset))
-            if function is not None:
-                function(module)
+            call()
+            missing = _missing(module, fresh)
+        if init is None:
+            repeat()
             missing = _missing(module, fresh)
     if missing is not None:
         raise ModelError(
             f"{name}.{missing} has no initialisation in {type(module).__name__}: pass"
             " init=FUNCTION, or weights=FOLDER"
         )
-    return how
+    return how or f"{type(module).__qualname__}()"
 
 
 def _unset(module: nn.Module) -> None:

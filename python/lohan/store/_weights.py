@@ -157,7 +157,7 @@ def fill(
             " built, and the files do not have its values: pass weights=FOLDER with files of this"
             " model, or build it in memory, not in lohan.empty()"
         )
-    replaced, empty = _replace(model, layout, keeps_built=init is None)
+    replaced, empty = _replace(model, layout, keeps_built=not callable(init))
     total = sum(
         unit.nbytes + unit.elements * (unit.residual_bytes + 4 * unit.has_average)
         for unit in layout.units
@@ -239,7 +239,7 @@ class _Filling:
         others = [param for param in params if param.source is None]
         missing = [param for param in others if id(param.tensor) in self.empty]
         if missing and self.init is None:
-            _initial.check_may_be_fresh(self.model, self.layout, missing, self.replaced, weights)
+            _initial.check_may_be_fresh(self.model, self.layout, missing, weights)
         self._initialise(missing)
         self._write_given(others, missing)
         _origins.of_files(self.layout, self.files)
@@ -267,7 +267,7 @@ class _Filling:
         """Write the initial values of parameters, most of which have no storage."""
         init = self.init if callable(self.init) else None
         wanted = {id(param.tensor): param for param in missing}
-        made = _initial.initialise(self.model, wanted, init, self._write, self.read)
+        made = _initial.initialise(self.model, wanted, init, self._write, self.read, self.replaced)
         for key, how in made.items():
             name = wanted[key].name
             said = how if self.init is None else f"init={_origins.said(self.init)}"

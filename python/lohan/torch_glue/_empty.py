@@ -6,7 +6,9 @@ prompts) move them to the device of its parameters: on the meta device they woul
 It also keeps what a loader copies into it, which a plain meta tensor drops silently. Values are
 kept if they are given as a whole (`copy_`, `.data =`, load_state_dict). Other writes with values
 are an error, or, in the middle of a constructor, are recorded: wrap() then rejects a parameter
-whose values come from nowhere else.
+whose values come from nowhere else. What is written without values (zeros_(), normal_()) is
+recorded: initial() repeats it where the parameter is fresh. So it is initialised as its
+constructor, or that of a module around it, does it.
 """
 
 from __future__ import annotations
@@ -46,6 +48,17 @@ _READERS = {
     *("linalg_svdvals", "equal", "allclose"),
 }
 
+# What lohan calls again to initialise a module's parameters.
+_REPEATED = {"reset_parameters", "_init_weights"}
+# Functions that set all elements of a tensor without other tensors, with those of torch.nn.init.
+_FILLS = {
+    *("zero_", "fill_", "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "random_"),
+    *("constant_", "ones_", "zeros_", "eye_", "dirac_", "trunc_normal_", "kaiming_normal_"),
+    *("kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+}
+# Those that change the elements which another one has set.
+_CHANGES = {"erfinv_", "mul_", "div_", "add_", "sub_", "clamp_", "exp_", "log_", "neg_"}
+
 _building = threading.local()
 
 
@@ -71,6 +84,7 @@ class Empty(torch.Tensor):
         given: the values that the parameter was given as a whole, or None.
         is_loaded: whether they were loaded into the finished module, and not set as it was built.
         is_in_part: whether values were written to a part of it, which are lost.
+        writes: the writes without values after which the parameter is initialised; see initial().
         rows: "mean" or "module" if transformers resized it: how it initialises new rows, from the
             others or as those of a new module; otherwise "".
     """
@@ -78,6 +92,7 @@ class Empty(torch.Tensor):
     given: torch.Tensor | None = None
     is_loaded = False
     is_in_part = False
+    writes: tuple[Callable[[torch.Tensor], Any], ...] = ()
     rows = ""
     _is_param = False  # set by torch.nn.Parameter()
     _root: Empty | None = None  # the parameter that this is a view of, or made of
@@ -108,7 +123,7 @@ class Empty(torch.Tensor):
         made = Empty(self, self.requires_grad)
         made.given = None if self.given is None else self.given.clone()
         made.is_loaded, made.is_in_part = self.is_loaded, self.is_in_part
-        made.rows = self.rows
+        made.rows, made.writes = self.rows, self.writes
         memo[id(self)] = made
         return made
 
@@ -135,7 +150,11 @@ class Empty(torch.Tensor):
         if func == _DEVICE:
             return _CPU
         if func == _IS_META:  # torch's warning that loading has no effect would be wrong
-            return sys._getframe(1).f_code.co_name != "_load_from_state_dict"
+            caller = sys._getframe(1)
+            if caller.f_code.co_name == "_no_grad_trunc_normal_":  # which skips a meta tensor
+                words = [caller.f_locals[name] for name in ("mean", "std", "a", "b")]
+                _note(args[0], nn.init.trunc_normal_, words, {})
+            return caller.f_code.co_name != "_load_from_state_dict"
         if func == _SET_DATA and isinstance(args[0], Empty):
             return _set_data(args[0], args[1])
         name = str(getattr(func, "__name__", func))
@@ -159,10 +178,14 @@ class Empty(torch.Tensor):
                 target.root.rows = "module"
             if values or others:
                 return target
+            if not others:
+                _note(target, func, args[1:], kwargs)
         elif is_write and _is_real(target):
             if func == torch.Tensor.copy_ and is_building() and _copied(target, args[1]):
                 return target
             raise _no_values(_first(args, kwargs), name)
+        elif is_write and not args and isinstance(kwargs.get("tensor"), Empty):  # of torch.nn.init
+            _note(kwargs["tensor"], func, (), {k: v for k, v in kwargs.items() if k != "tensor"})
         with without_classes():
             made = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
         if made is target:
@@ -265,7 +288,7 @@ def _set_data(param: Empty, value: torch.Tensor) -> None:
     """Handle `param.data = value`: keep the value, if there is one."""
     root = value.root if isinstance(value, Empty) and value.is_whole else None
     if root is not None:
-        param.rows = root.rows
+        param.rows, param.writes = root.rows, root.writes
     given = value.detach() if _is_real(value) else None
     if root is not None and root is not param:
         given = root.given
@@ -296,11 +319,45 @@ def _write(target: Empty, func: Callable[..., Any], value: torch.Tensor) -> None
     if func == torch.Tensor.copy_ and target.is_whole:
         with without_classes(), torch.no_grad():
             root.given = value.detach().to(root.dtype).expand(root.shape).clone()
+        root.writes, root.is_in_part = (), False
         root.is_loaded = not is_building() or _is_in_loader()
     elif not is_building() or _is_in_loader():
         raise _lost(target, f"{getattr(func, '__name__', func)}(), which writes to a part of it,")
-    else:
+    elif not _is_repeated():
         root.is_in_part = True
+
+
+def _note(target: Empty, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Record a write without values, which torch ignores on the meta device."""
+    root, name = target.root, getattr(func, "__name__", "")
+    if name not in _FILLS and name not in _CHANGES:
+        return
+    if target.is_whole and root.given is not None:
+        with torch.no_grad():
+            func(root.given, *args, **kwargs)
+    elif target.is_whole and (name in _FILLS or root.writes):
+        before = () if name in _FILLS else root.writes
+        root.writes = (*before, lambda tensor: func(tensor, *args, **kwargs))
+        root.is_in_part = root.is_in_part and name not in _FILLS
+    elif _storage(target) == _storage(root):
+        root.writes, root.is_in_part = (), not _is_repeated()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    with without_classes():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _is_repeated() -> bool:
+    return any(frame.f_code.co_name in _REPEATED for frame in _frames())
+
+
+def initial(param: torch.Tensor | None, values: torch.Tensor) -> bool:
+    """Repeat what a constructor has written to an empty parameter; return whether it is known."""
+    writes = param.writes if isinstance(param, Empty) else ()
+    for write in writes:
+        write(values)
+    return bool(writes)
 
 
 def _frames() -> Iterator[Any]:
