@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from experts_helper import EXPERTS, qwen
 from integers_helper import FORMS as INTEGERS
-from lohan.errors import ModelError
+from lohan.common import _meta
+from lohan.errors import ModelError, StoreMismatchError
 from quantize_helper import FORMS
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -145,6 +147,37 @@ def test_a_run_is_resumed_verified_and_exported(tmp_path: Path, store_dir: Path)
     (folder / "part0.safetensors").write_bytes(bad[:-1] + bytes([bad[-1] ^ 1]))
     with pytest.raises(lohan.errors.LohanError, match="changed"):
         lohan.wrap(empty(mixtral, is_frozen=True), store=store_dir / "packed", resume=True)
+
+
+DAMAGED: dict[str, Any] = {
+    "no pieces": lambda said: said.update(pieces=[]),
+    "one piece": lambda said: said.update(pieces=said["pieces"][:1]),
+    "pieces that are too few": lambda said: said["pieces"].pop(),
+    "another first place": lambda said: said["pieces"].reverse(),
+    "no form": lambda said: said["pieces"][1].pop(),
+    "a form that is no object": lambda said: said["pieces"][1].__setitem__(3, "u4"),
+    "a scale of no dtype": lambda said: said["pieces"][1][3].update(scale_dtype={}),
+    "packed bytes of another count": lambda said: said["pieces"][1].__setitem__(2, 8),
+    "a place after the end of a file": lambda said: said["pieces"][1].__setitem__(1, 1 << 40),
+}
+
+
+def test_a_damaged_description_of_pieces_is_refused(tmp_path: Path, store_dir: Path) -> None:
+    folder, _ = save(tmp_path, INTEGERS["words"], qwen(4))
+    made = empty(lambda: qwen(4), is_frozen=True)
+    model = lohan.wrap(made, store=store_dir / "run", weights=folder, lr=1e-2)
+    text = json.dumps(_meta.of(model.lohan.store))
+    model.lohan.close()
+    _meta.parse(text, "here")
+    for what, damage in DAMAGED.items():
+        meta = json.loads(text)
+        rows = [
+            row for row in meta["in_place"]["params"] if row and "pieces" in (row[3:] or [{}])[0]
+        ]
+        damage(rows[0][3])
+        with pytest.raises(StoreMismatchError, match=r"in_place\.params"):
+            _meta.parse(json.dumps(meta), "here")
+            pytest.fail(f"{what} was accepted")
 
 
 GATE = "model.layers.1.mlp.experts.2.gate_proj.weight"

@@ -382,7 +382,8 @@ def _is_packed(said: Any, count: int, files: list[Any]) -> bool:
     is_good = is_good and _is_text(said.get("rounding")) and dtype_of(said["rounding"]) in _TRAINED
     if is_good and said["format"] in _ALONE:
         return _is_alone(said)
-    if not is_good or said.get("scale_dtype") not in _SCALES:
+    kind = said.get("scale_dtype")
+    if not is_good or not _is_text(kind) or kind not in _SCALES:
         return False
     scales = -(-said["rows"] // said["block"][0]) * -(-said["columns"] // said["block"][1])
     needed = {"scales": scales * _SCALES[said["scale_dtype"]]}
