@@ -26,19 +26,27 @@ def test_the_page_has_the_tables_of_the_record() -> None:
 
 def test_a_record_counts_each_class_once_and_names_what_differs() -> None:
     same = dict.fromkeys(made().STEPS, "same")
+    common = {"kind": "k", "built": "ratio16", "code": "abc", "date": "2026-11-29"}
     rows: list[dict[str, Any]] = [
-        {"kind": "k", "class": "A", "built": "ratio16", **same, "train": "losses"},
-        {"kind": "k", "class": "A", "built": "ratio16", **same},
-        {"kind": "k", "class": "B", "built": "ratio16", **same, "read": "1 outputs"},
-        {"kind": "k", "class": "C", "built": "ratio16: ImportError: timm"},
+        {**common, "class": "A", **same, "train": "losses"},
+        {**common, "class": "A", **same},
+        {**common, "class": "B", **same, "read": "1 outputs"},
+        {**common, "class": "C", "built": "ratio16: ImportError: it requires the timm library"},
     ]
-    record = made().of_rows(rows, {"k": ["A", "B", "C", "D"]})
-    assert record["kinds"] == {"k": {"listed": 4, "tried": 3, "built": 2, "same": 1}}
-    assert record["different"] == {"B": "read: 1 outputs"}
-    assert list(record["not_built"]) == ["C"]
+    before = {
+        "results": {"C": ["k", "2026-11-28", "", "same"], "D": ["k", "2026-11-28", "", "same"]}
+    }
+    record = made().of_rows(rows, {"k": ["A", "B", "C", "D", "E"]}, before)
+    assert made().counts(record) == {"k": [5, 4, 3, 2]}
+    assert record["results"]["B"][3] == "read: 1 outputs"
+    assert record["results"]["D"] == ["k", "2026-11-28", "", "same"]
+    assert json.loads(made().text_of(record)) == record
+    text = made().tables(record)
+    assert "3 of 2026-11-29 with the code abc; 1 of 2026-11-28 with earlier code" in text
+    assert "* They need timm, which is not installed: C." in text
 
 
 def test_the_record_reaches_its_bar() -> None:
-    kinds = json.loads((FOLDER / "record.json").read_text())["kinds"].values()
-    built, same = (sum(each[key] for each in kinds) for key in ("built", "same"))
+    kinds = made().counts(json.loads((FOLDER / "record.json").read_text())).values()
+    built, same = (sum(each[place] for each in kinds) for place in (2, 3))
     assert same >= 0.97 * built

@@ -12,11 +12,13 @@ from typing import Any
 
 import inputs
 import lohan
+import repair
 import tiny
 import torch
 from torch import nn
 
-ELEMENTS_MAX = 40_000_000
+ELEMENTS_MAX = 50_000_000
+REPAIRS_MAX = 6
 HYPER = {"lr": 1e-3, "weight_decay": 0.01, "allow_tmpfs": True}
 SEED = 1234
 
@@ -35,7 +37,7 @@ def build(make: Callable[[str], nn.Module], check: Callable[..., str] | None = N
         NotBuiltError: no way and inputs are known.
     """
     said: list[str] = []
-    for way in tiny.WAYS:
+    for way in (*tiny.WAYS, *tiny.MORE_WAYS):
         try:
             with torch.device("meta"):
                 count = sum(p.numel() for p in make(way).parameters())
@@ -47,25 +49,35 @@ def build(make: Callable[[str], nn.Module], check: Callable[..., str] | None = N
         except Exception as error:
             said.append(f"{way}: {_short(error)}")
             continue
-        for each in inputs.candidates(model, model.config, SEED):
-            try:
-                found = compute(model, each)
-                is_finite = bool(found) and all(bool(t.isfinite().all()) for t in found)
-                left = (
-                    "values that are not finite"
-                    if not is_finite
-                    else check(model, each)
-                    if check
-                    else ""
-                )
-            except Exception as error:
-                left = _short(error)
+        tries = inputs.candidates(model, model.config, SEED)
+        for each in tries:
+            left, left_over = _tried(model, each, check), REPAIRS_MAX
+            while isinstance(left, Exception) and left_over:
+                other = repair.repaired(left, each, model, SEED)
+                if other is None:
+                    break
+                each, left_over = other, left_over - 1
+                left = _tried(model, each, check)
             if not left:
                 return way
-            said.append(f"{way}, {', '.join(each)}: {left}")
+            why = _short(left) if isinstance(left, Exception) else left
+            said.append(f"{way}, {', '.join(each)}: {why}")
     # The first reason is that of the smallest form; sizes say nothing about the class.
     other = [each for each in said if not each.endswith(" elements")] or said
     raise NotBuiltError(" | ".join(dict.fromkeys([*other[:1], *other[-1:]])) or "no inputs")
+
+
+def _tried(
+    model: nn.Module, given: Mapping[str, Any], check: Callable[..., str] | None
+) -> str | Exception:
+    """Return what is wrong with these inputs, or ""."""
+    try:
+        found = compute(model, given)
+        if not found or not all(bool(t.isfinite().all()) for t in found):
+            return "values that are not finite"
+        return check(model, given) if check else ""
+    except Exception as error:
+        return error
 
 
 def _short(error: BaseException) -> str:

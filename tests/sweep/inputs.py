@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -39,15 +40,23 @@ def _ids(config: Any, rng: torch.Generator, rows: int, columns: int = LENGTH) ->
     return torch.tensor(allowed)[picks]
 
 
+def token_of(config: Any, kind: str) -> int | None:
+    """Return the token that stands for a part of a picture, a video or a sound."""
+    value = _field(config, f"{kind}_token_id", f"{kind}_token_index")
+    return value if isinstance(value, int) else None
+
+
 def _picture(config: Any, rng: torch.Generator) -> torch.Tensor:
-    size = _field(config, "image_size", "img_size", "input_image_size", "crop_size", default=32)
+    size = _field(config, "image_size", "img_size", "input_image_size", "crop_size", default=64)
     size = size if isinstance(size, list | tuple) else (size, size)
     channels = _field(config, "num_channels", "in_channels", "in_chans", default=3)
     return torch.randn((1, channels, *size), generator=rng)
 
 
-def guess(name: str, model: nn.Module, config: Any, seed: int) -> torch.Tensor | None:
+def guess(name: str, model: nn.Module, config: Any, seed: int) -> Any:
     """Return a value for an argument of the forward, or None if its name is not known."""
+    if type(model).__module__.startswith("diffusers."):
+        return _of_diffusers(name, config, seed)
     rng = torch.Generator().manual_seed(seed)
     frames = _field(config, "num_frames", default=4)
     match name:
@@ -84,6 +93,20 @@ def guess(name: str, model: nn.Module, config: Any, seed: int) -> torch.Tensor |
             return torch.randn(2, LENGTH, width, generator=rng)
         case "labels":
             return torch.zeros(2, dtype=torch.long)
+        case "query_embeds" | "states" | "state" | "actions" | "rewards" | "returns_to_go":
+            names = {"states": "state_dim", "state": "max_state_dim", "actions": "act_dim"}
+            width = _field(config, names.get(name, "hidden_size"), default=1)
+            width = 1 if name in ("rewards", "returns_to_go") else width
+            return torch.randn(2, LENGTH, width, generator=rng)
+        case "timesteps":
+            return torch.arange(LENGTH).repeat(2, 1)
+        case "flattened_patches":
+            patch = _field(config, "patch_embed_hidden_size", default=768)
+            return torch.randn(2, LENGTH, patch + 2, generator=rng).abs().ceil()
+        case "grid_thw" | "image_grid_thw":
+            return torch.tensor([[1, 4, 4]])
+        case "pixel_attention_mask" | "input_features_mask" | "padding_mask":
+            return None
     return None
 
 
@@ -157,46 +180,90 @@ def candidates(model: nn.Module, config: Any, seed: int) -> list[dict[str, Any]]
     return unique
 
 
+def _of_diffusers(name: str, config: Any, seed: int) -> Any:
+    """Return a value for an argument of a model of diffusers, or None if its name is not known."""
+    rng = torch.Generator().manual_seed(seed)
+    width = _field(config, *_WIDTHS, default=32)
+    width = width[0] if isinstance(width, list | tuple) else width
+    width = width if isinstance(width, int) else 32
+    size = _sample_size(config)
+    axes = _field(config, "axes_dims_rope", "axes_dim", "axes_dims", default=(0, 0, 0))
+    axes = len(axes) if isinstance(axes, list | tuple) else 3
+    if re.fullmatch(r"timesteps?|timestep_r|r|sigma", name):
+        return torch.tensor([1])
+    if re.search(r"mask$", name):
+        return torch.ones(1, 4, dtype=torch.bool)
+    if re.search(r"^(img|image)_ids$|latent_ids$", name):
+        return torch.zeros(16, axes)
+    if re.search(r"^(txt|text)_ids$", name):
+        return torch.zeros(4, axes)
+    if re.search(r"pooled|^(clip_)?text_embeds?$|proj_embedding|image_embeddings", name):
+        wide = _field(config, "pooled_projection_dim", "embedding_dim", default=width)
+        return torch.randn(1, wide, generator=rng)
+    if re.search(r"(original|target)_size|crop_coords", name):
+        return torch.tensor([[16.0, 16.0]])
+    if re.search(r"^(encoder_hidden_states|text|context|prompt|caption|cap_feats)", name):
+        return torch.randn(1, 4, width, generator=rng)
+    if re.search(r"^(controlnet_cond|condition)", name):
+        return torch.randn(1, 3, 8 * size, 8 * size, generator=rng)
+    fixed: dict[str, Any] = {
+        "guidance": torch.tensor([1.0]),
+        "class_labels": torch.tensor([1]),
+        "img_shapes": [[(1, 4, 4)]],
+        "txt_seq_lens": [4],
+        "num_frames": 1,
+        "height": 4,
+        "width": 4,
+        "fps": torch.tensor([8]),
+        "added_time_ids": torch.ones(1, 3),
+        "input_ids": torch.arange(16)[None],
+        "conditioning_scale": 1.0,
+    }
+    return fixed.get(name)
+
+
+_WIDTHS = ("cross_attention_dim", "joint_attention_dim", "caption_channels", "text_embed_dim")
+_WIDTHS += ("text_dim", "encoder_hid_dim", "text_in_channels", "context_dim", "cap_feat_dim")
+_MAIN = ("sample", "hidden_states", "x", "audio", "audio_values", "waveform")
+
+
+def _sample_size(config: Any) -> int:
+    size = _field(config, "sample_size", default=16)
+    size = size[0] if isinstance(size, list | tuple) else size
+    return size if isinstance(size, int) and size <= 64 else 16
+
+
 def of_diffusers(model: nn.Module, config: Any, seed: int) -> list[dict[str, Any]]:
     """Return inputs to try for a model of diffusers."""
     rng = torch.Generator().manual_seed(seed)
+    known = inspect.signature(model.forward).parameters
     required = [
         name
-        for name, each in inspect.signature(model.forward).parameters.items()
+        for name, each in known.items()
         if each.default is inspect.Parameter.empty and each.kind == each.POSITIONAL_OR_KEYWORD
     ]
+    plain = {name: _of_diffusers(name, config, seed) for name in known}
+    plain = {name: each for name, each in plain.items() if each is not None}
+    if any(name not in plain and name not in _MAIN for name in required):
+        return []
     channels = _field(config, "in_channels", "latent_channels", default=4)
-    widths = "cross_attention_dim", "joint_attention_dim", "caption_channels", "text_embed_dim"
-    width = _field(config, *widths, "text_dim", "encoder_hid_dim", default=32)
-    width = width[0] if isinstance(width, list | tuple) else width
-    size = _field(config, "sample_size", default=16)
-    size = size if isinstance(size, int) else size[0]
-    shapes = [(1, channels, size, size), (1, channels, 16, 16), (1, channels, 5, 16, 16)]
-    shapes += [(1, 16, channels), (1, channels, 32), (1, channels, 1, 16, 16)]
-    plain: dict[str, Any] = {
-        "timestep": torch.tensor([1]),
-        "timesteps": torch.tensor([1]),
-        "encoder_hidden_states": torch.randn(1, 4, width, generator=rng),
-        "encoder_attention_mask": torch.ones(1, 4, dtype=torch.bool),
-        "pooled_projections": torch.randn(
-            1, _field(config, "pooled_projection_dim", default=32), generator=rng
-        ),
-        "img_ids": torch.zeros(16, 3),
-        "txt_ids": torch.zeros(4, 3),
-        "guidance": torch.tensor([1.0]),
-        "class_labels": torch.tensor([1]),
-        "controlnet_cond": torch.randn(1, 3, 8 * size, 8 * size, generator=rng),
-    }
-    known = inspect.signature(model.forward).parameters
+    channels = channels if isinstance(channels, int) else 4
+    size = _sample_size(config)
     tries = []
-    for shape in shapes:
+    for shape in (
+        (1, channels, size, size),
+        (1, channels, 16, 16),
+        (1, channels, 5, 16, 16),
+        (1, 16, channels),
+        (1, channels, 32),
+        (1, channels, 1, 16, 16),
+    ):
         value = torch.randn(shape, generator=rng)
-        given = {name: plain.get(name, value) for name in required}
-        if any(name not in ("sample", "hidden_states", "x", *plain) for name in required):
-            continue
-        tries.append(given)
-        more = {name: each for name, each in plain.items() if name in known}
-        tries.append({**more, **given})
+        given = {name: plain[name] if name in plain else value for name in required}
+        main = next((name for name in known if name in _MAIN), None)
+        if main:
+            given[main] = value
+        tries += [given, {**plain, **given}]
     return tries
 
 

@@ -2,14 +2,16 @@
 
 Each class runs in a process of its own, a fork of one that has imported the libraries. Results are
 one JSON object per class, appended to a file as they come, so that a sweep that was stopped resumes
-where it was. `--record` writes the summary from which the tables of docs/supported-models.md are
-made.
+where it was. record.py adds them to the record from which the tables of docs/supported-models.md
+are made.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
+import hashlib
 import json
 import os
 import pathlib
@@ -34,6 +36,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "sweep.jsonl")
     parser.add_argument("--only", default="", help="classes, separated by commas")
+    parser.add_argument("--left", default="", help="the same, but only those without a result")
     parser.add_argument("--kind", default="", help="part of the name of a kind")
     parser.add_argument("--every", type=int, default=1, help="take each N-th class")
     parser.add_argument("--first", type=int, default=0, help="the first class to take")
@@ -42,12 +45,16 @@ def main(words: list[str]) -> int:
     parser.add_argument("--again", action="store_true", help="try classes that have a result")
     parser.add_argument("--failed", action="store_true", help="try classes that failed once more")
     parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--code", action="store_true", help="print the code of this version")
     args = parser.parse_args(words)
+    if args.code:
+        print(code())
+        return 0
     _prepare()
     import names
 
     kinds = {**names.of_transformers(), **names.of_diffusers()}
-    only = {*args.only.split(",")} - {""}
+    only = {*args.only.split(","), *args.left.split(",")} - {""}
     classes = [
         (kind, name)
         for kind, members in kinds.items()
@@ -55,16 +62,28 @@ def main(words: list[str]) -> int:
         if args.kind in kind and (not only or name in only)
     ][args.first :: args.every]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {} if args.again or only else _done(args.out)
+    done = {} if args.again or args.only else _done(args.out)
     left = [(k, n) for k, n in classes if n not in done or (args.failed and _failed(done[n]))]
+    of = {"code": code(), "date": datetime.date.today().isoformat()}
     for kind, name in left[: args.count or None]:
-        result = {"kind": kind, "class": name, **_isolated(kind, name, args.seconds)}
+        result = {"kind": kind, "class": name, **of, **_isolated(kind, name, args.seconds)}
         if not args.trace:
             result.pop("trace", None)
         with args.out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
     return 0 if len(left) <= (args.count or len(left)) else 3
+
+
+def code() -> str:
+    """Return a fingerprint of lohan's sources, which are what a row is a result of."""
+    digest = hashlib.sha256()
+    for folder, suffixes in (("csrc", (".c", ".h")), ("python/lohan", (".py",))):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in suffixes:
+                name = path.relative_to(ROOT).as_posix().encode()
+                digest.update(name + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def _prepare() -> None:
