@@ -350,3 +350,39 @@ def test_schedules_that_update_in_backward_are_refused(store_dir: pathlib.Path) 
         lohan.wrap(Scaled(), store=store_dir / "s", max_grad_norm=1.0, schedule="naive")
     with pytest.raises(ModelError, match="max_grad_norm -1"):
         lohan.wrap(Scaled(), store=store_dir / "s", max_grad_norm=-1)
+
+
+def by_foreach(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """What scripts write out that clip by hand."""
+    gradients = [parameter.grad for parameter in parameters]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (0.5 / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def by_total_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
+    return norm
+
+
+@pytest.mark.parametrize("clip", [by_foreach, by_total_norm])
+def test_other_functions_of_torch_clip_with_the_bits_of_max_grad_norm(
+    store_dir: pathlib.Path, clip: Any
+) -> None:
+    norms, expected = train(store_dir / "named", "fp32", max_grad_norm=0.5)
+    model = lohan.wrap(
+        helper.build("gpt2", torch.float32), store=store_dir, schedule="deferred", lr=1e-2
+    )
+    for step in range(STEP_COUNT):
+        helper.language_loss(model, step).backward()
+        assert clip(list(model.parameters())).item() == norms[step]
+        model.optimizer.step()
+    helper.assert_same_state(dict(model.state_dict()), expected)
+    model.lohan.close()
+    model = lohan.wrap(helper.build("gpt2", torch.float32), store=store_dir / "eager", lr=1e-2)
+    helper.language_loss(model, 0).backward()
+    with pytest.raises(OffloadedGradientError, match='schedule="deferred"'):
+        clip(list(model.parameters()))
+    model.optimizer.step()
+    model.lohan.close()
