@@ -250,6 +250,6 @@ def test_a_store_with_the_same_parameters_is_refused_with_what_differs(
     monkeypatch.setattr(_store, "_take_strides", lambda layout, meta: None)
     monkeypatch.setattr(_store, "describe", lambda layout: ours)
     store: Any = types.SimpleNamespace(describe=lambda: said)
-    layout: Any = types.SimpleNamespace(method=None, groups=None, states="fp32")
+    layout: Any = types.SimpleNamespace(method=None, groups=None, states="fp32", has_averages=False)
     with pytest.raises(StoreMismatchError, match=message):
         _store.check_same_model(store, layout)
