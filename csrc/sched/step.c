@@ -501,7 +501,9 @@ static bool closed_pump(struct lh_engine *engine)
         commits = false;
         engine->commit_is_late = true;
     }
-    if (!averages_check(engine) || (commits && lh_write_back_dirty(engine, engine->step)))
+    if (!averages_check(engine))
+        return true;
+    if (commits && lh_write_back_dirty(engine, engine->step))
         return true;
     planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = commits ? lh_store_commit_bytes(engine->store) : 0;
     lh_region_step_end(engine);

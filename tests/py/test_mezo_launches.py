@@ -7,11 +7,11 @@ of threads launches kernels.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pathlib
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_zo_device, "is_launched", lambda device: device.name == "emu")
     monkeypatch.setattr(_zo_session, "_apply", refuse)
-    monkeypatch.setattr(ctypes, "memmove", refuse)
+    monkeypatch.setattr(_zo_session, "ctypes", types.SimpleNamespace(memmove=refuse))
 
 
 def wrapped(make: Callable[[], nn.Module], store: pathlib.Path, **settings: Any) -> Any:

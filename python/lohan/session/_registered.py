@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import io
-import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ def _packed(name: str, registered: Any) -> str:
     try:
         torch.save(registered.state_dict(), raw)
         torch.load(io.BytesIO(raw.getvalue()), weights_only=True)
-    except (pickle.PickleError, TypeError, AttributeError) as error:
+    except Exception as error:  # both let any exception of their pickles through
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedError(
             f"the state of {name!r} ({type(registered).__name__}) is not made of numbers, text,"
