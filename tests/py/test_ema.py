@@ -298,6 +298,8 @@ def test_wrong_uses_are_named(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match=r"lohan\.wrap\(model, ema="):
         lohan.ema(nn.Linear(2, 2))
     model = wrapped(store_dir / "s")
+    with pytest.raises(ModelError, match=r"ema=None, .*: pass ema=0\.9 to lohan\.wrap"):
+        lohan.ema(model, 0.9)
     with pytest.raises(UnsupportedError, match="pass ema=DECAY"), lohan.ema(model):
         pass
     with pytest.raises(UnsupportedError, match="wrapped without ema="):

@@ -148,7 +148,7 @@ class Averages:
             raise
 
 
-def ema(model: nn.Module) -> AbstractContextManager[None]:
+def ema(model: nn.Module, decay: float | None = None) -> AbstractContextManager[None]:
     """Return a context in which a model has the averages of its parameters instead of themselves.
 
     The model was wrapped with ema=. Inside the `with` block it can be evaluated, read and saved,
@@ -159,9 +159,10 @@ def ema(model: nn.Module) -> AbstractContextManager[None]:
 
     Args:
         model: a wrapped model.
+        decay: the decay of its averages, for a reader of the script; None: not stated.
 
     Raises:
-        ModelError: the model is not wrapped.
+        ModelError: the model is not wrapped, or its averages have another decay.
         UnsupportedError: it was wrapped without ema= (on entering the context).
         StepError: between backward and `step()`, or inside another such block.
     """
@@ -170,6 +171,12 @@ def ema(model: nn.Module) -> AbstractContextManager[None]:
         raise ModelError(
             "lohan.ema(model) needs a model that was wrapped with ema=DECAY: call"
             " model = lohan.wrap(model, ema=0.999, ...) first"
+        )
+    now = session.config.ema
+    if decay is not None and decay != now:
+        raise ModelError(
+            f"lohan.ema(model, {decay!r}): the model was wrapped with ema={now}, and a store has"
+            f" averages from its beginning: pass ema={decay!r} to lohan.wrap() for a new one"
         )
     averages, holder = session.averages, object()
     return _core.Context(lambda: averages.swap(holder), lambda: averages.swap_back(holder))
