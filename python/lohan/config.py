@@ -70,9 +70,9 @@ class Config:
             otherwise. "auto": "vertical" if parameters do not stay in memory and what the
             micro-batches keep fits there together, which the first call of accumulate() measures.
             The numbers are the same.
-        ema: the decay of an exponential moving average of the trained parameters, such as 0.999, or
-            None: there is none. Each step computes average = decay * average + (1 - decay) *
-            parameter in fp32, with the bits of torch.optim.swa_utils.AveragedModel; the first step
+        ema: the decay of an exponential moving average of the trained parameters, such as 0.999;
+            None disables it. Each step computes average = decay * average + (1 - decay) * parameter
+            in fp32, with the bits of torch.optim.swa_utils.AveragedModel; the first step
             begins the averages as copies. They are in the store, 4 bytes an element, which each
             step reads and writes as well. lohan.ema(model) evaluates them.
         loss_scaling: True if torch.amp.GradScaler scales the loss. Updates then wait for `step()`,

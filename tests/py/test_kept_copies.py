@@ -8,7 +8,7 @@ from typing import Any
 import crash_worker
 import lohan
 import pytest
-from lohan.errors import ModelError, StoreExistsError
+from lohan.errors import ModelError, StoreError, StoreExistsError
 
 
 def trained(folder: pathlib.Path, copies: pathlib.Path, **kept: Any) -> tuple[Any, list[str]]:
@@ -72,4 +72,13 @@ def test_what_is_not_a_copy_of_this_run_is_left_alone(store_dir: pathlib.Path) -
     for wrong in ({"last": 0}, {"last": True}, {"name": "a/b"}, {"name": ".."}, {"name": "step-9"}):
         with pytest.raises(ModelError, match=rf"keep\({next(iter(wrong))}="):
             model.lohan.keep(copies, **wrong)
+    model.lohan.close()
+
+
+def test_a_folder_for_copies_that_cannot_be_made_is_named(store_dir: pathlib.Path) -> None:
+    (store_dir / "file").touch()
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
+    with pytest.raises(StoreError, match=r"cannot create .*file/copies: Not a directory"):
+        model.lohan.keep(store_dir / "file" / "copies")
+    crash_worker.train_step(model, 0)
     model.lohan.close()

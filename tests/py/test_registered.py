@@ -12,7 +12,7 @@ import crash_worker
 import lohan
 import pytest
 import torch
-from lohan.errors import ModelError, StepError, UnsupportedError
+from lohan.errors import ModelError, StepError, StoreMismatchError, UnsupportedError
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
@@ -128,6 +128,18 @@ class Strange(Sampler):
         return {"self": self}
 
 
+class Silent:
+    """A value that cannot be saved, and whose error has no text."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError
+
+
+class Unsaved(Sampler):
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": Silent()}
+
+
 class Large(Sampler):
     def state_dict(self) -> dict[str, Any]:
         return {"seen": list(range(100_000))}
@@ -145,6 +157,8 @@ def test_what_cannot_be_restored_exactly_is_refused_by_name(store_dir: pathlib.P
         register("optimizer", model.optimizer)
     with pytest.raises(UnsupportedError, match=r"'sampler' \(Strange\)"):
         register("sampler", Strange())
+    with pytest.raises(UnsupportedError, match=r"lists and dicts alone \(ValueError\)"):
+        register("sampler", Unsaved())
     with pytest.raises(UnsupportedError, match=r"room for 49,152: the largest is that of 'large'"):
         register("large", Large())
     sampler = Sampler()
@@ -172,3 +186,11 @@ def test_states_that_are_new_or_left_out_are_reported(
     assert "the store has no state of 'c' at step 1" in said
     assert "had states of 'b', which this run did not register" in said
     assert "the store has no state of 'b' at step 2" in said
+
+
+def test_a_state_that_another_program_has_changed_is_named(store_dir: pathlib.Path) -> None:
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
+    model.lohan.registered.restore({"registered": {"sampler": "AAAA"}})
+    with pytest.raises(StoreMismatchError, match=r"'sampler' cannot be read.*another program"):
+        model.lohan.register("sampler", Sampler())
+    model.lohan.close()

@@ -98,7 +98,7 @@ def group(tmp_path: pathlib.Path) -> Iterator[None]:
 
 
 WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "DDP": (DistributedDataParallel, "DistributedDataParallel cannot wrap.*use the model as it is"),
+    "DDP": (DistributedDataParallel, "DistributedDataParallel cannot wrap.*use the wrapped model"),
     "DDP of a block": (lambda m: DistributedDataParallel(m[0]), "DistributedDataParallel cannot"),
     "DDP of a module around it": (
         lambda m: DistributedDataParallel(nn.ModuleDict({"a": nn.Linear(2, 2), "b": m})),

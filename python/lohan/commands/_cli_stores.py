@@ -20,6 +20,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 SHOW_AFTER_S = 2.0
 
 JSON = click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
+_SHARDS = click.option(
+    "--max-shard-size", default="5GB", show_default=True, help="Maximum size of a file."
+)
+_OVERWRITE = click.option(
+    "--overwrite", is_flag=True, help="Replace a model that is already in OUT."
+)
 
 
 @contextlib.contextmanager
@@ -72,7 +78,7 @@ def _say_store(made: Any, places: list[str], json_wanted: bool) -> None:
     help="float32: export the fp32 master weights. [default: the dtype used in training]",
 )
 @click.option("--max-shard-size", default="50GB", show_default=True, help="Maximum size of a file.")
-@click.option("--overwrite", is_flag=True, help="Replace a model that is already in OUT.")
+@_OVERWRITE
 @click.option("--ema", is_flag=True, help="Export the averages of wrap(ema=).")
 @JSON
 def export(
@@ -109,8 +115,8 @@ def export(
 @click.argument("base", metavar="BASE", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("adapter", metavar="ADAPTER", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of a file.")
-@click.option("--overwrite", is_flag=True, help="Replace a model that is already in OUT.")
+@_SHARDS
+@_OVERWRITE
 @JSON
 def merge(
     base: Path,
@@ -163,8 +169,8 @@ def merge(
     help="Modules that stay as they are, for example '*.down_proj', in addition to embeddings,"
     " heads, norms and routers.",
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of a file.")
-@click.option("--overwrite", is_flag=True, help="Replace a model that is already in OUT.")
+@_SHARDS
+@_OVERWRITE
 @JSON
 def quantize(
     folder: Path,

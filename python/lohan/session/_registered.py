@@ -38,12 +38,12 @@ def _packed(name: str, registered: Any) -> str:
     Raises:
         UnsupportedError: it has values of classes that cannot be loaded without running code.
     """
-    raw = io.BytesIO()
+    state, raw = registered.state_dict(), io.BytesIO()
     try:
-        torch.save(registered.state_dict(), raw)
+        torch.save(state, raw)
         torch.load(io.BytesIO(raw.getvalue()), weights_only=True)
     except Exception as error:  # both let any exception of their pickles through
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedError(
             f"the state of {name!r} ({type(registered).__name__}) is not made of numbers, text,"
             f" tensors, lists and dicts alone ({reason}): register an object whose state_dict()"
@@ -52,8 +52,19 @@ def _packed(name: str, registered: Any) -> str:
     return base64.b64encode(raw.getvalue()).decode()
 
 
-def _unpacked(text: str) -> Any:
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+def _unpacked(name: str, text: str) -> Any:
+    """Return a state from its text.
+
+    Raises:
+        StoreMismatchError: the text is not one of _packed().
+    """
+    try:
+        return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+    except Exception as error:  # torch.load() lets any exception of its readers through
+        raise StoreMismatchError(
+            f"the store's state of {name!r} cannot be read ({type(error).__name__}): it was changed"
+            " by another program. Resume without registering that object, or from a copy"
+        ) from error
 
 
 class Registered:
@@ -83,7 +94,7 @@ class Registered:
                     " not registered then, and keeps the state that it has now"
                 )
             return
-        registered.load_state_dict(_unpacked(self._found.pop(name)))
+        registered.load_state_dict(_unpacked(name, self._found.pop(name)))
         if isinstance(registered, LRScheduler):
             self._restore_groups()  # which its constructor has changed
         if callable(after):

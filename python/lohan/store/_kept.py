@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lohan.common import _log, _meta
 from lohan.config import Config
-from lohan.errors import LohanError, ModelError
+from lohan.errors import LohanError, ModelError, StoreError
 from lohan.store import _store
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def copy_to(
     if session.snapshot_now is not None:
         session.snapshot_now.wait()
     line = _line(session.store)
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(error.errno, f"cannot create {root}: {error.strerror}") from error
 
     def changed(copy: Snapshot, error: BaseException | None) -> None:
         if not copy.is_whole or error is not None:

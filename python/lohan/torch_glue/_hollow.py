@@ -118,7 +118,7 @@ def _what(func: Callable[..., Any]) -> tuple[str, bool]:
 
 NO_DDP = (
     "DistributedDataParallel cannot wrap a model of lohan, whose gradients go to its optimizer"
-    " during backward, and whose processes exchange them themselves: use the model as it is. With"
+    " during backward and are exchanged by lohan: use the wrapped model without it. With"
     " Accelerate, call accelerator.prepare_model(model, evaluation_mode=True); with a Trainer, pass"
     " lohan.TrainerCallback"
 )
