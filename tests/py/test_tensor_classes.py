@@ -137,6 +137,8 @@ def test_negated_views_are_loaded_with_their_sign(store_dir: pathlib.Path) -> No
 def test_persistent_buffers_of_another_class_are_rejected_and_others_are_not_read(
     store_dir: pathlib.Path,
 ) -> None:
+    with lohan.empty():  # as detectors replace batch norms: wrap then looks for buffers left empty
+        torch.empty(3).copy_(nn.LayerNorm(3).weight)
     model = build()
     model.register_buffer("table", Doubled(torch.ones(3)))
     with pytest.raises(ModelError, match=r"buffer 'table' is .*Doubled"):

@@ -214,8 +214,18 @@ def uncopied(buffers: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """Return the name of a buffer that is still NaN, because files do not have it, or None."""
     if not getattr(_building, "has_copied", False):
         return None
-    nans = (n for n, b in buffers if b.numel() and b.is_floating_point() and bool(b.isnan().all()))
-    return next(nans, None)
+    return next((name for name, buffer in buffers if _is_nan(buffer)), None)
+
+
+def _is_nan(buffer: torch.Tensor) -> bool:
+    """Return whether every element is NaN; _copied makes only plain buffers so."""
+    is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
+    return (
+        is_plain
+        and buffer.numel() > 0
+        and buffer.is_floating_point()
+        and bool(buffer.isnan().all())
+    )
 
 
 def _resizes() -> bool:
