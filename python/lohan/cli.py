@@ -322,7 +322,10 @@ def _mirrored(
 
 # Options of one GPU's step.
 ONE_GPU = ("states", "order", "base", "loss")
-MODEL_HELP = "A name such as gpt-13b, a transformers config.json, or a transformers class."
+MODEL_HELP = (
+    "A name such as gpt-13b or llama-8b, that of a model on the Hugging Face Hub (its config.json"
+    " is read), a transformers config.json, or a transformers class."
+)
 POSITIVE = click.IntRange(1)
 SEQ_HELP = "Tokens per sequence."
 BATCH_HELP = "Sequences, or images, per step."

@@ -75,6 +75,9 @@ def test_each_pc_has_a_first_line_for_each_model_without_importing_torch() -> No
         ("2x-rtx-3090", "rtx-3090", 2),
         ("2 x RTX 3090", "rtx-3090", 2),
         ("H100", "h100", 1),
+        ("a6000", "rtx-a6000", 1),
+        ("GeForce RTX 3080 10GB", "rtx-3080", 1),
+        ("2x 3090 24 GB", "rtx-3090", 2),
     ],
 )
 def test_gpus_are_known_by_the_names_that_people_write(written: str, name: str, count: int) -> None:
@@ -82,7 +85,13 @@ def test_gpus_are_known_by_the_names_that_people_write(written: str, name: str, 
 
 
 def test_an_unknown_gpu_is_refused_with_the_closest_names() -> None:
-    for written, close in (("rtx-4095", "rtx-4090"), ("9x-rtx-3090", "rtx-3090")):
+    for written, close in (
+        ("rtx-4095", "rtx-4090"),
+        ("9x-rtx-3090", "rtx-3090"),
+        ("RTX 4060 Ti 8GB", "--gpu rtx-4060-ti --set gpu_bytes=8GiB"),
+        ("Radeon RX 7900 XTX", "need CUDA"),
+        ("arc-b580", "need CUDA"),
+    ):
         with pytest.raises(MachineError, match=close):
             _parts.gpus_of(written)
 

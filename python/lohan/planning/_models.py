@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.errors import MachineError, ModelError, UnsupportedError
 from lohan.layout._block import find_blocks
-from lohan.planning import _base, _plan, _shapes, _sketch
+from lohan.planning import _base, _hub, _plan, _shapes, _sketch
 
 _DTYPE = torch.bfloat16
 _DTYPE_BYTES = 2
@@ -337,9 +337,9 @@ def load(
     """Return one of the papers' models, or a transformers model.
 
     Args:
-        name: the name of a model, such as "gpt-13b" or "llama-8b"; or a config.json, or a folder
-            that contains one; or a model class of transformers, such as "LlamaForCausalLM", which
-            gets its default configuration.
+        name: the name of a model, such as "gpt-13b" or "llama-8b", or that which it has on the
+            Hugging Face Hub; or a config.json, or a folder that contains one; or a model class of
+            transformers, such as "LlamaForCausalLM", which gets its default configuration.
         batch: the number of sequences or images in a step.
         seq: the number of tokens in a sequence.
         loss: how the head and the loss are computed: one of _plan.LOSSES.
@@ -359,10 +359,10 @@ def load(
         raise MachineError(f"base {base!r} needs adapters to train: pass adapter_params")
     if loss not in _plan.LOSSES:
         raise ModelError(f"loss {loss!r}: must be one of {', '.join(_plan.LOSSES)}")
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    if path.suffix == ".json" and path.is_file() and min(batch, seq) >= 1:
+    path = _hub.config_path(name)
+    if path is not None and min(batch, seq) >= 1:
         return _from_transformers(name, path, batch, seq, loss)
+    name = _hub.own_name(name)
     is_class = name.isidentifier() and name[0].isupper()
     if (name in _shapes.MIXTURES or name in _shapes.DIFFUSION) and min(batch, seq) >= 1:
         if loss != "logits" and not _sketch.has_head(_shapes.ALL[name]):

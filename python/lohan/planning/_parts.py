@@ -52,13 +52,22 @@ def gpus_of(text: str) -> tuple[str, int]:
         A key of GPUS, and the number of GPUs.
 
     Raises:
-        MachineError: no such GPU is known; the message has the closest names.
+        MachineError: no such GPU is known, or it has another size of memory; the message has the
+            closest names, or what to pass.
     """
     count, name = 1, re.sub(r"[\s_-]+", "-", text.strip().lower())
     if several := re.fullmatch(r"(\d+)-?x-?(.+)", name):
         count, name = int(several[1]), several[2]
     name = re.sub(r"^(nvidia-|geforce-)+", "", name)
-    name = re.sub(r"^(rtx)?-?(\d{4})(?!\d)", r"rtx-\2", name)
+    if re.match(r"(amd|radeon|rx|instinct|mi\d|intel|arc|apple|m\d)(-|\d|$)", name):
+        raise MachineError(
+            f"--gpu {text}: lohan's kernels need CUDA, so plans are about NVIDIA's GPUs, as"
+            " rtx-4090; on a machine without one lohan.wrap() trains on its CPU: --machine here plans"
+            " that"
+        )
+    sized = re.fullmatch(r"(.+?)-?(\d+)-?gi?b", name)  # its memory, as shops write it
+    name = sized[1] if sized else name
+    name = re.sub(r"^(rtx)?-?(a?\d{4})(?!\d)", r"rtx-\2", name)
     name = re.sub(r"(?<=\d)(ti|super)", r"-\1", name).replace("tisuper", "ti-super")
     name = re.sub(r"-?(laptop|mobile|notebook|max-q)(-gpu)?$", "-laptop", name)
     if name not in GPUS or not 1 <= count <= GPU_COUNT_MAX:
@@ -67,6 +76,11 @@ def gpus_of(text: str) -> tuple[str, int]:
         raise MachineError(
             f"--gpu {text}: pass the name of a GPU, as rtx-4090, or of up to {GPU_COUNT_MAX}, as"
             f" 2x-rtx-3090; {known} For another GPU write its figures to a file for --machine"
+        )
+    if sized and GPUS[name][1] != f"{sized[2]}GiB":
+        raise MachineError(
+            f"--gpu {text}: {name} has {GPUS[name][1]} in plans; for one with {sized[2]}GiB pass"
+            f" --gpu {'' if count == 1 else f'{count}x-'}{name} --set gpu_bytes={sized[2]}GiB"
         )
     return name, count
 

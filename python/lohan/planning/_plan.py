@@ -409,5 +409,6 @@ def named_model(name: str, *, batch: int, seq: int = 1024, loss: str = "logits")
             return decoder(name, **sizes, seq=seq, batch=batch, loss=loss)
     raise ModelError(
         f"unknown model {name!r}: pass one of {', '.join(model_names())}, or a transformers"
-        " config.json, or a transformers class such as GPT2LMHeadModel"
+        " config.json, or a transformers class such as GPT2LMHeadModel, or a model's name on the"
+        " Hugging Face Hub such as Qwen/Qwen3-8B"
     )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lohan.errors import UnsupportedError
-from lohan.planning import _base, _plan, _policies, _sketch
+from lohan.planning import _base, _hub, _plan, _policies, _sketch
 from lohan.planning._pieces import capacity_check
 
 if TYPE_CHECKING:
@@ -51,12 +50,10 @@ def config_of(name: str) -> dict[str, Any] | None:
     """Return the config of a model: by its name, or from a file or folder; None: not known.
 
     Raises:
-        MachineError: the file is not a config.json.
+        MachineError: the file is not a config.json, or the Hub does not give it.
+        UnsupportedError: the name is one of the Hub's, and huggingface_hub is not installed.
     """
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    is_file = path.suffix == ".json" and path.is_file()
-    return _sketch.config_of(name, path if is_file else None)
+    return _sketch.config_of(_hub.own_name(name), _hub.config_path(name))
 
 
 def sketch(
