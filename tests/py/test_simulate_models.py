@@ -14,7 +14,7 @@ import torch  # noqa: E402
 from click.testing import CliRunner  # noqa: E402
 from lohan.cli import main  # noqa: E402
 from lohan.errors import MachineError, ModelError, UnsupportedError  # noqa: E402
-from lohan.planning import _models, _plan  # noqa: E402
+from lohan.planning import _models, _plan, _quick  # noqa: E402
 
 BATCH, SEQ = 2, 64
 SMALL: dict[str, Any] = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
@@ -137,6 +137,41 @@ def test_other_kinds_of_models_are_simulated(
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["tflops"] > 0 and found["forward_flop"] > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("CLIPModel", {"text_config": TEXT, "vision_config": {**TEXT, "image_size": 64}}),
+        (
+            "WhisperForConditionalGeneration",
+            {
+                **{"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8},
+                **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+                **{"max_source_positions": 50, "max_target_positions": 64, "pad_token_id": 0},
+                **{**SMALL, "decoder_start_token_id": 0},
+            },
+        ),
+        ("Wav2Vec2ForCTC", {**TEXT, "conv_dim": [16] * 7, "pad_token_id": 0}),
+        ("SwinForImageClassification", {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 2]}),
+    ],
+    ids=["clip", "whisper", "wav2vec2", "swin"],
+)
+def test_models_of_speech_and_images_are_counted_whole(
+    architecture: str, changes: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """Also where a config has sizes under names of its own, so that there is no sketch."""
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**changes)
+    path = config_file(tmp_path, config, architecture)
+    with torch.device("meta"):
+        model = model_class(config)
+    model.tie_weights()
+    counted = _models.load(path, BATCH, SEQ)
+    assert counted.param_count == sum(p.numel() for p in model.parameters())
+    assert counted.tokens > 0 and counted.forward_flop > 0
+    sketched = _quick.sketch(path, BATCH, SEQ)
+    assert (sketched is None) == (architecture != "Wav2Vec2ForCTC")
 
 
 def test_a_class_of_transformers_is_a_model_with_its_default_configuration() -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,17 +142,36 @@ def _default_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _has_towers(config: Any) -> bool:
+    """Return whether a model compares images with texts, as CLIP does."""
+    parts = ("vision_config", "text_config", "projection_dim")
+    return all(getattr(config, part, None) is not None for part in parts)
+
+
 def _inputs(
     model: nn.Module, batch: int, seq: int, has_labels: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Return the arguments of forward, and the number of tokens in a step."""
     config: Any = model.config
-    if getattr(model, "main_input_name", "") == "pixel_values":
-        size, patch = config.image_size, getattr(config, "patch_size", config.image_size)
-        pixels = torch.zeros(batch, config.num_channels, size, size, dtype=_DTYPE)
-        return {"pixel_values": pixels}, batch * (size // patch) ** 2
+    main = getattr(model, "main_input_name", "")
+    takes = inspect.signature(model.forward).parameters
+    if main == "pixel_values" or ("pixel_values" in takes and _has_towers(config)):
+        vision = config.vision_config if _has_towers(config) else config
+        size, patch = vision.image_size, getattr(vision, "patch_size", vision.image_size)
+        pixels = torch.zeros(batch, vision.num_channels, size, size, dtype=_DTYPE)
+        given = {"pixel_values": pixels}
+        if _has_towers(config):
+            length = min(seq, getattr(config.text_config, "max_position_embeddings", seq))
+            given["input_ids"] = torch.zeros(batch, length, dtype=torch.long)
+        return given, batch * (size // patch) ** 2
+    if main == "input_values":  # a frame of speech is what the convolutions make of some samples
+        stride = math.prod(config.conv_stride)
+        return {main: torch.zeros(batch, seq * stride, dtype=_DTYPE)}, batch * seq
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     given = {"input_ids": tokens}
+    if main == "input_features":  # of a spectrogram, of which the encoder halves the length
+        length = 2 * config.max_source_positions
+        given = {main: torch.zeros(batch, config.num_mel_bins, length, dtype=_DTYPE)}
     if has_labels and type(model).__name__.endswith(_LANGUAGE):
         given["labels"] = tokens
     if getattr(config, "is_encoder_decoder", False):
@@ -233,6 +254,7 @@ def count(model: nn.Module, name: str, batch: int, seq: int, loss: str = "logits
     """
     head = None if loss == "logits" else _head_taken(model)
     blocks = dict(find_blocks(model, _BLOCK_BYTES_MAX))
+    blocks.pop("", None)  # a model that owns parameters itself, such as a scale of its logits
     counter = _Counter(model, list(blocks.items()))
     mapping: Any = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
@@ -265,6 +287,9 @@ def count(model: nn.Module, name: str, batch: int, seq: int, loss: str = "logits
             layers = [dataclasses.replace(layer, activation_bytes=0) for layer in layers]
         if layers:
             made.append(_plan.Block(tuple(layers), shared))
+    own = sum(p.numel() for p in model.parameters(recurse=False))
+    if own:
+        made.insert(len(made) - 1, _plan.Block((_plan.Layer("own", own, 0, 0),)))
     if head is not None:
         made.append(_head_block(head, owners, tokens, loss))
     return _plan.Model(name, _with_loss(made, counter, blocks), tokens, _DTYPE_BYTES)

@@ -61,9 +61,9 @@ def gpus_of(text: str) -> tuple[str, int]:
     name = re.sub(r"^(nvidia-|geforce-)+", "", name)
     if re.match(r"(amd|radeon|rx|instinct|mi\d|intel|arc|apple|m\d)(-|\d|$)", name):
         raise MachineError(
-            f"--gpu {text}: lohan's kernels need CUDA, so plans are about NVIDIA's GPUs, as"
-            " rtx-4090; on a machine without one lohan.wrap() trains on its CPU: --machine here plans"
-            " that"
+            f"--gpu {text}: lohan's kernels need CUDA, so plans are for NVIDIA GPUs, as"
+            " rtx-4090; on a machine without one lohan.wrap() trains on its CPU: --machine here"
+            " plans that"
         )
     sized = re.fullmatch(r"(.+?)-?(\d+)-?gi?b", name)  # its memory, as shops write it
     name = sized[1] if sized else name

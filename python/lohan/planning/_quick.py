@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from lohan.errors import UnsupportedError
+from lohan.errors import MachineError, UnsupportedError
 from lohan.planning import _base, _hub, _plan, _policies, _sketch
 from lohan.planning._pieces import capacity_check
 
@@ -67,7 +67,7 @@ def sketch(
     """Return a model as _models.load() does, from its sizes alone; None if they are not known.
 
     Raises:
-        MachineError, ModelError: the config or an argument is invalid.
+        MachineError, ModelError: the file is not a config.json, or an argument is invalid.
         UnsupportedError: the model has no head for the loss.
     """
     config = config_of(name)
@@ -78,7 +78,12 @@ def sketch(
     else:
         if loss != "logits" and not _sketch.has_head(config):
             raise UnsupportedError(f"{name} has no head with logits: leave loss= out")
-        model = _sketch.of_config(config, name, batch, seq, loss)
+        if "text_config" in config and "vocab_size" not in config and "projection_dim" in config:
+            return None  # towers of images and texts, as CLIP's
+        try:
+            model = _sketch.of_config(config, name, batch, seq, loss)
+        except MachineError:  # sizes in words of its own: the model itself is run for the answer
+            return None
     if adapter_params is None:
         return model
     return _base.adapt(model, base or _base.PLAIN, adapter_params)

@@ -226,7 +226,8 @@ def has_head(config: dict[str, Any]) -> bool:
 
 def longest(config: dict[str, Any]) -> int | None:
     """Return the longest sequence of a model with a table of positions; None: it has no table."""
-    kind, count = config.get("model_type"), config.get("max_position_embeddings")
+    kind = config.get("model_type")
+    count = config.get("max_position_embeddings", config.get("max_target_positions"))
     if kind not in _shapes.PLAIN_MLP or not isinstance(count, int):
         return None
     return count - _shapes.UNUSED_POSITIONS.get(kind, 0)
