@@ -27,6 +27,7 @@ _LOSS = "linear_cross_entropy"
 _SIZE = re.compile(r"\d+(\.\d+)?\s*[kKMGTP]i?B|\d{6,}")
 _LORA_SHARE = 300  # a model's parameters for each one of its adapters, about rank 16
 _TABLE_TOKENS = 100e6
+_SSD = "2TB"  # what most PCs have that train; planning/_parts.py has its rates and its endurance
 
 
 def is_size(gpu: str) -> bool:
@@ -71,12 +72,15 @@ def machine_of(
         name, count = _parts.gpus_of(gpu)
     except MachineError as error:
         raise click.UsageError(str(error)) from error
-    if ram is None or ssd is None:
-        lacks = " and ".join(
-            flag for flag, value in (("--ram", ram), ("--ssd", ssd)) if value is None
-        )
+    if ram is None:
         raise click.UsageError(
-            f"--gpu {gpu} needs {lacks}, for example --ram 64GiB --ssd 2TB,7GB/s,1200TBW"
+            f"--gpu {gpu} needs --ram, for example --ram 64GiB --ssd 2TB,7GB/s,1200TBW"
+        )
+    if ssd is None:
+        ssd = _SSD
+        click.echo(
+            f"--ssd was not given: one drive of {ssd} is assumed, as --ssd 2TB,7GB/s,1200TBW",
+            err=True,
         )
     for flag in ("nodes", "net"):
         if words[flag]:
