@@ -168,24 +168,24 @@ static void *part_populate(void *context)
  * The number of threads that allocate pages: one, unless there are many pages, and all of them will
  * be on the same NUMA node whichever thread touches them.
  */
-static uint64_t populate_thread_count(const struct lh_arena *arena, bool is_bound)
+static uint64_t populate_thread_count(uint64_t bytes, bool is_bound)
 {
     uint64_t most = is_bound || lh_numa_node_count() == 1 ? POPULATE_THREAD_COUNT_MAX : 1;
     uint64_t processors = lh_max_u64((uint64_t)sysconf(_SC_NPROCESSORS_ONLN), 1);
-    return lh_min_u64(lh_min_u64(processors, most), 1 + arena->bytes / POPULATE_BYTES_MIN);
+    return lh_min_u64(lh_min_u64(processors, most), 1 + bytes / POPULATE_BYTES_MIN);
 }
 
 /* Allocate all pages, with several threads if there are many. Returns 0 or -errno. */
-static int parts_populate(struct lh_arena *arena, bool is_bound)
+static int parts_populate(uint8_t *base, uint64_t bytes, bool is_bound)
 {
     struct part parts[POPULATE_THREAD_COUNT_MAX] = {0};
-    uint64_t count = populate_thread_count(arena, is_bound);
-    uint64_t each = lh_align_up(arena->bytes / count, LH_HUGE_PAGE_BYTES);
+    uint64_t count = populate_thread_count(bytes, is_bound);
+    uint64_t each = lh_align_up(bytes / count, LH_HUGE_PAGE_BYTES);
     int code = 0;
     for (uint64_t i = 0; i < count; i++) {
-        uint64_t first = lh_min_u64(i * each, arena->bytes);
-        parts[i].base = arena->base + first;
-        parts[i].bytes = lh_min_u64(each, arena->bytes - first);
+        uint64_t first = lh_min_u64(i * each, bytes);
+        parts[i].base = base + first;
+        parts[i].bytes = lh_min_u64(each, bytes - first);
         if (parts[i].bytes == 0)
             continue;
         /* The last part, and any for which there is no thread, is this thread's. */
@@ -204,20 +204,26 @@ static int parts_populate(struct lh_arena *arena, bool is_bound)
     return code;
 }
 
-static int populate(struct lh_arena *arena, bool is_bound, struct lh_error *err)
+/* Allocate all pages but the first later_bytes, a multiple of LH_HUGE_PAGE_BYTES. */
+static int populate(struct lh_arena *arena, uint64_t later_bytes, bool is_bound,
+                    struct lh_error *err)
 {
+    uint64_t bytes = arena->bytes - later_bytes;
+    LH_ASSERT(later_bytes <= arena->bytes && lh_is_aligned(later_bytes, LH_HUGE_PAGE_BYTES));
+    if (bytes == 0)
+        return 0;
     uint64_t huge_before_bytes = transparent_bytes();
-    int code = parts_populate(arena, is_bound);
+    int code = parts_populate(arena->base + later_bytes, bytes, is_bound);
     if (code < 0)
-        return lh_error_set(err, code, "cannot allocate %" PRIu64 " bytes of memory: %s",
-                            arena->bytes, strerror(-code));
+        return lh_error_set(err, code, "cannot allocate %" PRIu64 " bytes of memory: %s", bytes,
+                            strerror(-code));
     if (arena->pages != LH_ARENA_PAGES_TRANSPARENT)
         return 0;
     uint64_t huge_bytes = transparent_bytes();
     huge_bytes -= lh_min_u64(huge_bytes, huge_before_bytes);
-    if (huge_bytes < arena->bytes)
+    if (huge_bytes < bytes)
         note(arena, "only %" PRIu64 " of %" PRIu64 " bytes are on huge pages (fragmented memory?)",
-             huge_bytes, arena->bytes);
+             huge_bytes, bytes);
     if (huge_bytes == 0)
         arena->pages = LH_ARENA_PAGES_SMALL;
     return 0;
@@ -265,7 +271,9 @@ static int arena_map(struct lh_arena *arena, const struct lh_arena_opts *opts, s
         if (rc < 0 && lh_numa_node_count() > 1)
             note(arena, "not bound to NUMA node %d: %s", opts->numa_node, strerror(-rc));
     }
-    rc = populate(arena, opts->numa_node >= 0 && rc == 0, err);
+    LH_ASSERT(opts->later_bytes <= opts->bytes);
+    uint64_t later_bytes = opts->later_bytes / LH_HUGE_PAGE_BYTES * LH_HUGE_PAGE_BYTES;
+    rc = populate(arena, later_bytes, opts->numa_node >= 0 && rc == 0, err);
     if (rc == 0 && madvise(arena->base, arena->bytes, MADV_DONTFORK) != 0)
         note(arena, "forked children share the arena: %s", strerror(errno));
     if (rc < 0) {

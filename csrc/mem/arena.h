@@ -1,7 +1,8 @@
 /*
  * One mapping of main memory that holds every buffer of an engine. It has a fixed size, uses huge
  * pages and one NUMA node if possible, and is touched before use, so that the whole budget is
- * really allocated from the start.
+ * really allocated from the start, except for a first part that the caller may want to grow with
+ * what is put there.
  *
  * Why huge pages: an O_DIRECT transfer from scattered 4 KiB pages is split at the disk queue's
  * segment limit; the same disk moved 2.3 to 3.5 times the bytes per second from 2 MiB pages (fio
@@ -30,8 +31,10 @@ enum lh_arena_pages {
 
 struct lh_arena_opts {
     uint64_t bytes; /* rounded up to LH_HUGE_PAGE_BYTES */
-    bool lock;      /* mlock; a failure is recorded in note, with RLIMIT_MEMLOCK, and no error */
-    int numa_node;  /* the preferred node; -1: no preference */
+    /* At most bytes: pages that lie in these first bytes only are allocated when they are used. */
+    uint64_t later_bytes;
+    bool lock;     /* mlock; a failure is recorded in note, with RLIMIT_MEMLOCK, and no error */
+    int numa_node; /* the preferred node; -1: no preference */
 };
 
 struct lh_arena {
@@ -43,7 +46,7 @@ struct lh_arena {
 };
 
 /*
- * Map opts->bytes and touch every page.
+ * Map opts->bytes and touch every page, except for those of opts->later_bytes.
  *
  * Owns:   *arena_out owns the mapping; release with lh_arena_destroy().
  * Errors: -EINVAL (0 bytes, no such NUMA node), -ENOMEM (the message has the requested bytes and,

@@ -152,6 +152,25 @@ static uint64_t moved_bytes(const struct lhpy_engine *self)
     return region_bytes + self->budget.slab_count * self->budget.slab_bytes;
 }
 
+/*
+ * The bytes of the region whose pages are allocated when a parameter first comes there. Where most
+ * parameters are frozen, wrap() of files that are read in place would otherwise spend most of its
+ * time on pages that nothing uses yet. Disk I/O then does not register them, since that allocates
+ * them, too. What a session trains, an accelerator's memory and shared memory are ready from the
+ * start.
+ */
+static uint64_t later_bytes(const struct lhpy_engine *self, const struct make_opts *opts)
+{
+    uint64_t frozen_bytes = 0, trained_bytes = 0;
+    for (uint32_t i = 0; i < self->unit_count; i++) {
+        const struct lh_engine_unit *unit = &self->units[i];
+        *(unit->elements == 0 ? &frozen_bytes : &trained_bytes) += unit->bytes;
+    }
+    bool is_cpu = strcmp(opts->device.name, "cpu") == 0;
+    bool is_late = is_cpu && !self->core->has_team && frozen_bytes > trained_bytes;
+    return is_late ? self->budget.region_bytes : 0;
+}
+
 /* Where gradients from an accelerator arrive: in landing blocks, or on their way to a sum. */
 static uint64_t gradients_offset(const struct lhpy_engine *self, const struct make_opts *opts)
 {
@@ -175,8 +194,12 @@ static int io_make(struct lhpy_engine *self, const struct make_opts *opts, struc
     static struct lh_clock io_clock; /* the backends borrow it for life; it has no state */
     io_clock = clock;
     const struct lh_saved_opts *saved = &self->saved;
-    struct lh_io_buffer buffers[4] = {{.base = core->arena->base, .bytes = moved_bytes(self)}};
-    uint32_t buffer_count = 1;
+    struct lh_io_buffer buffers[4];
+    uint32_t buffer_count = 0;
+    uint64_t first = later_bytes(self, opts);
+    if (moved_bytes(self) > first)
+        buffers[buffer_count++] = (struct lh_io_buffer){.base = core->arena->base + first,
+                                                        .bytes = moved_bytes(self) - first};
     if (saved->memory_bytes > 0)
         buffers[buffer_count++] =
             (struct lh_io_buffer){.base = saved->memory, .bytes = saved->memory_bytes};
@@ -300,6 +323,7 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
     uint64_t kept_offset =
         lh_align_up(saved_offset(self, opts) + saved->memory_bytes, LH_BLOCK_BYTES);
     arena_opts.bytes = kept_offset + self->in_place.opts.kept_bytes;
+    arena_opts.later_bytes = later_bytes(self, opts);
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->arena, err));
     saved->memory = core->arena->base + saved_offset(self, opts);
     self->in_place.opts.kept_memory = core->arena->base + kept_offset;

@@ -48,6 +48,25 @@ static void test_large(struct lh_alloc *alloc)
     }
 }
 
+static void test_later(struct lh_alloc *alloc)
+{
+    lh_test_name("pages of the part that is wanted later are allocated when they are used");
+    struct lh_error err = {0};
+    struct lh_arena *arena = NULL;
+    struct lh_arena_opts opts = {
+        .bytes = ARENA_BYTES, .later_bytes = 2 * LH_HUGE_PAGE_BYTES + 4096, .numa_node = -1};
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
+    LH_CHECK(LH_TEST_IS_EMULATED || resident_count(arena) == LH_HUGE_PAGE_BYTES / 4096);
+    LH_CHECK(arena->base[0] == 0 && arena->base[arena->bytes - 1] == 0);
+    memset(arena->base, 1, arena->bytes);
+    LH_CHECK(LH_TEST_IS_EMULATED || resident_count(arena) == ARENA_BYTES / 4096);
+    lh_arena_destroy(arena, alloc);
+    opts.later_bytes = opts.bytes;
+    LH_CHECK(lh_arena_create(&opts, alloc, &arena, &err) == 0);
+    LH_CHECK(LH_TEST_IS_EMULATED || resident_count(arena) == 0);
+    lh_arena_destroy(arena, alloc);
+}
+
 static void read_byte(void *context)
 {
     (void)*(volatile uint8_t *)context;
@@ -160,6 +179,7 @@ int main(void)
     test_refusals(&alloc);
     test_placement(&alloc);
     test_large(&alloc);
+    test_later(&alloc);
     LH_CHECK(alloc.live_count == 0);
     return 0;
 }
