@@ -392,8 +392,8 @@ class _Opening:
             _weights.prepare(self.model, self.layout, self.found.buffers, files)
         buffers = _store.buffers(self.model, self.layout, store)
         device = _division.plan_device(self.layout, self.config).torch_device
-        count = len(self.layout.params)
-        scalars = functools.partial(_scalars.at_start, adopted, count, buffers, device)
+        own, count = None if self.zeroth else self.optimizer, len(self.layout.params)
+        scalars = functools.partial(_scalars.at_start, own, adopted, count, buffers, device)
         given = (self.model, self.layout, extents, store, weights, init, scalars, files)
         _weights.fill(*given, reads_base=bool(self.shared.world or self.zeroth))
 

@@ -15,6 +15,7 @@ from lohan.errors import StoreMismatchError
 from lohan.store import _scalars, _store
 from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step
 from torch import nn
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, OneCycleLR
 
 Make = Any
@@ -113,6 +114,22 @@ def test_what_is_not_given_is_as_it_was(
         assert again.optimizer.defaults == defaults
         again.lohan.close()
     assert "parameter group" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_run_without_a_step_has_its_hyper_parameters_in_the_store(
+    is_adopted: bool, workshop: Workshop
+) -> None:
+    model, hyper = build(), {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.5}
+    if is_adopted:
+        workshop.wrap(model, lr=None, optimizer=AdamW(model.parameters(), **hyper))
+    else:
+        workshop.wrap(model, **hyper)
+    workshop.made[-1].lohan.close()
+    again = open_again(workshop)
+    assert again.lohan.step == 0
+    assert rates(again) == [tuple(hyper.values())]
+    assert again.optimizer.defaults == hyper
 
 
 def test_what_is_given_and_differs_rules_and_is_said(

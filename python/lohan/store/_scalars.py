@@ -81,25 +81,47 @@ def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers
 
 
 def at_start(
-    scalars: bytes, param_count: int, buffers: Buffers | None, device: torch.device = _CPU
+    optimizer: Optimizer | None,
+    scalars: bytes,
+    param_count: int,
+    buffers: Buffers | None,
+    device: torch.device = _CPU,
 ) -> bytes:
     """Return the data for a new store's first commit, with the state of torch's generators.
 
     Args:
+        optimizer: the optimizer, whose groups are stored; None: another place has them.
         scalars: the engine's part, if an optimizer was adopted.
         param_count: the number of parameters in the layout.
         buffers: the model's buffers.
         device: the device that computes.
     """
     said, found = buffers.found() if buffers is not None else ([], [])
-    state = _join(_random(device), said, _buffers.joined(found) if said else b"")
-    return _core.scalars_make(steps(scalars, param_count), state)
+    state = {**({} if optimizer is None else _groups(optimizer)), **_random(device)}
+    blob = _join(state, said, _buffers.joined(found) if said else b"")
+    return _core.scalars_make(steps(scalars, param_count), blob)
 
 
 def _random(device: torch.device) -> dict[str, Any]:
     """Return the part of a commit's state that has the states of torch's generators."""
     names = ("rng", "device_rng")
     return {n: _encoded(s) for n, s in zip(names, random_states(device), strict=False)}
+
+
+def _groups(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the part of a commit's state that has the groups and their hyper-parameters."""
+    groups = optimizer.param_groups
+    state: dict[str, Any] = {
+        "groups": [list(hyper_of(group)) for group in groups],
+        "wrapped": [
+            {name: value for name, value in then.items() if value != numbers(group)[name]}
+            for group, then in zip(groups, optimizer.wrapped, strict=True)
+        ],
+    }
+    if any("initial_lr" in group for group in groups):
+        initial = [group.get("initial_lr") for group in groups]
+        state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
+    return state
 
 
 def with_wear(scalars: bytes, blob: bytes, param_count: int, wear: list[int]) -> bytes:
@@ -177,15 +199,7 @@ def pack(
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
         data, in whose place the data has zeros. Nothing waits for the GPU.
     """
-    groups = optimizer.param_groups
-    state: dict[str, Any] = {
-        "groups": [list(hyper_of(group)) for group in groups],
-        "wrapped": [
-            {name: value for name, value in then.items() if value != numbers(group)[name]}
-            for group, then in zip(groups, optimizer.wrapped, strict=True)
-        ],
-        **_random(device),
-    }
+    state = {**_groups(optimizer), **_random(device)}
     if idle is not None:
         state["idle"] = idle
     if wear is not None:
@@ -194,9 +208,6 @@ def pack(
         state["ema"] = average
     if registered is not None:
         state["registered"] = registered
-    if any("initial_lr" in group for group in groups):
-        initial = [group.get("initial_lr") for group in groups]
-        state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
     said, found = _found(buffers) if buffers is not None else ([], [])
     tail = _buffers.joined_there(found, device)
     raw = _buffers.joined(found) if tail is None else bytes(tail.numel())
@@ -240,7 +251,7 @@ def restore(
     state, kept = parse(blob)
     if buffers is not None:
         buffers.restore(kept)
-    if "groups" in state:  # otherwise no step has been made
+    if "groups" in state:  # otherwise a version that did not store them in the first commit
         _restore_groups(state, optimizer)
     if "rng" in state:  # otherwise a version that did not store it in the first commit
         states = [_decoded(state["rng"])]
