@@ -254,6 +254,52 @@ def test_fresh_values_are_those_that_a_constructor_writes(
             lohan.wrap(model, store=tmp_path / "other", **settings)
 
 
+class Valued(nn.Module):
+    """A module whose constructor makes parameters of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+        self.places = nn.Parameter(torch.arange(8.0).to(torch.bfloat16))
+        self.tau = nn.Parameter(torch.tensor(2.5))
+        self.changed = nn.Parameter(torch.linspace(0, 1, 8))
+        self.changed.data.mul_(0.5)
+        self.written = nn.Parameter(torch.empty(8).fill_(3))
+        self.late = nn.Parameter(torch.Tensor(8))
+        self.list = nn.ParameterList([torch.eye(3)])
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.late, 4)
+
+
+def test_values_of_which_a_constructor_makes_parameters_are_kept(tmp_path: Path) -> None:
+    plain = Valued()
+    plain.reset_parameters()
+    save_file(
+        {f"layer.{name}": value for name, value in plain.layer.state_dict().items()},
+        tmp_path / "a.safetensors",
+    )
+    with lohan.empty():
+        model = Valued()
+    model = lohan.wrap(model, weights=tmp_path, init="model", store=tmp_path / "store")
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    model.lohan.close()
+
+
+def test_a_parameter_that_no_code_gives_values_is_refused(tmp_path: Path) -> None:
+    class Unset(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(8))
+
+    with lohan.empty():
+        model = Unset()
+    with pytest.raises(ModelError, match="scale has no initialisation in Unset"):
+        lohan.wrap(model, init="model", store=tmp_path / "store")
+
+
 def test_what_a_module_initialises_in_another_one_is_repeated(tmp_path: Path) -> None:
     """T5Attention sets the standard deviations of its projections, and has no parameter itself."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
@@ -272,7 +318,7 @@ def test_an_initialisation_that_needs_other_modules_is_refused(tmp_path: Path) -
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
-            self.scale = nn.Parameter(torch.ones(4))
+            self.scale = nn.Parameter(torch.empty(4))
 
         def _init_weights(self, module: nn.Module) -> None:
             if module is self:

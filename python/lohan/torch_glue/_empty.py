@@ -8,7 +8,8 @@ kept if they are given as a whole (`copy_`, `.data =`, load_state_dict). Other w
 are an error, or, in the middle of a constructor, are recorded: wrap() then rejects a parameter
 whose values come from nowhere else. What is written without values (zeros_(), normal_()) is
 recorded: initial() repeats it where the parameter is fresh. So it is initialised as its
-constructor, or that of a module around it, does it.
+constructor, or that of a module around it, does it. The values of `nn.Parameter(values)` count as
+such a write: one number if all are equal, otherwise a copy of up to 64 MiB.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from lohan.errors import ModelError
@@ -59,6 +61,15 @@ _FILLS = {
 # Those that change the elements which another one has set.
 _CHANGES = {"erfinv_", "mul_", "div_", "add_", "sub_", "clamp_", "exp_", "log_", "neg_"}
 
+# Functions that make tensors without setting their values.
+_UNSET = {
+    *(torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default),
+    *(torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty.default),
+    torch.ops.aten.new_empty_strided.default,
+}
+# The most bytes of values that a parameter keeps from its constructor.
+_BUILT_BYTES = 64 << 20
+
 _building = threading.local()
 
 
@@ -70,11 +81,48 @@ def is_building() -> bool:
 class Building:
     """A context in which modules are built without storage."""
 
+    def __init__(self) -> None:
+        self._marks: Any = _Marks()  # type: ignore[no-untyped-call]
+
     def __enter__(self) -> None:
         _building.depth = getattr(_building, "depth", 0) + 1
+        self._marks.__enter__()
 
     def __exit__(self, *_: object) -> None:
+        self._marks.__exit__(None, None, None)
         _building.depth -= 1
+
+
+class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Marks the memory of tensors that are made without values (torch.empty())."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _UNSET and not made.is_meta:
+            made.untyped_storage()._lohan_unset = True
+        return made
+
+
+def _built(param: torch.Tensor) -> tuple[Callable[[torch.Tensor], Any], ...]:
+    """Return the write that repeats the values with which a parameter was made; (): unknown."""
+    with without_classes(), torch.no_grad():
+        values = param.detach()
+        is_unset = getattr(param.untyped_storage(), "_lohan_unset", False) and param._version == 0
+        if is_unset or not values.is_floating_point() or values.itemsize < 2 or not values.numel():
+            return ()
+        least, largest = (bound.item() for bound in values.aminmax())
+        if least == largest:
+            return (lambda tensor: tensor.fill_(least),)
+        if values.nbytes > _BUILT_BYTES:
+            return ()
+        kept = values.clone()
+        return (lambda tensor: tensor.copy_(kept),)
 
 
 class Empty(torch.Tensor):
@@ -308,6 +356,8 @@ def _set_data(param: Empty, value: torch.Tensor) -> None:
         if param.given is not None and param.is_loaded:
             raise _lost(param, "a change of its shape")
         param.given = None
+        if root is None:
+            param.writes = ()
     with without_classes():
         _SET_DATA(param, value.detach().to("meta").as_subclass(torch.Tensor))
 
@@ -406,7 +456,10 @@ def register(module: nn.Module, name: str, plain: Callable[..., None], param: An
     if made is None or isinstance(made, Empty | nn.parameter.UninitializedParameter):
         return
     if made.is_meta or not is_of_peft():
+        is_new = not hasattr(made, "_lohan_empty")
         empty = module._parameters[name] = _instead(made)
+        if is_new and not is_given and not made.is_meta:
+            empty.writes = _built(made)
         if is_given and not made.is_meta:
             empty.given, empty.is_loaded = made.detach(), _is_in_loader()
 
