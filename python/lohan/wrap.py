@@ -398,6 +398,7 @@ class _Opening:
         _weights.fill(*given, reads_base=bool(self.shared.world or self.zeroth))
 
 
+@torch.inference_mode(False)  # the values are for training
 def unwrap(model: nn.Module) -> nn.Module:
     """Load a wrapped model's parameters back into memory and close its session.
 
@@ -451,9 +452,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _remove_attributes(model: nn.Module) -> None:
-    for name in ("lohan", "optimizer", "no_sync", "zo_step", "_lohan_guard"):
-        if name in model.__dict__:
-            object.__delattr__(model, name)
+    for name in {"lohan", "optimizer", "no_sync", "zo_step", "_lohan_guard"} & {*model.__dict__}:
+        object.__delattr__(model, name)
 
 
 def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Opening) -> nn.Module:

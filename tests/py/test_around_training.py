@@ -335,3 +335,17 @@ def test_what_is_wrong_with_a_function_of_groups_is_named(store_dir: pathlib.Pat
         lohan.wrap(build(), store=store_dir / "a", params=lohan.no_decay("*.other"))
     with pytest.raises(ModelError, match="params="):
         lohan.wrap(build(), store=store_dir / "b", params=lambda model: "all")
+
+
+def test_a_model_that_is_unwrapped_in_inference_mode_can_be_trained(workshop: Workshop) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    lohan.wrap(model, store=workshop.folder / "store", optimizer=optimizer)
+    for train in (model.optimizer, optimizer):
+        model(torch.randn(3, 4)).pow(2).mean().backward()
+        train.step()
+        train.zero_grad()
+        if train is not optimizer:
+            with torch.inference_mode():
+                lohan.unwrap(model)
+    assert all(state["step"] == 2 for state in optimizer.state.values())
