@@ -149,11 +149,12 @@ _AVERAGES = re.compile(r"EMA|Ema|AveragedModel|\bema_|_ema\b|swa_utils")
 _CALLER_COUNT = 12
 
 
-def _hint_of_averages() -> str:
-    """Return what to do instead if the calling functions average parameters; "" otherwise."""
+def _hint_of_averages(what: str) -> str:
+    """Return what to do instead if this or calling functions average parameters; "" otherwise."""
     frame: types.FrameType | None = sys._getframe(1)
+    is_mean = "lerp" in what
     for _ in range(_CALLER_COUNT):
-        if frame is not None and _AVERAGES.search(frame.f_code.co_qualname):
+        if is_mean or (frame is not None and _AVERAGES.search(frame.f_code.co_qualname)):
             return (
                 ". For an exponential moving average, pass ema=DECAY to lohan.wrap(): it is kept in"
                 " the store, and lohan.ema(model) evaluates it"
@@ -206,7 +207,9 @@ class HollowParameter(nn.Parameter):
         session: Owner | None = kind.owner()
         # Pass all parameters: those loaded for the previous operation would otherwise be evicted.
         if session is None or func == _SET_DATA or not session.make_resident(given):
-            kind.refuse(tensor, *_what(func))
+            what, writes = _what(func)
+            is_target = not args or any(tensor is t for t in _parameters_in(args[:1]))
+            kind.refuse(tensor, what, writes and is_target)
         return func(*args, **kwargs)
 
     @classmethod
@@ -252,7 +255,7 @@ class HollowParameter(nn.Parameter):
                 " module, not its forward()), compute in a loop over model.named_parameters(), or"
                 " take a copy from model.state_dict()"
             )
-        raise HollowParameterError(text + _hint_of_averages())
+        raise HollowParameterError(text + _hint_of_averages(what))
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy a parameter that a loop is at; otherwise, raise an error: there are no values."""
