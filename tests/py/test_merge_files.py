@@ -37,6 +37,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -146,6 +148,12 @@ def t5() -> Any:
     return T5ForConditionalGeneration(config).half()
 
 
+def resnet() -> Any:
+    """A model without embeddings."""
+    sizes = {"embedding_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "num_labels": 3}
+    return ResNetForImageClassification(ResNetConfig(**sizes))
+
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -157,8 +165,12 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         (t5, {"target_modules": ["q", "wo"]}),
         (test_loader_names.llava, {"target_modules": ["q_proj", "v_proj"]}),
         (llama, {"target_modules": ["q_proj"], "bias": "all", "lora_bias": False}),
+        (resnet, {"target_modules": ["convolution"], "modules_to_save": ["classifier"]}),
     ],
-    ids=["Conv1D", "fused experts that files have apart", "fp32 beside fp16", "renamed", "biases"],
+    ids=[
+        *("Conv1D", "fused experts that files have apart", "fp32 beside fp16", "renamed"),
+        *("biases", "images"),
+    ],
 )
 def test_layers_of_every_kind_are_merged(
     make: Callable[[], Any], settings: dict[str, Any], tmp_path: Path

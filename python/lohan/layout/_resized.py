@@ -9,6 +9,7 @@ empty part, because of which it is not read in place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch import nn
 
 from lohan.errors import ModelError
 from lohan.layout._packed import Entry
+
+_GETTERS = ("get_input_embeddings", "get_output_embeddings")
 
 
 def fitted(model: nn.Module, tensor: torch.Tensor, entry: Entry) -> Entry:
@@ -37,7 +40,7 @@ def fitted(model: nn.Module, tensor: torch.Tensor, entry: Entry) -> Entry:
     if entry.shape[0] > shape[0]:
         cut = dataclasses.replace(entry, nbytes=row * shape[0], shape=shape)
         return cut if is_resized else entry
-    is_kept = not tensor.is_meta and id(tensor) in _embeddings(model)
+    is_kept = not tensor.is_meta and id(tensor) in _embeddings(model, *_GETTERS)
     if not (is_kept or is_resized):
         return entry
     end = Entry(entry.file, entry.offset + entry.nbytes, 0, entry.dtype, (0,), name=entry.name)
@@ -62,14 +65,16 @@ def _owner(model: nn.Module) -> Any:
 
 def inputs(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of a transformers model's input embeddings."""
-    owner = _owner(model)
-    return set() if owner is None else {id(p) for p in owner.get_input_embeddings().parameters()}
+    return _embeddings(model, "get_input_embeddings")
 
 
-def _embeddings(model: nn.Module) -> set[int]:
-    owner = _owner(model)
-    layers = [] if owner is None else [owner.get_input_embeddings(), owner.get_output_embeddings()]
-    return {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+def _embeddings(model: nn.Module, *getters: str) -> set[int]:
+    """Return the ids of the parameters of the layers that these methods return."""
+    owner, layers = _owner(model), []
+    for getter in getters if owner is not None else ():
+        with contextlib.suppress(NotImplementedError):  # raised by models of images without one
+            layers.append(getattr(owner, getter)())
+    return {id(p) for each in layers if each is not None for p in each.parameters()}
 
 
 def new_rows(
