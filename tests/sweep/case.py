@@ -7,9 +7,10 @@ import math
 import pathlib
 import shutil
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import forms
 import inputs
 import lohan
 import repair
@@ -27,8 +28,12 @@ class NotBuiltError(Exception):
     """The library cannot compute the class from any of the small configurations."""
 
 
-def build(make: Callable[[str], nn.Module], check: Callable[..., str] | None = None) -> str:
-    """Build a small model with which check(model, inputs) returns "".
+def build(
+    make: Callable[[str], nn.Module],
+    check: Callable[..., str] | None = None,
+    ways: Sequence[str] = (*tiny.WAYS, *tiny.MORE_WAYS),
+) -> str:
+    """Build a small model, in the first of the ways with which check(model, inputs) returns "".
 
     Returns:
         The way in which it was made small.
@@ -37,7 +42,7 @@ def build(make: Callable[[str], nn.Module], check: Callable[..., str] | None = N
         NotBuiltError: no way and inputs are known.
     """
     said: list[str] = []
-    for way in (*tiny.WAYS, *tiny.MORE_WAYS):
+    for way in ways:
         try:
             with torch.device("meta"):
                 count = sum(p.numel() for p in make(way).parameters())
@@ -49,7 +54,8 @@ def build(make: Callable[[str], nn.Module], check: Callable[..., str] | None = N
         except Exception as error:
             said.append(f"{way}: {_short(error)}")
             continue
-        tries = inputs.candidates(model, model.config, SEED)
+        by_hand = forms.inputs(type(model).__name__, SEED)
+        tries = [by_hand] if by_hand else inputs.candidates(model, model.config, SEED)
         for each in tries:
             left, left_over = _tried(model, each, check), REPAIRS_MAX
             while isinstance(left, Exception) and left_over:
@@ -181,6 +187,7 @@ class Case:
         empty: builds a model from a configuration, inside lohan.empty().
         load: from_pretrained of the class.
         folder: an empty folder on a disk.
+        is_given: make() knows the way "given", a configuration by hand.
     """
 
     def __init__(
@@ -189,7 +196,9 @@ class Case:
         empty: Callable[[pathlib.Path], nn.Module],
         load: Callable[[pathlib.Path], nn.Module],
         folder: pathlib.Path,
+        is_given: bool = False,
     ) -> None:
+        self.ways = ("given",) if is_given else (*tiny.WAYS, *tiny.MORE_WAYS)
         self.make, self.empty, self.load, self.folder = make, empty, load, folder
         self.files = folder / "files"
         self.said: dict[str, str] = {}
@@ -204,7 +213,7 @@ class Case:
     def run(self) -> dict[str, Any]:
         """Return what was found: "read", "frozen", "train", "write": "same" or what differs."""
         try:
-            way = build(self.make, self._load_what_is_saved)
+            way = build(self.make, self._load_what_is_saved, self.ways)
         except NotBuiltError as error:
             return {"built": str(error)}
         made: dict[str, Any] = {"built": way, **self.said}
@@ -295,7 +304,10 @@ class Case:
         given = self.given
         if self._trains_only_in_train_mode():
             loaded.train()
-            given = {name: torch.cat([value, value]) for name, value in given.items()}
+            given = {
+                name: torch.cat([value, value]) if isinstance(value, torch.Tensor) else value
+                for name, value in given.items()
+            }
         flags = [p.requires_grad for p in loaded.parameters()]
         memory = self.wrapped(loaded)
         try:

@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import case as cases
+import forms
 import lohan
 import tiny
 from torch import nn
@@ -23,7 +24,11 @@ def _transformers(name: str, folder: pathlib.Path) -> cases.Case:
     cls: Any = getattr(transformers, name)
 
     def make(way: str) -> nn.Module:
-        made: nn.Module = cls(tiny.shrink(cls.config_class(), way))
+        if way == "given":
+            config = cls.config_class(**(forms.config(name) or {}))
+        else:
+            config = tiny.shrink(cls.config_class(), way)
+        made: nn.Module = cls(config)
         return made
 
     def empty(files: pathlib.Path) -> nn.Module:
@@ -35,7 +40,7 @@ def _transformers(name: str, folder: pathlib.Path) -> cases.Case:
     def load(files: pathlib.Path) -> nn.Module:
         return cases.aligned(cls.from_pretrained(files))
 
-    return cases.Case(make, empty, load, folder)
+    return cases.Case(make, empty, load, folder, forms.config(name) is not None)
 
 
 def _diffusers(name: str, folder: pathlib.Path) -> cases.Case:
@@ -49,7 +54,8 @@ def _diffusers(name: str, folder: pathlib.Path) -> cases.Case:
     }
 
     def make(way: str) -> nn.Module:
-        made: nn.Module = cls(**tiny.shrunk(defaults, way))
+        values = forms.config(name) if way == "given" else tiny.shrunk(defaults, way)
+        made: nn.Module = cls(**(values or {}))
         return made
 
     def empty(files: pathlib.Path) -> nn.Module:
@@ -60,4 +66,4 @@ def _diffusers(name: str, folder: pathlib.Path) -> cases.Case:
     def load(files: pathlib.Path) -> nn.Module:
         return cases.aligned(cls.from_pretrained(files))
 
-    return cases.Case(make, empty, load, folder)
+    return cases.Case(make, empty, load, folder, forms.config(name) is not None)
