@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PREFIX = "lohan_"
 
 # Settings of lohan.TrainerCallback that are neither fields of Config nor Python objects.
-_OTHERS = ("weights", "states", "method", "eps", *OF_METHOD)
+_OTHERS = ("weights", "states", "experts", "idle", "method", "eps", *OF_METHOD)
 
 # Keys with which a configuration places the model or the optimizer's states itself.
 _PLACING = ("deepspeed", "fsdp", "fsdp_config")

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from lohan.session._session import Session
     from lohan.wrap import PathLike
 
+# Keywords of wrap() that a callback takes as well.
+_OF_WRAP = ("weights", "init", "blocks", "states", "experts", "idle")
 # The methods of a Trainer that the callback replaces.
 _SHADOWED = (
     *("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint", "log"),
@@ -110,12 +112,12 @@ class TrainerCallback(transformers.TrainerCallback):
                 in the Trainer's output_dir.
             config: settings that do not change the numbers.
             **settings: fields of Config by name (host_bytes=, activations=, ...), weights=, init=,
-                blocks=, states=. Without commit_every=, the store commits with the Trainer's
-                checkpoints, or at the end of `train()` if there are none. Updates wait for the norm
-                of all gradients, which a Trainer computes. With max_grad_norm=0 in its arguments,
-                schedule="optimized" or "auto" updates without the norm; grad_norm is then not
-                logged. method="mezo" (eps=, seed=, num_samples=, rng=, storage=) is described in
-                docs/zeroth-order.md.
+                blocks=, states=, experts=, idle=. Without commit_every=, the store commits with the
+                Trainer's checkpoints, or at the end of `train()` if there are none. Updates wait
+                for the norm of all gradients, which a Trainer computes. With max_grad_norm=0 in its
+                arguments, schedule="optimized" or "auto" updates without the norm; grad_norm is
+                then not logged. method="mezo" (eps=, seed=, num_samples=, rng=, storage=) is
+                described in docs/zeroth-order.md.
 
         Raises:
             ModelError: a setting is unknown, or belongs in TrainingArguments.
@@ -135,7 +137,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self.session: Session | None = None
         self._store = store
         self._settings = settings
-        others = ("weights", "init", "blocks", "states", *_zo_trainer.KEYWORDS)
+        others = (*_OF_WRAP, *_zo_trainer.KEYWORDS)
         fields = {k: v for k, v in settings.items() if k not in others}
         self._config = _settings.make(config, fields, wrap)
         self._trainer: Any = None
@@ -504,9 +506,10 @@ class TrainerCallback(transformers.TrainerCallback):
             asked["schedule"] = _trainer_args.schedule_at_step(config.schedule)
         self._is_fused = bool(made.defaults.get("fused"))
         is_ours = type(made) is torch.optim.AdamW and not self._has_optimizer and not made.state
-        if resumes and is_ours:
+        is_split = self._settings.get("experts") == "apart"  # the groups' members are replaced
+        if is_ours and (resumes or is_split):
             # The checkpoint's hyper-parameters take precedence, as without lohan.
-            asked["params"] = [_trainer_args.without_numbers(group) for group in made.param_groups]
+            asked["params"] = _trainer_args.groups_of(made, with_numbers=not resumes)
         else:
             asked["optimizer"] = made  # the user's scheduler may refer to it
         return config, asked

@@ -147,14 +147,23 @@ def most_backwards(args: Any) -> int:
     return 2 * int(args.gradient_accumulation_steps) - 1
 
 
-def without_numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group of AdamW without its hyper-parameters.
+def groups_of(optimizer: Any, *, with_numbers: bool) -> list[dict[str, Any]]:
+    """Return the parameter groups of an AdamW for wrap(params=).
+
+    Args:
+        optimizer: an AdamW that has made no step.
+        with_numbers: whether the groups keep their hyper-parameters.
 
     Raises:
-        UnsupportedError: the group uses another update rule.
+        UnsupportedError: a group uses another update rule.
     """
-    check_rule(group)
-    return {key: value for key, value in group.items() if key not in (*DEFAULTS, *RULE)}
+    for group in optimizer.param_groups:
+        check_rule(group)
+    dropped = RULE if with_numbers else (*DEFAULTS, *RULE)
+    return [
+        {key: value for key, value in group.items() if key not in dropped}
+        for group in optimizer.param_groups
+    ]
 
 
 def has_checkpoints(args: Any) -> bool:
