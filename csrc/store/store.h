@@ -269,8 +269,8 @@ uint64_t lh_store_commit_bytes(const struct lh_store *store);
 /*
  * Blocking helpers for create, load, inspect and verify; not for the engine. They verify and
  * compute checksums, honor the zero flag, and name file and offset in errors (-EILSEQ: also the
- * extent and both checksums). Offset, length and address are arbitrary; 1 MiB at multiples of 1 MiB
- * from aligned memory is fastest.
+ * extent and both checksums). Offset, length and address are arbitrary; whole MiB at multiples of
+ * 1 MiB of aligned memory are fastest, and written up to 8 at a time.
  *
  * A write stages its group. The rest of the group keeps its committed bytes: if the group has two
  * slots, these bytes are first copied to the write slot.

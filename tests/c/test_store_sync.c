@@ -1,4 +1,7 @@
-/* Test that the kernel's file calls sync the requested file once, and report every failure. */
+/*
+ * Test that the kernel's file calls sync the requested file once, and report every failure; and
+ * that blocking writes are few and large.
+ */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -74,8 +77,64 @@ static void test_directory(const struct lh_store_fs *fs)
     LH_CHECK(fs->ops->sync_directory(fs, fixture_path("absent")) == -ENOENT);
 }
 
+static struct {
+    uint32_t count;
+    int fail_code; /* the error of every write; 0: none fails */
+} writes;
+
+static int64_t counted_write(const struct lh_store_fs *fs, int fd, const void *buffer,
+                             uint64_t bytes, uint64_t offset)
+{
+    (void)fs;
+    writes.count++;
+    const struct lh_store_fs *real = lh_store_fs_real();
+    return writes.fail_code != 0 ? writes.fail_code
+                                 : real->ops->write(real, fd, buffer, bytes, offset);
+}
+
+static void test_large_writes(void)
+{
+    lh_test_name("whole MiB of aligned memory are written up to 8 at a time");
+    const uint32_t extent = 2;
+    const uint64_t bytes = fixture_extents[extent].bytes;
+    struct lh_store_fs_ops ops = *lh_store_fs_real()->ops;
+    struct lh_store_fs fs = {.ops = &ops};
+    struct lh_error err = {0};
+    struct lh_store *store = NULL;
+    void *memory = NULL;
+    LH_CHECK(bytes == 9 * LH_MIB && posix_memalign(&memory, LH_BLOCK_BYTES, bytes) == 0);
+    fixture_fill(memory, extent, 1, 0, bytes);
+    ops.write = counted_write;
+    fixture_fs = &fs;
+    LH_CHECK(fixture_create("large", &(struct fixture_opts){0}, &store, &err) == 0);
+    writes.count = 0;
+    LH_CHECK(lh_store_write_sync(store, extent, 0, memory, bytes, &err) == 0);
+    LH_CHECK(writes.count == 2);
+    memset(memory, 0, bytes);
+    LH_CHECK(lh_store_read_sync(store, extent, 0, memory, bytes, &err) == 0);
+    uint8_t *expected = malloc(bytes);
+    LH_CHECK(expected != NULL);
+    fixture_fill(expected, extent, 1, 0, bytes);
+    LH_CHECK(memcmp(memory, expected, bytes) == 0);
+
+    lh_test_name("a large write that fails is an error, and keeps the checksums that were there");
+    void *other = NULL;
+    LH_CHECK(posix_memalign(&other, LH_BLOCK_BYTES, bytes) == 0);
+    memset(other, 1, bytes);
+    writes.fail_code = -EIO;
+    LH_CHECK(lh_store_write_sync(store, extent, 0, other, bytes, &err) == -EIO);
+    writes.fail_code = 0;
+    LH_CHECK(lh_store_read_sync(store, extent, 0, other, bytes, &err) == 0);
+    LH_CHECK(memcmp(memory, other, bytes) == 0);
+    lh_store_close(store);
+    free(expected);
+    free(other);
+    free(memory);
+}
+
 int main(void)
 {
+    test_large_writes();
     test_file(lh_store_fs_real());
     test_directory(lh_store_fs_real());
     return 0;

@@ -131,7 +131,7 @@ class Memory:
 
     def __init__(self, sizes: list[int]) -> None:
         self.bytes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        self.writes = 0
+        self.writes = self.written = 0
 
     def extents(self) -> list[tuple[int, int, int, bool]]:
         return [(data.numel(), 0, 1, False) for data in self.bytes]
@@ -149,6 +149,7 @@ class Memory:
         assert here.numel() == nbytes
         here.copy_(there)
         self.writes += 1
+        self.written += nbytes
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -172,14 +173,26 @@ def test_gathered_writes_in_any_order_leave_what_single_ones_do(seed: int) -> No
         assert torch.equal(a, b)
 
 
-def test_neighbors_are_written_by_the_mebibyte() -> None:
-    memory = Memory([4 * BLOCK_BYTES])
+def test_neighbors_are_written_in_large_transfers() -> None:
+    memory = Memory([20 * BLOCK_BYTES])
     writer = BlockWriter(memory)  # type: ignore[arg-type]
     values = torch.ones(64, dtype=torch.uint8)
-    for offset in range(0, 4 * BLOCK_BYTES, 256):
+    for offset in range(0, 20 * BLOCK_BYTES, 4096):
         writer.write(0, offset, values.data_ptr(), 64)
     writer.flush()
-    assert memory.writes == 4
+    assert memory.writes == 3
+
+
+def test_only_the_mebibytes_with_new_bytes_are_written_and_read() -> None:
+    memory = Fresh([20 * BLOCK_BYTES])
+    writer = BlockWriter(memory)  # type: ignore[arg-type]
+    values = torch.ones(64, dtype=torch.uint8)
+    for _ in range(2):
+        for mib in (0, 3, 7):
+            writer.write(0, mib * BLOCK_BYTES + 100, values.data_ptr(), 64)
+        writer.flush()
+    assert (memory.writes, memory.reads, memory.written) == (6, 3, 6 * BLOCK_BYTES)
+    assert int(memory.bytes[0].sum()) == 3 * 64
 
 
 class Fresh(Memory):

@@ -2,12 +2,13 @@
 
 A store keeps one checksum for each MiB of an extent, so a write to a part of a MiB reads the MiB,
 changes it and writes it again. Writing thousands of adjacent small parameters would repeat this
-thousands of times; here, a MiB is gathered in memory, and written once. It is read before only if
-a part of it keeps bytes that were written earlier.
+thousands of times; here, neighboring MiB are gathered in memory, and written once, in one transfer.
+A MiB is read before only if a part of it keeps bytes that were written earlier.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
     from lohan import _core
 
 BLOCK_BYTES = 1 << 20
+# The bytes that are written at once. The store splits no transfer of this size.
+_RUN_BYTES = 8 * BLOCK_BYTES
 # A unit's parameters are written to two extents in turn, for values and for residuals.
 _BLOCK_COUNT_MAX = 2
 # The blocks that wait for the writing thread.
-_AHEAD_COUNT = 8
+_AHEAD_COUNT = 2
 
 
 class _Block:
-    """A MiB of an extent (the last one is shorter), of which one range was written so far."""
+    """Several MiB of an extent (its last one is shorter), of which one range was written so far."""
 
     def __init__(self, extent: int, first: int, nbytes: int, memory: mmap.mmap) -> None:
         self.extent = extent
@@ -36,6 +39,20 @@ class _Block:
         self.view = memoryview(memory)[:nbytes]
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
         self.begin = self.end = 0  # the range that was written
+
+    def write(self, store: _core.Store) -> None:
+        """Write the range, which consists of whole MiB."""
+        at, nbytes = self.first + self.begin, self.end - self.begin
+        store.write(self.extent, at, self.address + self.begin, nbytes)
+
+
+def _new_memory() -> mmap.mmap:
+    """Return memory of pages of its own, which needs no copy for a direct write."""
+    memory = mmap.mmap(-1, _RUN_BYTES)
+    # The kernel splits a direct transfer from small pages. Without huge ones, this is only slower.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class _Writing:
@@ -54,7 +71,7 @@ class _Writing:
         while (block := self._tasks.get()) is not None:
             try:
                 if error is None:
-                    self._store.write(block.extent, block.first, block.address, block.nbytes)
+                    block.write(self._store)
             except BaseException as failure:
                 error = failure
             self._done.put(error or block)
@@ -74,10 +91,9 @@ class _Writing:
         assert done is not None
         return done.memory
 
-    def wait(self) -> None:
-        """Wait until all blocks are written."""
-        while self._count > 0:
-            self._take()
+    def wait(self) -> list[mmap.mmap]:
+        """Wait until all blocks are written; return their memory."""
+        return [self._take() for _ in range(self._count)]
 
     def end(self) -> None:
         """End the thread, after what is queued. A Ctrl-C is raised when the thread has ended."""
@@ -125,13 +141,16 @@ class BlockWriter:
             self._written(nbytes)
         done = 0
         while done < nbytes:
-            block = self._block(extent, (offset + done) // BLOCK_BYTES * BLOCK_BYTES)
+            block = self._block(extent, offset + done)
             inside = offset + done - block.first
             count = min(nbytes - done, block.nbytes - inside)
             if block.begin == block.end:
                 block.begin = block.end = inside
             elif inside > block.end or inside + count < block.begin:
                 self._complete(block)
+                if inside > block.end or inside + count < block.begin:
+                    self._flush(extent)  # what is between is not gathered
+                    continue
             ctypes.memmove(block.address + inside, address + done, count)
             block.begin, block.end = min(block.begin, inside), max(block.end, inside + count)
             done += count
@@ -140,8 +159,7 @@ class BlockWriter:
         """Write all buffered blocks to the store."""
         for extent in [*self._blocks]:
             self._flush(extent)
-        if self._thread is not None:
-            self._thread.wait()
+        self._wait()
 
     def end(self) -> None:
         """End the thread, if there is one; the store may be closed then."""
@@ -149,44 +167,58 @@ class BlockWriter:
         if thread is not None:
             thread.end()
 
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._memory += self._thread.wait()
+
     def _complete(self, block: _Block) -> None:
-        """Fill the rest of a block with what the store has there."""
-        if block.begin == 0 and block.end == block.nbytes:
-            return
-        begin, end = block.begin, block.end
-        if block.first in self._fresh.get(block.extent, (block.first,)):
+        """Extend the written range to whole MiB, with what the store has in the rest of them."""
+        begin = block.begin // BLOCK_BYTES * BLOCK_BYTES
+        end = min(-(-block.end // BLOCK_BYTES) * BLOCK_BYTES, block.nbytes)
+        last = (end - 1) // BLOCK_BYTES * BLOCK_BYTES
+        if begin < block.begin:
+            self._complete_one(block, begin)
+        if end > block.end and (last > begin or begin == block.begin):
+            self._complete_one(block, last)
+        block.begin, block.end = begin, end
+
+    def _complete_one(self, block: _Block, first: int) -> None:
+        """Fill the part of a MiB that was not written."""
+        last = min(first + BLOCK_BYTES, block.nbytes)
+        begin, end = max(block.begin, first), min(block.end, last)
+        if block.first + first in self._fresh.get(block.extent, (block.first + first,)):
             mine = bytes(block.view[begin:end])
-            if self._thread is not None:
-                self._thread.wait()
-            self._store.read(block.extent, block.first, block.address, block.nbytes)
+            self._wait()
+            self._store.read(block.extent, block.first + first, block.address + first, last - first)
             block.view[begin:end] = mine
         else:
-            block.view[:begin], block.view[end:] = bytes(begin), bytes(block.nbytes - end)
-        block.begin, block.end = 0, block.nbytes
+            block.view[first:begin] = bytes(begin - first)
+            block.view[end:last] = bytes(last - end)
 
     def _flush(self, extent: int) -> None:
         block = self._blocks.pop(extent, None)
         if block is None or block.begin == block.end:
             return
         self._complete(block)
-        self._fresh.get(extent, set()).add(block.first)
+        written = range(block.first + block.begin, block.first + block.end, BLOCK_BYTES)
+        self._fresh.get(extent, set()).update(written)
         if self._thread is None:
-            self._store.write(extent, block.first, block.address, block.nbytes)
+            block.write(self._store)
             memory: mmap.mmap | None = block.memory
         else:
             memory = self._thread.put(block)
         if memory is not None:
             self._memory.append(memory)
 
-    def _block(self, extent: int, first: int) -> _Block:
+    def _block(self, extent: int, offset: int) -> _Block:
         block = self._blocks.get(extent)
-        if block is not None and block.first == first:
+        if block is not None and block.first <= offset < block.first + block.nbytes:
             return block
         self._flush(extent)
         if len(self._blocks) == _BLOCK_COUNT_MAX:
             self._flush(next(iter(self._blocks)))
-        # Memory of pages of its own needs no copy for a direct write.
-        memory = self._memory.pop() if self._memory else mmap.mmap(-1, BLOCK_BYTES)
-        block = _Block(extent, first, min(BLOCK_BYTES, self._sizes[extent] - first), memory)
+        first = offset // BLOCK_BYTES * BLOCK_BYTES
+        memory = self._memory.pop() if self._memory else _new_memory()
+        block = _Block(extent, first, min(_RUN_BYTES, self._sizes[extent] - first), memory)
         self._blocks[extent] = block
         return block
