@@ -114,6 +114,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deferred": {"host_bytes": "least", "schedule": "deferred"},
     "serial": {"schedule": "serial"},
     "recompute": {"activations": "recompute"},
+    "policy": {"activations": "auto"},
+    "emulated policy": {"activations": "lohan", "device": "emu"},
     "seldom": {"commit_every": 4, "host_bytes": "least"},
     "manual": {"commit_every": "manual"},
     "never": {"commit_every": "never"},
