@@ -587,6 +587,9 @@ const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = bytes,
                                                 .grains = grains,
                                                 .tile = lh_unpack_tile_avx2,
                                                 .integers = lh_unpack_integers_avx2,
+                                                .tables = lh_unpack_tables_avx2,
+                                                .looked_up = lh_unpack_looked_up_avx2,
+                                                .stored = lh_unpack_stored_avx2,
                                                 .indexed = lh_unpack_indexed_avx2,
                                                 .scaled = lh_unpack_scaled_avx2};
 

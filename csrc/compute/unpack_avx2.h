@@ -11,6 +11,12 @@ void lh_unpack_tile_avx2(const struct lh_unpack *unpack, const uint8_t *group, u
                          uint64_t rows, uint64_t column, uint8_t *bits);
 void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
                              float scale, uint64_t count, void *out);
+void lh_unpack_tables_avx2(const struct lh_unpack *unpack, const float *scales,
+                           const uint8_t *zeros, struct lh_unpack_table *tables);
+void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                              uint64_t rows, uint64_t column,
+                              const struct lh_unpack_table *const *tables, uint16_t *out);
+void lh_unpack_stored_avx2(void);
 void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
                             uint64_t column, uint64_t columns, uint64_t first,
                             struct lh_unpack_indexed *all);

@@ -49,6 +49,12 @@ void lh_unpack_q4_k_scales(const uint8_t *grain, uint8_t *scales, uint8_t *minim
 #define LH_UNPACK_INDEXED_COLUMNS 8
 #define LH_UNPACK_INDEXED_GROUP_MAX 512
 
+/* The results of the 16 codes of a row and a group of columns. */
+struct lh_unpack_table {
+    uint8_t lows[LH_UNPACK_TABLE_COUNT];
+    uint8_t highs[LH_UNPACK_TABLE_COUNT];
+};
+
 /* What rows are decoded with whose columns belong to groups in any order, and eight results. */
 struct lh_unpack_indexed {
     const uint8_t *index; /* the number of the group of each column, of 32 bits */
@@ -96,6 +102,22 @@ struct lh_unpack_kernel {
     /* U4 and U8: decode elements with one scale and one zero. */
     void (*integers)(const struct lh_unpack *unpack, const uint8_t *bits, float zero, float scale,
                      uint64_t count, void *out);
+    /*
+     * U4 with a result of 16 bits: make the tables of LH_UNPACK_BATCH rows, from their scales and
+     * the words of their zeros (NULL: unpack->zero).
+     */
+    void (*tables)(const struct lh_unpack *unpack, const float *scales, const uint8_t *zeros,
+                   struct lh_unpack_table *tables);
+    /*
+     * The same, in orders other than ROWS: decode `rows` rows (of WORDS a multiple of 8, otherwise
+     * of LH_UNPACK_TILE) and LH_UNPACK_TILE columns. Each half of the columns has tables of these
+     * rows. `out` is aligned to 32 bytes, and so are its rows, of unpack->columns elements. What
+     * has been stored reaches other threads after stored(): the stores bypass the caches.
+     */
+    void (*looked_up)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                      uint64_t rows, uint64_t column, const struct lh_unpack_table *const *tables,
+                      uint16_t *out);
+    void (*stored)(void);
     /*
      * U4 and U8 in order WORDS: decode eight rows, from `row` of the group on, of a multiple of
      * LH_UNPACK_INDEXED_COLUMNS columns, to `values`. `first` is the number of the first of the

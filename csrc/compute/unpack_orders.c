@@ -148,19 +148,25 @@ static uint32_t strip_bits(const struct lh_unpack *unpack, const struct strip *s
     return bits[column / 2] >> (column % 2 * 4) & 15;
 }
 
-/* The scales and zeros of LH_UNPACK_BATCH rows of a group of columns. */
-static void batch_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
-                        const struct lh_unpack_source *source, uint64_t group, uint64_t row,
-                        float *scales, float *zeros)
+/* LH_UNPACK_BATCH scales. */
+static void scales_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                         const uint8_t *from, float *scales)
 {
     static const uint32_t formats[] = {[LH_UNPACK_SCALE_F32] = LH_UNPACK_FORMAT_F32,
                                        [LH_UNPACK_SCALE_BF16] = LH_UNPACK_FORMAT_BF16,
                                        [LH_UNPACK_SCALE_F16] = LH_UNPACK_FORMAT_F16};
     const struct lh_unpack wide = {.format = formats[unpack->scale_type], .dtype = LH_DTYPE_F32};
+    kernel->bytes(&wide, from, 1, LH_UNPACK_BATCH, scales);
+}
+
+/* The scales and zeros of LH_UNPACK_BATCH rows of a group of columns. */
+static void batch_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                        const struct lh_unpack_source *source, uint64_t group, uint64_t row,
+                        float *scales, float *zeros)
+{
     const uint64_t first = group * unpack->rows + row;
     const uint32_t bits = element_bits(unpack), parts = 32 / bits, mask = (UINT32_C(1) << bits) - 1;
-    kernel->bytes(&wide, source->scales + first * lh_unpack_scale_bytes(unpack), 1, LH_UNPACK_BATCH,
-                  scales);
+    scales_widen(kernel, unpack, source->scales + first * lh_unpack_scale_bytes(unpack), scales);
     for (uint32_t i = 0; i < LH_UNPACK_BATCH; i += parts) {
         uint32_t word = 0;
         if (unpack->has_zeros)
@@ -351,6 +357,108 @@ static void indexed_by(const struct lh_unpack_kernel *kernel, const struct lh_un
     }
 }
 
+/* --- With tables ------------------------------------------------------------------------------ */
+
+/*
+ * [Note: Tables] Elements of 4 bits with a result of 16 bits have 16 results in each row and group
+ * of columns. Those of a tile's rows are computed once for a group, and a kernel looks them up
+ * while it exchanges rows and columns in registers, so that nothing is stored in between. Tiles are
+ * decoded from left to right. The packed bytes of a tile are far from each other, where no
+ * hardware expects them, so those of the next tile are prefetched; into the second level of
+ * caches, because many compete for few places of the first. In order AWQ 128 rows of a column
+ * are the bytes of a cache line.
+ */
+#define AWQ_ROWS 128
+#define LINE_BYTES 64
+
+struct tables {
+    uint64_t row; /* the first one, in the group of rows */
+    uint64_t rows;
+    uint64_t groups[2]; /* of columns, plus one; 0: none */
+    struct lh_unpack_table all[2][AWQ_ROWS];
+};
+
+/* Whether elements are looked up, and each half of a tile has one group. */
+static bool has_tables(const struct lh_unpack *unpack, const void *out)
+{
+    return unpack->format == LH_UNPACK_FORMAT_U4 && unpack->dtype != LH_DTYPE_F32 &&
+           !unpack->has_index && unpack->block_columns % LH_UNPACK_BATCH == 0 &&
+           unpack->columns % LH_UNPACK_BATCH == 0 && lh_is_aligned((uintptr_t)out, LINE_BYTES);
+}
+
+/* The tables of a group of columns. */
+static const struct lh_unpack_table *tables_get(const struct lh_unpack_kernel *kernel,
+                                                const struct lh_unpack *unpack,
+                                                const struct lh_unpack_source *source,
+                                                struct tables *tables, uint64_t group)
+{
+    const uint64_t scale_bytes = lh_unpack_scale_bytes(unpack);
+    struct lh_unpack_table *to = tables->all[group % 2];
+    if (tables->groups[group % 2] == group + 1)
+        return to;
+    tables->groups[group % 2] = group + 1;
+    for (uint64_t r = 0; r < tables->rows; r += LH_UNPACK_BATCH) {
+        const uint64_t first = group * unpack->rows + tables->row + r;
+        const uint8_t *scales = source->scales + first * scale_bytes;
+        const uint8_t *zeros = unpack->has_zeros ? source->zeros + first / 2 : NULL;
+        float wide[LH_UNPACK_BATCH];
+        scales_widen(kernel, unpack, scales, wide);
+        kernel->tables(unpack, wide, zeros, to + r);
+        if (group + 1 == group_count(unpack))
+            continue;
+        __builtin_prefetch(scales + unpack->rows * scale_bytes);
+        if (zeros)
+            __builtin_prefetch(zeros + unpack->rows / 2);
+    }
+    return to;
+}
+
+/* Prefetch the packed bytes of rows and of a tile's columns. */
+static void tile_prefetch(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                          uint64_t rows, uint64_t column)
+{
+    const uint64_t columns = unpack->order == LH_UNPACK_ORDER_WORDS ? 8 : 1; /* of a run */
+    const uint64_t stride = unpack->group_rows * columns / 2, bytes = rows * columns / 2;
+    const uint64_t end = lh_min_u64(unpack->columns, column + LH_UNPACK_TILE);
+    const uint8_t *words = group + column / columns * stride + row * columns / 2;
+    for (uint64_t c = column; c < end; c += columns, words += stride)
+        for (uint64_t at = 0; at < bytes; at += LINE_BYTES)
+            __builtin_prefetch(words + at, 0, 2);
+}
+
+/*
+ * Decode whole rows from element `first` on, at most `count` elements. Returns how many: 0 if
+ * tables do not serve the first ones.
+ */
+static uint64_t tables_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
+                          uint16_t *out)
+{
+    const bool is_awq = unpack->order == LH_UNPACK_ORDER_AWQ;
+    const uint64_t unit = is_awq ? LH_UNPACK_TILE : LH_UNPACK_BATCH, columns = unpack->columns;
+    const uint64_t height = is_awq ? AWQ_ROWS : LH_UNPACK_TILE, row = first / columns;
+    const uint64_t most = lh_min_u64(count / columns, unpack->rows - row);
+    const uint64_t rows = lh_min_u64(most - most % unit, height - row % height);
+    if (rows == 0 || first % columns > 0 || row % unit > 0 || !has_tables(unpack, out))
+        return 0;
+    struct tables tables = {.row = row, .rows = rows};
+    const uint64_t done = columns - columns % LH_UNPACK_TILE;
+    for (uint64_t c = 0; c < done; c += LH_UNPACK_TILE) {
+        const uint64_t middle = c + LH_UNPACK_TILE / 2;
+        const struct lh_unpack_table *const halves[2] = {
+            tables_get(kernel, unpack, source, &tables, c / unpack->block_columns),
+            tables_get(kernel, unpack, source, &tables, middle / unpack->block_columns)};
+        tile_prefetch(unpack, source->packed, row, rows, c + LH_UNPACK_TILE);
+        kernel->looked_up(unpack, source->packed, row, rows, c, halves, out + c);
+    }
+    kernel->stored();
+    for (uint64_t r = 0; r < rows; r++)
+        for (uint64_t c = done; c < columns; c++)
+            put(unpack, source, bits_at(unpack, source->packed, row + r, c), row + r, c,
+                r * columns + c, out);
+    return rows * columns;
+}
+
 void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                          uint8_t *out)
@@ -363,6 +471,13 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
     for (uint64_t at = first; at < first + count;) {
         uint64_t row = at / columns, group = row / group_rows;
         strip.group = source->packed + (group - first / (group_rows * columns)) * group_bytes;
+        uint64_t more = 0;
+        if (kernel)
+            more = tables_by(kernel, unpack, source, at, first + count - at,
+                             (void *)(out + (at - first) * lh_unpack_element_bytes(unpack)));
+        at += more;
+        if (more > 0)
+            continue;
         strip.group_first = group * group_rows;
         strip.row = row % group_rows / height * height;
         strip.rows = lh_min_u64(height, group_rows - strip.row);

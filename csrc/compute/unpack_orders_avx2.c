@@ -62,9 +62,9 @@ static void words_tile(const uint8_t *words, uint64_t stride, uint64_t rows, uin
     }
 }
 
-static void columns_tile(const uint8_t *words, uint64_t stride, bool is_awq, uint8_t *bits)
+/* Split 64 rows and 64 columns: words of parts[i][c] are part i of a word, and 8 columns. */
+static inline void columns_split(const uint8_t *words, uint64_t stride, __m256i (*parts)[8])
 {
-    __m256i parts[8][8];
     for (uint64_t c = 0; c < 8; c++) {
         __m256i v[8];
         for (uint64_t i = 0; i < 8; i++)
@@ -73,11 +73,29 @@ static void columns_tile(const uint8_t *words, uint64_t stride, bool is_awq, uin
         for (uint64_t i = 0; i < 8; i++)
             parts[i][c] = v[i];
     }
+}
+
+/* 0, 2, 4, 6, 1, 3, 5, 7 */
+static inline uint64_t twice(uint64_t i)
+{
+    return i < 4 ? 2 * i : 2 * i - 7;
+}
+
+/* The row, of eight, of a part of a word. */
+static inline uint64_t row_of(uint64_t part, bool is_awq)
+{
+    return is_awq ? twice(part) : part;
+}
+
+static void columns_tile(const uint8_t *words, uint64_t stride, bool is_awq, uint8_t *bits)
+{
+    __m256i parts[8][8];
+    columns_split(words, stride, parts);
     for (uint64_t i = 0; i < 8; i++) {
-        uint64_t row = !is_awq ? i : i < 4 ? 2 * i : 2 * i - 7;
         words_transpose(parts[i]);
         for (uint64_t j = 0; j < 8; j++)
-            _mm256_storeu_si256((void *)(bits + (8 * j + row) * LH_UNPACK_STRIP), parts[i][j]);
+            _mm256_storeu_si256((void *)(bits + (8 * j + row_of(i, is_awq)) * LH_UNPACK_STRIP),
+                                parts[i][j]);
     }
 }
 
@@ -169,6 +187,157 @@ void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits
         nibbles_put(bits, zero, scale, count, out, unpack->rounding, unpack->dtype);
     else
         bytes_put(bits, zero, scale, count, out, unpack->rounding, unpack->dtype, is_byte);
+}
+
+/*
+ * Halves rounded to bf16, none of which is denormal, infinite or a NaN: the mantissa loses 3 bits,
+ * and the exponent has another bias.
+ */
+static inline __m256i halves_narrowed(__m256i halves)
+{
+    __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x7FFF));
+    __m256i is_zero = _mm256_cmpeq_epi16(magnitude, _mm256_setzero_si256());
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi16(magnitude, 3), _mm256_set1_epi16(1));
+    __m256i nearest = _mm256_add_epi16(_mm256_add_epi16(magnitude, _mm256_set1_epi16(3)), odd);
+    __m256i moved = _mm256_add_epi16(_mm256_srli_epi16(nearest, 3), _mm256_set1_epi16(112 << 7));
+    return _mm256_or_si256(_mm256_andnot_si256(is_zero, moved),
+                           _mm256_xor_si256(halves, magnitude));
+}
+
+/* The results of the 16 codes. If `is_usual`, see halves_narrowed(). */
+static inline __attribute__((always_inline)) void table_make(float zero, float scale,
+                                                             struct lh_unpack_table *table,
+                                                             uint32_t rounding, uint32_t dtype,
+                                                             bool is_usual)
+{
+    const __m256i split = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    const __m256 factor = _mm256_set1_ps(scale);
+    const __m256 first =
+        _mm256_sub_ps(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_ps(zero));
+    const __m256 second = _mm256_add_ps(first, _mm256_set1_ps(8));
+    __m256i values;
+    if (is_usual)
+        values = halves_narrowed(_mm256_set_m128i(half_rounded(_mm256_mul_ps(second, factor)),
+                                                  half_rounded(_mm256_mul_ps(first, factor))));
+    else
+        values = _mm256_set_m128i(narrowed(product(second, factor, rounding), dtype),
+                                  narrowed(product(first, factor, rounding), dtype));
+    values = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(values, split), 0xD8);
+    _mm256_storeu_si256((void *)table, values);
+}
+
+static inline __attribute__((always_inline)) void
+tables_make(const float *zeros, const float *scales, struct lh_unpack_table *tables,
+            uint32_t rounding, uint32_t dtype, bool is_usual)
+{
+    for (uint64_t i = 0; i < 8; i++)
+        table_make(zeros[i], scales[i], tables + i, rounding, dtype, is_usual);
+}
+
+/* Whether products of the scales and of other integers than 0, up to 16, are normal halves. */
+static inline bool are_usual(const float *scales)
+{
+    __m256 magnitudes = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(scales));
+    __m256 least = _mm256_cmp_ps(magnitudes, _mm256_set1_ps(0x1p-14f), _CMP_GE_OQ);
+    __m256 most = _mm256_cmp_ps(magnitudes, _mm256_set1_ps(0x1p11f), _CMP_LE_OQ);
+    return _mm256_movemask_ps(_mm256_and_ps(least, most)) == 0xFF;
+}
+
+/* Eight zeros, from their word. */
+static inline void zeros_widen(const struct lh_unpack *unpack, const uint8_t *words, float *zeros)
+{
+    const __m256i shifts = unpack->order == LH_UNPACK_ORDER_AWQ
+                               ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28)
+                               : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    uint32_t word;
+    memcpy(&word, words, sizeof(word));
+    __m256i all = _mm256_set1_epi32((int32_t)(word + unpack->zero * UINT32_C(0x11111111)));
+    __m256i parts = _mm256_and_si256(_mm256_srlv_epi32(all, shifts), _mm256_set1_epi32(15));
+    _mm256_storeu_ps(zeros, _mm256_cvtepi32_ps(parts));
+}
+
+void lh_unpack_tables_avx2(const struct lh_unpack *unpack, const float *scales,
+                           const uint8_t *zeros, struct lh_unpack_table *tables)
+{
+    /* Rounding to bf16 twice is rounding to bf16 once. */
+    const bool is_bf16 = unpack->dtype == LH_DTYPE_BF16;
+    const bool is_half = is_bf16 && unpack->rounding == LH_DTYPE_F16;
+    float less[8];
+    _mm256_storeu_ps(less, _mm256_set1_ps((float)unpack->zero));
+    for (uint64_t i = 0; i < LH_UNPACK_BATCH; i += 8) {
+        if (zeros)
+            zeros_widen(unpack, zeros + i / 2, less);
+        if (is_half && (zeros || unpack->zero <= 16) && are_usual(scales + i))
+            tables_make(less, scales + i, tables + i, LH_DTYPE_F16, LH_DTYPE_BF16, true);
+        else if (is_bf16 && !is_half)
+            tables_make(less, scales + i, tables + i, LH_DTYPE_F32, LH_DTYPE_BF16, false);
+        else
+            tables_make(less, scales + i, tables + i, unpack->rounding, unpack->dtype, false);
+    }
+}
+
+void lh_unpack_stored_avx2(void)
+{
+    _mm_sfence();
+}
+
+/*
+ * Look up the 64 codes of a row. Its words are in the order 0, 2, 4, 6, 1, 3, 5, 7, so that what is
+ * interleaved in each half of a register is in the order of columns. The stores bypass the caches:
+ * rows are far from each other, so that a read of each line before its first store would take
+ * longer than everything else.
+ */
+static inline void row_look_up(__m256i words, const struct lh_unpack_table *const *tables,
+                               uint64_t row, uint16_t *out)
+{
+    const __m256i low_nibbles = _mm256_set1_epi8(15);
+    __m256i even = _mm256_and_si256(words, low_nibbles);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi16(words, 4), low_nibbles);
+    __m256i codes[2] = {_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)};
+    for (int i = 0; i < 2; i++, out += 32) {
+        const struct lh_unpack_table *table = tables[i] + row;
+        __m128i lows = _mm_loadu_si128((const void *)table->lows);
+        __m128i highs = _mm_loadu_si128((const void *)table->highs);
+        __m256i low = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(lows), codes[i]);
+        __m256i high = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(highs), codes[i]);
+        _mm256_stream_si256((void *)out, _mm256_unpacklo_epi8(low, high));
+        _mm256_stream_si256((void *)(out + 16), _mm256_unpackhi_epi8(low, high));
+    }
+}
+
+void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                              uint64_t rows, uint64_t column,
+                              const struct lh_unpack_table *const *tables, uint16_t *out)
+{
+    const uint64_t columns = unpack->columns;
+    if (unpack->order == LH_UNPACK_ORDER_WORDS) {
+        const uint64_t stride = unpack->group_rows * sizeof(uint32_t);
+        const uint8_t *words = group + column / 8 * stride + row * sizeof(uint32_t);
+        for (uint64_t r = 0; r < rows; r += 8) {
+            __m256i v[8];
+            for (uint64_t i = 0; i < 8; i++)
+                v[i] = _mm256_loadu_si256((const void *)(words + twice(i) * stride + 4 * r));
+            words_transpose(v);
+            for (uint64_t i = 0; i < 8; i++)
+                row_look_up(v[i], tables, r + i, out + (r + i) * columns);
+        }
+        return;
+    }
+    const uint64_t stride = unpack->group_rows / 2;
+    for (uint64_t r = 0; r < rows; r += LH_UNPACK_TILE) {
+        __m256i parts[8][8];
+        columns_split(group + column * stride + (row + r) / 2, stride, parts);
+        for (uint64_t i = 0; i < 8; i++) {
+            const uint64_t at = r + row_of(i, unpack->order == LH_UNPACK_ORDER_AWQ);
+            __m256i v[8];
+            for (uint64_t j = 0; j < 8; j++)
+                v[j] = parts[i][twice(j)];
+            words_transpose(v);
+            for (uint64_t j = 0; j < 8; j++)
+                row_look_up(v[j], tables, at + 8 * j, out + (at + 8 * j) * columns);
+        }
+    }
 }
 
 /* Exchange rows and columns of 8 x 8 elements of 16 bits, and store the rows. */

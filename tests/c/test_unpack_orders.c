@@ -135,8 +135,59 @@ static void test_carries(void)
         LH_CHECK(values[8 * r] == -subtracted[r]);
 }
 
+/* Scales: any bits (0), values of the sizes that files have (1), or large ones (2). */
+static void scales_draw(uint64_t *seed, uint32_t type, int size)
+{
+    static const uint32_t exponents[][2] = {[LH_UNPACK_SCALE_F32] = {0x3B, 0x44},
+                                            [LH_UNPACK_SCALE_BF16] = {0x3B, 0x44},
+                                            [LH_UNPACK_SCALE_F16] = {0x1C, 0x64}};
+    const uint64_t bytes = type == LH_UNPACK_SCALE_F32 ? 4 : 2;
+    for (uint64_t i = 0; i < COUNT_MAX; i++) {
+        scales[i] = (uint8_t)lh_test_random(seed);
+        if (size > 0 && i % bytes == bytes - 1)
+            scales[i] = (uint8_t)(exponents[type][size - 1] | (scales[i] & 0x83));
+    }
+}
+
+static void test_whole_rows(void)
+{
+    static _Alignas(64) uint16_t found[2 * COUNT_MAX], expected[2 * COUNT_MAX];
+    uint64_t seed = 9;
+    lh_test_name("whole rows of 4 bits, from any row to any other, are those of the definition");
+    for (int turn = 0; turn < 200; turn++) {
+        struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U4, .block_rows = 1};
+        unpack.order = turn % 2 ? LH_UNPACK_ORDER_AWQ : LH_UNPACK_ORDER_WORDS;
+        unpack.dtype = turn % 5 == 0 ? LH_DTYPE_F16 : LH_DTYPE_BF16;
+        unpack.rounding = turn % 3 == 0 ? (uint32_t)(lh_test_random(&seed) % 3) : LH_DTYPE_F16;
+        unpack.rows = unpack.group_rows = 64 + 8 * (lh_test_random(&seed) % 33);
+        unpack.columns = 32 * (1 + lh_test_random(&seed) % 7);
+        unpack.block_columns = 32 * (1 + lh_test_random(&seed) % 5);
+        unpack.scale_type = (uint32_t)(lh_test_random(&seed) % 3);
+        unpack.has_zeros = lh_test_random(&seed) % 4 > 0;
+        unpack.zero = (uint32_t)(lh_test_random(&seed) % (unpack.has_zeros ? 2 : 256));
+        LH_CHECK(lh_unpack_is_valid(&unpack));
+        scales_draw(&seed, unpack.scale_type, turn % 4 < 2 ? 1 : turn % 4 - 2);
+        for (uint64_t i = 0; i < COUNT_MAX; i++)
+            packed[i] = (uint8_t)lh_test_random(&seed);
+        for (uint64_t i = 0; i < COUNT_MAX; i++)
+            zeros[i] = (uint8_t)lh_test_random(&seed);
+        const uint64_t unit = turn % 7 == 0 ? 1 : 32, units = unpack.rows / unit;
+        const uint64_t first = turn % 3 ? lh_test_random(&seed) % units * unit : 0;
+        uint64_t rows = unpack.rows - first;
+        if (lh_test_random(&seed) % 4 == 0)
+            rows = 1 + lh_test_random(&seed) % rows;
+        const uint64_t count = rows * unpack.columns;
+        memset(found, 0xA5, sizeof(found));
+        memset(expected, 0xA5, sizeof(expected));
+        lh_unpack_ref(&unpack, &source, first * unpack.columns, count, expected);
+        lh_unpack(&unpack, &source, first * unpack.columns, count, found);
+        LH_CHECK(memcmp(found, expected, sizeof(found)) == 0);
+    }
+}
+
 int main(void)
 {
+    test_whole_rows();
     test_orders();
     test_carries();
     return 0;
