@@ -10,6 +10,7 @@ from typing import Any
 
 import crash_worker
 import lohan
+import numpy as np
 import pytest
 import torch
 from lohan.errors import ModelError, StepError, StoreMismatchError, UnsupportedError
@@ -170,6 +171,43 @@ def test_what_cannot_be_restored_exactly_is_refused_by_name(store_dir: pathlib.P
     crash_worker.train_step(model, 0)
     with pytest.raises(StepError, match="after step 1"):
         register("late", Sampler())
+    model.lohan.close()
+
+
+class Refuses(Sampler):
+    """Fails when its state is taken, or loaded."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def state_dict(self) -> Any:
+        return super().state_dict() if self.fails != "take" else {}["take"]
+
+    def load_state_dict(self, state: Any) -> None:
+        return super().load_state_dict(state) if self.fails != "load" else {}["load"]
+
+
+def test_an_object_that_failed_is_not_registered(store_dir: pathlib.Path) -> None:
+    for resume, fails in ((False, "take"), (True, "load")):
+        model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", resume=resume)
+        with pytest.raises(KeyError, match=fails):
+            model.lohan.register("sampler", Refuses(fails))
+        model.lohan.register("sampler", Refuses("never"))
+        crash_worker.train_step(model, 0)
+        model.lohan.close()
+
+
+def test_arrays_of_numpy_are_refused_with_the_way_out(store_dir: pathlib.Path) -> None:
+    class Arrays(Sampler):
+        def state_dict(self) -> Any:
+            return {"random": np.random.get_state()}
+
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s")
+    with pytest.raises(
+        UnsupportedError, match=r"\(Unsupported global: [^)]*\).* array\.tolist\(\)"
+    ):
+        model.lohan.register("numpy", Arrays())
     model.lohan.close()
 
 

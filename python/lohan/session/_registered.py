@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # What states may take of a commit's room for data (store/_store.py), as text.
 ROOM_BYTES = 48 << 10
+# What torch says of a class that it does not load, without its advice to load it nevertheless.
+_UNPICKLER = re.compile(r"(?<=WeightsUnpickler error: )[^.]*(\.\w[^.]*)*")
 
 
 def _packed(name: str, registered: Any) -> str:
@@ -43,11 +46,12 @@ def _packed(name: str, registered: Any) -> str:
         torch.save(state, raw)
         torch.load(io.BytesIO(raw.getvalue()), weights_only=True)
     except Exception as error:  # both let any exception of their pickles through
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = _UNPICKLER.search(str(error)) or re.match(".*", str(error).strip())
+        reason = (said.group().strip() if said else "") or type(error).__name__
         raise UnsupportedError(
             f"the state of {name!r} ({type(registered).__name__}) is not made of numbers, text,"
             f" tensors, lists and dicts alone ({reason}): register an object whose state_dict()"
-            " returns only these"
+            " returns only these, such as array.tolist() instead of an array of numpy"
         ) from error
     return base64.b64encode(raw.getvalue()).decode()
 
@@ -82,19 +86,22 @@ class Registered:
         session.check_open()
         self._check(name, registered, after)
         self._objects[name] = registered
+        is_found = name in self._found
         try:
             self._states()
-        except UnsupportedError:
+            if is_found:
+                registered.load_state_dict(_unpacked(name, self._found[name]))
+        except BaseException:  # these methods are the caller's
             del self._objects[name]
             raise
-        if name not in self._found:
+        if not is_found:
             if session.resumed_step:
                 _log.note(
                     f"the store has no state of {name!r} at step {session.resumed_step}: it was"
                     " not registered then, and keeps the state that it has now"
                 )
             return
-        registered.load_state_dict(_unpacked(name, self._found.pop(name)))
+        del self._found[name]
         if isinstance(registered, LRScheduler):
             self._restore_groups()  # which its constructor has changed
         if callable(after):
