@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 from typing import Any
 
 import crash_worker
 import lohan
 import pytest
 from lohan.errors import ModelError, StoreError, StoreExistsError
+from lohan.store import _snapshot
 
 
 def trained(folder: pathlib.Path, copies: pathlib.Path, **kept: Any) -> tuple[Any, list[str]]:
@@ -67,8 +69,10 @@ def test_what_is_not_a_copy_of_this_run_is_left_alone(store_dir: pathlib.Path) -
         if step > 0:
             model.lohan.keep(copies, last=1).wait()
     assert names(copies) == ["step-0", "step-1", "step-3", "step-notes"]
-    with pytest.raises(StoreExistsError):
-        model.lohan.keep(copies, last=1)
+    with pytest.raises(StoreExistsError, match="not a copy of this run: choose another name="):
+        model.lohan.keep(copies.parent, name="s")
+    with pytest.raises(ModelError, match="None must be a path"):
+        model.lohan.keep(None)
     for wrong in ({"last": 0}, {"last": True}, {"name": "a/b"}, {"name": ".."}, {"name": "step-9"}):
         with pytest.raises(ModelError, match=rf"keep\({next(iter(wrong))}="):
             model.lohan.keep(copies, **wrong)
@@ -81,4 +85,50 @@ def test_a_folder_for_copies_that_cannot_be_made_is_named(store_dir: pathlib.Pat
     with pytest.raises(StoreError, match=r"cannot create .*file/copies: Not a directory"):
         model.lohan.keep(store_dir / "file" / "copies")
     crash_worker.train_step(model, 0)
+    model.lohan.close()
+
+
+def test_a_copy_of_the_same_name_replaces_the_older_one_when_it_is_complete(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = store_dir / "copies"
+    model, digests = trained(store_dir / "s", copies, name="best")
+    (copies / "best" / "notes").write_text("mine")
+    assert names(copies) == ["best"]
+    crash_worker.train_step(model, 6)
+    monkeypatch.setattr(_snapshot._Copy, "_move", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.lohan.keep(copies, name="best").wait()
+    monkeypatch.undo()
+    assert names(copies) == ["best"]
+    model.lohan.close()
+    again: Any = lohan.wrap(crash_worker.build(), store=copies / "best", resume=True)
+    assert crash_worker.digest(again) == digests[5]
+    with pytest.raises(StoreExistsError, match="in use"):
+        again.lohan.keep(copies, name="best")
+    again.lohan.close()
+    model = lohan.wrap(crash_worker.build(), store=store_dir / "s", resume=True)
+    model.lohan.keep(copies, name="best").wait()
+    model.lohan.close()
+    assert names(copies / "best") == ["lohan.data", "notes"]
+    assert lohan.verify(copies / "best").step == 7
+
+
+def test_a_folder_that_disappears_during_a_copy_is_an_error_and_no_hang(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = store_dir / "copies"
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
+    crash_worker.train_step(model, 0)
+    move = _snapshot._Copy._move
+
+    def lose(copy: Any) -> None:
+        move(copy)
+        shutil.rmtree(copies)
+
+    monkeypatch.setattr(_snapshot._Copy, "_move", lose)
+    copy = model.lohan.keep(copies, last=1)
+    with pytest.raises(OSError):
+        copy.wait(60)
+    assert copy.is_done
     model.lohan.close()

@@ -355,6 +355,27 @@ def test_each_checkpoint_that_the_trainer_keeps_has_the_store_of_its_step(
     assert_is(again, whole)
 
 
+def test_no_copy_stays_of_a_checkpoint_that_the_trainer_removes_at_the_end(
+    store_dir: pathlib.Path,
+) -> None:
+    """With the best model at its end, it removes the last checkpoint after that was saved."""
+    copies = store_dir / "copies"
+    best = {"load_best_model_at_end": True, "greater_is_better": True}  # the first one
+    best |= {"metric_for_best_model": "eval_loss", "eval_strategy": "steps", "eval_steps": 2}
+    trainer = helper.make(
+        store_dir,
+        {},
+        model=helper.gpt2(),
+        callbacks=(lohan.TrainerCopies(copies),),
+        trainer_takes={"eval_dataset": helper.Rows()},
+        **{**ARGUMENTS, **best, "save_total_limit": 1},
+    )
+    trainer.train()
+    trainer.model.lohan.close()
+    kept = [path.name for path in checkpoints(store_dir)]
+    assert kept == ["checkpoint-2"] == [path.name for path in copies.iterdir()]
+
+
 def test_copies_without_lohans_callback_are_an_error(store_dir: pathlib.Path) -> None:
     callbacks = (lohan.TrainerCopies(store_dir / "copies"),)
     arguments = {**ARGUMENTS, "max_steps": 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +50,22 @@ class TrainerCopies(transformers.TrainerCallback):
                 "lohan.TrainerCopies is for one process: with several, copy the stores of all with"
                 " lohan snapshot when the run has ended"
             )
-        checkpoints = Path(args.output_dir).absolute()
-
-        def old(names: Sequence[str]) -> Sequence[str]:
-            mine = [name for name in names if name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")]
-            return [name for name in mine if not (checkpoints / name).is_dir()]
-
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        _kept.copy_to(session, self._folder, name, old)
+        _kept.copy_to(session, self._folder, name, _gone(args))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove the copies of checkpoints that a Trainer removes when it has the best one."""
+        session: Any = getattr(kwargs.get("model"), "__dict__", {}).get("lohan")
+        if session is not None and not session.closed:
+            _kept.remove_old(session, self._folder, _gone(args))
+
+
+def _gone(args: Any) -> Callable[[Sequence[str]], Sequence[str]]:
+    """Return what finds the copies among names whose checkpoint a Trainer has removed."""
+    checkpoints = Path(args.output_dir).absolute()
+
+    def gone(names: Sequence[str]) -> Sequence[str]:
+        mine = [name for name in names if name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")]
+        return [name for name in mine if not (checkpoints / name).is_dir()]
+
+    return gone

@@ -323,14 +323,14 @@ class Commits(SessionPart):
         Args:
             folder: the folder of all copies; created if it does not exist.
             last: how many copies named step-N to keep, with the new one. None: all.
-            name: a name instead of step-N, such as "best"; such a copy is never removed.
+            name: a name instead of step-N, such as "best"; only a copy of that name replaces it.
 
         Returns:
             The copy in progress.
 
         Raises:
             ModelError: last or name is invalid.
-            StoreExistsError: there is a copy of this name.
+            StoreExistsError: what has this name is in use, or no copy of this run.
             StoreError, UnsupportedError: as for `lohan.snapshot`.
         """
         from lohan.store import _kept

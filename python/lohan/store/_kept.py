@@ -2,7 +2,7 @@
 
 Each copy is a store of its own, made by lohan.snapshot(), in FOLDER/NAME. Older ones are removed
 only when a new one is complete, and only if they are copies of the same run's store: a folder that
-has anything else keeps it.
+has anything else keeps it. A copy with the name of an older one replaces that when it is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lohan.common import _log, _meta
 from lohan.config import Config
-from lohan.errors import LohanError, ModelError, StoreError
+from lohan.errors import LohanError, ModelError, StoreError, StoreExistsError
 from lohan.store import _store
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def copy_to(
         name: the name of the new copy.
         old: returns which of the names in the folder to remove. Names of other things are ignored.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise ModelError(f"the folder of copies {folder!r} must be a path")
     root = Path(os.fspath(folder)).expanduser().absolute()
     if session.snapshot_now is not None:
         session.snapshot_now.wait()
@@ -67,15 +69,60 @@ def copy_to(
     except OSError as error:
         raise StoreError(error.errno, f"cannot create {root}: {error.strerror}") from error
 
+    target, into = root / name, root / name
+    if _is_copy(target, line):  # it stays until the new one is complete
+        into = root / f".{name}.new"
+        if _is_copy(into, line):
+            _remove(into)
+
     def changed(copy: Snapshot, error: BaseException | None) -> None:
         if not copy.is_whole or error is not None:
             return
-        names = [path.name for path in root.iterdir() if _is_copy(path, line)]
-        for each in old(names):
-            if each in names and each != name:
-                _remove(root / each)
+        if into != target:
+            _put(into, target, line)
+            copy.directories = [str(target)]
+        _remove_old(root, line, lambda names: [each for each in old(names) if each != name])
 
-    return session.copy_begin(root / name, changed)
+    try:
+        return session.copy_begin(into, changed)
+    except StoreExistsError as error:
+        raise StoreExistsError(
+            f"{target} has a store that is in use, or that is not a copy of this run: choose"
+            " another name= or folder"
+        ) from error
+
+
+def _put(made: Path, target: Path, line: set[str]) -> None:
+    """Put a complete copy in the place of an older one."""
+    if not _is_copy(target, line):
+        raise StoreExistsError(
+            f"{target} is in use since the copy in {made} was begun, which is complete and stays"
+            " there"
+        )
+    for name in _FILES:
+        if (made / name).exists():
+            os.replace(made / name, target / name)
+        elif (target / name).exists():  # records of sessions on the older copy
+            (target / name).unlink()
+    made.rmdir()
+
+
+def remove_old(
+    session: Session, folder: PathLike, old: Callable[[Sequence[str]], Sequence[str]]
+) -> None:
+    """Wait for the copy in progress, if any, and remove old copies as copy_to() does."""
+    root = Path(os.fspath(folder)).expanduser().absolute()
+    if session.snapshot_now is not None:
+        session.snapshot_now.wait()
+    if root.is_dir():
+        _remove_old(root, _line(session.store), old)
+
+
+def _remove_old(root: Path, line: set[str], old: Callable[[Sequence[str]], Sequence[str]]) -> None:
+    names = [path.name for path in root.iterdir() if _is_copy(path, line)]
+    for each in old(names):
+        if each in names:
+            _remove(root / each)
 
 
 def _line(store: _core.Store) -> set[str]:

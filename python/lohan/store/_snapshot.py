@@ -191,9 +191,13 @@ class Snapshot:
         except BaseException as error:
             self._error = error
         finally:
-            end()
-            self._tell()
-            self._over.set()
+            try:
+                end()
+                self._tell()
+            except BaseException as error:
+                self._error = self._error or error
+            finally:
+                self._over.set()  # or else wait() would not return
 
 
 class _Copy:
