@@ -44,6 +44,7 @@ from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
 from lohan.session._vertical import VerticalSession
 from lohan.store import _checksums, _directories, _export, _scalars, _store, _temporary, _weights
+from lohan.store._created import create
 from lohan.torch_glue import _buffers, _device, _late
 from lohan.world import _world
 
@@ -221,9 +222,7 @@ class _Opening:
             else:
                 self.layout.about = _export.about(self.model, self.layout)
                 self.layout.about |= self.shared.about
-                store = _store.create(
-                    self.layout, extents, directories, self.config, temporary=where is None
-                )
+                store = create(self.layout, extents, directories, self.config, where is None)
             return self._begin(store, extents, directories, resume, weights, init, where is None)
         except BaseException:
             if self.room is not None:

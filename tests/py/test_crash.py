@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import random
 import re
+import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import crash_worker
@@ -14,6 +17,8 @@ import lohan
 import pytest
 import torch
 from lohan.config import SCHEDULES
+from lohan.errors import StoreExistsError, StoreUncleanError
+from lohan.store import _weights
 from patience import HUNG_S
 
 # The time of some steps: a kill can hit any part of one, and many kills fit in a test.
@@ -199,3 +204,34 @@ def test_a_store_whose_creation_was_killed_is_refused_or_whole(
         model.lohan.close()
         outcomes.add("whole")
     assert len(outcomes) > 1, "every kill hit the same part of the creation"
+
+
+def fill_until_killed(pipe: Connection, folder: pathlib.Path) -> None:
+    def end(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _weights.fill = end
+    lohan.wrap(crash_worker.build(), store=folder)
+
+
+def test_a_store_whose_filling_was_killed_is_made_again(
+    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = store_dir / "s"
+    process, _ = crash_worker.start(fill_until_killed, folder)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(StoreUncleanError, match="start again from the weights"):
+        lohan.wrap(crash_worker.build(), store=folder, resume=True)
+    model: Any = lohan.wrap(crash_worker.build(), store=folder)
+    assert "is made again: its creation was interrupted" in capfd.readouterr().err
+    with pytest.raises(StoreExistsError):
+        lohan.wrap(crash_worker.build(), store=folder)
+    crash_worker.train_step(model, 0)
+    made = crash_worker.digest(model)
+    model.lohan.close()
+    with pytest.raises(StoreExistsError, match="pass resume=True"):
+        lohan.wrap(crash_worker.build(), store=folder)
+    model = lohan.wrap(crash_worker.build(), store=folder, resume=True)
+    assert crash_worker.digest(model) == made
+    model.lohan.close()
