@@ -24,6 +24,7 @@ CLASSES = (
     "GptOssForCausalLM",
     "Inkling2ForCausalLM",
     "Kimi_K25ForConditionalGeneration",
+    "KimiLinearForCausalLM",
     "LEDForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "MellumForCausalLM",

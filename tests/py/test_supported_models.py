@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import pathlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parents[1] / "sweep"
@@ -50,3 +52,20 @@ def test_the_record_reaches_its_bar() -> None:
     kinds = made().counts(json.loads((FOLDER / "record.json").read_text())).values()
     built, same = (sum(each[place] for each in kinds) for place in (2, 3))
     assert same >= 0.97 * built
+
+
+def extended(value: Any) -> Iterator[str]:
+    """Yield the parts that a form, and what is inside it, extends."""
+    if isinstance(value, dict):
+        yield from value.get("+", ())
+        for each in value.values():
+            yield from extended(each)
+
+
+def test_each_form_is_of_a_class_and_each_part_of_a_form() -> None:
+    record = json.loads((FOLDER / "record.json").read_text())
+    forms = json.loads((FOLDER / "forms.json").read_text())
+    assert {*extended(forms)} == forms["parts"].keys()
+    patterns = [*forms["configs"], *forms["inputs"]]
+    of_none = [p for p in patterns if not any(re.fullmatch(p, n) for n in record["results"])]
+    assert of_none == []

@@ -79,8 +79,10 @@ def _tried(
     """Return what is wrong with these inputs, or ""."""
     try:
         found = compute(model, given)
-        if not found or not all(bool(t.isfinite().all()) for t in found):
+        if not all(bool(t.isfinite().all()) for t in found):
             return "values that are not finite"
+        if not any(t.numel() for t in found):  # nothing to compare, and the mean of nothing is NaN
+            return "no values"
         return check(model, given) if check else ""
     except Exception as error:
         return error
