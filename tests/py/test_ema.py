@@ -298,7 +298,7 @@ def test_wrong_uses_are_named(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match=r"lohan\.wrap\(model, ema="):
         lohan.ema(nn.Linear(2, 2))
     model = wrapped(store_dir / "s")
-    with pytest.raises(ModelError, match=r"ema=None, .*: pass ema=0\.9 to lohan\.wrap"):
+    with pytest.raises(ModelError, match=r"ema=None: pass .* ema=0\.9 in lohan\.wrap"):
         lohan.ema(model, 0.9)
     with pytest.raises(UnsupportedError, match="pass ema=DECAY"), lohan.ema(model):
         pass
@@ -307,6 +307,14 @@ def test_wrong_uses_are_named(store_dir: pathlib.Path) -> None:
     model.lohan.close()
     with pytest.raises(StoreMismatchError, match="no room for averages"):
         wrapped(store_dir / "s", ema=0.9, resume=True)
+    frozen = helper.build().requires_grad_(False)
+    model = lohan.wrap(frozen, store=store_dir / "frozen", ema=0.9)
+    with (
+        pytest.raises(UnsupportedError, match="none of its parameters is trained"),
+        lohan.ema(model),
+    ):
+        pass
+    model.lohan.close()
     model = wrapped(store_dir / "e", ema=0.9)
     train_step(model, 0)
     model.lohan.close()

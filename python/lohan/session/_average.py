@@ -113,9 +113,10 @@ class Averages:
             StepError: they are exchanged already, or a step is open.
         """
         if not self._units:
-            raise UnsupportedError(
-                "the model has no averages: pass ema=DECAY, such as 0.999, to lohan.wrap()"
-            )
+            what = "pass ema=DECAY, such as 0.999, to lohan.wrap()"
+            if self._session.config.ema is not None:
+                what = "none of its parameters is trained (requires_grad)"
+            raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
         self._session.check_edit()
         self._exchange(holder)
@@ -175,8 +176,9 @@ def ema(model: nn.Module, decay: float | None = None) -> AbstractContextManager[
     now = session.config.ema
     if decay is not None and decay != now:
         raise ModelError(
-            f"lohan.ema(model, {decay!r}): the model was wrapped with ema={now}, and a store has"
-            f" averages from its beginning: pass ema={decay!r} to lohan.wrap() for a new one"
+            f"lohan.ema(model, {decay!r}): the model was wrapped with ema={now}: pass the decay"
+            f" that lohan.wrap() was given, or none. ema={decay!r} in lohan.wrap() is used from"
+            " then on, but a store that was created without ema= has no averages"
         )
     averages, holder = session.averages, object()
     return _core.Context(lambda: averages.swap(holder), lambda: averages.swap_back(holder))
