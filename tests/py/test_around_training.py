@@ -333,6 +333,8 @@ def test_a_pattern_matches_any_name_of_a_tied_parameter() -> None:
 def test_what_is_wrong_with_a_function_of_groups_is_named(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match=r"'\*\.other', which matches none of the model's"):
         lohan.wrap(build(), store=store_dir / "a", params=lohan.no_decay("*.other"))
+    with pytest.raises(ModelError, match=r"returned function .*no_decay\(\) needs the brackets"):
+        lohan.wrap(build(), store=store_dir / "a", params=lohan.no_decay)
     with pytest.raises(ModelError, match="params="):
         lohan.wrap(build(), store=store_dir / "b", params=lambda model: "all")
 

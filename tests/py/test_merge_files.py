@@ -377,6 +377,14 @@ def test_what_does_not_fit_is_refused_by_name(pair: tuple[Path, Path], tmp_path:
     ):
         with pytest.raises(ModelError, match=match):
             lohan.merge(folder, other, tmp_path / "out")
+    for cut, match in ((9, "peft cannot|transformers cannot"), (0, "has no weights: neither")):
+        shutil.copytree(adapter, tmp_path / f"cut{cut}")
+        path = tmp_path / f"cut{cut}" / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-9]) if cut else path.unlink()
+        with pytest.raises(ModelError, match=match):
+            lohan.merge(base, path.parent, tmp_path / "out")
+    with pytest.raises(ModelError, match=r"written, such as .*cut"):
+        lohan.merge(base, tmp_path, tmp_path / "out")
     fewer = tmp_path / "fewer"
     LlamaForCausalLM(LlamaConfig(**{**CONFIG, "num_hidden_layers": 1})).save_pretrained(fewer)
     with pytest.raises(ModelError, match=r"does not fit the base.*2 others .*layers\.1\."):

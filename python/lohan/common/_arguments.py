@@ -291,6 +291,11 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
         HyperParameterError: a hyper-parameter of a group is not a number.
     """
     form = "parameters (model.parameters()), or groups like [{'params': [...], 'lr': 1e-4}, ...]"
+    if callable(params):
+        raise ModelError(
+            f"the function params= returned {_said(params)}: params=lohan.no_decay() needs the"
+            f" brackets, and other functions of the model must return {form}"
+        )
     if isinstance(params, str | bytes | dict | torch.Tensor) or not isinstance(params, Iterable):
         raise ModelError(
             f"params= {_said(params)} must be {form}; omit it to train all parameters that require"

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 _CONFIG = "adapter_config.json"
+_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 _NAME = "default"  # of the adapter in the model
 # Classes for adapters whose task is not that of the base, by task_type.
 _TASKS = {
@@ -152,9 +153,14 @@ def _check_folders(base: Path, adapter: Path, out: Path, *, overwrite: bool) -> 
             f"{base} has no config.json: lohan merge takes the folder of a model of transformers"
         )
     if not (adapter / _CONFIG).is_file():
+        inside = sorted(path.parent.name for path in adapter.glob(f"*/{_CONFIG}"))
+        which = f", such as {adapter / inside[0]}" if inside else ""
         raise ModelError(
             f"{adapter} has no {_CONFIG}: pass the folder that peft's save_pretrained has written"
+            f"{which}"
         )
+    if not any((adapter / name).is_file() for name in _ADAPTER):
+        raise ModelError(f"{adapter} has no weights: neither {_ADAPTER[0]} nor {_ADAPTER[1]}")
     _export.check_not_read(out, None)
     for read in (base, adapter):
         if out.exists() and os.path.realpath(out) == os.path.realpath(read):
@@ -202,11 +208,11 @@ def _refusing(what: str) -> Iterator[None]:
     """Return a context in which errors of another library become errors of lohan."""
     try:
         yield
-    except LohanError:
+    except (LohanError, MemoryError):
         raise
     except NotImplementedError as error:
         raise UnsupportedError(f"{what}: its method cannot be merged ({error!r})") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
+    except Exception as error:  # safetensors' are of a class of their own
         said = " ".join(str(error).split())
         raise ModelError(f"{what}: {type(error).__name__}: {said}") from error
 
