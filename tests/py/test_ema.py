@@ -189,7 +189,9 @@ def test_the_averages_place_refuses_what_would_commit_or_change_them(
     model.lohan.close()
 
 
-def test_closing_inside_the_block_keeps_the_last_commit(store_dir: pathlib.Path) -> None:
+def test_closing_inside_the_block_keeps_the_last_commit(
+    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = wrapped(store_dir / "s", ema=0.9)
     for step in range(STEP_COUNT):
         train_step(model, step)
@@ -198,6 +200,9 @@ def test_closing_inside_the_block_keeps_the_last_commit(store_dir: pathlib.Path)
         model.lohan.close()
     lohan.export(store_dir / "s", store_dir / "closed", dtype="float32")
     assert same(load_file(store_dir / "closed" / "model.safetensors"), before)
+    with pytest.raises(SessionError, match="the session is closed"), lohan.ema(model):
+        pass
+    assert "Exception ignored" not in capfd.readouterr().err
 
 
 def test_an_interrupted_exchange_ends_the_session_at_its_last_commit(

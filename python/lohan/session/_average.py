@@ -112,6 +112,7 @@ class Averages:
             UnsupportedError: the model was wrapped without ema=.
             StepError: they are exchanged already, or a step is open.
         """
+        self._session.check_open()
         if not self._units:
             what = "pass ema=DECAY, such as 0.999, to lohan.wrap()"
             if self._session.config.ema is not None:
