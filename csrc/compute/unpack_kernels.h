@@ -46,6 +46,7 @@ void lh_unpack_q4_k_scales(const uint8_t *grain, uint8_t *scales, uint8_t *minim
 #define LH_UNPACK_TILE 64
 #define LH_UNPACK_STRIP 256
 #define LH_UNPACK_INDEXED_ROWS 32
+#define LH_UNPACK_INDEXED_HEIGHT 16
 #define LH_UNPACK_INDEXED_COLUMNS 8
 #define LH_UNPACK_INDEXED_GROUP_MAX 512
 
@@ -55,13 +56,18 @@ struct lh_unpack_table {
     uint8_t highs[LH_UNPACK_TABLE_COUNT];
 };
 
-/* What rows are decoded with whose columns belong to groups in any order, and eight results. */
+/* Scales of U4 whose products with zeros of at most 16 are 0 or normal halves. */
+#define LH_UNPACK_USUAL_MIN 0x1p-14f
+#define LH_UNPACK_USUAL_MAX 0x1p11f
+
+/* What rows are decoded with whose columns belong to groups in any order, and 16 results. */
 struct lh_unpack_indexed {
     const uint8_t *index; /* the number of the group of each column, of 32 bits */
     uint32_t last;        /* the greatest number of a group; a greater one counts as this */
     float scales[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS]; /* group after group */
     float zeros[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS];
-    float values[8][LH_UNPACK_STRIP]; /* elements of the result's type */
+    bool is_usual; /* U4 to bf16, rounded to fp16, with scales of the sizes above */
+    float values[LH_UNPACK_INDEXED_HEIGHT][LH_UNPACK_STRIP]; /* elements of the result's type */
 };
 
 /*
@@ -119,9 +125,9 @@ struct lh_unpack_kernel {
                       uint16_t *out);
     void (*stored)(void);
     /*
-     * U4 and U8 in order WORDS: decode eight rows, from `row` of the group on, of a multiple of
-     * LH_UNPACK_INDEXED_COLUMNS columns, to `values`. `first` is the number of the first of the
-     * eight rows in `scales` and `zeros`.
+     * U4 and U8 in order WORDS: decode LH_UNPACK_INDEXED_HEIGHT rows, from `row` of the group on,
+     * of a multiple of LH_UNPACK_INDEXED_COLUMNS columns, to `values`. `first` is the number of the
+     * first of the rows in `scales` and `zeros`.
      */
     void (*indexed)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
                     uint64_t column, uint64_t columns, uint64_t first,

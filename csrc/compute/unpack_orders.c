@@ -7,6 +7,7 @@
  * each row are consecutive, in tiles of LH_UNPACK_TILE columns; it then decodes them row by row.
  * What the tiles and batches do not cover is copied and decoded by the definition.
  */
+#include <math.h>
 #include <string.h>
 
 #include "base/assert.h"
@@ -325,30 +326,45 @@ static void band_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
     }
 }
 
+/* Whether elements of U4 are rounded to fp16, to normal halves or 0, and then to bf16. */
+static bool are_usual(const struct lh_unpack *unpack, const float *scales, uint64_t count)
+{
+    bool is_usual = unpack->format == LH_UNPACK_FORMAT_U4 && unpack->dtype == LH_DTYPE_BF16 &&
+                    unpack->rounding == LH_DTYPE_F16 && (unpack->has_zeros || unpack->zero <= 16);
+    for (uint64_t i = 0; i < count && is_usual; i++)
+        is_usual =
+            fabsf(scales[i]) >= LH_UNPACK_USUAL_MIN && fabsf(scales[i]) <= LH_UNPACK_USUAL_MAX;
+    return is_usual;
+}
+
 /*
- * The same if the columns belong to groups in any order. The kernel decodes columns of eight rows,
- * with the scales and zeros of the eight, and transposes the results.
+ * The same if the columns belong to groups in any order. The kernel decodes columns of 16 rows,
+ * with the scales and zeros of the 16, and transposes the results.
  */
 static void indexed_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                        const struct lh_unpack_source *source, const uint8_t *group, uint64_t row,
                        const struct range *range)
 {
     const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
-    struct lh_unpack_indexed all = {.last = (uint32_t)group_count(unpack) - 1};
+    struct lh_unpack_indexed all; /* of which most is not used: setting all of it takes time */
+    all.last = (uint32_t)group_count(unpack) - 1;
     for (uint64_t g = 0; g <= all.last; g++)
         batch_widen(kernel, unpack, source, g, row, all.scales + g * LH_UNPACK_INDEXED_ROWS,
                     all.zeros + g * LH_UNPACK_INDEXED_ROWS);
+    all.is_usual = are_usual(unpack, all.scales, (all.last + 1) * LH_UNPACK_INDEXED_ROWS);
     for (uint64_t c = 0; c < unpack->columns; c += LH_UNPACK_STRIP) {
         uint64_t columns = lh_min_u64(LH_UNPACK_STRIP, unpack->columns - c);
         uint64_t done = columns - columns % LH_UNPACK_INDEXED_COLUMNS;
         all.index = source->index + c * sizeof(uint32_t);
         for (uint64_t r = 0; r < LH_UNPACK_INDEXED_ROWS; r++) {
-            if (r % 8 == 0)
+            if (r % LH_UNPACK_INDEXED_HEIGHT == 0)
                 kernel->indexed(unpack, group, row + r, c, done, r, &all);
             struct piece piece = piece_of(unpack, range, row + r, c, columns);
             uint64_t some = piece.skip < done ? lh_min_u64(piece.columns, done - piece.skip) : 0;
             if (some > 0)
-                memcpy(piece.out, (uint8_t *)all.values[r % 8] + piece.skip * element_bytes,
+                memcpy(piece.out,
+                       (uint8_t *)all.values[r % LH_UNPACK_INDEXED_HEIGHT] +
+                           piece.skip * element_bytes,
                        some * element_bytes);
             for (uint64_t i = some; i < piece.columns; i++)
                 put(unpack, source, bits_at(unpack, group, row + r, c + piece.skip + i), row + r,

@@ -135,12 +135,12 @@ static void test_carries(void)
         LH_CHECK(values[8 * r] == -subtracted[r]);
 }
 
-/* Scales: any bits (0), values of the sizes that files have (1), or large ones (2). */
+/* Scales: any bits (0), values of the sizes that files have (1), large ones (2), small ones (3). */
 static void scales_draw(uint64_t *seed, uint32_t type, int size)
 {
-    static const uint32_t exponents[][2] = {[LH_UNPACK_SCALE_F32] = {0x3B, 0x44},
-                                            [LH_UNPACK_SCALE_BF16] = {0x3B, 0x44},
-                                            [LH_UNPACK_SCALE_F16] = {0x1C, 0x64}};
+    static const uint32_t exponents[][3] = {[LH_UNPACK_SCALE_F32] = {0x3B, 0x44, 0x37},
+                                            [LH_UNPACK_SCALE_BF16] = {0x3B, 0x44, 0x37},
+                                            [LH_UNPACK_SCALE_F16] = {0x1C, 0x64, 0x00}};
     const uint64_t bytes = type == LH_UNPACK_SCALE_F32 ? 4 : 2;
     for (uint64_t i = 0; i < COUNT_MAX; i++) {
         scales[i] = (uint8_t)lh_test_random(seed);
@@ -154,7 +154,7 @@ static void test_whole_rows(void)
     static _Alignas(64) uint16_t found[2 * COUNT_MAX], expected[2 * COUNT_MAX];
     uint64_t seed = 9;
     lh_test_name("whole rows of 4 bits, from any row to any other, are those of the definition");
-    for (int turn = 0; turn < 200; turn++) {
+    for (int turn = 0; turn < 400; turn++) {
         struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U4, .block_rows = 1};
         unpack.order = turn % 2 ? LH_UNPACK_ORDER_AWQ : LH_UNPACK_ORDER_WORDS;
         unpack.dtype = turn % 5 == 0 ? LH_DTYPE_F16 : LH_DTYPE_BF16;
@@ -164,13 +164,16 @@ static void test_whole_rows(void)
         unpack.block_columns = 32 * (1 + lh_test_random(&seed) % 5);
         unpack.scale_type = (uint32_t)(lh_test_random(&seed) % 3);
         unpack.has_zeros = lh_test_random(&seed) % 4 > 0;
+        unpack.has_index = turn % 2 == 0 && lh_test_random(&seed) % 2 == 0;
         unpack.zero = (uint32_t)(lh_test_random(&seed) % (unpack.has_zeros ? 2 : 256));
         LH_CHECK(lh_unpack_is_valid(&unpack));
-        scales_draw(&seed, unpack.scale_type, turn % 4 < 2 ? 1 : turn % 4 - 2);
+        scales_draw(&seed, unpack.scale_type, (int)(lh_test_random(&seed) % 4));
         for (uint64_t i = 0; i < COUNT_MAX; i++)
             packed[i] = (uint8_t)lh_test_random(&seed);
         for (uint64_t i = 0; i < COUNT_MAX; i++)
             zeros[i] = (uint8_t)lh_test_random(&seed);
+        for (uint64_t i = 0; i < unpack.columns; i++)
+            groups[i] = (uint32_t)(lh_test_random(&seed) % 9);
         const uint64_t unit = turn % 7 == 0 ? 1 : 32, units = unpack.rows / unit;
         const uint64_t first = turn % 3 ? lh_test_random(&seed) % units * unit : 0;
         uint64_t rows = unpack.rows - first;
