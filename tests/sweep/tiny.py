@@ -133,7 +133,10 @@ def shrunk(arguments: dict[str, Any], way: str) -> dict[str, Any]:
     """Return arguments of a model of diffusers, made small."""
     if "heads" in way:
         way = _of_all_heads(way, _heads(arguments))
-    arguments = {**arguments, **{k: v for k, v in TYPICAL.items() if arguments.get(k, 0) is None}}
+    left = {key: value for key, value in TYPICAL.items() if arguments.get(key, 0) is None}
+    if arguments.get("attention_head_dim") is not None:
+        left.pop("num_attention_heads", None)  # UNets follow the other, and reject this
+    arguments = {**arguments, **left}
     made = {name: _shrunk(name, value, way, arguments) for name, value in arguments.items()}
     if isinstance(made.get("norm_num_groups"), int):
         made["norm_num_groups"] = 4 if way != "as it is" else made["norm_num_groups"]
