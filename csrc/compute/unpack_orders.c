@@ -380,9 +380,9 @@ static void indexed_by(const struct lh_unpack_kernel *kernel, const struct lh_un
  * of columns. Those of a tile's rows are computed once for a group, and a kernel looks them up
  * while it exchanges rows and columns in registers, so that nothing is stored in between. Tiles are
  * decoded from left to right. The packed bytes of a tile are far from each other, where no
- * hardware expects them, so those of the next tile are prefetched; into the second level of
- * caches, because many compete for few places of the first. In order AWQ 128 rows of a column
- * are the bytes of a cache line.
+ * hardware expects them, so those of the next tile are prefetched; in order AWQ into the second
+ * level of caches, because its 64 lines may compete for the few places of one set of the first.
+ * In order AWQ 128 rows of a column are the bytes of a cache line.
  */
 #define AWQ_ROWS 128
 #define LINE_BYTES 64
@@ -438,8 +438,12 @@ static void tile_prefetch(const struct lh_unpack *unpack, const uint8_t *group, 
     const uint64_t end = lh_min_u64(unpack->columns, column + LH_UNPACK_TILE);
     const uint8_t *words = group + column / columns * stride + row * columns / 2;
     for (uint64_t c = column; c < end; c += columns, words += stride)
-        for (uint64_t at = 0; at < bytes; at += LINE_BYTES)
-            __builtin_prefetch(words + at, 0, 2);
+        for (uint64_t at = 0; at < bytes; at += LINE_BYTES) {
+            if (columns > 1)
+                __builtin_prefetch(words + at, 0, 3);
+            else
+                __builtin_prefetch(words + at, 0, 2);
+        }
 }
 
 /*
