@@ -288,6 +288,19 @@ def test_values_of_which_a_constructor_makes_parameters_are_kept(tmp_path: Path)
     model.lohan.close()
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.strided], ids=str)
+def test_tensors_of_any_layout_are_made_while_a_model_is_built(layout: torch.layout) -> None:
+    with lohan.empty():
+        made = torch.empty(8, 8, layout=layout)
+    assert made.layout == layout
+
+
+def test_a_model_may_be_built_in_inference_mode() -> None:
+    with torch.inference_mode(), lohan.empty():
+        model = Valued()
+    assert model.layer.weight.shape == (8, 8)
+
+
 def test_a_parameter_that_no_code_gives_values_is_refused(tmp_path: Path) -> None:
     class Unset(nn.Module):
         def __init__(self) -> None:

@@ -104,7 +104,7 @@ class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in _UNSET and not made.is_meta:
+        if func in _UNSET and not made.is_meta and made.layout is torch.strided:
             made.untyped_storage()._lohan_unset = True
         return made
 
@@ -113,7 +113,9 @@ def _built(param: torch.Tensor) -> tuple[Callable[[torch.Tensor], Any], ...]:
     """Return the write that repeats the values with which a parameter was made; (): unknown."""
     with without_classes(), torch.no_grad():
         values = param.detach()
-        is_unset = getattr(param.untyped_storage(), "_lohan_unset", False) and param._version == 0
+        # Tensors made in inference mode do not count the writes to them.
+        is_written = not param.is_inference() and param._version > 0
+        is_unset = getattr(param.untyped_storage(), "_lohan_unset", False) and not is_written
         if is_unset or not values.is_floating_point() or values.itemsize < 2 or not values.numel():
             return ()
         least, largest = (bound.item() for bound in values.aminmax())
