@@ -114,6 +114,36 @@ def test_a_copy_of_the_same_name_replaces_the_older_one_when_it_is_complete(
     assert lohan.verify(copies / "best").step == 7
 
 
+def test_after_a_copy_that_failed_another_one_can_be_kept(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = store_dir / "copies"
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
+    crash_worker.train_step(model, 0)
+    monkeypatch.setattr(_snapshot._Copy, "_move", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.lohan.keep(copies).wait()
+    monkeypatch.undo()
+    model.lohan.keep(copies).wait()
+    model.lohan.close()
+    assert lohan.verify(copies / "step-1").step == 1
+
+
+def test_files_of_others_beside_a_new_copy_do_not_keep_it_from_its_place(
+    store_dir: pathlib.Path,
+) -> None:
+    copies = store_dir / "copies"
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
+    model.lohan.keep(copies, name="best").wait()
+    (copies / ".best.new").mkdir()
+    (copies / ".best.new" / "notes").write_text("mine")
+    crash_worker.train_step(model, 0)
+    model.lohan.keep(copies, name="best").wait()
+    model.lohan.close()
+    assert names(copies / ".best.new") == ["notes"]
+    assert lohan.verify(copies / "best").step == 1
+
+
 def test_a_folder_that_disappears_during_a_copy_is_an_error_and_no_hang(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

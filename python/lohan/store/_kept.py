@@ -61,8 +61,7 @@ def copy_to(
     if not isinstance(folder, str | os.PathLike):
         raise ModelError(f"the folder of copies {folder!r} must be a path")
     root = Path(os.fspath(folder)).expanduser().absolute()
-    if session.snapshot_now is not None:
-        session.snapshot_now.wait()
+    _wait(session)
     line = _line(session.store)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +103,13 @@ def _put(made: Path, target: Path, line: set[str]) -> None:
             os.replace(made / name, target / name)
         elif (target / name).exists():  # records of sessions on the older copy
             (target / name).unlink()
-    made.rmdir()
+    _remove(made)  # it is empty, unless others put files there
+
+
+def _wait(session: Session) -> None:
+    """Wait for the copy in progress, if any; raise its error if nobody has seen it."""
+    if session.snapshot_now is not None and not session.snapshot_now.is_told:
+        session.snapshot_now.wait()
 
 
 def remove_old(
@@ -112,8 +117,7 @@ def remove_old(
 ) -> None:
     """Wait for the copy in progress, if any, and remove old copies as copy_to() does."""
     root = Path(os.fspath(folder)).expanduser().absolute()
-    if session.snapshot_now is not None:
-        session.snapshot_now.wait()
+    _wait(session)
     if root.is_dir():
         _remove_old(root, _line(session.store), old)
 
