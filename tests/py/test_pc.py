@@ -78,6 +78,8 @@ def test_each_pc_has_a_first_line_for_each_model_without_importing_torch() -> No
         ("a6000", "rtx-a6000", 1),
         ("GeForce RTX 3080 10GB", "rtx-3080", 1),
         ("2x 3090 24 GB", "rtx-3090", 2),
+        ("A100 80GB", "a100", 1),
+        ("NVIDIA-H200-141GB", "h200", 1),
     ],
 )
 def test_gpus_are_known_by_the_names_that_people_write(written: str, name: str, count: int) -> None:
@@ -91,6 +93,8 @@ def test_an_unknown_gpu_is_refused_with_the_closest_names() -> None:
         ("RTX 4060 Ti 8GB", "--gpu rtx-4060-ti --set gpu_bytes=8GiB"),
         ("Radeon RX 7900 XTX", "need CUDA"),
         ("arc-b580", "need CUDA"),
+        ("M4 Max", "need CUDA"),
+        ("M40", "pass the name of a GPU"),
     ):
         with pytest.raises(MachineError, match=close):
             _parts.gpus_of(written)

@@ -59,7 +59,7 @@ def gpus_of(text: str) -> tuple[str, int]:
     if several := re.fullmatch(r"(\d+)-?x-?(.+)", name):
         count, name = int(several[1]), several[2]
     name = re.sub(r"^(nvidia-|geforce-)+", "", name)
-    if re.match(r"(amd|radeon|rx|instinct|mi\d|intel|arc|apple|m\d)(-|\d|$)", name):
+    if re.match(r"((amd|radeon|rx|instinct|mi\d|intel|arc|apple)(-|\d|$)|m\d(-|$))", name):
         raise MachineError(
             f"--gpu {text}: lohan's kernels need CUDA, so plans are for NVIDIA GPUs, as"
             " rtx-4090; on a machine without one lohan.wrap() trains on its CPU: --machine here"
@@ -77,7 +77,7 @@ def gpus_of(text: str) -> tuple[str, int]:
             f"--gpu {text}: pass the name of a GPU, as rtx-4090, or of up to {GPU_COUNT_MAX}, as"
             f" 2x-rtx-3090; {known} For another GPU write its figures to a file for --machine"
         )
-    if sized and GPUS[name][1] != f"{sized[2]}GiB":
+    if sized and GPUS[name][1] not in (f"{sized[2]}GiB", f"{sized[2]}GB"):
         raise MachineError(
             f"--gpu {text}: {name} has {GPUS[name][1]} in plans; for one with {sized[2]}GiB pass"
             f" --gpu {'' if count == 1 else f'{count}x-'}{name} --set gpu_bytes={sized[2]}GiB"
