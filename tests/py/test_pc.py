@@ -76,6 +76,8 @@ def test_each_pc_has_a_first_line_for_each_model_without_importing_torch() -> No
         ("2 x RTX 3090", "rtx-3090", 2),
         ("H100", "h100", 1),
         ("a6000", "rtx-a6000", 1),
+        ("NVIDIA H100 80GB HBM3", "h100", 1),
+        ("NVIDIA A100-SXM4-80GB", "a100", 1),
         ("GeForce RTX 3080 10GB", "rtx-3080", 1),
         ("2x 3090 24 GB", "rtx-3090", 2),
         ("A100 80GB", "a100", 1),

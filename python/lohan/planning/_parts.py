@@ -59,6 +59,7 @@ def gpus_of(text: str) -> tuple[str, int]:
     if several := re.fullmatch(r"(\d+)-?x-?(.+)", name):
         count, name = int(several[1]), several[2]
     name = re.sub(r"^(nvidia-|geforce-)+", "", name)
+    name = re.sub(r"-(sxm\d*|pcie|nvl|hbm\d\w*)(?=-|$)", "", name)  # as nvidia-smi writes it
     if re.match(r"((amd|radeon|rx|instinct|mi\d|intel|arc|apple)(-|\d|$)|m\d(-|$))", name):
         raise MachineError(
             f"--gpu {text}: lohan's kernels need CUDA, so plans are for NVIDIA GPUs, as"
