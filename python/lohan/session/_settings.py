@@ -271,7 +271,8 @@ def split(
         if made.trained is None:
             return made, config
         reasons = {"optimizer=": optimizer is not None}
-        _refuse_with("experts='apart', if they are trained,", reasons, "pass params= instead")
+        way_out = "pass params= instead, or create the Trainer without optimizers="
+        _refuse_with("experts='apart', if they are trained,", reasons, way_out)
         if idle == "skip":
             return made, config
         reasons = {
