@@ -410,6 +410,7 @@ static const struct lh_unpack_table *tables_get(const struct lh_unpack_kernel *k
 {
     const uint64_t scale_bytes = lh_unpack_scale_bytes(unpack);
     struct lh_unpack_table *to = tables->all[group % 2];
+    LH_ASSERT(source->scales && (!unpack->has_zeros || source->zeros));
     if (tables->groups[group % 2] == group + 1)
         return to;
     tables->groups[group % 2] = group + 1;
