@@ -213,6 +213,9 @@ def _check_gather(config: Config) -> None:
         )
 
 
+_SKIP = "pass idle='skip', with which an expert without tokens is not updated"
+
+
 def split(
     model: nn.Module,
     config: Config,
@@ -270,17 +273,14 @@ def split(
     with _experts.split(model, owes=idle == "exact").adapt(model) as made:
         if made.trained is None:
             return made, config
-        reasons = {"optimizer=": optimizer is not None}
         way_out = "pass params= instead, or create the Trainer without optimizers="
+        reasons = {"optimizer=": optimizer is not None}
         _refuse_with("experts='apart', if they are trained,", reasons, way_out)
         if idle == "skip":
             return made, config
-        reasons = {
-            f"states={states!r}": states != "fp32",
-            "schedule='naive'": config.schedule == "naive",
-        }
-        way_out = "pass idle='skip', with which an expert without tokens is not updated"
-        _refuse_with("experts='apart' with idle='exact'", reasons, way_out)
+        reasons = {f"states={states!r}": states != "fp32"}
+        reasons |= {"schedule='naive'": config.schedule == "naive"}
+        _refuse_with("experts='apart' with idle='exact'", reasons, _SKIP)
     if config.schedule == "auto":
         config = dataclasses.replace(config, schedule="optimized")
     return made, config
