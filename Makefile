@@ -20,7 +20,7 @@ DEVICE ?=
 
 help:
 	@echo 'make demo      fine-tune a small model with and without lohan, and compare'
-	@echo 'make test      the quick tests in C and Python: 10 to 15 minutes on two cores'
+	@echo 'make test      the quick tests in C and Python: about 10 minutes on two cores'
 	@echo 'make tier1     what every change must pass: lint-quick, test, test-sanitized (the C tests under'
 	@echo '               ASan, 200 seeds of the simulator) and fuzz-corpora; 25 minutes on two cores'
 	@echo 'make tsan      the C tests that use threads, under ThreadSanitizer'

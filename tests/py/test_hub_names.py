@@ -73,6 +73,13 @@ def test_a_name_with_more_than_a_variant_is_another_model(name: str) -> None:
     assert _hub.own_name(name) == name
 
 
+@pytest.mark.parametrize("name", ["./llama-8b", "/data/llama-8b", "my/models/llama-8b"])
+def test_a_folder_that_does_not_exist_is_no_name_of_the_hub(name: str) -> None:
+    assert _hub.own_name(name) == name
+    assert _hub.config_path(name) is None
+    assert _quick.config_of(name) is None
+
+
 def test_the_config_of_the_hub_is_read_for_other_models(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("huggingface_hub")
     repository = tmp_path / "models--someone--tiny"

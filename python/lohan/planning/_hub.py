@@ -13,7 +13,7 @@ from pathlib import Path
 from lohan.errors import MachineError, UnsupportedError
 from lohan.planning import _shapes
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")  # not ./NAME, which is a folder
 # What follows a model's name in those of its variants, which have the same sizes.
 _VARIANT = re.compile(
     r"-(instruct|it|chat|base|hf|thinking|reasoning|diffusers|\d{4}|v\d+(\.\d+)?)$"
@@ -35,6 +35,8 @@ _NAMES = tuple(
 
 def own_name(name: str) -> str:
     """Return the name in _shapes of a model that has another name on the Hub, or the name."""
+    if "/" in name and not _REPOSITORY.fullmatch(name):
+        return name
     whole = name.rpartition("/")[2].lower()
     short = whole
     while (shorter := _VARIANT.sub("", short)) != short:
