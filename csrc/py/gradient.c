@@ -1,7 +1,6 @@
 /* Hand gradients from autograd to the engine. */
 #include "base/assert.h"
 #include "py/lhpy.h"
-#include "sched/idle.h"
 
 /* Dropping a gradient may run Python code that calls this again, so the list is updated first. */
 static void gradient_let_go(struct lhpy_engine *self, uint32_t i)

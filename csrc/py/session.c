@@ -2,11 +2,6 @@
 #include <string.h>
 
 #include "py/lhpy.h"
-#include "sched/every.h"
-#include "sched/expect.h"
-#include "sched/idle.h"
-#include "sched/scalars.h"
-#include "sched/settle.h"
 
 static PyObject *session_begin(PyObject *object, PyObject *flag)
 {

@@ -13,7 +13,6 @@
 
 #include "compute/sum.h"
 #include "py/lhpy.h"
-#include "sched/idle.h"
 
 enum sum_state {
     SUM_STATE_NONE = 0,

@@ -219,6 +219,12 @@ bool lh_engine_poll(struct lh_engine *engine);
  * evaluation. Does not wait.
  */
 int lh_engine_begin(struct lh_engine *engine, enum lh_engine_mode mode) LH_MUST_CHECK;
+/*
+ * Announce the next uses ([Note: Uses that are announced] in expect.h): each of these units, in
+ * this order, before any other unit. Their lh_engine_unit.is_announced is set. They are borrowed
+ * for the call.
+ */
+void lh_engine_announce(struct lh_engine *engine, const uint32_t *units, uint32_t count);
 
 /*
  * Begin a use of unit. Returns 1 if the unit is resident and has been pinned, 0 if it was only
@@ -299,6 +305,21 @@ uint32_t lh_engine_handle_count(const struct lh_engine *engine, uint32_t unit);
 /* Set the hyper-parameters of the open step, before its first gradient. */
 void lh_engine_hyper_set(struct lh_engine *engine, uint32_t group,
                          const struct lh_adam_hyper *hyper);
+/*
+ * Set a group's hyper-parameters of an earlier step, which units may owe ([Note: Idle units] in
+ * idle.h). Call it before the first use of a unit.
+ */
+void lh_idle_history_set(struct lh_engine *engine, uint64_t step, uint32_t group,
+                         const struct lh_adam_hyper *hyper);
+/* How many steps the unit owes. Thread: any. */
+uint32_t lh_idle_owed(const struct lh_engine *engine, uint32_t unit);
+/* Whether the closed step was over before, and was reopened for what units owe. Thread: any. */
+bool lh_idle_is_reopened(const struct lh_engine *engine);
+/*
+ * Settle all units that owe. The open step must have no gradients. Returns 1 once all are updated
+ * in memory (a flush waits for their writes), 0 after timeout_ms (then call again), or -errno.
+ */
+int lh_settle_all(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
 
 /*
  * Wait until every closed step is over (written, and committed if due) and no interrupted flush or
@@ -404,6 +425,14 @@ void lh_engine_peer_lost(struct lh_engine *engine);
 void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale);
 
 /*
+ * From the open step on, commit every `every` steps (those whose number is a multiple of it), in
+ * place of opts.commit_every. `every` must be above 1. Call it once, before the first gradient of
+ * the step. Returns false, without effect, if gradients wait on SSD (opts.commit_every of 1 and too
+ * little memory for them): they are in the slot of the next commit, so every step must commit.
+ */
+bool lh_every_set(struct lh_engine *engine, uint64_t every);
+
+/*
  * Close the open step: parameters with gradients are updated, and the other parameters stay
  * unchanged. scalars are copied and become part of the commit. Waits until the previous step is
  * over (written, and committed if due). Returns 1 (the step is closed), 0 after timeout_ms (then
@@ -500,6 +529,8 @@ uint64_t lh_scalars_overhead_bytes(uint32_t param_count);
  */
 void lh_scalars_make(const uint64_t *param_steps, uint32_t param_count, const void *caller,
                      uint64_t caller_bytes, void *scalars_out);
+/* Make all step counts 0, while the engine is paused: the caller has written moments of zeros. */
+void lh_scalars_steps_clear(struct lh_engine *engine);
 
 enum lh_engine_link {
     LH_ENGINE_LINK_PARAM_READ = 0,

@@ -1,5 +1,4 @@
-#include "sched/every.h"
-
+/* The steps between commits, if the caller chooses their number only after some steps. */
 #include "sched/engine_private.h"
 
 bool lh_every_set(struct lh_engine *engine, uint64_t every)

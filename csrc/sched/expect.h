@@ -21,7 +21,7 @@
  * Chunks are not read ahead if such units are trained: the next update is rarely that of the last
  * step, and would take the slabs of the chunks that were read for it.
  *
- * Thread: the engine's, except where a function names another one.
+ * Thread: the engine's.
  */
 #ifndef LH_SCHED_EXPECT_H
 #define LH_SCHED_EXPECT_H
@@ -34,11 +34,6 @@ struct lh_event_list;
 struct lh_region;
 struct lh_residency_event;
 
-/*
- * Announce the next uses (calls.c): each of these units, in this order, before any other unit.
- * Their lh_engine_unit.is_announced is set. They are borrowed for the call. Thread: training.
- */
-void lh_engine_announce(struct lh_engine *engine, const uint32_t *units, uint32_t count);
 /* Insert a use into the prediction, the first of an announcement or after those before it. */
 void lh_expect_insert(struct lh_engine *engine, uint32_t unit, bool is_first);
 /* Whether the next use in the prediction was announced. */

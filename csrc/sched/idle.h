@@ -1,6 +1,6 @@
 /*
  * Idle units: what a unit without a gradient in a step owes is made when the unit is next needed.
- * Private to csrc/sched, except for the functions of other threads.
+ * Private to csrc/sched.
  *
  * [Note: Idle units] The experts of a mixture that are one tensor have gradients of zeros where no
  * token was routed to them, and AdamW moves them nevertheless: moments decay, weight decay applies,
@@ -106,16 +106,5 @@ void lh_idle_stats_move(struct lh_engine *engine, const struct lh_engine_step_st
  * given up the wait for a unit, and does not know that the step was reopened for it.
  */
 bool lh_idle_holds(struct lh_engine *engine, const struct lh_ring_message *message);
-
-/* Whether the closed step was over before. Thread: any. */
-bool lh_idle_is_reopened(const struct lh_engine *engine);
-/* How many steps the unit owes. Thread: any. */
-uint32_t lh_idle_owed(const struct lh_engine *engine, uint32_t unit);
-/*
- * Set a group's hyper-parameters of an earlier step, which units may owe. Call it before the first
- * use of a unit. Thread: training.
- */
-void lh_idle_history_set(struct lh_engine *engine, uint64_t step, uint32_t group,
-                         const struct lh_adam_hyper *hyper);
 
 #endif

@@ -6,7 +6,6 @@
 #include "lh_test.h"
 #include "rig_wait.h"
 #include "sched/engine_private.h"
-#include "sched/every.h"
 
 #define STATE_WRITE LH_ENGINE_LINK_STATE_WRITE
 #define PARAM_WRITE LH_ENGINE_LINK_PARAM_WRITE
