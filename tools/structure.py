@@ -6,11 +6,17 @@
 The figures are:
 
 * the size of the largest set of files in csrc/sched that call one another in a cycle,
-* the number of fields of `struct lh_unit`,
+* the number of fields of `struct lh_unit`, and the leaves of `struct lh_unit` and
+  `struct lh_engine`: the fields of the structs that they contain, and of those within these,
+* how often a file that is not a feature names one: calls a function of a feature's file, or reads
+  or writes a feature's part of the unit or the engine (create.c, which makes features, may),
+* how many calls there are from one file to another,
 * functions whose name does not begin with the name of their file (`lh_step_begin` belongs in
   step.c), and functions that are declared but not defined,
 * assertions per 100 lines in csrc/mem, csrc/io, csrc/store and csrc/sched,
 * lines of the tests of csrc/sched per line of csrc/sched.
+
+The limits of leaves, names and calls are today's figures: lower them with the figures.
 
 A call is any mention of another file's function in a function's body or in a table, so a cycle
 through a function pointer that one file takes from another also counts.
@@ -28,9 +34,15 @@ SCHED = ROOT / "csrc" / "sched"
 
 CYCLE_FILE_COUNT_MAX = 6
 UNIT_FIELD_COUNT_MAX = 25
+LEAF_COUNT_MAX = {"lh_unit": 119, "lh_engine": 484}
+FEATURE_NAME_COUNT_MAX = 63
+CALL_COUNT_MAX = 191
 ASSERTS_PER_100_LINES_MIN = 3.0
 TEST_LINES_PER_LINE_MIN = 0.8
 ASSERT_FOLDERS = ("mem", "io", "store", "sched")
+# Files of features that are not in feature.h's table, or that have no table of functions.
+FEATURE_FILES = {"idle", "in_place", "in_place_private", "kept", "packed", "saved_calls"}
+FEATURE_FILES |= {"saved_private"}
 # Files whose functions have a different prefix than the file's name.
 PUBLIC_PREFIXES = {"saved_calls": "saved"}
 
@@ -114,6 +126,70 @@ def struct_fields(name: str) -> list[str]:
     raise SystemExit(f"struct {name} was not found in csrc/sched")
 
 
+def bodies_of_structs() -> dict[str, str]:
+    """Map the name of each struct of csrc's headers to what is between its braces."""
+    found = {}
+    for path in sorted((ROOT / "csrc").rglob("*.h")):
+        text = without_comments(path.read_text())
+        for match in re.finditer(r"^struct (\w+) \{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE):
+            found[match[1]] = match[2]
+    return found
+
+
+def leaves(name: str, bodies: dict[str, str]) -> int:
+    """Count the fields of a struct, with those of the structs that it contains in their place.
+
+    A pointer is one leaf, and so is an array of other things than structs; an array of structs
+    counts as one struct.
+    """
+    body = re.sub(r"(struct|union)\s*\w*\s*\{|\}[^;{}]*", "", bodies[name])
+    count = 0
+    for part in body.split(";"):
+        is_pointer = re.search(r"\*|\(", part)
+        inner = re.match(r"\s*(?:const )?struct (\w+) [^*(]*$", part)
+        if inner and not is_pointer and inner[1] in bodies:
+            count += leaves(inner[1], bodies) * (part.count(",") + 1)
+        elif part.strip():
+            count += 1 if "(" in part else part.count(",") + 1
+    return count
+
+
+def feature_stems() -> set[str]:
+    """List the files of features: those of the table in feature.h, and their further files."""
+    table = re.findall(r"^ \*      (\w+) +.* (\w+)\.c$", (SCHED / "feature.h").read_text(), re.M)
+    assert table, "feature.h has no table of features"
+    return {stem for _, stem in table} | FEATURE_FILES
+
+
+def feature_parts(stems: set[str]) -> set[str]:
+    """List the fields of the unit, the chunk and the engine that are of a feature's own type."""
+    types = set()
+    for stem in stems:
+        path = SCHED / f"{stem}.h"
+        if path.exists():
+            types |= set(re.findall(r"^struct (\w+) \{", path.read_text(), re.M))
+    holders = [SCHED / f"{stem}.h" for stem in ("engine_private", "unit", "update", "chunk")]
+    headers = [without_comments(path.read_text()) for path in holders]
+    fields = re.findall(r"^    struct (\w+) \*?(\w+)(?:\[\w+\])?;", "\n".join(headers), re.M)
+    return {field for struct, field in fields if struct in types}
+
+
+def feature_names(paths: list[pathlib.Path]) -> list[str]:
+    """List the places where a file that is not a feature names one."""
+    stems = feature_stems()
+    owned = {x for path in paths if path.stem in stems for x in definitions(path)}
+    parts = "|".join(sorted(feature_parts(stems)))
+    pattern = re.compile(rf"\blh_\w+|(?:\bengine|\bunit|\bupdate|\bchunk|\])(?:->|\.)(?:{parts})\b")
+    found = []
+    for path in paths:
+        if path.stem in stems | {"create"}:
+            continue
+        for word in pattern.findall(without_comments(path.read_text())):
+            if word in owned or not word.startswith("lh_"):
+                found.append(f"{path.name}: {word.lstrip(']')}")
+    return found
+
+
 def is_at_home(name: str, stem: str, stems: set[str]) -> bool:
     """Return whether a function is named after its file; the engine's own files share a prefix.
 
@@ -180,6 +256,9 @@ def main() -> int:
             print(f"{stem}: {' '.join(sorted(targets))}")
     cycle = cycles(graph)[0]
     fields = struct_fields("lh_unit")
+    bodies = bodies_of_structs()
+    named = feature_names(paths)
+    call_count = sum(len(targets) for targets in graph.values())
     foreign = strangers(paths)
     ratio = lines(test_paths()) / lines([*paths, *SCHED.glob("*.h")])
     problems = []
@@ -189,6 +268,19 @@ def main() -> int:
     print(f"struct lh_unit: {len(fields)} fields")
     if len(fields) > UNIT_FIELD_COUNT_MAX:
         problems.append(f"struct lh_unit must have at most {UNIT_FIELD_COUNT_MAX} fields")
+    for name, most in LEAF_COUNT_MAX.items():
+        count = leaves(name, bodies)
+        print(f"struct {name}: {count} leaves")
+        if count > most:
+            problems.append(f"struct {name} must have at most {most} leaves")
+    print(f"features named in other files: {len(named)}")
+    if options.edges:
+        print("\n".join(f"  {place}" for place in named))
+    if len(named) > FEATURE_NAME_COUNT_MAX:
+        problems.append(f"features must be named at most {FEATURE_NAME_COUNT_MAX} times")
+    print(f"calls from file to file: {call_count}")
+    if call_count > CALL_COUNT_MAX:
+        problems.append(f"there must be at most {CALL_COUNT_MAX} calls from file to file")
     print("\n".join([f"functions of another file: {len(foreign)}", *(f"  {x}" for x in foreign)]))
     if foreign:
         problems.append("every function must be defined, and named after its file")
