@@ -214,7 +214,7 @@ static PyObject *given_unit(PyObject *object, PyObject *number)
         return NULL;
     if (!is_given(&self->units[index]) || self->units[index].elements == 0)
         return PyErr_Format(PyExc_ValueError, "this process has the states of unit %u", index);
-    lh_engine_given(self->core->engine, index);
+    lh_given_arrived(self->core->engine, index);
     Py_RETURN_NONE;
 }
 
@@ -223,7 +223,7 @@ static PyObject *given_never(PyObject *object, PyObject *Py_UNUSED(args))
     struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
         return NULL;
-    lh_engine_given_never(self->core->engine);
+    lh_given_never(self->core->engine);
     Py_RETURN_NONE;
 }
 

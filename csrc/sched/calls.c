@@ -423,18 +423,6 @@ const double *lh_engine_norm_sums(const struct lh_engine *engine)
     return engine->norm.sums;
 }
 
-void lh_engine_given(struct lh_engine *engine, uint32_t unit)
-{
-    LH_ASSERT(unit < engine->opts.unit_count && lh_given_is(&engine->units[unit]));
-    lh_engine_post(engine, LH_MESSAGE_GIVEN, unit, 0, 0);
-}
-
-void lh_engine_given_never(struct lh_engine *engine)
-{
-    if (lh_given_is_any(engine)) /* otherwise no feature would understand the message */
-        lh_engine_post(engine, LH_MESSAGE_GIVEN, LH_UNIT_NONE, 0, 0);
-}
-
 void lh_engine_peer_lost(struct lh_engine *engine)
 {
     struct lh_error err = {0};

@@ -323,20 +323,17 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && chunk->slab < engine->budget.slab_count);
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    bool is_given = lh_given_is(unit);
-    /* P is read and written, and without new values from elsewhere so are the states. */
     uint64_t work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc.dtype);
-    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT && !is_given; i++)
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         work_bytes += 2 * lh_unit_state_bytes(&unit->states[i], chunk->count);
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
     slab->job = (struct lh_job){
-        .exec = {.run = is_given ? lh_given_run : update_run,
-                 .context = slab,
-                 .work_bytes = work_bytes},
+        .exec = {.run = update_run, .context = slab, .work_bytes = work_bytes},
         .done = computed,
     };
+    LH_FEATURE_CALL(engine, chunk_job, chunk, &slab->job.exec);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_COMPUTING);
     chunk->computed_step = lh_core_step(engine);
     engine->updates.chunks_busy++;
@@ -366,7 +363,7 @@ static uint64_t states_describe(struct lh_unit *unit)
 {
     const struct lh_engine_unit *desc = &unit->desc;
     bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
-    uint64_t moment_bytes = lh_given_is(unit) ? 0 : lh_adam_moment_bytes(desc->states);
+    uint64_t moment_bytes = lh_unit_is_given(unit) ? 0 : lh_adam_moment_bytes(desc->states);
     bool has_scales = desc->states == LH_ADAM_STATES_8BIT && moment_bytes > 0;
     unit->states[0] = (struct lh_unit_state_array){
         desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0, 0};

@@ -388,9 +388,9 @@ const double *lh_engine_norm_sums(const struct lh_engine *engine);
  * memory, where lh_engine_gradient() said that they would be. Call it once for each such unit that
  * has gradients, in the same order in every step.
  */
-void lh_engine_given(struct lh_engine *engine, uint32_t unit);
+void lh_given_arrived(struct lh_engine *engine, uint32_t unit);
 /* New values that have not come will not come: the engine fails, and the step is never over. */
-void lh_engine_given_never(struct lh_engine *engine);
+void lh_given_never(struct lh_engine *engine);
 /* Where a process's part of a unit begins: the end of the part of the process before it. */
 static inline uint64_t lh_gather_edge(uint64_t bytes, uint32_t count, uint32_t process)
 {

@@ -40,6 +40,7 @@ struct lh_chunk;
 struct lh_dev_gap;
 struct lh_engine;
 struct lh_engine_step_stats;
+struct lh_exec_job;
 struct lh_unit;
 struct lh_update_pump;
 
@@ -72,6 +73,9 @@ struct lh_feature {
      */
     bool (*chunk_is_whole)(struct lh_engine *engine, struct lh_chunk *chunk);
     bool (*chunk_may_compute)(const struct lh_engine *engine, const struct lh_chunk *chunk);
+    /* The job that computes the chunk is about to be submitted; a feature may replace it. */
+    void (*chunk_job)(struct lh_engine *engine, const struct lh_chunk *chunk,
+                      struct lh_exec_job *job);
     /* The chunk's gradients are no longer needed. */
     void (*chunk_consumed)(struct lh_engine *engine, struct lh_chunk *chunk);
     /* Returns false if the feature itself writes what was computed. */

@@ -4,7 +4,7 @@
  *
  * A given unit has no extents of R, M and V. In place of a gradient the caller passes the address
  * of the new values, in the unit's dtype, before the close; the values themselves come later, and
- * lh_engine_given() says that they are there. Only then is the unit's update queued. So a closed
+ * lh_given_arrived() says that they are there. Only then is the unit's update queued. So a closed
  * step ends once all values have come and are written, and its commit covers them like the units
  * that were updated here.
  *
@@ -21,21 +21,29 @@
 #include "base/crc32c.h"
 #include "sched/engine_private.h"
 
-bool lh_given_is(const struct lh_unit *unit)
-{
-    return unit->desc.elements > 0 && unit->desc.moment1_extent == LH_ENGINE_EXTENT_NONE;
-}
-
 bool lh_given_is_any(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (lh_given_is(&engine->units[i]))
+        if (lh_unit_is_given(&engine->units[i]))
             return true;
     }
     return false;
 }
 
-void lh_given_run(struct lh_exec_job *job)
+void lh_given_arrived(struct lh_engine *engine, uint32_t unit)
+{
+    LH_ASSERT(unit < engine->opts.unit_count && lh_unit_is_given(&engine->units[unit]));
+    lh_engine_post(engine, LH_MESSAGE_GIVEN, unit, 0, 0);
+}
+
+void lh_given_never(struct lh_engine *engine)
+{
+    if (lh_given_is_any(engine)) /* otherwise no feature would understand the message */
+        lh_engine_post(engine, LH_MESSAGE_GIVEN, LH_UNIT_NONE, 0, 0);
+}
+
+/* Runs on a worker: put new values into a chunk of the unit, in place of an AdamW update. */
+static void run(struct lh_exec_job *job)
 {
     struct lh_slab *slab = job->context;
     const struct lh_adam_chunk *chunk = &slab->adam;
@@ -55,16 +63,26 @@ void lh_given_run(struct lh_exec_job *job)
     slab->result = 0;
 }
 
+static void chunk_job(struct lh_engine *engine, const struct lh_chunk *chunk,
+                      struct lh_exec_job *job)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    if (!lh_unit_is_given(unit))
+        return;
+    job->run = run;
+    job->work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc.dtype); /* of P only */
+}
+
 static bool is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return engine->step_state == LH_STEP_STATE_CLOSED && lh_given_is(unit) &&
+    return engine->step_state == LH_STEP_STATE_CLOSED && lh_unit_is_given(unit) &&
            unit->update.gradient_count > 0 && !unit->given.is_there;
 }
 
 static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)engine;
-    return !lh_given_is(unit) || unit->given.is_there;
+    return !lh_unit_is_given(unit) || unit->given.is_there;
 }
 
 static bool is_busy(const struct lh_engine *engine)
@@ -93,7 +111,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
         return true;
     }
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
-    LH_ASSERT(is_awaited(engine, unit)); /* lh_engine_given() is called once after the close */
+    LH_ASSERT(is_awaited(engine, unit)); /* lh_given_arrived() is called once after the close */
     unit->given.is_there = true;
     lh_update_consider(engine, index);
     return true;
@@ -109,6 +127,7 @@ const struct lh_feature lh_given_feature = {
     .name = "given",
     .message = message,
     .update_may_queue = update_may_queue,
+    .chunk_job = chunk_job,
     .step_forgotten = step_forgotten,
     .is_busy = is_busy,
 };

@@ -21,7 +21,7 @@ static void state_set(struct lh_unit *unit, enum lh_norm_state state)
 
 static bool has_norm(const struct lh_unit *unit)
 {
-    return unit->update.gradient_count > 0 && !lh_given_is(unit);
+    return unit->update.gradient_count > 0 && !lh_unit_is_given(unit);
 }
 
 /* Runs on a worker: sum each parameter from its first element on, across chunk boundaries. */

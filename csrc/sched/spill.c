@@ -55,8 +55,8 @@ static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
 static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
 {
     if (!unit->spill.is_chosen || unit->spill.state != LH_SPILL_STATE_NONE ||
-        engine->step_state != LH_STEP_STATE_OPEN || !is_whole(engine, unit) || lh_given_is(unit) ||
-        !is_like_params(engine, unit))
+        engine->step_state != LH_STEP_STATE_OPEN || !is_whole(engine, unit) ||
+        lh_unit_is_given(unit) || !is_like_params(engine, unit))
         return;
     state_set(unit, LH_SPILL_STATE_RUNNING);
     unit->spill.next_chunk = 0;

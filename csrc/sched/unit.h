@@ -146,6 +146,12 @@ static inline uint64_t lh_unit_state_bytes(const struct lh_unit_state_array *arr
 struct lh_unit_state_place lh_unit_state_place(const struct lh_unit *unit, uint32_t array,
                                                uint64_t first, uint64_t count);
 
+/* Whether the unit is trained, but another process has its states. */
+static inline bool lh_unit_is_given(const struct lh_unit *unit)
+{
+    return unit->desc.elements > 0 && unit->desc.moment1_extent == LH_ENGINE_EXTENT_NONE;
+}
+
 static inline uint32_t lh_unit_pins(const struct lh_unit *unit)
 {
     return atomic_load(&unit->shared.word) & ~LH_UNIT_READY_BIT;

@@ -257,7 +257,7 @@ static bool units_give(struct lh_sim_member *member)
             continue;
         if (node->value_counts[member->given] < expected)
             break;
-        lh_engine_given(member->run.engine, member->given);
+        lh_given_arrived(member->run.engine, member->given);
     }
     return member->given > before;
 }

@@ -524,7 +524,7 @@ void rig_give(struct rig *rig, unsigned gradients)
         const struct lh_engine_unit *unit = &rig->units[i];
         unsigned mine = ((1u << unit->param_count) - 1) << unit->param_first;
         if ((rig->opts.given & (1u << i)) && (gradients & mine))
-            lh_engine_given(rig->engine, i);
+            lh_given_arrived(rig->engine, i);
     }
 }
 

@@ -56,7 +56,7 @@ struct rig_opts {
     uint64_t tail_bytes;     /* with device: the most that the test gives to lh_tail_post() */
     unsigned announced;      /* bits of units whose uses are announced */
     unsigned family;     /* bits of units that owe steps in which others of them have gradients */
-    bool given_late;     /* the test itself calls lh_engine_given() after a close */
+    bool given_late;     /* the test itself calls lh_given_arrived() after a close */
     uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };
 

@@ -53,7 +53,7 @@ static void test_waits(void)
         rig_settle(&rig);
         LH_CHECK(lh_engine_over_wait(rig.engine, 0) == 0);
         if (GIVEN & (1u << i))
-            lh_engine_given(rig.engine, i);
+            lh_given_arrived(rig.engine, i);
     }
     rig_over_as_planned(&rig);
     rig_finish(&rig);
@@ -91,11 +91,11 @@ static void test_never(void)
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     rig_give(&rig, RIG_GRADIENTS_ALL);
     rig_over(&rig);
-    lh_engine_given_never(rig.engine); /* nothing is missing */
+    lh_given_never(rig.engine); /* nothing is missing */
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    lh_engine_given(rig.engine, 1);
+    lh_given_arrived(rig.engine, 1);
     rig_settle(&rig);
-    lh_engine_given_never(rig.engine);
+    lh_given_never(rig.engine);
     rig_settle(&rig);
     LH_CHECK(lh_engine_over_wait(rig.engine, 0) == -ECONNABORTED);
     LH_CHECK(lh_engine_error(rig.engine, &err) == -ECONNABORTED);
@@ -114,7 +114,7 @@ static void test_all_states(void)
     opts.given = 0;
     rig_make(&rig, "given-all-states", opts);
     LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
-    lh_engine_given_never(rig.engine);
+    lh_given_never(rig.engine);
     rig_over_as_planned(&rig);
     rig_finish(&rig);
 }

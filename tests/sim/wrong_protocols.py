@@ -357,7 +357,7 @@ PROTOCOLS = (
     between(
         "updates before the values are there",
         GIVEN,
-        "    return !lh_given_is(unit) || unit->given.is_there;\n",
+        "    return !lh_unit_is_given(unit) || unit->given.is_there;\n",
         "    return true;\n",
     ),
     between(

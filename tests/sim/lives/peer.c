@@ -420,7 +420,7 @@ bool lh_sim_peer_leave(struct lh_sim_peer *peer, struct lh_error *err)
     while (given < engine->opts.unit_count && peer->values.missing[given] == 0)
         given++;
     bool is_any = given < engine->opts.unit_count;
-    lh_engine_given_never(engine);
+    lh_given_never(engine);
     while (lh_engine_poll(engine) && lh_engine_error(engine, NULL) == 0)
         continue;
     int rc = lh_engine_error(engine, err);

@@ -135,7 +135,7 @@ static bool units_give(struct lh_sim_peer *peer)
     bool moved = false;
     while (values->given < model_of(peer)->unit_count && values->missing[values->given] == 0) {
         if (is_expected(peer, values->given)) {
-            lh_engine_given(peer->lives.run.engine, values->given);
+            lh_given_arrived(peer->lives.run.engine, values->given);
             moved = true;
         }
         values->given++;
