@@ -387,7 +387,7 @@ static PyObject *session_resume(PyObject *object, PyObject *units)
     }
     PyMem_Free(changed);
     if (rc == 0 && count > 0 && lhpy_team_is_mate(self))
-        lh_engine_give_back(self->core->engine);
+        lh_borrow_give_back(self->core->engine);
     lh_engine_resume(self->core->engine);
     lhpy_engine_turn_give(self);
     if (rc < 0)

@@ -11,11 +11,6 @@
 
 #include "sched/engine_private.h"
 
-bool lh_borrow_is_on(const struct lh_engine *engine)
-{
-    return engine->opts.team && engine->opts.team->mate > 0;
-}
-
 static bool pin(struct lh_engine *engine, struct lh_unit *unit)
 {
     uint64_t offset = 0;
@@ -124,7 +119,7 @@ static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
 
 void lh_borrow_give_back(struct lh_engine *engine)
 {
-    LH_ASSERT(lh_borrow_is_on(engine));
+    LH_ASSERT(lh_engine_is_mate(engine) && engine->shared.is_paused);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, i);
         /* The accelerator's copy of a frozen unit stays valid. */
@@ -181,7 +176,7 @@ int lh_borrow_create(struct lh_engine *engine, struct lh_error *err)
 void lh_borrow_stop(struct lh_engine *engine)
 {
     struct lh_team *team = engine->opts.team;
-    LH_ASSERT(lh_borrow_is_on(engine) && engine->borrow.waiting);
+    LH_ASSERT(lh_engine_is_mate(engine) && engine->borrow.waiting);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, i);
         if (unit->state == LH_UNIT_STATE_READY)

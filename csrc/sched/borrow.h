@@ -19,10 +19,6 @@ struct lh_borrow {
 
 extern const struct lh_feature lh_borrow_feature;
 
-/* Whether the engine's units are another process's. */
-bool lh_borrow_is_on(const struct lh_engine *engine);
-/* While the engine is paused: give all units back, and discard the plan. */
-void lh_borrow_give_back(struct lh_engine *engine);
 /* Make the owner of the team the source of all units. Errors: -ENOMEM, -EINVAL. */
 int lh_borrow_create(struct lh_engine *engine, struct lh_error *err);
 /* The engine's thread has ended: give back all units but those that are lent, until destroy. */

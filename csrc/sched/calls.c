@@ -537,12 +537,6 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
     lh_region_forget(engine);
 }
 
-void lh_engine_give_back(struct lh_engine *engine)
-{
-    LH_ASSERT(engine->shared.is_paused);
-    lh_borrow_give_back(engine);
-}
-
 static bool is_any_staged(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {

@@ -224,7 +224,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     if (engine->opts.team && engine->opts.team->mate == 0) {
         LH_TRY(lh_mates_create(engine, err));
         feature_add(engine, &lh_mates_feature);
-    } else if (lh_borrow_is_on(engine)) {
+    } else if (lh_engine_is_mate(engine)) {
         feature_add(engine, &lh_borrow_feature);
     }
     if (engine->copies_units)
@@ -292,7 +292,7 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
         rc = lh_transfer_create(engine, err);
     if (rc == 0)
         rc = lh_in_place_create(engine, err);
-    if (rc == 0 && lh_borrow_is_on(engine))
+    if (rc == 0 && lh_engine_is_mate(engine))
         rc = lh_borrow_create(engine, err);
     if (rc == 0)
         rc = lh_region_create_all(engine, err);
@@ -331,7 +331,7 @@ void lh_engine_stop(struct lh_engine *engine)
     engine->has_thread = false;
     if (lh_gather_is_on(&engine->opts))
         lh_gather_stop(engine);
-    if (lh_borrow_is_on(engine))
+    if (lh_engine_is_mate(engine))
         lh_borrow_stop(engine);
 }
 

@@ -508,7 +508,7 @@ void lh_engine_resume(struct lh_engine *engine);
  * While a mate's engine is paused: give all units back to the owner. None may be pinned. What was
  * recorded of the current cycle stays.
  */
-void lh_engine_give_back(struct lh_engine *engine);
+void lh_borrow_give_back(struct lh_engine *engine);
 
 /* Return the code of the first error, and copy it to *err; 0: no error. Thread: any. */
 int lh_engine_error(struct lh_engine *engine, struct lh_error *err);

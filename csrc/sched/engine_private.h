@@ -270,6 +270,12 @@ static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32
     return &engine->units[unit];
 }
 
+/* Whether the engine's units are another process's, the owner's of its team. */
+static inline bool lh_engine_is_mate(const struct lh_engine *engine)
+{
+    return engine->opts.team && engine->opts.team->mate > 0;
+}
+
 /* The number of the oldest step that is not over. */
 static inline uint64_t lh_core_step(const struct lh_engine *engine)
 {

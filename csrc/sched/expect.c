@@ -128,7 +128,7 @@ void lh_expect_first(struct lh_engine *engine, struct lh_event_list *list)
             continue;
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
-        bool is_updated = engine->units[i].desc.elements > 0 && !lh_borrow_is_on(engine);
+        bool is_updated = engine->units[i].desc.elements > 0 && !lh_engine_is_mate(engine);
         if (is_updated)
             list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_UPDATE};
     }

@@ -321,9 +321,9 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
         if (is_packed(made)) {
             unit->in_place.jobs = engine->in_place.jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
             unit->source = &engine->in_place.packed_source;
-            unit->in_place.first = lh_borrow_is_on(engine) ? 0 : made->runs[0].offset;
+            unit->in_place.first = lh_engine_is_mate(engine) ? 0 : made->runs[0].offset;
         }
-        if (is_packed(made) && engine->opts.in_place.kept_bytes > 0 && !lh_borrow_is_on(engine))
+        if (is_packed(made) && engine->opts.in_place.kept_bytes > 0 && !lh_engine_is_mate(engine))
             lh_kept_add(engine, unit);
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {

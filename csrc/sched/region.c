@@ -504,7 +504,7 @@ int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
                                 engine->event_max);
     }
     engine->host_region.link =
-        lh_borrow_is_on(engine) ? LH_ENGINE_LINK_SHARED : LH_ENGINE_LINK_PARAM_READ;
+        lh_engine_is_mate(engine) ? LH_ENGINE_LINK_SHARED : LH_ENGINE_LINK_PARAM_READ;
     engine->device_region.link = LH_ENGINE_LINK_COPY_IN;
     engine->uses = engine->copies_units ? &engine->device_region : &engine->host_region;
     LH_TRY(region_create(engine, &engine->host_region, engine->budget.region_bytes, err));

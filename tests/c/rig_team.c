@@ -37,7 +37,7 @@ void rig_team_give_back(struct rig *rig)
 {
     LH_CHECK(rig_flush(rig, false) == 0); /* messages about earlier uses are handled */
     rig_pause(rig);
-    lh_engine_give_back(rig->engine);
+    lh_borrow_give_back(rig->engine);
     lh_engine_resume(rig->engine);
 }
 

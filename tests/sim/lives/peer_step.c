@@ -321,7 +321,7 @@ static enum lh_sim_look pause_here(struct lh_sim_peer *peer)
     if (!lh_step_is_quiet(engine))
         return LH_SIM_LOOK_WAIT;
     engine->shared.is_paused = true;
-    lh_engine_give_back(engine);
+    lh_borrow_give_back(engine);
     lh_engine_resume(engine);
     engine->shared.is_paused = false;
     peer->is_awake = true;
