@@ -434,10 +434,10 @@ static PyObject *engine_device_policy(PyObject *object, PyObject *args)
     if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(no_overlap), LHPY_ARG(no_reuse),
                            LHPY_ARG(alloc_bytes_per_s)) < 0)
         return NULL;
-    lh_engine_device_policy_set(self->core->engine,
-                                (no_overlap ? LH_ENGINE_DEVICE_NO_OVERLAP : 0) |
-                                    (no_reuse ? LH_ENGINE_DEVICE_NO_REUSE : 0),
-                                alloc_bytes_per_s);
+    lh_device_policy_set(self->core->engine,
+                         (no_overlap ? LH_ENGINE_DEVICE_NO_OVERLAP : 0) |
+                             (no_reuse ? LH_ENGINE_DEVICE_NO_REUSE : 0),
+                         alloc_bytes_per_s);
     Py_RETURN_NONE;
 }
 

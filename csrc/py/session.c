@@ -124,7 +124,7 @@ static PyObject *session_close_step(PyObject *object, PyObject *bytes)
 
 static int norm_wait(struct lh_engine *engine, uint64_t argument, int timeout_ms)
 {
-    return lh_engine_norm(engine, (double *)(uintptr_t)argument, timeout_ms);
+    return lh_norm_wait(engine, (double *)(uintptr_t)argument, timeout_ms);
 }
 
 static PyObject *session_gradient_square_sum(PyObject *object, PyObject *Py_UNUSED(args))
@@ -148,7 +148,7 @@ static PyObject *session_gradient_square_sums(PyObject *object, PyObject *Py_UNU
     if (!self || lhpy_engine_request(self, norm_wait, (uint64_t)(uintptr_t)&sum) < 0)
         return NULL;
     lhpy_engine_sweep(self);
-    const double *sums = lh_engine_norm_sums(self->core->engine);
+    const double *sums = lh_norm_sums(self->core->engine);
     double *mine = PyMem_Calloc((size_t)self->param_count + 1, sizeof(*mine));
     if (!mine)
         return PyErr_NoMemory();

@@ -244,13 +244,6 @@ void lh_engine_moved(struct lh_engine *engine, uint32_t unit)
         atomic_store(&lh_engine_unit_at(engine, unit)->copy.is_modified, true);
 }
 
-void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy,
-                                 uint64_t alloc_bytes_per_s)
-{
-    atomic_store(&engine->device.alloc_bytes_per_s, alloc_bytes_per_s);
-    atomic_store(&engine->device.policy, policy);
-}
-
 void lh_engine_handle_add(struct lh_engine *engine, uint32_t unit)
 {
     uint32_t before = atomic_fetch_add(&lh_engine_unit_at(engine, unit)->shared.handles, 1);
@@ -394,33 +387,9 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     return 1;
 }
 
-int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms)
-{
-    LH_ASSERT(engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
-              engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
-    if (atomic_load(&engine->failed))
-        return lh_core_fail_code(engine);
-    if (lh_request_is_pending(&engine->requests[LH_REQUEST_NORM])) {
-        lh_request_join(engine, LH_REQUEST_NORM);
-    } else if (!lh_request_is_current(engine, LH_REQUEST_NORM)) {
-        lh_request_send(engine, LH_REQUEST_NORM);
-        lh_engine_post(engine, LH_MESSAGE_NORM, 0, 0, 0);
-    }
-    int rc = lh_request_wait(engine, LH_REQUEST_NORM, timeout_ms);
-    if (rc > 0)
-        *square_sum_out = engine->norm.square_sum;
-    return rc;
-}
-
 void lh_engine_gradient_scale_set(struct lh_engine *engine, double scale)
 {
     engine->gradient_scales[(lh_engine_step(engine) + 1) % 2] = scale;
-}
-
-const double *lh_engine_norm_sums(const struct lh_engine *engine)
-{
-    LH_ASSERT(!lh_request_is_pending(&engine->requests[LH_REQUEST_NORM]));
-    return engine->norm.sums;
 }
 
 void lh_engine_peer_lost(struct lh_engine *engine)

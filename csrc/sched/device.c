@@ -429,6 +429,12 @@ static int fences_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
+void lh_device_policy_set(struct lh_engine *engine, uint32_t policy, uint64_t alloc_bytes_per_s)
+{
+    atomic_store(&engine->device.alloc_bytes_per_s, alloc_bytes_per_s);
+    atomic_store(&engine->device.policy, policy);
+}
+
 int lh_device_create(struct lh_engine *engine, struct lh_error *err)
 {
     engine->device.loading_unit = LH_UNIT_NONE;

@@ -183,7 +183,7 @@ struct lh_engine_opts {
     uint64_t transfer_bytes; /* the maximum size of a request; a multiple of LH_CHECKSUM_BYTES */
     uint64_t commit_every;   /* steps per commit; LH_ENGINE_COMMIT_NEVER: only a flush commits */
     enum lh_engine_schedule schedule;
-    bool norms;           /* lh_engine_norm() is called in each step; needs every update deferred */
+    bool norms;           /* lh_norm_wait() is called in each step; needs every update deferred */
     bool verify;          /* verify the checksums of what is read */
     bool accept_nan;      /* an update may make a parameter NaN; otherwise the engine fails */
     uint32_t trace_count; /* number of trace events that are kept; 0: no trace */
@@ -285,8 +285,7 @@ void lh_engine_moved(struct lh_engine *engine, uint32_t unit);
  */
 #define LH_ENGINE_DEVICE_NO_REUSE 2U
 /* Set the policy (a combination of the bits above), before any unit is acquired. */
-void lh_engine_device_policy_set(struct lh_engine *engine, uint32_t policy,
-                                 uint64_t alloc_bytes_per_s);
+void lh_device_policy_set(struct lh_engine *engine, uint32_t policy, uint64_t alloc_bytes_per_s);
 
 /*
  * Set the accelerator's stream that receives computation from now on: acquires, unpins and
@@ -377,12 +376,12 @@ int lh_engine_gradient_wait(struct lh_engine *engine, uint64_t gradient_bytes_ma
  * after the first call, the computation overlaps backward. Waits. Returns 1 (*square_sum_out is
  * set), 0 after timeout_ms, or -errno.
  */
-int lh_engine_norm(struct lh_engine *engine, double *square_sum_out, int timeout_ms) LH_MUST_CHECK;
+int lh_norm_wait(struct lh_engine *engine, double *square_sum_out, int timeout_ms) LH_MUST_CHECK;
 /*
- * The sums of squares of single parameters that lh_engine_norm() has added, valid until the close:
+ * The sums of squares of single parameters that lh_norm_wait() has added, valid until the close:
  * one for each parameter of a unit that has a gradient, except those of given units.
  */
-const double *lh_engine_norm_sums(const struct lh_engine *engine);
+const double *lh_norm_sums(const struct lh_engine *engine);
 /*
  * After the close of a step: the new values of a unit whose states another process has are in
  * memory, where lh_engine_gradient() said that they would be. Call it once for each such unit that

@@ -158,11 +158,35 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 {
     if (message->words[0] != LH_MESSAGE_NORM)
         return false;
-    LH_ASSERT(!engine->norm.is_asked); /* lh_engine_norm() sends one request at a time */
+    LH_ASSERT(!engine->norm.is_asked); /* lh_norm_wait() sends one request at a time */
     engine->norm.is_asked = true;
     engine->norm.is_taken = true; /* from now on, units are summed during backward */
     lh_spill_consider_all(engine);
     return true;
+}
+
+int lh_norm_wait(struct lh_engine *engine, double *square_sum_out, int timeout_ms)
+{
+    LH_ASSERT(engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL ||
+              engine->opts.schedule == LH_ENGINE_SCHEDULE_DEFERRED);
+    if (atomic_load(&engine->failed))
+        return lh_core_fail_code(engine);
+    if (lh_request_is_pending(&engine->requests[LH_REQUEST_NORM])) {
+        lh_request_join(engine, LH_REQUEST_NORM);
+    } else if (!lh_request_is_current(engine, LH_REQUEST_NORM)) {
+        lh_request_send(engine, LH_REQUEST_NORM);
+        lh_engine_post(engine, LH_MESSAGE_NORM, 0, 0, 0);
+    }
+    int rc = lh_request_wait(engine, LH_REQUEST_NORM, timeout_ms);
+    if (rc > 0)
+        *square_sum_out = engine->norm.square_sum;
+    return rc;
+}
+
+const double *lh_norm_sums(const struct lh_engine *engine)
+{
+    LH_ASSERT(!lh_request_is_pending(&engine->requests[LH_REQUEST_NORM]));
+    return engine->norm.sums;
 }
 
 int lh_norm_create(struct lh_engine *engine, struct lh_error *err)

@@ -268,7 +268,7 @@ static void test_moved(const char *kind, uint32_t policy, bool least)
     if (strcmp(kind, "emu") != 0)
         LH_CHECK(dev->ops->kernel_load(dev, fake_cuda_image, LH_ZO_KERNEL_NAME, &kernel, NULL) ==
                  0);
-    lh_engine_device_policy_set(rig.engine, policy, UINT64_C(1) << 30);
+    lh_device_policy_set(rig.engine, policy, UINT64_C(1) << 30);
     for (int round = 0; round < 12; round++) {
         LH_CHECK(lh_engine_begin(rig.engine, LH_ENGINE_MODE_EVAL) == 0);
         for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)

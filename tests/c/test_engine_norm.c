@@ -55,9 +55,9 @@ static double reference(const struct rig *rig, unsigned gradients)
 static double norm(struct rig *rig)
 {
     double found = -1;
-    LH_CHECK(lh_engine_norm(rig->engine, &found, 0) == 0);
+    LH_CHECK(lh_norm_wait(rig->engine, &found, 0) == 0);
     rig_settle(rig);
-    LH_CHECK(lh_engine_norm(rig->engine, &found, 0) == 1);
+    LH_CHECK(lh_norm_wait(rig->engine, &found, 0) == 1);
     return found;
 }
 
@@ -186,10 +186,10 @@ static void test_asked_twice(void)
     rig_make(&rig, "norm-twice", opts_norm);
     LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
     for (int i = 0; i < 3; i++)
-        LH_CHECK(lh_engine_norm(rig.engine, &first, 0) == 0);
+        LH_CHECK(lh_norm_wait(rig.engine, &first, 0) == 0);
     LH_CHECK(atomic_load(&rig.engine->requests[LH_REQUEST_NORM].sent) == 1);
     rig_settle(&rig);
-    LH_CHECK(lh_engine_norm(rig.engine, &first, 0) == 1);
+    LH_CHECK(lh_norm_wait(rig.engine, &first, 0) == 1);
     LH_CHECK(atomic_load(&rig.engine->requests[LH_REQUEST_NORM].sent) == 1);
     again = norm(&rig);
     LH_CHECK(memcmp(&first, &again, sizeof(first)) == 0);
@@ -273,7 +273,7 @@ static void test_abort(void)
         double found = 0;
         LH_CHECK(rig_forward_backward(&rig, RIG_GRADIENTS_ALL) == 0);
         if (rounds % 2)
-            LH_CHECK(lh_engine_norm(rig.engine, &found, 0) == 0);
+            LH_CHECK(lh_norm_wait(rig.engine, &found, 0) == 0);
         for (uint32_t i = 0; i < rounds; i++)
             rig_poll(&rig);
         LH_CHECK(rig_abort(&rig) == 0);

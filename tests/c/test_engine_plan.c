@@ -82,7 +82,7 @@ static bool step_run(struct rig *rig, uint64_t *seed, bool has_forward)
         LH_CHECK(rig_forward(rig, LH_ENGINE_MODE_TRAIN) == 0);
     LH_CHECK(rig_backward(rig, gradients) == 0);
     if (rig->opts.norms && chance(seed, 50)) {
-        LH_CHECK(lh_engine_norm(rig->engine, &square_sum, 0) == 0);
+        LH_CHECK(lh_norm_wait(rig->engine, &square_sum, 0) == 0);
         rig_settle(rig);
         LH_CHECK((rig->engine->norm.square_sum > 0) == (gradients != 0));
     }

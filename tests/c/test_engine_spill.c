@@ -356,7 +356,7 @@ static void test_late_gradient(void)
         rig_settle(&rig);
         LH_CHECK(spill_of(&rig, 1)->state == LH_SPILL_STATE_NONE);
         LH_CHECK(spill_of(&rig, 3)->state == LH_SPILL_STATE_DONE);
-        LH_CHECK(lh_engine_norm(rig.engine, &square_sum, 0) == 0);
+        LH_CHECK(lh_norm_wait(rig.engine, &square_sum, 0) == 0);
         rig_settle(&rig);
         LH_CHECK(spill_of(&rig, 0)->state == LH_SPILL_STATE_DONE);
         LH_CHECK(spill_of(&rig, 1)->state == LH_SPILL_STATE_DONE);
