@@ -375,7 +375,7 @@ int lh_engine_close(struct lh_engine *engine, const void *scalars, uint64_t scal
     uint64_t overhead = lh_scalars_overhead_bytes(engine->param_count);
     LH_ASSERT(engine->scalar_bytes_max >= overhead); /* lh_engine_create() checked this */
     if (scalar_bytes > engine->scalar_bytes_max - overhead) {
-        engine->tail.bytes = 0;
+        LH_FEATURE_CALL(engine, close_refused);
         return -E2BIG;
     }
     /* The previous step is over, so no commit is reading engine->scalars. */
@@ -496,7 +496,7 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(engine->shared.is_paused);
-    lh_unified_synchronize(engine); /* the unit's place may be reused at once */
+    lh_stream_synchronize(engine); /* the unit's place may be reused at once */
     if (lh_store_is_staged(engine->store, unit->desc.store_group))
         engine->has_edits = true;
     lh_step_forget_unit(engine, index);

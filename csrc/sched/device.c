@@ -445,7 +445,7 @@ int lh_device_create(struct lh_engine *engine, struct lh_error *err)
 void lh_device_destroy(struct lh_engine *engine)
 {
     struct lh_dev *dev = engine->dev;
-    lh_unified_synchronize(engine); /* the units' memory is about to be freed */
+    lh_stream_synchronize(engine); /* the units' memory is about to be freed */
     for (uint32_t i = 0; engine->units && i < engine->opts.unit_count; i++) {
         /*
          * Order copies after the unit's last reader: destroying the device waits for copies, and so

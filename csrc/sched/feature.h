@@ -117,6 +117,8 @@ struct lh_feature {
     void (*wait_begun)(struct lh_engine *engine, struct lh_dev_gap **gap_out);
     void (*wait_ended)(struct lh_engine *engine, struct lh_dev_gap *gap, bool is_param);
 
+    /* The scalars of a close are larger than a commit's. Thread: training. */
+    void (*close_refused)(struct lh_engine *engine);
     /* The open step was closed. */
     void (*step_closed)(struct lh_engine *engine);
     /* Whether the closed step can end, with its commit if one is due. */

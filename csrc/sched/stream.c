@@ -40,6 +40,13 @@ int lh_stream_wait(struct lh_engine *engine, struct lh_dev_fence *fence, uint32_
     return lh_core_fail_code(engine);
 }
 
+void lh_stream_synchronize(struct lh_engine *engine)
+{
+    struct lh_error err = {0};
+    if (engine->opts.units_in_memory && engine->dev->ops->synchronize(engine->dev, &err) < 0)
+        lh_core_device_fail(engine, &err, "the end of all computation");
+}
+
 void lh_stream_gap_begin(struct lh_engine *engine, struct lh_dev_gap **gap_out)
 {
     struct lh_dev *dev = engine->dev;

@@ -28,6 +28,11 @@ void lh_stream_record(struct lh_engine *engine, struct lh_dev_fence *fence);
  */
 int lh_stream_wait(struct lh_engine *engine, struct lh_dev_fence *fence, uint32_t unit,
                    const char *what);
+/*
+ * Wait until the accelerator has executed everything, if it reads units in main memory. Thread: the
+ * engine's, or the one that has paused the engine.
+ */
+void lh_stream_synchronize(struct lh_engine *engine);
 /* Around a thread's own wait. *gap_out may be NULL. */
 void lh_stream_gap_begin(struct lh_engine *engine, struct lh_dev_gap **gap_out);
 void lh_stream_gap_end(struct lh_engine *engine, struct lh_dev_gap *gap, bool is_param);

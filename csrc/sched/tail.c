@@ -38,6 +38,12 @@ static void step_closed(struct lh_engine *engine)
     tail->is_wanted = tail->bytes > 0;
 }
 
+/* What was announced was a part of the scalars that were refused. */
+static void close_refused(struct lh_engine *engine)
+{
+    engine->tail.bytes = 0;
+}
+
 static void copied(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_tail *tail = &engine->tail;
@@ -99,6 +105,7 @@ void lh_tail_destroy(struct lh_engine *engine)
 
 const struct lh_feature lh_tail_feature = {
     .name = "tail",
+    .close_refused = close_refused,
     .step_closed = step_closed,
     .step_forgotten = step_forgotten,
     .step_may_end = step_may_end,

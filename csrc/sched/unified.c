@@ -47,13 +47,6 @@ static bool pump_after(struct lh_engine *engine)
     return is_any_new;
 }
 
-void lh_unified_synchronize(struct lh_engine *engine)
-{
-    struct lh_error err = {0};
-    if (engine->opts.units_in_memory && engine->dev->ops->synchronize(engine->dev, &err) < 0)
-        lh_core_device_fail(engine, &err, "the end of all computation");
-}
-
 const struct lh_feature lh_unified_feature = {
     .name = "unified",
     .unit_is_unread = unit_is_unread,

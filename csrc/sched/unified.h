@@ -25,10 +25,4 @@ struct lh_unified {
 
 extern const struct lh_feature lh_unified_feature;
 
-/*
- * Wait until the accelerator has executed everything, if it reads units in main memory. Thread: the
- * engine's, or the one that has paused the engine.
- */
-void lh_unified_synchronize(struct lh_engine *engine);
-
 #endif
