@@ -165,13 +165,13 @@ static bool is_stuck(const struct lh_engine *engine)
     bool is_awaited = atomic_load(&engine->waiting) > 0;
     struct lh_error err = {0};
     bool is_feature_stuck = LH_FEATURE_ANY(engine, is_stuck, &err);
-    bool is_read = engine->reading.unit && !engine->reading.is_lent;
-    if ((is_awaited && is_feature_stuck) || is_read)
+    if (is_awaited && is_feature_stuck)
         return true;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         bool is_owed_update = unit->update.is_queued && unit->state == LH_UNIT_STATE_ABSENT;
-        if (unit->waiter_count > 0 || unit->mates.is_wanted || (is_awaited && is_owed_update))
+        bool is_wanted = LH_FEATURE_ANY(engine, unit_is_wanted, unit);
+        if (unit->waiter_count > 0 || is_wanted || (is_awaited && is_owed_update))
             return true;
     }
     return false;

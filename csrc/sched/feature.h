@@ -100,6 +100,15 @@ struct lh_feature {
      * during this call, and none has pinned it. If it is false, the unit is ready again.
      */
     bool (*unit_is_unread)(struct lh_engine *engine, struct lh_unit *unit);
+    /* Whether the unit, which is not in main memory, must come there for the feature's sake. */
+    bool (*unit_is_wanted)(const struct lh_engine *engine, const struct lh_unit *unit);
+    /*
+     * Whether a thread of this process, which computes elsewhere, is to read the unit's bytes in
+     * main memory, and whether it may be reading them now. Until then, and while it does, they stay
+     * there.
+     */
+    bool (*unit_is_awaited)(const struct lh_engine *engine, const struct lh_unit *unit);
+    bool (*unit_is_read)(const struct lh_engine *engine, const struct lh_unit *unit);
     /* Whether the unit's bytes in main memory have readers that the engine does not know. */
     bool (*unit_is_lent)(const struct lh_engine *engine, const struct lh_unit *unit);
 

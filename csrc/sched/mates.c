@@ -125,6 +125,12 @@ static bool unit_may_claim(struct lh_engine *engine, struct lh_unit *unit)
     return lh_team_claim(engine->opts.team, index_of(engine, unit));
 }
 
+static bool unit_is_wanted(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    LH_ASSERT(engine->opts.team->mate == 0);
+    return unit->mates.is_wanted;
+}
+
 static bool unit_is_lent(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     return lh_team_is_pinned(engine->opts.team, index_of(engine, unit));
@@ -208,6 +214,7 @@ const struct lh_feature lh_mates_feature = {
     .use_begun = use_begun,
     .unit_ready = unit_ready,
     .unit_may_claim = unit_may_claim,
+    .unit_is_wanted = unit_is_wanted,
     .unit_is_lent = unit_is_lent,
     .step_closed = step_closed,
     .pump_before = team_pump,

@@ -104,6 +104,21 @@ static bool pump_before(struct lh_engine *engine)
     return true;
 }
 
+static bool unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return engine->reading.unit == unit;
+}
+
+static bool unit_is_read(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return engine->reading.unit == unit && engine->reading.is_lent;
+}
+
+static bool unit_is_wanted(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    return engine->reading.unit == unit && !engine->reading.is_lent;
+}
+
 static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_unit *unit = engine->reading.unit;
@@ -119,7 +134,10 @@ static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 const struct lh_feature lh_reading_feature = {
     .name = "reading",
     .message = message,
-    .unit_is_lent = lh_unit_is_read,
+    .unit_is_wanted = unit_is_wanted,
+    .unit_is_awaited = unit_is_awaited,
+    .unit_is_read = unit_is_read,
+    .unit_is_lent = unit_is_read,
     .pump_before = pump_before,
     .is_stuck = is_stuck,
 };

@@ -190,7 +190,7 @@ static bool is_owed(const struct lh_engine *engine, const struct lh_region *regi
         return is_awaited && (!lh_device_unit_is_placed(&unit->copy) || unit->copy.is_stale);
     if (unit->state != LH_UNIT_STATE_ABSENT)
         return false;
-    is_awaited |= unit->mates.is_wanted || engine->reading.unit == unit;
+    is_awaited |= LH_FEATURE_ANY(engine, unit_is_wanted, unit);
     return is_awaited || (unit->update.is_queued && !unit->update.is_done);
 }
 

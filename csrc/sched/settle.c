@@ -156,8 +156,9 @@ static bool wanted_settle(struct lh_engine *engine)
     for (int pass = 0; pass < 2; pass++) {
         for (uint32_t i = 0; idle->wanted_count > 0 && i < engine->opts.unit_count; i++) {
             struct lh_unit *unit = &engine->units[i];
-            bool may_settle = pass == 0 ? unit->waiter_count > 0 || engine->reading.unit == unit
-                                        : idle->queued_count < SETTLE_AHEAD;
+            bool is_awaited = LH_FEATURE_ANY(engine, unit_is_awaited, unit);
+            is_awaited |= unit->waiter_count > 0;
+            bool may_settle = pass == 0 ? is_awaited : idle->queued_count < SETTLE_AHEAD;
             if (!unit->update.idle.is_wanted || !may_settle)
                 continue;
             unit->update.idle.is_wanted = false;

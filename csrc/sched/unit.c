@@ -152,18 +152,14 @@ bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *un
 {
     bool is_copied =
         engine->copies_units && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
-    return (unit->waiter_count > 0 && !is_copied) || engine->reading.unit == unit;
-}
-
-bool lh_unit_is_read(const struct lh_engine *engine, const struct lh_unit *unit)
-{
-    return engine->reading.unit == unit && engine->reading.is_lent;
+    bool is_to_be_read = LH_FEATURE_ANY(engine, unit_is_awaited, unit);
+    return (unit->waiter_count > 0 && !is_copied) || is_to_be_read;
 }
 
 bool lh_unit_claim_host(struct lh_engine *engine, struct lh_unit *unit)
 {
-    bool is_read = engine->copies_units ? unit->copy.is_copying || lh_unit_is_read(engine, unit)
-                                        : lh_unit_pins(unit) > 0;
+    bool is_read = LH_FEATURE_ANY(engine, unit_is_read, unit);
+    is_read |= engine->copies_units ? unit->copy.is_copying : lh_unit_pins(unit) > 0;
     if (is_read)
         return false;
     bool may_claim = LH_FEATURE_ALL(engine, unit_may_claim, unit);

@@ -118,8 +118,6 @@ void lh_unit_grant(struct lh_engine *engine, struct lh_unit *unit);
  * or a thread reads it in main memory: until then its bytes stay there.
  */
 bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit);
-/* With an accelerator: whether the training thread may be reading its bytes in main memory. */
-bool lh_unit_is_read(const struct lh_engine *engine, const struct lh_unit *unit);
 /*
  * Take the unit's bytes in main memory away from their readers. Returns false if the bytes are
  * being read.
