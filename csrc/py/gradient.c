@@ -128,7 +128,7 @@ PyObject *lhpy_engine_gradient_begin(struct lhpy_engine *self, uint32_t index, P
         return NULL;
     }
     /* A forward between two backwards of a step has reopened the last one (sched/idle.h). */
-    if (lh_idle_is_reopened(self->core->engine) &&
+    if (lh_engine_is_reopened(self->core->engine) &&
         lhpy_engine_wait_plain(self, lh_engine_over_wait) < 0) {
         Py_DECREF(owned);
         return NULL;

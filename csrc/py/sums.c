@@ -233,7 +233,7 @@ static PyObject *sums_give(PyObject *object, PyObject *Py_UNUSED(args))
     struct lhpy_engine *self = lhpy_engine_open(object);
     if (!self)
         return NULL;
-    if (lh_idle_is_reopened(self->core->engine) &&
+    if (lh_engine_is_reopened(self->core->engine) &&
         lhpy_engine_wait_plain(self, lh_engine_over_wait) < 0)
         return NULL;
     if (self->has_sums && self->core->dev && lhpy_engine_wait_plain(self, lh_sum_wait) < 0)

@@ -275,7 +275,12 @@ static bool steps_are_over(struct lh_engine *engine, uint64_t argument)
 {
     (void)argument;
     return !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE]) &&
-           !lh_idle_is_reopened(engine);
+           !atomic_load(&engine->is_reopened);
+}
+
+bool lh_engine_is_reopened(const struct lh_engine *engine)
+{
+    return atomic_load(&engine->is_reopened);
 }
 
 /*

@@ -138,10 +138,8 @@ void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
     lh_transfer_submit(engine, more);
 }
 
-/* Runs on a worker: update a chunk in its slab. */
-static void update_run(struct lh_exec_job *job)
+void lh_chunk_zeros_fill(struct lh_slab *slab)
 {
-    struct lh_slab *slab = job->context;
     const struct lh_chunk *chunk = &slab->engine->chunks[slab->chunk];
     const struct lh_unit *unit = &slab->engine->units[chunk->unit];
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
@@ -149,10 +147,14 @@ static void update_run(struct lh_exec_job *job)
             memset(lh_slab_array(slab, unit, i, chunk->count), 0,
                    lh_unit_state_bytes(&unit->states[i], chunk->count));
     }
-    if (unit->update.idle.is_due)
-        lh_idle_run(slab);
-    else
-        slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
+}
+
+/* Runs on a worker: update a chunk in its slab. */
+static void update_run(struct lh_exec_job *job)
+{
+    struct lh_slab *slab = job->context;
+    lh_chunk_zeros_fill(slab);
+    slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
 }
 
 /*
@@ -264,8 +266,7 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
         /* The unit's bytes in memory are now those for the next step; release its gradients. */
         LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING && unit->update.is_counted);
         lh_gradient_release_unit(engine, unit);
-        if (unit->update.idle.is_due)
-            lh_idle_settled(engine, unit);
+        LH_FEATURE_CALL(engine, unit_computed, unit);
         lh_unit_make_ready(engine, unit);
     }
     bool may_write = LH_FEATURE_ALL(engine, chunk_may_write, chunk);

@@ -70,6 +70,8 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
 /* Start one more read into the slab of a chunk that is LOADED or READING. */
 void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
                          const struct lh_transfer *transfer);
+/* Runs on a worker: fill a slab's arrays that were never written with zeros. */
+void lh_chunk_zeros_fill(struct lh_slab *slab);
 void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk);
 
 #endif

@@ -238,6 +238,15 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
+static int features_resume(struct lh_engine *engine, struct lh_error *err)
+{
+    for (uint32_t i = 0; i < engine->features.count; i++) {
+        if (engine->features.all[i]->resumed)
+            LH_TRY(engine->features.all[i]->resumed(engine, err));
+    }
+    return 0;
+}
+
 static void features_destroy(struct lh_engine *engine)
 {
     lh_gather_destroy(engine);
@@ -306,8 +315,8 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
         rc = features_create(engine, err);
     if (rc == 0)
         rc = resume(engine, err);
-    if (rc == 0 && engine->idle.history)
-        rc = lh_idle_resume(engine, err);
+    if (rc == 0)
+        rc = features_resume(engine, err);
     if (rc == 0 && !opts->manual)
         rc = thread_start(engine, err);
     if (rc < 0) {

@@ -122,7 +122,7 @@ void lh_defer_set(struct lh_unit *unit, bool is_deferred)
 
 void lh_defer_release(struct lh_unit *unit)
 {
-    LH_ASSERT(unit->update.idle.is_due);
+    LH_ASSERT(unit->update.gradient_count == unit->desc.param_count);
     unit->defer.is_released = true;
 }
 

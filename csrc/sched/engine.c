@@ -85,7 +85,9 @@ static bool inbox_pop(struct lh_engine *engine, struct lh_ring_message *message)
         return false;
     if (!engine->has_held && !lh_ring_pop(&engine->inbox, &engine->held))
         return false;
-    engine->has_held = lh_idle_holds(engine, &engine->held);
+    engine->has_held = false;
+    if (atomic_load(&engine->is_reopened))
+        engine->has_held = LH_FEATURE_ANY(engine, message_is_held, &engine->held);
     *message = engine->held;
     return !engine->has_held;
 }

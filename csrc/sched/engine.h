@@ -312,8 +312,6 @@ void lh_idle_history_set(struct lh_engine *engine, uint64_t step, uint32_t group
                          const struct lh_adam_hyper *hyper);
 /* How many steps the unit owes. Thread: any. */
 uint32_t lh_idle_owed(const struct lh_engine *engine, uint32_t unit);
-/* Whether the closed step was over before, and was reopened for what units owe. Thread: any. */
-bool lh_idle_is_reopened(const struct lh_engine *engine);
 /*
  * Settle all units that owe. The open step must have no gradients. Returns 1 once all are updated
  * in memory (a flush waits for their writes), 0 after timeout_ms (then call again), or -errno.
@@ -325,6 +323,8 @@ int lh_settle_all(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
  * abort is in progress. Returns 1, 0 after timeout_ms, or -errno.
  */
 int lh_engine_over_wait(struct lh_engine *engine, int timeout_ms) LH_MUST_CHECK;
+/* Whether the last step was over, and was closed again for what units owe. Thread: any. */
+bool lh_engine_is_reopened(const struct lh_engine *engine);
 
 /*
  * Hand over param's gradient, after lh_engine_over_wait() returned 1 in this step. The gradient is

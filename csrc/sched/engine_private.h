@@ -193,6 +193,8 @@ struct lh_engine {
     bool commit_is_late; /* a commit was due while commits were held */
     /* a caller's writes during a pause are uncommitted: a rollback would lose them */
     bool has_edits;
+    _Atomic bool is_reopened;  /* the closed step was over before: lh_step_reopen() */
+    bool reopened_uncommitted; /* it has made updates since the last commit of its number */
     bool flush_is_asked;
     bool flush_commits;
     bool commit_is_of_flush;
@@ -215,7 +217,7 @@ struct lh_engine {
     uint64_t trace_written;
 
     struct lh_ring inbox;
-    struct lh_ring_message held; /* the next message, if has_held: it waits (lh_idle_holds()) */
+    struct lh_ring_message held; /* the next message, if has_held: it waits (message_is_held) */
     bool has_held;
     _Atomic uint32_t waiting;               /* threads that wait and must be notified */
     _Atomic uint32_t tentative;             /* threads in a tentative wait */

@@ -50,11 +50,19 @@ struct lh_update_pump;
 struct lh_feature {
     const char *name;
 
+    /* The engine has the step and the step counts of the store's last commit. */
+    int (*resumed)(struct lh_engine *engine, struct lh_error *err);
     /*
      * Handle a message that the engine itself does not know. Returns whether the message was for
      * this feature.
      */
     bool (*message)(struct lh_engine *engine, const struct lh_ring_message *message);
+    /* The step is reopened: whether a message must wait for its end. */
+    bool (*message_is_held)(struct lh_engine *engine, const struct lh_ring_message *message);
+    /* A thread is about to wait for the unit, or to read it in main memory. */
+    void (*unit_asked)(struct lh_engine *engine, struct lh_unit *unit);
+    /* Whether the unit's bytes lack updates of earlier steps: no thread gets a pin of it. */
+    bool (*unit_is_owing)(const struct lh_engine *engine, const struct lh_unit *unit);
     /* A use of a unit is about to begin. */
     void (*use_begun)(struct lh_engine *engine, uint32_t unit);
 
@@ -78,6 +86,8 @@ struct lh_feature {
                       struct lh_exec_job *job);
     /* The chunk's gradients are no longer needed. */
     void (*chunk_consumed)(struct lh_engine *engine, struct lh_chunk *chunk);
+    /* All chunks of the unit are computed, and it is about to be READY. */
+    void (*unit_computed)(struct lh_engine *engine, struct lh_unit *unit);
     /* Returns false if the feature itself writes what was computed. */
     bool (*chunk_may_write)(struct lh_engine *engine, struct lh_chunk *chunk);
 
@@ -134,6 +144,8 @@ struct lh_feature {
     bool (*step_may_end)(const struct lh_engine *engine);
     /* Whether the closed step can end without a commit. */
     bool (*step_may_skip_commit)(const struct lh_engine *engine);
+    /* Parameters with gradients count one more update; the scalars are about to be committed. */
+    void (*steps_advanced)(struct lh_engine *engine);
     /* The step is over: correct its counters. */
     void (*stats_correct)(struct lh_engine *engine, struct lh_engine_step_stats *stats);
     void (*step_over)(struct lh_engine *engine, const struct lh_engine_step_stats *stats);

@@ -177,12 +177,14 @@ static void store_nothing(struct lh_adam_chunk *chunk)
     chunk->moment2_checksums = NULL;
 }
 
-void lh_idle_run(struct lh_slab *slab)
+void lh_idle_run(struct lh_exec_job *job)
 {
+    struct lh_slab *slab = job->context;
     struct lh_engine *engine = slab->engine;
     struct lh_adam_scalars scalars[LH_IDLE_PARAMS_MAX][STEPS_PER_PASS];
     uint32_t owed = lh_idle_owed(engine, engine->chunks[slab->chunk].unit);
     LH_ASSERT(owed > 0 && owed <= LH_IDLE_STEPS_MAX);
+    lh_chunk_zeros_fill(slab);
     slab->result = 0;
     for (uint32_t begin = 0; begin < owed && slab->result == 0; begin += STEPS_PER_PASS) {
         uint32_t end = begin + STEPS_PER_PASS < owed ? begin + STEPS_PER_PASS : owed;
@@ -199,24 +201,17 @@ void lh_idle_run(struct lh_slab *slab)
 
 void lh_idle_settled(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->update.idle.is_due && unit->update.idle.made == 0);
-    LH_ASSERT(engine->idle.queued_count > 0);
+    if (!unit->update.idle.is_due)
+        return;
+    LH_ASSERT(unit->update.idle.made == 0 && engine->idle.queued_count > 0);
     engine->idle.queued_count--;
     unit->update.idle.made = atomic_load(&unit->update.idle.owed);
     lh_idle_owed_set(engine, unit, 0);
 }
 
-bool lh_idle_may_commit(const struct lh_engine *engine)
+void lh_idle_steps_advance(struct lh_engine *engine)
 {
-    return !lh_idle_is_reopened(engine) || engine->idle.settled_count > 0;
-}
-
-void lh_idle_steps_advance(struct lh_engine *engine, bool commits)
-{
-    if (!is_on(engine))
-        return;
-    if (engine->idle.settled_count > 0)
-        engine->idle.is_uncommitted = !commits;
+    LH_ASSERT(is_on(engine));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         for (uint32_t j = 0; unit->update.idle.made > 0 && j < unit->desc.param_count; j++)
@@ -225,37 +220,14 @@ void lh_idle_steps_advance(struct lh_engine *engine, bool commits)
     }
 }
 
-void lh_idle_stats_move(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
-{
-    uint64_t next = engine->step + 1;
-    LH_ASSERT(stats->updated_params == 0);
-    bool has_begun = lh_core_stats(engine, next)->begin_ns > 0;
-    struct lh_engine_step_stats *target = lh_core_stats(engine, has_begun ? next : 0);
-    LH_ASSERT(lh_idle_is_reopened(engine) && target != stats);
-    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++) {
-        if (i == LH_ENGINE_LINK_COMMIT_WRITE) /* the open step's plan has its own commit only */
-            continue;
-        target->bytes[i] += stats->bytes[i];
-        target->planned_bytes[i] += stats->planned_bytes[i];
-    }
-    target->update_busy_ns += stats->update_busy_ns;
-    target->ssd_busy_ns += stats->ssd_busy_ns;
-    target->commit_ns += stats->commit_ns;
-}
-
 bool lh_idle_holds(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     uint64_t kind = message->words[0];
-    if (!lh_idle_is_reopened(engine) ||
-        (kind != LH_MESSAGE_GRADIENT && kind != LH_MESSAGE_CLOSE && kind != LH_MESSAGE_ABORT))
+    LH_ASSERT(atomic_load(&engine->is_reopened));
+    if (kind != LH_MESSAGE_GRADIENT && kind != LH_MESSAGE_CLOSE && kind != LH_MESSAGE_ABORT)
         return false;
     engine->idle.is_drained = true;
     return true;
-}
-
-bool lh_idle_is_reopened(const struct lh_engine *engine)
-{
-    return atomic_load(&engine->idle.is_reopened);
 }
 
 uint32_t lh_idle_owed(const struct lh_engine *engine, uint32_t unit)

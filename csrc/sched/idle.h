@@ -46,9 +46,8 @@
 #include "compute/adam.h"
 
 struct lh_engine;
-struct lh_engine_step_stats;
 struct lh_ring_message;
-struct lh_slab;
+struct lh_exec_job;
 struct lh_unit;
 
 #define LH_IDLE_STEPS_MAX 1024
@@ -68,14 +67,11 @@ struct lh_idle {
     uint64_t *family_steps;        /* scratch, indexed by family */
     uint32_t family_count;         /* families are numbered from 1 to it */
     uint32_t wanted_count;
-    uint32_t settled_count; /* the number of units that the closed step settles */
-    uint32_t queued_count;  /* those of them whose updates are not computed yet */
+    uint32_t queued_count; /* units that the closed step settles, and that are not computed yet */
     bool settles_all;
-    uint32_t settle_next;     /* all units before it are settled, if settles_all */
-    bool is_drained;          /* the closed step may end */
-    _Atomic uint32_t owing;   /* the number of units that owe */
-    _Atomic bool is_reopened; /* the closed step was over before */
-    bool is_uncommitted;      /* units were settled since the last commit of their step */
+    uint32_t settle_next;   /* all units before it are settled, if settles_all */
+    bool is_drained;        /* the closed step may end */
+    _Atomic uint32_t owing; /* the number of units that owe */
 };
 
 /* Whether the units have families. */
@@ -88,18 +84,14 @@ int lh_idle_resume(struct lh_engine *engine, struct lh_error *err);
 void lh_idle_want(struct lh_engine *engine, struct lh_unit *unit);
 
 /* Runs on a worker: make what a unit owes, in a chunk's slab. */
-void lh_idle_run(struct lh_slab *slab);
-/* All chunks of a unit that is_due are computed. */
+void lh_idle_run(struct lh_exec_job *job);
+/* All chunks of a unit are computed. */
 void lh_idle_settled(struct lh_engine *engine, struct lh_unit *unit);
 /* Set how many steps a unit owes, and keep the closed step's hyper-parameters. */
 void lh_idle_owed_set(struct lh_engine *engine, struct lh_unit *unit, uint32_t owed);
 void lh_idle_history_keep(struct lh_engine *engine);
-/* Whether the closed step, which is due to commit, has something to commit. */
-bool lh_idle_may_commit(const struct lh_engine *engine);
-/* The step is over, without a commit if !commits: count the steps that its units have made. */
-void lh_idle_steps_advance(struct lh_engine *engine, bool commits);
-/* The reopened step is over: count what it moved elsewhere. */
-void lh_idle_stats_move(struct lh_engine *engine, const struct lh_engine_step_stats *stats);
+/* The step is about to be over: count the steps that its units have made. */
+void lh_idle_steps_advance(struct lh_engine *engine);
 
 /*
  * Whether a message must wait for the end of the reopened step, which it then ends: its sender has

@@ -59,7 +59,7 @@ static void begin(struct lh_engine *engine, uint32_t index, uint64_t number)
     reading->unit = unit;
     reading->number = number;
     lh_defer_approach(engine, index);
-    lh_idle_want(engine, unit);
+    LH_FEATURE_CALL(engine, unit_asked, unit);
     if (unit->state == LH_UNIT_STATE_LOADING)
         lh_transfer_raise(engine, &unit->load);
 }

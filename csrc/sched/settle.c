@@ -60,7 +60,6 @@ static void settle(struct lh_engine *engine, uint32_t index)
     unit->update.idle.is_due = true;
     unit->update.gradient_count = unit->desc.param_count;
     engine->updates.gradient_unit_count++;
-    engine->idle.settled_count++;
     engine->idle.queued_count++;
     lh_update_plan_settled(engine, unit);
     lh_defer_release(unit);
@@ -97,7 +96,6 @@ static void step_closed(struct lh_engine *engine)
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     lh_idle_history_keep(engine);
     idle->is_drained = false;
-    idle->settled_count = 0;
     const uint64_t *used = families_used(engine);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
@@ -140,9 +138,7 @@ static bool reopen(struct lh_engine *engine)
         lh_core_fail(engine, &err);
         return false;
     }
-    atomic_store(&engine->idle.is_reopened, true);
     engine->idle.is_drained = false;
-    engine->idle.settled_count = 0;
     lh_step_reopen(engine);
     return true;
 }
@@ -156,9 +152,9 @@ static bool wanted_settle(struct lh_engine *engine)
     for (int pass = 0; pass < 2; pass++) {
         for (uint32_t i = 0; idle->wanted_count > 0 && i < engine->opts.unit_count; i++) {
             struct lh_unit *unit = &engine->units[i];
-            bool is_awaited = LH_FEATURE_ANY(engine, unit_is_awaited, unit);
-            is_awaited |= unit->waiter_count > 0;
-            bool may_settle = pass == 0 ? is_awaited : idle->queued_count < SETTLE_AHEAD;
+            bool is_asked = LH_FEATURE_ANY(engine, unit_is_awaited, unit);
+            is_asked |= unit->waiter_count > 0;
+            bool may_settle = pass == 0 ? is_asked : idle->queued_count < SETTLE_AHEAD;
             if (!unit->update.idle.is_wanted || !may_settle)
                 continue;
             unit->update.idle.is_wanted = false;
@@ -240,6 +236,19 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
     return false; /* other features wait for the drain, too */
 }
 
+static bool unit_is_owing(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    (void)engine;
+    return atomic_load(&unit->update.idle.owed) > 0;
+}
+
+static void chunk_job(struct lh_engine *engine, const struct lh_chunk *chunk,
+                      struct lh_exec_job *job)
+{
+    if (engine->units[chunk->unit].update.idle.is_due)
+        job->run = lh_idle_run;
+}
+
 static bool step_may_end(const struct lh_engine *engine)
 {
     const struct lh_idle *idle = &engine->idle;
@@ -253,7 +262,6 @@ static void step_forgotten(struct lh_engine *engine)
         engine->units[i].update.idle.is_due = false;
         LH_ASSERT(engine->units[i].update.idle.made == 0);
     }
-    atomic_store(&engine->idle.is_reopened, false);
 }
 
 int lh_settle_all(struct lh_engine *engine, int timeout_ms)
@@ -276,11 +284,18 @@ int lh_settle_all(struct lh_engine *engine, int timeout_ms)
 
 const struct lh_feature lh_settle_feature = {
     .name = "settle",
+    .resumed = lh_idle_resume,
     .message = message,
+    .message_is_held = lh_idle_holds,
+    .unit_asked = lh_idle_want,
+    .unit_is_owing = unit_is_owing,
     .use_begun = use_begun,
     .gradient_accepts = gradient_accepts,
+    .chunk_job = chunk_job,
+    .unit_computed = lh_idle_settled,
     .step_closed = step_closed,
     .step_may_end = step_may_end,
+    .steps_advanced = lh_idle_steps_advance,
     .step_forgotten = step_forgotten,
     .pump_before = pump_before,
     .is_stuck = is_stuck,

@@ -65,6 +65,7 @@ void lh_step_reopen(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN && engine->updates.count == 0);
     LH_ASSERT(engine->updates.gradient_unit_count == 0);
+    atomic_store(&engine->is_reopened, true);
     state_set(engine, LH_STEP_STATE_CLOSED);
 }
 
@@ -114,6 +115,7 @@ static void updates_forget(struct lh_engine *engine)
 {
     LH_ASSERT(engine->updates.chunks_busy == 0);
     LH_FEATURE_CALL(engine, step_forgotten);
+    atomic_store(&engine->is_reopened, false);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         unit->update.gradient_count = 0;
@@ -150,7 +152,7 @@ static void updates_predict(struct lh_engine *engine)
 static void updates_end(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
     LH_ASSERT(engine->updates.done_count == engine->updates.count);
-    if (!lh_idle_is_reopened(engine))
+    if (!atomic_load(&engine->is_reopened))
         updates_predict(engine);
     /* Free the slabs of chunks that were read ahead for units that then had no gradients. */
     for (uint32_t i = engine->budget.kept_chunk_count; i < engine->budget.slab_count; i++) {
@@ -169,6 +171,28 @@ static void stats_publish(struct lh_engine *engine, const struct lh_engine_step_
     pthread_mutex_unlock(&engine->shared.mutex);
 }
 
+/*
+ * A reopened step is over: what it moved counts for the open step, or for no step if no forward has
+ * begun it; its commit counts for no step.
+ */
+static void reopened_stats_move(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
+{
+    uint64_t next = engine->step + 1;
+    LH_ASSERT(stats->updated_params == 0);
+    bool has_begun = lh_core_stats(engine, next)->begin_ns > 0;
+    struct lh_engine_step_stats *target = lh_core_stats(engine, has_begun ? next : 0);
+    LH_ASSERT(target != stats);
+    for (uint32_t i = 0; i < LH_ENGINE_LINK_COUNT; i++) {
+        if (i == LH_ENGINE_LINK_COMMIT_WRITE) /* the open step's plan has its own commit only */
+            continue;
+        target->bytes[i] += stats->bytes[i];
+        target->planned_bytes[i] += stats->planned_bytes[i];
+    }
+    target->update_busy_ns += stats->update_busy_ns;
+    target->ssd_busy_ns += stats->ssd_busy_ns;
+    target->commit_ns += stats->commit_ns;
+}
+
 static void step_over(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
@@ -176,9 +200,9 @@ static void step_over(struct lh_engine *engine)
     lh_transfer_step_over(engine, stats);
     LH_FEATURE_CALL(engine, stats_correct, stats);
     stats->end_ns = lh_core_now(engine);
-    const bool is_reopened = lh_idle_is_reopened(engine);
+    const bool is_reopened = atomic_load(&engine->is_reopened);
     if (is_reopened)
-        lh_idle_stats_move(engine, stats);
+        reopened_stats_move(engine, stats);
     else
         stats_publish(engine, stats);
     updates_end(engine, stats);
@@ -261,7 +285,7 @@ static void commit_done(struct lh_engine *engine)
                               });
     engine->committed_step = engine->step;
     engine->has_edits = false;
-    engine->idle.is_uncommitted = false;
+    engine->reopened_uncommitted = false;
     if (is_of_flush) {
         state_set(engine, LH_STEP_STATE_OPEN);
         engine->commit_is_of_flush = false;
@@ -396,7 +420,7 @@ static void abort_finish(struct lh_engine *engine)
     bool has_updates = is_changed(engine);
     /* With one slot an update overwrites the committed bytes. */
     bool is_recoverable = engine->committed_step == engine->step && !engine->has_edits &&
-                          !engine->idle.is_uncommitted &&
+                          !engine->reopened_uncommitted &&
                           engine->opts.commit_every != LH_ENGINE_COMMIT_NEVER;
     const struct lh_unit *lent = lent_update(engine);
     int result = 0;
@@ -464,7 +488,7 @@ static bool flush_pump(struct lh_engine *engine)
         return false;
     if (lh_write_back_dirty(engine, 0))
         return true;
-    bool is_newer = engine->committed_step < engine->step || engine->idle.is_uncommitted;
+    bool is_newer = engine->committed_step < engine->step || engine->reopened_uncommitted;
     bool is_asked = engine->flush_commits && is_newer && engine->updates.count == 0;
     if (is_asked && lh_step_holds_commits(engine))
         return false;
@@ -481,7 +505,9 @@ static bool flush_pump(struct lh_engine *engine)
 static bool closed_pump(struct lh_engine *engine)
 {
     uint64_t *planned_bytes = lh_core_stats(engine, engine->step)->planned_bytes;
-    bool commits = is_due(engine) && lh_idle_may_commit(engine);
+    const bool is_reopened = atomic_load(&engine->is_reopened);
+    bool is_changed_again = is_reopened && engine->updates.gradient_unit_count > 0;
+    bool commits = is_due(engine) && (is_changed_again || !is_reopened);
     if (engine->updates.count < engine->updates.gradient_unit_count ||
         engine->updates.done_count < engine->updates.count)
         return false;
@@ -508,7 +534,9 @@ static bool closed_pump(struct lh_engine *engine)
     planned_bytes[LH_ENGINE_LINK_COMMIT_WRITE] = commits ? lh_store_commit_bytes(engine->store) : 0;
     lh_region_step_end(engine);
     param_steps_advance(engine);
-    lh_idle_steps_advance(engine, commits);
+    LH_FEATURE_CALL(engine, steps_advanced);
+    if (is_changed_again)
+        engine->reopened_uncommitted = !commits;
     if (commits)
         commit_begin(engine, false);
     else

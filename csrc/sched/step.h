@@ -3,7 +3,7 @@
  * write and its commit. Private to csrc/sched.
  *
  *      OPEN -> CLOSED           lh_step_close     message CLOSE
- *      OPEN -> CLOSED           lh_step_reopen    the closed step makes more updates (idle.h)
+ *      OPEN -> CLOSED           lh_step_reopen    the last step makes more updates (idle.h)
  *      CLOSED -> COMMITTING     commit_begin      all updates are written, and a commit is due
  *      CLOSED -> OPEN           step_over         none is due
  *      COMMITTING -> OPEN       step_over         the commit is durable
@@ -24,7 +24,10 @@ struct lh_engine;
 void lh_step_begin(struct lh_engine *engine, enum lh_engine_mode mode);
 void lh_step_close(struct lh_engine *engine);
 void lh_step_abort(struct lh_engine *engine);
-/* Close the last closed step again; nothing of the open step may have begun but its forward. */
+/*
+ * Close the last step again, for updates that a feature adds to it (engine->is_reopened). Nothing
+ * of the open step may have begun but its forward.
+ */
 void lh_step_reopen(struct lh_engine *engine);
 /*
  * Commit, end or abort the step, or flush, as far as possible now. Returns whether anything was

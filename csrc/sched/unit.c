@@ -15,7 +15,8 @@ bool lh_unit_is_stale(const struct lh_engine *engine, const struct lh_unit *unit
     bool is_due = unit->update.is_queued || engine->step_state == LH_STEP_STATE_CLOSED;
     bool is_pending = unit->update.gradient_count > 0 && is_due &&
                       unit->update.chunks_computed < unit->chunk_count;
-    return is_pending || atomic_load(&unit->update.idle.owed) > 0;
+    bool is_owing = LH_FEATURE_ANY(engine, unit_is_owing, unit);
+    return is_pending || is_owing;
 }
 
 /*
@@ -109,7 +110,7 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
         stale_fail(engine, index);
         return;
     }
-    lh_idle_want(engine, unit);
+    LH_FEATURE_CALL(engine, unit_asked, unit);
     use_begin(engine, index);
     bool is_here = engine->copies_units ? lh_device_unit_is_here(&unit->copy)
                                         : unit->state == LH_UNIT_STATE_READY;

@@ -65,7 +65,7 @@ static void unit_plan(struct lh_engine *engine, struct lh_unit *unit, uint64_t s
 
 void lh_update_plan_settled(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED && unit->update.idle.is_due);
+    LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED && unit->update.gradient_count > 0);
     unit_plan_bytes(engine, unit, engine->step);
 }
 
@@ -90,7 +90,8 @@ void lh_update_plan_begin(struct lh_engine *engine)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->plan_step);
     LH_ASSERT(engine->mode == LH_ENGINE_MODE_TRAIN && engine->plan_step > 0);
-    bool is_closing = engine->plan_step > lh_core_step(engine) && !lh_idle_is_reopened(engine);
+    bool is_closing =
+        engine->plan_step > lh_core_step(engine) && !atomic_load(&engine->is_reopened);
     stats->planned_bytes[LH_ENGINE_LINK_STATE_READ] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_STATE_WRITE] = 0;
     stats->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] = 0;
