@@ -132,6 +132,12 @@ static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
     return !unit->defer.is_deferred || unit->defer.is_released;
 }
 
+static bool update_is_deferred(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    (void)engine;
+    return unit->defer.is_deferred;
+}
+
 /* If a thread waits for the end of the closed step, queue all remaining updates. */
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
@@ -163,6 +169,7 @@ const struct lh_feature lh_defer_feature = {
     .message = message,
     .use_begun = lh_defer_approach,
     .update_may_queue = update_may_queue,
+    .update_is_deferred = update_is_deferred,
     .step_closed = step_closed,
     .step_over = step_over,
 };

@@ -10,10 +10,10 @@
 #define OMITTED_EVENTS_MAX 8
 
 /* Whether the unit's update follows its next use: autograd has saved it, so this is backward. */
-static bool is_updated_after(const struct lh_unit *unit)
+static bool is_updated_after(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return unit->desc.elements > 0 && !unit->defer.is_deferred &&
-           atomic_load(&unit->shared.handles) > 0;
+    bool is_deferred = LH_FEATURE_ANY(engine, update_is_deferred, unit);
+    return unit->desc.elements > 0 && !is_deferred && atomic_load(&unit->shared.handles) > 0;
 }
 
 void lh_expect_insert(struct lh_engine *engine, uint32_t unit, bool is_first)
@@ -23,7 +23,7 @@ void lh_expect_insert(struct lh_engine *engine, uint32_t unit, bool is_first)
     if (is_first)
         engine->announced_count = 0;
     uint64_t at = region->position + engine->announced_count;
-    uint64_t count = is_updated_after(&engine->units[unit]) ? 3 : 2;
+    uint64_t count = is_updated_after(engine, &engine->units[unit]) ? 3 : 2;
     LH_ASSERT(region->position <= list->count && engine->units[unit].desc.is_announced);
     if (list->count + count > engine->event_max || at > list->count)
         return;

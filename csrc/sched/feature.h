@@ -72,6 +72,8 @@ struct lh_feature {
     /* Called for a unit that has gradients and whose update is not queued. */
     void (*update_considered)(struct lh_engine *engine, struct lh_unit *unit);
     bool (*update_may_queue)(struct lh_engine *engine, struct lh_unit *unit);
+    /* Whether the unit's update waits for the close. */
+    bool (*update_is_deferred)(const struct lh_engine *engine, const struct lh_unit *unit);
     bool (*update_may_start)(const struct lh_engine *engine, const struct lh_unit *unit);
 
     /* Reads of a chunk's states into its slab have begun. */
@@ -142,7 +144,7 @@ struct lh_feature {
     void (*step_closed)(struct lh_engine *engine);
     /* Whether the closed step can end, with its commit if one is due. */
     bool (*step_may_end)(const struct lh_engine *engine);
-    /* Whether the closed step can end without a commit. */
+    /* Whether a closed step can end without a commit. Thread: any. */
     bool (*step_may_skip_commit)(const struct lh_engine *engine);
     /* Parameters with gradients count one more update; the scalars are about to be committed. */
     void (*steps_advanced)(struct lh_engine *engine);

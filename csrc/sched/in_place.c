@@ -280,6 +280,7 @@ static const struct lh_source_ops packed_source_ops = {
     .record = source_record,
     .path = source_path,
     .least_bytes = source_least_bytes,
+    .load_first = lh_packed_load_first,
     .complete = lh_packed_decode,
     .advice = ADVICE,
 };

@@ -59,6 +59,8 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err);
  * needed. The unit's runs must be valid.
  */
 bool lh_packed_is_good(const struct lh_in_place_unit *made, uint64_t unit_bytes);
+/* Where in the unit the packed bytes begin; its end if they stay in main memory. */
+uint64_t lh_packed_load_first(const struct lh_unit *unit);
 /* All of a LOADING unit was read, or its packed bytes are kept: decode it on workers. */
 void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit);
 

@@ -65,7 +65,8 @@ uint64_t lh_kept_taken_bytes(const struct lh_engine *engine)
     return atomic_load(&engine->in_place.kept.taken_bytes);
 }
 
-const struct lh_source_ops lh_kept_source_ops = {.load = load, .advice = ""};
+const struct lh_source_ops lh_kept_source_ops = {
+    .load = load, .load_first = lh_packed_load_first, .advice = ""};
 
 void lh_kept_add(struct lh_engine *engine, struct lh_unit *unit)
 {

@@ -204,6 +204,12 @@ static void round_begin(struct lh_engine *engine, struct lh_unit *unit)
         job_submit(engine, unit, at, lh_min_u64(end, at + step));
 }
 
+uint64_t lh_packed_load_first(const struct lh_unit *unit)
+{
+    LH_ASSERT(unit->in_place.first <= unit->desc.bytes);
+    return unit->in_place.first;
+}
+
 void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit)
 {
     LH_ASSERT(unit->in_place.made->pack_count > 0);

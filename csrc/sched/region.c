@@ -122,7 +122,7 @@ static uint64_t load_bytes(const struct lh_engine *engine, const struct lh_regio
                            uint32_t index)
 {
     const struct lh_unit *unit = &engine->units[index];
-    return unit->desc.bytes - (is_device(engine, region) ? 0 : unit->in_place.first);
+    return unit->desc.bytes - (is_device(engine, region) ? 0 : lh_unit_load_first(unit));
 }
 
 /* Discard the ops not yet executed, and reset the plan's state to what is in the region now. */

@@ -59,6 +59,8 @@ struct lh_source_ops {
     bool (*moves)(const struct lh_engine *engine, const struct lh_transfer *transfer);
     void (*move)(const struct lh_engine *engine, const struct lh_transfer *transfer,
                  uint64_t request, uint64_t first, uint64_t bytes);
+    /* (optional) Where in a unit the load of its bytes begins; otherwise 0. */
+    uint64_t (*load_first)(const struct lh_unit *unit);
     /* (optional) All of a transfer was read. */
     void (*loaded)(struct lh_engine *engine, const struct lh_transfer *transfer);
     /*

@@ -220,7 +220,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         return;
     }
     uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
-    uint64_t first = unit->in_place.first;
+    uint64_t first = lh_unit_load_first(unit);
     unit->load = (struct lh_transfer){
         .source = unit->source,
         .done = load_done,

@@ -134,6 +134,12 @@ bool lh_unit_try_forget(struct lh_engine *engine, uint32_t unit);
 /* Execute the plan's ops in order, as far as possible now. Returns whether anything moved. */
 bool lh_unit_pump(struct lh_engine *engine);
 
+/* Where in the unit the load of its bytes begins. */
+static inline uint64_t lh_unit_load_first(const struct lh_unit *unit)
+{
+    return unit->source->ops->load_first ? unit->source->ops->load_first(unit) : 0;
+}
+
 /* The bytes of count elements of an array. */
 static inline uint64_t lh_unit_state_bytes(const struct lh_unit_state_array *array, uint64_t count)
 {
