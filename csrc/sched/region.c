@@ -106,7 +106,7 @@ static void region_look(struct lh_engine *engine, struct lh_region *region, uint
     is_lent &= !is_device(engine, region); /* a unit is lent where it is in main memory */
     plan->open_uses[index] = unit->use_is_open || is_lent ? 1 : 0;
     if (is_device(engine, region)) {
-        is_here = lh_device_unit_is_placed(&unit->copy);
+        is_here = lh_unit_copy_is_placed(&unit->copy);
         offset = unit->copy.offset;
         plan->use_counts[index] = unit->copy.use_count;
     } else if (engine->copies_units) {
@@ -187,7 +187,7 @@ static bool is_owed(const struct lh_engine *engine, const struct lh_region *regi
 {
     bool is_awaited = region == engine->uses && unit->waiter_count > 0;
     if (is_device(engine, region))
-        return is_awaited && (!lh_device_unit_is_placed(&unit->copy) || unit->copy.is_stale);
+        return is_awaited && (!lh_unit_copy_is_placed(&unit->copy) || unit->copy.is_stale);
     if (unit->state != LH_UNIT_STATE_ABSENT)
         return false;
     is_awaited |= LH_FEATURE_ANY(engine, unit_is_wanted, unit);

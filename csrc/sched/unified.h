@@ -5,7 +5,7 @@
  * The accelerator reads a unit later than the host unpins it. Nothing may change a unit's bytes, or
  * reuse their place, before the accelerator has executed the unit's last reader:
  *
- *      last unpin          records `released` on the stream (the fence of struct lh_device_unit)
+ *      last unpin          records `released` on the stream (the fence of struct lh_unit_copy)
  *      update or eviction  claims the unit; if `released` has not passed, it gives the unit back,
  *                          and a marker (dev.h) wakes the engine when it has
  *

@@ -112,7 +112,7 @@ void lh_unit_acquire(struct lh_engine *engine, uint32_t index)
     }
     LH_FEATURE_CALL(engine, unit_asked, unit);
     use_begin(engine, index);
-    bool is_here = engine->copies_units ? lh_device_unit_is_here(&unit->copy)
+    bool is_here = engine->copies_units ? lh_unit_copy_is_here(&unit->copy)
                                         : unit->state == LH_UNIT_STATE_READY;
     if (is_here && !lh_unit_is_stale(engine, unit)) {
         LH_ASSERT(atomic_load(&unit->shared.word) & LH_UNIT_READY_BIT);
@@ -152,7 +152,7 @@ void lh_unit_release(struct lh_engine *engine, uint32_t index)
 bool lh_unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     bool is_copied =
-        engine->copies_units && lh_device_unit_is_placed(&unit->copy) && !unit->copy.is_stale;
+        engine->copies_units && lh_unit_copy_is_placed(&unit->copy) && !unit->copy.is_stale;
     bool is_to_be_read = LH_FEATURE_ANY(engine, unit_is_awaited, unit);
     return (unit->waiter_count > 0 && !is_copied) || is_to_be_read;
 }

@@ -18,7 +18,6 @@
 #include <stdatomic.h>
 
 #include "sched/defer.h"
-#include "sched/device.h"
 #include "sched/engine.h"
 #include "sched/given.h"
 #include "sched/in_place_private.h"
@@ -30,6 +29,8 @@
 #include "sched/states.h"
 #include "sched/transfer.h"
 #include "sched/update.h"
+
+struct lh_dev_fence;
 
 #define LH_UNIT_NONE UINT32_MAX
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
@@ -70,6 +71,30 @@ struct lh_unit_state_place {
     uint64_t bytes;
 };
 
+/*
+ * A unit's copy on the accelerator, with the counts of [Note: Moved units] in engine.h. It is not a
+ * feature's, because pins, plans and addresses follow from where computation reads the unit;
+ * device.c and unified.c decide when it is made and ends.
+ */
+struct lh_unit_copy {
+    enum lh_copy_state state;
+    /* the unit's update is queued or finished: the copy is outdated */
+    bool is_stale;
+    bool is_copying;              /* the unit is being copied in or back */
+    uint32_t part_count;          /* number of the unit's parts whose copies are in flight */
+    _Atomic bool is_modified;     /* the copy was changed: main memory has older bytes */
+    bool host_matches_write_back; /* main memory has the bytes of the last copy back */
+    /* the value of host_matches_write_back when this copy was made */
+    _Atomic bool is_from_write_back;
+    _Atomic uint32_t copy_count;
+    _Atomic uint32_t out_count;
+    uint64_t offset;
+    uint64_t use_count;
+    struct lh_dev_fence *arrived;
+    struct lh_dev_fence *released;
+    bool is_release_awaited; /* a marker of unified.c after `released` is in flight */
+};
+
 /* Owned by the engine's thread, except `shared` and `caller`. */
 struct lh_unit {
     struct lh_engine_unit desc;
@@ -89,9 +114,9 @@ struct lh_unit {
     uint32_t chunk_count;
     struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M, V, S and E */
     struct lh_update_unit update;
+    struct lh_unit_copy copy;
     /* The features' parts: each is written only in the feature's own file. */
     struct lh_in_place_part in_place;
-    struct lh_device_unit copy;
     struct lh_landing_unit landing;
     struct lh_defer_unit defer;
     struct lh_spill_unit spill;
@@ -133,6 +158,18 @@ void lh_unit_forget(struct lh_engine *engine, uint32_t unit);
 bool lh_unit_try_forget(struct lh_engine *engine, uint32_t unit);
 /* Execute the plan's ops in order, as far as possible now. Returns whether anything moved. */
 bool lh_unit_pump(struct lh_engine *engine);
+
+/* Whether the unit's newest bytes are on the accelerator. */
+static inline bool lh_unit_copy_is_here(const struct lh_unit_copy *copy)
+{
+    return copy->state == LH_COPY_STATE_READY && !copy->is_stale;
+}
+
+/* Whether the plan counts the copy's place as taken: the copy is complete or in progress. */
+static inline bool lh_unit_copy_is_placed(const struct lh_unit_copy *copy)
+{
+    return copy->state == LH_COPY_STATE_COPYING || copy->state == LH_COPY_STATE_READY;
+}
 
 /* Where in the unit the load of its bytes begins. */
 static inline uint64_t lh_unit_load_first(const struct lh_unit *unit)

@@ -43,7 +43,7 @@ void lh_sim_check_deinit(struct lh_sim_check *check)
 static uint64_t place_of(const struct lh_unit *unit, bool is_device)
 {
     if (is_device)
-        return lh_device_unit_is_placed(&unit->copy) ? unit->copy.offset : NOWHERE;
+        return lh_unit_copy_is_placed(&unit->copy) ? unit->copy.offset : NOWHERE;
     return unit->state == LH_UNIT_STATE_ABSENT ? NOWHERE : unit->offset;
 }
 

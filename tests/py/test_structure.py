@@ -29,4 +29,4 @@ def test_the_engine_names_its_features() -> None:
     stems = structure.feature_stems()
     assert {"settle", "spill", "gather", "idle", "packed"} <= stems
     assert not stems & {"engine", "step", "unit", "create"}
-    assert {"spill", "norm", "copy"} <= structure.feature_parts(stems)
+    assert {"spill", "norm", "idle"} <= structure.feature_parts(stems)
