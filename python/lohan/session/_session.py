@@ -19,17 +19,16 @@ from lohan.activations._swap import Saving
 from lohan.common import _log
 from lohan.common._hyper import check_hyper
 from lohan.common._stats import StepStats
-from lohan.config import POLICIES, SCHEDULES, SCHEDULES_AT_STEP
+from lohan.config import POLICIES, SCHEDULES_AT_STEP
 from lohan.errors import (
     HyperParameterError,
     SessionError,
     StepError,
     ZeroGradError,
-    engine_raiser,
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
-from lohan.session import _gradients, _notes, _trace
+from lohan.session import _engine, _gradients, _notes, _trace
 from lohan.session._commits import Commits
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
 from lohan.session._idle import Idle
@@ -38,7 +37,6 @@ from lohan.session._recorder import Recorded
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _requests, _scalars
-from lohan.store._store import param_tuples, unit_tuples
 from lohan.torch_glue import _cache
 from lohan.torch_glue._accumulate import Accumulation
 from lohan.torch_glue._device import Device
@@ -98,37 +96,16 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
         self._close_lock = threading.RLock()
-        self._raiser = engine_raiser(
-            [u.name for u in layout.units], [p.name for p in layout.params], self.raised
-        )
         self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
         self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
-        self._engine = _core.Engine(
-            store=store,
-            units=unit_tuples(layout, extents),
-            params=param_tuples(layout, group_of),
-            group_count=group_count,
-            budget=budget,
-            raiser=self._raiser,
-            types=(_core.Handle, _core.Scope),
-            io=config.io,
-            directory=os.fsencode(self.directories[0]),
-            threads=self.workers,
-            nice=self.device.workers_nice if config.nice is None else config.nice,
-            io_depth=config.io_depth,
-            transfer_bytes=config.transfer_bytes,
-            commit_every=config.commit_steps,
-            schedule=SCHEDULES.index(config.schedule),
-            verify=config.verify,
-            trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
-            accept_nan=config.on_nan == "accept",
+        self._engine = _engine.make(
+            self,
+            group_of,
+            group_count,
+            self._team_options(),
             norms=norms,
             sums=self._accumulation.is_on,
-            device=self.device.options(layout.buffer_bytes),
-            saved=self.saving.options,
-            in_place=layout.in_place.engine_options(layout),
-            team=self._team_options(),
         )
         try:
             self._bind()
@@ -138,7 +115,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self.saving.start(self._engine, self.device)
         self.around = self.saving.stay if config.activations in POLICIES else self.saving.saved
         self._forward_init()
-        self._set_callbacks()
+        _engine.call_back(self._engine, self)
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
@@ -166,18 +143,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         return StepScale(
             {p.index: p.name for p in self.layout.params if units[p.unit].trainable},
             self._accumulation,
-            (lambda: _alive(this)._square_sum()) if self.is_waiting else None,
+            (lambda: _engine.alive(this)._square_sum()) if self.is_waiting else None,
             1.0 / self.config.process_count,  # the mean over processes, as torch's DDP takes it
-        )
-
-    def _set_callbacks(self) -> None:
-        # The engine calls back into the session; a strong reference would form a cycle through C.
-        this = weakref.ref(self)
-        self._engine.callbacks(
-            lambda: _alive(this)._on_backward(),
-            lambda: _alive(this)._on_gradient(),
-            lambda begins: _alive(this)._on_forward(begins),
-            lambda: _alive(this)._on_recompute(),
         )
 
     def _bind(self) -> None:
@@ -592,9 +559,3 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self.saving.close()
         if self.recorder is not None:
             self.recorder.release()
-
-
-def _alive(reference: weakref.ref[Session]) -> Session:
-    if (session := reference()) is None:
-        raise SessionError("the session is gone")
-    return session
