@@ -21,6 +21,7 @@ import world_helper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lohan.errors import ModelError
+from lohan.session import _recorder
 from lohan.store import _steps
 from lohan.store._steps import Reader, Writer
 from notes_helper import notes
@@ -326,7 +327,7 @@ def test_one_setting_and_temporary_stores_record_nothing(store_dir: pathlib.Path
         model: Any = lohan.wrap(crash_worker.build(), **given_settings)  # type: ignore[arg-type]
         step(model)
         model.lohan.note(loss=1.0)
-        assert model.lohan.recorder is None
+        assert model.lohan.extensions.get(_recorder.Recorder) is None
         model.lohan.close()
     assert [path.name for path in (store_dir / "s").iterdir()] == ["lohan.data"]
     answer = run(store_dir / "s")
@@ -404,12 +405,13 @@ def test_the_cost_of_the_records_is_below_half_a_percent_of_a_step(
     for _ in range(3):
         step(model)
     model.lohan.flush()
-    recorder, least = model.lohan.recorder, math.inf
+    recorder, least = model.lohan.extensions.get(_recorder.Recorder), math.inf
+    assert recorder is not None
     for _ in range(50):
         began = time.perf_counter()
         for _ in range(20):
             recorder._record = recorder._record._replace(is_whole=False)
-            recorder.look(model.lohan)
+            recorder.before_close(model.lohan)
             recorder.closed(model.lohan)
         least = min(least, (time.perf_counter() - began) / 20)
     model.lohan.close()

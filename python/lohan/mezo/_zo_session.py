@@ -259,15 +259,15 @@ class ZerothSession(TurnRules, Session):
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
             if self.wear is not None:
                 self.wear.step()
-        if self.recorder is not None:
-            mean_loss = sum(losses) / len(losses)
-            self.recorder.closed_by_journal(self.step, began, mean_loss, self.wear)
+        mean_loss = sum(losses) / len(losses)
+        for extension in self.extensions:
+            extension.journaled(self, began, mean_loss)
         if "deferred" in self.config.ablate:
             self._update_all()
         every = self.zeroth.write_every
         if every is not None and self.step % every == 0:
             self.write_back()
-        return torch.tensor(sum(losses) / len(losses))
+        return torch.tensor(mean_loss)
 
     def _step_opened(self) -> AbstractContextManager[None]:
         """Return a context for a step, in evaluation mode: only parameters differ between runs."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.session._commit_rule import Rule, SmallRule
     from lohan.session._optim import Optimizer
-    from lohan.session._recorder import Recorder
     from lohan.session._registered import After
     from lohan.session._session import Session
     from lohan.session._wear import Wear
@@ -110,7 +109,6 @@ class Commits(SessionPart):
     snapshot_now: Snapshot | None = None
     wear: Wear | None = None  # counts what the session writes, if that is needed
     commit_choice: Rule | SmallRule | None = None  # chooses the steps between commits, until it has
-    recorder: Recorder | None
     is_mate = False  # whether another process has the store and the parameters
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
@@ -158,18 +156,14 @@ class Commits(SessionPart):
                 try:
                     self._finish_once()
                     said = self._summary()
-                    self._end_records()
+                    for extension in self.extensions:
+                        extension.closing(cast("Session", self))
                 except Exception:  # not a Ctrl-C: nothing may be released before the commit
                     self._release()
                     raise
             self._release()  # also in a second call: a Ctrl-C may have interrupted the first one
             if said:
                 _log.inform(said)
-
-    def _end_records(self) -> None:
-        """Complete the records of steps."""
-        if self.recorder is not None:
-            self.recorder.end(cast("Session", self))
 
     def _summary(self) -> str:
         """Return what to print after the session has finished its steps; "" for nothing."""

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log, _shown
 from lohan.config import Config
-from lohan.errors import ModelError
-from lohan.session._session_base import SessionPart
+from lohan.session._extension import Extension, Place
 from lohan.store import _steps
 
 if TYPE_CHECKING:
     from lohan.common._stats import StepStats
     from lohan.session._session import Session
-    from lohan.session._wear import Wear
 
 _NAN = math.nan
 
@@ -54,8 +51,10 @@ class Noted:
         return total / count if count else self.known_loss
 
 
-class Recorder:
+class Recorder(Extension):
     """Writes the records of a session's steps. After an error of the file, it does nothing."""
+
+    place = Place.RECORDS
 
     def __init__(self, session: Session, file: _steps.Writer) -> None:
         """Describe the session in the file.
@@ -81,7 +80,7 @@ class Recorder:
             _say(self._file.path, error)
             self.release()
 
-    def look(self, session: Session) -> None:
+    def before_close(self, session: Session) -> None:
         """Complete the record of the step that was closed last, if its writes have ended."""
         if self._record.is_whole or self._file is None:
             return
@@ -109,24 +108,17 @@ class Recorder:
             self._header["about"]["plan"] = str(plan)
             self._try("describe", self._header)
 
-    def closed_by_journal(self, step: int, began: float, loss: float, wear: Wear | None) -> None:
-        """Record a step of zeroth-order training, whose writes have ended.
-
-        Args:
-            step: the number of the step.
-            began: the time at which it began, of time.monotonic().
-            loss: its loss.
-            wear: what has counted the session's writes.
-        """
+    def journaled(self, session: Session, began: float, loss: float) -> None:
+        """Record a step of zeroth-order training, whose writes have ended."""
         now = time.monotonic()
         self._noted, self._noted_next = self._noted_next, Noted()
         self._noted.known_loss = loss
-        written = _NAN
+        written, wear = _NAN, session.wear
         if wear is not None:
             written, self._written = wear.written - self._written, wear.written
         self._record = _steps.Record(
             self._header["session"],
-            step,
+            session.step,
             time.time(),
             now - (began if math.isnan(self._closed_at) else self._closed_at),
             self._noted.loss,
@@ -137,7 +129,7 @@ class Recorder:
         self._closed_at = now
         self._try("put", self._record)
 
-    def note(self, loss: float | None, tokens: float | None, *, is_next: bool) -> None:
+    def noted(self, loss: float | None, tokens: float | None, *, is_next: bool) -> None:
         """Add a note to the step that was closed last, or to the next one."""
         if is_next or self._record.step == 0:
             self._noted_next.add(loss, tokens)
@@ -147,9 +139,9 @@ class Recorder:
         self._record = made
         self._try("put", made)
 
-    def end(self, session: Session) -> None:
+    def closing(self, session: Session) -> None:
         """Complete the last record, and describe the session as closed."""
-        self.look(session)
+        self.before_close(session)
         self._header["state"] = "closed"
         self._try("describe", self._header)
         self.release()
@@ -159,42 +151,6 @@ class Recorder:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-
-class Recorded(SessionPart):
-    """A base class of Session: it takes notes of the program for the records of steps."""
-
-    recorder: Recorder | None = None  # None: steps are not recorded
-    _begun: tuple[int, bool] | None
-
-    def note(self, *, loss: float | None = None, tokens: float | None = None) -> None:
-        """Add the loss or the number of tokens to the record of a step, for `lohan watch`.
-
-        After a forward, the note is for the step that is in progress; between `step()` and the next
-        forward, for the step that was just closed. Of several losses in a step the mean is
-        recorded, of several numbers of tokens the sum. Nothing else depends on notes, and if steps
-        are not recorded (step_records=False, a temporary store, another rank than 0), they have no
-        effect.
-
-        Args:
-            loss: the loss, a number. `float(loss)` of a tensor waits for the device.
-            tokens: the number of tokens.
-
-        Raises:
-            ModelError: an argument is not a number.
-            SessionError: the session is closed.
-        """
-        self.check_open()
-        for name, value in (("loss", loss), ("tokens", tokens)):
-            if value is not None and not isinstance(value, numbers.Real):
-                raise ModelError(
-                    f"note({name}=...) takes a number, not {type(value).__name__}: pass"
-                    f" {name}.item() of a tensor"
-                )
-        if self.recorder is not None:
-            is_next = self._begun is not None and self._begun[0] == self.step
-            given = [None if value is None else float(value) for value in (loss, tokens)]
-            self.recorder.note(*given, is_next=is_next)
 
 
 def _completed(record: _steps.Record, stats: StepStats) -> _steps.Record:
@@ -271,7 +227,7 @@ def begin(session: Session, *, is_resumed: bool, is_temporary: bool) -> None:
         _say(os.path.join(session.directories[0], _steps.NAME), error)
         return
     try:
-        session.recorder = Recorder(session, file)
+        session.extensions.add(Recorder(session, file))
     except OSError as error:
         _say(file.path, error)
         file.close()

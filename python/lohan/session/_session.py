@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import os
 import threading
 import weakref
@@ -22,6 +23,7 @@ from lohan.common._stats import StepStats
 from lohan.config import POLICIES, SCHEDULES_AT_STEP
 from lohan.errors import (
     HyperParameterError,
+    ModelError,
     SessionError,
     StepError,
     ZeroGradError,
@@ -30,10 +32,10 @@ from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
 from lohan.session import _engine, _gradients, _notes, _trace
 from lohan.session._commits import Commits
+from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
 from lohan.session._idle import Idle
 from lohan.session._micro_batches import MicroBatches
-from lohan.session._recorder import Recorded
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _requests, _scalars
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from lohan.torch_glue._buffers import Buffers
 
 
-class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
+class Session(Values, ForwardRules, MicroBatches, Commits):
     """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:
@@ -63,6 +65,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         directories: the store's directories.
         device: the device that the model computes on.
         saving: the hooks that keep or offload the tensors saved for backward.
+        extensions: what follows the session's steps.
     """
 
     _planner: Planner | None = None
@@ -87,6 +90,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         device: Device | None = None,
         room: _core.Store | None = None,
     ) -> None:
+        self.extensions = Extensions()
         self.layout = layout
         self.extents = extents
         self.config = config
@@ -337,8 +341,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle, worn, *more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
-        if self.recorder is not None:
-            self.recorder.look(self)
+        for extension in self.extensions:
+            extension.before_close(self)
         self._engine.close_step(scalars)
         self._tail = tail  # not before: the engine may have been copying the previous one
         self._backward = "none"
@@ -350,8 +354,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
             self.wear.closed(self)
         if self._planner is not None:
             self._planner.step_end(self)
-        if self.recorder is not None:
-            self.recorder.closed(self)
+        for extension in self.extensions:
+            extension.closed(self)
         self.phases.end()
         _requests.answer_requests(self)
 
@@ -498,6 +502,35 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self.check_open()
         return _notes.complete(self._engine.status())
 
+    def note(self, *, loss: float | None = None, tokens: float | None = None) -> None:
+        """Add the loss or the number of tokens to the record of a step, for `lohan watch`.
+
+        After a forward, the note is for the step that is in progress; between `step()` and the next
+        forward, for the step that was just closed. Of several losses in a step the mean is
+        recorded, of several numbers of tokens the sum. Nothing else depends on notes, and if steps
+        are not recorded (step_records=False, a temporary store, another rank than 0), they have no
+        effect.
+
+        Args:
+            loss: the loss, a number. `float(loss)` of a tensor waits for the device.
+            tokens: the number of tokens.
+
+        Raises:
+            ModelError: an argument is not a number.
+            SessionError: the session is closed.
+        """
+        self.check_open()
+        for name, value in (("loss", loss), ("tokens", tokens)):
+            if value is not None and not isinstance(value, numbers.Real):
+                raise ModelError(
+                    f"note({name}=...) takes a number, not {type(value).__name__}: pass"
+                    f" {name}.item() of a tensor"
+                )
+        is_next = self._begun is not None and self._begun[0] == self.step
+        given = [None if value is None else float(value) for value in (loss, tokens)]
+        for extension in self.extensions:
+            extension.noted(*given, is_next=is_next)
+
     def trace(self) -> list[tuple[int, ...]]:
         """Return timeline events: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
         self.check_open()
@@ -542,8 +575,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         """Make all parameters hollow in a forked child, which does not have their memory."""
         if not self.closed:
             self._engine.scopes_drop()
-        if self.recorder is not None:
-            self.recorder.release()
+        for extension in self.extensions:
+            extension.release()
 
     def _release(self) -> None:
         """Release everything that the session owns. Further calls have no effect."""
@@ -557,5 +590,5 @@ class Session(Values, ForwardRules, MicroBatches, Commits, Recorded):
         self.layout.in_place.close()
         self.store.close()
         self.saving.close()
-        if self.recorder is not None:
-            self.recorder.release()
+        for extension in self.extensions:
+            extension.release()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.session._average import Averages
+    from lohan.session._extension import Extensions
     from lohan.session._idle import Idle
     from lohan.store._snapshot import PathLike, Snapshot
 
@@ -23,6 +24,7 @@ class SessionPart:
     config: Config
     layout: Layout
     closed: bool
+    extensions: Extensions
     _engine: _core.Engine
 
     @property

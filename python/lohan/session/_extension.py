@@ -1,0 +1,81 @@
+"""What follows the steps of a session, without the session knowing what it is for.
+
+[Note: Extensions] A session has a list of extensions, and calls all of them at each event of a
+step, in the order of Place: a line that one of them prints, or an error with which it rejects a
+step, comes before those of the next. A feature that a session does not use is not in its list. An
+extension implements the events that it needs; the others do nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from lohan.session._session import Session
+
+
+class Place(enum.IntEnum):
+    """The order in which a session calls its extensions; each kind of extension has a place."""
+
+    RECORDS = enum.auto()
+
+
+class Extension:
+    """Something that follows a session's steps; each method is an event."""
+
+    place: ClassVar[Place]
+
+    def noted(self, loss: float | None, tokens: float | None, *, is_next: bool) -> None:
+        """Handle a note of the program.
+
+        Args:
+            loss: a loss; None: the note has none.
+            tokens: a number of tokens; None: the note has none.
+            is_next: whether the note is for the step in progress, not the one closed last.
+        """
+
+    def before_close(self, session: Session) -> None:
+        """Handle step(), just before the engine closes the step."""
+
+    def closed(self, session: Session) -> None:
+        """Handle the end of step(): the session's step has been closed."""
+
+    def journaled(self, session: Session, began: float, loss: float) -> None:
+        """Handle the end of a step of zeroth-order training.
+
+        Args:
+            session: the session, whose journal has the step.
+            began: the time at which the step began, of time.monotonic().
+            loss: its loss.
+        """
+
+    def closing(self, session: Session) -> None:
+        """Handle the end of the session, after its last commit and before the engine stops."""
+
+    def release(self) -> None:
+        """Release files: the session is closed, or this is a forked child. May be repeated."""
+
+
+Kind = TypeVar("Kind", bound=Extension)
+
+
+class Extensions:
+    """The extensions of a session, in the order of their places."""
+
+    def __init__(self) -> None:
+        self._all: tuple[Extension, ...] = ()
+
+    def __iter__(self) -> Iterator[Extension]:
+        """Iterate over the extensions that there are now; a loop may add and remove some."""
+        return iter(self._all)
+
+    def add(self, extension: Extension) -> None:
+        """Add an extension, whose place must be free."""
+        assert all(each.place != extension.place for each in self._all)
+        self._all = tuple(sorted((*self._all, extension), key=lambda each: each.place))
+
+    def get(self, kind: type[Kind]) -> Kind | None:
+        """Return the extension of this kind; None: the session has none."""
+        return next((each for each in self._all if isinstance(each, kind)), None)
