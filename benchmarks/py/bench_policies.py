@@ -34,6 +34,7 @@ from lohan.activations._planner import Made
 from lohan.activations._replay import Assigned
 from lohan.errors import LohanError
 from lohan.planning import _policies
+from lohan.session._planned import Planned
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -109,7 +110,7 @@ class Trial:
         self.step()
         while self.model.lohan.plan() is None:
             self.step()
-        self.planner = self.model.lohan._planner
+        self.planner = self.model.lohan.extensions.get(Planned).planner
         self.shape = self.planner.shape
 
     def step(self) -> None:

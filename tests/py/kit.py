@@ -17,6 +17,7 @@ import pytest
 import torch
 from lohan import _core
 from lohan.errors import BudgetError
+from lohan.session._wear import Wear
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -176,6 +177,14 @@ def losses(
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a model's parameters and buffers."""
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def wear_of(model: nn.Module) -> Wear:
+    """What counts the writes of a wrapped model's session, which has to count them."""
+    session: Any = model.lohan
+    wear: Wear | None = session.extensions.get(Wear)
+    assert wear is not None
+    return wear
 
 
 def digest(model: nn.Module) -> str:

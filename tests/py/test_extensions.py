@@ -65,4 +65,8 @@ def test_a_step_has_its_events_in_order(store_dir: pathlib.Path) -> None:
     model.lohan.note(loss=1.0)
     model.optimizer.step()
     model.lohan.close()
-    assert seen == ["noted", "before_close", "closed", "closing", "release"]
+    assert seen == [
+        *("admit", "backward_ended", "noted"),
+        *("state", "before_close", "closed"),
+        *("summary", "closing", "release"),
+    ]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import world_helper
 from lohan.common import _log
+from lohan.session._wear import Wear
 from notes_helper import notes
 
 WIDTH = 64
@@ -50,7 +51,7 @@ def test_a_session_says_in_one_line_what_it_opened_and_in_one_what_it_did(
     assert capfd.readouterr().err == ""
     model.lohan.close()
     (said,) = capfd.readouterr().err.splitlines()
-    written = model.lohan.wear.written
+    written = kit.wear_of(model).written
     assert said == (
         f"lohan: closed store {store_dir}: 3 steps in this session, {written / 1e3:.3g} kB written"
         " by them; the store is at step 3"
@@ -70,9 +71,10 @@ def test_the_bytes_at_the_close_are_the_sum_of_all_steps(store_dir: pathlib.Path
             model.lohan.flush()
             total += model.lohan.stats().written_bytes
         if every == 3:  # the close commits step 7
-            total += model.lohan.wear._writes.committed - model.lohan.wear._writes.between
+            writes = kit.wear_of(model)._writes
+            total += writes.committed - writes.between
         model.lohan.close()
-        assert model.lohan.wear.written == total > 0
+        assert kit.wear_of(model).written == total > 0
 
 
 def test_the_lines_name_a_temporary_store_and_steps_that_are_not_committed(
@@ -102,7 +104,7 @@ def test_a_zeroth_order_session_says_what_its_journal_and_its_parameters_take(
     nbytes = model.lohan.written_bytes + 3 * 64
     commit = model.lohan.store.describe()["commit_bytes"]
     model.lohan.close()
-    assert model.lohan.wear.written == nbytes + commit
+    assert kit.wear_of(model).written == nbytes + commit
     assert "3 steps in this session, 189 kB written" in capfd.readouterr().err
 
 
@@ -111,7 +113,7 @@ def test_the_logger_silences_the_lines_and_then_nothing_is_counted(
 ) -> None:
     logging.getLogger("lohan").setLevel(logging.WARNING)
     model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir)
-    assert model.lohan.wear is None
+    assert model.lohan.extensions.get(Wear) is None
     train(model)
     model.lohan.close()
     assert capfd.readouterr().err == ""

@@ -16,6 +16,7 @@ from lohan.activations import _swap
 from lohan.activations._profile import Profile
 from lohan.config import POLICIES
 from lohan.errors import BudgetError, ModelError
+from lohan.session._planned import Planned
 from quick_helper import half_quick
 from torch import nn
 
@@ -278,7 +279,7 @@ def test_forwards_without_a_backward_do_not_ask_for_a_new_plan_each(
     made = []
     for step in range(14):
         model(input_ids=tokens(step), labels=tokens(step))
-        made.append(model.lohan._planner.shape.made)
+        made.append(model.lohan.extensions.get(Planned).planner.shape.made)
     train(model, [(8, 128)], STEPS)
     model.lohan.close()
     assert made[-1] is made[-2] is made[-5]
@@ -352,7 +353,7 @@ def test_steps_that_are_forgotten_are_in_no_profile(store_dir: pathlib.Path) -> 
         model(batch).backward()
         model.optimizer.step()
     session = model.lohan
-    profile = session._planner.shape.profile
+    profile = session.extensions.get(Planned).planner.shape.profile
     forward_ns = sum(ns for visit in profile.visits for ns in visit.ns)
     assert len(profile.visits) == len({visit.block for visit in profile.visits})
     assert forward_ns < profile.compute_ns < 30 * forward_ns
@@ -362,7 +363,7 @@ def test_steps_that_are_forgotten_are_in_no_profile(store_dir: pathlib.Path) -> 
 def test_a_profile_read_back_is_the_same(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **TIGHT)
     train(model)
-    profile = model.lohan._planner.shape.profile
+    profile = model.lohan.extensions.get(Planned).planner.shape.profile
     model.lohan.close()
     assert type(profile).from_json(profile.as_json()) == profile
     assert sum(flop for visit in profile.visits for flop in visit.flop) > 0
@@ -377,7 +378,7 @@ def test_a_shape_that_comes_late_is_timed_without_the_waits_of_before(
     saving = model.lohan.saving
     monkeypatch.setattr(saving, "wait_take_ns", lambda: waits_ns.pop() if waits_ns else 0)
     train(model, [(8, 120)], 4)
-    late = model.lohan._planner.shape
+    late = model.lohan.extensions.get(Planned).planner.shape
     model.lohan.close()
     assert waits_ns == []
     assert late.profile is not None or late.held_up is not None
@@ -402,9 +403,9 @@ def test_a_step_that_something_held_up_is_not_what_plans_go_by(
     # Someone looks at gradients, or another process has the machine.
     time.sleep(2.0 + 12 * (time.monotonic() - begin))
     model.optimizer.step()
-    assert model.lohan._planner.shape.profile is None
+    assert model.lohan.extensions.get(Planned).planner.shape.profile is None
     train(model, [(8, 128)] * 2, 2)
-    profile = model.lohan._planner.shape.profile
+    profile = model.lohan.extensions.get(Planned).planner.shape.profile
     model.lohan.close()
     assert len(seen) == 1 and profile.compute_ns < seen[0]
 
@@ -436,7 +437,7 @@ def test_what_a_policy_cannot_do_is_reported_with_the_memory_that_it_needs(
             for _ in range(4):  # a step that the machine delayed is profiled again
                 if model.lohan.plan() is None:
                     train(model, [(8, 128)] * 3)
-            planner = model.lohan._planner
+            planner = model.lohan.extensions.get(Planned).planner
             made = planner.choose(model.lohan, planner.shape.profile, "zero")
             return str(made.plan.policy)
         finally:

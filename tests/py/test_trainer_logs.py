@@ -15,6 +15,7 @@ import transformers
 from lohan.hf import _trainer_logs
 from lohan.planning import _drives
 from lohan.planning._wear import DAY_S, Drive
+from lohan.session._wear import Wear
 
 _HELD = {"trainer", "session"}
 pytestmark = pytest.mark.usefixtures("closed")
@@ -149,7 +150,8 @@ def test_the_life_of_a_drive_is_logged_where_it_is_known(
         days = known[-1]["drive_life_days"]
         # The clock is read at each begin and end of a step, and with the figures. The last steps
         # may be counted after the last log.
-        least, most = 3 * 11 / (session.wear.written / 1e9), 3 * 18 / (session.wear.written / 1e9)
+        written = session.extensions.get(Wear).written / 1e9
+        least, most = 3 * 11 / written, 3 * 18 / written
         assert least <= days <= 2 * most
     monkeypatch.setattr(_drives, "of_store", lambda *args: [Drive("x", 1.0, None)])
     _, tracker = run(store_dir / "unknown")

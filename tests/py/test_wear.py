@@ -106,7 +106,7 @@ def test_training_stops_at_the_last_committed_step_within_the_budget(
     model.lohan.close()
     model = lohan.wrap(build(), store=store_dir / "b", wear_budget=limit)
     train(model, 3)
-    assert model.lohan.wear.is_spent
+    assert kit.wear_of(model).is_spent
     with pytest.raises(lohan.WearBudgetError) as caught:
         train(model)
     assert isinstance(caught.value, lohan.LohanError)
@@ -127,16 +127,16 @@ def test_a_resumed_run_continues_the_count_also_after_a_kill_and_without_the_set
     writes = writes_of(model.lohan)
     train(model, 2)
     model.lohan.close()
-    done = model.lohan.wear.count.total
+    done = kit.wear_of(model).count.total
     assert done == 2 * writes.committed if every == 1 else writes.committed + writes.between
     model = lohan.wrap(build(), store=store_dir, resume=True)  # it has no budget, but counts
-    assert model.lohan.wear.count.total == done
+    assert kit.wear_of(model).count.total == done
     train(model, 4)
     model.lohan.commit()
     model.lohan._release()  # what a kill leaves: nothing is written any more
     model = lohan.wrap(build(), store=store_dir, resume=True, wear_budget=done + 1)
     assert model.lohan.step == 6
-    assert model.lohan.wear.count.total == done + 4 * writes.committed
+    assert kit.wear_of(model).count.total == done + 4 * writes.committed
     with pytest.raises(lohan.WearBudgetError):
         train(model)
     model.lohan.close()
@@ -152,7 +152,7 @@ def test_a_commit_of_a_stopped_run_has_all_of_its_steps(store_dir: pathlib.Path)
     model = lohan.wrap(build(), store=store_dir / "b", wear_budget=limit, **given)
     with pytest.raises(lohan.WearBudgetError, match="step 3 is committed"):
         train(model, 10)
-    assert model.lohan.wear.count.total <= limit
+    assert kit.wear_of(model).count.total <= limit
     model.lohan.close()
 
 
@@ -207,12 +207,12 @@ def test_a_zeroth_order_run_counts_its_journal_and_its_parameters(
     model = wrap(write_every=2, wear_budget="1GB")
     for _ in range(3):
         step(model)
-    wear = model.lohan.wear
+    wear = kit.wear_of(model)
     done = wear.count.total
     assert done == 3 * 64 + model.lohan.written_bytes + wear.commit_bytes
     model.lohan.close()
     model = wrap(resume=True, wear_budget=done + 64 + model.lohan.written_bytes)
-    assert model.lohan.wear.count.total == done
+    assert kit.wear_of(model).count.total == done
     with pytest.raises(lohan.WearBudgetError, match="step 3 is committed"):
         step(model)  # the fourth one writes the parameters
     model.lohan.close()
@@ -224,7 +224,7 @@ def _stop(store: str, limit: int) -> tuple[int, int]:
     with pytest.raises(lohan.WearBudgetError, match="is committed"):
         train(model, 9)
     model.lohan.close()
-    return model.lohan.step, model.lohan.wear.count.total
+    return model.lohan.step, kit.wear_of(model).count.total
 
 
 def test_each_of_several_processes_counts_what_it_writes(store_dir: pathlib.Path) -> None:

@@ -58,7 +58,7 @@ from lohan.hf._trainer_folders import (
     trained_past,
     way_back,
 )
-from lohan.session import _settings
+from lohan.session import _settings, _wear
 from lohan.session._optim import DEFAULTS
 from lohan.store import _store
 from lohan.store._directories import directories_of
@@ -239,7 +239,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if self._logs is not None:
             self._logs.step_ends()
         self._tokens.note(self._open(), state)
-        wear = None if self.session is None else self.session.wear
+        wear = None if self.session is None else self.session.extensions.get(_wear.Wear)
         if wear is None or not wear.is_spent or self._group is not None:
             return
         if _trainer_args.has_checkpoints(args):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lohan.planning import _drives
+from lohan.session._wear import Wear
 
 if TYPE_CHECKING:
     from lohan.planning._wear import Drive
@@ -62,9 +63,10 @@ class Logs:
         if self._began is None:
             self._began = self._step_began
             session = self._session()
-            if session is not None and session.wear is not None:
-                session.wear.look()
-                self._written = session.wear.written
+            wear = None if session is None else session.extensions.get(Wear)
+            if wear is not None:
+                wear.look()
+                self._written = wear.written
 
     def step_ends(self) -> None:
         """Stop the clock of a step."""
@@ -103,10 +105,11 @@ class Logs:
             session: the open session.
             last: the rate of the last step, which is used if the session does not count its writes.
         """
-        if session.wear is None or self._began is None:
+        wear = session.extensions.get(Wear)
+        if wear is None or self._began is None:
             return last
-        session.wear.look()
-        return (session.wear.written - self._written) / (time.monotonic() - self._began)
+        wear.look()
+        return (wear.written - self._written) / (time.monotonic() - self._began)
 
     def _life_days(self, session: Session, bytes_per_s: float) -> float | None:
         """Return how long the drive that wears out first lasts; None if that is unknown."""

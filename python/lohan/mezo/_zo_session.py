@@ -33,6 +33,7 @@ from lohan.layout._block import Param
 from lohan.mezo import _zo_device
 from lohan.mezo._zo_peers import mean, step_of_all
 from lohan.mezo._zo_turns import TurnRules
+from lohan.mezo._zo_wear import ZerothWear
 from lohan.session._session import Session
 from lohan.torch_glue._lockstep import FIRST
 from lohan.torch_glue._tensor import SavedTensors, in_backward
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from lohan.mezo._zo_peers import Sides
     from lohan.mezo._zo_setup import Zeroth
     from lohan.mezo._zo_turns import T
-    from lohan.mezo._zo_wear import ZerothWear
 
 # The minimum number of elements per thread: less work (about 100 us) does not justify waking one.
 SHARE_ELEMENTS = 1 << 18
@@ -60,8 +60,6 @@ class ZerothSession(TurnRules, Session):
         read_bytes: the bytes of parameters that were loaded into the computing device's memory.
         longest_lead: the largest number of positions by which a unit was advanced at once.
     """
-
-    wear: ZerothWear | None = None
 
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -243,8 +241,8 @@ class ZerothSession(TurnRules, Session):
         self.check_open()
         if self._is_in_step or in_backward() or self._forward_is_alive():
             raise StepError("zo_step() called inside a forward, a backward or another zo_step()")
-        if self.wear is not None:
-            self.wear.check(self)
+        for extension in self.extensions:
+            extension.admit(self)
         optimizer: Any = self._optimizer
         made: ZerothOptimizer = optimizer
         lr, decay = made.rate()
@@ -257,8 +255,6 @@ class ZerothSession(TurnRules, Session):
                 gradients.append(_slope(plus, minus, self.rule.eps))
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
-            if self.wear is not None:
-                self.wear.step()
         mean_loss = sum(losses) / len(losses)
         for extension in self.extensions:
             extension.journaled(self, began, mean_loss)
@@ -370,6 +366,7 @@ class ZerothSession(TurnRules, Session):
         self._check_whole()
         if self.zeroth.write_every is None:
             return
+        wear = self.extensions.get(ZerothWear)
         for unit, where in self._where.items():
             nbytes, extent = self.layout.units[unit].nbytes, self.extents.units[unit].param
             self._engine.acquire(unit)
@@ -387,14 +384,14 @@ class ZerothSession(TurnRules, Session):
             finally:
                 self._engine.release(unit)
             self.written_bytes += nbytes
-            if self.wear is not None:
-                self.wear.add(nbytes)
+            if wear is not None:
+                wear.add(nbytes)
         with self.exclusive([]) as store:
             self.holds.wait_none()
             said = store.describe()
             scalars = said["scalars"]
-            if self.wear is not None:
-                scalars = self.wear.scalars(said, len(self.layout.params))
+            if wear is not None:
+                scalars = wear.scalars(said, len(self.layout.params))
             try:
                 store.commit(self.step, scalars)
             finally:  # a Ctrl-C may arrive right after the commit

@@ -17,6 +17,7 @@ from lohan.store import _scalars
 if TYPE_CHECKING:
     from lohan.mezo._zo_session import ZerothSession
     from lohan.planning._wear import Limit
+    from lohan.session._session import Session
 
 
 class ZerothWear(Wear):
@@ -47,7 +48,7 @@ class ZerothWear(Wear):
         """Return 0: a step is written when it is closed."""
         return 0
 
-    def step(self) -> None:
+    def journaled(self, session: Session, began: float, loss: float) -> None:
         """Count a step of the journal."""
         self.add(self.journal_bytes)
         self._at += 1

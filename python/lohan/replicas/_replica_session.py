@@ -494,8 +494,8 @@ class MateSession(ReplicaSession):
         self._share_norm()
         self._commits_choose()
         self._count_traffic()
-        if self._planner is not None:
-            self._planner.step_end(self)
+        for extension in self.extensions:
+            extension.closed(self)
         self.phases.end()
         self.exchange.forget()
         self.exchange.take_order()

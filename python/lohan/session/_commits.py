@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lohan import _core
-from lohan.common import _exit, _log, _shown
+from lohan.common import _exit, _log
 from lohan.common._lock import Lock, held
 from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
 from lohan.session._registered import Registered
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from lohan.session._optim import Optimizer
     from lohan.session._registered import After
     from lohan.session._session import Session
-    from lohan.session._wear import Wear
     from lohan.store._snapshot import PathLike, Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._accumulate import Accumulation
@@ -107,7 +106,6 @@ class Commits(SessionPart):
     directories: list[str]
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
-    wear: Wear | None = None  # counts what the session writes, if that is needed
     commit_choice: Rule | SmallRule | None = None  # chooses the steps between commits, until it has
     is_mate = False  # whether another process has the store and the parameters
     speaks = False  # whether the session prints what it has opened and done
@@ -146,7 +144,7 @@ class Commits(SessionPart):
         """
         if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
-        said = ""
+        said: list[str] = []
         with held(self._close_lock):
             if not self.closed:
                 self._last_step = self.step
@@ -155,29 +153,15 @@ class Commits(SessionPart):
                 self.snapshot_now = None
                 try:
                     self._finish_once()
-                    said = self._summary()
+                    said += [each.summary(cast("Session", self)) for each in self.extensions]
                     for extension in self.extensions:
                         extension.closing(cast("Session", self))
                 except Exception:  # not a Ctrl-C: nothing may be released before the commit
                     self._release()
                     raise
             self._release()  # also in a second call: a Ctrl-C may have interrupted the first one
-            if said:
-                _log.inform(said)
-
-    def _summary(self) -> str:
-        """Return what to print after the session has finished its steps; "" for nothing."""
-        if not self.speaks or not self.trains or self.wear is None or not _log.informs():
-            return ""
-        self.wear.look()
-        step, durable = self.step, self.durable_step()
-        done = step - self.wear.first_step
-        later = f" ({step - durable} later steps are not committed)" if durable != step else ""
-        return (
-            f"closed store {', '.join(self.directories)}: {done} step{'s'[: done != 1]} in this"
-            f" session, {_shown.of_bytes(self.wear.written)} written by them; the store is at"
-            f" step {durable}{later}"
-        )
+            for line in filter(None, said):
+                _log.inform(line)
 
     def _finish_once(self) -> None:
         """Finish, without raising again what ended the session if the program has that error."""
@@ -439,8 +423,8 @@ class Commits(SessionPart):
         if self.config.commit_steps > 0 and not self._engine.commit_every(steps):
             return False
         self.config = dataclasses.replace(self.config, commit_every=steps)
-        if self.wear is not None:
-            self.wear.every(steps)
+        for extension in self.extensions:
+            extension.commits_every(steps)
         return True
 
     def _commits_choose(self) -> None:

@@ -9,8 +9,8 @@ extension implements the events that it needs; the others do nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Place(enum.IntEnum):
     """The order in which a session calls its extensions; each kind of extension has a place."""
 
+    WEAR = enum.auto()
+    PLAN = enum.auto()
     RECORDS = enum.auto()
 
 
@@ -26,6 +28,16 @@ class Extension:
     """Something that follows a session's steps; each method is an event."""
 
     place: ClassVar[Place]
+
+    def admit(self, session: Session) -> None:
+        """Handle the start of a backward, or of a step of zeroth-order training.
+
+        Raises:
+            LohanError: no further step is allowed.
+        """
+
+    def backward_ended(self, session: Session) -> None:
+        """Handle the end of a backward."""
 
     def noted(self, loss: float | None, tokens: float | None, *, is_next: bool) -> None:
         """Handle a note of the program.
@@ -36,8 +48,15 @@ class Extension:
             is_next: whether the note is for the step in progress, not the one closed last.
         """
 
+    def state(self, session: Session) -> Mapping[str, Any]:
+        """Return entries for the commit of the step that is being closed, as values for JSON."""
+        return {}
+
     def before_close(self, session: Session) -> None:
         """Handle step(), just before the engine closes the step."""
+
+    def aborted(self, session: Session) -> None:
+        """Handle the end of a step that is discarded."""
 
     def closed(self, session: Session) -> None:
         """Handle the end of step(): the session's step has been closed."""
@@ -50,6 +69,13 @@ class Extension:
             began: the time at which the step began, of time.monotonic().
             loss: its loss.
         """
+
+    def commits_every(self, steps: int) -> None:
+        """Handle a new number of steps between commits, from the next step on."""
+
+    def summary(self, session: Session) -> str:
+        """Return what to print when the session has ended; "" for nothing."""
+        return ""
 
     def closing(self, session: Session) -> None:
         """Handle the end of the session, after its last commit and before the engine stops."""

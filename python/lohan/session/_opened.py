@@ -1,4 +1,4 @@
-"""What a session prints when it is opened; Commits.close() prints what it has done.
+"""What a session prints when it is opened; Wear.summary() has what it prints at its end.
 
 Both lines are INFO, see [Note: Lines on stderr] in common/_log.py. With several processes, only
 that of rank 0 prints them.
@@ -43,7 +43,8 @@ def opened(
     found = _scalars.wear_of(session.store.describe()) if is_resumed else None
     if not speaks and limit is None and found is None:
         return
-    session.wear = made = (wear or _adamw)(session)
+    made = (wear or _adamw)(session)
+    session.extensions.add(made)
     if limit is not None or found is not None:
         made.keep(found, limit)
     if speaks:
@@ -53,27 +54,27 @@ def opened(
         if session.trains:
             assumed = _budgets.assumed_bytes(session.directories[0])
             made.life = Life(made.drives, full, assumed)
-        _log.inform(_opening(session, is_resumed=is_resumed, is_temporary=is_temporary))
+        said = _opening(session, made, is_resumed=is_resumed, is_temporary=is_temporary)
+        _log.inform(said)
 
 
 def _adamw(session: Session) -> Wear:
     return Wear(session._engine, session.store, writes_of(session))
 
 
-def _opening(session: Session, *, is_resumed: bool, is_temporary: bool) -> str:
+def _opening(session: Session, wear: Wear, *, is_resumed: bool, is_temporary: bool) -> str:
     kind, tail = "resumed" if is_resumed else "new", ""
     trains = session.trains
     if is_temporary:
         kind, tail = "temporary", ", removed at exit"
         tail += "; pass store= to keep it" if trains else ""
-    assert session.wear is not None
     read = session.layout.in_place.files
     if not trains and is_temporary and read:
         folder = os.path.dirname(read[0].path)
         kind = f"frozen model, whose parameters are read from {folder}; temporary"
     status, files = session.status(), session.store.describe()["files"]
     size = _shown.of_bytes(sum(nbytes for _, nbytes, _ in files))
-    rule = f"{session.commit_rule()}; {session.wear.rule()}" if trains else "nothing is trained"
+    rule = f"{session.commit_rule()}; {wear.rule()}" if trains else "nothing is trained"
     return (
         f"{kind} store {', '.join(session.directories)} ({size}{tail}) at step {session.step};"
         f" up to {_shown.of_bytes(session.budget['host_bytes'])} of main memory, I/O by"

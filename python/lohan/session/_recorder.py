@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lohan.common import _log, _shown
 from lohan.config import Config
 from lohan.session._extension import Extension, Place
+from lohan.session._wear import Wear
 from lohan.store import _steps
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Recorder(Extension):
         self._record = _steps.Record(0, 0, 0.0, is_whole=True)  # of the step closed last
         self._noted, self._noted_next = Noted(), Noted()  # for that step, and the next one
         self._closed_at = _NAN
-        self._written = 0  # of session.wear, if it counts a step when it is closed
+        self._written = 0  # of Wear, if it counts a step when it is closed
         file.describe(self._header)
 
     def _try(self, method: str, value: Any) -> None:
@@ -113,7 +114,7 @@ class Recorder(Extension):
         now = time.monotonic()
         self._noted, self._noted_next = self._noted_next, Noted()
         self._noted.known_loss = loss
-        written, wear = _NAN, session.wear
+        written, wear = _NAN, session.extensions.get(Wear)
         if wear is not None:
             written, self._written = wear.written - self._written, wear.written
         self._record = _steps.Record(
@@ -182,7 +183,7 @@ def _header(session: Session) -> dict[str, Any]:
         "I/O": str(session.status()["io"]),
         "commits": session.commit_rule(),
     }
-    wear = session.wear
+    wear = session.extensions.get(Wear)
     if wear is not None:
         about["writes"] = wear.rule()
     for field in dataclasses.fields(Config):

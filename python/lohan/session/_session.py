@@ -36,6 +36,7 @@ from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, parts_of, refuse_read
 from lohan.session._idle import Idle
 from lohan.session._micro_batches import MicroBatches
+from lohan.session._planned import Planned
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _requests, _scalars
@@ -68,7 +69,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         extensions: what follows the session's steps.
     """
 
-    _planner: Planner | None = None
     buffers: Buffers | None = None
     # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
     _tail: torch.Tensor | None = None
@@ -195,12 +195,12 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         activations.start()
         self._hooks += _cache.leave_out(model)
         if self.config.activations in POLICIES and any(u.trainable for u in self.layout.units):
-            self._planner = planner(self, activations)
-            if self.speaks and not self._planner.has_profile:
+            made_planner = planner(self, activations)
+            self.extensions.add(Planned(made_planner))
+            if self.speaks and not made_planner.has_profile:
                 _log.inform("two steps are profiled with all activations recomputed, then planned")
-            add(
-                model.register_forward_pre_hook(self._planner.enter, prepend=True, with_kwargs=True)
-            )
+            enter = made_planner.enter
+            add(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         for scope in self.layout.scopes:
             scope.module = None  # holding the session must not keep the model alive
         add(model.register_forward_hook(self._root_leave, always_call=True, with_kwargs=True))
@@ -252,8 +252,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
 
     def _on_backward(self) -> None:
         """Handle the start of a backward, detected at its first saved parameter or gradient."""
-        if self.wear is not None:
-            self.wear.check(self)
+        for extension in self.extensions:
+            extension.admit(self)
         self._thread.backward_begin()
         self._changed_drop()
         self.commit_edits()
@@ -266,8 +266,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
     def _on_backward_end(self) -> None:
         self._backward = "done"
         self.phases.end()
-        if self._planner is not None:
-            self._planner.backward_end()
+        for extension in self.extensions:
+            extension.backward_ended(self)
         if self._engine.backward_end():
             self._accumulation.backward_end()
         if self._engine.status()["has_gradients"]:
@@ -335,10 +335,12 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._gradients.hide()
         scalars, tail = b"", None
         if self._optimizer is not None:
-            worn = None if self.wear is None else self.wear.record(self.step)
-            more = self.averages.record(), self.registered.record()
-            idle, device = self.idle.record(self.step + 1, now), self.device.torch_device
-            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, idle, worn, *more)
+            more: dict[str, Any] = {"idle": self.idle.record(self.step + 1, now)}
+            for extension in self.extensions:
+                more |= extension.state(self)
+            more |= {"ema": self.averages.record(), "registered": self.registered.record()}
+            device = self.device.torch_device
+            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
         for extension in self.extensions:
@@ -350,10 +352,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._scale.reset()
         self._await_updates()
         self._commits_choose()
-        if self.wear is not None:
-            self.wear.closed(self)
-        if self._planner is not None:
-            self._planner.step_end(self)
         for extension in self.extensions:
             extension.closed(self)
         self.phases.end()
@@ -431,8 +429,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._discard()
 
     def _discard(self) -> None:
-        if self._planner is not None:
-            self._planner.forget()
+        for extension in self.extensions:
+            extension.aborted(self)
         self._gradients.hide()
         self._engine.abort()
         self.layout.in_place.lose()
@@ -494,8 +492,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
 
         Return None if `activations` is not a policy, or if there is no plan for this shape yet.
         """
-        shape = self._planner.shape if self._planner is not None else None
-        return None if shape is None or shape.made is None else shape.made.plan
+        planned = self.extensions.get(Planned)
+        return None if planned is None else planned.plan()
 
     def status(self) -> dict[str, Any]:
         """Return the engine's status: open steps, pinned and held memory, backend, page type."""

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lohan.common import _shown
+from lohan.common import _log, _shown
 from lohan.common._stats import WRITES
 from lohan.config import CHOSEN_LATER
 from lohan.errors import StoreMismatchError, WearBudgetError
 from lohan.planning._wear import DAY_S
+from lohan.session._extension import Extension, Place
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -69,7 +71,7 @@ class Count:
         return [self.total + more, self.day, self.of_day + more]
 
 
-class Wear:
+class Wear(Extension):
     """What a session has written; see [Note: Counted writes].
 
     Attributes:
@@ -78,6 +80,8 @@ class Wear:
         is_spent: whether wear_budget= allows no further step.
         first_step: the step at which the session began.
     """
+
+    place = Place.WEAR
 
     def __init__(self, engine: _core.Engine, store: _core.Store, writes: StepWrites) -> None:
         self.written = 0
@@ -123,7 +127,7 @@ class Wear:
             if not (every and committed % every == 0):  # by a call of commit(), or by a close
                 self.add(self._writes.committed - self._writes.of_step(committed))
 
-    def every(self, steps: int) -> None:
+    def commits_every(self, steps: int) -> None:
         """Set the number of steps between commits, from the next step on."""
         self._writes = dataclasses.replace(self._writes, every=steps)
 
@@ -132,17 +136,13 @@ class Wear:
         self.written += nbytes
         self.count.add(nbytes)
 
-    def record(self, step: int) -> list[int] | None:
-        """Return what the commit of the next step, which is being closed, has; None: nothing.
-
-        Args:
-            step: the step that was closed last.
-        """
+    def state(self, session: Session) -> Mapping[str, Any]:
+        """Return the count for the commit of the next step, which is being closed."""
         self.look()
         if not self.keeps:
-            return None
+            return {}
         self.count.roll()
-        return self.count.as_list(self._open_bytes(step) + self._writes.committed)
+        return {"wear": self.count.as_list(self._open_bytes(session.step) + self._writes.committed)}
 
     def _open_bytes(self, step: int) -> int:
         """Return the bytes of the closed steps, up to `step`, that the engine is still at."""
@@ -193,7 +193,7 @@ class Wear:
         """The bytes that a further step, and a commit after it, write at most."""
         return self._writes.committed + self._spill_max
 
-    def check(self, session: Session) -> None:
+    def admit(self, session: Session) -> None:
         """Raise an error if the next step is not allowed.
 
         Raises:
@@ -216,4 +216,18 @@ class Wear:
             f"the next step would exceed wear_budget, {self.limit}: {done} bytes were written to"
             f" the store's drives {when}, and a step writes up to {self.next_bytes} bytes; {kept}."
             f" To continue, wrap with resume=True and a larger wear_budget{later}"
+        )
+
+    def summary(self, session: Session) -> str:
+        """Return what the session has done, if it prints that."""
+        if not session.speaks or not session.trains or not _log.informs():
+            return ""
+        self.look()
+        step, durable = session.step, session.durable_step()
+        done = step - self.first_step
+        later = f" ({step - durable} later steps are not committed)" if durable != step else ""
+        return (
+            f"closed store {', '.join(session.directories)}: {done} step{'s'[: done != 1]} in this"
+            f" session, {_shown.of_bytes(self.written)} written by them; the store is at"
+            f" step {durable}{later}"
         )

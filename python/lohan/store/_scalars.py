@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lohan.torch_glue._buffers import Buffers
 
 _CPU = torch.device("cpu")
+_NOTHING: Mapping[str, Any] = {}
 
 
 def _join(state: dict[str, Any], said: list[Any], raw: bytes) -> bytes:
@@ -184,30 +186,20 @@ def pack(
     optimizer: Optimizer,
     buffers: Buffers | None = None,
     device: torch.device = _CPU,
-    idle: dict[str, Any] | None = None,
-    wear: list[int] | None = None,
-    average: list[float] | None = None,
-    registered: dict[str, str] | None = None,
+    more: Mapping[str, Any] = _NOTHING,
 ) -> tuple[bytes, torch.Tensor | None]:
     """Serialize the current state for a commit.
 
     Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
-    state of its random generator is stored, too. idle, wear and average are what idle_of(),
-    wear_of() and average_of() find; registered are states of the caller, by name.
+    state of its random generator is stored, too. `more` are further entries, such as those that
+    idle_of(), wear_of() and average_of() find; an entry that is None is not stored.
 
     Returns:
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
         data, in whose place the data has zeros. Nothing waits for the GPU.
     """
     state = {**_groups(optimizer), **_random(device)}
-    if idle is not None:
-        state["idle"] = idle
-    if wear is not None:
-        state["wear"] = wear
-    if average is not None:
-        state["ema"] = average
-    if registered is not None:
-        state["registered"] = registered
+    state |= {name: value for name, value in more.items() if value is not None}
     said, found = _found(buffers) if buffers is not None else ([], [])
     tail = _buffers.joined_there(found, device)
     raw = _buffers.joined(found) if tail is None else bytes(tail.numel())
