@@ -29,7 +29,6 @@ from lohan.mezo._zo_wear import ZerothWear
 from lohan.replicas import _join
 from lohan.session import (
     _adopt,
-    _commit_rule,
     _division,
     _notes,
     _opened,
@@ -291,7 +290,7 @@ class _Opening:
         session.speaks = self.shared.world is None or self.shared.world.rank == 0
         if not temporary:
             session.keep_names()
-        _commit_rule.begin(session, self.shared.world)
+        _opened.extend(session, self.shared.world)
         wear = None if self.zeroth is None else ZerothWear
         full = functools.partial(_division.full_budget, self.layout, self.config)
         _opened.opened(session, wear, full, is_resumed=resume, is_temporary=temporary)
@@ -339,7 +338,7 @@ class _Opening:
         if resume:
             session.resumed_step = session.step
             session.restore_scalars()
-        _commit_rule.begin(session, self.shared.world)
+        _opened.extend(session, self.shared.world)
         return session
 
     def _session(

@@ -66,7 +66,7 @@ def test_a_step_has_its_events_in_order(store_dir: pathlib.Path) -> None:
     model.optimizer.step()
     model.lohan.close()
     assert seen == [
-        *("admit", "backward_ended", "noted"),
-        *("state", "before_close", "closed"),
+        *("forward_begins", "forward_ended", "admit", "backward_begins", "backward_ended"),
+        *("noted", "step_begins", "state", "before_close", "closed"),
         *("summary", "closing", "release"),
     ]

@@ -474,7 +474,8 @@ class MateSession(ReplicaSession):
             self._backward = "none"
             return
         self._check_alone()
-        self.phases.begin("step", self)
+        for extension in self.extensions:
+            extension.step_begins(self)
         self._agree(unscale)
         self._gradients.hide()
         everything = [*range(len(self.layout.units))]
@@ -496,7 +497,6 @@ class MateSession(ReplicaSession):
         self._count_traffic()
         for extension in self.extensions:
             extension.closed(self)
-        self.phases.end()
         self.exchange.forget()
         self.exchange.take_order()
 

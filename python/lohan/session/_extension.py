@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
@@ -22,6 +22,15 @@ class Place(enum.IntEnum):
     WEAR = enum.auto()
     PLAN = enum.auto()
     RECORDS = enum.auto()
+    TRACE = enum.auto()
+
+
+class Steps(Protocol):
+    """An object that counts steps, such as a session."""
+
+    @property
+    def step(self) -> int:
+        """The number of closed steps."""
 
 
 class Extension:
@@ -29,12 +38,21 @@ class Extension:
 
     place: ClassVar[Place]
 
+    def forward_begins(self, session: Steps) -> None:
+        """Handle the start of a forward."""
+
+    def forward_ended(self) -> None:
+        """Handle the end of a forward, or of one that raised an error."""
+
     def admit(self, session: Session) -> None:
         """Handle the start of a backward, or of a step of zeroth-order training.
 
         Raises:
             LohanError: no further step is allowed.
         """
+
+    def backward_begins(self, session: Session) -> None:
+        """Handle the start of a backward that is allowed."""
 
     def backward_ended(self, session: Session) -> None:
         """Handle the end of a backward."""
@@ -47,6 +65,9 @@ class Extension:
             tokens: a number of tokens; None: the note has none.
             is_next: whether the note is for the step in progress, not the one closed last.
         """
+
+    def step_begins(self, session: Session) -> None:
+        """Handle the start of step()."""
 
     def state(self, session: Session) -> Mapping[str, Any]:
         """Return entries for the commit of the step that is being closed, as values for JSON."""

@@ -15,7 +15,6 @@ from torch import nn
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
 from lohan.session._loop import Loop
-from lohan.session._phases import Phases
 from lohan.session._session_base import SessionPart
 from lohan.torch_glue._batch import BatchCheck
 from lohan.torch_glue._cast import CastParameter
@@ -52,7 +51,6 @@ class ForwardRules(SessionPart):
     _accumulation: Accumulation
 
     def _forward_init(self) -> None:
-        self.phases = Phases(self.config.trace_events)
         self._batch = BatchCheck(self.device.torch_device)
         self._forward_depth = 0
         self._begun: tuple[int, bool] | None = None
@@ -163,7 +161,8 @@ class ForwardRules(SessionPart):
         self._entered.enter()
         self._forward_depth = 1
         self._engine.forward(True)
-        self.phases.begin("forward", self)
+        for extension in self.extensions:
+            extension.forward_begins(self)
 
     def _autocast_see(self) -> None:
         kind = self.device.torch_device.type
@@ -212,7 +211,8 @@ class ForwardRules(SessionPart):
     def _forward_end(self) -> None:
         self._forward_depth = 0
         self._thread.release()
-        self.phases.end()
+        for extension in self.extensions:
+            extension.forward_ended()
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
         self._entered.leave()

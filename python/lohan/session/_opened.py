@@ -1,7 +1,7 @@
-"""What a session prints when it is opened; Wear.summary() has what it prints at its end.
+"""What a session gets when it is opened: extensions, and the line that it prints then.
 
-Both lines are INFO, see [Note: Lines on stderr] in common/_log.py. With several processes, only
-that of rank 0 prints them.
+That line and the one of the session's end, from Wear.summary(), are INFO, see [Note: Lines on
+stderr] in common/_log.py. With several processes, only rank 0 prints them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,27 @@ from typing import TYPE_CHECKING, Any
 from lohan.common import _log, _shown
 from lohan.planning import _drives
 from lohan.planning import _wear as _budgets
+from lohan.session import _commit_rule
+from lohan.session._phases import Phases
 from lohan.session._wear import Wear
 from lohan.session._wear_life import Life, writes_of
 from lohan.store import _scalars
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
+    from lohan.world._world import World
+
+
+def extend(session: Session, world: World | None) -> None:
+    """Let the session choose the steps between its commits, and note phases, if it is to do so.
+
+    Args:
+        session: the session.
+        world: the processes of the run; None: there is only one.
+    """
+    if session.config.trace_events > 0:
+        session.extensions.add(Phases())
+    _commit_rule.begin(session, world)
 
 
 def opened(

@@ -4,37 +4,62 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+from lohan.session._extension import Extension, Place
+
+if TYPE_CHECKING:
+    from lohan.session._extension import Steps
+    from lohan.session._session import Session
 
 _PHASE_COUNT_MAX = 4096
 
 
-class Steps(Protocol):
-    """An object that counts steps, such as a session."""
+class Phases(Extension):
+    """The times of the training thread's last forwards, backwards and steps.
 
-    @property
-    def step(self) -> int:
-        """The number of completed steps."""
+    Attributes:
+        marks: the phase, its step, and when it began and ended, in ns of time.monotonic_ns().
+    """
 
+    place = Place.TRACE
 
-class Phases:
-    """The times of the training thread's last forwards, backwards and steps."""
-
-    def __init__(self, trace_events: int) -> None:
-        """Record nothing if trace_events is 0."""
-        self.is_on = trace_events > 0
+    def __init__(self) -> None:
         self.marks: collections.deque[tuple[str, int, int, int]] = collections.deque(
             maxlen=_PHASE_COUNT_MAX
         )
         self._open: tuple[str, int, int] | None = None
 
-    def begin(self, name: str, session: Steps) -> None:
+    def _begin(self, name: str, session: Steps) -> None:
         """Begin a phase of the step that follows the session's last completed one."""
-        if self.is_on:
-            self._open = (name, session.step + 1, time.monotonic_ns())
+        self._open = (name, session.step + 1, time.monotonic_ns())
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """End the phase that began last."""
         if self._open is not None:
             self.marks.append((*self._open, time.monotonic_ns()))
             self._open = None
+
+    def forward_begins(self, session: Steps) -> None:
+        """Begin a forward."""
+        self._begin("forward", session)
+
+    def forward_ended(self) -> None:
+        """End a forward."""
+        self._end()
+
+    def backward_begins(self, session: Session) -> None:
+        """Begin a backward."""
+        self._begin("backward", session)
+
+    def backward_ended(self, session: Session) -> None:
+        """End a backward."""
+        self._end()
+
+    def step_begins(self, session: Session) -> None:
+        """Begin a call of step()."""
+        self._begin("step", session)
+
+    def closed(self, session: Session) -> None:
+        """End a call of step()."""
+        self._end()

@@ -259,13 +259,13 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self.commit_edits()
         self.keep_checksums()
         self._backward = "running"
-        self.phases.begin("backward", self)
+        for extension in self.extensions:
+            extension.backward_begins(self)
         if in_backward():
             at_backward_end(self._thread.backward_end(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
         self._backward = "done"
-        self.phases.end()
         for extension in self.extensions:
             extension.backward_ended(self)
         if self._engine.backward_end():
@@ -304,7 +304,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         """
         self.check_open()
         self.refuse_other_thread("step()")
-        self.phases.begin("step", self)
+        for extension in self.extensions:
+            extension.step_begins(self)
         if self._backward == "running" and not in_backward():
             raise StepError(
                 "the backward of this step raised an exception: call"
@@ -354,7 +355,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._commits_choose()
         for extension in self.extensions:
             extension.closed(self)
-        self.phases.end()
         _requests.answer_requests(self)
 
     def _await_updates(self) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lohan.common import _timeline
 from lohan.common._timeline import LANE_OF_KIND, TRAINING, WAITS, Span
 from lohan.errors import SessionError, TraceError
+from lohan.session._phases import Phases
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +51,8 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
         first = min(event[3] for event in events)
         events = [event for event in events if event[3] > first]
     steps = {event[3] for event in events}
-    marks = [mark for mark in session.phases.marks if mark[1] in steps]
+    phases = session.extensions.get(Phases)
+    marks = [mark for mark in (phases.marks if phases else ()) if mark[1] in steps]
     spans = _timeline.spans_of(events, [unit.name for unit in session.layout.units], marks)
     threads = session.workers
     _timeline.write_perfetto(path, spans, {"lohan": 1, "threads": threads})
