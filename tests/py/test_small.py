@@ -13,6 +13,7 @@ import pytest
 import torch
 from lohan.planning import _wear
 from lohan.session import _commit_rule, _wear_life
+from lohan.session._extension import Place
 from lohan.session._wear_life import writes_of
 
 WIDTH = 64
@@ -117,7 +118,7 @@ def test_a_step_that_writes_its_states_anyway_keeps_its_commits(store_dir: pathl
     least.lohan.close()
     memory = least.lohan.budget["host_bytes_min"]
     model = lohan.wrap(kit.linears(600, 4), store=store_dir / "b", host_bytes=memory)
-    assert model.lohan.commit_choice is None
+    assert Place.COMMITS not in model.lohan.extensions
     model.lohan.close()
 
 

@@ -15,6 +15,7 @@ from lohan.errors import BudgetError, LohanError
 from lohan.layout import _gradient_pieces
 from lohan.planning import _measure, _wear
 from lohan.session import _commit_rule, _division
+from lohan.session._extension import Place
 from patience import slowness
 from world_adamw import one_step, wrapped
 from world_worker import rank_and_count
@@ -115,7 +116,7 @@ def save_little(store: str) -> tuple[bool, int]:
 
     vars(_wear)["saved_bytes"] = saved
     model = wrapped(store)
-    is_chosen = model.lohan.commit_choice is not None
+    is_chosen = Place.COMMITS in model.lohan.extensions
     for _ in range(5):
         one_step(model)
     assert (model.lohan.config.commit_every == EVERY) == is_chosen
@@ -136,7 +137,8 @@ def cannot_wait(store: str) -> tuple[list[int | None], Any]:
 
     vars(_division)["_budget"] = refused
     model = wrapped(store)
-    assert not isinstance(model.lohan.commit_choice, _commit_rule.Rule)
+    choice = model.lohan.extensions.get(_commit_rule.CommitChoice)
+    assert choice is None or not isinstance(choice.rule, _commit_rule.Rule)
     found = []
     for _ in range(3):
         one_step(model)
@@ -150,7 +152,8 @@ def interval_of_wear(store: str) -> float:
     """Return the seconds between commits, which the life of the drives decides."""
     costly(commit_interval_s=_interval_of)
     model = wrapped(store, ssd_endurance_bytes=10**12)
-    interval_s = float(model.lohan.commit_choice.interval_s)
+    choice = model.lohan.extensions.get(_commit_rule.CommitChoice)
+    interval_s = float(choice.rule.interval_s)
     model.lohan.close()
     return interval_s
 
@@ -224,7 +227,7 @@ def slow_train(store: str, steps: int, marker: str) -> Any:
     while model.lohan.step < steps:
         one_step(model)
         chosen = None if model.lohan.step < 4 else EVERY
-        assert model.lohan.commit_choice is not None or model.lohan.config.commit_every == chosen
+        assert Place.COMMITS in model.lohan.extensions or model.lohan.config.commit_every == chosen
     return model.lohan.step
 
 

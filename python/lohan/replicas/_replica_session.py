@@ -493,10 +493,9 @@ class MateSession(ReplicaSession):
         self._accumulation.reset()
         self._scale.reset()
         self._share_norm()
-        self._commits_choose()
-        self._count_traffic()
         for extension in self.extensions:
             extension.closed(self)
+        self._count_traffic()
         self.exchange.forget()
         self.exchange.take_order()
 

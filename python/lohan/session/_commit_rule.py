@@ -38,6 +38,7 @@ from lohan.common import _log, _shown
 from lohan.config import CHOSEN_LATER
 from lohan.planning import _drives, _measure, _wear
 from lohan.session import _wear_life
+from lohan.session._extension import Extension, Place
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def begin(session: Session, world: World | None) -> None:
         world: the processes of the run, all of which do the same; None: there is only one.
     """
     if session.config.commit_every == CHOSEN_LATER:
-        session.commit_choice = Rule(session, world)
+        session.extensions.add(CommitChoice(Rule(session, world)))
     elif session.config.commit_every == "auto" and session.trains:
         config, writes = session.config, _wear_life.writes_of(session)
         nbytes = writes.committed - writes.between
@@ -66,7 +67,29 @@ def begin(session: Session, world: World | None) -> None:
         mine = [nbytes * config.sharers * is_small, writes.between]
         nbytes, between = max(_told(world, mine, "the bytes of small commits"))
         if nbytes > 0:
-            session.commit_choice = SmallRule(nbytes, between, world)
+            session.extensions.add(CommitChoice(SmallRule(nbytes, between, world)))
+
+
+class CommitChoice(Extension):
+    """Lets a rule choose the steps between commits of a session, which then no longer has it.
+
+    Args:
+        rule: the rule.
+    """
+
+    place = Place.COMMITS
+
+    def __init__(self, rule: Rule | SmallRule) -> None:
+        self.rule = rule
+
+    def commit_rule(self) -> str:
+        """Return when steps are committed, for people."""
+        return str(self.rule)
+
+    def closed(self, session: Session) -> None:
+        """Handle the close of a step, after which the number of steps may be chosen."""
+        if self.rule.closed(session):
+            session.extensions.remove(self)
 
 
 def _told(world: World | None, mine: Any, what: str) -> list[Any]:

@@ -25,7 +25,6 @@ from lohan.store import _checksums, _moments, _scalars, _store
 if TYPE_CHECKING:
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
-    from lohan.session._commit_rule import Rule, SmallRule
     from lohan.session._optim import Optimizer
     from lohan.session._registered import After
     from lohan.session._session import Session
@@ -106,7 +105,6 @@ class Commits(SessionPart):
     directories: list[str]
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
-    commit_choice: Rule | SmallRule | None = None  # chooses the steps between commits, until it has
     is_mate = False  # whether another process has the store and the parameters
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
@@ -409,8 +407,9 @@ class Commits(SessionPart):
         every = self.config.commit_every
         if isinstance(every, str) and every in named:
             return named[every]
-        if self.commit_choice is not None:
-            return str(self.commit_choice)
+        for extension in self.extensions:
+            if said := extension.commit_rule():
+                return said
         steps = self.config.commit_steps
         return "each step is committed" if steps == 1 else f"every {steps} steps are committed"
 
@@ -426,11 +425,6 @@ class Commits(SessionPart):
         for extension in self.extensions:
             extension.commits_every(steps)
         return True
-
-    def _commits_choose(self) -> None:
-        """Handle the close of a step: the session may choose the steps between commits now."""
-        if self.commit_choice is not None and self.commit_choice.closed(cast("Session", self)):
-            self.commit_choice = None
 
     def durable_step(self) -> int:
         """Return the step that a resumed run would begin after."""

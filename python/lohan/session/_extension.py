@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Place(enum.IntEnum):
     """The order in which a session calls its extensions; each kind of extension has a place."""
 
+    COMMITS = enum.auto()
     WEAR = enum.auto()
     PLAN = enum.auto()
     RECORDS = enum.auto()
@@ -91,6 +92,10 @@ class Extension:
             loss: its loss.
         """
 
+    def commit_rule(self) -> str:
+        """Return when steps are committed, for people; "" if it does not choose that."""
+        return ""
+
     def commits_every(self, steps: int) -> None:
         """Handle a new number of steps between commits, from the next step on."""
 
@@ -120,8 +125,16 @@ class Extensions:
 
     def add(self, extension: Extension) -> None:
         """Add an extension, whose place must be free."""
-        assert all(each.place != extension.place for each in self._all)
+        assert extension.place not in self
         self._all = tuple(sorted((*self._all, extension), key=lambda each: each.place))
+
+    def remove(self, extension: Extension) -> None:
+        """Remove an extension."""
+        self._all = tuple(each for each in self._all if each is not extension)
+
+    def __contains__(self, place: Place) -> bool:
+        """Return whether there is an extension at a place."""
+        return any(each.place == place for each in self._all)
 
     def get(self, kind: type[Kind]) -> Kind | None:
         """Return the extension of this kind; None: the session has none."""

@@ -352,7 +352,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._accumulation.reset()
         self._scale.reset()
         self._await_updates()
-        self._commits_choose()
         for extension in self.extensions:
             extension.closed(self)
         _requests.answer_requests(self)

@@ -10,6 +10,7 @@ from lohan.common import _log, _shown
 from lohan.layout._block import STATES
 from lohan.planning import _wear
 from lohan.planning._wear import DAY_S, StepWrites, host_sizes
+from lohan.session._extension import Place
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Life:
             session: the session.
             step_bytes: what a step writes.
         """
-        if session.commit_choice is not None:  # a step will write less
+        if Place.COMMITS in session.extensions:  # a step will write less
             return False
         self._count += 1
         if self._count == _STEPS_BEFORE:
