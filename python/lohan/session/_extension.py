@@ -24,6 +24,7 @@ class Place(enum.IntEnum):
     PLAN = enum.auto()
     RECORDS = enum.auto()
     TRACE = enum.auto()
+    COPIES = enum.auto()
 
 
 class Steps(Protocol):

@@ -14,6 +14,7 @@ from lohan.common import _log, _shown
 from lohan.planning import _drives
 from lohan.planning import _wear as _budgets
 from lohan.session import _commit_rule
+from lohan.session._copies import Copies
 from lohan.session._phases import Phases
 from lohan.session._wear import Wear
 from lohan.session._wear_life import Life, writes_of
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
 
 def extend(session: Session, world: World | None) -> None:
-    """Let the session choose the steps between its commits, and note phases, if it is to do so.
+    """Let the session choose the steps between its commits, note phases, and make copies.
 
     Args:
         session: the session.
         world: the processes of the run; None: there is only one.
     """
+    if not session.is_mate:  # otherwise another process has the store
+        session.extensions.add(Copies())
     if session.config.trace_events > 0:
         session.extensions.add(Phases())
     _commit_rule.begin(session, world)

@@ -39,7 +39,7 @@ from lohan.session._micro_batches import MicroBatches
 from lohan.session._planned import Planned
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
-from lohan.store import _requests, _scalars
+from lohan.store import _scalars
 from lohan.torch_glue import _cache
 from lohan.torch_glue._accumulate import Accumulation
 from lohan.torch_glue._device import Device
@@ -354,7 +354,6 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._await_updates()
         for extension in self.extensions:
             extension.closed(self)
-        _requests.answer_requests(self)
 
     def _await_updates(self) -> None:
         """Wait for the updates of the step that was just closed, if the schedule says so."""

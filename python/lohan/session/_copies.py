@@ -1,0 +1,21 @@
+"""Copies that other processes request from a session, as an extension of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lohan.session._extension import Extension, Place
+from lohan.store import _requests
+
+if TYPE_CHECKING:
+    from lohan.session._session import Session
+
+
+class Copies(Extension):
+    """Begins the copies that other processes have requested by files in the store's folders."""
+
+    place = Place.COPIES
+
+    def closed(self, session: Session) -> None:
+        """Begin a copy of the step that was just closed, if there is a request."""
+        _requests.answer_requests(session)
