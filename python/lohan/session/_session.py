@@ -15,9 +15,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.activations._activations import Activations
 from lohan.activations._swap import Saving
-from lohan.common import _log
 from lohan.common._hyper import check_hyper
 from lohan.common._stats import StepStats
 from lohan.config import POLICIES, SCHEDULES_AT_STEP
@@ -30,22 +28,22 @@ from lohan.errors import (
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
-from lohan.session import _engine, _gradients, _notes, _trace
+from lohan.session import _engine, _gradients, _hooks, _notes, _trace
 from lohan.session._commits import Commits
 from lohan.session._extension import Extensions
-from lohan.session._forward import ForwardRules, parts_of, refuse_read
+from lohan.session._forward import ForwardRules, refuse_read
 from lohan.session._idle import Idle
 from lohan.session._micro_batches import MicroBatches
 from lohan.session._planned import Planned
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _scalars
-from lohan.torch_glue import _cache
 from lohan.torch_glue._accumulate import Accumulation
 from lohan.torch_glue._device import Device
 from lohan.torch_glue._tensor import at_backward_end, hollow, in_backward, nan_array
 
 if TYPE_CHECKING:
+    from lohan.activations._activations import Activations
     from lohan.activations._planner import Plan, Planner
     from lohan.common._hyper import Hyper
     from lohan.config import Config
@@ -122,8 +120,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         _engine.call_back(self._engine, self)
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
-        self._hooks: list[Any] = []
-        self._enter_hooks: list[Any] = []
+        self._hooks = _hooks.Hooks()
         self._scale = self._scale_make()
         self._gradients = _gradients.HollowGradients(layout, self._scale)
 
@@ -168,47 +165,8 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
             self._engine.bind(param.index, param.tensor, empty, *kept)
 
     def hook(self, model: nn.Module, planner: Callable[[Session, Activations], Planner]) -> None:
-        """Put the hooks on the model.
-
-        Args:
-            model: the wrapped module.
-            planner: makes the planner of activations; called only if `activations` is a policy.
-        """
-        add = self._hooks.append
-        add_enter = self._enter_hooks.append
-        add_enter(model.register_forward_pre_hook(self._root_enter, prepend=True, with_kwargs=True))
-        for part in parts_of(model):
-            add(part.register_forward_pre_hook(self._part_enter, prepend=True))
-        activations = Activations(self)
-        for scope in self.layout.scopes:
-            plain = self._engine.scope(scope.units)
-            made = self._visits(scope.units, plain)
-            if scope.is_innermost:
-                activations.add(self, scope, plain)
-            if scope.module is model:
-                self._root_scopes.append(plain)
-                continue
-            assert scope.module is not None
-            add_enter(scope.module.register_forward_pre_hook(made.enter, prepend=True))
-            add(scope.module.register_forward_hook(made.leave, always_call=True))
-        add(activations)
-        activations.start()
-        self._hooks += _cache.leave_out(model)
-        if self.config.activations in POLICIES and any(u.trainable for u in self.layout.units):
-            made_planner = planner(self, activations)
-            self.extensions.add(Planned(made_planner))
-            if self.speaks and not made_planner.has_profile:
-                _log.inform("two steps are profiled with all activations recomputed, then planned")
-            enter = made_planner.enter
-            add(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        for scope in self.layout.scopes:
-            scope.module = None  # holding the session must not keep the model alive
-        add(model.register_forward_hook(self._root_leave, always_call=True, with_kwargs=True))
-        for param in self.layout.params:
-            if self.layout.units[param.unit].trainable:
-                register = param.tensor.register_post_accumulate_grad_hook
-                add(register(self._gradient_hook(param.index)))  # type: ignore[no-untyped-call]
-                _gradients.refuse_late_hooks(param.name, param.tensor)
+        """Put the hooks on the model; see _hooks.install."""
+        _hooks.install(self, self._hooks, model, planner)
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook that takes a parameter's gradient from autograd."""
@@ -220,10 +178,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
 
     def unhook(self) -> None:
         """Remove every hook, including those that reject a forward after the session is closed."""
-        for handle in [*self._hooks, *self._enter_hooks]:
-            handle.remove()
-        self._hooks.clear()
-        self._enter_hooks.clear()
+        self._hooks.remove()
         for param in self.layout.params:
             _gradients.allow_late_hooks(param.tensor)
 
@@ -579,9 +534,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self.closed = True
         if self._forward_depth > 0 and not self._forward_is_alive():
             self._forward_drop()
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
+        self._hooks.close()
         self._engine.close()
         self.layout.in_place.close()
         self.store.close()

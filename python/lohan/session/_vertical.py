@@ -151,7 +151,7 @@ class VerticalSession(Session):
             model.__dict__["_lohan_guard"].index[id(found)] = param.index
             hook = self._alias_hook(who, param.index)
             register = found.register_post_accumulate_grad_hook
-            self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
+            self._hooks.add(register(hook))  # type: ignore[no-untyped-call]
         return found
 
     def _alias_hook(self, who: int, index: int) -> Callable[[torch.Tensor], None]:

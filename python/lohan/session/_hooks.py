@@ -1,0 +1,99 @@
+"""The hooks that a session puts on its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lohan.activations._activations import Activations
+from lohan.common import _log
+from lohan.config import POLICIES
+from lohan.session import _gradients
+from lohan.session._forward import parts_of
+from lohan.session._planned import Planned
+from lohan.torch_glue import _cache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lohan.activations._planner import Planner
+    from lohan.session._session import Session
+
+
+class Hooks:
+    """Handles that remove hooks: those that begin a forward, which reject it later, and others."""
+
+    def __init__(self) -> None:
+        self._entering: list[Any] = []
+        self._others: list[Any] = []
+
+    def add(self, *handles: Any) -> None:
+        """Add hooks that are removed when the session is closed."""
+        self._others += handles
+
+    def add_entering(self, handle: Any) -> None:
+        """Add a hook that begins a forward, and rejects it after the session is closed."""
+        self._entering.append(handle)
+
+    def close(self) -> None:
+        """Remove the hooks that a closed session does not need. May be repeated."""
+        for handle in self._others:
+            handle.remove()
+        self._others.clear()
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self.close()
+        for handle in self._entering:
+            handle.remove()
+        self._entering.clear()
+
+
+def install(
+    session: Session,
+    hooks: Hooks,
+    model: nn.Module,
+    planner: Callable[[Session, Activations], Planner],
+) -> None:
+    """Put a session's hooks on its model.
+
+    Args:
+        session: the session.
+        hooks: takes the handles.
+        model: the wrapped module.
+        planner: makes the planner of activations; called only if `activations` is a policy.
+    """
+    layout, engine, enter = session.layout, session._engine, session._root_enter
+    hooks.add_entering(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+    for part in parts_of(model):
+        hooks.add(part.register_forward_pre_hook(session._part_enter, prepend=True))
+    activations = Activations(session)
+    for scope in layout.scopes:
+        plain = engine.scope(scope.units)
+        made = session._visits(scope.units, plain)
+        if scope.is_innermost:
+            activations.add(session, scope, plain)
+        if scope.module is model:
+            session._root_scopes.append(plain)
+            continue
+        assert scope.module is not None
+        hooks.add_entering(scope.module.register_forward_pre_hook(made.enter, prepend=True))
+        hooks.add(scope.module.register_forward_hook(made.leave, always_call=True))
+    hooks.add(activations)
+    activations.start()
+    hooks.add(*_cache.leave_out(model))
+    if session.config.activations in POLICIES and any(u.trainable for u in layout.units):
+        plans = planner(session, activations)
+        session.extensions.add(Planned(plans))
+        if session.speaks and not plans.has_profile:
+            _log.inform("two steps are profiled with all activations recomputed, then planned")
+        hooks.add(model.register_forward_pre_hook(plans.enter, prepend=True, with_kwargs=True))
+    for scope in layout.scopes:
+        scope.module = None  # holding the session must not keep the model alive
+    leave = session._root_leave
+    hooks.add(model.register_forward_hook(leave, always_call=True, with_kwargs=True))
+    for param in layout.params:
+        if layout.units[param.unit].trainable:
+            register = param.tensor.register_post_accumulate_grad_hook
+            hooks.add(register(session._gradient_hook(param.index)))  # type: ignore[no-untyped-call]
+            _gradients.refuse_late_hooks(param.name, param.tensor)
