@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from lohan.errors import ModelError
-from lohan.session._session_base import SessionPart
 
 if TYPE_CHECKING:
     from lohan.torch_glue._accumulate import Accumulation
@@ -16,34 +15,21 @@ if TYPE_CHECKING:
 Loss = Callable[[], torch.Tensor]
 
 
-class MicroBatches(SessionPart):
-    """A base class of Session: it runs the forwards and backwards of an accumulated step."""
+class MicroBatches:
+    """Runs the forwards and backwards of an accumulated step, one after the other.
 
-    _accumulation: Accumulation
-    # The order of micro-batches; "auto" until accumulate() has chosen one: _order.py.
-    order = "horizontal"
+    Args:
+        most: the number of micro-batches of a step, or "manual".
+        accumulation: counts the backwards of the open step.
+    """
 
-    def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
-        """Run the forwards and backwards of a step's micro-batches; then call optimizer.step().
+    def __init__(self, most: int | Literal["manual"], accumulation: Accumulation) -> None:
+        self._most = most
+        self._accumulation = accumulation
 
-        With lohan.wrap(order="vertical") each block runs all micro-batches before the next block
-        does, so parameters are read once for all of them, and the functions take turns on threads.
-        The losses and gradients have the same bits in both orders.
-
-        Args:
-            functions: one function for each micro-batch. It calls the model once, and returns the
-                loss, a tensor of one element. For the mean of the micro-batches, it divides the
-                loss by their number.
-
-        Returns:
-            The losses, without graphs.
-
-        Raises:
-            ModelError: there are too many functions for the step, or one does not return a loss.
-            SecondBackwardError: the step has all of its gradients already.
-        """
-        self.check_open()
-        self._check_functions(functions)
+    def run(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
+        """See Session.accumulate."""
+        self.check(functions)
         losses = []
         for function in functions:
             loss = checked_loss(function())
@@ -51,15 +37,17 @@ class MicroBatches(SessionPart):
             losses.append(loss.detach())
         return losses
 
-    def _check_functions(self, functions: Sequence[Loss]) -> None:
-        count, most = len(functions), self.config.accumulate
+    def check(self, functions: Sequence[Loss]) -> None:
+        """Raise an error if the open step cannot have that many further micro-batches."""
+        count = len(functions)
         if count > 0:
             self._accumulation.check_may_add()
         made = self._accumulation.count
-        if count == 0 or (most != "manual" and made + count > most):
+        if count == 0 or (self._most != "manual" and made + count > self._most):
             raise ModelError(
-                f"accumulate() got {count} functions, and the step has {made} of accumulate={most}"
-                " backwards: pass one for each micro-batch, at least 1 and at most the others"
+                f"accumulate() got {count} functions, and the step has {made} of"
+                f" accumulate={self._most} backwards: pass one for each micro-batch, at least 1"
+                " and at most the others"
             )
 
 

@@ -33,7 +33,7 @@ from lohan.session._commits import Commits
 from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, refuse_read
 from lohan.session._idle import Idle
-from lohan.session._micro_batches import MicroBatches
+from lohan.session._micro_batches import Loss, MicroBatches
 from lohan.session._planned import Planned
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lohan.torch_glue._buffers import Buffers
 
 
-class Session(Values, ForwardRules, MicroBatches, Commits):
+class Session(Values, ForwardRules, Commits):
     """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:
@@ -72,6 +72,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
     _tail: torch.Tensor | None = None
     closed = False
     _backward = "none"  # none, running, done
+    order = "horizontal"  # of micro-batches; "auto" until one has been chosen: _order.py
     apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
@@ -99,6 +100,7 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self.uuid = str(store.describe()["uuid"])
         self._close_lock = threading.RLock()
         self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
+        self._micro_batches = MicroBatches(config.accumulate, self._accumulation)
         self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
         self._engine = _engine.make(
@@ -309,6 +311,28 @@ class Session(Values, ForwardRules, MicroBatches, Commits):
         self._await_updates()
         for extension in self.extensions:
             extension.closed(self)
+
+    def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
+        """Run the forwards and backwards of a step's micro-batches; then call optimizer.step().
+
+        With lohan.wrap(order="vertical") each block runs all micro-batches before the next block
+        does, so parameters are read once for all of them, and the functions take turns on threads.
+        The losses and gradients have the same bits in both orders.
+
+        Args:
+            functions: one function for each micro-batch. It calls the model once, and returns the
+                loss, a tensor of one element. For the mean of the micro-batches, it divides the
+                loss by their number.
+
+        Returns:
+            The losses, without graphs.
+
+        Raises:
+            ModelError: there are too many functions for the step, or one does not return a loss.
+            SecondBackwardError: the step has all of its gradients already.
+        """
+        self.check_open()
+        return self._micro_batches.run(functions)
 
     def _await_updates(self) -> None:
         """Wait for the updates of the step that was just closed, if the schedule says so."""

@@ -330,9 +330,9 @@ class VerticalSession(Session):
     # --- A step -------------------------------------------------------------------------------
 
     def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
-        """See MicroBatches.accumulate."""
+        """See Session.accumulate."""
         self.check_open()
-        self._check_functions(functions)
+        self._micro_batches.check(functions)
         is_short = len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX
         if self.order == "horizontal" or is_short or self._has_user_hooks():
             return super().accumulate(functions)
