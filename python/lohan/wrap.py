@@ -482,7 +482,7 @@ def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Openin
 def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
     if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
         _core.heap_keep()
-    session.hook(model, Planner)
+    session.hook(model, _activations.Activations(session), Planner)
     session.device.take_buffers(model)
     guard.install()
     object.__setattr__(model, "lohan", session)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lohan.activations._activations import Activations
 from lohan.common import _log
 from lohan.config import POLICIES
 from lohan.session import _gradients
@@ -16,6 +15,7 @@ from lohan.torch_glue import _cache
 if TYPE_CHECKING:
     from torch import nn
 
+    from lohan.activations._activations import Activations
     from lohan.activations._planner import Planner
     from lohan.session._session import Session
 
@@ -53,6 +53,7 @@ def install(
     session: Session,
     hooks: Hooks,
     model: nn.Module,
+    activations: Activations,
     planner: Callable[[Session, Activations], Planner],
 ) -> None:
     """Put a session's hooks on its model.
@@ -61,13 +62,13 @@ def install(
         session: the session.
         hooks: takes the handles.
         model: the wrapped module.
+        activations: the hooks of blocks whose activations are kept or recomputed.
         planner: makes the planner of activations; called only if `activations` is a policy.
     """
     layout, engine, enter = session.layout, session._engine, session._root_enter
     hooks.add_entering(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
     for part in parts_of(model):
         hooks.add(part.register_forward_pre_hook(session._part_enter, prepend=True))
-    activations = Activations(session)
     for scope in layout.scopes:
         plain = engine.scope(scope.units)
         made = session._visits(scope.units, plain)
@@ -95,5 +96,6 @@ def install(
     for param in layout.params:
         if layout.units[param.unit].trainable:
             register = param.tensor.register_post_accumulate_grad_hook
-            hooks.add(register(session._gradient_hook(param.index)))  # type: ignore[no-untyped-call]
+            take = session._gradient_hook(param.index)
+            hooks.add(register(take))  # type: ignore[no-untyped-call]
             _gradients.refuse_late_hooks(param.name, param.tensor)

@@ -166,9 +166,14 @@ class Session(Values, ForwardRules, Commits):
             kept = () if param.strides is None else (param.strides, param.order)
             self._engine.bind(param.index, param.tensor, empty, *kept)
 
-    def hook(self, model: nn.Module, planner: Callable[[Session, Activations], Planner]) -> None:
+    def hook(
+        self,
+        model: nn.Module,
+        activations: Activations,
+        planner: Callable[[Session, Activations], Planner],
+    ) -> None:
         """Put the hooks on the model; see _hooks.install."""
-        _hooks.install(self, self._hooks, model, planner)
+        _hooks.install(self, self._hooks, model, activations, planner)
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook that takes a parameter's gradient from autograd."""

@@ -115,12 +115,12 @@ class VerticalSession(Session):
         self._miss_count = 0  # in a row
         self._model: Callable[[], nn.Module | None] = lambda: None
 
-    def hook(self, model: nn.Module, planner: Any) -> None:
+    def hook(self, model: nn.Module, activations: Any, planner: Any) -> None:
         """See Session.hook."""
         indices = {id(p.tensor): p.index for p in self.layout.params}
         units = self.layout.units
         self._root_units = [u for s in self.layout.scopes if s.module is model for u in s.units]
-        super().hook(model, planner)
+        super().hook(model, activations, planner)
         self._model = weakref.ref(model)
         for module in model.modules():
             for name, param in module._parameters.items():
