@@ -168,8 +168,9 @@ def test_the_base_is_read_in_place_from_one_file_and_adapters_are_saved_as_diffu
     adapters = get_peft_model_state_dict(in_memory)
 
     read: set[int] = set()
-    plain = model.lohan.value
-    monkeypatch.setattr(model.lohan, "value", lambda index: read.add(index) or plain(index))
+    values = model.lohan.parameters
+    plain = values.value
+    monkeypatch.setattr(values, "value", lambda index: read.add(index) or plain(index))
     model.save_lora_adapter(store_dir / "adapters")
     units = model.lohan.layout.units
     assert read == {p.index for p in model.lohan.layout.params if units[p.unit].trainable}

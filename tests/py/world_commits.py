@@ -170,7 +170,7 @@ def wait_for_room(store: str) -> str:
         held = []
         with contextlib.suppress(BudgetError):
             for param in model.lohan.layout.params:  # until the memory is full
-                held.append(model.lohan.lend(param.index))
+                held.append(model.lohan.parameters.lend(param.index))
         time.sleep(60)
     time.sleep(2)
     try:

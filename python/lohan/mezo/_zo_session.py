@@ -421,10 +421,9 @@ class ZerothSession(TurnRules, Session):
 
     # --- What differs from first-order sessions ----------------------------------------------
 
-    def _has_own_values(self, index: int) -> bool:
+    def _has_moved(self, index: int) -> bool:
         # The newest bytes of units that steps have changed are where they are computed.
-        is_moved = self.layout.params[index].unit in self._where
-        return not is_moved and super()._has_own_values(index)
+        return self.layout.params[index].unit in self._where
 
     def _check_whole(self) -> None:
         super()._check_whole()
@@ -450,7 +449,7 @@ class ZerothSession(TurnRules, Session):
     def values(self) -> list[torch.Tensor]:
         """Return the current values of all parameters."""
         if not self.closed:
-            return [self.value(param.index) for param in self.layout.params]
+            return [self.parameters.value(param.index) for param in self.layout.params]
         values = super().values()
         pairs = zip(self.layout.params, values, strict=True)
         return [self.run.lead(param, value) for param, value in pairs]

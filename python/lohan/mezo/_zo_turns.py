@@ -205,10 +205,9 @@ class TurnRules(_Base):
             self._go_back({self.layout.params[i].unit for i in indices if i is not None})
         return super().make_resident(tensors)
 
-    def lend(self, index: int) -> torch.Tensor:
-        """See Session.lend."""
+    def _check_lend(self, index: int) -> None:
         self._go_back([self.layout.params[index].unit])
-        return super().lend(index)
+        super()._check_lend(index)
 
     def resident(self, index: int) -> AbstractContextManager[None]:
         """See Session.resident."""

@@ -535,12 +535,12 @@ class MateSession(ReplicaSession):
 
     def resident(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the parameter has its real data."""
-        self._kept = self.value(index)
+        self._kept = self.parameters.value(index)
         return super().resident(index)
 
     def undo_edit(self, index: int) -> None:
         """Restore a parameter of the owner that a loop over the parameters has changed."""
-        self.lend(index).copy_(self._kept)
+        self.parameters.lend(index).copy_(self._kept)
 
     def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Refuse access to the store, which belongs to the owner."""
@@ -563,7 +563,7 @@ class MateSession(ReplicaSession):
 
     def values(self) -> list[torch.Tensor]:
         """Return every parameter's value in main memory, in its dtype and shape."""
-        return [self.value(param.index) for param in self.layout.params]
+        return [self.parameters.value(param.index) for param in self.layout.params]
 
     def copy_begin(
         self,

@@ -481,7 +481,7 @@ class Commits(SessionPart):
 
     def undo_edit(self, index: int) -> None:
         """Restore a parameter in memory whose new value cannot be written to the store."""
-        lend = self.lend(index)
+        lend = self.parameters.lend(index)
         with self.exclusive([]) as store:
             param = self.layout.params[index]
             lend.copy_(_store.read_param(self.layout, self.extents, store, param))

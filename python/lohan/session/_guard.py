@@ -283,7 +283,7 @@ class Guard:
             if index in self.leaves_out:
                 state[key] = tensor  # hollow: reading it raises an error with its name
                 continue
-            value = self.session.value(index)
+            value = self.session.parameters.value(index)
             # Compare values: the dict may be another one with the same id, or be older than a step.
             if first_names.get(index) not in state:
                 first_names[index] = key  # the old name is from an earlier dict with the same id
@@ -416,7 +416,7 @@ class Guard:
             if not isinstance(value, torch.Tensor):
                 continue
             if key in names:
-                mine = self.session.host_value(names[key])
+                mine = self.session.parameters.host_value(names[key])
             elif key in buffers:
                 mine = buffers[key].detach().cpu()
             else:
@@ -446,7 +446,7 @@ class Guard:
         for key, value in self._without_in_place(given, names).items():
             param = layout.params[names[key]]
             is_trainable = layout.units[param.unit].trainable
-            mine = self.session.host_value(param.index).contiguous()
+            mine = self.session.parameters.host_value(param.index).contiguous()
             theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
             if is_same(theirs.contiguous(), mine):
                 continue

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log, _shown
+from lohan.errors import ModelError
 from lohan.layout import _origins
 from lohan.planning import _hardware
 
@@ -86,3 +88,19 @@ def say(session: Session, others: list[str]) -> None:
         _origins.say(session.layout.origins, trains=session.trains)
     for line in [*lines(session), *_of_pins(session), *_of_strides(session), *others]:
         _log.note(line)
+
+
+def number(name: str, value: float | None) -> float | None:
+    """Return an argument of Session.note() as a float; None: it is not given.
+
+    Raises:
+        ModelError: it is not a number.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        raise ModelError(
+            f"note({name}=...) takes a number, not {type(value).__name__}: pass {name}.item() of a"
+            " tensor"
+        )
+    return float(value)

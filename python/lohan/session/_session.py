@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import numbers
 import os
 import threading
 import weakref
@@ -21,7 +19,6 @@ from lohan.common._stats import StepStats
 from lohan.config import POLICIES, SCHEDULES_AT_STEP
 from lohan.errors import (
     HyperParameterError,
-    ModelError,
     SessionError,
     StepError,
     ZeroGradError,
@@ -29,6 +26,7 @@ from lohan.errors import (
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
 from lohan.session import _engine, _gradients, _hooks, _notes, _trace
+from lohan.session._average import Averages
 from lohan.session._commits import Commits
 from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, refuse_read
@@ -48,13 +46,14 @@ if TYPE_CHECKING:
     from lohan.common._hyper import Hyper
     from lohan.config import Config
     from lohan.layout._block import Layout
+    from lohan.layout._origins import Origin
     from lohan.session._optim import Optimizer
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._buffers import Buffers
 
 
-class Session(Values, ForwardRules, Commits):
+class Session(ForwardRules, Commits):
     """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:
@@ -65,6 +64,9 @@ class Session(Values, ForwardRules, Commits):
         device: the device that the model computes on.
         saving: the hooks that keep or offload the tensors saved for backward.
         extensions: what follows the session's steps.
+        parameters: the values of parameters.
+        idle: the updates that idle experts owe.
+        averages: the averages of parameters.
     """
 
     buffers: Buffers | None = None
@@ -120,6 +122,9 @@ class Session(Values, ForwardRules, Commits):
         self.around = self.saving.stay if config.activations in POLICIES else self.saving.saved
         self._forward_init()
         _engine.call_back(self._engine, self)
+        self.parameters = Values(self, self._engine)
+        self.idle = Idle(layout, self._engine)
+        self.averages = Averages(self)
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
         self._hooks = _hooks.Hooks()
@@ -129,11 +134,6 @@ class Session(Values, ForwardRules, Commits):
     def __repr__(self) -> str:
         """Return a readable summary."""
         return _notes.summary(self)
-
-    @functools.cached_property
-    def idle(self) -> Idle:
-        """The updates that idle experts owe."""
-        return Idle(self.layout, self._engine)
 
     # --- Making -----------------------------------------------------------------------------
 
@@ -430,6 +430,34 @@ class Session(Values, ForwardRules, Commits):
             return True
         return self._backward == "done" and bool(self._engine.status()["has_gradients"])
 
+    def _check_whole(self) -> None:
+        self.check_open()
+        if self._backward == "running" and not in_backward():
+            self._abort()
+        if self._engine.status()["has_gradients"]:
+            raise StepError(
+                "parameters cannot be read between backward and step(): some already have their"
+                " values of the next step. Call model.optimizer.step() first"
+            )
+        self._changed_drop()
+        self.idle.settle()
+
+    def _check_lend(self, index: int) -> None:
+        """Prepare to lend a parameter; see _check_whole()."""
+        self._check_whole()
+
+    def _has_moved(self, index: int) -> bool:
+        """Return whether the newest value of a parameter is where the model computes."""
+        return False
+
+    def origins(self) -> dict[str, Origin]:
+        """Return where the value of each parameter and persistent buffer came from, by its name.
+
+        That is where they were when the model was wrapped; training does not change it. Names of
+        tied parameters are in it, too. `str()` of an origin is readable text.
+        """
+        return dict(self.layout.origins)
+
     def reader(self, unit: int) -> Callable[[], bool]:
         """Return the function to call when a parameter of the unit is read as an attribute."""
         read: Callable[[], bool] = self._engine.scope([unit]).read
@@ -500,14 +528,8 @@ class Session(Values, ForwardRules, Commits):
             SessionError: the session is closed.
         """
         self.check_open()
-        for name, value in (("loss", loss), ("tokens", tokens)):
-            if value is not None and not isinstance(value, numbers.Real):
-                raise ModelError(
-                    f"note({name}=...) takes a number, not {type(value).__name__}: pass"
-                    f" {name}.item() of a tensor"
-                )
+        given = _notes.number("loss", loss), _notes.number("tokens", tokens)
         is_next = self._begun is not None and self._begun[0] == self.step
-        given = [None if value is None else float(value) for value in (loss, tokens)]
         for extension in self.extensions:
             extension.noted(*given, is_next=is_next)
 

@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
     from lohan import _core
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.session._average import Averages
     from lohan.session._extension import Extensions
     from lohan.session._idle import Idle
+    from lohan.session._values import Values
     from lohan.store._snapshot import PathLike, Snapshot
 
 
@@ -25,17 +24,10 @@ class SessionPart:
     layout: Layout
     closed: bool
     extensions: Extensions
+    parameters: Values
+    idle: Idle
+    averages: Averages
     _engine: _core.Engine
-
-    @property
-    def idle(self) -> Idle:
-        """The updates that idle experts owe."""
-        raise NotImplementedError
-
-    @property
-    def averages(self) -> Averages:
-        """The averages of the parameters."""
-        raise NotImplementedError
 
     @property
     def step(self) -> int:
@@ -53,10 +45,6 @@ class SessionPart:
 
     def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Return a context that provides the store, in which the engine is paused."""
-        raise NotImplementedError
-
-    def lend(self, index: int) -> torch.Tensor:
-        """Return one parameter's values, where the model computes."""
         raise NotImplementedError
 
     def copy_begin(self, out: PathLike | Sequence[PathLike]) -> Snapshot:

@@ -301,7 +301,7 @@ def _of_session(session: Session, is_master: bool, is_average: bool = False) -> 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
         for index in source.parts or (source.index,):
             assert index is not None
-            for piece in session.pieces(index, PIECE_ELEMENTS):
+            for piece in session.parameters.pieces(index, PIECE_ELEMENTS):
                 yield piece.float() if is_master and piece.is_floating_point() else piece
 
     return contextlib.nullcontext(), pieces
