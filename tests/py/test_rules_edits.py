@@ -15,7 +15,7 @@ from lohan.errors import (
     UnsupportedError,
     ZeroGradError,
 )
-from lohan.session import _session
+from lohan.session import _engine, _session
 from rules_helper import (
     WIDTH,
     Stack,
@@ -101,8 +101,8 @@ def test_a_wrap_that_fails_leaves_the_model_its_values(
     model = build(Scaled).to(dtype)
     model.blocks[2].requires_grad_(False)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    for name in ("hollow", "nan_array", "unit_tuples"):
-        monkeypatch.setattr(_session, name, planned)
+    for where, name in ((_session, "hollow"), (_session, "nan_array"), (_engine, "unit_tuples")):
+        monkeypatch.setattr(where, name, planned)
         with pytest.raises(MemoryError, match="planned") as failed:
             lohan.wrap(model, store=store)
         assert store is None or "resume=True" in failed.value.__notes__[0]
