@@ -382,7 +382,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def _open_session(self) -> Session | None:
         """Return the session if it is open, as in a second train() of one process."""
         session = self._open()
-        if session is not None and session.has_edits:
+        if session is not None and session.edits.is_pending:
             raise StoreMismatchError(
                 "train(resume_from_checkpoint=...) was called in a process that has changed the"
                 " model's parameters since (load_best_model_at_end does): start a new process"

@@ -61,6 +61,8 @@ class ZerothSession(TurnRules, Session):
         longest_lead: the largest number of positions by which a unit was advanced at once.
     """
 
+    _edits_at_once = True  # those of buffers, which no backward will commit
+
     def __init__(self, *args: Any, zeroth: Zeroth, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert zeroth.journal is not None
@@ -463,7 +465,7 @@ class ZerothSession(TurnRules, Session):
         """Return a copy of the current run, which later steps do not change."""
         return Run(self.rule, [*self.journal.records], self.run.base)
 
-    def check_edit(self) -> None:
+    def _check_edit(self) -> None:
         """Reject an edit of parameters.
 
         Raises:
@@ -474,11 +476,7 @@ class ZerothSession(TurnRules, Session):
             " them, and wrap the model with a new store"
         )
 
-    def edited(self, store: _core.Store) -> None:
-        """Commit edited buffers at once, because no backward will commit them."""
-        self._commit_buffers(store)
-
-    def undo_edit(self, index: int) -> None:
+    def _undo_edit(self, index: int) -> None:
         """Undo an edit in memory: mark the parameter's unit to be read again."""
         self._lost.add(self.layout.params[index].unit)
 

@@ -18,7 +18,6 @@ from lohan.replicas._replica_session import ReplicaSession
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lohan import _core
     from lohan.layout._block import Param
     from lohan.replicas._exchange import Exchange
     from lohan.replicas._groups import Groups
@@ -40,11 +39,9 @@ class GroupSession(ReplicaSession):
         ranks_of, every = self.layout.ranks_of, self._groups.every
         return GroupExchange(self.world, self._engine, trained, ranks_of, every)
 
-    def edited(self, store: _core.Store) -> None:
-        """Record a change of parameters: once a step, since processes have different numbers."""
-        count = self._edit_count
-        super().edited(store)
-        self._edit_count = count + (self._edited_step != self.step)
+    def _on_edit(self) -> None:
+        """Count a change of parameters once a step, since processes have different numbers."""
+        self._edit_count += self._edited_step != self.step
         self._edited_step = self.step
 
     def _whole_square_sum(self) -> float:

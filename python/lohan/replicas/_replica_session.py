@@ -341,9 +341,8 @@ class ReplicaSession(Session):
         self._refuse_edited()
         super()._forward_open(frame, is_root=is_root)
 
-    def check_edit(self) -> None:
+    def _check_edit(self) -> None:
         """Reject a change of parameters that other processes read where they are."""
-        super().check_edit()
         if self._has_mates:
             self._has_edited = True
             raise UnsupportedError(
@@ -355,7 +354,7 @@ class ReplicaSession(Session):
     def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Return a context that gives the store; see Session.exclusive."""
         if changed:
-            self.check_edit()
+            self.edits.check()
         return super().exclusive(changed)
 
     def part(self) -> None:
@@ -363,9 +362,7 @@ class ReplicaSession(Session):
         if self.team is not None:
             self.world.exchange(b"", f"the end of sharing after step {self.step}")
 
-    def edited(self, store: _core.Store) -> None:
-        """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
-        super().edited(store)
+    def _on_edit(self) -> None:
         self._edit_count += 1
 
     def commit(self) -> None:
@@ -528,7 +525,7 @@ class MateSession(ReplicaSession):
     def _refuse(self, what: str) -> NoReturn:
         raise refuse_on_mate(self.team, what)
 
-    def check_edit(self) -> None:
+    def _check_edit(self) -> None:
         """Refuse a change of parameters, and any further step of this process."""
         self._has_edited = True
         self._refuse("a change of parameters")
@@ -538,7 +535,7 @@ class MateSession(ReplicaSession):
         self._kept = self.parameters.value(index)
         return super().resident(index)
 
-    def undo_edit(self, index: int) -> None:
+    def _undo_edit(self, index: int) -> None:
         """Restore a parameter of the owner that a loop over the parameters has changed."""
         self.parameters.lend(index).copy_(self._kept)
 
@@ -579,9 +576,6 @@ class MateSession(ReplicaSession):
         """Wait until the owner has committed; see ReplicaSession.commit."""
         self.check_open()
         self.world.exchange(b"", f"commit() at step {self.step}")
-
-    def commit_edits(self) -> None:
-        """Do nothing: this process has no edits."""
 
     def _finish(self) -> None:
         """Discard an open step. The owner commits the closed ones."""

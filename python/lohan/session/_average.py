@@ -119,7 +119,7 @@ class Averages:
                 what = "none of its parameters is trained (requires_grad)"
             raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
-        self._session.check_edit()
+        self._session.edits.check()
         self._exchange(holder)
 
     def swap_back(self, holder: object) -> None:
@@ -138,7 +138,8 @@ class Averages:
                     unit, places = session.layout.units[index], session.extents.units[index]
                     _average.exchange(unit, places, store)
                 if holder is None:
-                    session.commit_values(store)
+                    if not session.commits_by_hand:
+                        session._commit_buffers(store)
                     self._holder = None
         except BaseException as error:
             if is_begun:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lohan import _core
-from lohan.common import _exit, _log
+from lohan.common import _log
 from lohan.common._lock import Lock, held
 from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
 from lohan.session._registered import Registered
 from lohan.session._session_base import SessionPart
-from lohan.store import _checksums, _moments, _scalars, _store
+from lohan.store import _checksums, _scalars, _store
 
 if TYPE_CHECKING:
     from lohan.journal._zo_run import Run
@@ -69,32 +69,10 @@ class Holds:
             time.sleep(_POLL_S)
 
 
-@dataclasses.dataclass
-class Edit:
-    """A change of parameters or buffers that is staged but not yet committed.
-
-    [Note: Edits] An edit is committed when the program uses it: at the first backward after it, by
-    commit(), or when the session is closed by a program that has not failed since
-    ([Note: Failing programs] in common/_exit.py). If the program failed, the edit is discarded and
-    the store keeps its previous contents. With a single slot, an edit replaces the only copy and
-    cannot be discarded.
-
-    Attributes:
-        step: the session's step when the edit was made; the commit of a later step includes it.
-        moment: the state of exceptions when the edit was made, to detect later failures.
-        is_refused: whether lohan has since raised an error for another part of the same edit.
-    """
-
-    step: int
-    moment: _exit.Moment
-    is_refused: bool = False
-
-
 class Commits(SessionPart):
     """A base class of Session: it decides what the store contains when it is next opened.
 
     Attributes:
-        has_edits: whether parameters or buffers have uncommitted changes that no step made.
         resumed_step: the step at which the session was resumed; None for a new store.
         replicas: the UUIDs of the stores of all processes, by rank; empty if there is only one.
     """
@@ -105,6 +83,7 @@ class Commits(SessionPart):
     directories: list[str]
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
+    _edits_at_once = False  # whether changes of parameters are committed as they are made
     is_mate = False  # whether another process has the store and the parameters
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
@@ -113,11 +92,9 @@ class Commits(SessionPart):
     _accumulation: Accumulation
     _optimizer: Optimizer | None
     _last_step: int
-    has_edits: bool = False
     has_names = False  # whether the store's files must keep their names: see keep_names()
     resumed_step: int | None = None
     replicas: tuple[str, ...] = ()
-    _edit: Edit | None = None  # always None if commits are manual
 
     @property
     def commits_by_hand(self) -> bool:
@@ -181,7 +158,7 @@ class Commits(SessionPart):
         if not self.commits_by_hand:
             self.idle.settle()
             self._engine.flush(True)
-            self._end_edits()
+            self.edits.end()
             self._end_checksums()
         if self.has_names:
             self.store.check_names()
@@ -226,10 +203,10 @@ class Commits(SessionPart):
                 f"step {self.step} cannot be committed between backward and step(): updates of the"
                 " next step are in the same slot. Call model.optimizer.step() first"
             )
-        if self.has_edits and after == before:  # otherwise the flush has committed the edits
+        if self.edits.is_pending and after == before:  # otherwise the flush has committed the edits
             with self.exclusive([]) as store:
                 self._commit_buffers(store)
-        self._edit, self.has_edits = None, False
+        self.edits.clear()
 
     @functools.cached_property
     def registered(self) -> Registered:
@@ -313,50 +290,7 @@ class Commits(SessionPart):
 
         return _kept.keep(cast("Session", self), folder, last=last, name=name)
 
-    def edited(self, store: _core.Store) -> None:
-        """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
-        self.has_edits = True
-        if self.commits_by_hand:
-            return
-        if store.describe()["is_single_slot"]:
-            self._commit_buffers(store)
-        if self._edit is None or self._edit.step != self.step:
-            self._edit = Edit(self.step, _exit.moment())
-
-    def edited_buffers(self) -> None:
-        """Record that only buffers were changed."""
-        self._engine.flush(not self.commits_by_hand)
-        with self.exclusive([]) as store:
-            self.edited(store)
-
-    def forget_moments(self) -> None:
-        """Make all moments and their step counts 0, as before the first step."""
-        self.check_edit()
-        units = {i: u for i, u in enumerate(self.layout.units) if u.trainable and u.has_states}
-        with self.exclusive([*units]) as store:
-            for index, unit in units.items():
-                _moments.clear(unit, self.extents.units[index], store)
-            self._engine.param_steps(True)
-            self.averages.begin_again()
-            self.edited(store)
-
-    def refuse_edit(self) -> None:
-        """Record an error for part of an edit, so that closing does not commit the edit."""
-        if self._edit is not None:
-            self._edit.is_refused = True
-
-    def commit_edits(self) -> None:
-        """Commit an edit that the program is about to use."""
-        self.averages.refuse_swapped("a backward")
-        edit = self._edit
-        if edit is None:
-            return
-        if edit.step == self.step:  # otherwise the commit of a step includes it
-            with self.exclusive([]) as store:
-                self._commit_buffers(store)
-        self._edit, self.has_edits = None, False
-
-    def keep_checksums(self) -> None:
+    def _keep_checksums(self) -> None:
         """Write the checksums of first reads, for the commit of the step whose backward begins.
 
         See [Note: First reads] in store/_checksums.py. With a single slot they are written at the
@@ -372,31 +306,10 @@ class Commits(SessionPart):
 
     def _end_checksums(self) -> None:
         """Commit the checksums of first reads that no step has committed."""
-        if self.layout.in_place.has_news and self._edit is None:
+        if self.layout.in_place.has_news and not self.edits.is_open:
             with self.exclusive([]) as store:
                 _checksums.write(self.layout, self.extents, store)
                 self._commit_buffers(store)
-
-    def _end_edits(self) -> None:
-        """Commit an edit while closing, or discard it if the program has failed since the edit."""
-        edit = self._edit
-        if edit is None or edit.step != self.step:
-            return
-        if not edit.is_refused and not _exit.has_failed_since(edit.moment):
-            self.commit_edits()
-            return
-        is_kept = self.store.describe()["is_single_slot"]
-        what = (
-            'is in the store anyway: commit_every="never" keeps one copy of each value. Start again'
-            " from the weights if the change was not meant to stay"
-            if is_kept
-            else f"is not in the store, which stays as it was at step {edit.step}. To keep such a"
-            " change, call model.lohan.commit() directly after it"
-        )
-        _log.note(
-            "the program failed after parameters were changed (by load_state_dict(), or in"
-            " a loop over them) and before a backward used them: the change " + what
-        )
 
     def commit_rule(self) -> str:
         """Return when steps are committed, for people."""
@@ -469,17 +382,10 @@ class Commits(SessionPart):
                 )
             return _store.read_params(self.layout, self.extents, store)
 
-    def check_edit(self) -> None:
-        """Raise an error if averages are in the parameters' places, or only steps may change them.
-
-        This base class allows other changes.
-        """
-        self.averages.refuse_swapped("a change of parameters")
-
     def part(self) -> None:
         """Prepare for the end of the session, with all processes that read its parameters."""
 
-    def undo_edit(self, index: int) -> None:
+    def _undo_edit(self, index: int) -> None:
         """Restore a parameter in memory whose new value cannot be written to the store."""
         lend = self.parameters.lend(index)
         with self.exclusive([]) as store:
@@ -503,15 +409,16 @@ class Commits(SessionPart):
         """The holders that currently delay commits."""
         return Holds(self._engine)
 
-    def commit_values(self, store: _core.Store) -> None:
-        """Commit what was written to the store, inside exclusive(), unless commits are manual."""
-        if not self.commits_by_hand:
-            self._commit_buffers(store)
-
     def drop(self) -> None:
         """End the session without a commit, because what its store has staged is not consistent."""
         self._last_step = self.step
         self._release()
+
+    def _check_edit(self) -> None:
+        """Raise an error if only steps may change parameters. This class allows other changes."""
+
+    def _on_edit(self) -> None:
+        """Handle a change of parameters that was written to the store."""
 
     def _commit_buffers(self, store: _core.Store) -> None:
         """Commit what was written to the store, and the current buffers, inside exclusive().

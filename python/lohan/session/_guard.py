@@ -256,7 +256,7 @@ class Guard:
         try:
             self.write({name: value}, {name: index})
         except (LentError, UnsupportedError):
-            self.session.undo_edit(index)
+            self.session._undo_edit(index)
             raise
 
     def _save_to_state_dict(
@@ -400,7 +400,7 @@ class Guard:
         news = self.news(given, names)
         self.write(news, names)
         if not news and any(not is_same(old, new) for new, old in before):
-            self.session.edited_buffers()
+            self.session.edits.made_of_buffers()
         return type(result)(missing, result.unexpected_keys)
 
     def _load_module(self, reference: weakref.ref[nn.Module], *args: Any) -> None:
@@ -432,7 +432,7 @@ class Guard:
         try:
             _stale.check_weights(self.session, state_dict, name)
         except StaleStateError:
-            self.session.refuse_edit()
+            self.session.edits.refuse()
             raise
 
     def news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
@@ -451,7 +451,7 @@ class Guard:
             if is_same(theirs.contiguous(), mine):
                 continue
             if param.stream is not None:
-                self.session.check_edit()
+                self.session.edits.check()
             if not is_trainable:
                 raise FrozenParameterError(
                     f"load_state_dict() has other values for {key!r}, which was frozen at"
@@ -473,7 +473,7 @@ class Guard:
         given = self._without_in_place(given, names)
         if not given:
             return
-        session.check_edit()
+        session.edits.check()
         changed = sorted({layout.params[names[key]].unit for key in given})
         with session.exclusive(changed) as store:
             writer = BlockWriter(store)
@@ -484,7 +484,7 @@ class Guard:
                 flat = param.flat(value.cpu())
                 _store.write_param(writer, unit, places, param.first, flat, is_fresh=False)
             writer.flush()
-            session.edited(store)
+            session.edits.made(store)
 
     def _without_in_place(
         self, given: Mapping[str, Any], names: Mapping[str, int]

@@ -28,6 +28,7 @@ from lohan.layout._experts import Apart
 from lohan.session import _engine, _gradients, _hooks, _notes, _trace
 from lohan.session._average import Averages
 from lohan.session._commits import Commits
+from lohan.session._edits import Edits
 from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, refuse_read
 from lohan.session._idle import Idle
@@ -67,6 +68,7 @@ class Session(ForwardRules, Commits):
         parameters: the values of parameters.
         idle: the updates that idle experts owe.
         averages: the averages of parameters.
+        edits: changes of parameters that no step has made.
     """
 
     buffers: Buffers | None = None
@@ -125,6 +127,7 @@ class Session(ForwardRules, Commits):
         self.parameters = Values(self, self._engine)
         self.idle = Idle(layout, self._engine)
         self.averages = Averages(self)
+        self.edits = Edits(self, self._engine)
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
         self._hooks = _hooks.Hooks()
@@ -218,8 +221,8 @@ class Session(ForwardRules, Commits):
             extension.admit(self)
         self._thread.backward_begin()
         self._changed_drop()
-        self.commit_edits()
-        self.keep_checksums()
+        self.edits.commit()
+        self._keep_checksums()
         self._backward = "running"
         for extension in self.extensions:
             extension.backward_begins(self)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.session._average import Averages
+    from lohan.session._edits import Edits
     from lohan.session._extension import Extensions
     from lohan.session._idle import Idle
     from lohan.session._values import Values
@@ -27,6 +28,7 @@ class SessionPart:
     parameters: Values
     idle: Idle
     averages: Averages
+    edits: Edits
     _engine: _core.Engine
 
     @property
