@@ -294,10 +294,10 @@ def test_values_are_settled_wherever_they_are_read(store_dir: pathlib.Path) -> N
     _, expected = together(torch.float32)
     model = wrapped(store_dir, torch.float32, "least")
     train(model)
-    owed = model.lohan._engine.idle_owed(model.lohan.idle._units)
+    owed = model.lohan._engine.idle_owed(model.lohan._idle._units)
     assert owed > 0
     norms = {name: p.detach().square().sum().item() for name, p in model.named_parameters()}
-    assert model.lohan._engine.idle_owed(model.lohan.idle._units) == 0
+    assert model.lohan._engine.idle_owed(model.lohan._idle._units) == 0
     name = next(n for n in expected if is_expert(n))
     apart, own = name.rsplit(".", 1)
     assert norms[f"{apart}.3.{own}"] == expected[name][3].square().sum().item()
@@ -336,7 +336,7 @@ def test_a_killed_run_resumes_with_the_same_bits(commits: bool, store_dir: pathl
     model = lohan.wrap(made, store=store_dir / "run", resume=True, experts="apart")
     begun = model.lohan.step
     assert begun in ((4,) if commits else (3, 4))
-    assert model.lohan._engine.idle_owed(model.lohan.idle._units) > 0
+    assert model.lohan._engine.idle_owed(model.lohan._idle._units) > 0
     for router in routers(model):  # the routes of the steps before
         router.rng.manual_seed(7 + routers(model).index(router))
         for _ in range(begun):

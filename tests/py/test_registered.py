@@ -228,7 +228,7 @@ def test_states_that_are_new_or_left_out_are_reported(
 
 def test_a_state_that_another_program_has_changed_is_named(store_dir: pathlib.Path) -> None:
     model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
-    model.lohan.registered.restore({"registered": {"sampler": "AAAA"}})
+    model.lohan._registered.restore({"registered": {"sampler": "AAAA"}})
     with pytest.raises(StoreMismatchError, match=r"'sampler' cannot be read.*another program"):
         model.lohan.register("sampler", Sampler())
     model.lohan.close()

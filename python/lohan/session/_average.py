@@ -17,9 +17,11 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import ModelError, StepError, UnsupportedError
+from lohan.session._extension import Extension, Place
 from lohan.store import _average
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from lohan.config import Config
@@ -53,8 +55,10 @@ def check(config: Config, reasons: dict[str, bool]) -> None:
             )
 
 
-class Averages:
+class Averages(Extension):
     """The averages of a session's parameters."""
+
+    place = Place.AVERAGES
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -75,13 +79,17 @@ class Averages:
             return 0.0
         return 1.0 if self._session.step == self._first else 1 - decay
 
-    def record(self) -> list[float] | None:
+    @property
+    def is_on(self) -> bool:
+        """Whether there are averages."""
+        return self._session.config.ema is not None and bool(self._units)
+
+    def state(self, session: Session) -> Mapping[str, Any]:
         """Return what a commit stores: the decay, and the step after which averages began."""
-        decay = self._session.config.ema
-        return None if decay is None or not self._units else [decay, self._first]
+        return {"ema": [session.config.ema, self._first]}
 
     def restore(self, said: list[float] | None) -> None:
-        """Restore what record() returned for the last commit."""
+        """Restore the entry of state() in the last commit."""
         if said is not None:
             self._first = int(said[1])
 

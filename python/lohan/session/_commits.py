@@ -18,7 +18,6 @@ from lohan import _core
 from lohan.common import _log
 from lohan.common._lock import Lock, held
 from lohan.errors import LohanError, NonFiniteError, StepError, StoreError
-from lohan.session._registered import Registered
 from lohan.session._session_base import SessionPart
 from lohan.store import _checksums, _scalars, _store
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
     from lohan.session._optim import Optimizer
-    from lohan.session._registered import After
+    from lohan.session._registered import After, Registered
     from lohan.session._session import Session
     from lohan.store._snapshot import PathLike, Snapshot
     from lohan.store._store import Extents
@@ -92,6 +91,7 @@ class Commits(SessionPart):
     _accumulation: Accumulation
     _optimizer: Optimizer | None
     _last_step: int
+    _registered: Registered
     has_names = False  # whether the store's files must keep their names: see keep_names()
     resumed_step: int | None = None
     replicas: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ class Commits(SessionPart):
                 if count > 0:
                     self._say_unfinished(count)
         if not self.commits_by_hand:
-            self.idle.settle()
+            self._idle.settle()
             self._engine.flush(True)
             self.edits.end()
             self._end_checksums()
@@ -208,11 +208,6 @@ class Commits(SessionPart):
                 self._commit_buffers(store)
         self.edits.clear()
 
-    @functools.cached_property
-    def registered(self) -> Registered:
-        """The objects of the script whose states commits include."""
-        return Registered(cast("Session", self))
-
     def register(self, name: str, registered: Any, *, after: After = ...) -> None:
         """Include an object's state in every commit, and restore it in a resumed session.
 
@@ -236,14 +231,14 @@ class Commits(SessionPart):
             UnsupportedError: the states are larger than a commit has room for (36 KB), or not
                 made of plain values; or another process commits for this one.
         """
-        self.registered.add(name, registered, after)
+        self._registered.add(name, registered, after)
 
     def _restore_more(self) -> None:
         """Restore idle units, when averages began, and states for register() of the last commit."""
-        self.idle.restore(self.store)
+        self._idle.restore(self.store)
         said = self.store.describe()
         self.averages.restore(_scalars.average_of(said))
-        self.registered.restore(_scalars.parse(said["caller_scalars"])[0])
+        self._registered.restore(_scalars.parse(said["caller_scalars"])[0])
 
     @property
     def optimizer(self) -> Optimizer:

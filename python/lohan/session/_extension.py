@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 class Place(enum.IntEnum):
     """The order in which a session calls its extensions; each kind of extension has a place."""
 
+    IDLE = enum.auto()
     COMMITS = enum.auto()
     WEAR = enum.auto()
     PLAN = enum.auto()
     RECORDS = enum.auto()
     TRACE = enum.auto()
     COPIES = enum.auto()
+    AVERAGES = enum.auto()
+    REGISTERED = enum.auto()
 
 
 class Steps(Protocol):

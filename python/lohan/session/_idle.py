@@ -15,16 +15,18 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lohan.errors import StoreMismatchError, UnsupportedError
+from lohan.session._extension import Extension, Place
 from lohan.store import _scalars
 
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.common._hyper import Hyper
     from lohan.layout._block import Layout
+    from lohan.session._session import Session
 
 _FIELDS = 5  # lr, beta1, beta2, eps, weight_decay
 
@@ -59,13 +61,15 @@ def _decoded(said: dict[str, Any]) -> list[list[Hyper]]:
     return made
 
 
-class Idle:
+class Idle(Extension):
     """The updates that idle experts of a session owe.
 
     Args:
         layout: the model's units.
         engine: the engine, which makes the updates.
     """
+
+    place = Place.IDLE
 
     def __init__(self, layout: Layout, engine: _core.Engine) -> None:
         self._layout = layout
@@ -83,19 +87,14 @@ class Idle:
         if self._units:
             self._engine.idle_settle()
 
-    def record(self, step: int, hypers: list[Hyper]) -> dict[str, Any] | None:
-        """Return what the commit of a step stores; None: nothing.
-
-        Args:
-            step: the step that is being closed.
-            hypers: its hyper-parameters.
-        """
-        if not self._units:
-            return None
+    def state(self, session: Session) -> Mapping[str, Any]:
+        """Return the hyper-parameters of the steps that experts owe, with those of this one."""
+        hypers, step = session._hyper, session.step + 1
+        assert hypers is not None
         self._hypers[step] = hypers
         first = step - self._engine.idle_owed(self._units)
         self._hypers = {at: kept for at, kept in self._hypers.items() if first <= at <= step}
-        return _encoded([self._hypers[at] for at in sorted(self._hypers)])
+        return {"idle": _encoded([self._hypers[at] for at in sorted(self._hypers)])}
 
     def restore(self, store: _core.Store) -> None:
         """Restore the hyper-parameters of owed steps from the last commit.

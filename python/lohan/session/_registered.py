@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lohan.common import _log
 from lohan.errors import ModelError, StepError, StoreMismatchError, UnsupportedError
+from lohan.session._extension import Extension, Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,8 +72,10 @@ def _unpacked(name: str, text: str) -> Any:
         ) from error
 
 
-class Registered:
+class Registered(Extension):
     """The objects that a script has registered with a session."""
+
+    place = Place.REGISTERED
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -85,6 +88,8 @@ class Registered:
         session = self._session
         session.check_open()
         self._check(name, registered, after)
+        if self.place not in session.extensions:
+            session.extensions.add(self)
         self._objects[name] = registered
         is_found = name in self._found
         try:
@@ -163,14 +168,14 @@ class Registered:
             group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
             group["betas"] = (beta1, beta2)
 
-    def record(self) -> dict[str, str] | None:
-        """Return what a commit stores; None: nothing.
+    def state(self, session: Session) -> Mapping[str, Any]:
+        """Return what a commit stores.
 
         Raises:
             UnsupportedError: a state has become too large, or has values that cannot be loaded.
         """
         if not self._objects:
-            return None
+            return {}
         if self._found:
             names = ", ".join(map(repr, sorted(self._found)))
             _log.note(
@@ -178,7 +183,7 @@ class Registered:
                 " does not have them"
             )
             self._found = {}
-        return self._states()
+        return {"registered": self._states()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Keep the states of the last commit for objects that will be registered.

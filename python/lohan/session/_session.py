@@ -34,6 +34,7 @@ from lohan.session._forward import ForwardRules, refuse_read
 from lohan.session._idle import Idle
 from lohan.session._micro_batches import Loss, MicroBatches
 from lohan.session._planned import Planned
+from lohan.session._registered import Registered
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _scalars
@@ -66,7 +67,6 @@ class Session(ForwardRules, Commits):
         saving: the hooks that keep or offload the tensors saved for backward.
         extensions: what follows the session's steps.
         parameters: the values of parameters.
-        idle: the updates that idle experts owe.
         averages: the averages of parameters.
         edits: changes of parameters that no step has made.
     """
@@ -125,8 +125,11 @@ class Session(ForwardRules, Commits):
         self._forward_init()
         _engine.call_back(self._engine, self)
         self.parameters = Values(self, self._engine)
-        self.idle = Idle(layout, self._engine)
-        self.averages = Averages(self)
+        self.averages, self._registered = Averages(self), Registered(self)
+        self._idle = Idle(layout, self._engine)
+        for extension in (self.averages, self._idle):
+            if extension.is_on:
+                self.extensions.add(extension)
         self.edits = Edits(self, self._engine)
         self._hyper: list[Hyper] | None = None
         self._optimizer: Optimizer | None = None
@@ -301,10 +304,9 @@ class Session(ForwardRules, Commits):
         self._gradients.hide()
         scalars, tail = b"", None
         if self._optimizer is not None:
-            more: dict[str, Any] = {"idle": self.idle.record(self.step + 1, now)}
+            more: dict[str, Any] = {}
             for extension in self.extensions:
                 more |= extension.state(self)
-            more |= {"ema": self.averages.record(), "registered": self.registered.record()}
             device = self.device.torch_device
             scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, more)
         if tail is not None:
@@ -443,7 +445,7 @@ class Session(ForwardRules, Commits):
                 " values of the next step. Call model.optimizer.step() first"
             )
         self._changed_drop()
-        self.idle.settle()
+        self._idle.settle()
 
     def _check_lend(self, index: int) -> None:
         """Prepare to lend a parameter; see _check_whole()."""
@@ -484,7 +486,7 @@ class Session(ForwardRules, Commits):
 
         def enter() -> _core.Store:
             self._check_whole()
-            commits = bool(changed) or self.idle.is_on  # settled values, with their step counts
+            commits = bool(changed) or self._idle.is_on  # settled values, with their step counts
             self._engine.pause(changed, commits and not self.commits_by_hand)
             return self.store
 

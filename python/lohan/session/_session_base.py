@@ -26,7 +26,7 @@ class SessionPart:
     closed: bool
     extensions: Extensions
     parameters: Values
-    idle: Idle
+    _idle: Idle
     averages: Averages
     edits: Edits
     _engine: _core.Engine

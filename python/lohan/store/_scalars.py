@@ -192,14 +192,13 @@ def pack(
 
     Of the hyper-parameters at wrap, only those that have changed since are stored. Of a GPU, the
     state of its random generator is stored, too. `more` are further entries, such as those that
-    idle_of(), wear_of() and average_of() find; an entry that is None is not stored.
+    idle_of(), wear_of() and average_of() find.
 
     Returns:
         The data, and None; or, if buffers are on a GPU, a tensor there with the last bytes of the
         data, in whose place the data has zeros. Nothing waits for the GPU.
     """
-    state = {**_groups(optimizer), **_random(device)}
-    state |= {name: value for name, value in more.items() if value is not None}
+    state = {**_groups(optimizer), **_random(device), **more}
     said, found = _found(buffers) if buffers is not None else ([], [])
     tail = _buffers.joined_there(found, device)
     raw = _buffers.joined(found) if tail is None else bytes(tail.numel())
