@@ -51,7 +51,33 @@ def test_the_last_copies_stay_and_each_continues_with_the_bits_of_the_run(
     crash_worker.train_step(again, 7)
     again.lohan.keep(copies, last=1).wait()
     again.lohan.close()
-    assert names(copies) == ["best", "step-7", "step-8"]  # step-7 was in use
+    # step-7 was in use, and in step-5 a run has trained.
+    assert names(copies) == ["best", "step-5", "step-7", "step-8"]
+
+
+@pytest.mark.parametrize("kept", [{"last": 1}, {"name": "best"}], ids=str)
+def test_a_copy_in_which_a_run_has_trained_is_not_removed(
+    store_dir: pathlib.Path, kept: dict[str, Any]
+) -> None:
+    copies = store_dir / "copies"
+    model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
+    model.lohan.keep(copies, **kept).wait()
+    (name,) = names(copies)
+    other: Any = lohan.wrap(crash_worker.build(), store=copies / name, resume=True)
+    crash_worker.train_step(other, 5)
+    digest = crash_worker.digest(other)
+    other.lohan.close()
+    crash_worker.train_step(model, 0)
+    if "name" in kept:
+        with pytest.raises(StoreExistsError, match="trained since it was copied"):
+            model.lohan.keep(copies, **kept)
+    else:
+        model.lohan.keep(copies, **kept).wait()
+        assert names(copies) == [name, "step-1"]
+    model.lohan.close()
+    other = lohan.wrap(crash_worker.build(), store=copies / name, resume=True)
+    assert (other.lohan.step, crash_worker.digest(other)) == (1, digest)
+    other.lohan.close()
 
 
 def test_what_is_not_a_copy_of_this_run_is_left_alone(store_dir: pathlib.Path) -> None:

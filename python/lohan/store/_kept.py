@@ -3,6 +3,8 @@
 Each copy is a store of its own, made by lohan.snapshot(), in FOLDER/NAME. Older ones are removed
 only when a new one is complete, and only if they are copies of the same run's store: a folder that
 has anything else keeps it. A copy with the name of an older one replaces that when it is complete.
+A copy in which a run has trained on is that run's store, of which there may be no other, so it is
+neither removed nor replaced.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from lohan.common import _log, _meta
 from lohan.config import Config
 from lohan.errors import LohanError, ModelError, StoreError, StoreExistsError
+from lohan.journal._zo_run import of_store
 from lohan.store import _store
 
 if TYPE_CHECKING:
@@ -86,8 +89,8 @@ def copy_to(
         return session.copy_begin(into, changed)
     except StoreExistsError as error:
         raise StoreExistsError(
-            f"{target} has a store that is in use, or that is not a copy of this run: choose"
-            " another name= or folder"
+            f"{target} has a store that is in use, that was trained since it was copied, or that is"
+            " not a copy of this run: choose another name= or folder"
         ) from error
 
 
@@ -135,7 +138,7 @@ def _line(store: _core.Store) -> set[str]:
 
 
 def _is_copy(path: Path, line: set[str]) -> bool:
-    """Return whether a folder is a complete copy of a store with one of these UUIDs."""
+    """Return whether a folder is a complete copy of a store with one of these UUIDs, as copied."""
     if path.is_symlink() or not (path / "lohan.data").is_file():
         return False
     try:
@@ -143,9 +146,19 @@ def _is_copy(path: Path, line: set[str]) -> bool:
     except (LohanError, OSError):  # in use, unfinished or damaged: not ours to remove
         return False
     try:
-        return bool(_meta.copied_from(store)) and not _line(store).isdisjoint(line)
+        copied = _meta.copied_from(store)
+        return bool(copied) and not _line(store).isdisjoint(line) and copied[-1][1] == _step(store)
+    except (LohanError, OSError):  # its journal is missing or damaged
+        return False
     finally:
         store.close()
+
+
+def _step(store: _core.Store) -> int:
+    """Return the last step of a store: the commit's or, in zeroth-order training, the journal's."""
+    if _meta.of(store).get("method") is None:
+        return int(store.describe()["step"])
+    return len(of_store(store, ()).records)
 
 
 def _remove(path: Path) -> None:
