@@ -88,6 +88,14 @@ def test_a_resumed_run_has_the_losses_and_rates_of_one_that_was_not_interrupted(
     assert len({rate for _, rate in whole}) > 2
 
 
+@pytest.mark.filterwarnings("error:Detected call")  # of scheduler.step() before optimizer.step()
+def test_torch_does_not_warn_of_a_scheduler_that_is_restored_after_one_step(
+    store_dir: pathlib.Path,
+) -> None:
+    run(store_dir, "exponential", 0, 1)
+    run(store_dir, "exponential", 1, 2)
+
+
 def train_until_killed(pipe: Connection, folder: pathlib.Path) -> None:
     run(folder, "exponential", 0, 2)
     model: Any = lohan.wrap(crash_worker.build(), store=folder, resume=True, commit_every=1)
@@ -156,6 +164,8 @@ def test_what_cannot_be_restored_exactly_is_refused_by_name(store_dir: pathlib.P
         register("sampler", object())
     with pytest.raises(ModelError, match="do not register it"):
         register("optimizer", model.optimizer)
+    with pytest.raises(ModelError, match="do not register a module that has them"):
+        register("model", torch.nn.Sequential(model))
     with pytest.raises(UnsupportedError, match=r"'sampler' \(Strange\)"):
         register("sampler", Strange())
     with pytest.raises(UnsupportedError, match=r"lists and dicts alone \(ValueError\)"):

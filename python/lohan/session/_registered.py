@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lohan.common import _log
@@ -110,6 +111,8 @@ class Registered(Extension):
         if isinstance(registered, LRScheduler):
             self._restore_groups()  # which its constructor has changed
         if callable(after):
+            # Torch's schedulers warn unless step() was called, which it was before the commit.
+            session.optimizer.__dict__["_opt_called"] = True
             after()
 
     def _check(self, name: Any, registered: Any, after: Any) -> None:
@@ -127,6 +130,13 @@ class Registered(Extension):
                 )
         if registered is session.optimizer:
             raise ModelError("model.optimizer is part of every commit: do not register it")
+        names = session.param_names()
+        is_module = isinstance(registered, nn.Module)
+        if is_module and any(id(each) in names for each in registered.parameters()):
+            raise ModelError(
+                f"register({name!r}, ...): the parameters of {type(registered).__name__} are part"
+                " of every commit: do not register a module that has them"
+            )
         if isinstance(registered, LRScheduler) and after is ...:
             raise ModelError(
                 f"register({name!r}, ...): states are taken in step(), and a scheduler steps after"
