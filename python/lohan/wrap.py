@@ -43,7 +43,7 @@ from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
 from lohan.session._vertical import VerticalSession
 from lohan.store import _checksums, _directories, _export, _scalars, _store, _temporary, _weights
-from lohan.store._created import create
+from lohan.store._created import remove_remains
 from lohan.torch_glue import _buffers, _device, _late
 from lohan.world import _world
 
@@ -213,6 +213,7 @@ class _Opening:
         try:
             if self.shared.is_mate:
                 return self._follow(extents, directories, resume, weights, init)
+            remove_remains([] if resume else directories)
             # Allocate this first: a full disk should be noticed before a store has been filled.
             store_bytes = 0 if resume else extents.nbytes
             self.room = _swap.make_room(self.config, directories, store_bytes)
@@ -221,7 +222,7 @@ class _Opening:
             else:
                 self.layout.about = _export.about(self.model, self.layout)
                 self.layout.about |= self.shared.about
-                store = create(self.layout, extents, directories, self.config, where is None)
+                store = _store.create(self.layout, extents, directories, self.config, where is None)
             return self._begin(store, extents, directories, resume, weights, init, where is None)
         except BaseException:
             if self.room is not None:

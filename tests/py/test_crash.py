@@ -16,6 +16,7 @@ import crash_worker
 import lohan
 import pytest
 import torch
+from lohan.activations import _swap
 from lohan.config import SCHEDULES
 from lohan.errors import StoreExistsError, StoreUncleanError
 from lohan.store import _weights
@@ -215,7 +216,9 @@ def fill_until_killed(pipe: Connection, folder: pathlib.Path) -> None:
 
 
 def test_a_store_whose_filling_was_killed_is_made_again(
-    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
+    store_dir: pathlib.Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = store_dir / "s"
     process, _ = crash_worker.start(fill_until_killed, folder)
@@ -223,8 +226,16 @@ def test_a_store_whose_filling_was_killed_is_made_again(
     assert process.exitcode == -signal.SIGKILL
     with pytest.raises(StoreUncleanError, match="start again from the weights"):
         lohan.wrap(crash_worker.build(), store=folder, resume=True)
+    make_room = _swap.make_room
+
+    def checked(config: Any, directories: Any, nbytes: int) -> Any:
+        assert not (folder / "lohan.data").exists()  # which would take the room
+        return make_room(config, directories, nbytes)
+
+    monkeypatch.setattr(_swap, "make_room", checked)
     model: Any = lohan.wrap(crash_worker.build(), store=folder)
     assert "is made again: its creation was interrupted" in capfd.readouterr().err
+    monkeypatch.undo()
     with pytest.raises(StoreExistsError):
         lohan.wrap(crash_worker.build(), store=folder)
     crash_worker.train_step(model, 0)

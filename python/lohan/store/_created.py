@@ -1,34 +1,24 @@
-"""The creation of a store in a place that may have the remains of one that was interrupted."""
+"""The remains of a store whose creation was interrupted, in the place of a new one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from lohan.common import _log
-from lohan.errors import StoreExistsError
-from lohan.store import _store
-
-if TYPE_CHECKING:
-    from lohan import _core
-    from lohan.config import Config
-    from lohan.layout._block import Layout
-    from lohan.store._store import Extents
 
 
-def create(
-    layout: Layout, extents: Extents, directories: Sequence[str], config: Config, temporary: bool
-) -> _core.Store:
-    """Create an empty store as _store.create(), also in place of one that never had its weights."""
-    try:
-        return _store.create(layout, extents, directories, config, temporary)
-    except StoreExistsError:
-        from lohan.store import _snapshot  # which few runs need
+def remove_remains(directories: Sequence[str]) -> None:
+    """Remove a store that never had its weights; leave everything else.
 
-        if not _snapshot.remove_unfinished(directories):
-            raise
-    _log.note(
-        f"the store in {directories[0]} is made again: its creation was interrupted before all"
-        " weights were in it"
-    )
-    return _store.create(layout, extents, directories, config, temporary)
+    This comes before anything is allocated beside the new store, which gets the space.
+    """
+    if not any(os.path.exists(os.path.join(directory, "lohan.data")) for directory in directories):
+        return
+    from lohan.store import _snapshot  # which few runs need
+
+    if _snapshot.remove_unfinished(directories):
+        _log.note(
+            f"the store in {directories[0]} is made again: its creation was interrupted before all"
+            " weights were in it"
+        )
