@@ -57,6 +57,10 @@ static const struct form {
     {"gptq_act_order", LH_UNPACK_FORMAT_U4, LH_UNPACK_SCALE_F16, 1, 128, LH_UNPACK_ORDER_WORDS,
      true},
     {"gptq_8_bits", LH_UNPACK_FORMAT_U8, LH_UNPACK_SCALE_F16, 1, 128, LH_UNPACK_ORDER_WORDS},
+    {"gptq_8_bits_act_order", LH_UNPACK_FORMAT_U8, LH_UNPACK_SCALE_F16, 1, 128,
+     LH_UNPACK_ORDER_WORDS, true},
+    {"int4_packed", LH_UNPACK_FORMAT_U4, LH_UNPACK_SCALE_BF16, 1, 128},
+    {"int8_packed", LH_UNPACK_FORMAT_U8, LH_UNPACK_SCALE_BF16, 1, 128},
     {"awq", LH_UNPACK_FORMAT_U4, LH_UNPACK_SCALE_F16, 1, 128, LH_UNPACK_ORDER_AWQ},
     {"mxfp4_transposed", LH_UNPACK_FORMAT_E2M1, LH_UNPACK_SCALE_E8M0, 32, 1,
      LH_UNPACK_ORDER_TRANSPOSED},
@@ -72,7 +76,7 @@ static struct lh_unpack unpack_make(const struct form *form, uint64_t elements)
     return (struct lh_unpack){
         .format = form->format,
         .dtype = LH_DTYPE_BF16,
-        .rounding = has_zeros ? LH_DTYPE_F16 : LH_DTYPE_F32,
+        .rounding = has_zeros ? form->scale_type : LH_DTYPE_F32,
         .rows = elements / columns,
         .columns = columns,
         .block_rows = form->block_rows ? form->block_rows : 1,
@@ -83,7 +87,7 @@ static struct lh_unpack unpack_make(const struct form *form, uint64_t elements)
         .order = form->order,
         .has_zeros = has_zeros,
         .has_index = form->has_index,
-        .zero = has_zeros,
+        .zero = has_zeros && is_ordered,
     };
 }
 
@@ -155,6 +159,16 @@ static uint8_t *bytes_make(uint64_t bytes)
     return memory;
 }
 
+/* Make numbers of fp16 or bf16 of the sizes that scales of integers have: 2^-11 to 2^-7. */
+static uint8_t *narrow_make(uint64_t count, bool is_half)
+{
+    uint16_t *values = measure_pages(count * sizeof(*values));
+    for (uint64_t i = 0; i < count; i++)
+        values[i] =
+            is_half ? (uint16_t)(0x1000 + draw() % 0x1000) : (uint16_t)(0x3A00 + draw() % 0x200);
+    return (uint8_t *)values;
+}
+
 /* Make floats of the sizes that scales have, so that nothing runs into denormals. */
 static uint8_t *floats_make(uint64_t count)
 {
@@ -180,11 +194,15 @@ int main(int argc, char **argv)
     }
     uint8_t *packed = bytes_make(elements * 2), *out = measure_pages(elements * 2);
     uint8_t *bytes = bytes_make(elements / 8), *floats = floats_make(elements / 32 + 256);
+    uint8_t *halves = narrow_make(elements / 32, true);
+    uint8_t *bfloats = narrow_make(elements / 32, false);
     uint32_t *groups = measure_pages(COLUMNS * sizeof(*groups));
     for (size_t i = 0; i < COLUMNS; i++)
         groups[i] = draw() % (COLUMNS / 128);
     for (size_t f = 0; f < LH_COUNT_OF(forms); f++) {
-        uint8_t *scales = forms[f].scale_type == LH_UNPACK_SCALE_F32 ? floats : bytes;
+        uint8_t *const scale_arrays[LH_UNPACK_SCALE_COUNT] = {floats, bfloats, halves};
+        uint8_t *scales = scale_arrays[forms[f].scale_type];
+        scales = scales ? scales : bytes;
         struct bench bench = {
             .unpack = unpack_make(forms + f, elements),
             .source = {packed, scales, floats, floats, floats, bytes, (const uint8_t *)groups},

@@ -340,7 +340,7 @@ static const struct lh_unpack_kernel *kernel_get(void)
 {
 #if defined(__x86_64__)
     if (lh_cpu_has(LH_CPU_ISA_AVX2))
-        return &lh_unpack_avx2;
+        return lh_cpu_has(LH_CPU_ISA_AVX512) ? &lh_unpack_avx512 : &lh_unpack_avx2;
 #endif
     return NULL;
 }

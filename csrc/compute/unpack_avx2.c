@@ -171,8 +171,8 @@ static void bytes_any(const struct lh_unpack *unpack, const uint8_t *packed, flo
         bytes_unpack(packed, scale, count, out, unpack->format, unpack->rounding, unpack->dtype);
 }
 
-static void bytes(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
-                  uint64_t count, void *out)
+void lh_unpack_bytes_avx2(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                          uint64_t count, void *out)
 {
     uint8_t *to = out;
     for (uint64_t done = 0; done < count;) {
@@ -208,8 +208,8 @@ nibbles_unpack(const uint8_t *packed, const float *table, const float *scales, u
     }
 }
 
-static void nibbles(const struct lh_unpack *unpack, const uint8_t *packed, const float *table,
-                    const float *scales, uint64_t blocks, uint16_t *out)
+void lh_unpack_nibbles_avx2(const struct lh_unpack *unpack, const uint8_t *packed,
+                            const float *table, const float *scales, uint64_t blocks, uint16_t *out)
 {
     const uint64_t block = unpack->block_columns;
     /* Rounding to bf16 twice is rounding to bf16 once. */
@@ -320,8 +320,8 @@ e2m1_unpack(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t
     return batches;
 }
 
-static uint64_t e2m1(const struct lh_unpack *unpack, const uint8_t *packed, const uint8_t *scales,
-                     float factor, uint64_t batches, void *out)
+uint64_t lh_unpack_e2m1_avx2(const struct lh_unpack *unpack, const uint8_t *packed,
+                             const uint8_t *scales, float factor, uint64_t batches, void *out)
 {
     bool is_plain = unpack->rounding == LH_DTYPE_F32 || unpack->rounding == LH_DTYPE_BF16;
     if (unpack->dtype == LH_DTYPE_BF16 && is_plain)
@@ -573,18 +573,18 @@ static inline __attribute__((always_inline)) uint64_t grains_unpack(uint32_t for
                                            : q6_k_unpack(packed, count, out, dtype);
 }
 
-static uint64_t grains(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t count,
-                       void *out)
+uint64_t lh_unpack_grains_avx2(const struct lh_unpack *unpack, const uint8_t *packed,
+                               uint64_t count, void *out)
 {
     if (unpack->dtype == LH_DTYPE_BF16)
         return grains_unpack(unpack->format, packed, count, out, LH_DTYPE_BF16);
     return grains_unpack(unpack->format, packed, count, out, unpack->dtype);
 }
 
-const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = bytes,
-                                                .nibbles = nibbles,
-                                                .e2m1 = e2m1,
-                                                .grains = grains,
+const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = lh_unpack_bytes_avx2,
+                                                .nibbles = lh_unpack_nibbles_avx2,
+                                                .e2m1 = lh_unpack_e2m1_avx2,
+                                                .grains = lh_unpack_grains_avx2,
                                                 .tile = lh_unpack_tile_avx2,
                                                 .integers = lh_unpack_integers_avx2,
                                                 .tables = lh_unpack_tables_avx2,

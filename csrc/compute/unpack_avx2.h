@@ -8,7 +8,7 @@
 
 /* unpack_orders_avx2.c: see struct lh_unpack_kernel. */
 void lh_unpack_tile_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
-                         uint64_t rows, uint64_t column, uint8_t *bits);
+                         uint64_t column, uint8_t *bits);
 void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
                              float scale, uint64_t count, void *out);
 void lh_unpack_tables_avx2(const struct lh_unpack *unpack, const float *scales,
@@ -17,17 +17,55 @@ void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *gro
                               uint64_t rows, uint64_t column,
                               const struct lh_unpack_table *const *tables, uint16_t *out);
 void lh_unpack_stored_avx2(void);
-void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
-                            uint64_t column, uint64_t columns, uint64_t first,
-                            struct lh_unpack_indexed *all);
 void lh_unpack_scaled_avx2(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
                            uint64_t count, void *out);
+
+/* unpack_indexed_avx2.c */
+void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
+                            const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride);
+/* unpack_indexed_avx512.c: needs AVX-512 as well. */
+void lh_unpack_indexed_avx512(const struct lh_unpack *unpack, const uint8_t *packed,
+                              uint64_t columns, const struct lh_unpack_indexed *all, uint8_t *out,
+                              uint64_t out_stride);
+/* unpack_avx2.c */
+void lh_unpack_bytes_avx2(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
+                          uint64_t count, void *out);
+void lh_unpack_nibbles_avx2(const struct lh_unpack *unpack, const uint8_t *packed,
+                            const float *table, const float *scales, uint64_t blocks,
+                            uint16_t *out);
+uint64_t lh_unpack_e2m1_avx2(const struct lh_unpack *unpack, const uint8_t *packed,
+                             const uint8_t *scales, float factor, uint64_t batches, void *out);
+uint64_t lh_unpack_grains_avx2(const struct lh_unpack *unpack, const uint8_t *packed,
+                               uint64_t count, void *out);
 
 /* Every NaN becomes the positive quiet one. */
 static inline __m256 settled(__m256 value)
 {
     const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
     return _mm256_blendv_ps(value, nan, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+}
+
+/* Exchange rows and columns of 8 x 8 words. */
+static inline void words_exchange(__m256i *v)
+{
+    __m256i a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+        a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    }
 }
 
 /* Round to bf16, in the low half of each lane; a settled NaN stays one. */
@@ -44,13 +82,18 @@ static inline __m128i half_rounded(__m256 value)
     return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
 }
 
-/* Scale, and round to `rounding`. */
-static inline __m256 product(__m256 value, __m256 scale, uint32_t rounding)
+/* Round to `rounding`. */
+static inline __m256 rounded(__m256 value, uint32_t rounding)
 {
-    value = settled(_mm256_mul_ps(value, scale));
     if (rounding == LH_DTYPE_BF16)
         return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_rounded(value), 16));
     return rounding == LH_DTYPE_F16 ? _mm256_cvtph_ps(half_rounded(value)) : value;
+}
+
+/* Scale, and round to `rounding`. */
+static inline __m256 product(__m256 value, __m256 scale, uint32_t rounding)
+{
+    return rounded(settled(_mm256_mul_ps(value, scale)), rounding);
 }
 
 static inline __m128i narrowed(__m256 value, uint32_t dtype)

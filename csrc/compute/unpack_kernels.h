@@ -46,8 +46,7 @@ void lh_unpack_q4_k_scales(const uint8_t *grain, uint8_t *scales, uint8_t *minim
 #define LH_UNPACK_TILE 64
 #define LH_UNPACK_STRIP 256
 #define LH_UNPACK_INDEXED_ROWS 32
-#define LH_UNPACK_INDEXED_HEIGHT 16
-#define LH_UNPACK_INDEXED_COLUMNS 8
+#define LH_UNPACK_INDEXED_COLUMNS 32
 #define LH_UNPACK_INDEXED_GROUP_MAX 512
 
 /* The results of the 16 codes of a row and a group of columns. */
@@ -60,14 +59,21 @@ struct lh_unpack_table {
 #define LH_UNPACK_USUAL_MIN 0x1p-14f
 #define LH_UNPACK_USUAL_MAX 0x1p11f
 
-/* What rows are decoded with whose columns belong to groups in any order, and 16 results. */
+/* The bits of scales of 2^-24, which is the least one of fp16, and of 2^7: those between are usual.
+ */
+#define LH_UNPACK_USUAL_BITS_MIN UINT32_C(0x33800000)
+#define LH_UNPACK_USUAL_BITS_MAX UINT32_C(0x43000000)
+
+/* What LH_UNPACK_INDEXED_ROWS rows of a tile are decoded with: see [Note: Indexed]. */
 struct lh_unpack_indexed {
-    const uint8_t *index; /* the number of the group of each column, of 32 bits */
-    uint32_t last;        /* the greatest number of a group; a greater one counts as this */
-    float scales[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS]; /* group after group */
-    float zeros[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS];
-    bool is_usual; /* U4 to bf16, rounded to fp16, with scales of the sizes above */
-    float values[LH_UNPACK_INDEXED_HEIGHT][LH_UNPACK_STRIP]; /* elements of the result's type */
+    _Alignas(64) float scales[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS];
+    _Alignas(64) float zeros[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS]; /* plus 2^23 */
+    const uint8_t *index; /* the number of the group of each column, of 32 bits, or else NULL */
+    uint32_t groups[LH_UNPACK_TILE / LH_UNPACK_INDEXED_COLUMNS]; /* those of the batches */
+    uint32_t last;       /* the greatest number of a group; a greater one counts as this */
+    uint32_t ahead;      /* the words of a row from a column's to one that is prefetched */
+    bool is_usual;       /* all scales are */
+    bool is_past_caches; /* stores bypass the caches: `out` is aligned to their lines */
 };
 
 /*
@@ -99,11 +105,10 @@ struct lh_unpack_kernel {
     uint64_t (*grains)(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t count,
                        void *out);
     /*
-     * Orders other than ROWS: copy the elements of `rows` rows and LH_UNPACK_TILE columns of a
-     * group to a row of LH_UNPACK_STRIP bytes for each, the low bits first. `rows` is
-     * LH_UNPACK_TILE, or, in order WORDS, a multiple of 8.
+     * Orders TRANSPOSED and AWQ: copy the elements of LH_UNPACK_TILE rows and columns of a group to
+     * a row of LH_UNPACK_STRIP bytes for each, the low bits first.
      */
-    void (*tile)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row, uint64_t rows,
+    void (*tile)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
                  uint64_t column, uint8_t *bits);
     /* U4 and U8: decode elements with one scale and one zero. */
     void (*integers)(const struct lh_unpack *unpack, const uint8_t *bits, float zero, float scale,
@@ -125,13 +130,11 @@ struct lh_unpack_kernel {
                       uint16_t *out);
     void (*stored)(void);
     /*
-     * U4 and U8 in order WORDS: decode LH_UNPACK_INDEXED_HEIGHT rows, from `row` of the group on,
-     * of a multiple of LH_UNPACK_INDEXED_COLUMNS columns, to `values`. `first` is the number of the
-     * first of the rows in `scales` and `zeros`.
+     * U4 and U8 in order WORDS: decode LH_UNPACK_INDEXED_ROWS rows, of which `packed` is the first
+     * one's first word, of a multiple of LH_UNPACK_INDEXED_COLUMNS columns.
      */
-    void (*indexed)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
-                    uint64_t column, uint64_t columns, uint64_t first,
-                    struct lh_unpack_indexed *all);
+    void (*indexed)(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
+                    const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride);
     /* E2M1: decode elements with a scale each, a power of two (or infinite, or a NaN). */
     void (*scaled)(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
                    uint64_t count, void *out);
@@ -149,6 +152,8 @@ void lh_unpack_integers_by(const struct lh_unpack_kernel *kernel, const struct l
 #if defined(__x86_64__)
 /* Needs AVX2 and F16C. */
 extern const struct lh_unpack_kernel lh_unpack_avx2;
+/* Needs AVX-512 F, BW, VL and DQ as well. */
+extern const struct lh_unpack_kernel lh_unpack_avx512;
 #endif
 
 #endif

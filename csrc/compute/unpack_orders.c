@@ -5,14 +5,14 @@
  * [Note: Tiles] With a kernel, a group is decoded in bands of LH_UNPACK_TILE rows, and a band in
  * strips of LH_UNPACK_STRIP columns. The kernel first copies the bits of a strip so that those of
  * each row are consecutive, in tiles of LH_UNPACK_TILE columns; it then decodes them row by row.
- * What the tiles and batches do not cover is copied and decoded by the definition.
+ * What the tiles and batches do not cover is copied and decoded by the definition. Order WORDS is
+ * decoded in another way: [Note: Tables] and [Note: Indexed].
  */
-#include <math.h>
 #include <string.h>
 
 #include "base/assert.h"
 #include "base/base.h"
-#include "compute/unpack_kernels.h"
+#include "compute/unpack_orders.h"
 
 /* The most groups of at least LH_UNPACK_BATCH columns that a strip meets. */
 #define STRIP_GROUP_COUNT_MAX (LH_UNPACK_STRIP / LH_UNPACK_BATCH + 1)
@@ -22,11 +22,6 @@ static uint32_t word_at(const uint8_t *words, uint64_t index)
     uint32_t word;
     memcpy(&word, words + index * sizeof(word), sizeof(word));
     return word;
-}
-
-static uint32_t element_bits(const struct lh_unpack *unpack)
-{
-    return unpack->format == LH_UNPACK_FORMAT_U8 ? 8 : 4;
 }
 
 /* The place, in a word, of the bits of one of its eight rows. */
@@ -55,11 +50,6 @@ static uint32_t zeros_at(const struct lh_unpack *unpack, const uint8_t *zeros, u
 {
     uint32_t ones = UINT32_MAX / ((UINT32_C(1) << element_bits(unpack)) - 1);
     return word_at(zeros, index) + unpack->zero * ones;
-}
-
-static uint64_t group_count(const struct lh_unpack *unpack)
-{
-    return lh_div_ceil(unpack->columns, unpack->block_columns);
 }
 
 static uint32_t zero_at(const struct lh_unpack *unpack, const uint8_t *zeros, uint64_t group,
@@ -102,6 +92,13 @@ static void put(const struct lh_unpack *unpack, const struct lh_unpack_source *s
     lh_unpack_put(unpack, (float)((int32_t)bits - zero) * scale, at, out);
 }
 
+void lh_unpack_order_put(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
+                         const uint8_t *group, uint64_t row, uint64_t column, void *out)
+{
+    put(unpack, source, bits_at(unpack, group, row % unpack->group_rows, column), row, column, 0,
+        out);
+}
+
 /* --- With a kernel: see [Note: Tiles] --------------------------------------------------------- */
 
 /* A strip; `row` and `column` are its first ones. */
@@ -112,7 +109,7 @@ struct strip {
     uint64_t rows;
     uint64_t column;
     uint64_t columns;
-    uint8_t bits[LH_UNPACK_TILE][LH_UNPACK_STRIP];
+    uint8_t bits[LH_UNPACK_TILE][LH_UNPACK_STRIP]; /* 4 for each element */
     float scales[STRIP_GROUP_COUNT_MAX * LH_UNPACK_TILE];
     float zeros[STRIP_GROUP_COUNT_MAX * LH_UNPACK_TILE];
 };
@@ -120,33 +117,18 @@ struct strip {
 static void strip_fill(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                        struct strip *strip)
 {
-    const uint32_t width = element_bits(unpack);
-    bool is_tile = strip->rows == LH_UNPACK_TILE ||
-                   (unpack->order == LH_UNPACK_ORDER_WORDS && strip->rows % 8 == 0);
+    bool is_tile = strip->rows == LH_UNPACK_TILE;
     uint64_t done = is_tile ? strip->columns - strip->columns % LH_UNPACK_TILE : 0;
     for (uint64_t c = 0; c < done; c += LH_UNPACK_TILE)
-        kernel->tile(unpack, strip->group, strip->row, strip->rows, strip->column + c,
-                     strip->bits[0] + c * width / 8);
+        kernel->tile(unpack, strip->group, strip->row, strip->column + c, strip->bits[0] + c / 2);
     for (uint64_t r = 0; r < strip->rows; r++) {
         uint8_t *to = strip->bits[r];
         for (uint64_t c = done; c < strip->columns; c++) {
             uint8_t bits =
                 (uint8_t)bits_at(unpack, strip->group, strip->row + r, strip->column + c);
-            if (width == 8)
-                to[c] = bits;
-            else
-                to[c / 2] = c % 2 == 0 ? bits : (uint8_t)(to[c / 2] | bits << 4);
+            to[c / 2] = c % 2 == 0 ? bits : (uint8_t)(to[c / 2] | bits << 4);
         }
     }
-}
-
-static uint32_t strip_bits(const struct lh_unpack *unpack, const struct strip *strip, uint64_t row,
-                           uint64_t column)
-{
-    const uint8_t *bits = strip->bits[row];
-    if (unpack->format == LH_UNPACK_FORMAT_U8)
-        return bits[column];
-    return bits[column / 2] >> (column % 2 * 4) & 15;
 }
 
 /* LH_UNPACK_BATCH scales. */
@@ -160,32 +142,42 @@ static void scales_widen(const struct lh_unpack_kernel *kernel, const struct lh_
     kernel->bytes(&wide, from, 1, LH_UNPACK_BATCH, scales);
 }
 
-/* The scales and zeros of LH_UNPACK_BATCH rows of a group of columns. */
-static void batch_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
-                        const struct lh_unpack_source *source, uint64_t group, uint64_t row,
-                        float *scales, float *zeros)
+/* The parts of a word, a byte each. */
+static uint64_t parts_spread(uint32_t word, uint32_t bits)
+{
+    uint64_t parts = word;
+    if (bits == 8)
+        return parts;
+    parts = (parts | parts << 16) & UINT64_C(0x0000FFFF0000FFFF);
+    parts = (parts | parts << 8) & UINT64_C(0x00FF00FF00FF00FF);
+    return (parts | parts << 4) & UINT64_C(0x0F0F0F0F0F0F0F0F);
+}
+
+void lh_unpack_batch_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                           const struct lh_unpack_source *source, uint64_t group, uint64_t row,
+                           float more, float *scales, float *zeros)
 {
     const uint64_t first = group * unpack->rows + row;
-    const uint32_t bits = element_bits(unpack), parts = 32 / bits, mask = (UINT32_C(1) << bits) - 1;
+    const uint32_t bits = element_bits(unpack), parts = 32 / bits;
+    const bool is_awq = unpack->order == LH_UNPACK_ORDER_AWQ;
+    uint8_t bytes[LH_UNPACK_BATCH];
     scales_widen(kernel, unpack, source->scales + first * lh_unpack_scale_bytes(unpack), scales);
-    for (uint32_t i = 0; i < LH_UNPACK_BATCH; i += parts) {
-        uint32_t word = 0;
-        if (unpack->has_zeros)
-            word = zeros_at(unpack, source->zeros, (first + i) / parts);
-        for (uint32_t j = 0; j < parts; j++) {
-            uint32_t place = unpack->order == LH_UNPACK_ORDER_AWQ ? awq_place(j) : j;
-            uint32_t zero = unpack->has_zeros ? word >> (place * bits % 32) & mask : unpack->zero;
-            zeros[i + j] = (float)zero;
-        }
+    memset(bytes, (int)unpack->zero, sizeof(bytes));
+    for (uint32_t i = 0; i < LH_UNPACK_BATCH && unpack->has_zeros; i += parts) {
+        uint64_t all = parts_spread(zeros_at(unpack, source->zeros, (first + i) / parts), bits);
+        memcpy(bytes + i, &all, parts);
+        for (uint32_t j = 0; j < parts && is_awq; j++)
+            bytes[i + j] = (uint8_t)(all >> 8 * awq_place(j));
     }
+    for (uint32_t i = 0; i < LH_UNPACK_BATCH; i++)
+        zeros[i] = more + (float)bytes[i];
 }
 
 /* Prepare the scales of a strip of integers, if its columns belong to consecutive groups. */
 static bool strip_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                         const struct lh_unpack_source *source, struct strip *strip)
 {
-    if (unpack->has_index || unpack->block_columns < LH_UNPACK_BATCH ||
-        strip->rows % LH_UNPACK_BATCH != 0)
+    if (unpack->block_columns < LH_UNPACK_BATCH || strip->rows % LH_UNPACK_BATCH != 0)
         return false;
     uint64_t first = strip->column / unpack->block_columns;
     uint64_t end = lh_div_ceil(strip->column + strip->columns, unpack->block_columns);
@@ -193,8 +185,8 @@ static bool strip_widen(const struct lh_unpack_kernel *kernel, const struct lh_u
     for (uint64_t g = first; g < end; g++) {
         for (uint64_t r = 0; r < strip->rows; r += LH_UNPACK_BATCH) {
             uint64_t at = (g - first) * LH_UNPACK_TILE + r;
-            batch_widen(kernel, unpack, source, g, strip->row + r, strip->scales + at,
-                        strip->zeros + at);
+            lh_unpack_batch_widen(kernel, unpack, source, g, strip->row + r, 0, strip->scales + at,
+                                  strip->zeros + at);
         }
     }
     return true;
@@ -216,27 +208,14 @@ static bool strip_powers(const struct lh_unpack *unpack, const struct lh_unpack_
     return true;
 }
 
-/* Elements [begin, end) of the tensor are decoded to `out`. */
-struct range {
-    uint64_t begin;
-    uint64_t end;
-    uint8_t *out;
-};
-
-/* The part of a range that is in one row of a strip or of columns; `columns` is 0 if none is. */
-struct piece {
-    uint64_t skip; /* columns before it */
-    uint64_t columns;
-    uint8_t *out;
-};
-
-static struct piece piece_of(const struct lh_unpack *unpack, const struct range *range,
-                             uint64_t row, uint64_t column, uint64_t columns)
+struct lh_unpack_piece lh_unpack_piece_of(const struct lh_unpack *unpack,
+                                          const struct lh_unpack_range *range, uint64_t row,
+                                          uint64_t column, uint64_t columns)
 {
     const uint64_t first = row * unpack->columns + column;
     const uint64_t begin = lh_max_u64(first, range->begin);
     const uint64_t end = lh_min_u64(first + columns, range->end);
-    struct piece piece = {0};
+    struct lh_unpack_piece piece = {0};
     if (begin >= end)
         return piece;
     piece.skip = begin - first;
@@ -249,7 +228,7 @@ static struct piece piece_of(const struct lh_unpack *unpack, const struct range 
 static void strip_put(const struct lh_unpack *unpack, const struct lh_unpack_source *source,
                       const struct strip *strip, uint64_t row, uint64_t column, void *out)
 {
-    put(unpack, source, strip_bits(unpack, strip, row, column),
+    put(unpack, source, strip->bits[row][column / 2] >> (column % 2 * 4) & 15,
         strip->group_first + strip->row + row, strip->column + column, 0, out);
 }
 
@@ -259,9 +238,9 @@ static void strip_put(const struct lh_unpack *unpack, const struct lh_unpack_sou
  */
 static void runs_put(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                      const struct lh_unpack_source *source, const struct strip *strip, uint64_t row,
-                     struct piece piece)
+                     struct lh_unpack_piece piece)
 {
-    const uint64_t element_bytes = lh_unpack_element_bytes(unpack), width = element_bits(unpack);
+    const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
     const uint64_t phase = strip->column % unpack->block_columns;
     uint64_t group = 0, column = piece.skip, end = piece.skip + piece.columns;
     for (uint64_t stop = unpack->block_columns - phase; column < end;
@@ -272,7 +251,7 @@ static void runs_put(const struct lh_unpack_kernel *kernel, const struct lh_unpa
             uint64_t count = column % 2 == 0 ? run - column : 0, at = group * LH_UNPACK_TILE + row;
             count -= count % LH_UNPACK_BATCH;
             if (count > 0)
-                kernel->integers(unpack, strip->bits[row] + column * width / 8, strip->zeros[at],
+                kernel->integers(unpack, strip->bits[row] + column / 2, strip->zeros[at],
                                  strip->scales[at], count, to);
             else
                 strip_put(unpack, source, strip, row, column, to);
@@ -284,7 +263,7 @@ static void runs_put(const struct lh_unpack_kernel *kernel, const struct lh_unpa
 /* Decode a piece of a row of E2M1, of whose scales those of the strip are the powers. */
 static void powers_put(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                        const struct lh_unpack_source *source, const struct strip *strip,
-                       uint64_t row, struct piece piece)
+                       uint64_t row, struct lh_unpack_piece piece)
 {
     const float *scales = strip->scales + row / unpack->block_rows * LH_UNPACK_STRIP;
     uint64_t end = piece.skip + piece.columns;
@@ -303,7 +282,7 @@ static void powers_put(const struct lh_unpack_kernel *kernel, const struct lh_un
 /* Decode the part of a range that is in a band. */
 static void band_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                     const struct lh_unpack_source *source, struct strip *strip,
-                    const struct range *range)
+                    const struct lh_unpack_range *range)
 {
     const bool is_e2m1 = unpack->format == LH_UNPACK_FORMAT_E2M1;
     for (uint64_t c = 0; c < unpack->columns; c += LH_UNPACK_STRIP) {
@@ -313,8 +292,8 @@ static void band_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
         bool is_ready = is_e2m1 ? strip_powers(unpack, source, strip)
                                 : strip_widen(kernel, unpack, source, strip);
         for (uint64_t r = 0; r < strip->rows; r++) {
-            struct piece piece =
-                piece_of(unpack, range, strip->group_first + strip->row + r, c, strip->columns);
+            struct lh_unpack_piece piece = lh_unpack_piece_of(
+                unpack, range, strip->group_first + strip->row + r, c, strip->columns);
             if (is_ready && is_e2m1)
                 powers_put(kernel, unpack, source, strip, r, piece);
             else if (is_ready)
@@ -322,53 +301,6 @@ static void band_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
             for (uint64_t i = 0; !is_ready && i < piece.columns; i++)
                 strip_put(unpack, source, strip, r, piece.skip + i,
                           piece.out + i * lh_unpack_element_bytes(unpack));
-        }
-    }
-}
-
-/* Whether elements of U4 are rounded to fp16, to normal halves or 0, and then to bf16. */
-static bool are_usual(const struct lh_unpack *unpack, const float *scales, uint64_t count)
-{
-    bool is_usual = unpack->format == LH_UNPACK_FORMAT_U4 && unpack->dtype == LH_DTYPE_BF16 &&
-                    unpack->rounding == LH_DTYPE_F16 && (unpack->has_zeros || unpack->zero <= 16);
-    for (uint64_t i = 0; i < count && is_usual; i++)
-        is_usual =
-            fabsf(scales[i]) >= LH_UNPACK_USUAL_MIN && fabsf(scales[i]) <= LH_UNPACK_USUAL_MAX;
-    return is_usual;
-}
-
-/*
- * The same if the columns belong to groups in any order. The kernel decodes columns of 16 rows,
- * with the scales and zeros of the 16, and transposes the results.
- */
-static void indexed_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
-                       const struct lh_unpack_source *source, const uint8_t *group, uint64_t row,
-                       const struct range *range)
-{
-    const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
-    struct lh_unpack_indexed all; /* of which most is not used: setting all of it takes time */
-    all.last = (uint32_t)group_count(unpack) - 1;
-    for (uint64_t g = 0; g <= all.last; g++)
-        batch_widen(kernel, unpack, source, g, row, all.scales + g * LH_UNPACK_INDEXED_ROWS,
-                    all.zeros + g * LH_UNPACK_INDEXED_ROWS);
-    all.is_usual = are_usual(unpack, all.scales, (all.last + 1) * LH_UNPACK_INDEXED_ROWS);
-    for (uint64_t c = 0; c < unpack->columns; c += LH_UNPACK_STRIP) {
-        uint64_t columns = lh_min_u64(LH_UNPACK_STRIP, unpack->columns - c);
-        uint64_t done = columns - columns % LH_UNPACK_INDEXED_COLUMNS;
-        all.index = source->index + c * sizeof(uint32_t);
-        for (uint64_t r = 0; r < LH_UNPACK_INDEXED_ROWS; r++) {
-            if (r % LH_UNPACK_INDEXED_HEIGHT == 0)
-                kernel->indexed(unpack, group, row + r, c, done, r, &all);
-            struct piece piece = piece_of(unpack, range, row + r, c, columns);
-            uint64_t some = piece.skip < done ? lh_min_u64(piece.columns, done - piece.skip) : 0;
-            if (some > 0)
-                memcpy(piece.out,
-                       (uint8_t *)all.values[r % LH_UNPACK_INDEXED_HEIGHT] +
-                           piece.skip * element_bytes,
-                       some * element_bytes);
-            for (uint64_t i = some; i < piece.columns; i++)
-                put(unpack, source, bits_at(unpack, group, row + r, c + piece.skip + i), row + r,
-                    c + piece.skip + i, 0, piece.out + i * element_bytes);
         }
     }
 }
@@ -385,7 +317,6 @@ static void indexed_by(const struct lh_unpack_kernel *kernel, const struct lh_un
  * In order AWQ 128 rows of a column are the bytes of a cache line.
  */
 #define AWQ_ROWS 128
-#define LINE_BYTES 64
 
 struct tables {
     uint64_t row; /* the first one, in the group of rows */
@@ -475,8 +406,7 @@ static uint64_t tables_by(const struct lh_unpack_kernel *kernel, const struct lh
     kernel->stored();
     for (uint64_t r = 0; r < rows; r++)
         for (uint64_t c = done; c < columns; c++)
-            put(unpack, source, bits_at(unpack, source->packed, row + r, c), row + r, c,
-                r * columns + c, out);
+            lh_unpack_order_put(unpack, source, source->packed, row + r, c, out + r * columns + c);
     return rows * columns;
 }
 
@@ -486,8 +416,9 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
 {
     const uint64_t columns = unpack->columns, group_rows = unpack->group_rows;
     const uint64_t group_bytes = lh_unpack_packed_bytes(unpack, group_rows * columns);
-    const uint64_t height = unpack->has_index ? LH_UNPACK_INDEXED_ROWS : LH_UNPACK_TILE;
-    const bool is_few = !unpack->has_index || group_count(unpack) <= LH_UNPACK_INDEXED_GROUP_MAX;
+    const bool is_words = unpack->order == LH_UNPACK_ORDER_WORDS;
+    const uint64_t height = is_words ? LH_UNPACK_INDEXED_ROWS : LH_UNPACK_TILE;
+    const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
     struct strip strip = {0};
     for (uint64_t at = first; at < first + count;) {
         uint64_t row = at / columns, group = row / group_rows;
@@ -495,7 +426,7 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
         uint64_t more = 0;
         if (kernel)
             more = tables_by(kernel, unpack, source, at, first + count - at,
-                             (void *)(out + (at - first) * lh_unpack_element_bytes(unpack)));
+                             (void *)(out + (at - first) * element_bytes));
         at += more;
         if (more > 0)
             continue;
@@ -503,18 +434,16 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
         strip.row = row % group_rows / height * height;
         strip.rows = lh_min_u64(height, group_rows - strip.row);
         uint64_t stop = (strip.group_first + strip.row + strip.rows) * columns;
-        const struct range range = {at, lh_min_u64(first + count, stop),
-                                    out + (at - first) * lh_unpack_element_bytes(unpack)};
-        bool is_whole = strip.rows == height && is_few;
-        if (kernel && !unpack->has_index)
+        const struct lh_unpack_range range = {at, lh_min_u64(first + count, stop),
+                                              out + (at - first) * element_bytes};
+        if (kernel && !is_words)
             band_by(kernel, unpack, source, &strip, &range);
-        else if (kernel && is_whole)
-            indexed_by(kernel, unpack, source, strip.group, strip.row, &range);
+        else if (kernel && strip.rows == height && lh_unpack_is_indexed(unpack))
+            lh_unpack_indexed_by(kernel, unpack, source, strip.row, &range);
         else
             for (uint64_t i = range.begin; i < range.end; i++)
-                put(unpack, source,
-                    bits_at(unpack, strip.group, i / columns % group_rows, i % columns),
-                    i / columns, i % columns, i - range.begin, range.out);
+                lh_unpack_order_put(unpack, source, strip.group, i / columns, i % columns,
+                                    range.out + (i - range.begin) * element_bytes);
         at = range.end;
     }
 }

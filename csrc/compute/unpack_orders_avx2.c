@@ -7,29 +7,6 @@
 
 /* --- Tiles ------------------------------------------------------------------------------------ */
 
-/* Exchange rows and columns of 8 x 8 words. */
-static inline void words_transpose(__m256i *v)
-{
-    __m256i a[8], b[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
-        a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 4; i++) {
-        v[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
-        v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
-    }
-}
-
 /* Exchange `shift` bits of the words of b with those above them in the words of a. */
 static inline void bits_swap(__m256i *a, __m256i *b, int shift, uint32_t mask)
 {
@@ -51,21 +28,6 @@ static inline void nibbles_transpose(__m256i *v)
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i += 2)
         bits_swap(v + i, v + i + 1, 4, UINT32_C(0x0F0F0F0F));
-}
-
-static void words_tile(const uint8_t *words, uint64_t stride, uint64_t rows, uint64_t bytes,
-                       uint8_t *bits)
-{
-    for (uint64_t r = 0; r < rows; r += 8) {
-        for (uint64_t at = 0; at < bytes; at += 32) {
-            __m256i v[8];
-            for (uint64_t i = 0; i < 8; i++)
-                v[i] = _mm256_loadu_si256((const void *)(words + (at / 4 + i) * stride + 4 * r));
-            words_transpose(v);
-            for (uint64_t i = 0; i < 8; i++)
-                _mm256_storeu_si256((void *)(bits + (r + i) * LH_UNPACK_STRIP + at), v[i]);
-        }
-    }
 }
 
 /* Split 64 rows and 64 columns: words of parts[i][c] are part i of a word, and 8 columns. */
@@ -100,7 +62,7 @@ static void columns_tile(const uint8_t *words, uint64_t stride, bool is_awq, uin
     __m256i parts[8][8];
     columns_split(words, stride, parts);
     for (uint64_t i = 0; i < 8; i++) {
-        words_transpose(parts[i]);
+        words_exchange(parts[i]);
         for (uint64_t j = 0; j < 8; j++)
             _mm256_storeu_si256((void *)(bits + (8 * j + row_of(i, is_awq)) * LH_UNPACK_STRIP),
                                 parts[i][j]);
@@ -108,15 +70,8 @@ static void columns_tile(const uint8_t *words, uint64_t stride, bool is_awq, uin
 }
 
 void lh_unpack_tile_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
-                         uint64_t rows, uint64_t column, uint8_t *bits)
+                         uint64_t column, uint8_t *bits)
 {
-    const uint64_t parts = unpack->format == LH_UNPACK_FORMAT_U8 ? 4 : 8;
-    if (unpack->order == LH_UNPACK_ORDER_WORDS) {
-        const uint64_t stride = unpack->group_rows * sizeof(uint32_t);
-        words_tile(group + column / parts * stride + row * sizeof(uint32_t), stride, rows,
-                   LH_UNPACK_TILE / parts * sizeof(uint32_t), bits);
-        return;
-    }
     const uint64_t stride = unpack->group_rows / 2;
     columns_tile(group + column * stride + row / 2, stride, unpack->order == LH_UNPACK_ORDER_AWQ,
                  bits);
@@ -328,7 +283,7 @@ void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *gro
 #pragma GCC unroll 8
             for (uint64_t i = 0; i < 8; i++)
                 v[i] = _mm256_loadu_si256((const void *)(words + twice(i) * stride + 4 * r));
-            words_transpose(v);
+            words_exchange(v);
 #pragma GCC unroll 8
             for (uint64_t i = 0; i < 8; i++)
                 row_look_up(v[i], tables, r + i, out + (r + i) * columns);
@@ -346,165 +301,11 @@ void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *gro
 #pragma GCC unroll 8
             for (uint64_t j = 0; j < 8; j++)
                 v[j] = parts[i][twice(j)];
-            words_transpose(v);
+            words_exchange(v);
 #pragma GCC unroll 8
             for (uint64_t j = 0; j < 8; j++)
                 row_look_up(v[j], tables, at + 8 * j, out + (at + 8 * j) * columns);
         }
-    }
-}
-
-/* Exchange rows and columns of 8 x 8 elements of 16 bits, and store the rows. */
-static inline void narrow_put(const __m128i *v, float (*values)[LH_UNPACK_STRIP], uint64_t at)
-{
-    __m128i a[8], b[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm_unpacklo_epi16(v[i], v[i + 1]);
-        a[i + 1] = _mm_unpackhi_epi16(v[i], v[i + 1]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm_unpacklo_epi32(a[i], a[i + 2]);
-        b[i + 1] = _mm_unpackhi_epi32(a[i], a[i + 2]);
-        b[i + 2] = _mm_unpacklo_epi32(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm_unpackhi_epi32(a[i + 1], a[i + 3]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 4; i++) {
-        uint16_t *first = (uint16_t *)(void *)values[2 * i] + at;
-        uint16_t *second = (uint16_t *)(void *)values[2 * i + 1] + at;
-        _mm_storeu_si128((void *)first, _mm_unpacklo_epi64(b[i], b[i + 4]));
-        _mm_storeu_si128((void *)second, _mm_unpackhi_epi64(b[i], b[i + 4]));
-    }
-}
-
-/* The group of a column. */
-static inline uint64_t group_at(const struct lh_unpack_indexed *all, uint64_t column)
-{
-    uint32_t group;
-    memcpy(&group, all->index + column * sizeof(group), sizeof(group));
-    return group < all->last ? group : all->last;
-}
-
-/* The elements of a column in eight rows, from their words, rounded. */
-static inline __attribute__((always_inline)) __m256
-column_values(__m256i words, uint64_t part, bool is_byte, const struct lh_unpack_indexed *all,
-              uint64_t column, uint64_t first, uint32_t rounding)
-{
-    const uint64_t width = is_byte ? 8 : 4;
-    const uint64_t at = group_at(all, column) * LH_UNPACK_INDEXED_ROWS + first;
-    __m256i code = _mm256_srl_epi32(words, _mm_cvtsi32_si128((int32_t)(part * width)));
-    code = _mm256_and_si256(code, _mm256_set1_epi32(is_byte ? 255 : 15));
-    __m256 value = _mm256_sub_ps(_mm256_cvtepi32_ps(code), _mm256_loadu_ps(all->zeros + at));
-    return product(value, _mm256_loadu_ps(all->scales + at), rounding);
-}
-
-static inline __attribute__((always_inline)) void
-indexed_put(const uint8_t *words, uint64_t stride, uint64_t columns, uint64_t first,
-            struct lh_unpack_indexed *all, float (*values)[LH_UNPACK_STRIP], uint32_t rounding,
-            uint32_t dtype, bool is_byte)
-{
-    const uint64_t parts = is_byte ? 4 : 8;
-    for (uint64_t c = 0; c < columns; c += 8) {
-        __m128i narrow[8];
-        __m256i wide[8];
-#pragma GCC unroll 8
-        for (uint64_t i = 0; i < 8; i++) {
-            __m256i eight = _mm256_loadu_si256((const void *)(words + (c + i) / parts * stride));
-            __m256 value = column_values(eight, i % parts, is_byte, all, c + i, first, rounding);
-            if (dtype == LH_DTYPE_F32)
-                wide[i] = _mm256_castps_si256(value);
-            else
-                narrow[i] = narrowed(value, dtype);
-        }
-        if (dtype != LH_DTYPE_F32) {
-            narrow_put(narrow, values, c);
-            continue;
-        }
-        words_transpose(wide);
-#pragma GCC unroll 8
-        for (uint64_t i = 0; i < 8; i++)
-            _mm256_storeu_si256((void *)(values[i] + c), wide[i]);
-    }
-}
-
-/* Exchange rows and columns of 16 x 8 elements of 16 bits, and store the rows. */
-static inline void usual_put(const __m256i *v, float (*values)[LH_UNPACK_STRIP], uint64_t at)
-{
-    __m256i a[8], b[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm256_unpacklo_epi16(v[i], v[i + 1]);
-        a[i + 1] = _mm256_unpackhi_epi16(v[i], v[i + 1]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 2]);
-        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 2]);
-        b[i + 2] = _mm256_unpacklo_epi32(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm256_unpackhi_epi32(a[i + 1], a[i + 3]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        __m256i row = i % 2 ? _mm256_unpackhi_epi64(b[i / 2], b[i / 2 + 4])
-                            : _mm256_unpacklo_epi64(b[i / 2], b[i / 2 + 4]);
-        _mm_storeu_si128((void *)((uint16_t *)(void *)values[i] + at), _mm256_castsi256_si128(row));
-        _mm_storeu_si128((void *)((uint16_t *)(void *)values[i + 8] + at),
-                         _mm256_extracti128_si256(row, 1));
-    }
-}
-
-/* The halves of a column in eight rows, from codes. */
-static inline __m128i usual_halves(__m256i codes, const float *zeros, const float *scales)
-{
-    codes = _mm256_and_si256(codes, _mm256_set1_epi32(15));
-    __m256 value = _mm256_sub_ps(_mm256_cvtepi32_ps(codes), _mm256_loadu_ps(zeros));
-    return half_rounded(_mm256_mul_ps(value, _mm256_loadu_ps(scales)));
-}
-
-/* Decode 16 rows of U4: see halves_narrowed(). */
-static void indexed_usual_put(const uint8_t *words, uint64_t stride, uint64_t columns,
-                              uint64_t first, struct lh_unpack_indexed *all)
-{
-    for (uint64_t c = 0; c < columns; c += 8, words += stride) {
-        __m256i v[8], low = _mm256_loadu_si256((const void *)words);
-        __m256i high = _mm256_loadu_si256((const void *)(words + 32));
-#pragma GCC unroll 8
-        for (uint64_t i = 0; i < 8; i++) {
-            const uint64_t at = group_at(all, c + i) * LH_UNPACK_INDEXED_ROWS + first;
-            const float *zeros = all->zeros + at, *scales = all->scales + at;
-            v[i] = halves_narrowed(_mm256_set_m128i(usual_halves(high, zeros + 8, scales + 8),
-                                                    usual_halves(low, zeros, scales)));
-            low = _mm256_srli_epi32(low, 4);
-            high = _mm256_srli_epi32(high, 4);
-        }
-        usual_put(v, all->values, c);
-    }
-}
-
-void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
-                            uint64_t column, uint64_t columns, uint64_t first,
-                            struct lh_unpack_indexed *all)
-{
-    const bool is_byte = unpack->format == LH_UNPACK_FORMAT_U8;
-    const uint64_t stride = unpack->group_rows * sizeof(uint32_t);
-    const uint8_t *words = group + column / (is_byte ? 4 : 8) * stride + row * sizeof(uint32_t);
-    const bool is_usual = unpack->dtype == LH_DTYPE_BF16 && unpack->rounding == LH_DTYPE_F16;
-    if (all->is_usual) {
-        indexed_usual_put(words, stride, columns, first, all);
-        return;
-    }
-    for (uint64_t r = 0; r < LH_UNPACK_INDEXED_HEIGHT; r += 8, words += 8 * sizeof(uint32_t)) {
-        if (is_usual && !is_byte)
-            indexed_put(words, stride, columns, first + r, all, all->values + r, LH_DTYPE_F16,
-                        LH_DTYPE_BF16, false);
-        else if (unpack->dtype == LH_DTYPE_F32)
-            indexed_put(words, stride, columns, first + r, all, all->values + r, unpack->rounding,
-                        LH_DTYPE_F32, is_byte);
-        else
-            indexed_put(words, stride, columns, first + r, all, all->values + r, unpack->rounding,
-                        unpack->dtype, is_byte);
     }
 }
 

@@ -4,7 +4,7 @@
 
 #define COUNT_MAX 40000
 
-static uint8_t packed[COUNT_MAX];
+static uint8_t packed[2 * COUNT_MAX];
 static uint8_t scales[COUNT_MAX];
 static uint8_t zeros[COUNT_MAX];
 static uint32_t groups[COUNT_MAX];
@@ -135,7 +135,10 @@ static void test_carries(void)
         LH_CHECK(values[8 * r] == -subtracted[r]);
 }
 
-/* Scales: any bits (0), values of the sizes that files have (1), large ones (2), small ones (3). */
+/*
+ * Scales: any bits (0), values of the sizes that files have (1), large ones (2), small ones (3),
+ * positive ones from 2^-24 to 2^7 (4).
+ */
 static void scales_draw(uint64_t *seed, uint32_t type, int size)
 {
     static const uint32_t exponents[][3] = {[LH_UNPACK_SCALE_F32] = {0x3B, 0x44, 0x37},
@@ -144,20 +147,26 @@ static void scales_draw(uint64_t *seed, uint32_t type, int size)
     const uint64_t bytes = type == LH_UNPACK_SCALE_F32 ? 4 : 2;
     for (uint64_t i = 0; i < COUNT_MAX; i++) {
         scales[i] = (uint8_t)lh_test_random(seed);
-        if (size > 0 && i % bytes == bytes - 1)
+        if (size == 4 && type == LH_UNPACK_SCALE_F16)
+            scales[i] = i % 2 ? scales[i] % 0x58 : scales[i] | 1;
+        else if (size == 4 && i % bytes == bytes - 1)
+            scales[i] = (uint8_t)(0x34 + scales[i] % 15);
+        else if (size > 0 && size < 4 && i % bytes == bytes - 1)
             scales[i] = (uint8_t)(exponents[type][size - 1] | (scales[i] & 0x83));
     }
 }
 
 static void test_whole_rows(void)
 {
-    static _Alignas(64) uint16_t found[2 * COUNT_MAX], expected[2 * COUNT_MAX];
+    static _Alignas(64) uint16_t found[4 * COUNT_MAX], expected[4 * COUNT_MAX];
     uint64_t seed = 9;
-    lh_test_name("whole rows of 4 bits, from any row to any other, are those of the definition");
-    for (int turn = 0; turn < 400; turn++) {
+    lh_test_name("whole rows, from any row to any other, are those of the definition");
+    for (int turn = 0; turn < 600; turn++) {
         struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U4, .block_rows = 1};
         unpack.order = turn % 2 ? LH_UNPACK_ORDER_AWQ : LH_UNPACK_ORDER_WORDS;
-        unpack.dtype = turn % 5 == 0 ? LH_DTYPE_F16 : LH_DTYPE_BF16;
+        if (turn % 4 == 0)
+            unpack.format = LH_UNPACK_FORMAT_U8;
+        unpack.dtype = turn % 5 == 0 ? LH_DTYPE_F16 : turn % 5 == 1 ? LH_DTYPE_F32 : LH_DTYPE_BF16;
         unpack.rounding = turn % 3 == 0 ? (uint32_t)(lh_test_random(&seed) % 3) : LH_DTYPE_F16;
         unpack.rows = unpack.group_rows = 64 + 8 * (lh_test_random(&seed) % 33);
         unpack.columns = 32 * (1 + lh_test_random(&seed) % 7);
@@ -167,8 +176,8 @@ static void test_whole_rows(void)
         unpack.has_index = turn % 2 == 0 && lh_test_random(&seed) % 2 == 0;
         unpack.zero = (uint32_t)(lh_test_random(&seed) % (unpack.has_zeros ? 2 : 256));
         LH_CHECK(lh_unpack_is_valid(&unpack));
-        scales_draw(&seed, unpack.scale_type, (int)(lh_test_random(&seed) % 4));
-        for (uint64_t i = 0; i < COUNT_MAX; i++)
+        scales_draw(&seed, unpack.scale_type, (int)(lh_test_random(&seed) % 5));
+        for (uint64_t i = 0; i < sizeof(packed); i++)
             packed[i] = (uint8_t)lh_test_random(&seed);
         for (uint64_t i = 0; i < COUNT_MAX; i++)
             zeros[i] = (uint8_t)lh_test_random(&seed);
@@ -188,8 +197,41 @@ static void test_whole_rows(void)
     }
 }
 
+/* Rounding to fp16 and then to bf16 for every sum of a code and a zero, and scales of all sizes. */
+static void test_rounding(void)
+{
+    enum { ROWS = 2048, COLUMNS = 256, LAST = 0x5800 /* 2^7 */ };
+    static uint8_t codes[ROWS * COLUMNS];
+    static _Alignas(64) uint16_t found[ROWS * COLUMNS], expected[ROWS * COLUMNS];
+    static uint16_t halves[ROWS];
+    const struct lh_unpack_source all = {.packed = codes, .scales = (const uint8_t *)halves};
+    lh_test_name("products of 8 bits and scales from 2^-24 to 2^7 are rounded twice");
+    for (uint32_t i = 0; i < ROWS; i++)
+        halves[i] = (uint16_t)(1 + i * (LAST - 1) / (ROWS - 1));
+    for (uint32_t i = 0; i < sizeof(codes); i++)
+        codes[i] = (uint8_t)(i / (4 * ROWS) * 4 + i % 4);
+    for (uint32_t zero = 0; zero < 256; zero += 85) {
+        struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U8,
+                                   .dtype = LH_DTYPE_BF16,
+                                   .rounding = LH_DTYPE_F16,
+                                   .rows = ROWS,
+                                   .group_rows = ROWS,
+                                   .columns = COLUMNS,
+                                   .block_rows = 1,
+                                   .block_columns = COLUMNS,
+                                   .scale_type = LH_UNPACK_SCALE_F16,
+                                   .order = LH_UNPACK_ORDER_WORDS,
+                                   .zero = zero};
+        LH_CHECK(lh_unpack_is_valid(&unpack));
+        lh_unpack_ref(&unpack, &all, 0, ROWS * COLUMNS, expected);
+        lh_unpack(&unpack, &all, 0, ROWS * COLUMNS, found);
+        LH_CHECK(memcmp(found, expected, sizeof(found)) == 0);
+    }
+}
+
 int main(void)
 {
+    test_rounding();
     test_whole_rows();
     test_orders();
     test_carries();

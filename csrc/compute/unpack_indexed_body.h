@@ -1,0 +1,169 @@
+/*
+ * The body of the kernels indexed(): see struct lh_unpack_kernel. A file for an instruction set
+ * includes it once, after it has defined
+ *
+ *      LANES               32-bit words in a register, which belong to consecutive rows
+ *      words, floats       vectors of LANES elements
+ *      fused()             a * b + c of a vector, a number and a vector, rounded once
+ *      larger()            the larger ones of a vector and a number
+ *      settled_rounded()   values rounded to `rounding`; every NaN becomes the positive quiet one
+ *      half_bits()         values rounded to fp16, in the low halves of words
+ *      words_transpose()   exchange rows and columns of LANES registers
+ *      words_put()         store a register; past the caches, if the address is aligned to it
+ *      KERNEL              the kernel's name
+ *
+ * Only csrc/compute includes this header.
+ */
+#ifndef LH_COMPUTE_UNPACK_INDEXED_BODY_H
+#define LH_COMPUTE_UNPACK_INDEXED_BODY_H
+
+#define LINE_WORDS 16 /* in a cache line */
+
+/* The element of a column in each row, not rounded: `part` counts the elements of a word. */
+static INLINE floats column_values(const uint8_t *at, uint64_t part, bool is_byte,
+                                   const float *zeros, const float *scales)
+{
+    words codes;
+    floats value, zero, scale;
+    memcpy(&codes, at, sizeof(codes));
+    memcpy(&zero, zeros, sizeof(zero));
+    memcpy(&scale, scales, sizeof(scale));
+    codes = codes >> (uint32_t)(is_byte ? 8 * part : 4 * part) & (is_byte ? 255 : 15);
+    value = (floats)(codes | UINT32_C(0x4B000000)); /* 2^23 + the code, exactly */
+    return (value - zero) * scale;
+}
+
+/* Round to a number of bits: adding 1.5 * 2^(24 - bits) times a power of two drops the others. */
+static INLINE floats bits_rounded(floats value, floats power, int bits)
+{
+    const float much = bits == 11 ? 0x1.8p13f : 0x1.8p16f;
+    return fused(power, -much, fused(power, much, value));
+}
+
+/*
+ * Round values whose scales are usual to bf16, in the high halves of words, or first to fp16. None
+ * of them is infinite, a NaN or -0, or rounds to any of these. Halves that are denormal have the
+ * ulp of the least normal one. Rounding may give the next power of two, which needs one bit.
+ */
+static INLINE words usual_bits(floats value, uint32_t rounding)
+{
+    floats power = (floats)((words)value & UINT32_C(0x7F800000));
+    if (rounding == LH_DTYPE_F16)
+        value = bits_rounded(value, larger(power, 0x1p-14f), 11);
+    return (words)bits_rounded(value, power, 8);
+}
+
+/* Rounded to a type of 16 bits, in the low halves of words. */
+static INLINE words narrow_bits(floats value, uint32_t dtype)
+{
+    if (dtype == LH_DTYPE_F16)
+        return half_bits(value);
+    words bits = (words)value;
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+/* The results of two columns that are neighbors, in the order of memory. */
+static INLINE words pairs(floats first, floats second, uint32_t rounding, uint32_t dtype,
+                          bool is_usual)
+{
+    if (is_usual)
+        return usual_bits(first, rounding) >> 16 | usual_bits(second, rounding);
+    return narrow_bits(settled_rounded(first, rounding), dtype) |
+           narrow_bits(settled_rounded(second, rounding), dtype) << 16;
+}
+
+/* Where the scales and zeros of LANES columns begin. */
+static INLINE void places_put(const struct lh_unpack_indexed *all, uint64_t column,
+                              uint32_t *places)
+{
+    words group = (words){0} + all->groups[column / LH_UNPACK_INDEXED_COLUMNS];
+    if (all->index)
+        memcpy(&group, all->index + column * sizeof(uint32_t), sizeof(group));
+    words is_less = (words)(group < all->last);
+    group = ((group & is_less) | (all->last & ~is_less)) * LH_UNPACK_INDEXED_ROWS;
+    memcpy(places, &group, sizeof(group));
+}
+
+/* Decode LANES rows, and as many columns as fill a cache line of each. */
+static INLINE void lines_put(const uint8_t *packed, uint64_t stride, const uint32_t *places,
+                             uint64_t first, const struct lh_unpack_indexed *all, uint8_t *out,
+                             uint64_t out_stride, uint32_t rounding, uint32_t dtype, bool is_byte,
+                             bool is_usual)
+{
+    const uint64_t parts = is_byte ? 4 : 8, each = dtype == LH_DTYPE_F32 ? 1 : 2;
+    const uint8_t *next = packed + all->ahead * stride;
+    words v[LINE_WORDS];
+#pragma GCC unroll 16
+    for (uint64_t i = 0; i < LINE_WORDS; i++) {
+        floats values[2] = {{0}};
+#pragma GCC unroll 2
+        for (uint64_t j = 0; j < each; j++) {
+            const uint64_t column = each * i + j, place = places[column] + first;
+            if (column % parts == 0)
+                __builtin_prefetch(next + column / parts * stride);
+            values[j] = column_values(packed + column / parts * stride, column % parts, is_byte,
+                                      all->zeros + place, all->scales + place);
+        }
+        if (dtype == LH_DTYPE_F32)
+            v[i] = (words)settled_rounded(values[0], rounding);
+        else
+            v[i] = pairs(values[0], values[1], rounding, dtype, is_usual);
+    }
+#pragma GCC unroll 16
+    for (uint64_t i = 0; i < LINE_WORDS; i += LANES)
+        words_transpose(v + i);
+#pragma GCC unroll 16
+    for (uint64_t i = 0; i < LANES; i++)
+#pragma GCC unroll 16
+        for (uint64_t j = 0; j < LINE_WORDS; j += LANES)
+            words_put(out + i * out_stride + 4 * j, v[i + j], all->is_past_caches);
+}
+
+/* Decode all rows, a line of each after the other. */
+static INLINE void rows_put(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
+                            const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride,
+                            uint32_t rounding, uint32_t dtype, bool is_byte, bool is_usual)
+{
+    const uint64_t stride = unpack->group_rows * sizeof(uint32_t), parts = is_byte ? 4 : 8;
+    const uint64_t step = dtype == LH_DTYPE_F32 ? LINE_WORDS : 2 * LINE_WORDS;
+    for (uint64_t c = 0; c < columns; c += step) {
+        uint32_t places[2 * LINE_WORDS];
+#pragma GCC unroll 4
+        for (uint64_t i = 0; i < step; i += LANES)
+            places_put(all, c + i, places + i);
+        for (uint64_t r = 0; r < LH_UNPACK_INDEXED_ROWS; r += LANES)
+            lines_put(packed + c / parts * stride + r * sizeof(uint32_t), stride, places, r, all,
+                      out + r * out_stride + c / step * LINE_WORDS * sizeof(uint32_t), out_stride,
+                      rounding, dtype, is_byte, is_usual);
+    }
+}
+
+void KERNEL(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
+            const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride)
+{
+    const bool is_byte = unpack->format == LH_UNPACK_FORMAT_U8;
+    const bool is_bf16 = unpack->dtype == LH_DTYPE_BF16;
+    /* Rounding to a type twice is rounding to it once. */
+    const uint32_t rounding =
+        unpack->rounding == unpack->dtype ? (uint32_t)LH_DTYPE_F32 : unpack->rounding;
+    if (is_bf16 && rounding == LH_DTYPE_F16 && is_byte && all->is_usual)
+        rows_put(unpack, packed, columns, all, out, out_stride, LH_DTYPE_F16, LH_DTYPE_BF16, true,
+                 true);
+    else if (is_bf16 && rounding == LH_DTYPE_F16 && all->is_usual)
+        rows_put(unpack, packed, columns, all, out, out_stride, LH_DTYPE_F16, LH_DTYPE_BF16,
+                 is_byte, true);
+    else if (is_bf16 && rounding != LH_DTYPE_F16 && all->is_usual)
+        rows_put(unpack, packed, columns, all, out, out_stride, LH_DTYPE_F32, LH_DTYPE_BF16,
+                 is_byte, true);
+    else if (is_bf16)
+        rows_put(unpack, packed, columns, all, out, out_stride, rounding, LH_DTYPE_BF16, is_byte,
+                 false);
+    else if (unpack->dtype == LH_DTYPE_F16)
+        rows_put(unpack, packed, columns, all, out, out_stride, rounding, LH_DTYPE_F16, is_byte,
+                 false);
+    else
+        rows_put(unpack, packed, columns, all, out, out_stride, rounding, LH_DTYPE_F32, is_byte,
+                 false);
+}
+
+#endif
