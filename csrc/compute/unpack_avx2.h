@@ -9,8 +9,8 @@
 /* unpack_orders_avx2.c: see struct lh_unpack_kernel. */
 void lh_unpack_tile_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
                          uint64_t column, uint8_t *bits);
-void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
-                             float scale, uint64_t count, void *out);
+void lh_unpack_any_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
+                                 float scale, uint64_t count, void *out);
 void lh_unpack_tables_avx2(const struct lh_unpack *unpack, const float *scales,
                            const uint8_t *zeros, struct lh_unpack_table *tables);
 void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
@@ -23,10 +23,14 @@ void lh_unpack_scaled_avx2(const struct lh_unpack *unpack, const uint8_t *bits, 
 /* unpack_indexed_avx2.c */
 void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
                             const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride);
+void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
+                             float scale, uint64_t count, void *out);
 /* unpack_indexed_avx512.c: needs AVX-512 as well. */
 void lh_unpack_indexed_avx512(const struct lh_unpack *unpack, const uint8_t *packed,
                               uint64_t columns, const struct lh_unpack_indexed *all, uint8_t *out,
                               uint64_t out_stride);
+void lh_unpack_integers_avx512(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
+                               float scale, uint64_t count, void *out);
 /* unpack_avx2.c */
 void lh_unpack_bytes_avx2(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
                           uint64_t count, void *out);

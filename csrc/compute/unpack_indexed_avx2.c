@@ -7,7 +7,8 @@
 
 #define LANES 8
 #define INLINE inline __attribute__((always_inline))
-#define KERNEL lh_unpack_indexed_avx2
+#define INDEXED lh_unpack_indexed_avx2
+#define INTEGERS lh_unpack_integers_avx2
 
 typedef uint32_t words __attribute__((vector_size(32)));
 typedef float floats __attribute__((vector_size(32)));
@@ -35,6 +36,18 @@ static INLINE words half_bits(floats value)
 static INLINE void words_transpose(words *v)
 {
     words_exchange((__m256i *)v);
+}
+
+static INLINE floats bytes_widened(const uint8_t *bytes)
+{
+    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)bytes));
+    return (floats)_mm256_cvtepi32_ps(wide);
+}
+
+static INLINE void high_halves_put(words first, words second, uint8_t *out)
+{
+    const __m256i packed = _mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16));
+    _mm256_storeu_si256((void *)out, _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
 static INLINE void words_put(uint8_t *out, words value, bool is_past_caches)

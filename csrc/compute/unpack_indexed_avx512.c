@@ -7,7 +7,8 @@
 
 #define LANES 16
 #define INLINE inline __attribute__((always_inline))
-#define KERNEL lh_unpack_indexed_avx512
+#define INDEXED lh_unpack_indexed_avx512
+#define INTEGERS lh_unpack_integers_avx512
 
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef float floats __attribute__((vector_size(64)));
@@ -70,6 +71,20 @@ static INLINE void words_transpose(words *v)
     }
 }
 
+static INLINE floats bytes_widened(const uint8_t *bytes)
+{
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)bytes));
+    return (floats)_mm512_cvtepi32_ps(wide);
+}
+
+static INLINE void high_halves_put(words first, words second, uint8_t *out)
+{
+    const __m512i indices =
+        _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                         25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi16((__m512i)first, indices, (__m512i)second));
+}
+
 static INLINE void words_put(uint8_t *out, words value, bool is_past_caches)
 {
     if (is_past_caches)
@@ -85,7 +100,7 @@ const struct lh_unpack_kernel lh_unpack_avx512 = {.bytes = lh_unpack_bytes_avx2,
                                                   .e2m1 = lh_unpack_e2m1_avx2,
                                                   .grains = lh_unpack_grains_avx2,
                                                   .tile = lh_unpack_tile_avx2,
-                                                  .integers = lh_unpack_integers_avx2,
+                                                  .integers = lh_unpack_integers_avx512,
                                                   .tables = lh_unpack_tables_avx2,
                                                   .looked_up = lh_unpack_looked_up_avx2,
                                                   .stored = lh_unpack_stored_avx2,

@@ -1,6 +1,6 @@
 /*
- * The body of the kernels indexed(): see struct lh_unpack_kernel. A file for an instruction set
- * includes it once, after it has defined
+ * The body of the kernels indexed() and integers(): see struct lh_unpack_kernel. A file for an
+ * instruction set includes it once, after it has defined
  *
  *      LANES               32-bit words in a register, which belong to consecutive rows
  *      words, floats       vectors of LANES elements
@@ -10,7 +10,9 @@
  *      half_bits()         values rounded to fp16, in the low halves of words
  *      words_transpose()   exchange rows and columns of LANES registers
  *      words_put()         store a register; past the caches, if the address is aligned to it
- *      KERNEL              the kernel's name
+ *      bytes_widened()     the numbers of LANES bytes
+ *      high_halves_put()   store the high halves of the words of two registers, one after the other
+ *      INDEXED, INTEGERS   the names of the kernels
  *
  * Only csrc/compute includes this header.
  */
@@ -51,6 +53,34 @@ static INLINE words usual_bits(floats value, uint32_t rounding)
     if (rounding == LH_DTYPE_F16)
         value = bits_rounded(value, larger(power, 0x1p-14f), 11);
     return (words)bits_rounded(value, power, 8);
+}
+
+/*
+ * Decode elements of U8 that have one scale, which is usual, to bf16: see struct lh_unpack_kernel.
+ * All that is stored at once is loaded before, because `out` may overlap what is packed.
+ */
+static INLINE void bytes_put(const uint8_t *packed, float zero, float scale, uint64_t count,
+                             uint8_t *out, uint32_t rounding)
+{
+    for (uint64_t i = 0; i < count; i += 2 * LANES) {
+        floats first = (bytes_widened(packed + i) - zero) * scale;
+        floats second = (bytes_widened(packed + i + LANES) - zero) * scale;
+        high_halves_put(usual_bits(first, rounding), usual_bits(second, rounding), out + 2 * i);
+    }
+}
+
+void INTEGERS(const struct lh_unpack *unpack, const uint8_t *bits, float zero, float scale,
+              uint64_t count, void *out)
+{
+    uint32_t size;
+    memcpy(&size, &scale, sizeof(size));
+    if (unpack->format != LH_UNPACK_FORMAT_U8 || unpack->dtype != LH_DTYPE_BF16 ||
+        size < LH_UNPACK_USUAL_BITS_MIN || size > LH_UNPACK_USUAL_BITS_MAX)
+        lh_unpack_any_integers_avx2(unpack, bits, zero, scale, count, out);
+    else if (unpack->rounding == LH_DTYPE_F16)
+        bytes_put(bits, zero, scale, count, out, LH_DTYPE_F16);
+    else
+        bytes_put(bits, zero, scale, count, out, LH_DTYPE_F32);
 }
 
 /* Rounded to a type of 16 bits, in the low halves of words. */
@@ -138,8 +168,8 @@ static INLINE void rows_put(const struct lh_unpack *unpack, const uint8_t *packe
     }
 }
 
-void KERNEL(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
-            const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride)
+void INDEXED(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
+             const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride)
 {
     const bool is_byte = unpack->format == LH_UNPACK_FORMAT_U8;
     const bool is_bf16 = unpack->dtype == LH_DTYPE_BF16;

@@ -52,15 +52,13 @@ static uint32_t zeros_at(const struct lh_unpack *unpack, const uint8_t *zeros, u
     return word_at(zeros, index) + unpack->zero * ones;
 }
 
+/* In other orders than rows. */
 static uint32_t zero_at(const struct lh_unpack *unpack, const uint8_t *zeros, uint64_t group,
                         uint64_t row)
 {
     const uint32_t bits = element_bits(unpack), parts = 32 / bits, mask = (UINT32_C(1) << bits) - 1;
     if (!unpack->has_zeros)
         return unpack->zero;
-    if (unpack->order == LH_UNPACK_ORDER_ROWS)
-        return word_at(zeros, row / parts * group_count(unpack) + group) >> (row % parts * bits) &
-               mask;
     uint32_t word = zeros_at(unpack, zeros, group * (unpack->rows / parts) + row / parts);
     bool is_awq = unpack->order == LH_UNPACK_ORDER_AWQ;
     return word >> ((is_awq ? awq_place(row) : row % parts) * bits) & mask;
@@ -450,31 +448,49 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
 
 /* --- Integers in the order of rows ------------------------------------------------------------ */
 
+/* Decode a run of elements, which have one scale and one zero. */
+static void run_put(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                    const uint8_t *packed, uint64_t at, int32_t zero, float scale, uint64_t count,
+                    uint8_t *out)
+{
+    const bool is_byte = unpack->format == LH_UNPACK_FORMAT_U8;
+    const uint64_t begin = is_byte ? at : at / 2;
+    uint64_t done = kernel && (is_byte || at % 2 == 0) ? count - count % LH_UNPACK_BATCH : 0;
+    if (done > 0)
+        kernel->integers(unpack, packed + begin, (float)zero, scale, done,
+                         out + at * lh_unpack_element_bytes(unpack));
+    for (uint64_t i = at + done; i < at + count; i++) {
+        uint32_t bits = is_byte ? packed[i] : packed[i / 2] >> (i % 2 * 4) & 15;
+        lh_unpack_put(unpack, (float)((int32_t)bits - zero) * scale, i, out);
+    }
+}
+
 void lh_unpack_integers_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                            const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                            uint8_t *out)
 {
-    const uint64_t columns = unpack->columns, width = element_bits(unpack);
-    const uint64_t element_bytes = lh_unpack_element_bytes(unpack);
+    const uint64_t columns = unpack->columns, block = unpack->block_columns;
+    const uint64_t groups = group_count(unpack), bits = element_bits(unpack), parts = 32 / bits;
+    const uint32_t mask = (UINT32_C(1) << bits) - 1;
+    uint64_t row = first / columns, column = first % columns;
     LH_ASSERT(!lh_unpack_is_narrow(unpack) || first % 2 == 0);
-    for (uint64_t at = 0; at < count;) {
-        const uint64_t row = (first + at) / columns, column = (first + at) % columns;
-        const uint64_t group = group_of(unpack, source->index, column);
-        const uint64_t stop = (column / unpack->block_columns + 1) * unpack->block_columns;
-        uint64_t run = unpack->has_index ? 1 : lh_min_u64(stop, columns) - column;
-        run = lh_min_u64(run, count - at);
-        const float scale = lh_unpack_scale_at(unpack, source, row * group_count(unpack) + group);
-        const int32_t zero = (int32_t)zero_at(unpack, source->zeros, group, row);
-        uint64_t done = kernel && at * width % 8 == 0 ? run - run % LH_UNPACK_BATCH : 0;
-        if (done > 0)
-            kernel->integers(unpack, source->packed + at * width / 8, (float)zero, scale, done,
-                             out + at * element_bytes);
-        for (; done < run; done++) {
-            const uint64_t i = at + done;
-            uint32_t bits = source->packed[i * width / 8];
-            bits = width == 4 ? bits >> (i % 2 * 4) & 15 : bits;
-            lh_unpack_put(unpack, (float)((int32_t)bits - zero) * scale, i, out);
+    for (uint64_t at = 0; at < count; row++, column = 0) {
+        const uint64_t end = lh_min_u64(columns, column + count - at);
+        uint64_t group = column / block, stop = (group + 1) * block;
+        const uint64_t words = row / parts * groups, shift = row % parts * bits;
+        for (; column < end; group++, stop += block) {
+            uint64_t run = lh_min_u64(stop, end) - column;
+            if (unpack->has_index) {
+                group = group_of(unpack, source->index, column);
+                run = 1;
+            }
+            const float scale = lh_unpack_scale_at(unpack, source, row * groups + group);
+            uint32_t zero = unpack->zero;
+            if (unpack->has_zeros)
+                zero = word_at(source->zeros, words + group) >> shift & mask;
+            run_put(kernel, unpack, source->packed, at, (int32_t)zero, scale, run, out);
+            at += run;
+            column += run;
         }
-        at += run;
     }
 }

@@ -137,8 +137,8 @@ static inline __attribute__((always_inline)) void bytes_put(const uint8_t *bits,
     }
 }
 
-void lh_unpack_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
-                             float scale, uint64_t count, void *out)
+void lh_unpack_any_integers_avx2(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
+                                 float scale, uint64_t count, void *out)
 {
     const bool is_byte = unpack->format == LH_UNPACK_FORMAT_U8;
     const bool is_usual = unpack->dtype == LH_DTYPE_BF16 && unpack->rounding == LH_DTYPE_F16;

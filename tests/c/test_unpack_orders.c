@@ -197,7 +197,7 @@ static void test_whole_rows(void)
     }
 }
 
-/* Rounding to fp16 and then to bf16 for every sum of a code and a zero, and scales of all sizes. */
+/* Rounding to bf16, or first to fp16, of codes less a zero, with scales of all usual sizes. */
 static void test_rounding(void)
 {
     enum { ROWS = 2048, COLUMNS = 256, LAST = 0x5800 /* 2^7 */ };
@@ -205,23 +205,24 @@ static void test_rounding(void)
     static _Alignas(64) uint16_t found[ROWS * COLUMNS], expected[ROWS * COLUMNS];
     static uint16_t halves[ROWS];
     const struct lh_unpack_source all = {.packed = codes, .scales = (const uint8_t *)halves};
-    lh_test_name("products of 8 bits and scales from 2^-24 to 2^7 are rounded twice");
+    lh_test_name("products of 8 bits and scales from 2^-24 to 2^7 are rounded to bf16");
     for (uint32_t i = 0; i < ROWS; i++)
         halves[i] = (uint16_t)(1 + i * (LAST - 1) / (ROWS - 1));
-    for (uint32_t i = 0; i < sizeof(codes); i++)
-        codes[i] = (uint8_t)(i / (4 * ROWS) * 4 + i % 4);
-    for (uint32_t zero = 0; zero < 256; zero += 85) {
+    for (uint32_t turn = 0; turn < 8; turn++) {
+        const bool is_words = turn % 2 == 0;
         struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U8,
                                    .dtype = LH_DTYPE_BF16,
-                                   .rounding = LH_DTYPE_F16,
+                                   .rounding = turn % 4 < 2 ? LH_DTYPE_F16 : LH_DTYPE_BF16,
                                    .rows = ROWS,
-                                   .group_rows = ROWS,
+                                   .group_rows = is_words ? ROWS : 0,
                                    .columns = COLUMNS,
                                    .block_rows = 1,
                                    .block_columns = COLUMNS,
                                    .scale_type = LH_UNPACK_SCALE_F16,
-                                   .order = LH_UNPACK_ORDER_WORDS,
-                                   .zero = zero};
+                                   .order = is_words ? LH_UNPACK_ORDER_WORDS : LH_UNPACK_ORDER_ROWS,
+                                   .zero = turn < 4 ? 127 : 0};
+        for (uint32_t i = 0; i < sizeof(codes); i++)
+            codes[i] = (uint8_t)(is_words ? i / (4 * ROWS) * 4 + i % 4 : i);
         LH_CHECK(lh_unpack_is_valid(&unpack));
         lh_unpack_ref(&unpack, &all, 0, ROWS * COLUMNS, expected);
         lh_unpack(&unpack, &all, 0, ROWS * COLUMNS, found);
