@@ -47,6 +47,35 @@ static int units_check(struct lh_residency *state, uint64_t region_bytes, struct
     return 0;
 }
 
+static bool scratch_init(struct lh_residency *state, struct lh_alloc *alloc)
+{
+    uint32_t count = state->unit_count;
+    struct lh_residency_scratch *scratch = lh_alloc_zeroed(alloc, 1, sizeof(*scratch));
+    state->scratch = scratch;
+    if (!scratch)
+        return false;
+    scratch->next_uses = lh_alloc_zeroed(alloc, count, sizeof(*scratch->next_uses));
+    scratch->first_uses = lh_alloc_zeroed(alloc, count, sizeof(*scratch->first_uses));
+    scratch->is_open_before = lh_alloc_zeroed(alloc, count, sizeof(*scratch->is_open_before));
+    /* One array for all places: it belongs to the first one. */
+    bool *avoids =
+        lh_alloc_zeroed(alloc, (size_t)count * LH_RESIDENCY_RESERVED_COUNT_MAX, sizeof(*avoids));
+    for (uint32_t i = 0; avoids && i < LH_RESIDENCY_RESERVED_COUNT_MAX; i++)
+        scratch->reserved[i].avoids = avoids + (size_t)i * count;
+    return scratch->next_uses && scratch->first_uses && scratch->is_open_before && avoids;
+}
+
+static void scratch_deinit(struct lh_residency *state, struct lh_alloc *alloc)
+{
+    if (!state->scratch)
+        return;
+    lh_free(alloc, state->scratch->reserved[0].avoids);
+    lh_free(alloc, state->scratch->is_open_before);
+    lh_free(alloc, state->scratch->first_uses);
+    lh_free(alloc, state->scratch->next_uses);
+    lh_free(alloc, state->scratch);
+}
+
 int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
                       const struct lh_residency_unit *units, uint32_t unit_count,
                       uint64_t region_bytes, struct lh_error *err)
@@ -61,10 +90,8 @@ int lh_residency_init(struct lh_residency *state, struct lh_alloc *alloc,
     state->offsets = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->offsets));
     state->use_counts = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->use_counts));
     state->open_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->open_uses));
-    state->next_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->next_uses));
-    state->first_uses = lh_alloc_zeroed(alloc, unit_count, sizeof(*state->first_uses));
-    if (!state->is_stale || !state->offsets || !state->use_counts || !state->open_uses ||
-        !state->next_uses || !state->first_uses) {
+    if (!scratch_init(state, alloc) || !state->is_stale || !state->offsets || !state->use_counts ||
+        !state->open_uses) {
         lh_residency_deinit(state, alloc);
         return lh_error_set(err, -ENOMEM, "no memory for the residency plan of %u units",
                             unit_count);
@@ -95,8 +122,7 @@ void lh_residency_put(struct lh_residency *state, uint32_t unit, uint64_t offset
 
 void lh_residency_deinit(struct lh_residency *state, struct lh_alloc *alloc)
 {
-    lh_free(alloc, state->first_uses);
-    lh_free(alloc, state->next_uses);
+    scratch_deinit(state, alloc);
     lh_free(alloc, state->open_uses);
     lh_free(alloc, state->use_counts);
     lh_free(alloc, state->offsets);
@@ -135,9 +161,9 @@ static uint64_t next_use_find(const struct lh_residency *state,
         if (events[i].unit == unit && is_use_begin(state, &events[i]))
             return i;
     }
-    if (!cyclic || state->first_uses[unit] == NEVER)
+    if (!cyclic || state->scratch->first_uses[unit] == NEVER)
         return NEVER;
-    return event_count + state->first_uses[unit];
+    return event_count + state->scratch->first_uses[unit];
 }
 
 /*
@@ -148,16 +174,17 @@ static void next_uses_start(struct lh_residency *state, const struct lh_residenc
                             uint64_t event_count)
 {
     for (uint32_t i = 0; i < state->unit_count; i++)
-        state->first_uses[i] = NEVER;
+        state->scratch->first_uses[i] = NEVER;
     for (uint64_t i = event_count; i-- > 0;) {
         LH_ASSERT(events[i].unit < state->unit_count);
         if (is_use_begin(state, &events[i]))
-            state->first_uses[events[i].unit] = i;
+            state->scratch->first_uses[events[i].unit] = i;
     }
-    memcpy(state->next_uses, state->first_uses, state->unit_count * sizeof(*state->next_uses));
+    memcpy(state->scratch->next_uses, state->scratch->first_uses,
+           state->unit_count * sizeof(*state->scratch->next_uses));
     for (uint32_t i = 0; i < state->unit_count; i++) {
         if (state->is_stale[i])
-            state->next_uses[i] = NEVER;
+            state->scratch->next_uses[i] = NEVER;
     }
 }
 
@@ -172,7 +199,8 @@ static uint32_t victim_find(const struct lh_residency *state)
         if (state->offsets[i] == LH_RESIDENCY_ABSENT || state->open_uses[i] > 0 ||
             state->units[i].always)
             continue;
-        if (victim == state->unit_count || state->next_uses[i] > state->next_uses[victim])
+        if (victim == state->unit_count ||
+            state->scratch->next_uses[i] > state->scratch->next_uses[victim])
             victim = i;
     }
     return victim;
@@ -231,14 +259,62 @@ static int renew_plan(struct lh_residency *state, uint32_t unit, struct op_list 
     return load_add(state, unit, list, err);
 }
 
+/*
+ * The reserved place that a unit may not overlap if it is loaded at `offset` for event `at`; NULL:
+ * none. The number of reserved places is small, and it is 0 in nearly all plans.
+ */
+static const struct lh_residency_reserved *
+obstacle_find(const struct lh_residency *state, uint32_t unit, uint64_t offset, uint64_t at)
+{
+    for (uint32_t i = 0; i < state->scratch->reserved_count; i++) {
+        const struct lh_residency_reserved *place = &state->scratch->reserved[i];
+        if (place->avoids[unit] && at < place->event && offset < place->offset + place->bytes &&
+            place->offset < offset + state->units[unit].bytes)
+            return place;
+    }
+    return NULL;
+}
+
+/* The first free offset at which the unit may be loaded for event `at`, or LH_RANGE_NONE. */
+static uint64_t room_find(const struct lh_residency *state, uint32_t unit, uint64_t at)
+{
+    uint64_t bytes = lh_align_up(state->units[unit].bytes, LH_RESIDENCY_GRANULE);
+    for (uint32_t i = 0; i < state->range.hole_count; i++) {
+        uint64_t offset = state->range.holes[i].offset;
+        uint64_t end = offset + state->range.holes[i].bytes;
+        const struct lh_residency_reserved *place = obstacle_find(state, unit, offset, at);
+        while (place && offset + bytes <= end) {
+            offset = place->offset + place->bytes;
+            place = obstacle_find(state, unit, offset, at);
+        }
+        if (offset + bytes <= end)
+            return offset;
+    }
+    return LH_RANGE_NONE;
+}
+
+/* Evict units that are not in use from places that they must not occupy when they will be. */
+static int reserved_clear(struct lh_residency *state, struct op_list *list, struct lh_error *err)
+{
+    for (uint32_t i = 0; state->scratch->reserved_count > 0 && i < state->unit_count; i++) {
+        if (state->offsets[i] != LH_RESIDENCY_ABSENT && state->open_uses[i] == 0 &&
+            !lh_residency_has_place(state, i) &&
+            obstacle_find(state, i, state->offsets[i], list->event))
+            LH_TRY(evict_plan(state, i, list, err));
+    }
+    return 0;
+}
+
 static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *list,
                      struct lh_error *err)
 {
     uint64_t bytes = state->units[unit].bytes;
     bool is_placed = lh_residency_has_place(state, unit);
+    LH_TRY(reserved_clear(state, list, err));
     if (state->is_stale[unit])
         return renew_plan(state, unit, list, err);
-    while (!is_placed && !lh_range_has(&state->range, bytes)) {
+    uint64_t offset = is_placed ? places_bytes(state, unit) : room_find(state, unit, list->event);
+    while (offset == LH_RANGE_NONE) {
         uint32_t victim = victim_find(state);
         if (victim == state->unit_count)
             return lh_error_set(
@@ -247,10 +323,9 @@ static int load_plan(struct lh_residency *state, uint32_t unit, struct op_list *
                 " of %" PRIu64 " bytes are free, and everything else is in use",
                 list->event, bytes, unit, state->range.free_bytes, state->range.total_bytes);
         LH_TRY(evict_plan(state, victim, list, err));
+        offset = room_find(state, unit, list->event);
     }
-    state->offsets[unit] =
-        is_placed ? places_bytes(state, unit) : lh_range_acquire(&state->range, bytes);
-    LH_ASSERT(state->offsets[unit] != LH_RANGE_NONE);
+    lh_residency_put(state, unit, offset);
     return load_add(state, unit, list, err);
 }
 
@@ -264,7 +339,7 @@ static void copy_invalidate(struct lh_residency *state, uint32_t unit, uint64_t 
     if (state->offsets[unit] == LH_RESIDENCY_ABSENT)
         return;
     state->is_stale[unit] = true;
-    state->next_uses[unit] = NEVER - 1 - event;
+    state->scratch->next_uses[unit] = NEVER - 1 - event;
 }
 
 int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_event *events,
@@ -275,11 +350,14 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
     struct op_list list = {.ops = ops, .max = op_max};
     uint64_t loaded_bytes = 0;
     next_uses_start(state, events, event_count);
+    for (uint32_t i = 0; i < state->unit_count; i++)
+        state->scratch->is_open_before[i] = state->open_uses[i] > 0;
     for (uint64_t i = 0; i < event_count; i++) {
         uint32_t unit = events[i].unit;
         if (events[i].kind == LH_RESIDENCY_EVENT_END) {
             if (state->open_uses[unit] > 0)
                 state->open_uses[unit]--;
+            state->scratch->is_open_before[unit] &= state->open_uses[unit] > 0;
             continue;
         }
         if (events[i].kind == LH_RESIDENCY_EVENT_UPDATE && state->has_copies) {
@@ -295,12 +373,114 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
         if (events[i].kind == LH_RESIDENCY_EVENT_NEED)
             continue;
         state->use_counts[unit]++;
-        state->next_uses[unit] = next_use_find(state, events, event_count, i, unit, cyclic);
+        state->scratch->next_uses[unit] =
+            next_use_find(state, events, event_count, i, unit, cyclic);
         if (events[i].kind == LH_RESIDENCY_EVENT_BEGIN)
             state->open_uses[unit]++;
     }
     *loaded_bytes_out = loaded_bytes;
     return (int64_t)list.count;
+}
+
+/* Whether a place contains bytes of a unit that is in use, and is not always resident. */
+static bool is_in_place(const struct lh_residency *state, uint32_t unit,
+                        const struct lh_residency_reserved *place)
+{
+    return state->open_uses[unit] > 0 && !lh_residency_has_place(state, unit) &&
+           state->offsets[unit] < place->offset + place->bytes &&
+           place->offset < state->offsets[unit] + state->units[unit].bytes;
+}
+
+/* The bytes of the units in use that a place would displace; NEVER if one of them cannot move. */
+static uint64_t displaced_bytes(const struct lh_residency *state,
+                                const struct lh_residency_reserved *place)
+{
+    uint64_t bytes = 0;
+    LH_ASSERT(place->bytes <= state->range.total_bytes);
+    if (place->offset < places_bytes(state, state->unit_count) ||
+        place->offset > state->range.total_bytes - place->bytes)
+        return NEVER;
+    for (uint32_t i = 0; i < state->unit_count; i++) {
+        if (!is_in_place(state, i, place))
+            continue;
+        if (state->scratch->is_open_before[i])
+            return NEVER;
+        bytes += state->units[i].bytes;
+    }
+    return bytes;
+}
+
+/* The place beside a unit in use, or at the region's start, that displaces the fewest bytes. */
+static uint64_t displace_least(const struct lh_residency *state,
+                               struct lh_residency_reserved *place)
+{
+    struct lh_residency_reserved trial = *place;
+    trial.offset = place->offset = places_bytes(state, state->unit_count);
+    uint64_t least = displaced_bytes(state, &trial);
+    for (uint32_t i = 0; i < 2 * state->unit_count; i++) {
+        uint32_t unit = i / 2;
+        uint64_t bytes = lh_align_up(state->units[unit].bytes, LH_RESIDENCY_GRANULE);
+        bool is_behind = i % 2 == 0;
+        if (state->open_uses[unit] == 0 || state->offsets[unit] == LH_RESIDENCY_ABSENT ||
+            (!is_behind && state->offsets[unit] < place->bytes))
+            continue;
+        trial.offset =
+            is_behind ? state->offsets[unit] + bytes : state->offsets[unit] - place->bytes;
+        uint64_t displaced = displaced_bytes(state, &trial);
+        if (displaced < least) {
+            least = displaced;
+            place->offset = trial.offset;
+        }
+    }
+    return least;
+}
+
+/*
+ * After a plan found no room for the event `at`, in the state that it left: reserve a place for
+ * that event. Returns false if none helps.
+ */
+static bool place_reserve(struct lh_residency *state, const struct lh_residency_event *events,
+                          uint64_t at)
+{
+    if (state->scratch->reserved_count == LH_RESIDENCY_RESERVED_COUNT_MAX)
+        return false;
+    struct lh_residency_reserved *place = &state->scratch->reserved[state->scratch->reserved_count];
+    uint64_t bytes = state->units[events[at].unit].bytes;
+    place->event = at;
+    place->bytes = lh_align_up(bytes, LH_RESIDENCY_GRANULE);
+    if (displace_least(state, place) == NEVER)
+        return false;
+    for (uint32_t i = 0; i < state->unit_count; i++)
+        place->avoids[i] = state->open_uses[i] > 0 && !state->scratch->is_open_before[i];
+    state->scratch->reserved_count++;
+    return true;
+}
+
+int64_t lh_residency_plan_apart(struct lh_residency *state, const struct lh_residency *before,
+                                const struct lh_residency_event *events, uint64_t event_count,
+                                bool cyclic, struct lh_residency_op *ops, uint64_t op_max,
+                                uint64_t *loaded_bytes_out, uint64_t *failed_event_out,
+                                struct lh_error *err)
+{
+    int64_t added = 0;
+    bool is_again = true;
+    LH_ASSERT(state->scratch->reserved_count == 0);
+    while (is_again) {
+        lh_residency_copy(state, before);
+        added = lh_residency_plan(state, events, event_count, cyclic, ops, op_max, loaded_bytes_out,
+                                  failed_event_out, err);
+        is_again = added == -ENOSPC && place_reserve(state, events, *failed_event_out);
+    }
+    bool is_reserved = state->scratch->reserved_count > 0;
+    state->scratch->reserved_count = 0;
+    if (added >= 0 && is_reserved && err)
+        *err = (struct lh_error){0}; /* of the plans without all of the places */
+    if (added != -ENOSPC || !is_reserved)
+        return added;
+    /* Reserved places did not help: report where the plan ends without them. */
+    lh_residency_copy(state, before);
+    return lh_residency_plan(state, events, event_count, cyclic, ops, op_max, loaded_bytes_out,
+                             failed_event_out, err);
 }
 
 /* The bytes that unit takes from the space that units without fixed places share. */
@@ -437,7 +617,7 @@ static int room_plan(struct lh_residency *state, uint32_t unit, uint64_t at, boo
     *has_room = lh_residency_has_place(state, unit) || lh_range_has(&state->range, bytes);
     while (!*has_room) {
         uint32_t victim = victim_find(state);
-        if (victim == state->unit_count || state->next_uses[victim] <= at)
+        if (victim == state->unit_count || state->scratch->next_uses[victim] <= at)
             return 0;
         LH_TRY(evict_plan(state, victim, list, err));
         *has_room = lh_range_has(&state->range, bytes);
@@ -455,9 +635,9 @@ int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_resi
     next_uses_start(state, events, event_count);
     for (uint64_t i = 0; i < event_count; i++) {
         uint32_t unit = events[i].unit;
-        if (events[i].kind == LH_RESIDENCY_EVENT_UPDATE && state->first_uses[unit] > i)
-            state->first_uses[unit] = NEVER;
-        if (state->first_uses[unit] != i)
+        if (events[i].kind == LH_RESIDENCY_EVENT_UPDATE && state->scratch->first_uses[unit] > i)
+            state->scratch->first_uses[unit] = NEVER;
+        if (state->scratch->first_uses[unit] != i)
             continue;
         bool is_absent = state->offsets[unit] == LH_RESIDENCY_ABSENT;
         bool has_room = true;
@@ -469,7 +649,7 @@ int64_t lh_residency_plan_ahead(struct lh_residency *state, const struct lh_resi
             LH_TRY(load_plan(state, unit, &list, err));
             *loaded_bytes_out += load_bytes(&state->units[unit]);
         }
-        state->next_uses[unit] = i;
+        state->scratch->next_uses[unit] = i;
     }
     return (int64_t)list.count;
 }

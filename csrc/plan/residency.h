@@ -28,6 +28,13 @@
  *  2. Every begin finds its unit resident once the ops up to it have been executed.
  *  3. The state after planning is the state after executing the ops, so plans can be chained.
  *
+ * [Note: Reserved places] Units that are in use at the same time without being of one scope (a
+ * checkpoint's recomputation keeps them) may lie such that enough bytes are free for the next one,
+ * but not in one piece. Units in use cannot move. So if a plan ends at such a load, it is made
+ * again with a place reserved for the load, that is, the units in use at that time are loaded
+ * elsewhere. One that is in the place already is evicted together with the next load of another
+ * unit: a thread that waits for that load cannot use the unit before it is evicted.
+ *
  * Pure; includes base only. Thread: the state belongs to one owner.
  * Source: Fuyou 4.4 (FIFO prefetch), Elixir VI (Belady eviction over a recorded order).
  */
@@ -40,6 +47,7 @@
 
 #define LH_RESIDENCY_GRANULE LH_BLOCK_BYTES
 #define LH_RESIDENCY_ABSENT LH_RANGE_NONE
+#define LH_RESIDENCY_RESERVED_COUNT_MAX 8
 
 enum lh_residency_event_kind {
     LH_RESIDENCY_EVENT_BEGIN = 0,
@@ -78,6 +86,23 @@ struct lh_residency_unit {
     bool always;           /* the unit's scope encloses other scopes: loaded once, never evicted */
 };
 
+/* See [Note: Reserved places]. */
+struct lh_residency_reserved {
+    uint64_t event; /* the begin that needs the place; it is reserved until then */
+    uint64_t offset;
+    uint64_t bytes;
+    bool *avoids; /* for each unit, whether it is in use at that event */
+};
+
+/* What the making of a plan writes; each array has one element per unit. */
+struct lh_residency_scratch {
+    uint64_t *next_uses;
+    uint64_t *first_uses;
+    bool *is_open_before; /* in use since before the first event */
+    struct lh_residency_reserved reserved[LH_RESIDENCY_RESERVED_COUNT_MAX];
+    uint32_t reserved_count; /* of the plan being made; otherwise 0 */
+};
+
 struct lh_residency {
     struct lh_range range;
     const struct lh_residency_unit *units; /* borrowed until deinit */
@@ -88,8 +113,7 @@ struct lh_residency {
     uint64_t *offsets;    /* LH_RESIDENCY_ABSENT: not resident */
     uint64_t *use_counts; /* the number of uses begun so far */
     uint32_t *open_uses;  /* the number of uses begun and not ended */
-    uint64_t *next_uses;  /* scratch space for planning */
-    uint64_t *first_uses; /* scratch space for planning */
+    struct lh_residency_scratch *scratch;
 };
 
 /*
@@ -129,6 +153,17 @@ int64_t lh_residency_plan(struct lh_residency *state, const struct lh_residency_
                           uint64_t event_count, bool cyclic, struct lh_residency_op *ops,
                           uint64_t op_max, uint64_t *loaded_bytes_out, uint64_t *failed_event_out,
                           struct lh_error *err) LH_MUST_CHECK;
+
+/*
+ * The same, starting from `before`, a state with the same units: if units in use leave no
+ * contiguous room for an event, the plan is made again with places reserved (see [Note: Reserved
+ * places]).
+ */
+int64_t lh_residency_plan_apart(struct lh_residency *state, const struct lh_residency *before,
+                                const struct lh_residency_event *events, uint64_t event_count,
+                                bool cyclic, struct lh_residency_op *ops, uint64_t op_max,
+                                uint64_t *loaded_bytes_out, uint64_t *failed_event_out,
+                                struct lh_error *err) LH_MUST_CHECK;
 
 /*
  * Continue the plan past the last event, in a region of copies: load ahead what the next cycle,

@@ -1,5 +1,6 @@
 /* The engine's thread and its inbox. Creation is in create.c, other threads' calls in calls.c. */
 #include <inttypes.h>
+#include <stdio.h>
 
 #include "sched/engine_private.h"
 
@@ -206,6 +207,56 @@ static bool waiters_refuse(struct lh_engine *engine, const struct lh_error *err)
     return true;
 }
 
+/* The unit that a thread waits for; otherwise one whose update waits for it to be loaded. */
+static uint32_t wanted_find(const struct lh_engine *engine)
+{
+    uint32_t wanted = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        if (unit->waiter_count > 0)
+            return i;
+        if (unit->update.is_queued && unit->state == LH_UNIT_STATE_ABSENT)
+            wanted = i;
+    }
+    return wanted;
+}
+
+static void no_room_say(const struct lh_engine *engine, struct lh_error *err)
+{
+    const uint32_t wanted = wanted_find(engine);
+    uint64_t all_bytes = 0;
+    uint64_t in_use_bytes = 0;
+    uint32_t in_use_count = 0;
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        const struct lh_unit *unit = &engine->units[i];
+        all_bytes += unit->desc.place_bytes;
+        if (lh_unit_pins(unit) > 0) {
+            in_use_count++;
+            in_use_bytes += unit->desc.place_bytes;
+        }
+    }
+    char remedy[192];
+    /* With copies, a thread waits for room on the accelerator, and an update in main memory. */
+    bool is_there = engine->copies_units && engine->units[wanted].waiter_count > 0;
+    if (is_there)
+        snprintf(remedy, sizeof(remedy),
+                 "device_param_bytes (with %" PRIu64 " bytes, all of them stay on the device)",
+                 all_bytes);
+    else
+        snprintf(remedy, sizeof(remedy),
+                 "host_bytes, of which parameters get a part (with %" PRIu64
+                 " bytes, all of them stay in memory)",
+                 engine->budget.host_bytes_full);
+    lh_error_set(err, -ENOSPC,
+                 "unit %u needs %" PRIu64 " bytes in one piece, and %u units in use hold %" PRIu64
+                 " of the %" PRIu64 " bytes for parameters: delete tensors that are views of"
+                 " parameters, set gradient_checkpointing = True on the model before wrap if"
+                 " torch.utils.checkpoint recomputes it (whole blocks then count as in use), or"
+                 " raise %s",
+                 wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
+                 is_there ? engine->opts.device_bytes : engine->budget.region_bytes, remedy);
+}
+
 static void stuck_fail(struct lh_engine *engine)
 {
     struct lh_error err = {0};
@@ -217,26 +268,7 @@ static void stuck_fail(struct lh_engine *engine)
         lh_core_fail(engine, &err);
         return;
     }
-    uint64_t in_use_bytes = 0;
-    uint32_t in_use_count = 0;
-    uint32_t wanted = 0;
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        const struct lh_unit *unit = &engine->units[i];
-        if (unit->waiter_count > 0 ||
-            (unit->update.is_queued && unit->state == LH_UNIT_STATE_ABSENT))
-            wanted = i;
-        if (lh_unit_pins(unit) > 0) {
-            in_use_count++;
-            in_use_bytes += unit->desc.place_bytes;
-        }
-    }
-    lh_error_set(&err, -ENOSPC,
-                 "unit %u needs %" PRIu64 " bytes in one piece, and %u units in use hold %" PRIu64
-                 " of the %" PRIu64 " bytes for parameters: delete tensors that are views of"
-                 " parameters, or raise host_bytes, of which parameters get a part (with %" PRIu64
-                 " bytes, all of them stay in memory)",
-                 wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
-                 engine->budget.region_bytes, engine->budget.host_bytes_full);
+    no_room_say(engine, &err);
     if (!waiters_refuse(engine, &err))
         lh_core_fail(engine, &err);
 }

@@ -71,8 +71,9 @@ static void region_extend(struct lh_engine *engine, struct lh_region *region)
     uint64_t loaded = 0;
     uint64_t failed_at = 0;
     lh_residency_copy(&region->before, &region->plan);
-    int64_t added = lh_residency_plan(&region->plan, region->predicted.events, count, true, ops,
-                                      op_max, &loaded, &failed_at, &region->error);
+    int64_t added =
+        lh_residency_plan_apart(&region->plan, &region->before, region->predicted.events, count,
+                                true, ops, op_max, &loaded, &failed_at, &region->error);
     while (added == -ENOSPC) {
         /*
          * Units in use block event failed_at: plan only the events before it now, and the rest when

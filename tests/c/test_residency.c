@@ -178,9 +178,8 @@ static uint64_t plan_some(struct lh_residency *state, struct lh_residency *befor
     uint64_t failed_at = 0;
     struct lh_error err = {0};
     for (int attempt = 0;; attempt++) {
-        lh_residency_copy(state, before);
-        int64_t added = lh_residency_plan(state, events, count, cyclic, machine->ops, OP_COUNT_MAX,
-                                          &loaded_bytes, &failed_at, &err);
+        int64_t added = lh_residency_plan_apart(state, before, events, count, cyclic, machine->ops,
+                                                OP_COUNT_MAX, &loaded_bytes, &failed_at, &err);
         if (added >= 0) {
             machine->op_first = 0;
             machine->op_count = (uint64_t)added;
@@ -452,6 +451,46 @@ static void test_least(void)
     LH_CHECK(alloc.live_count == 0 && loads > 4 * (uint64_t)round_max);
 }
 
+enum { FILLER, FIRST, GAP, SECOND, LAST };
+
+/* FIRST and SECOND stay in use, with the units before them in the region used only meanwhile. */
+static const struct lh_residency_event kept_events[] = {
+    {FILLER, LH_RESIDENCY_EVENT_BEGIN}, {FIRST, LH_RESIDENCY_EVENT_BEGIN},
+    {GAP, LH_RESIDENCY_EVENT_BEGIN},    {GAP, LH_RESIDENCY_EVENT_END},
+    {FILLER, LH_RESIDENCY_EVENT_END},   {SECOND, LH_RESIDENCY_EVENT_BEGIN},
+    {LAST, LH_RESIDENCY_EVENT_BEGIN},
+};
+
+static const struct lh_residency_unit kept_units[] = {{.bytes = 2 * LH_RESIDENCY_GRANULE},
+                                                      {.bytes = 3 * LH_RESIDENCY_GRANULE},
+                                                      {.bytes = 2 * LH_RESIDENCY_GRANULE},
+                                                      {.bytes = 3 * LH_RESIDENCY_GRANULE},
+                                                      {.bytes = 3 * LH_RESIDENCY_GRANULE}};
+
+static void test_reserved(void)
+{
+    lh_test_name("a plan places units that stay in use such that the next one has room in one "
+                 "piece");
+    const uint64_t count = LH_COUNT_OF(kept_events);
+    const uint64_t region_bytes = 12 * LH_RESIDENCY_GRANULE;
+    struct lh_residency state;
+    struct lh_residency before;
+    struct lh_residency_op ops[OP_COUNT_MAX];
+    struct lh_error err = {0};
+    uint64_t loaded_bytes = 0;
+    uint64_t failed_at = 0;
+    LH_CHECK(lh_residency_init(&state, &alloc, kept_units, 5, region_bytes, NULL) == 0);
+    LH_CHECK(lh_residency_init(&before, &alloc, kept_units, 5, region_bytes, NULL) == 0);
+    LH_CHECK(lh_residency_plan(&state, kept_events, count, false, ops, OP_COUNT_MAX, &loaded_bytes,
+                               &failed_at, NULL) == -ENOSPC);
+    LH_CHECK(failed_at == count - 1);
+    LH_CHECK(lh_residency_plan_apart(&state, &before, kept_events, count, false, ops, OP_COUNT_MAX,
+                                     &loaded_bytes, &failed_at, &err) > 0);
+    LH_CHECK(state.scratch->reserved_count == 0 && err.code == 0);
+    lh_residency_deinit(&before, &alloc);
+    lh_residency_deinit(&state, &alloc);
+}
+
 static void test_refusals(void)
 {
     lh_test_name("no room, too few ops, a unit larger than the region: each said with its numbers");
@@ -495,6 +534,7 @@ int main(void)
     test_optimal();
     test_always();
     test_least();
+    test_reserved();
     test_refusals();
     return 0;
 }

@@ -36,14 +36,21 @@ def expected(name: str, kind: str) -> helper.Trained:
     return diffusion.by_hand(build(name, kind), STEPS, FAMILIES[name])
 
 
-def tight(name: str, kind: str, device: str, folder: pathlib.Path) -> dict[str, Any]:
+def tight(
+    name: str, kind: str, device: str, folder: pathlib.Path, *, checkpoints: bool = False
+) -> dict[str, Any]:
     """Return the least main memory, and on a device the least memory of its own."""
+
+    def model() -> Any:
+        built = build(name, kind)
+        if checkpoints:
+            built.enable_gradient_checkpointing()
+        return built
+
     settings: dict[str, Any] = {"device": device}
     if device != "cpu":
-        least = helper.device_bytes_min(build(name, kind), folder)
-        settings["device_param_bytes"] = least
-    least = helper.host_bytes_min(build(name, kind), folder, **settings)
-    return {**settings, "host_bytes": least}
+        settings["device_param_bytes"] = helper.device_bytes_min(model(), folder)
+    return {**settings, "host_bytes": helper.host_bytes_min(model(), folder, **settings)}
 
 
 def train(model: nn.Module, name: str) -> tuple[helper.Trained, Any]:
@@ -96,7 +103,7 @@ def test_checkpoints_of_diffusers_change_no_bit(
 ) -> None:
     model = build(name, kind)
     model.enable_gradient_checkpointing()
-    settings = tight(name, kind, device, store_dir)
+    settings = tight(name, kind, device, store_dir, checkpoints=True)
     model = lohan.wrap(model, store=store_dir / "run", **settings, **helper.HYPER)
     helper.assert_same(train(model, name)[0], expected(name, kind))
 

@@ -101,12 +101,11 @@ def test_the_mean_errors_that_are_told_are_those_of_all_rows() -> None:
         assert re.search(rf"{means[0]} on the rows.{{,120}}{means[1]}", text, re.S), (name, means)
 
 
-def test_the_files_of_the_engine_that_name_features_are_those_that_the_page_lists() -> None:
+def test_only_the_creation_of_the_engine_names_features_of_the_page() -> None:
     folder = helper.ROOT / "csrc" / "sched"
     page = (helper.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     row = re.search(r"^\| features \| (.*?) \|", page, re.M)
-    told = re.search(r"to pass a call on or to read their state: (.*?)\. Each", page, re.S)
-    assert row and told
+    assert row
     features = row[1].split(", ")
     head = (folder / "feature.h").read_text(encoding="utf-8").split("*/")[0]
     assert set(re.findall(r"^ \*      (\w+) .*\.c$", head, re.M)) <= set(features)
@@ -118,8 +117,7 @@ def test_the_files_of_the_engine_that_name_features_are_those_that_the_page_list
         code = re.sub(r"(?s)/\*.*?\*/", "", path.read_text(encoding="utf-8"))
         if not own.fullmatch(path.name) and use.search(code):
             found.append(path.name)
-    *first, last = found
-    assert told[1] == f"{', '.join(first)} and {last}"
+    assert found == ["create.c"]
 
 
 def test_the_picture_of_a_step_is_what_its_script_draws() -> None:

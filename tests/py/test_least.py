@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import kit as helper
 import lohan
 import pytest
 import torch
@@ -12,6 +15,7 @@ from lohan.errors import BudgetError
 from rules_helper import WIDTH, Workshop, square_loss
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 SMALL_COUNT = 3
 WIDE = 256
@@ -129,4 +133,81 @@ def test_the_refusal_of_a_unit_without_room_names_a_budget_that_is_enough(
     assert found is not None and int(found[1]) > least
     enough = wrapped("enough", host_bytes=int(found[1]))
     assert hold_all(enough) == 8
+    enough.lohan.close()
+
+
+class Recomputed(nn.Module):
+    """Blocks that torch.utils.checkpoint recomputes, with a trained gain in each."""
+
+    class Block(nn.Module):
+        def __init__(self, widths: Sequence[int]) -> None:
+            super().__init__()
+            self.parts: nn.ModuleList = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, width), nn.Linear(width, 16)) for width in widths
+            ).requires_grad_(False)
+            self.gain = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = x + part(x * self.gain)
+            return x
+
+    def __init__(self, widths: Sequence[int], count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block(widths) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
+def recomputed_losses(model: Any) -> list[float]:
+    """Train a wrapped Recomputed for three steps."""
+    return helper.losses(
+        model, range(3), lambda m, step: m(torch.full((2, 16), 0.1 + step).requires_grad_())
+    )
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+def test_the_least_of_a_model_that_says_it_recomputes_is_enough_for_whole_blocks(
+    flag: str, device: str, store_dir: pathlib.Path
+) -> None:
+    def build() -> nn.Module:
+        model = Recomputed((160, 128, 64, 192, 32, 32), 4)
+        setattr(model, flag, True)
+        return model
+
+    settings: dict[str, Any] = {"device": device}
+    if device == "emu":
+        settings["device_param_bytes"] = helper.device_bytes_min(build(), store_dir)
+    settings["host_bytes"] = helper.host_bytes_min(build(), store_dir, **settings)
+    wrapped = lohan.wrap(build(), store=store_dir / "run", lr=1e-3, **settings)
+    got = recomputed_losses(wrapped)
+    wrapped.lohan.close()
+    roomy = lohan.wrap(build(), store=store_dir / "roomy", lr=1e-3)
+    assert got == recomputed_losses(roomy)
+    roomy.lohan.close()
+
+
+def test_a_refusal_on_a_device_names_the_devices_memory(store_dir: pathlib.Path) -> None:
+    def build() -> nn.Module:
+        return Recomputed((160, 128, 64, 192, 32, 32), 2)
+
+    def settings(name: str, **more: Any) -> dict[str, Any]:
+        return {"store": store_dir / name, "device": "emu", "lr": 1e-3, **more}
+
+    least = helper.device_bytes_min(build(), store_dir)
+    wrapped = lohan.wrap(build(), **settings("tight", device_param_bytes=least))
+    with pytest.raises(
+        BudgetError, match="set gradient_checkpointing = True on the model"
+    ) as caught:
+        recomputed_losses(wrapped)
+    wrapped.lohan.close()
+    found = re.search(r"raise device_param_bytes \(with (\d+) bytes", str(caught.value))
+    assert found is not None and int(found[1]) > least
+    enough = lohan.wrap(build(), **settings("enough", device_param_bytes=int(found[1])))
+    assert len(recomputed_losses(enough)) == 3
     enough.lohan.close()

@@ -326,7 +326,7 @@ def _layout_for_budget(
     layout = make_layout(limit, blocks)
     limits = (config.host_bytes, config.device_bytes, config.device_param_bytes)
     is_free = all(limit is None for limit in limits)
-    if is_free or blocks is not None:
+    if is_free or blocks is not None or _has_checkpoints(model):
         return layout
     is_any = found is not None and bool(found.moved)
     tried = []
@@ -343,6 +343,17 @@ def _layout_for_budget(
     if is_any:
         layout = min(reversed(tried), key=lambda each: _needed(each, config))
     return layout  # the caller's _budget() raises an error that says how much would be enough
+
+
+def _has_checkpoints(model: nn.Module) -> bool:
+    """Return whether transformers or diffusers will recompute the model's blocks in backward.
+
+    All of a block that torch.utils.checkpoint recomputes is in use until its backward ends. If such
+    a block were split, the least memory for its parts would not be enough for all of them at once.
+    Calls of torch.utils.checkpoint in a model's own forward cannot be predicted.
+    """
+    names = ("gradient_checkpointing", "activation_checkpointing")
+    return any(getattr(m, name, False) is True for m in model.modules() for name in names)
 
 
 def _needed(layout: Layout, config: Config) -> int:
