@@ -77,11 +77,11 @@ class DividedSession(ReplicaSession):
         self._learn()
         self._closing = self.step + 1
 
-    def close_step(self, unscale: float = 1.0) -> None:
+    def _close_step(self, unscale: float = 1.0) -> None:
         """Close the open step in all processes, and pass on new parameters; see ReplicaSession."""
         self._closing = 0
         try:
-            super().close_step(unscale)
+            super()._close_step(unscale)
         except BaseException:
             if self._closing and not self._engine.is_forked() and self.step >= self._closing:
                 # The engine has closed the step, and would wait for values that will not come.

@@ -234,8 +234,8 @@ class ReplicaSession(Session):
             self._exchange_finish()
         super()._on_backward_end()
 
-    def close_step(self, unscale: float = 1.0) -> None:
-        """Close the open step in all processes, once they agree on it; see Session.close_step."""
+    def _close_step(self, unscale: float = 1.0) -> None:
+        """Close the open step in all processes, once they agree on it; see Session._close_step."""
         self.check_open()
         self._refuse_edited()
         every = self.config.commit_steps  # a number that is chosen now is for the next steps
@@ -243,7 +243,7 @@ class ReplicaSession(Session):
         if has_gradients:
             self._check_alone()
             self._agree(unscale)
-        super().close_step(unscale)
+        super()._close_step(unscale)
         if has_gradients:
             self._count_traffic()
         self.exchange.forget()
@@ -462,8 +462,8 @@ class MateSession(ReplicaSession):
             self._accumulation.backward_end()
             self._gradients.show()
 
-    def close_step(self, unscale: float = 1.0) -> None:
-        """Wait until the owner has closed the open step; see ReplicaSession.close_step."""
+    def _close_step(self, unscale: float = 1.0) -> None:
+        """Wait until the owner has closed the open step; see ReplicaSession._close_step."""
         self.check_open()
         self.refuse_other_thread("step()")
         self._refuse_edited()

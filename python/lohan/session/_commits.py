@@ -92,7 +92,7 @@ class Commits(SessionPart):
     _optimizer: Optimizer | None
     _last_step: int
     _registered: Registered
-    has_names = False  # whether the store's files must keep their names: see keep_names()
+    _has_names = False  # whether the store's files must keep their names: see keep_names()
     resumed_step: int | None = None
     replicas: tuple[str, ...] = ()
 
@@ -140,7 +140,7 @@ class Commits(SessionPart):
 
     def _finish_once(self) -> None:
         """Finish, without raising again what ended the session if the program has that error."""
-        has_raised = NonFiniteError in self.raised
+        has_raised = NonFiniteError in self._raised
         try:
             self._finish()
         except NonFiniteError:
@@ -160,13 +160,13 @@ class Commits(SessionPart):
             self._engine.flush(True)
             self.edits.end()
             self._end_checksums()
-        if self.has_names:
+        if self._has_names:
             self.store.check_names()
 
     def keep_names(self) -> None:
         """Let commits, and the end of the session, fail if the store's files were deleted."""
         self.store.check_names()
-        self.has_names = True
+        self._has_names = True
 
     def _say_unfinished(self, count: int) -> None:
         if not self.is_ending and sys.exception() is None:
@@ -395,7 +395,7 @@ class Commits(SessionPart):
         return None
 
     @functools.cached_property
-    def raised(self) -> set[type[LohanError]]:
+    def _raised(self) -> set[type[LohanError]]:
         """The classes of the errors that the engine has raised so far."""
         return set()
 

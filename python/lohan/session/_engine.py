@@ -42,7 +42,7 @@ def make(
         group_count=group_count,
         budget=session.budget,
         raiser=engine_raiser(
-            [u.name for u in layout.units], [p.name for p in layout.params], session.raised
+            [u.name for u in layout.units], [p.name for p in layout.params], session._raised
         ),
         types=(_core.Handle, _core.Scope),
         io=config.io,

@@ -174,7 +174,7 @@ class ForwardRules(SessionPart):
         self._engine.autocast(DTYPE_CODES.get(dtype, -1))
         self._autocast_is_seen = True
 
-    def mark_casts(self, index: int, tensor: nn.Parameter, plain: type) -> None:
+    def _mark_casts(self, index: int, tensor: nn.Parameter, plain: type) -> None:
         """On an accelerator, let autocast's casts of a frozen fp32 parameter be recognized.
 
         Args:

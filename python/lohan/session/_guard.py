@@ -180,8 +180,8 @@ class Guard:
             if pair is not None and pair[0] is nn.Parameter:
                 self.plain_hollow = pair[1]
             if pair is not None:
-                self.session.classes(param.index, *pair)
-                self.session.mark_casts(param.index, param.tensor, pair[0])
+                self.session._classes(param.index, *pair)
+                self.session._mark_casts(param.index, param.tensor, pair[0])
 
     def watch(self, module: nn.Module) -> None:
         """Make the module notify the engine when one of its parameters is read."""
@@ -197,7 +197,7 @@ class Guard:
         """Return the function to call when the parameter is read as an attribute of its module."""
         unit = self.session.layout.params[index].unit
         if unit not in self.readers:
-            self.readers[unit] = self.session.reader(unit)
+            self.readers[unit] = self.session._reader(unit)
         return self.readers[unit]
 
     def remove(self) -> None:

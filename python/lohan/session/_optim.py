@@ -276,7 +276,7 @@ class Optimizer(StoreOptimizer):
 
         If updates do not wait for `step()`, the scaler unscales p.grad, which raises an error.
         """
-        return self._session is not None and self._session.is_waiting
+        return self._session is not None and self._session._is_waiting
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step: each parameter with a gradient is updated before its next use.
@@ -314,9 +314,9 @@ class Optimizer(StoreOptimizer):
             if self.was_skipped:
                 self.session.zero_grad(())
             elif grad_scale is not None:
-                self.session.close_step(float(grad_scale.double().reciprocal().float()))
+                self.session._close_step(float(grad_scale.double().reciprocal().float()))
             else:
-                self.session.close_step()
+                self.session._close_step()
         except BaseException:
             self.__dict__.pop("grad_scale", None)  # it must not affect the next step
             raise

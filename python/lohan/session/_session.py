@@ -152,7 +152,7 @@ class Session(ForwardRules, Commits):
         return StepScale(
             {p.index: p.name for p in self.layout.params if units[p.unit].trainable},
             self._accumulation,
-            (lambda: _engine.alive(this)._square_sum()) if self.is_waiting else None,
+            (lambda: _engine.alive(this)._square_sum()) if self._is_waiting else None,
             1.0 / self.config.process_count,  # the mean over processes, as torch's DDP takes it
         )
 
@@ -208,7 +208,7 @@ class Session(ForwardRules, Commits):
         """Return the groups' current hyper-parameters; reject groups that changed since wrap."""
         return self._optimizer.hypers() if self._optimizer is not None else []
 
-    def classes(self, index: int, bound: type, hollow: type) -> None:
+    def _classes(self, index: int, bound: type, hollow: type) -> None:
         """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
         self._engine.classes(index, bound, hollow)
 
@@ -255,7 +255,7 @@ class Session(ForwardRules, Commits):
     # --- Step -------------------------------------------------------------------------------
 
     @property
-    def is_waiting(self) -> bool:
+    def _is_waiting(self) -> bool:
         """Whether updates wait for `step()`."""
         return self.config.schedule in SCHEDULES_AT_STEP
 
@@ -264,7 +264,7 @@ class Session(ForwardRules, Commits):
         """The number of closed steps, including those before a resume."""
         return int(self._engine.status()["step"]) if not self.closed else self._last_step
 
-    def close_step(self, unscale: float = 1.0) -> None:
+    def _close_step(self, unscale: float = 1.0) -> None:
         """Close the open step. `model.optimizer.step()` calls this method.
 
         Args:
@@ -285,7 +285,7 @@ class Session(ForwardRules, Commits):
             self._backward = "none"
             return
         now = self._hypers()
-        if self.is_waiting:
+        if self._is_waiting:
             self._hyper_set(now)
         elif now != self._hyper:
             raise HyperParameterError(
@@ -293,7 +293,7 @@ class Session(ForwardRules, Commits):
                 f" {now}, but updates already used the former. Change them after step() or before"
                 " backward (learning-rate schedulers: after step())"
             )
-        if self.is_waiting:
+        if self._is_waiting:
             self._give()
             if self.config.on_nan == "skip" and self._is_skipped():
                 return
@@ -396,7 +396,7 @@ class Session(ForwardRules, Commits):
         self.check_open()
         has_gradients = self._engine.status()["has_gradients"]
         if not in_backward() and (
-            self._backward == "running" or (has_gradients and self.is_waiting)
+            self._backward == "running" or (has_gradients and self._is_waiting)
         ):
             self._abort()
         elif has_gradients:
@@ -463,7 +463,7 @@ class Session(ForwardRules, Commits):
         """
         return dict(self.layout.origins)
 
-    def reader(self, unit: int) -> Callable[[], bool]:
+    def _reader(self, unit: int) -> Callable[[], bool]:
         """Return the function to call when a parameter of the unit is read as an attribute."""
         read: Callable[[], bool] = self._engine.scope([unit]).read
         return read
