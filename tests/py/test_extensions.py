@@ -11,12 +11,19 @@ import lohan
 import torch
 from lohan.session import _extension
 from lohan.session._extension import Extension, Extensions, Place
+from lohan.session._session import Session
+
+# These may only become smaller: Session is to be one class, with the names that users are told of.
+BASE_COUNT_MAX = 4
+NAME_COUNT_MAX = 58
 
 EVENTS = sorted(name for name in vars(Extension) if not name.startswith("_") and name != "place")
 
 
 class _Seen(Extension):
     """Writes down each event."""
+
+    place = Place.IDLE  # the first one
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -58,9 +65,7 @@ def test_each_place_belongs_to_an_extension() -> None:
 def test_a_step_has_its_events_in_order(store_dir: pathlib.Path) -> None:
     model: Any = lohan.wrap(kit.linears(8, 2), store=store_dir, step_records=False)
     seen: list[str] = []
-    extension = _Seen(seen)
-    extension.place = 0  # type: ignore[misc, assignment]
-    model.lohan.extensions.add(extension)
+    model.lohan.extensions.add(_Seen(seen))
     model(torch.ones(1, 8)).sum().backward()
     model.lohan.note(loss=1.0)
     model.optimizer.step()
@@ -70,3 +75,10 @@ def test_a_step_has_its_events_in_order(store_dir: pathlib.Path) -> None:
         *("noted", "step_begins", "state", "before_close", "closed"),
         *("summary", "closing", "release"),
     ]
+
+
+def test_a_session_has_few_base_classes_and_public_names() -> None:
+    bases = [kind for kind in Session.__mro__ if kind.__module__.startswith("lohan.")]
+    names = {name for kind in bases for name in vars(kind) if not name.startswith("_")}
+    assert len(bases) <= BASE_COUNT_MAX
+    assert len(names) <= NAME_COUNT_MAX, sorted(names)
