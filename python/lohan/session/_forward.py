@@ -14,10 +14,10 @@ from torch import nn
 
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
+from lohan.session._autocast import Autocast
 from lohan.session._loop import Loop
 from lohan.session._session_base import SessionPart
 from lohan.torch_glue._batch import BatchCheck
-from lohan.torch_glue._cast import CastParameter
 from lohan.torch_glue._tensor import (
     has_saved_tensor_hooks,
     hooks_are_refused,
@@ -56,8 +56,7 @@ class ForwardRules(SessionPart):
         self._begun: tuple[int, bool] | None = None
         self._root_scopes: list[_core.Scope] = []
         self._thread = ForwardThread()
-        self._autocast_cache = False
-        self._autocast_is_seen = False
+        self._autocast = Autocast(self._engine, self.device.torch_device, DTYPE_CODES)
         self._entered = self.around  # saved-tensor hooks of the running forward
         self.loops: list[Loop] = []  # over parameters, the innermost last
         self._changed: set[int] = set()  # parameters that a forward changed in place
@@ -154,9 +153,7 @@ class ForwardRules(SessionPart):
         if is_root or self._begun != (self.step, grad):
             self._engine.begin(grad)
             self._begun = (self.step, grad)
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._autocast_is_seen = False
-        self._autocast_see()
+        self._autocast.begin()
         self._entered = self.around
         self._entered.enter()
         self._forward_depth = 1
@@ -164,34 +161,12 @@ class ForwardRules(SessionPart):
         for extension in self.extensions:
             extension.forward_begins(self)
 
-    def _autocast_see(self) -> None:
-        kind = self.device.torch_device.type
-        if self._autocast_is_seen or not torch.is_autocast_enabled(kind):
-            return
-        # The cache would keep every weight's cast, and thus a copy of the whole model.
-        torch.set_autocast_cache_enabled(False)
-        dtype = torch.get_autocast_dtype(kind)
-        self._engine.autocast(DTYPE_CODES.get(dtype, -1))
-        self._autocast_is_seen = True
-
-    def _mark_casts(self, index: int, tensor: nn.Parameter, plain: type) -> None:
-        """On an accelerator, let autocast's casts of a frozen fp32 parameter be recognized.
-
-        Args:
-            index: the parameter's index.
-            tensor: the parameter.
-            plain: its class while it is in memory.
-        """
-        is_cast = tensor.dtype == torch.float32 and not tensor.requires_grad
-        if is_cast and plain is nn.Parameter and self.device.torch_device.type != "cpu":
-            self._engine.cast_class(index, CastParameter)
-
     def _part_enter(self, module: nn.Module, args: Any) -> None:
         """Detect autocast that is enabled inside the model's call, as accelerate does."""
-        if self._autocast_is_seen or self._forward_depth == 0:
+        if self._autocast.is_seen or self._forward_depth == 0:
             return
         if not in_backward() and not self._is_of_other_thread():
-            self._autocast_see()
+            self._autocast.look()
 
     def _check_hollow(self) -> None:
         """Raise an error if a hollow parameter was written by code that bypasses its class."""
@@ -216,8 +191,7 @@ class ForwardRules(SessionPart):
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
         self._entered.leave()
-        self._engine.autocast(-1)
-        torch.set_autocast_cache_enabled(self._autocast_cache)
+        self._autocast.end()
 
     def _refuse_changed(self) -> None:
         if self._changed:

@@ -181,7 +181,7 @@ class Guard:
                 self.plain_hollow = pair[1]
             if pair is not None:
                 self.session._classes(param.index, *pair)
-                self.session._mark_casts(param.index, param.tensor, pair[0])
+                self.session._autocast.mark(param.index, param.tensor, pair[0])
 
     def watch(self, module: nn.Module) -> None:
         """Make the module notify the engine when one of its parameters is read."""
