@@ -38,16 +38,15 @@ static INLINE void words_transpose(words *v)
     words_exchange((__m256i *)v);
 }
 
-static INLINE floats bytes_widened(const uint8_t *bytes)
+static INLINE words bytes_widened(const uint8_t *bytes)
 {
-    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)bytes));
-    return (floats)_mm256_cvtepi32_ps(wide);
+    return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)bytes));
 }
 
-static INLINE void high_halves_put(words first, words second, uint8_t *out)
+static INLINE words high_halves(words first, words second)
 {
-    const __m256i packed = _mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16));
-    _mm256_storeu_si256((void *)out, _mm256_permute4x64_epi64(packed, 0xD8));
+    const __m256i both = _mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16));
+    return (words)_mm256_permute4x64_epi64(both, 0xD8);
 }
 
 static INLINE void words_put(uint8_t *out, words value, bool is_past_caches)

@@ -71,18 +71,17 @@ static INLINE void words_transpose(words *v)
     }
 }
 
-static INLINE floats bytes_widened(const uint8_t *bytes)
+static INLINE words bytes_widened(const uint8_t *bytes)
 {
-    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)bytes));
-    return (floats)_mm512_cvtepi32_ps(wide);
+    return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)bytes));
 }
 
-static INLINE void high_halves_put(words first, words second, uint8_t *out)
+static INLINE words high_halves(words first, words second)
 {
     const __m512i indices =
         _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                          25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    _mm512_storeu_si512(out, _mm512_permutex2var_epi16((__m512i)first, indices, (__m512i)second));
+    return (words)_mm512_permutex2var_epi16((__m512i)first, indices, (__m512i)second);
 }
 
 static INLINE void words_put(uint8_t *out, words value, bool is_past_caches)

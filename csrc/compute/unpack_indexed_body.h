@@ -10,8 +10,8 @@
  *      half_bits()         values rounded to fp16, in the low halves of words
  *      words_transpose()   exchange rows and columns of LANES registers
  *      words_put()         store a register; past the caches, if the address is aligned to it
- *      bytes_widened()     the numbers of LANES bytes
- *      high_halves_put()   store the high halves of the words of two registers, one after the other
+ *      bytes_widened()     LANES bytes as words
+ *      high_halves()       the high halves of the words of two registers, one after the other
  *      INDEXED, INTEGERS   the names of the kernels
  *
  * Only csrc/compute includes this header.
@@ -56,16 +56,19 @@ static INLINE words usual_bits(floats value, uint32_t rounding)
 }
 
 /*
- * Decode elements of U8 that have one scale, which is usual, to bf16: see struct lh_unpack_kernel.
- * All that is stored at once is loaded before, because `out` may overlap what is packed.
+ * Decode elements of U8 that have one scale, which is usual, and one zero (plus 2^23) to bf16. All
+ * that is stored at once is loaded before, because `out` may overlap what is packed.
  */
 static INLINE void bytes_put(const uint8_t *packed, float zero, float scale, uint64_t count,
-                             uint8_t *out, uint32_t rounding)
+                             uint8_t *out, uint32_t rounding, bool is_past_caches)
 {
     for (uint64_t i = 0; i < count; i += 2 * LANES) {
-        floats first = (bytes_widened(packed + i) - zero) * scale;
-        floats second = (bytes_widened(packed + i + LANES) - zero) * scale;
-        high_halves_put(usual_bits(first, rounding), usual_bits(second, rounding), out + 2 * i);
+        words codes[2] = {bytes_widened(packed + i), bytes_widened(packed + i + LANES)};
+        floats first = ((floats)(codes[0] | UINT32_C(0x4B000000)) - zero) * scale;
+        floats second = ((floats)(codes[1] | UINT32_C(0x4B000000)) - zero) * scale;
+        words_put(out + 2 * i,
+                  high_halves(usual_bits(first, rounding), usual_bits(second, rounding)),
+                  is_past_caches);
     }
 }
 
@@ -78,9 +81,9 @@ void INTEGERS(const struct lh_unpack *unpack, const uint8_t *bits, float zero, f
         size < LH_UNPACK_USUAL_BITS_MIN || size > LH_UNPACK_USUAL_BITS_MAX)
         lh_unpack_any_integers_avx2(unpack, bits, zero, scale, count, out);
     else if (unpack->rounding == LH_DTYPE_F16)
-        bytes_put(bits, zero, scale, count, out, LH_DTYPE_F16);
+        bytes_put(bits, zero + 0x1p23f, scale, count, out, LH_DTYPE_F16, false);
     else
-        bytes_put(bits, zero, scale, count, out, LH_DTYPE_F32);
+        bytes_put(bits, zero + 0x1p23f, scale, count, out, LH_DTYPE_F32, false);
 }
 
 /* Rounded to a type of 16 bits, in the low halves of words. */
@@ -168,6 +171,35 @@ static INLINE void rows_put(const struct lh_unpack *unpack, const uint8_t *packe
     }
 }
 
+/* Decode all rows of U8 to bf16 if each batch of columns has one group, with usual scales. */
+static INLINE void byte_rows_put(const struct lh_unpack *unpack, const uint8_t *packed,
+                                 uint64_t columns, const struct lh_unpack_indexed *all,
+                                 uint8_t *out, uint64_t out_stride, uint32_t rounding)
+{
+    const uint64_t stride = unpack->group_rows * sizeof(uint32_t);
+    for (uint64_t b = 0; b < columns / LH_UNPACK_INDEXED_COLUMNS; b++) {
+        const uint64_t place = all->groups[b] * LH_UNPACK_INDEXED_ROWS;
+        const float *zeros = all->zeros + place, *scales = all->scales + place;
+        for (uint64_t r = 0; r < LH_UNPACK_INDEXED_ROWS; r += 8) {
+            const uint8_t *at = packed + 8 * b * stride + r * sizeof(uint32_t);
+            __m256i v[8];
+#pragma GCC unroll 8
+            for (uint64_t i = 0; i < 8; i++) {
+                v[i] = _mm256_loadu_si256((const void *)(at + i * stride));
+                if (r % 16 == 0)
+                    __builtin_prefetch(at + (all->ahead + i) * stride);
+            }
+            words_exchange(v);
+#pragma GCC unroll 8
+            for (uint64_t i = 0; i < 8; i++)
+                bytes_put((const uint8_t *)(v + i), zeros[r + i], scales[r + i],
+                          LH_UNPACK_INDEXED_COLUMNS,
+                          out + (r + i) * out_stride + 2 * b * LH_UNPACK_INDEXED_COLUMNS, rounding,
+                          all->is_past_caches);
+        }
+    }
+}
+
 void INDEXED(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,
              const struct lh_unpack_indexed *all, uint8_t *out, uint64_t out_stride)
 {
@@ -176,7 +208,11 @@ void INDEXED(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t col
     /* Rounding to a type twice is rounding to it once. */
     const uint32_t rounding =
         unpack->rounding == unpack->dtype ? (uint32_t)LH_DTYPE_F32 : unpack->rounding;
-    if (is_bf16 && rounding == LH_DTYPE_F16 && is_byte && all->is_usual)
+    if (is_bf16 && is_byte && all->is_usual && !all->index && rounding == LH_DTYPE_F16)
+        byte_rows_put(unpack, packed, columns, all, out, out_stride, LH_DTYPE_F16);
+    else if (is_bf16 && is_byte && all->is_usual && !all->index)
+        byte_rows_put(unpack, packed, columns, all, out, out_stride, LH_DTYPE_F32);
+    else if (is_bf16 && rounding == LH_DTYPE_F16 && is_byte && all->is_usual)
         rows_put(unpack, packed, columns, all, out, out_stride, LH_DTYPE_F16, LH_DTYPE_BF16, true,
                  true);
     else if (is_bf16 && rounding == LH_DTYPE_F16 && all->is_usual)
