@@ -13,6 +13,7 @@ from typing import Any
 
 import lohan
 import torch
+from conftest import TORCH_THREAD_COUNT
 from lohan.errors import StoreMismatchError
 from rules_helper import Stack, build, train_step
 from torch import nn
@@ -264,7 +265,7 @@ ENDS = {
 
 def main() -> None:
     """Resume from a store and change its parameters."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(TORCH_THREAD_COUNT)
     edit, how, store, *settings = sys.argv[1:]
     model = lohan.wrap(
         build(Stack), store=store, resume=True, **dict(pair.split("=") for pair in settings)

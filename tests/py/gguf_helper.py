@@ -165,6 +165,11 @@ def random(kind: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tenso
     if kind in FLOATS:
         values = torch.randn(shape) * 0.02 + (len(shape) == 1)
         values = values.to(FLOATS[kind])
+        if values.dtype == torch.float32:
+            # Frozen parameters are rounded to bf16 with ties to even, trained ones with ties away
+            # from zero (csrc/compute/adam.h): what compares both has no ties.
+            bits = values.view(torch.int32)
+            bits += (bits & 0xFFFF) == 0x8000
         return values.reshape(-1).view(torch.uint8), values.float()
     make, size = GRAINS[kind]
     grains, values = make(torch.Size(shape).numel() // size)

@@ -11,6 +11,7 @@ from typing import Any
 
 import lohan
 import torch
+from conftest import TORCH_THREAD_COUNT
 from lohan.errors import SessionError, StoreLockedError
 from lohan.torch_glue._device import Meter
 from rules_helper import Stack, build, train_step, vectors
@@ -32,7 +33,7 @@ class Vectors(Dataset[torch.Tensor]):
 
 def wrap(store: str, **settings: Any) -> nn.Module:
     """Return the model of every program."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(TORCH_THREAD_COUNT)
     return lohan.wrap(build(Stack), store=store or None, lr=1e-2, **settings)
 
 
