@@ -13,7 +13,7 @@ from lohan.session import _extension
 from lohan.session._extension import Extension, Extensions, Place
 from lohan.session._session import Session
 
-# These may only become smaller: Session is to be one class, with the names that users are told of.
+# These may only become smaller: Session is to be one class, whose public names are documented.
 BASE_COUNT_MAX = 4
 NAME_COUNT_MAX = 58
 
