@@ -92,7 +92,7 @@ class ZerothSession(TurnRules, Session):
             self._engine.device_policy("overlap" in ablated, "reuse" in ablated, rate)
 
     @property
-    def trains(self) -> bool:
+    def _trains(self) -> bool:
         """Whether any parameter is trained; to the engine, all of them are frozen."""
         return True
 
@@ -506,11 +506,11 @@ class ZerothSession(TurnRules, Session):
             decay if asked["weight_decay"] is None else None,
         )
 
-    def commit_rule(self) -> str:
+    def _commit_rule(self) -> str:
         """Return when steps are durable, for people."""
         return "each step is durable in the journal"
 
-    def durable_step(self) -> int:
+    def _durable_step(self) -> int:
         """Return the step that a resumed run would begin after."""
         return self.step
 

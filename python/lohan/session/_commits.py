@@ -102,7 +102,7 @@ class Commits(SessionPart):
         return self.config.commit_every == "manual"
 
     @property
-    def trains(self) -> bool:
+    def _trains(self) -> bool:
         """Whether any parameter is trained."""
         return any(unit.trainable for unit in self.layout.units)
 
@@ -306,7 +306,7 @@ class Commits(SessionPart):
                 _checksums.write(self.layout, self.extents, store)
                 self._commit_buffers(store)
 
-    def commit_rule(self) -> str:
+    def _commit_rule(self) -> str:
         """Return when steps are committed, for people."""
         named = {
             "manual": "commits are those of commit() and of a Trainer's checkpoints",
@@ -321,7 +321,7 @@ class Commits(SessionPart):
         steps = self.config.commit_steps
         return "each step is committed" if steps == 1 else f"every {steps} steps are committed"
 
-    def commit_every(self, steps: int) -> bool:
+    def _commit_every(self, steps: int) -> bool:
         """Set the number of steps between commits, from the next step on; return whether it is set.
 
         It is not if every step must commit, because its gradients wait on SSD.
@@ -334,7 +334,7 @@ class Commits(SessionPart):
             extension.commits_every(steps)
         return True
 
-    def durable_step(self) -> int:
+    def _durable_step(self) -> int:
         """Return the step that a resumed run would begin after."""
         return int(self.store.describe()["step"])
 

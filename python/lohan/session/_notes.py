@@ -85,7 +85,7 @@ def _of_strides(session: Session) -> list[str]:
 def say(session: Session, others: list[str]) -> None:
     """Print the session's notes, and others, to stderr."""
     if session.speaks:
-        _origins.say(session.layout.origins, trains=session.trains)
+        _origins.say(session.layout.origins, trains=session._trains)
     for line in [*lines(session), *_of_pins(session), *_of_strides(session), *others]:
         _log.note(line)
 

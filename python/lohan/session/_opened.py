@@ -69,7 +69,7 @@ def opened(
         sizes = [nbytes for _, nbytes, _ in session.store.describe()["files"]]
         rated = session.config.ssd_endurance_bytes
         made.drives = _drives.of_store(session.directories, sizes, rated)
-        if session.trains:
+        if session._trains:
             assumed = _budgets.assumed_bytes(session.directories[0])
             made.life = Life(made.drives, full, assumed)
         said = _opening(session, made, is_resumed=is_resumed, is_temporary=is_temporary)
@@ -82,7 +82,7 @@ def _adamw(session: Session) -> Wear:
 
 def _opening(session: Session, wear: Wear, *, is_resumed: bool, is_temporary: bool) -> str:
     kind, tail = "resumed" if is_resumed else "new", ""
-    trains = session.trains
+    trains = session._trains
     if is_temporary:
         kind, tail = "temporary", ", removed at exit"
         tail += "; pass store= to keep it" if trains else ""
@@ -92,7 +92,7 @@ def _opening(session: Session, wear: Wear, *, is_resumed: bool, is_temporary: bo
         kind = f"frozen model, whose parameters are read from {folder}; temporary"
     status, files = session.status(), session.store.describe()["files"]
     size = _shown.of_bytes(sum(nbytes for _, nbytes, _ in files))
-    rule = f"{session.commit_rule()}; {wear.rule()}" if trains else "nothing is trained"
+    rule = f"{session._commit_rule()}; {wear.rule()}" if trains else "nothing is trained"
     return (
         f"{kind} store {', '.join(session.directories)} ({size}{tail}) at step {session.step};"
         f" up to {_shown.of_bytes(session.budget['host_bytes'])} of main memory, I/O by"

@@ -206,7 +206,7 @@ class Wear(Extension):
         if not self.is_spent:
             return
         done = self.count.of_day if self.limit.is_daily else self.count.total
-        step, committed = session.step, session.durable_step()
+        step, committed = session.step, session._durable_step()
         kept = f"step {step} is committed"
         if committed != step:
             kept = f"step {committed} is committed, and model.lohan.commit() commits step {step}"
@@ -220,10 +220,10 @@ class Wear(Extension):
 
     def summary(self, session: Session) -> str:
         """Return what the session has done, if it prints that."""
-        if not session.speaks or not session.trains or not _log.informs():
+        if not session.speaks or not session._trains or not _log.informs():
             return ""
         self.look()
-        step, durable = session.step, session.durable_step()
+        step, durable = session.step, session._durable_step()
         done = step - self.first_step
         later = f" ({step - durable} later steps are not committed)" if durable != step else ""
         return (
