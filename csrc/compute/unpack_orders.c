@@ -310,9 +310,9 @@ static void band_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
  * of columns. Those of a tile's rows are computed once for a group, and a kernel looks them up
  * while it exchanges rows and columns in registers, so that nothing is stored in between. Tiles are
  * decoded from left to right. The packed bytes of a tile are far from each other, where no
- * hardware expects them, so those of the next tile are prefetched; in order AWQ into the second
- * level of caches, because its 64 lines may compete for the few places of one set of the first.
- * In order AWQ 128 rows of a column are the bytes of a cache line.
+ * hardware expects them, so those of the next tile are prefetched; in order AWQ by the kernel, one
+ * by one, and into the second level of caches, because its 64 lines may compete for the few places
+ * of one set of the first. In order AWQ 128 rows of a column are the bytes of a cache line.
  */
 #define AWQ_ROWS 128
 
@@ -359,21 +359,16 @@ static const struct lh_unpack_table *tables_get(const struct lh_unpack_kernel *k
     return to;
 }
 
-/* Prefetch the packed bytes of rows and of a tile's columns. */
+/* In order WORDS: prefetch the packed bytes of rows and of a tile's columns. */
 static void tile_prefetch(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
                           uint64_t rows, uint64_t column)
 {
-    const uint64_t columns = unpack->order == LH_UNPACK_ORDER_WORDS ? 8 : 1; /* of a run */
-    const uint64_t stride = unpack->group_rows * columns / 2, bytes = rows * columns / 2;
+    const uint64_t stride = unpack->group_rows * sizeof(uint32_t), bytes = rows * sizeof(uint32_t);
     const uint64_t end = lh_min_u64(unpack->columns, column + LH_UNPACK_TILE);
-    const uint8_t *words = group + column / columns * stride + row * columns / 2;
-    for (uint64_t c = column; c < end; c += columns, words += stride)
-        for (uint64_t at = 0; at < bytes; at += LINE_BYTES) {
-            if (columns > 1)
-                __builtin_prefetch(words + at, 0, 3);
-            else
-                __builtin_prefetch(words + at, 0, 2);
-        }
+    const uint8_t *words = group + column / 8 * stride + row * sizeof(uint32_t);
+    for (uint64_t c = column; c < end; c += 8, words += stride)
+        for (uint64_t at = 0; at < bytes; at += LINE_BYTES)
+            __builtin_prefetch(words + at);
 }
 
 /*
@@ -398,7 +393,8 @@ static uint64_t tables_by(const struct lh_unpack_kernel *kernel, const struct lh
         const struct lh_unpack_table *const halves[2] = {
             tables_get(kernel, unpack, source, &tables, c / unpack->block_columns),
             tables_get(kernel, unpack, source, &tables, middle / unpack->block_columns)};
-        tile_prefetch(unpack, source->packed, row, rows, c + LH_UNPACK_TILE);
+        if (!is_awq)
+            tile_prefetch(unpack, source->packed, row, rows, c + LH_UNPACK_TILE);
         kernel->looked_up(unpack, source->packed, row, rows, c, halves, out + c);
     }
     kernel->stored();

@@ -30,14 +30,21 @@ static inline void nibbles_transpose(__m256i *v)
         bits_swap(v + i, v + i + 1, 4, UINT32_C(0x0F0F0F0F));
 }
 
-/* Split 64 rows and 64 columns: words of parts[i][c] are part i of a word, and 8 columns. */
-static inline void columns_split(const uint8_t *words, uint64_t stride, __m256i (*parts)[8])
+/*
+ * Split 64 rows and 64 columns: words of parts[i][c] are part i of a word, and 8 columns. What is
+ * `ahead` bytes behind each column is prefetched into the second level of caches.
+ */
+static inline void columns_split(const uint8_t *words, uint64_t stride, uint64_t ahead,
+                                 __m256i (*parts)[8])
 {
     for (uint64_t c = 0; c < 8; c++) {
         __m256i v[8];
 #pragma GCC unroll 8
-        for (uint64_t i = 0; i < 8; i++)
-            v[i] = _mm256_loadu_si256((const void *)(words + (8 * c + i) * stride));
+        for (uint64_t i = 0; i < 8; i++) {
+            const uint8_t *at = words + (8 * c + i) * stride;
+            v[i] = _mm256_loadu_si256((const void *)at);
+            __builtin_prefetch(at + ahead, 0, 2);
+        }
         nibbles_transpose(v);
 #pragma GCC unroll 8
         for (uint64_t i = 0; i < 8; i++)
@@ -60,7 +67,7 @@ static inline uint64_t row_of(uint64_t part, bool is_awq)
 static void columns_tile(const uint8_t *words, uint64_t stride, bool is_awq, uint8_t *bits)
 {
     __m256i parts[8][8];
-    columns_split(words, stride, parts);
+    columns_split(words, stride, 0, parts);
     for (uint64_t i = 0; i < 8; i++) {
         words_exchange(parts[i]);
         for (uint64_t j = 0; j < 8; j++)
@@ -291,9 +298,10 @@ void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *gro
         return;
     }
     const uint64_t stride = unpack->group_rows / 2;
+    const uint64_t ahead = columns - column >= 2 * LH_UNPACK_TILE ? LH_UNPACK_TILE * stride : 0;
     for (uint64_t r = 0; r < rows; r += LH_UNPACK_TILE) {
         __m256i parts[8][8];
-        columns_split(group + column * stride + (row + r) / 2, stride, parts);
+        columns_split(group + column * stride + (row + r) / 2, stride, ahead, parts);
 #pragma GCC unroll 8
         for (uint64_t i = 0; i < 8; i++) {
             const uint64_t at = r + row_of(i, unpack->order == LH_UNPACK_ORDER_AWQ);
