@@ -32,7 +32,7 @@ static inline void nibbles_transpose(__m256i *v)
 
 /*
  * Split 64 rows and 64 columns: words of parts[i][c] are part i of a word, and 8 columns. What is
- * `ahead` bytes behind each column is prefetched into the second level of caches.
+ * `ahead` bytes after each column is prefetched into the second level of caches.
  */
 static inline void columns_split(const uint8_t *words, uint64_t stride, uint64_t ahead,
                                  __m256i (*parts)[8])
