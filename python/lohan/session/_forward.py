@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lohan.common import _exit
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
 from lohan.session._autocast import Autocast
@@ -114,17 +115,23 @@ class ForwardRules(SessionPart):
         """Return whether a parameter is read in a backward, which then recomputes a forward.
 
         A reentrant checkpoint recomputes without saved-tensor hooks, so the session's hooks are
-        entered here. Autograd removes them when the recomputing node is done.
+        entered here. Autograd removes them when the recomputing node is done. If there are others,
+        such as the user's, or those that a Ctrl-C in another session's forward left, both are used.
         """
         if not in_backward():
             return False
-        if not has_saved_tensor_hooks():
+        if has_saved_tensor_hooks():
+            self.around.join(self._engine)
+        else:
             self.around.enter()
         return True
 
     def _forward_begin(self, *, is_root: bool) -> None:
         self.check_open()
         refuse_transform()
+        for other in tuple(_exit.sessions):
+            if other is not self:
+                other.end_interrupted()
         frame = _frame_outside()
         self._thread.claim(frame)
         try:
@@ -246,6 +253,11 @@ class ForwardRules(SessionPart):
         """Close a forward that ended without a call of its closing hooks."""
         self._engine.scopes_drop()
         self._forward_end()
+
+    def end_interrupted(self) -> None:
+        """Close a forward of this thread that a Ctrl-C has ended, so that its hooks end with it."""
+        if self._forward_depth > 0 and self._thread.is_mine() and not self._forward_is_alive():
+            self._forward_drop()
 
     def load_in_loop(self, tensor: nn.Parameter) -> bool:
         """Load a hollow parameter that a loop has just yielded ([Note: A loop's turn]).

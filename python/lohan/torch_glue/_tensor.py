@@ -131,6 +131,10 @@ class ReadParameters(dict[str, Any]):
         return param
 
 
+# The modules of hooks that join() leaves as they are.
+_KEPT = ("lohan.", "torch.utils.checkpoint")
+
+
 class SavedTensors:
     """Torch's default saved-tensor hooks, to enter and leave without a new context object."""
 
@@ -141,6 +145,22 @@ class SavedTensors:
     def enter(self) -> None:
         """Activate the hooks."""
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def join(self, owner: object) -> None:
+        """Let hooks of others that are active, such as the user's, leave to these what they pack.
+
+        Nothing changes if the hooks on top are methods of `owner`, or functions of lohan, or of a
+        checkpoint, which keeps tensors as they are.
+        """
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        module = str(getattr(pack, "__module__", None))
+        if getattr(pack, "__self__", None) is owner or module.startswith(_KEPT):
+            return
+        # They are replaced: their context ends with what is on top, and autograd restores those
+        # that were active before the node.
+        joined = _Joined(self, pack, unpack)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(joined.pack, joined.unpack)
 
     def entered(self) -> AbstractContextManager[None]:
         """Return a context in which the hooks are active; torch's own may outlast a Ctrl-C."""
@@ -165,6 +185,27 @@ class SavedTensors:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for pack, unpack in reversed(others):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+class _Joined:
+    """Hooks that pack tensors with those of a session, and leave other tensors to other hooks."""
+
+    def __init__(
+        self, mine: SavedTensors, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+    ) -> None:
+        self._mine = mine
+        self._others = pack, unpack
+
+    def pack(self, tensor: Any) -> tuple[Callable[[Any], Any], Any]:
+        made = self._mine.pack(tensor)
+        if made is not tensor:
+            return self._mine.unpack, made
+        pack, unpack = self._others
+        return unpack, pack(tensor)
+
+    def unpack(self, packed: tuple[Callable[[Any], Any], Any]) -> Any:
+        unpack, made = packed
+        return unpack(made)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
