@@ -275,6 +275,22 @@ def test_a_frozen_parameter_cannot_be_thawed(workshop: Workshop) -> None:
     train_step(model, 1)
 
 
+def test_a_frozen_parameter_keeps_its_value_if_a_loop_changes_it(workshop: Workshop) -> None:
+    model = build()
+    model.blocks[1].requires_grad_(False)
+    model = workshop.wrap(model)
+    before = square_loss(model, 5).item()
+    with (
+        pytest.raises(FrozenParameterError, match=r"blocks\.1\.gain'.* cannot be written again"),
+        torch.no_grad(),
+    ):
+        for name, param in model.named_parameters():
+            if name.startswith("blocks.1."):
+                param.add_(1)
+    assert square_loss(model, 5).item() == before
+    train_step(model, 0)
+
+
 def test_a_trained_parameter_may_be_frozen_later(workshop: Workshop) -> None:
     model = workshop.wrap(build(), weight_decay=0.1)
     train_step(model, 0)

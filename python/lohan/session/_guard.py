@@ -253,9 +253,18 @@ class Guard:
 
     def _write_changed(self, index: int, name: str, value: torch.Tensor) -> None:
         """Write what a loop over parameters has changed."""
+        layout = self.session.layout
+        param = layout.params[index]
+        unit = layout.units[param.unit]
+        is_fixed = not unit.trainable and not unit.runs and param.stream is None
         try:
+            if is_fixed and self.session.config.commit_every != "never":
+                raise FrozenParameterError(
+                    f"parameter {name!r} was frozen at lohan.wrap() and cannot be written again:"
+                    " call lohan.unwrap(model), change it, and wrap the model with a new store"
+                )
             self.write({name: value}, {name: index})
-        except (LentError, UnsupportedError):
+        except (FrozenParameterError, LentError, UnsupportedError):
             self.session._undo_edit(index)
             raise
 
