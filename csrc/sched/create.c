@@ -256,6 +256,7 @@ static void features_destroy(struct lh_engine *engine)
     lh_spill_destroy(engine);
     lh_defer_destroy(engine);
     lh_idle_destroy(engine);
+    lh_in_place_destroy(engine);
     if (!engine->dev)
         return;
     lh_device_destroy(engine);
@@ -348,9 +349,21 @@ static void tables_destroy(struct lh_engine *engine)
 {
     struct lh_alloc *alloc = engine->alloc;
     void *const tables[] = {
-        engine->units,     engine->params,    engine->gradient_steps,  engine->gradients,
-        engine->hypers[0], engine->hypers[1], engine->commit_requests, engine->trace,
-        engine->chunks,    engine->scalars,   engine->in_place.seams,  engine->in_place.jobs,
+        engine->units,
+        engine->params,
+        engine->gradient_steps,
+        engine->gradients,
+        engine->hypers[0],
+        engine->hypers[1],
+        engine->commit_requests,
+        engine->trace,
+        engine->chunks,
+        engine->scalars,
+        engine->in_place,
+        engine->saved,
+        engine->sums,
+        engine->gather,
+        engine->idle,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

@@ -159,13 +159,13 @@ struct lh_engine {
     enum lh_engine_mode mode;
     uint64_t plan_step; /* the step for which the ops' bytes count; 0: no step's (an evaluation) */
 
-    struct lh_in_place in_place;
+    struct lh_in_place *in_place;
     struct lh_copies copies;
     struct lh_device device;
     struct lh_reading reading;
     struct lh_unified unified;
     struct lh_landing landing;
-    struct lh_sums sums;
+    struct lh_sums *sums;
     struct lh_tail tail;
     _Atomic(void *) stream; /* the stream that the last hook set */
 
@@ -180,11 +180,11 @@ struct lh_engine {
     struct lh_spill spill;
     struct lh_norm norm;
     struct lh_split split;
-    struct lh_saved_area saved;
+    struct lh_saved_area *saved;
     struct lh_mates mates;
     struct lh_borrow borrow;
-    struct lh_gather gather;
-    struct lh_idle idle;
+    struct lh_gather *gather;
+    struct lh_idle *idle;
 
     /* Step (step.c). */
     enum lh_step_state step_state;
@@ -270,6 +270,16 @@ static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32
 {
     LH_ASSERT(unit < engine->opts.unit_count);
     return &engine->units[unit];
+}
+
+/* Allocate a feature's state, which lh_engine_destroy() frees. NULL: no memory, with *err set. */
+static inline void *lh_engine_part_create(struct lh_engine *engine, uint64_t bytes,
+                                          struct lh_error *err)
+{
+    void *part = lh_alloc_zeroed(engine->alloc, 1, bytes);
+    if (!part)
+        lh_error_set(err, -ENOMEM, "no memory for a feature's state");
+    return part;
 }
 
 /* Whether the engine's units are another process's, the owner's of its team. */

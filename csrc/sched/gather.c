@@ -50,7 +50,7 @@ static uint32_t index_of(const struct lh_engine *engine, const struct lh_unit *u
 
 static void state_set(struct lh_engine *engine, uint32_t index, enum lh_gather_state state)
 {
-    struct lh_gather *gather = &engine->gather;
+    struct lh_gather *gather = engine->gather;
     struct lh_gather_unit *unit = &gather->units[index];
     LH_ASSERT(lh_states_may(lh_states_gather, (int)unit->state, (int)state));
     if (unit->state == LH_GATHER_STATE_NONE)
@@ -86,7 +86,7 @@ static void rest_move(struct lh_engine *engine, uint32_t index, uint64_t step,
 /* A load that has begun as a gather, maybe for a step that is over, copies the rest as well. */
 static void returned_count(struct lh_engine *engine, uint32_t index)
 {
-    uint64_t step = engine->gather.units[index].step;
+    uint64_t step = engine->gather->units[index].step;
     LH_ASSERT(step <= engine->step + 1);
     uint64_t now = step == 0 ? 0 : lh_max_u64(step, lh_core_step(engine));
     if (now == step) {
@@ -108,21 +108,21 @@ static bool is_ending(const struct lh_engine *engine)
 
 static bool may_gather(const struct lh_engine *engine)
 {
-    const struct lh_gather *gather = &engine->gather;
+    const struct lh_gather *gather = engine->gather;
     return engine->mode == LH_ENGINE_MODE_TRAIN && !engine->device_region.is_guess &&
            !gather->is_out && !gather->is_broken && !is_ending(engine);
 }
 
 static void finish(struct lh_engine *engine, uint32_t index)
 {
-    LH_ASSERT(engine->gather.active_count > 0);
+    LH_ASSERT(engine->gather->active_count > 0);
     state_set(engine, index, LH_GATHER_STATE_NONE);
     lh_device_arrived(engine, lh_engine_unit_at(engine, index));
 }
 
 static void rest_copied(struct lh_engine *engine, struct lh_copy *copy)
 {
-    const struct lh_gather_unit *part = &engine->gather.units[copy->unit];
+    const struct lh_gather_unit *part = &engine->gather->units[copy->unit];
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     LH_ASSERT(part->state == LH_GATHER_STATE_RETURNED);
     lh_device_part_end(engine, unit);
@@ -133,7 +133,7 @@ static void rest_copied(struct lh_engine *engine, struct lh_copy *copy)
 /* Copy what another process does not give. Returns whether a copy was started. */
 static bool rest_copy(struct lh_engine *engine, uint32_t index)
 {
-    struct lh_gather_unit *part = &engine->gather.units[index];
+    struct lh_gather_unit *part = &engine->gather->units[index];
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     const struct lh_team *team = engine->opts.team;
     uint64_t bytes = unit->desc.bytes;
@@ -154,7 +154,7 @@ static bool rest_copy(struct lh_engine *engine, uint32_t index)
 
 static void rest_begin(struct lh_engine *engine, uint32_t index)
 {
-    struct lh_gather_unit *part = &engine->gather.units[index];
+    struct lh_gather_unit *part = &engine->gather->units[index];
     const struct lh_team *team = engine->opts.team;
     returned_count(engine, index);
     state_set(engine, index, LH_GATHER_STATE_RETURNED);
@@ -167,7 +167,7 @@ static void rest_begin(struct lh_engine *engine, uint32_t index)
 /* Withdraw an offer, unless it is too late. Returns whether it was withdrawn. */
 static bool withdraw(struct lh_engine *engine, uint32_t index)
 {
-    LH_ASSERT(engine->gather.units[index].state == LH_GATHER_STATE_OFFERED);
+    LH_ASSERT(engine->gather->units[index].state == LH_GATHER_STATE_OFFERED);
     if (!lh_team_offer_withdraw(engine->opts.team, index))
         return false;
     if (engine->units[index].copy.is_stale)
@@ -179,7 +179,7 @@ static bool withdraw(struct lh_engine *engine, uint32_t index)
 
 static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 {
-    struct lh_gather_unit *part = &engine->gather.units[copy->unit];
+    struct lh_gather_unit *part = &engine->gather->units[copy->unit];
     LH_ASSERT(part->state == LH_GATHER_STATE_COPYING);
     lh_device_part_end(engine, lh_engine_unit_at(engine, copy->unit));
     part->awaited_ns = 0;
@@ -198,7 +198,7 @@ static bool copy_may_be_whole(struct lh_engine *engine, struct lh_unit *unit, ui
     uint64_t end = lh_gather_edge(bytes, team->mate_count + 1, team->mate + 1);
     LH_ASSERT(first < end && end <= bytes && unit->state == LH_UNIT_STATE_READY);
     rest_move(engine, index, step, LH_ENGINE_LINK_COPY_IN, LH_ENGINE_LINK_GATHERED);
-    engine->gather.units[index].step = step;
+    engine->gather->units[index].step = step;
     state_set(engine, index, LH_GATHER_STATE_COPYING);
     (void)lh_device_part_copy(engine, unit, first, end, part_copied);
     return false;
@@ -212,8 +212,8 @@ static bool copy_may_precede_update(const struct lh_engine *engine, const struct
 /* Twice the number of the round, and one more once this process has begun it. */
 static void progress_set(struct lh_engine *engine, uint64_t progress)
 {
-    LH_ASSERT(progress >= engine->gather.progress);
-    engine->gather.progress = progress;
+    LH_ASSERT(progress >= engine->gather->progress);
+    engine->gather->progress = progress;
     lh_team_progress_set(engine->opts.team, progress);
 }
 
@@ -221,16 +221,16 @@ static void use_begun(struct lh_engine *engine, uint32_t unit)
 {
     (void)unit;
     bool is_first = engine->mode == LH_ENGINE_MODE_TRAIN && engine->recording.count == 0;
-    if (is_first && !(engine->gather.progress & 1))
-        progress_set(engine, engine->gather.progress | 1);
+    if (is_first && !(engine->gather->progress & 1))
+        progress_set(engine, engine->gather->progress | 1);
 }
 
 static void round_take(struct lh_engine *engine, uint64_t round)
 {
-    LH_ASSERT(round >= engine->gather.progress / 2);
-    if (2 * round < engine->gather.progress)
+    LH_ASSERT(round >= engine->gather->progress / 2);
+    if (2 * round < engine->gather->progress)
         return; /* the round did not end in all processes */
-    engine->gather.is_out = false;
+    engine->gather->is_out = false;
     progress_set(engine, 2 * round);
 }
 
@@ -259,7 +259,7 @@ static bool is_behind(const struct lh_engine *engine, uint64_t offers)
     const struct lh_team *team = engine->opts.team;
     bool is_any = false;
     /* A process that waits for others in a round does not begin to use units in it. */
-    uint64_t progress = engine->gather.progress | (engine->gather.is_still ? 1 : 0);
+    uint64_t progress = engine->gather->progress | (engine->gather->is_still ? 1 : 0);
     for (uint32_t process = 0; process <= team->mate_count; process++) {
         if (offers >> process & 1)
             is_any |= lh_team_progress(team, process) > progress;
@@ -270,15 +270,15 @@ static bool is_behind(const struct lh_engine *engine, uint64_t offers)
 /* Whether this process will offer a unit that others have offered. See [Note: Uneven uses]. */
 static bool will_offer(const struct lh_engine *engine, uint32_t index, uint64_t offers)
 {
-    enum lh_gather_state state = engine->gather.units[index].state;
+    enum lh_gather_state state = engine->gather->units[index].state;
     LH_ASSERT(state != LH_GATHER_STATE_OFFERED || !(offers >> engine->opts.team->mate & 1));
     if (state == LH_GATHER_STATE_COPYING)
         return true;
-    if (engine->gather.is_broken)
+    if (engine->gather->is_broken)
         return false;
     if (is_behind(engine, offers))
         return true;
-    return may_gather(engine) && !engine->gather.is_still &&
+    return may_gather(engine) && !engine->gather->is_still &&
            has_uses_left(&engine->device_region) && is_load_planned(&engine->device_region, index);
 }
 
@@ -302,7 +302,7 @@ static bool is_crossed(const struct lh_engine *engine, uint32_t index)
         uint64_t offers = i == index ? 0 : lh_team_offers(team, i);
         bool is_mine = offers >> team->mate & 1;
         if ((offers & LH_TEAM_AWAITED) && !is_mine &&
-            engine->gather.units[i].state != LH_GATHER_STATE_COPYING)
+            engine->gather->units[i].state != LH_GATHER_STATE_COPYING)
             return true;
     }
     return false;
@@ -311,7 +311,7 @@ static bool is_crossed(const struct lh_engine *engine, uint32_t index)
 /* Whether a thread has waited for the offered unit for too long, or must not wait. */
 static bool awaited_look(struct lh_engine *engine, uint32_t index)
 {
-    struct lh_gather_unit *part = &engine->gather.units[index];
+    struct lh_gather_unit *part = &engine->gather->units[index];
     LH_ASSERT(part->state == LH_GATHER_STATE_OFFERED);
     if (engine->units[index].waiter_count == 0)
         return false;
@@ -319,18 +319,18 @@ static bool awaited_look(struct lh_engine *engine, uint32_t index)
         part->awaited_ns = lh_core_now(engine);
     lh_team_offer_await(engine->opts.team, index);
     if (lh_core_now(engine) - part->awaited_ns > engine->opts.gather_wait_ns)
-        engine->gather.is_out = true;
-    bool is_outside = !(engine->gather.progress & 1); /* it reads parameters between forwards */
-    return engine->gather.is_out || is_outside || is_crossed(engine, index);
+        engine->gather->is_out = true;
+    bool is_outside = !(engine->gather->progress & 1); /* it reads parameters between forwards */
+    return engine->gather->is_out || is_outside || is_crossed(engine, index);
 }
 
 /* Whether offers must be withdrawn, whoever waits for them. */
 static bool must_withdraw(struct lh_engine *engine)
 {
     const struct lh_team *team = engine->opts.team;
-    bool is_in_the_way = atomic_exchange(&engine->gather.queue->is_in_the_way, false);
+    bool is_in_the_way = atomic_exchange(&engine->gather->queue->is_in_the_way, false);
     bool is_room_asked = team->mate > 0 && lh_team_needs_room(team);
-    return is_in_the_way || is_room_asked || is_ending(engine) || engine->gather.is_broken;
+    return is_in_the_way || is_room_asked || is_ending(engine) || engine->gather->is_broken;
 }
 
 static bool offers_pump(struct lh_engine *engine)
@@ -338,7 +338,7 @@ static bool offers_pump(struct lh_engine *engine)
     bool moved = false;
     bool is_any = must_withdraw(engine);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        enum lh_gather_state state = engine->gather.units[i].state;
+        enum lh_gather_state state = engine->gather->units[i].state;
         if (state == LH_GATHER_STATE_RETURNED)
             moved |= rest_copy(engine, i);
         if (state != LH_GATHER_STATE_OFFERED)
@@ -352,7 +352,7 @@ static bool offers_pump(struct lh_engine *engine)
 
 static void queue_put(struct lh_engine *engine, uint32_t index)
 {
-    struct lh_gather_queue *queue = engine->gather.queue;
+    struct lh_gather_queue *queue = engine->gather->queue;
     uint32_t room = engine->opts.unit_count;
     pthread_mutex_lock(&queue->mutex);
     LH_ASSERT(queue->count < room);
@@ -364,7 +364,7 @@ static void queue_put(struct lh_engine *engine, uint32_t index)
 /* Hand the next units of the team's list to the caller's thread. */
 static bool list_pump(struct lh_engine *engine)
 {
-    struct lh_gather *gather = &engine->gather;
+    struct lh_gather *gather = engine->gather;
     uint32_t index = lh_team_gather_at(engine->opts.team, gather->place);
     bool moved = index != LH_TEAM_UNIT_NONE;
     for (; index != LH_TEAM_UNIT_NONE;
@@ -383,7 +383,7 @@ static bool gather_pump(struct lh_engine *engine)
     if (team->mate == 0 && team->mate_count > 1)
         lh_team_offers_pass_on(team);
     bool moved = list_pump(engine);
-    if (engine->gather.active_count > 0)
+    if (engine->gather->active_count > 0)
         moved |= offers_pump(engine);
     answers_pump(engine);
     return moved;
@@ -392,12 +392,12 @@ static bool gather_pump(struct lh_engine *engine)
 static void gathered(struct lh_engine *engine, uint32_t index, bool is_complete)
 {
     LH_ASSERT(index < engine->opts.unit_count);
-    LH_ASSERT(engine->gather.units[index].state == LH_GATHER_STATE_RUNNING);
+    LH_ASSERT(engine->gather->units[index].state == LH_GATHER_STATE_RUNNING);
     if (is_complete) {
         finish(engine, index);
         return;
     }
-    engine->gather.is_broken = true;
+    engine->gather->is_broken = true;
     rest_begin(engine, index);
 }
 
@@ -408,7 +408,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
     else if (message->words[0] == LH_MESSAGE_ROUND)
         round_take(engine, message->words[1]);
     else if (message->words[0] == LH_MESSAGE_STANDSTILL)
-        engine->gather.is_still = message->words[1] != 0;
+        engine->gather->is_still = message->words[1] != 0;
     else
         return false;
     return true;
@@ -416,7 +416,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 
 static bool is_idle(const struct lh_engine *engine)
 {
-    return engine->gather.active_count == 0;
+    return engine->gather->active_count == 0;
 }
 
 /*
@@ -427,7 +427,7 @@ static bool is_under_way(const struct lh_engine *engine)
 {
     bool is_any = false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        enum lh_gather_state state = engine->gather.units[i].state;
+        enum lh_gather_state state = engine->gather->units[i].state;
         bool is_moving = state != LH_GATHER_STATE_NONE && state != LH_GATHER_STATE_OFFERED;
         bool is_awaited = engine->units[i].waiter_count > 0;
         if (is_moving || (state == LH_GATHER_STATE_OFFERED && is_awaited))
@@ -435,16 +435,16 @@ static bool is_under_way(const struct lh_engine *engine)
         is_any |= is_awaited;
     }
     bool is_awaited = is_any || atomic_load(&engine->waiting) > 0;
-    if (is_awaited && engine->gather.active_count > 0)
-        atomic_store(&engine->gather.queue->is_in_the_way, true);
+    if (is_awaited && engine->gather->active_count > 0)
+        atomic_store(&engine->gather->queue->is_in_the_way, true);
     return false;
 }
 
 int lh_gather_next(struct lh_engine *engine, uint32_t *unit_out, int timeout_ms)
 {
-    struct lh_gather_queue *queue = engine->gather.queue;
+    LH_ASSERT(engine->gather && timeout_ms >= 0);
+    struct lh_gather_queue *queue = engine->gather->queue;
     struct lh_clock clock = lh_clock_real();
-    LH_ASSERT(queue && timeout_ms >= 0);
     uint64_t until_ns = lh_clock_now_ns(&clock) + (uint64_t)timeout_ms * UINT64_C(1000000);
     struct timespec deadline = {.tv_sec = (time_t)(until_ns / UINT64_C(1000000000)),
                                 .tv_nsec = (long)(until_ns % UINT64_C(1000000000))};
@@ -465,25 +465,24 @@ int lh_gather_next(struct lh_engine *engine, uint32_t *unit_out, int timeout_ms)
 
 void lh_gather_done(struct lh_engine *engine, uint32_t unit, bool is_complete)
 {
-    LH_ASSERT(unit < engine->opts.unit_count && engine->gather.queue);
+    LH_ASSERT(unit < engine->opts.unit_count && engine->gather);
     lh_engine_post(engine, LH_MESSAGE_GATHERED, unit, is_complete, 0);
 }
 
 void lh_gather_round(struct lh_engine *engine, uint64_t round)
 {
-    LH_ASSERT(engine->gather.queue);
+    LH_ASSERT(engine->gather);
     lh_engine_post(engine, LH_MESSAGE_ROUND, round, 0, 0);
 }
 
 void lh_gather_wait(struct lh_engine *engine, bool waits)
 {
-    LH_ASSERT(engine->gather.queue);
+    LH_ASSERT(engine->gather);
     lh_engine_post(engine, LH_MESSAGE_STANDSTILL, waits, 0, 0);
 }
 
 int lh_gather_create(struct lh_engine *engine, struct lh_error *err)
 {
-    struct lh_gather *gather = &engine->gather;
     uint32_t count = engine->opts.unit_count;
     const struct lh_team *team = engine->opts.team;
     LH_ASSERT(engine->dev && team);
@@ -491,6 +490,10 @@ int lh_gather_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -EINVAL,
                             "%u processes of one machine cannot gather units, only %u",
                             team->mate_count + 1, LH_TEAM_GATHERING_COUNT_MAX);
+    struct lh_gather *gather = lh_engine_part_create(engine, sizeof(*gather), err);
+    if (!gather)
+        return -ENOMEM;
+    engine->gather = gather;
     gather->units = lh_alloc_zeroed(engine->alloc, count, sizeof(*gather->units));
     struct lh_gather_queue *queue = lh_alloc_zeroed(engine->alloc, 1, sizeof(*queue));
     gather->queue = queue;
@@ -510,10 +513,10 @@ int lh_gather_create(struct lh_engine *engine, struct lh_error *err)
 
 void lh_gather_stop(struct lh_engine *engine)
 {
-    struct lh_gather_queue *queue = engine->gather.queue;
+    struct lh_gather_queue *queue = engine->gather->queue;
     LH_ASSERT(queue && !engine->has_thread);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (engine->gather.units[i].state == LH_GATHER_STATE_OFFERED)
+        if (engine->gather->units[i].state == LH_GATHER_STATE_OFFERED)
             (void)lh_team_offer_withdraw(engine->opts.team, i);
     }
     pthread_mutex_lock(&queue->mutex);
@@ -524,14 +527,16 @@ void lh_gather_stop(struct lh_engine *engine)
 
 void lh_gather_destroy(struct lh_engine *engine)
 {
-    struct lh_gather_queue *queue = engine->gather.queue;
+    if (!engine->gather)
+        return;
+    struct lh_gather_queue *queue = engine->gather->queue;
     if (queue) {
         pthread_cond_destroy(&queue->changed);
         pthread_mutex_destroy(&queue->mutex);
         lh_free(engine->alloc, queue->units);
     }
     lh_free(engine->alloc, queue);
-    lh_free(engine->alloc, engine->gather.units);
+    lh_free(engine->alloc, engine->gather->units);
 }
 
 const struct lh_feature lh_gather_feature = {

@@ -42,7 +42,7 @@ struct lh_gather_queue {
 };
 
 struct lh_gather {
-    struct lh_gather_unit *units; /* NULL: units are not gathered */
+    struct lh_gather_unit *units;
     struct lh_gather_queue *queue;
     uint32_t active_count; /* units that are not NONE */
     uint64_t place;        /* in the team's list of gathers */

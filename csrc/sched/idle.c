@@ -11,7 +11,7 @@
 
 static bool is_on(const struct lh_engine *engine)
 {
-    return engine->idle.history != NULL;
+    return engine->idle != NULL;
 }
 
 bool lh_idle_is_needed(const struct lh_engine *engine)
@@ -25,7 +25,10 @@ bool lh_idle_is_needed(const struct lh_engine *engine)
 
 int lh_idle_create(struct lh_engine *engine, struct lh_error *err)
 {
-    struct lh_idle *idle = &engine->idle;
+    struct lh_idle *idle = lh_engine_part_create(engine, sizeof(*idle), err);
+    if (!idle)
+        return -ENOMEM;
+    engine->idle = idle;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_engine_unit *desc = &engine->units[i].desc;
         if (desc->family == 0)
@@ -52,8 +55,10 @@ int lh_idle_create(struct lh_engine *engine, struct lh_error *err)
 
 void lh_idle_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->idle.family_steps);
-    lh_free(engine->alloc, engine->idle.history);
+    if (!is_on(engine))
+        return;
+    lh_free(engine->alloc, engine->idle->family_steps);
+    lh_free(engine->alloc, engine->idle->history);
 }
 
 static uint64_t unit_steps(const struct lh_engine *engine, const struct lh_unit *unit)
@@ -66,14 +71,14 @@ void lh_idle_owed_set(struct lh_engine *engine, struct lh_unit *unit, uint32_t o
     uint32_t before = atomic_exchange(&unit->update.idle.owed, owed);
     LH_ASSERT(unit->desc.family > 0 && owed <= LH_IDLE_STEPS_MAX);
     if (before == 0 && owed > 0)
-        atomic_fetch_add(&engine->idle.owing, 1);
+        atomic_fetch_add(&engine->idle->owing, 1);
     if (before > 0 && owed == 0)
-        atomic_fetch_sub(&engine->idle.owing, 1);
+        atomic_fetch_sub(&engine->idle->owing, 1);
 }
 
 int lh_idle_resume(struct lh_engine *engine, struct lh_error *err)
 {
-    uint64_t *steps = engine->idle.family_steps;
+    uint64_t *steps = engine->idle->family_steps;
     LH_ASSERT(is_on(engine));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
@@ -99,7 +104,7 @@ int lh_idle_resume(struct lh_engine *engine, struct lh_error *err)
 
 static struct lh_adam_hyper *history_at(const struct lh_engine *engine, uint64_t step)
 {
-    return engine->idle.history + step % LH_IDLE_STEPS_MAX * engine->opts.group_count;
+    return engine->idle->history + step % LH_IDLE_STEPS_MAX * engine->opts.group_count;
 }
 
 void lh_idle_history_keep(struct lh_engine *engine)
@@ -117,7 +122,7 @@ void lh_idle_want(struct lh_engine *engine, struct lh_unit *unit)
         return;
     LH_ASSERT(unit->desc.family > 0);
     idle->is_wanted = true;
-    engine->idle.wanted_count++;
+    engine->idle->wanted_count++;
 }
 
 /*
@@ -203,8 +208,8 @@ void lh_idle_settled(struct lh_engine *engine, struct lh_unit *unit)
 {
     if (!unit->update.idle.is_due)
         return;
-    LH_ASSERT(unit->update.idle.made == 0 && engine->idle.queued_count > 0);
-    engine->idle.queued_count--;
+    LH_ASSERT(unit->update.idle.made == 0 && engine->idle->queued_count > 0);
+    engine->idle->queued_count--;
     unit->update.idle.made = atomic_load(&unit->update.idle.owed);
     lh_idle_owed_set(engine, unit, 0);
 }
@@ -226,7 +231,7 @@ bool lh_idle_holds(struct lh_engine *engine, const struct lh_ring_message *messa
     LH_ASSERT(atomic_load(&engine->is_reopened));
     if (kind != LH_MESSAGE_GRADIENT && kind != LH_MESSAGE_CLOSE && kind != LH_MESSAGE_ABORT)
         return false;
-    engine->idle.is_drained = true;
+    engine->idle->is_drained = true;
     return true;
 }
 

@@ -63,7 +63,7 @@ struct lh_idle_unit {
 };
 
 struct lh_idle {
-    struct lh_adam_hyper *history; /* those of a step at step % LH_IDLE_STEPS_MAX; NULL: off */
+    struct lh_adam_hyper *history; /* those of a step at step % LH_IDLE_STEPS_MAX */
     uint64_t *family_steps;        /* scratch, indexed by family */
     uint32_t family_count;         /* families are numbered from 1 to it */
     uint32_t wanted_count;

@@ -200,9 +200,9 @@ static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_engine *engine = unit->engine;
-    LH_ASSERT(unit->in_place.moves && engine->in_place.seams);
+    LH_ASSERT(unit->in_place.moves && engine->in_place->seams);
     uint64_t index = unit->in_place.seam_first + offset / engine->opts.transfer_bytes;
-    return engine->in_place.seams + index * LH_IN_PLACE_ALIGN;
+    return engine->in_place->seams + index * LH_IN_PLACE_ALIGN;
 }
 
 /*
@@ -292,51 +292,70 @@ static int jobs_create(struct lh_engine *engine, struct lh_error *err)
         count += is_packed(&engine->opts.in_place.units[i]) ? LH_IN_PLACE_JOB_COUNT : 0;
     if (count == 0)
         return 0;
-    engine->in_place.jobs = lh_alloc_zeroed(engine->alloc, count, sizeof(struct lh_packed_job));
-    if (!engine->in_place.jobs)
+    engine->in_place->jobs = lh_alloc_zeroed(engine->alloc, count, sizeof(struct lh_packed_job));
+    if (!engine->in_place->jobs)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " jobs", count);
     return 0;
 }
 
-int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
+static int all_have_bytes(const struct lh_engine *engine, struct lh_error *err)
 {
-    uint64_t seam_count = 0;
-    uint64_t packed_count = 0;
-    LH_TRY(jobs_create(engine, err));
-    engine->in_place.source = (struct lh_source){
-        .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
-    engine->in_place.packed_source = engine->in_place.source;
-    engine->in_place.packed_source.ops = &packed_source_ops;
-    engine->in_place.kept_source = engine->in_place.source;
-    engine->in_place.kept_source.ops = &lh_kept_source_ops;
-    for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
-        const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
-        LH_TRY(unit_validate(engine, made, err));
-        struct lh_unit *unit = &engine->units[made->unit];
-        unit->in_place.made = made;
-        unit->source = &engine->in_place.source;
-        unit->in_place.moves = unit_moves(made);
-        unit->in_place.seam_first = seam_count;
-        if (unit->in_place.moves)
-            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
-        if (is_packed(made)) {
-            unit->in_place.jobs = engine->in_place.jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
-            unit->source = &engine->in_place.packed_source;
-            unit->in_place.first = lh_engine_is_mate(engine) ? 0 : made->runs[0].offset;
-        }
-        if (is_packed(made) && engine->opts.in_place.kept_bytes > 0 && !lh_engine_is_mate(engine))
-            lh_kept_add(engine, unit);
-    }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->desc.param_extent == LH_ENGINE_EXTENT_NONE && !unit->in_place.made)
             return lh_error_set(err, -EINVAL,
                                 "unit %u has no parameter extent and is not read in place", i);
     }
+    return 0;
+}
+
+void lh_in_place_destroy(struct lh_engine *engine)
+{
+    if (!engine->in_place)
+        return;
+    lh_free(engine->alloc, engine->in_place->seams);
+    lh_free(engine->alloc, engine->in_place->jobs);
+}
+
+int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
+{
+    uint64_t seam_count = 0;
+    uint64_t packed_count = 0;
+    if (engine->opts.in_place.unit_count == 0)
+        return all_have_bytes(engine, err);
+    engine->in_place = lh_engine_part_create(engine, sizeof(*engine->in_place), err);
+    if (!engine->in_place)
+        return -ENOMEM;
+    LH_TRY(jobs_create(engine, err));
+    engine->in_place->source = (struct lh_source){
+        .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};
+    engine->in_place->packed_source = engine->in_place->source;
+    engine->in_place->packed_source.ops = &packed_source_ops;
+    engine->in_place->kept_source = engine->in_place->source;
+    engine->in_place->kept_source.ops = &lh_kept_source_ops;
+    for (uint32_t i = 0; i < engine->opts.in_place.unit_count; i++) {
+        const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
+        LH_TRY(unit_validate(engine, made, err));
+        struct lh_unit *unit = &engine->units[made->unit];
+        unit->in_place.made = made;
+        unit->source = &engine->in_place->source;
+        unit->in_place.moves = unit_moves(made);
+        unit->in_place.seam_first = seam_count;
+        if (unit->in_place.moves)
+            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
+        if (is_packed(made)) {
+            unit->in_place.jobs = engine->in_place->jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
+            unit->source = &engine->in_place->packed_source;
+            unit->in_place.first = lh_engine_is_mate(engine) ? 0 : made->runs[0].offset;
+        }
+        if (is_packed(made) && engine->opts.in_place.kept_bytes > 0 && !lh_engine_is_mate(engine))
+            lh_kept_add(engine, unit);
+    }
+    LH_TRY(all_have_bytes(engine, err));
     if (seam_count == 0)
         return 0;
-    engine->in_place.seams = lh_alloc_zeroed(engine->alloc, seam_count, LH_IN_PLACE_ALIGN);
-    if (!engine->in_place.seams)
+    engine->in_place->seams = lh_alloc_zeroed(engine->alloc, seam_count, LH_IN_PLACE_ALIGN);
+    if (!engine->in_place->seams)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " seams of %u bytes", seam_count,
                             LH_IN_PLACE_ALIGN);
     return 0;

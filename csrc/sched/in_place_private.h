@@ -51,6 +51,7 @@ struct lh_in_place {
 
 /* Validate opts.in_place, and make its units load from their files. */
 int lh_in_place_create(struct lh_engine *engine, struct lh_error *err);
+void lh_in_place_destroy(struct lh_engine *engine);
 
 /* packed.c: see [Note: Packed units] in in_place.h. */
 

@@ -4,7 +4,7 @@
 /* Whether to keep a unit's packed bytes at this load: see [Note: Kept bytes]. */
 static bool is_chosen(struct lh_engine *engine, const struct lh_unit *unit, uint64_t bytes)
 {
-    struct lh_kept *kept = &engine->in_place.kept;
+    struct lh_kept *kept = &engine->in_place->kept;
     uint64_t room = engine->opts.in_place.kept_bytes - kept->taken_bytes;
     if (unit->in_place.load_count == 2) {
         kept->seen_bytes += bytes;
@@ -30,7 +30,7 @@ static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
 static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_in_place_part *part = &unit->in_place;
-    struct lh_kept *kept = &engine->in_place.kept;
+    struct lh_kept *kept = &engine->in_place->kept;
     LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING);
     if (part->kept) {
         lh_packed_decode(engine, unit);
@@ -44,7 +44,7 @@ static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
     }
     bool is_awaited = lh_unit_is_awaited(engine, unit);
     unit->load = (struct lh_transfer){
-        .source = &engine->in_place.packed_source,
+        .source = &engine->in_place->packed_source,
         .done = load_done,
         .kind = LH_IO_KIND_READ,
         .priority = is_awaited ? LH_PRIORITY_DEMAND : LH_PRIORITY_PREFETCH,
@@ -62,7 +62,7 @@ static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 
 uint64_t lh_kept_taken_bytes(const struct lh_engine *engine)
 {
-    return atomic_load(&engine->in_place.kept.taken_bytes);
+    return engine->in_place ? atomic_load(&engine->in_place->kept.taken_bytes) : 0;
 }
 
 const struct lh_source_ops lh_kept_source_ops = {
@@ -71,6 +71,6 @@ const struct lh_source_ops lh_kept_source_ops = {
 void lh_kept_add(struct lh_engine *engine, struct lh_unit *unit)
 {
     LH_ASSERT(engine->opts.in_place.kept_memory && unit->in_place.made->pack_count > 0);
-    engine->in_place.kept.total_bytes += unit->desc.bytes - unit->in_place.first;
-    unit->source = &engine->in_place.kept_source;
+    engine->in_place->kept.total_bytes += unit->desc.bytes - unit->in_place.first;
+    unit->source = &engine->in_place->kept_source;
 }

@@ -14,7 +14,7 @@
 static struct lh_saved *saved_at(struct lh_engine *engine, uint32_t item)
 {
     LH_ASSERT(item < engine->opts.saved.item_max);
-    return &engine->saved.items[item];
+    return &engine->saved->items[item];
 }
 
 static void state_set(struct lh_saved *saved, enum lh_saved_state state)
@@ -25,7 +25,7 @@ static void state_set(struct lh_saved *saved, enum lh_saved_state state)
 
 static uint32_t index_of(const struct lh_saved *saved)
 {
-    return (uint32_t)(saved - saved->engine->saved.items);
+    return (uint32_t)(saved - saved->engine->saved->items);
 }
 
 void lh_saved_push(struct lh_engine *engine, struct lh_saved_queue *queue, uint32_t item)
@@ -92,7 +92,7 @@ uint8_t *lh_saved_memory(const struct lh_saved *saved)
 
 static struct lh_range *range_of(struct lh_saved *saved)
 {
-    struct lh_saved_area *area = &saved->engine->saved;
+    struct lh_saved_area *area = saved->engine->saved;
     return saved->stays ? &area->staying : &area->transit;
 }
 
@@ -120,7 +120,7 @@ static void bytes_count(const struct lh_saved *saved, enum lh_engine_link link, 
 
 static void gone(struct lh_saved *saved)
 {
-    struct lh_saved_area *area = &saved->engine->saved;
+    struct lh_saved_area *area = saved->engine->saved;
     LH_ASSERT(saved->is_dropped);
     memory_give(saved);
     if (saved->ssd_offset != LH_RANGE_NONE)
@@ -140,7 +140,7 @@ static void here(struct lh_saved *saved)
 static void taken(struct lh_saved *saved)
 {
     atomic_store(&saved->is_taken, true);
-    uint64_t before = atomic_fetch_sub(&saved->engine->saved.put_bytes, saved->bytes);
+    uint64_t before = atomic_fetch_sub(&saved->engine->saved->put_bytes, saved->bytes);
     LH_ASSERT(before >= saved->bytes);
     lh_core_notify(saved->engine);
 }
@@ -152,7 +152,7 @@ static void arrive(struct lh_saved *saved)
     LH_ASSERT(saved->offset != LH_RANGE_NONE && !saved->is_arriving);
     saved->is_arriving = true;
     if (engine->dev)
-        lh_saved_push(engine, &engine->saved.arrivals, index_of(saved));
+        lh_saved_push(engine, &engine->saved->arrivals, index_of(saved));
     else
         here(saved);
 }
@@ -196,7 +196,7 @@ static void transfer_start(struct lh_saved *saved, enum lh_io_kind kind)
     state_set(saved, is_read ? LH_SAVED_STATE_READING : LH_SAVED_STATE_WRITING);
     bytes_count(saved, link, moved_bytes(saved));
     saved->transfer = (struct lh_transfer){
-        .source = &engine->saved.source,
+        .source = &engine->saved->source,
         .done = transferred,
         .kind = kind,
         .priority = saved->is_awaited ? LH_PRIORITY_DEMAND : LH_PRIORITY_PREFETCH,
@@ -250,8 +250,8 @@ static void saved_run(struct lh_exec_job *job)
 static void saved_summed(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_saved *saved = job->exec.context;
-    LH_ASSERT(engine->saved.job_count > 0 && saved->state == LH_SAVED_STATE_SUMMING);
-    engine->saved.job_count--;
+    LH_ASSERT(engine->saved->job_count > 0 && saved->state == LH_SAVED_STATE_SUMMING);
+    engine->saved->job_count--;
     lh_core_trace_add(engine, (struct lh_engine_trace_event){
                                   .kind = LH_ENGINE_TRACE_SAVED_SUM,
                                   .unit = LH_CHUNK_NONE,
@@ -284,7 +284,7 @@ static void copied_out(struct lh_engine *engine, struct lh_copy *copy)
         return;
     }
     state_set(saved, LH_SAVED_STATE_SUMMING);
-    lh_saved_push(engine, &engine->saved.ready, copy->item);
+    lh_saved_push(engine, &engine->saved->ready, copy->item);
 }
 
 static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
@@ -317,7 +317,7 @@ static void copy_start(struct lh_engine *engine, struct lh_saved *saved,
 /* Start the oldest put. Returns false if it has to wait for room, or if no put is queued. */
 static bool put_start(struct lh_engine *engine)
 {
-    struct lh_saved_area *area = &engine->saved;
+    struct lh_saved_area *area = engine->saved;
     if (area->puts.first == LH_SAVED_NONE ||
         (engine->dev && !lh_copy_is_free(engine, LH_COPY_USER_SAVED_OUT)))
         return false;
@@ -359,14 +359,14 @@ static bool room_take_back(struct lh_engine *engine)
     last->is_arriving = false;
     memory_give(last);
     state_set(last, LH_SAVED_STATE_AWAY);
-    lh_saved_push(engine, &engine->saved.wants, index_of(last));
+    lh_saved_push(engine, &engine->saved->wants, index_of(last));
     return true;
 }
 
 /* Start the oldest fetch. Returns false if it has to wait for room, or if no fetch is queued. */
 static bool want_start(struct lh_engine *engine)
 {
-    struct lh_saved_area *area = &engine->saved;
+    struct lh_saved_area *area = engine->saved;
     if (area->wants.first == LH_SAVED_NONE)
         return false;
     struct lh_saved *saved = saved_at(engine, area->wants.first);
@@ -381,7 +381,7 @@ static bool want_start(struct lh_engine *engine)
 
 static bool pump_before(struct lh_engine *engine)
 {
-    struct lh_saved_area *area = &engine->saved;
+    struct lh_saved_area *area = engine->saved;
     bool moved = false;
     while (area->arrivals.first != LH_SAVED_NONE &&
            lh_copy_is_free(engine, LH_COPY_USER_SAVED_IN)) {
@@ -411,12 +411,12 @@ static void asked(struct lh_engine *engine, uint32_t item)
     struct lh_saved *saved = saved_at(engine, item);
     saved->step = engine->plan_step;
     state_set(saved, LH_SAVED_STATE_QUEUED);
-    lh_saved_push(engine, &engine->saved.puts, item);
+    lh_saved_push(engine, &engine->saved->puts, item);
 }
 
 static void wanted(struct lh_engine *engine, uint32_t item, bool is_awaited)
 {
-    struct lh_saved_area *area = &engine->saved;
+    struct lh_saved_area *area = engine->saved;
     struct lh_saved *saved = saved_at(engine, item);
     if (!saved->is_wanted) {
         saved->is_wanted = true;
@@ -444,13 +444,13 @@ static void dropped(struct lh_engine *engine, uint32_t item)
         return;
     }
     /* A tensor that is AWAY may be queued in `wants` for room in memory. */
-    (void)queue_remove(engine, &engine->saved.wants, item);
+    (void)queue_remove(engine, &engine->saved->wants, item);
     gone(saved);
 }
 
 static bool is_anybody_stuck(const struct lh_engine *engine)
 {
-    const struct lh_saved_area *area = &engine->saved;
+    const struct lh_saved_area *area = engine->saved;
     uint32_t wanted = area->wants.first;
     /* A tensor that is only prefetched may wait until a thread waits for it. */
     return area->puts.first != LH_SAVED_NONE ||
@@ -459,7 +459,7 @@ static bool is_anybody_stuck(const struct lh_engine *engine)
 
 static void stuck_set(const struct lh_engine *engine, struct lh_error *err)
 {
-    const struct lh_saved_area *area = &engine->saved;
+    const struct lh_saved_area *area = engine->saved;
     bool is_put = area->puts.first != LH_SAVED_NONE;
     const struct lh_saved *saved = &area->items[is_put ? area->puts.first : area->wants.first];
     lh_error_set(err, -ENOSPC,
@@ -475,7 +475,7 @@ static void stuck_set(const struct lh_engine *engine, struct lh_error *err)
 
 static int items_create(struct lh_engine *engine, struct lh_error *err)
 {
-    struct lh_saved_area *area = &engine->saved;
+    struct lh_saved_area *area = engine->saved;
     uint32_t count = engine->opts.saved.item_max;
     area->items = lh_alloc_zeroed(engine->alloc, count, sizeof(*area->items));
     if (!area->items)
@@ -494,11 +494,12 @@ static int items_create(struct lh_engine *engine, struct lh_error *err)
 int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_saved_opts *opts = &engine->opts.saved;
-    struct lh_saved_area *area = &engine->saved;
     const struct lh_saved_queue empty = {LH_SAVED_NONE, LH_SAVED_NONE};
+    struct lh_saved_area *area = lh_engine_part_create(engine, sizeof(*area), err);
+    if (!area)
+        return -ENOMEM;
+    engine->saved = area;
     area->puts = area->ready = area->wants = area->arrivals = area->free = empty;
-    if (opts->memory_bytes == 0)
-        return 0;
     area->source = (struct lh_source){
         .ops = &lh_transfer_store_ops, .store = opts->store, .file_first = opts->file_first};
     if (opts->item_max == 0 || opts->transit_bytes > opts->memory_bytes ||
@@ -524,7 +525,9 @@ int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
 
 void lh_saved_destroy(struct lh_engine *engine)
 {
-    struct lh_saved_area *area = &engine->saved;
+    struct lh_saved_area *area = engine->saved;
+    if (!area)
+        return;
     struct lh_range *const ranges[] = {&area->transit, &area->staying, &area->ssd};
     for (uint32_t i = 0; engine->dev && area->items && i < engine->opts.saved.item_max; i++) {
         engine->dev->ops->fence_destroy(engine->dev, area->items[i].computed);

@@ -4,13 +4,13 @@
 static struct lh_saved *saved_at(const struct lh_engine *engine, uint32_t item)
 {
     LH_ASSERT(item < engine->opts.saved.item_max);
-    return &engine->saved.items[item];
+    return &engine->saved->items[item];
 }
 
 int lh_saved_put(struct lh_engine *engine, const void *pointer, uint64_t bytes,
                  enum lh_saved_tier tier, uint32_t *item_out)
 {
-    struct lh_saved_area *area = &engine->saved;
+    struct lh_saved_area *area = engine->saved;
     const struct lh_saved_opts *opts = &engine->opts.saved;
     uint64_t room = opts->store ? opts->transit_bytes : opts->memory_bytes;
     *item_out = LH_SAVED_NONE;
@@ -55,7 +55,7 @@ bool lh_saved_is_taken(const struct lh_engine *engine, uint32_t item)
 
 static bool has_room(struct lh_engine *engine, uint64_t bytes_max)
 {
-    return atomic_load(&engine->saved.put_bytes) <= bytes_max;
+    return atomic_load(&engine->saved->put_bytes) <= bytes_max;
 }
 
 int lh_saved_room_wait(struct lh_engine *engine, uint64_t bytes_max, int timeout_ms)

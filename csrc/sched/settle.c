@@ -60,7 +60,7 @@ static void settle(struct lh_engine *engine, uint32_t index)
     unit->update.idle.is_due = true;
     unit->update.gradient_count = unit->desc.param_count;
     engine->updates.gradient_unit_count++;
-    engine->idle.queued_count++;
+    engine->idle->queued_count++;
     lh_update_plan_settled(engine, unit);
     lh_defer_release(unit);
     lh_update_consider(engine, index);
@@ -80,8 +80,8 @@ static void partial_fail(struct lh_engine *engine, const struct lh_unit *unit)
 /* Whether each family has a gradient in the step, as 1 or 0. */
 static const uint64_t *families_used(struct lh_engine *engine)
 {
-    uint64_t *used = engine->idle.family_steps;
-    memset(used, 0, ((uint64_t)engine->idle.family_count + 1) * sizeof(*used));
+    uint64_t *used = engine->idle->family_steps;
+    memset(used, 0, ((uint64_t)engine->idle->family_count + 1) * sizeof(*used));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->update.gradient_count > 0)
@@ -92,7 +92,7 @@ static const uint64_t *families_used(struct lh_engine *engine)
 
 static void step_closed(struct lh_engine *engine)
 {
-    struct lh_idle *idle = &engine->idle;
+    struct lh_idle *idle = engine->idle;
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     lh_idle_history_keep(engine);
     idle->is_drained = false;
@@ -118,7 +118,7 @@ static void step_closed(struct lh_engine *engine)
 
 static bool is_awaited(const struct lh_engine *engine)
 {
-    bool is_any = engine->idle.settles_all;
+    bool is_any = engine->idle->settles_all;
     LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN);
     for (uint32_t i = 0; !is_any && i < engine->opts.unit_count; i++)
         is_any = engine->units[i].update.idle.is_wanted && engine->units[i].waiter_count > 0;
@@ -138,7 +138,7 @@ static bool reopen(struct lh_engine *engine)
         lh_core_fail(engine, &err);
         return false;
     }
-    engine->idle.is_drained = false;
+    engine->idle->is_drained = false;
     lh_step_reopen(engine);
     return true;
 }
@@ -146,7 +146,7 @@ static bool reopen(struct lh_engine *engine)
 /* Settle the units for which threads wait, and of the other wanted ones a few at a time. */
 static bool wanted_settle(struct lh_engine *engine)
 {
-    struct lh_idle *idle = &engine->idle;
+    struct lh_idle *idle = engine->idle;
     bool moved = false;
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     for (int pass = 0; pass < 2; pass++) {
@@ -169,7 +169,7 @@ static bool wanted_settle(struct lh_engine *engine)
 /* Settle all units, a few at a time. Returns whether another one was queued, or all are settled. */
 static bool all_settle(struct lh_engine *engine)
 {
-    struct lh_idle *idle = &engine->idle;
+    struct lh_idle *idle = engine->idle;
     bool moved = false;
     while (idle->queued_count < SETTLE_AHEAD && idle->settle_next < engine->opts.unit_count) {
         struct lh_unit *unit = &engine->units[idle->settle_next++];
@@ -191,7 +191,7 @@ static bool all_settle(struct lh_engine *engine)
 
 static bool pump_before(struct lh_engine *engine)
 {
-    struct lh_idle *idle = &engine->idle;
+    struct lh_idle *idle = engine->idle;
     bool moved = false;
     if (idle->wanted_count == 0 && !idle->settles_all)
         return false;
@@ -227,12 +227,12 @@ static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     if (message->words[0] == LH_MESSAGE_SETTLE) {
-        engine->idle.settles_all = true;
-        engine->idle.settle_next = 0;
+        engine->idle->settles_all = true;
+        engine->idle->settle_next = 0;
         return true;
     }
     if (message->words[0] == LH_MESSAGE_DRAIN)
-        engine->idle.is_drained = true;
+        engine->idle->is_drained = true;
     return false; /* other features wait for the drain, too */
 }
 
@@ -251,7 +251,7 @@ static void chunk_job(struct lh_engine *engine, const struct lh_chunk *chunk,
 
 static bool step_may_end(const struct lh_engine *engine)
 {
-    const struct lh_idle *idle = &engine->idle;
+    const struct lh_idle *idle = engine->idle;
     return (idle->is_drained || engine->flush_is_asked) && idle->wanted_count == 0 &&
            !idle->settles_all;
 }
@@ -272,7 +272,7 @@ int lh_settle_all(struct lh_engine *engine, int timeout_ms)
         lh_request_join(engine, LH_REQUEST_SETTLE);
     } else if (lh_request_is_current(engine, LH_REQUEST_SETTLE)) {
         return lh_request_wait(engine, LH_REQUEST_SETTLE, timeout_ms);
-    } else if (atomic_load(&engine->idle.owing) == 0 &&
+    } else if ((!engine->idle || atomic_load(&engine->idle->owing) == 0) &&
                !lh_request_is_pending(&engine->requests[LH_REQUEST_CLOSE])) {
         return 1; /* a step whose close the engine has not handled may be owed */
     } else {

@@ -39,18 +39,18 @@ struct lh_sum_piece {
 int lh_sum_post(struct lh_engine *engine, uint32_t param, const void *gradient, enum lh_dtype dtype,
                 float *sum, bool is_first)
 {
-    LH_ASSERT(param < engine->param_count && engine->sums.params && engine->dev);
+    LH_ASSERT(param < engine->param_count && engine->sums && engine->dev);
     LH_ASSERT(dtype <= LH_DTYPE_F16 && !atomic_load(&engine->gradients[param].is_held));
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    struct lh_sum_param *item = &engine->sums.params[param];
+    struct lh_sum_param *item = &engine->sums->params[param];
     item->gradient = gradient;
     item->sum = sum;
     item->dtype = dtype;
     item->is_first = is_first;
     atomic_store(&engine->gradients[param].is_held, true);
     lh_stream_record(engine, engine->gradients[param].is_computed);
-    atomic_fetch_add(&engine->sums.posted, 1);
+    atomic_fetch_add(&engine->sums->posted, 1);
     lh_engine_post(engine, LH_MESSAGE_SUM, param, 0, 0);
     return 0;
 }
@@ -58,7 +58,8 @@ int lh_sum_post(struct lh_engine *engine, uint32_t param, const void *gradient, 
 static bool are_finished(struct lh_engine *engine, uint64_t argument)
 {
     (void)argument;
-    return atomic_load(&engine->sums.finished) == atomic_load(&engine->sums.posted);
+    const struct lh_sums *sums = engine->sums;
+    return !sums || atomic_load(&sums->finished) == atomic_load(&sums->posted);
 }
 
 int lh_sum_wait(struct lh_engine *engine, int timeout_ms)
@@ -79,14 +80,14 @@ int lh_sum_release_wait(struct lh_engine *engine, uint64_t param, int timeout_ms
 
 static uint64_t gradient_bytes(const struct lh_engine *engine, uint32_t param)
 {
-    return engine->params[param].count * lh_dtype_bytes(engine->sums.params[param].dtype);
+    return engine->params[param].count * lh_dtype_bytes(engine->sums->params[param].dtype);
 }
 
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     if (message->words[0] != LH_MESSAGE_SUM)
         return false;
-    struct lh_sums *sums = &engine->sums;
+    struct lh_sums *sums = engine->sums;
     uint32_t param = (uint32_t)message->words[1];
     LH_ASSERT(param < engine->param_count && sums->end - sums->first < engine->param_count);
     LH_ASSERT(sums->params[param].copies == 0);
@@ -98,8 +99,8 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 static void piece_free(struct lh_engine *engine, struct lh_sum_piece *piece)
 {
     LH_ASSERT(piece->block && piece->next_free == NULL);
-    piece->next_free = engine->sums.free;
-    engine->sums.free = piece;
+    piece->next_free = engine->sums->free;
+    engine->sums->free = piece;
 }
 
 static void piece_add(struct lh_exec_job *exec)
@@ -115,21 +116,21 @@ static void piece_add(struct lh_exec_job *exec)
 static void piece_added(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_sum_piece *piece = (struct lh_sum_piece *)(void *)job;
-    struct lh_sum_param *item = &engine->sums.params[piece->param];
+    struct lh_sum_param *item = &engine->sums->params[piece->param];
     LH_ASSERT(item->jobs > 0);
     item->jobs--;
     piece_free(engine, piece);
     if (item->jobs > 0 || item->copies > 0 || item->issued < engine->params[piece->param].count)
         return;
-    atomic_fetch_add(&engine->sums.finished, 1);
+    atomic_fetch_add(&engine->sums->finished, 1);
     lh_core_notify(engine);
 }
 
 static void piece_copied(struct lh_engine *engine, struct lh_copy *copy)
 {
-    struct lh_sum_piece *piece = &engine->sums.pieces[copy->item];
-    struct lh_sum_param *item = &engine->sums.params[copy->param];
-    LH_ASSERT(copy->item < engine->sums.piece_count && piece->param == copy->param);
+    struct lh_sum_piece *piece = &engine->sums->pieces[copy->item];
+    struct lh_sum_param *item = &engine->sums->params[copy->param];
+    LH_ASSERT(copy->item < engine->sums->piece_count && piece->param == copy->param);
     LH_ASSERT(item->copies > 0);
     item->jobs++;
     lh_job_submit(engine, &piece->job);
@@ -143,7 +144,7 @@ static void piece_copied(struct lh_engine *engine, struct lh_copy *copy)
 /* Copy the next piece of param's gradient. Returns false if that is not possible now. */
 static bool piece_copy(struct lh_engine *engine, uint32_t param)
 {
-    struct lh_sums *sums = &engine->sums;
+    struct lh_sums *sums = engine->sums;
     struct lh_sum_param *item = &sums->params[param];
     struct lh_sum_piece *piece = sums->free;
     /* The end of the earlier gradient, which must come first, depends on `issued`. */
@@ -190,7 +191,7 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
 
 static bool pump_before(struct lh_engine *engine)
 {
-    struct lh_sums *sums = &engine->sums;
+    struct lh_sums *sums = engine->sums;
     bool moved = false;
     while (sums->first < sums->end && engine->step_state == LH_STEP_STATE_OPEN &&
            !atomic_load(&engine->failed)) {
@@ -211,13 +212,13 @@ static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)unit; /* the first unit of a step takes the bytes of all */
     lh_core_stats(engine, engine->step)->planned_bytes[LH_ENGINE_LINK_COPY_OUT] +=
-        engine->sums.moved_bytes;
-    engine->sums.moved_bytes = 0;
+        engine->sums->moved_bytes;
+    engine->sums->moved_bytes = 0;
 }
 
 static void step_forgotten(struct lh_engine *engine)
 {
-    struct lh_sums *sums = &engine->sums;
+    struct lh_sums *sums = engine->sums;
     for (uint32_t i = 0; i < engine->param_count; i++)
         LH_ASSERT(sums->params[i].copies == 0 && sums->params[i].jobs == 0);
     sums->first = 0;
@@ -229,12 +230,15 @@ static void step_forgotten(struct lh_engine *engine)
 
 int lh_sum_create(struct lh_engine *engine, struct lh_error *err)
 {
-    struct lh_sums *sums = &engine->sums;
     const struct lh_engine_opts *opts = &engine->opts;
     if (opts->sum_bytes < LH_BLOCK_BYTES || !opts->dev)
         return lh_error_set(err, -EINVAL,
                             "sum_bytes %" PRIu64 " must be at least %" PRIu64 ", with a device",
                             opts->sum_bytes, LH_BLOCK_BYTES);
+    struct lh_sums *sums = lh_engine_part_create(engine, sizeof(*sums), err);
+    if (!sums)
+        return -ENOMEM;
+    engine->sums = sums;
     /* Two pieces at least, so that one is copied while the other is added. */
     sums->piece_bytes =
         lh_min_u64(PIECE_BYTES_MAX, lh_align_up(opts->sum_bytes / 2, LH_BLOCK_BYTES));
@@ -259,9 +263,11 @@ int lh_sum_create(struct lh_engine *engine, struct lh_error *err)
 
 void lh_sum_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->sums.params);
-    lh_free(engine->alloc, engine->sums.queue);
-    lh_free(engine->alloc, engine->sums.pieces);
+    if (!engine->sums)
+        return;
+    lh_free(engine->alloc, engine->sums->params);
+    lh_free(engine->alloc, engine->sums->queue);
+    lh_free(engine->alloc, engine->sums->pieces);
 }
 
 const struct lh_feature lh_sum_feature = {

@@ -404,7 +404,7 @@ static enum lh_sim_look sums(struct lh_sim_train *train)
 {
     struct lh_engine *engine = train->opts.engine;
     const struct lh_sim_model *model = train->opts.model;
-    bool is_finished = atomic_load(&engine->sums.finished) == atomic_load(&engine->sums.posted);
+    bool is_finished = atomic_load(&engine->sums->finished) == atomic_load(&engine->sums->posted);
     if (!is_finished && lh_engine_error(engine, NULL) == 0)
         return LH_SIM_LOOK_WAIT;
     for (uint32_t i = 0; i < model->param_count; i++) {

@@ -76,7 +76,7 @@ enum lh_sim_look lh_sim_train_saved_wait(struct lh_sim_train *train)
 {
     struct lh_engine *engine = train->opts.engine;
     uint32_t item = train->saved_items[part_of(train)->saved_first + train->saved_back - 1];
-    uint32_t presence = atomic_load(&engine->saved.items[item].presence);
+    uint32_t presence = atomic_load(&engine->saved->items[item].presence);
     if (!lh_sim_train_is_worth_asking(train, presence != LH_SAVED_PRESENCE_NONE))
         return LH_SIM_LOOK_WAIT;
     int rc = lh_saved_wait(engine, item, 0);
@@ -93,7 +93,7 @@ enum lh_sim_look lh_sim_train_saved_wait(struct lh_sim_train *train)
 enum lh_sim_look lh_sim_train_saved_taken(struct lh_sim_train *train)
 {
     uint64_t out_bytes = saved_out_bytes(train);
-    uint64_t put_bytes = atomic_load(&train->opts.engine->saved.put_bytes);
+    uint64_t put_bytes = atomic_load(&train->opts.engine->saved->put_bytes);
     if (!lh_sim_train_is_worth_asking(train, put_bytes <= out_bytes))
         return LH_SIM_LOOK_WAIT;
     int rc = lh_saved_room_wait(train->opts.engine, out_bytes, 0);

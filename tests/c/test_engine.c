@@ -8,6 +8,7 @@
 #include "engine_fixture.h"
 #include "lh_test.h"
 #include "rig_wait.h"
+#include "sched/engine_private.h"
 
 #define FAULT_STEP_COUNT 3
 #define SYNC_COUNT 4 /* the syncs of a commit in one directory */
@@ -31,6 +32,25 @@ static void test_equal(const char *what, struct rig_opts opts, int step_count)
     LH_CHECK(!has_room || (stats.deferred_units > 0 && stats.deferred_units < RIG_UNIT_COUNT - 1));
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++)
         LH_CHECK(lh_engine_param_step(rig.engine, i) == rig.param_steps[i]);
+    rig_finish(&rig);
+}
+
+/* Nothing of the features that the options do not ask for is there, and questions to them work. */
+static void test_plain(void)
+{
+    struct rig rig;
+    lh_test_name("an engine without features has no state of them, and answers for them");
+    rig_make(&rig, "plain", (struct rig_opts){.commit_every = 1});
+    const struct lh_engine *engine = rig.engine;
+    LH_CHECK(engine->features.count == 0 && !engine->idle && !engine->in_place && !engine->saved);
+    LH_CHECK(!engine->sums && !engine->gather);
+    LH_CHECK(lh_settle_all(rig.engine, 1000) == 1 && lh_idle_owed(rig.engine, 0) == 0);
+    LH_CHECK(!lh_engine_is_reopened(rig.engine) && lh_kept_taken_bytes(rig.engine) == 0);
+    LH_CHECK(lh_sum_wait(rig.engine, 1000) == 1);
+    uint32_t item = 0;
+    LH_CHECK(lh_saved_put(rig.engine, &rig, 1, LH_SAVED_TIER_MEMORY, &item) == -E2BIG);
+    lh_given_never(rig.engine); /* no unit is given */
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     rig_finish(&rig);
 }
 
@@ -526,6 +546,7 @@ int main(void)
                (struct rig_opts){.large = true, .least_memory = true, .commit_every = 1}, 3);
     test_stop(true);
     test_stop(false);
+    test_plain();
     test_between_commits();
     test_abort();
     test_abort_unrecoverable();

@@ -112,7 +112,7 @@ static void test_kept_short(void)
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     LH_CHECK(rig_flush(&rig, true) == 0);
     LH_CHECK(atomic_load(&unit->shared.load_count) > 4 && !unit->in_place.kept);
-    LH_CHECK(rig.engine->in_place.kept.taken_bytes == 0);
+    LH_CHECK(rig.engine->in_place->kept.taken_bytes == 0);
     rig_unmake(&rig);
 }
 

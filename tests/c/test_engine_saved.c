@@ -151,7 +151,7 @@ static void fetch(struct saved_test *test, uint32_t i)
 
 static void all_free_check(struct saved_test *test)
 {
-    const struct lh_saved_area *area = &test->rig.engine->saved;
+    const struct lh_saved_area *area = test->rig.engine->saved;
     LH_CHECK(area->transit.free_bytes == area->transit.total_bytes);
     LH_CHECK(area->staying.free_bytes == area->staying.total_bytes);
     LH_CHECK(area->ssd.free_bytes == area->ssd.total_bytes);

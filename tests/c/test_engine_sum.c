@@ -121,7 +121,7 @@ static void watch(struct rig *rig)
 {
     uint32_t *copies_max = rig->watch_context;
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
-        uint32_t copies = rig->engine->sums.params[i].copies;
+        uint32_t copies = rig->engine->sums->params[i].copies;
         *copies_max = copies > *copies_max ? copies : *copies_max;
         LH_CHECK(copies == 0 || !lh_engine_gradient_is_consumed(rig->engine, i));
     }
@@ -162,11 +162,11 @@ static void test_order(void)
     rig->holds.jobs = true;
     give(&sums, 0, &seed);
     released_wait(&sums, 0); /* the copies are over, and nothing is added yet */
-    LH_CHECK(rig->engine->sums.params[0].jobs > 0);
+    LH_CHECK(rig->engine->sums->params[0].jobs > 0);
     give(&sums, 0, &seed);
     rig_settle(rig);
     LH_CHECK(!lh_engine_gradient_is_consumed(rig->engine, 0));
-    LH_CHECK(rig->engine->sums.params[0].copies == 0);
+    LH_CHECK(rig->engine->sums->params[0].copies == 0);
     LH_CHECK(lh_sum_wait(rig->engine, 0) == 0);
     rig->holds.jobs = false;
     finished_wait(&sums);
