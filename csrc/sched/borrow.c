@@ -28,7 +28,7 @@ static bool pin(struct lh_engine *engine, struct lh_unit *unit)
 
 static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
-    struct lh_borrow *borrow = &engine->borrow;
+    struct lh_borrow *borrow = engine->borrow;
     LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING);
     LH_ASSERT(borrow->waiting_count < engine->opts.unit_count);
     unit->load.priority = LH_PRIORITY_DEMAND;
@@ -75,7 +75,7 @@ static bool is_any_awaited(const struct lh_engine *engine)
  */
 static bool waiting_pump(struct lh_engine *engine)
 {
-    struct lh_borrow *borrow = &engine->borrow;
+    struct lh_borrow *borrow = engine->borrow;
     struct lh_team *team = engine->opts.team;
     bool is_short = lh_team_needs_room(team);
     LH_ASSERT(team->mate > 0 && borrow->waiting_count <= engine->opts.unit_count);
@@ -100,7 +100,7 @@ static bool waiting_pump(struct lh_engine *engine)
 
 static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
 {
-    struct lh_borrow *borrow = &engine->borrow;
+    struct lh_borrow *borrow = engine->borrow;
     uint32_t index = (uint32_t)(unit - engine->units);
     uint32_t left = 0;
     for (uint32_t i = 0; i < borrow->waiting_count; i++) {
@@ -130,13 +130,13 @@ void lh_borrow_give_back(struct lh_engine *engine)
         if (unit->state == LH_UNIT_STATE_READY)
             lh_unit_forget(engine, i);
     }
-    LH_ASSERT(engine->borrow.waiting_count == 0);
+    LH_ASSERT(engine->borrow->waiting_count == 0);
     lh_region_discard(engine);
 }
 
 static void use_begun(struct lh_engine *engine, uint32_t unit)
 {
-    struct lh_borrow *borrow = &engine->borrow;
+    struct lh_borrow *borrow = engine->borrow;
     (void)unit;
     borrow->use_count = engine->recording.count == 0 ? 1 : borrow->use_count + 1;
     lh_team_uses_set(engine->opts.team, borrow->use_count);
@@ -144,7 +144,7 @@ static void use_begun(struct lh_engine *engine, uint32_t unit)
 
 static bool is_busy(const struct lh_engine *engine)
 {
-    return engine->borrow.waiting_count > 0;
+    return engine->borrow->waiting_count > 0;
 }
 
 static const struct lh_source_ops source_ops = {.load = load, .evicted = evicted, .advice = ""};
@@ -159,11 +159,12 @@ const struct lh_feature lh_borrow_feature = {
 
 int lh_borrow_create(struct lh_engine *engine, struct lh_error *err)
 {
-    struct lh_borrow *borrow = &engine->borrow;
     uint32_t count = engine->opts.unit_count;
     if (engine->opts.team->unit_count != count)
         return lh_error_set(err, -EINVAL, "the team has %u units, not %u",
                             engine->opts.team->unit_count, count);
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, borrow, err));
+    struct lh_borrow *borrow = engine->borrow;
     borrow->source = (struct lh_source){.ops = &source_ops, .is_of_units = true};
     borrow->waiting = lh_alloc_zeroed(engine->alloc, count, sizeof(*borrow->waiting));
     if (!borrow->waiting)
@@ -176,7 +177,7 @@ int lh_borrow_create(struct lh_engine *engine, struct lh_error *err)
 void lh_borrow_stop(struct lh_engine *engine)
 {
     struct lh_team *team = engine->opts.team;
-    LH_ASSERT(lh_engine_is_mate(engine) && engine->borrow.waiting);
+    LH_ASSERT(lh_engine_is_mate(engine) && engine->borrow);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, i);
         if (unit->state == LH_UNIT_STATE_READY)
@@ -188,10 +189,12 @@ void lh_borrow_stop(struct lh_engine *engine)
 
 void lh_borrow_destroy(struct lh_engine *engine)
 {
-    for (uint32_t i = 0; engine->borrow.waiting && i < engine->opts.unit_count; i++) {
+    if (!engine->borrow)
+        return;
+    for (uint32_t i = 0; engine->borrow->waiting && i < engine->opts.unit_count; i++) {
         if (engine->units[i].state == LH_UNIT_STATE_READY)
             lh_team_unpin(engine->opts.team, i);
         lh_team_unwant(engine->opts.team, i);
     }
-    lh_free(engine->alloc, engine->borrow.waiting);
+    lh_free(engine->alloc, engine->borrow->waiting);
 }

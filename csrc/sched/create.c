@@ -227,8 +227,10 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     } else if (lh_engine_is_mate(engine)) {
         feature_add(engine, &lh_borrow_feature);
     }
-    if (engine->copies_units)
+    if (engine->copies_units) {
+        LH_TRY(LH_ENGINE_PART_CREATE(engine, reading, err));
         feature_add(engine, &lh_reading_feature);
+    }
     if (lh_given_is_any(engine))
         feature_add(engine, &lh_given_feature);
     if (lh_gather_is_on(&engine->opts)) {
@@ -364,6 +366,12 @@ static void tables_destroy(struct lh_engine *engine)
         engine->sums,
         engine->gather,
         engine->idle,
+        engine->device,
+        engine->reading,
+        engine->tail,
+        engine->mates,
+        engine->borrow,
+        engine->landing,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

@@ -62,7 +62,7 @@ static void copy_arrived(struct lh_engine *engine, struct lh_unit *unit)
  */
 static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint64_t bytes)
 {
-    for (uint32_t i = 0; engine->device.leaving_count > 0 && i < engine->opts.unit_count; i++) {
+    for (uint32_t i = 0; engine->device->leaving_count > 0 && i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->copy.state == LH_COPY_STATE_LEAVING && unit->copy.offset < offset + bytes &&
             offset < unit->copy.offset + unit->desc.place_bytes)
@@ -79,7 +79,7 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
         return false;
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_stale(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->update.chunks_computed > 0 &&
-                     engine->device.loading_unit == LH_UNIT_NONE;
+                     engine->device->loading_unit == LH_UNIT_NONE;
     if (is_coming)
         is_coming = LH_FEATURE_ALL(engine, copy_may_precede_update, unit);
     return (is_here || is_coming) && unit->copy.use_count >= op->uses_before &&
@@ -89,17 +89,17 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
 /* The time that allocating a unit's place takes with LH_ENGINE_DEVICE_NO_REUSE; otherwise 0. */
 static uint64_t alloc_ns(const struct lh_engine *engine, uint64_t bytes)
 {
-    uint64_t rate = atomic_load(&engine->device.alloc_bytes_per_s);
-    if ((atomic_load(&engine->device.policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0 || rate == 0)
+    uint64_t rate = atomic_load(&engine->device->alloc_bytes_per_s);
+    if ((atomic_load(&engine->device->policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0 || rate == 0)
         return 0;
     return (uint64_t)((unsigned __int128)bytes * UINT64_C(1000000000) / rate);
 }
 
 void lh_device_part_end(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->copy.part_count > 0 && engine->device.loads_in_flight > 0);
+    LH_ASSERT(unit->copy.part_count > 0 && engine->device->loads_in_flight > 0);
     LH_ASSERT(unit->copy.is_copying);
-    engine->device.loads_in_flight--;
+    engine->device->loads_in_flight--;
     unit->copy.part_count--;
 }
 
@@ -115,7 +115,7 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
     lh_device_part_end(engine, unit);
-    if (unit->copy.part_count > 0 || engine->device.loading_unit == copy->unit)
+    if (unit->copy.part_count > 0 || engine->device->loading_unit == copy->unit)
         return;
     unit->copy.is_copying = false;
     if (!engine->dev->ops->is_ordered)
@@ -143,7 +143,7 @@ bool lh_device_part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_
     };
     if (!lh_copy_submit(engine, copy))
         return false;
-    engine->device.loads_in_flight++;
+    engine->device->loads_in_flight++;
     unit->copy.part_count++;
     return true;
 }
@@ -180,16 +180,16 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
 /* Copy more of the unit that is copied while it is updated. */
 static bool load_continue(struct lh_engine *engine)
 {
-    if (engine->device.loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine, LH_COPY_USER_UNIT))
+    if (engine->device->loading_unit == LH_UNIT_NONE || !lh_copy_is_free(engine, LH_COPY_USER_UNIT))
         return false;
-    struct lh_unit *unit = lh_engine_unit_at(engine, engine->device.loading_unit);
-    uint64_t first = engine->device.loading_bytes;
+    struct lh_unit *unit = lh_engine_unit_at(engine, engine->device->loading_unit);
+    uint64_t first = engine->device->loading_bytes;
     uint64_t end = new_bytes(engine, unit);
     if (end == first)
         return false;
-    engine->device.loading_bytes = end;
+    engine->device->loading_bytes = end;
     if (end == unit->desc.bytes)
-        engine->device.loading_unit = LH_UNIT_NONE;
+        engine->device->loading_unit = LH_UNIT_NONE;
     return part_copy(engine, unit, first, end);
 }
 
@@ -215,9 +215,9 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
             (void)part_copy(engine, unit, 0, unit->desc.bytes);
         return;
     }
-    LH_ASSERT(engine->device.loading_unit == LH_UNIT_NONE);
-    engine->device.loading_unit = op->unit;
-    engine->device.loading_bytes = 0;
+    LH_ASSERT(engine->device->loading_unit == LH_UNIT_NONE);
+    engine->device->loading_unit = op->unit;
+    engine->device->loading_bytes = 0;
     (void)load_continue(engine);
 }
 
@@ -232,7 +232,7 @@ static bool evict_is_possible(const struct lh_engine *engine, const struct lh_re
 static void left(struct lh_engine *engine, struct lh_unit *unit)
 {
     state_set(unit, LH_COPY_STATE_ABSENT);
-    if ((atomic_load(&engine->device.policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0)
+    if ((atomic_load(&engine->device->policy) & LH_ENGINE_DEVICE_NO_REUSE) == 0)
         return;
     uint8_t *address = engine->opts.device_memory + unit->copy.offset;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -248,9 +248,9 @@ static void left(struct lh_engine *engine, struct lh_unit *unit)
 static void out_done(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, copy->unit);
-    LH_ASSERT(unit->copy.state == LH_COPY_STATE_LEAVING && engine->device.leaving_count > 0);
+    LH_ASSERT(unit->copy.state == LH_COPY_STATE_LEAVING && engine->device->leaving_count > 0);
     LH_ASSERT(unit->copy.is_copying);
-    engine->device.leaving_count--;
+    engine->device->leaving_count--;
     unit->copy.is_copying = false;
     unit->copy.host_matches_write_back = true;
     atomic_fetch_add(&unit->copy.out_count, 1);
@@ -280,7 +280,7 @@ static void out_start(struct lh_engine *engine, struct lh_unit *unit)
     if (!lh_copy_submit(engine, copy))
         return;
     lh_core_stats(engine, lh_core_step(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] += unit->desc.bytes;
-    engine->device.leaving_count++;
+    engine->device->leaving_count++;
     state_set(unit, LH_COPY_STATE_LEAVING);
     unit->copy.is_copying = true;
 }
@@ -323,7 +323,7 @@ static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 {
     const struct lh_region *region = &engine->device_region;
     LH_ASSERT(at >= region->op_first && at < region->op_count);
-    uint32_t policy = atomic_load(&engine->device.policy);
+    uint32_t policy = atomic_load(&engine->device->policy);
     bool is_load = region->ops[at].kind == LH_RESIDENCY_OP_LOAD;
     bool stands =
         (policy & LH_ENGINE_DEVICE_NO_OVERLAP) || (is_load && (policy & LH_ENGINE_DEVICE_NO_REUSE));
@@ -379,7 +379,7 @@ static bool ahead_pump(struct lh_engine *engine)
     bool moved = false;
     for (uint64_t i = region->op_first + 1; i < end; i++) {
         struct lh_residency_op *op = &region->ops[i];
-        if (engine->device.loads_in_flight >= AHEAD_LOAD_COUNT || atomic_load(&engine->failed))
+        if (engine->device->loads_in_flight >= AHEAD_LOAD_COUNT || atomic_load(&engine->failed))
             break;
         if (!is_possible(engine, op) || !commutes(region, i) || !op_execute(engine, i))
             continue;
@@ -408,10 +408,10 @@ static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
 {
     bool is_mine = update_may_queue(engine, unit);
     LH_ASSERT(is_mine);
-    if (engine->device.loading_unit == (uint32_t)(unit - engine->units)) {
+    if (engine->device->loading_unit == (uint32_t)(unit - engine->units)) {
         /* The step was aborted: the rest of the unit's bytes will never be computed. */
         LH_ASSERT(unit->copy.part_count == 0);
-        engine->device.loading_unit = LH_UNIT_NONE;
+        engine->device->loading_unit = LH_UNIT_NONE;
         unit->copy.is_copying = false;
         state_set(unit, LH_COPY_STATE_READY);
     }
@@ -431,13 +431,16 @@ static int fences_create(struct lh_engine *engine, struct lh_error *err)
 
 void lh_device_policy_set(struct lh_engine *engine, uint32_t policy, uint64_t alloc_bytes_per_s)
 {
-    atomic_store(&engine->device.alloc_bytes_per_s, alloc_bytes_per_s);
-    atomic_store(&engine->device.policy, policy);
+    if (!engine->device)
+        return; /* the CPU has no policy */
+    atomic_store(&engine->device->alloc_bytes_per_s, alloc_bytes_per_s);
+    atomic_store(&engine->device->policy, policy);
 }
 
 int lh_device_create(struct lh_engine *engine, struct lh_error *err)
 {
-    engine->device.loading_unit = LH_UNIT_NONE;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, device, err));
+    engine->device->loading_unit = LH_UNIT_NONE;
     LH_TRY(lh_copy_create(engine, err));
     return fences_create(engine, err);
 }

@@ -161,12 +161,12 @@ struct lh_engine {
 
     struct lh_in_place *in_place;
     struct lh_copies copies;
-    struct lh_device device;
-    struct lh_reading reading;
+    struct lh_device *device;
+    struct lh_reading *reading;
     struct lh_unified unified;
-    struct lh_landing landing;
+    struct lh_landing *landing;
     struct lh_sums *sums;
-    struct lh_tail tail;
+    struct lh_tail *tail;
     _Atomic(void *) stream; /* the stream that the last hook set */
 
     struct lh_features features;
@@ -181,8 +181,8 @@ struct lh_engine {
     struct lh_norm norm;
     struct lh_split split;
     struct lh_saved_area *saved;
-    struct lh_mates mates;
-    struct lh_borrow borrow;
+    struct lh_mates *mates;
+    struct lh_borrow *borrow;
     struct lh_gather *gather;
     struct lh_idle *idle;
 
@@ -272,15 +272,11 @@ static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32
     return &engine->units[unit];
 }
 
-/* Allocate a feature's state, which lh_engine_destroy() frees. NULL: no memory, with *err set. */
-static inline void *lh_engine_part_create(struct lh_engine *engine, uint64_t bytes,
-                                          struct lh_error *err)
-{
-    void *part = lh_alloc_zeroed(engine->alloc, 1, bytes);
-    if (!part)
-        lh_error_set(err, -ENOMEM, "no memory for a feature's state");
-    return part;
-}
+/* Allocate a feature's state, which lh_engine_destroy() frees. Its value is 0 or -ENOMEM. */
+#define LH_ENGINE_PART_CREATE(engine, part, err)                                                   \
+    (((engine)->part = lh_alloc_zeroed((engine)->alloc, 1, sizeof(*(engine)->part)))               \
+         ? 0                                                                                       \
+         : lh_error_set((err), -ENOMEM, "no memory for the state of " #part))
 
 /* Whether the engine's units are another process's, the owner's of its team. */
 static inline bool lh_engine_is_mate(const struct lh_engine *engine)

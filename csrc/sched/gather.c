@@ -490,10 +490,8 @@ int lh_gather_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -EINVAL,
                             "%u processes of one machine cannot gather units, only %u",
                             team->mate_count + 1, LH_TEAM_GATHERING_COUNT_MAX);
-    struct lh_gather *gather = lh_engine_part_create(engine, sizeof(*gather), err);
-    if (!gather)
-        return -ENOMEM;
-    engine->gather = gather;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, gather, err));
+    struct lh_gather *gather = engine->gather;
     gather->units = lh_alloc_zeroed(engine->alloc, count, sizeof(*gather->units));
     struct lh_gather_queue *queue = lh_alloc_zeroed(engine->alloc, 1, sizeof(*queue));
     gather->queue = queue;

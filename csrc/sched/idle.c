@@ -25,10 +25,8 @@ bool lh_idle_is_needed(const struct lh_engine *engine)
 
 int lh_idle_create(struct lh_engine *engine, struct lh_error *err)
 {
-    struct lh_idle *idle = lh_engine_part_create(engine, sizeof(*idle), err);
-    if (!idle)
-        return -ENOMEM;
-    engine->idle = idle;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, idle, err));
+    struct lh_idle *idle = engine->idle;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_engine_unit *desc = &engine->units[i].desc;
         if (desc->family == 0)

@@ -323,9 +323,7 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
     uint64_t packed_count = 0;
     if (engine->opts.in_place.unit_count == 0)
         return all_have_bytes(engine, err);
-    engine->in_place = lh_engine_part_create(engine, sizeof(*engine->in_place), err);
-    if (!engine->in_place)
-        return -ENOMEM;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, in_place, err));
     LH_TRY(jobs_create(engine, err));
     engine->in_place->source = (struct lh_source){
         .ops = &source_ops, .is_of_units = true, .file_first = engine->opts.in_place.file_first};

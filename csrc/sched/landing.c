@@ -27,7 +27,7 @@
 
 uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return engine->gradients_land ? unit->chunk_count * engine->landing.block_bytes
+    return engine->gradients_land ? unit->chunk_count * engine->landing->block_bytes
                                   : unit->desc.bytes;
 }
 
@@ -66,8 +66,8 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
     unit->landing.count++;
     unit->landing.posted_count++;
     unit->landing.moved_bytes += bytes;
-    LH_ASSERT(engine->landing.end - engine->landing.first < engine->param_count);
-    engine->landing.params[engine->landing.end++ % engine->param_count] = param;
+    LH_ASSERT(engine->landing->end - engine->landing->first < engine->param_count);
+    engine->landing->params[engine->landing->end++ % engine->param_count] = param;
     waiting_hold(engine, unit);
 }
 
@@ -98,13 +98,13 @@ static void copied(struct lh_engine *engine, struct lh_copy *copy)
 
 static bool block_take(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    uint32_t kept = chunk->unit == engine->landing.unit ? 0 : engine->landing.reserve;
+    uint32_t kept = chunk->unit == engine->landing->unit ? 0 : engine->landing->reserve;
     LH_ASSERT(chunk->unit < engine->opts.unit_count);
     if (chunk->landing.block)
         return true;
-    if (engine->landing.blocks.free_count <= kept)
+    if (engine->landing->blocks.free_count <= kept)
         return false;
-    chunk->landing.block = lh_pool_acquire(&engine->landing.blocks);
+    chunk->landing.block = lh_pool_acquire(&engine->landing->blocks);
     return true;
 }
 
@@ -175,9 +175,9 @@ static uint32_t unit_next(const struct lh_engine *engine)
 /* Take all blocks needed by the unit that may use the reserve, or as many as are free. */
 static void blocks_take(struct lh_engine *engine)
 {
-    if (engine->landing.unit == LH_UNIT_NONE)
+    if (engine->landing->unit == LH_UNIT_NONE)
         return;
-    const struct lh_unit *unit = &engine->units[engine->landing.unit];
+    const struct lh_unit *unit = &engine->units[engine->landing->unit];
     for (uint32_t i = 0; i < unit->chunk_count; i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
         if (chunk->landing.count > 0 && !block_take(engine, chunk))
@@ -205,12 +205,12 @@ static uint32_t param_next(struct lh_engine *engine)
 {
     uint32_t next = unit_begun(engine);
     if (next == LH_UNIT_NONE) {
-        if (engine->landing.unit == LH_UNIT_NONE ||
-            engine->units[engine->landing.unit].landing.posted_count == 0) {
-            engine->landing.unit = unit_next(engine);
+        if (engine->landing->unit == LH_UNIT_NONE ||
+            engine->units[engine->landing->unit].landing.posted_count == 0) {
+            engine->landing->unit = unit_next(engine);
             blocks_take(engine);
         }
-        next = engine->landing.unit;
+        next = engine->landing->unit;
     }
     if (next != LH_UNIT_NONE) {
         uint32_t param = engine->units[next].desc.param_first;
@@ -219,15 +219,15 @@ static uint32_t param_next(struct lh_engine *engine)
         LH_ASSERT(param < engine->param_count && engine->params[param].unit == next);
         return param;
     }
-    for (uint64_t i = engine->landing.first; i < engine->landing.end; i++) {
-        uint32_t param = engine->landing.params[i % engine->param_count];
+    for (uint64_t i = engine->landing->first; i < engine->landing->end; i++) {
+        uint32_t param = engine->landing->params[i % engine->param_count];
         const struct lh_unit *unit = &engine->units[engine->params[param].unit];
         /* Gradients that will wait on SSD get no place in memory before their spill begins. */
         bool has_place = !unit->defer.is_deferred || !unit->spill.is_chosen;
         if (is_posted(engine, param) && has_place)
             return param;
-        if (!is_posted(engine, param) && i == engine->landing.first)
-            engine->landing.first++;
+        if (!is_posted(engine, param) && i == engine->landing->first)
+            engine->landing->first++;
     }
     return LH_PARAM_NONE;
 }
@@ -235,7 +235,7 @@ static uint32_t param_next(struct lh_engine *engine)
 static bool pump_before(struct lh_engine *engine)
 {
     bool moved = false;
-    while (engine->landing.first < engine->landing.end && !atomic_load(&engine->failed)) {
+    while (engine->landing->first < engine->landing->end && !atomic_load(&engine->failed)) {
         uint32_t param = param_next(engine);
         if (param == LH_PARAM_NONE || !piece_copy(engine, param))
             break;
@@ -248,7 +248,7 @@ static void chunk_consumed(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     if (!chunk->landing.block)
         return;
-    lh_pool_release(&engine->landing.blocks, chunk->landing.block);
+    lh_pool_release(&engine->landing->blocks, chunk->landing.block);
     chunk->landing.block = NULL;
 }
 
@@ -264,9 +264,9 @@ static void step_forgotten(struct lh_engine *engine)
         engine->units[i].landing.held_bytes = 0;
         engine->units[i].landing.moved_bytes = 0;
     }
-    engine->landing.unit = LH_UNIT_NONE;
-    engine->landing.first = 0;
-    engine->landing.end = 0;
+    engine->landing->unit = LH_UNIT_NONE;
+    engine->landing->first = 0;
+    engine->landing->end = 0;
 }
 
 /* Whether all of the unit's gradients are certain to land: their chunks have blocks. */
@@ -330,35 +330,38 @@ static const uint8_t *gradient_at(const struct lh_engine *engine, uint32_t param
 int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t element_bytes = 0;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, landing, err));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         if (engine->units[i].desc.elements > 0)
             element_bytes = lh_max_u64(element_bytes, lh_dtype_bytes(engine->units[i].desc.dtype));
-        if (engine->units[i].chunk_count > engine->landing.reserve)
-            engine->landing.reserve = engine->units[i].chunk_count;
+        if (engine->units[i].chunk_count > engine->landing->reserve)
+            engine->landing->reserve = engine->units[i].chunk_count;
     }
     if (engine->gradients_land)
         engine->gradient_at = gradient_at;
-    engine->landing.unit = LH_UNIT_NONE;
-    engine->landing.block_bytes = engine->budget.chunk_elements * element_bytes;
+    engine->landing->unit = LH_UNIT_NONE;
+    engine->landing->block_bytes = engine->budget.chunk_elements * element_bytes;
     bool has_blocks = element_bytes > 0 && engine->gradients_land;
-    uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->landing.block_bytes : 0;
+    uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->landing->block_bytes : 0;
     uint8_t *memory = engine->slab_memory + engine->budget.slab_count * engine->budget.slab_bytes;
-    engine->landing.params =
+    engine->landing->params =
         lh_alloc_zeroed(engine->alloc, lh_max_u64(engine->param_count, 1), sizeof(uint32_t));
-    if (!engine->landing.params)
+    if (!engine->landing->params)
         return lh_error_set(err, -ENOMEM, "no memory for the gradients' tables");
     if (count == 0)
         return 0;
-    return lh_pool_init(&engine->landing.blocks, engine->alloc, memory, engine->landing.block_bytes,
-                        (uint32_t)count, err);
+    return lh_pool_init(&engine->landing->blocks, engine->alloc, memory,
+                        engine->landing->block_bytes, (uint32_t)count, err);
 }
 
 void lh_landing_destroy(struct lh_engine *engine)
 {
+    if (!engine->landing)
+        return;
     for (uint32_t i = 0; engine->chunks && i < engine->chunk_count; i++)
         chunk_consumed(engine, &engine->chunks[i]);
-    lh_pool_deinit(&engine->landing.blocks, engine->alloc);
-    lh_free(engine->alloc, engine->landing.params);
+    lh_pool_deinit(&engine->landing->blocks, engine->alloc);
+    lh_free(engine->alloc, engine->landing->params);
 }
 
 const struct lh_feature lh_landing_feature = {

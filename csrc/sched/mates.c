@@ -28,7 +28,7 @@ static uint32_t index_of(const struct lh_engine *engine, const struct lh_unit *u
 static void use_begun(struct lh_engine *engine, uint32_t unit)
 {
     (void)unit;
-    engine->mates.use_count = engine->recording.count == 0 ? 1 : engine->mates.use_count + 1;
+    engine->mates->use_count = engine->recording.count == 0 ? 1 : engine->mates->use_count + 1;
 }
 
 /* Whether a mate that wants the unit has begun fewer uses in its cycle than this process. */
@@ -38,7 +38,7 @@ static bool is_late(const struct lh_engine *engine, uint32_t unit)
     uint64_t wants = lh_team_wants(team, unit);
     LH_ASSERT(wants >> team->mate_count <= 1);
     for (uint32_t mate = 1; mate <= team->mate_count; mate++) {
-        if ((wants >> mate & 1) && lh_team_uses(team, mate) <= engine->mates.use_count)
+        if ((wants >> mate & 1) && lh_team_uses(team, mate) <= engine->mates->use_count)
             return true;
     }
     return false;
@@ -49,13 +49,13 @@ static bool wants_pump(struct lh_engine *engine)
 {
     const struct lh_team *team = engine->opts.team;
     uint64_t count = lh_team_want_count(team);
-    LH_ASSERT(count >= engine->mates.want_count);
+    LH_ASSERT(count >= engine->mates->want_count);
     uint64_t returned_count = lh_team_returned_count(team);
-    bool is_owed = returned_count != engine->mates.returned_count;
-    if (count == engine->mates.want_count && !is_owed)
+    bool is_owed = returned_count != engine->mates->returned_count;
+    if (count == engine->mates->want_count && !is_owed)
         return false;
-    engine->mates.want_count = count;
-    engine->mates.returned_count = returned_count;
+    engine->mates->want_count = count;
+    engine->mates->returned_count = returned_count;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, i);
         /* A stale unit comes for its update, after which the mate gets it. */
@@ -139,14 +139,14 @@ static bool unit_is_lent(const struct lh_engine *engine, const struct lh_unit *u
 static void step_closed(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
-    engine->mates.is_closing = true;
+    engine->mates->is_closing = true;
 }
 
 /* See [Note: A step that mates see]. Mates wake the owner when they drop their last pins. */
 static bool close_pump(struct lh_engine *engine)
 {
     struct lh_team *team = engine->opts.team;
-    if (!engine->mates.is_closing)
+    if (!engine->mates->is_closing)
         return false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
@@ -154,7 +154,7 @@ static bool close_pump(struct lh_engine *engine)
         if (is_shown && !lh_team_claim(team, i))
             return false;
     }
-    engine->mates.is_closing = false;
+    engine->mates->is_closing = false;
     lh_team_step_set(team, engine->step);
     return true;
 }
@@ -206,7 +206,7 @@ int lh_mates_create(struct lh_engine *engine, struct lh_error *err)
             err, -EINVAL, "the team's memory is for %u units in %llu bytes, not for %u in %llu",
             team->unit_count, (unsigned long long)team->region_bytes, engine->opts.unit_count,
             (unsigned long long)engine->budget.region_bytes);
-    return 0;
+    return LH_ENGINE_PART_CREATE(engine, mates, err);
 }
 
 const struct lh_feature lh_mates_feature = {

@@ -24,7 +24,7 @@ struct lh_mates {
 
 extern const struct lh_feature lh_mates_feature;
 
-/* Check that the region of a team's owner is the team's. Errors: -EINVAL. */
+/* Check that the region of a team's owner is the team's. Errors: -EINVAL, -ENOMEM. */
 int lh_mates_create(struct lh_engine *engine, struct lh_error *err);
 
 #endif

@@ -23,12 +23,12 @@
 void lh_reading_begin(struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(engine->copies_units && unit < engine->opts.unit_count);
-    lh_engine_post(engine, LH_MESSAGE_READ, unit, ++engine->reading.begun_count, 0);
+    lh_engine_post(engine, LH_MESSAGE_READ, unit, ++engine->reading->begun_count, 0);
 }
 
 static bool is_lent(struct lh_engine *engine, uint64_t number)
 {
-    return atomic_load(&engine->reading.lent_number) == number;
+    return atomic_load(&engine->reading->lent_number) == number;
 }
 
 int lh_reading_wait(struct lh_engine *engine, int timeout_ms)
@@ -36,7 +36,7 @@ int lh_reading_wait(struct lh_engine *engine, int timeout_ms)
     /* Bytes of an engine that has failed must not be used. */
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    return lh_engine_wait_until(engine, is_lent, engine->reading.begun_count, timeout_ms);
+    return lh_engine_wait_until(engine, is_lent, engine->reading->begun_count, timeout_ms);
 }
 
 const uint8_t *lh_reading_address(const struct lh_engine *engine, uint32_t unit)
@@ -48,12 +48,12 @@ const uint8_t *lh_reading_address(const struct lh_engine *engine, uint32_t unit)
 void lh_reading_end(struct lh_engine *engine, uint32_t unit)
 {
     LH_ASSERT(unit < engine->opts.unit_count);
-    lh_engine_post(engine, LH_MESSAGE_READ_END, unit, engine->reading.begun_count, 0);
+    lh_engine_post(engine, LH_MESSAGE_READ_END, unit, engine->reading->begun_count, 0);
 }
 
 static void begin(struct lh_engine *engine, uint32_t index, uint64_t number)
 {
-    struct lh_reading *reading = &engine->reading;
+    struct lh_reading *reading = engine->reading;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(!reading->unit && number > reading->number);
     reading->unit = unit;
@@ -66,7 +66,7 @@ static void begin(struct lh_engine *engine, uint32_t index, uint64_t number)
 
 static void end(struct lh_engine *engine, uint32_t index, uint64_t number)
 {
-    struct lh_reading *reading = &engine->reading;
+    struct lh_reading *reading = engine->reading;
     LH_ASSERT(reading->unit == &engine->units[index] && reading->number == number);
     reading->unit = NULL;
     reading->is_lent = false;
@@ -87,7 +87,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 
 static bool pump_before(struct lh_engine *engine)
 {
-    struct lh_reading *reading = &engine->reading;
+    struct lh_reading *reading = engine->reading;
     const struct lh_unit *unit = reading->unit;
     if (!unit || reading->is_lent || lh_unit_is_stale(engine, unit))
         return false;
@@ -106,23 +106,23 @@ static bool pump_before(struct lh_engine *engine)
 
 static bool unit_is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return engine->reading.unit == unit;
+    return engine->reading->unit == unit;
 }
 
 static bool unit_is_read(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return engine->reading.unit == unit && engine->reading.is_lent;
+    return engine->reading->unit == unit && engine->reading->is_lent;
 }
 
 static bool unit_is_wanted(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return engine->reading.unit == unit && !engine->reading.is_lent;
+    return engine->reading->unit == unit && !engine->reading->is_lent;
 }
 
 static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
 {
-    const struct lh_unit *unit = engine->reading.unit;
-    if (!unit || engine->reading.is_lent)
+    const struct lh_unit *unit = engine->reading->unit;
+    if (!unit || engine->reading->is_lent)
         return false;
     lh_error_set(err, -ENOSPC,
                  "unit %u, which is read in main memory, has no room beside the units in use:"

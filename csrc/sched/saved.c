@@ -495,10 +495,8 @@ int lh_saved_create(struct lh_engine *engine, struct lh_error *err)
 {
     const struct lh_saved_opts *opts = &engine->opts.saved;
     const struct lh_saved_queue empty = {LH_SAVED_NONE, LH_SAVED_NONE};
-    struct lh_saved_area *area = lh_engine_part_create(engine, sizeof(*area), err);
-    if (!area)
-        return -ENOMEM;
-    engine->saved = area;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, saved, err));
+    struct lh_saved_area *area = engine->saved;
     area->puts = area->ready = area->wants = area->arrivals = area->free = empty;
     area->source = (struct lh_source){
         .ops = &lh_transfer_store_ops, .store = opts->store, .file_first = opts->file_first};

@@ -335,7 +335,7 @@ static void choose(struct lh_engine *engine)
     uint64_t room = engine->budget.gradient_waiting_bytes;
 
     if (engine->gradients_land)
-        room = room / lh_max_u64(engine->landing.block_bytes, 1) * engine->landing.block_bytes;
+        room = room / lh_max_u64(engine->landing->block_bytes, 1) * engine->landing->block_bytes;
     engine->spill.is_any = false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];

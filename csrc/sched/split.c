@@ -37,7 +37,7 @@ static uint64_t waiting_bytes(const struct lh_engine *engine, const struct lh_un
 {
     LH_ASSERT(unit->desc.elements > 0);
     if (engine->dev)
-        return unit->chunk_count * engine->landing.block_bytes;
+        return unit->chunk_count * engine->landing->block_bytes;
     return unit->desc.elements * lh_dtype_bytes(unit->desc.dtype);
 }
 

@@ -235,10 +235,8 @@ int lh_sum_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -EINVAL,
                             "sum_bytes %" PRIu64 " must be at least %" PRIu64 ", with a device",
                             opts->sum_bytes, LH_BLOCK_BYTES);
-    struct lh_sums *sums = lh_engine_part_create(engine, sizeof(*sums), err);
-    if (!sums)
-        return -ENOMEM;
-    engine->sums = sums;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, sums, err));
+    struct lh_sums *sums = engine->sums;
     /* Two pieces at least, so that one is copied while the other is added. */
     sums->piece_bytes =
         lh_min_u64(PIECE_BYTES_MAX, lh_align_up(opts->sum_bytes / 2, LH_BLOCK_BYTES));

@@ -16,7 +16,7 @@
 
 int lh_tail_post(struct lh_engine *engine, const void *device, uint64_t bytes, int timeout_ms)
 {
-    struct lh_tail *tail = &engine->tail;
+    struct lh_tail *tail = engine->tail;
     int rc = lh_engine_over_wait(engine, timeout_ms);
     if (rc <= 0)
         return rc;
@@ -33,7 +33,7 @@ int lh_tail_post(struct lh_engine *engine, const void *device, uint64_t bytes, i
 
 static void step_closed(struct lh_engine *engine)
 {
-    struct lh_tail *tail = &engine->tail;
+    struct lh_tail *tail = engine->tail;
     LH_ASSERT(!tail->is_wanted && !tail->is_copying);
     tail->is_wanted = tail->bytes > 0;
 }
@@ -41,12 +41,12 @@ static void step_closed(struct lh_engine *engine)
 /* What was announced was a part of the scalars that were refused. */
 static void close_refused(struct lh_engine *engine)
 {
-    engine->tail.bytes = 0;
+    engine->tail->bytes = 0;
 }
 
 static void copied(struct lh_engine *engine, struct lh_copy *copy)
 {
-    struct lh_tail *tail = &engine->tail;
+    struct lh_tail *tail = engine->tail;
     (void)copy;
     LH_ASSERT(tail->is_copying && tail->bytes <= engine->scalar_bytes);
     memcpy(engine->scalars + engine->scalar_bytes - tail->bytes, engine->opts.tail_memory,
@@ -58,14 +58,14 @@ static void copied(struct lh_engine *engine, struct lh_copy *copy)
 /* The step is over, or an aborted one was not closed after its tail was announced. */
 static void step_forgotten(struct lh_engine *engine)
 {
-    LH_ASSERT(!engine->tail.is_copying);
-    engine->tail.bytes = 0;
-    engine->tail.is_wanted = false;
+    LH_ASSERT(!engine->tail->is_copying);
+    engine->tail->bytes = 0;
+    engine->tail->is_wanted = false;
 }
 
 static bool pump_before(struct lh_engine *engine)
 {
-    struct lh_tail *tail = &engine->tail;
+    struct lh_tail *tail = engine->tail;
     if (!tail->is_wanted || tail->is_copying || !lh_copy_is_free(engine, LH_COPY_USER_UNIT))
         return false;
     struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_UNIT);
@@ -88,19 +88,20 @@ static bool pump_before(struct lh_engine *engine)
 
 static bool step_may_end(const struct lh_engine *engine)
 {
-    return !engine->tail.is_wanted;
+    return !engine->tail->is_wanted;
 }
 
 int lh_tail_create(struct lh_engine *engine, struct lh_error *err)
 {
     LH_ASSERT(engine->dev && engine->opts.tail_memory);
-    return engine->dev->ops->fence_create(engine->dev, &engine->tail.is_computed, err);
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, tail, err));
+    return engine->dev->ops->fence_create(engine->dev, &engine->tail->is_computed, err);
 }
 
 void lh_tail_destroy(struct lh_engine *engine)
 {
-    if (engine->tail.is_computed)
-        engine->dev->ops->fence_destroy(engine->dev, engine->tail.is_computed);
+    if (engine->tail && engine->tail->is_computed)
+        engine->dev->ops->fence_destroy(engine->dev, engine->tail->is_computed);
 }
 
 const struct lh_feature lh_tail_feature = {

@@ -64,7 +64,7 @@ static void test_layout(void)
         opts.large = i & 2;
         opts.device_bytes = opts.large ? 6 << 20 : opts.device_bytes;
         rig_make(&rig, "landing-layout", opts);
-        const struct lh_landing *landing = &rig.engine->landing;
+        const struct lh_landing *landing = rig.engine->landing;
         const struct lh_budget *budget = &rig.budget;
         LH_CHECK(landing->block_bytes == budget->chunk_elements * sizeof(float));
         LH_CHECK(landing->blocks.base ==
@@ -145,7 +145,7 @@ static void test_reserve(void)
     lh_test_name("without a free block a gradient waits on the accelerator; the reserve is for a "
                  "unit whose update can end by itself, and comes back");
     rig_make(&rig, "landing-reserve", opts_of(LH_ENGINE_SCHEDULE_OPTIMIZED, SPARE_BYTES));
-    const struct lh_landing *landing = &rig.engine->landing;
+    const struct lh_landing *landing = rig.engine->landing;
     LH_CHECK(landing->blocks.free_count == 2 && landing->reserve == 1);
     LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
     rig_hypers_set(&rig);
@@ -181,16 +181,16 @@ static void test_incomplete(void)
     lh_test_name("with one block, gradients of incomplete units stay on the accelerator until the "
                  "close, and then land one unit after another");
     rig_make(&rig, "landing-one", opts_of(LH_ENGINE_SCHEDULE_OPTIMIZED, 0));
-    LH_CHECK(rig.engine->landing.blocks.free_count == 1);
+    LH_CHECK(rig.engine->landing->blocks.free_count == 1);
     LH_CHECK(rig_forward_backward(&rig, 0x25) == 0); /* units 0 and 1 in part, and all of unit 3 */
     rig_settle(&rig);
     LH_CHECK(rig.engine->units[3].update.is_done && landing_of(&rig, 0)->posted_count == 1);
-    LH_CHECK(landing_of(&rig, 1)->posted_count == 1 && rig.engine->landing.blocks.free_count == 1);
+    LH_CHECK(landing_of(&rig, 1)->posted_count == 1 && rig.engine->landing->blocks.free_count == 1);
     LH_CHECK(lh_core_stats(rig.engine, 1)->bytes[LH_ENGINE_LINK_COPY_OUT] == 5000 * 2);
     LH_CHECK(rig_close(&rig, 0x25) == 0);
     struct lh_engine_step_stats stats = rig_over_as_planned(&rig);
     LH_CHECK(stats.bytes[LH_ENGINE_LINK_COPY_OUT] == 5000 * 2 + 1500 * 2 + 3000 * 4);
-    LH_CHECK(rig.engine->landing.blocks.free_count == 1 && landing_of(&rig, 0)->moved_bytes == 0);
+    LH_CHECK(rig.engine->landing->blocks.free_count == 1 && landing_of(&rig, 0)->moved_bytes == 0);
     rig_finish(&rig);
 }
 
@@ -326,7 +326,7 @@ static void test_abort(enum lh_engine_schedule schedule)
                  "posted, schedule %d",
                  (int)schedule);
     rig_make(&rig, "landing-abort", opts_of(schedule, SPARE_BYTES));
-    uint32_t block_count = rig.engine->landing.blocks.free_count;
+    uint32_t block_count = rig.engine->landing->blocks.free_count;
     for (uint32_t rounds = 0; rounds < 16; rounds++) {
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_TRAIN) == 0);
         rig_handles_drop(&rig);
@@ -345,8 +345,8 @@ static void test_abort(enum lh_engine_schedule schedule)
         }
         rig.holds.copies = 0;
         LH_CHECK(rig_abort(&rig) == 0);
-        LH_CHECK(rig.engine->landing.blocks.free_count == block_count);
-        LH_CHECK(rig.engine->landing.first == rig.engine->landing.end);
+        LH_CHECK(rig.engine->landing->blocks.free_count == block_count);
+        LH_CHECK(rig.engine->landing->first == rig.engine->landing->end);
         LH_CHECK(lh_engine_gradient_wait(rig.engine, 0, 0) == 1);
         for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
             LH_CHECK(landing_of(&rig, i)->count == 0 && landing_of(&rig, i)->moved_bytes == 0);

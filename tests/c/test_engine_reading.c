@@ -132,7 +132,7 @@ static void test_given_up(void)
     LH_CHECK(read_wait(&rig) == 1 && is_right(&rig, 3));
     lh_reading_end(rig.engine, 3);
     rig_settle(&rig);
-    LH_CHECK(!rig.engine->reading.unit);
+    LH_CHECK(!rig.engine->reading->unit);
     rig_unmake(&rig);
 }
 

@@ -339,8 +339,8 @@ PROTOCOLS = (
         "        if (unit->state == LH_UNIT_STATE_READY)\n"
         "            lh_unit_forget(engine, i);\n"
         "    }\n"
-        "    LH_ASSERT(engine->borrow.waiting_count == 0);\n",
-        "    }\n    LH_ASSERT(engine->borrow.waiting_count == 0);\n",
+        "    LH_ASSERT(engine->borrow->waiting_count == 0);\n",
+        "    }\n    LH_ASSERT(engine->borrow->waiting_count == 0);\n",
     ),
     between(
         "a mate reads at its own plan's place",
