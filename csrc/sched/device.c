@@ -321,7 +321,7 @@ static bool evict(struct lh_engine *engine, const struct lh_residency_op *op)
  */
 static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 {
-    const struct lh_region *region = &engine->device_region;
+    const struct lh_region *region = engine->device_region;
     LH_ASSERT(at >= region->op_first && at < region->op_count);
     uint32_t policy = atomic_load(&engine->device->policy);
     bool is_load = region->ops[at].kind == LH_RESIDENCY_OP_LOAD;
@@ -338,7 +338,7 @@ static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
 
 static bool op_execute(struct lh_engine *engine, uint64_t at)
 {
-    const struct lh_residency_op *op = &engine->device_region.ops[at];
+    const struct lh_residency_op *op = &engine->device_region->ops[at];
     if (op->kind == LH_RESIDENCY_OP_NONE)
         return true;
     if (!is_its_turn(engine, at))
@@ -347,7 +347,7 @@ static bool op_execute(struct lh_engine *engine, uint64_t at)
         return evict(engine, op);
     if (!load_is_possible(engine, op))
         return false;
-    load_start(engine, op, engine->device_region.op_steps[at]);
+    load_start(engine, op, engine->device_region->op_steps[at]);
     return true;
 }
 
@@ -374,7 +374,7 @@ static bool commutes(const struct lh_region *region, uint64_t at)
  */
 static bool ahead_pump(struct lh_engine *engine)
 {
-    struct lh_region *region = &engine->device_region;
+    struct lh_region *region = engine->device_region;
     uint64_t end = lh_min_u64(region->op_count, region->op_first + AHEAD_OP_COUNT);
     bool moved = false;
     for (uint64_t i = region->op_first + 1; i < end; i++) {
@@ -391,7 +391,7 @@ static bool ahead_pump(struct lh_engine *engine)
 
 static bool pump_before(struct lh_engine *engine)
 {
-    struct lh_region *region = &engine->device_region;
+    struct lh_region *region = engine->device_region;
     bool moved = load_continue(engine);
     while (region->op_first < region->op_count && !atomic_load(&engine->failed)) {
         if (!op_execute(engine, region->op_first))

@@ -150,7 +150,7 @@ struct lh_engine {
 
     /* Plans (region.c). */
     struct lh_region host_region;
-    struct lh_region device_region;
+    struct lh_region *device_region;                     /* NULL unless copies_units */
     struct lh_region *uses;                              /* the region in which computation reads */
     struct lh_event_list recorded[LH_ENGINE_MODE_COUNT]; /* the events of the last complete cycle */
     struct lh_event_list recording;

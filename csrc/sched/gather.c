@@ -109,7 +109,7 @@ static bool is_ending(const struct lh_engine *engine)
 static bool may_gather(const struct lh_engine *engine)
 {
     const struct lh_gather *gather = engine->gather;
-    return engine->mode == LH_ENGINE_MODE_TRAIN && !engine->device_region.is_guess &&
+    return engine->mode == LH_ENGINE_MODE_TRAIN && !engine->device_region->is_guess &&
            !gather->is_out && !gather->is_broken && !is_ending(engine);
 }
 
@@ -279,7 +279,7 @@ static bool will_offer(const struct lh_engine *engine, uint32_t index, uint64_t 
     if (is_behind(engine, offers))
         return true;
     return may_gather(engine) && !engine->gather->is_still &&
-           has_uses_left(&engine->device_region) && is_load_planned(&engine->device_region, index);
+           has_uses_left(engine->device_region) && is_load_planned(engine->device_region, index);
 }
 
 /* Decline units that threads of other processes wait for, and that this one will not offer. */

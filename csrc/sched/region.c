@@ -30,7 +30,7 @@
 
 static bool is_device(const struct lh_engine *engine, const struct lh_region *region)
 {
-    return region == &engine->device_region;
+    return region == engine->device_region;
 }
 
 /* Record an event of this cycle; the recording predicts the next cycle. */
@@ -179,7 +179,7 @@ void lh_region_step_end(struct lh_engine *engine)
         engine->plan_step = 0;
     region_step_end(engine, &engine->host_region);
     if (engine->copies_units)
-        region_step_end(engine, &engine->device_region);
+        region_step_end(engine, engine->device_region);
 }
 
 /* Whether the unit must still be brought into the region for a use that is already counted. */
@@ -231,7 +231,7 @@ static void event_put(struct lh_event_list *list, uint32_t unit, enum lh_residen
  */
 static void host_derive(struct lh_engine *engine, const struct lh_residency_event *event)
 {
-    const struct lh_region *device = &engine->device_region;
+    const struct lh_region *device = engine->device_region;
     struct lh_event_list *list = &engine->host_region.predicted;
     uint64_t op = device->op_first;
     list->count = owed_put(engine, &engine->host_region);
@@ -358,7 +358,7 @@ void lh_region_discard(struct lh_engine *engine)
 {
     region_forget(engine, &engine->host_region);
     if (engine->copies_units)
-        region_forget(engine, &engine->device_region);
+        region_forget(engine, engine->device_region);
 }
 
 void lh_region_forget(struct lh_engine *engine)
@@ -506,12 +506,15 @@ int lh_region_create_all(struct lh_engine *engine, struct lh_error *err)
     }
     engine->host_region.link =
         lh_engine_is_mate(engine) ? LH_ENGINE_LINK_SHARED : LH_ENGINE_LINK_PARAM_READ;
-    engine->device_region.link = LH_ENGINE_LINK_COPY_IN;
-    engine->uses = engine->copies_units ? &engine->device_region : &engine->host_region;
+    if (engine->copies_units) {
+        LH_TRY(LH_ENGINE_PART_CREATE(engine, device_region, err));
+        engine->device_region->link = LH_ENGINE_LINK_COPY_IN;
+    }
+    engine->uses = engine->copies_units ? engine->device_region : &engine->host_region;
     LH_TRY(region_create(engine, &engine->host_region, engine->budget.region_bytes, err));
     if (!engine->copies_units)
         return 0;
-    return region_create(engine, &engine->device_region, engine->opts.device_bytes, err);
+    return region_create(engine, engine->device_region, engine->opts.device_bytes, err);
 }
 
 static void region_destroy(struct lh_engine *engine, struct lh_region *region)
@@ -532,5 +535,7 @@ void lh_region_destroy_all(struct lh_engine *engine)
     lh_free(engine->alloc, engine->recorded[1].events);
     lh_free(engine->alloc, engine->recording.events);
     region_destroy(engine, &engine->host_region);
-    region_destroy(engine, &engine->device_region);
+    if (engine->device_region)
+        region_destroy(engine, engine->device_region);
+    lh_free(engine->alloc, engine->device_region);
 }

@@ -44,7 +44,8 @@ static void test_plain(void)
     const struct lh_engine *engine = rig.engine;
     LH_CHECK(engine->features.count == 0 && !engine->idle && !engine->in_place && !engine->saved);
     LH_CHECK(!engine->sums && !engine->gather && !engine->device && !engine->landing);
-    LH_CHECK(!engine->reading && !engine->tail && !engine->mates && !engine->borrow);
+    LH_CHECK(!engine->device_region && !engine->reading && !engine->tail && !engine->mates &&
+             !engine->borrow);
     lh_device_policy_set(rig.engine, LH_ENGINE_DEVICE_NO_REUSE, 1); /* for accelerators only */
     LH_CHECK(lh_settle_all(rig.engine, 1000) == 1 && lh_idle_owed(rig.engine, 0) == 0);
     LH_CHECK(!lh_engine_is_reopened(rig.engine) && lh_kept_taken_bytes(rig.engine) == 0);
