@@ -38,7 +38,6 @@ LEAF_COUNT_MAX = {"lh_unit": 119, "lh_engine": 321}
 FEATURE_NAME_COUNT_MAX = 0
 CALL_COUNT_MAX = 176
 ASSERTS_PER_100_LINES_MIN = 3.0
-TEST_LINES_PER_LINE_MIN = 0.8
 ASSERT_FOLDERS = ("mem", "io", "store", "sched")
 # Files of features that are not in feature.h's table, or that have no table of functions.
 FEATURE_FILES = {"idle", "in_place", "in_place_private", "kept", "packed", "saved_calls"}
@@ -231,17 +230,6 @@ def asserts_per_100_lines(folder: str) -> float:
     return 100 * count / lines(paths)
 
 
-def test_paths() -> list[pathlib.Path]:
-    """List the C tests of csrc/sched, the simulator's among them, recognized by their includes."""
-    found = []
-    folders = ("c", "sim", "sim/lives")
-    for path in sorted(path for x in folders for path in (ROOT / "tests" / x).glob("*.[ch]")):
-        text = path.read_text()
-        if '"engine_fixture.h"' in text or '"sched/' in text or path.stem == "engine_fixture":
-            found.append(path)
-    return found
-
-
 def main() -> int:
     """Print the figures; return 1 if one exceeds its limit."""
     parser = argparse.ArgumentParser(
@@ -260,7 +248,6 @@ def main() -> int:
     named = feature_names(paths)
     call_count = sum(len(targets) for targets in graph.values())
     foreign = strangers(paths)
-    ratio = lines(test_paths()) / lines([*paths, *SCHED.glob("*.h")])
     problems = []
     print(f"largest cycle of calls: {len(cycle)} files ({' '.join(sorted(cycle))})")
     if len(cycle) > CYCLE_FILE_COUNT_MAX:
@@ -290,10 +277,6 @@ def main() -> int:
         if density < ASSERTS_PER_100_LINES_MIN:
             least = ASSERTS_PER_100_LINES_MIN
             problems.append(f"csrc/{folder} must have at least {least} assertions per 100 lines")
-    print(f"lines of tests per line of csrc/sched: {ratio:.2f}")
-    if ratio < TEST_LINES_PER_LINE_MIN:
-        least = TEST_LINES_PER_LINE_MIN
-        problems.append(f"csrc/sched must have at least {least} lines of tests per line")
     print("\n".join(f"limit exceeded: {problem}" for problem in problems))
     return 1 if problems else 0
 

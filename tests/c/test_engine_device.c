@@ -290,8 +290,48 @@ static void test_moved(const char *kind, uint32_t policy, bool least)
     rig_unmake(&rig);
 }
 
+/* Pin units until one is refused. Returns that unit, with the others unpinned. */
+static uint32_t refused_unit(struct rig *rig)
+{
+    uint32_t unit = 0;
+    LH_CHECK(lh_engine_begin(rig->engine, LH_ENGINE_MODE_EVAL) == 0);
+    while (unit < RIG_UNIT_COUNT && rig_acquire(rig, unit) == 0)
+        unit++;
+    for (uint32_t i = 0; i < unit; i++)
+        lh_engine_unpin(rig->engine, i);
+    return unit;
+}
+
+static void test_no_room(const char *kind, const char *setting)
+{
+    struct rig rig;
+    char expected[96];
+    struct lh_error err = {0};
+    lh_test_name("without room, %s: the refusal names the unit that is awaited and %s, and the "
+                 "engine goes on",
+                 kind ? kind : "main memory", setting);
+    struct rig_opts opts = opts_of(kind ? kind : "emu", LH_ENGINE_SCHEDULE_OPTIMIZED);
+    opts.device = kind;
+    rig_make(&rig, "no-room", opts);
+    uint32_t unit = refused_unit(&rig);
+    LH_CHECK(unit > 1 && unit < RIG_UNIT_COUNT);
+    LH_CHECK(lh_engine_error(rig.engine, &err) == 0);
+    lh_engine_refusal(rig.engine, &err);
+    snprintf(expected, sizeof(expected), "unit %u needs %" PRIu64 " bytes in one piece, and %u",
+             unit, rig.units[unit].place_bytes, unit);
+    LH_CHECK(err.code == -ENOSPC && strstr(err.message, expected) == err.message);
+    LH_CHECK(strstr(err.message, setting));
+    LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
+    if (rig.device)
+        rig_device_check(&rig);
+    rig_finish(&rig);
+}
+
 int main(void)
 {
+    test_no_room(NULL, "raise host_bytes, of which");
+    test_no_room("emu", "raise device_param_bytes (with");
+    test_no_room("fake", "raise device_param_bytes (with");
     for (uint32_t policy = 0; policy <= (LH_ENGINE_DEVICE_NO_OVERLAP | LH_ENGINE_DEVICE_NO_REUSE);
          policy++) {
         test_moved("emu", policy, false);
