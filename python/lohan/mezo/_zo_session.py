@@ -245,7 +245,7 @@ class ZerothSession(TurnRules, Session):
             raise StepError("zo_step() called inside a forward, a backward or another zo_step()")
         for extension in self.extensions:
             extension.admit(self)
-        optimizer: Any = self._optimizer
+        optimizer: Any = self.optimizer
         made: ZerothOptimizer = optimizer
         lr, decay = made.rate()
         self._roll_back()
@@ -494,7 +494,7 @@ class ZerothSession(TurnRules, Session):
 
         If the run has no step yet, restore the values with which it was created.
         """
-        optimizer: Any = self._optimizer
+        optimizer: Any = self.optimizer
         made: ZerothOptimizer = optimizer
         asked = self.zeroth.asked
         records = self.journal.records

@@ -151,7 +151,7 @@ class DividedMateSession(MateSession):
         self._learn()
 
     def _given_back(self) -> None:
-        if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
+        if self.optimizer.max_grad_norm is not None:
             self._share_square_sums()
         self._has_learned = False
         self.exchange.take_tags(self._value_piece_count)

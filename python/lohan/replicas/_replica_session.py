@@ -174,8 +174,8 @@ class ReplicaSession(Session):
 
     def _share_norm(self) -> None:
         """Tell the mates the norm that max_grad_norm= has clipped."""
-        optimizer = self._optimizer
-        if self.team is None or optimizer is None or optimizer.max_grad_norm is None:
+        optimizer = self.optimizer
+        if self.team is None or optimizer.max_grad_norm is None:
             return
         norm = optimizer.grad_norm
         said = b"" if self.team.is_mate or norm is None else norm.hex().encode()

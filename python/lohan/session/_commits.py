@@ -89,7 +89,7 @@ class Commits(SessionPart):
     _close_lock: Lock
     _backward: str
     _accumulation: Accumulation
-    _optimizer: Optimizer | None
+    optimizer: Optimizer
     _last_step: int
     _registered: Registered
     _has_names = False  # whether the store's files must keep their names: see keep_names()
@@ -183,8 +183,7 @@ class Commits(SessionPart):
         if math.isfinite(square_sum):
             return False
         self._discard()
-        assert self._optimizer is not None
-        self._optimizer.was_skipped = True
+        self.optimizer.was_skipped = True
         _log.note(
             f"step {self.step + 1} is skipped, because the norm of its gradients is"
             f" {math.sqrt(square_sum)}"
@@ -239,12 +238,6 @@ class Commits(SessionPart):
         said = self.store.describe()
         self.averages.restore(_scalars.average_of(said))
         self._registered.restore(_scalars.parse(said["caller_scalars"])[0])
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer whose groups provide the hyper-parameters."""
-        assert self._optimizer is not None
-        return self._optimizer
 
     def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
         """Begin to copy the store at the last step to other directories while training continues.

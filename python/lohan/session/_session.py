@@ -69,6 +69,7 @@ class Session(ForwardRules, Commits):
         parameters: the values of parameters.
         averages: the averages of parameters.
         edits: changes of parameters that no step has made.
+        optimizer: the optimizer whose groups provide the hyper-parameters.
     """
 
     buffers: Buffers | None = None
@@ -132,7 +133,6 @@ class Session(ForwardRules, Commits):
                 self.extensions.add(extension)
         self.edits = Edits(self, self._engine)
         self._hyper: list[Hyper] | None = None
-        self._optimizer: Optimizer | None = None
         self._hooks = _hooks.Hooks()
         self._scale = self._scale_make()
         self._gradients = _gradients.HollowGradients(layout, self._scale)
@@ -197,7 +197,7 @@ class Session(ForwardRules, Commits):
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Set the optimizer whose groups provide the hyper-parameters."""
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         optimizer.attach(self)
 
     def param_names(self) -> dict[int, str]:
@@ -206,7 +206,7 @@ class Session(ForwardRules, Commits):
 
     def _hypers(self) -> list[Hyper]:
         """Return the groups' current hyper-parameters; reject groups that changed since wrap."""
-        return self._optimizer.hypers() if self._optimizer is not None else []
+        return self.optimizer.hypers()
 
     def _classes(self, index: int, bound: type, hollow: type) -> None:
         """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
@@ -298,17 +298,15 @@ class Session(ForwardRules, Commits):
             if self.config.on_nan == "skip" and self._is_skipped():
                 return
             scale = self._scale.factor() * unscale
-            if self._optimizer is not None and self._optimizer.max_grad_norm is not None:
-                scale = self._optimizer.clip_scale(self._whole_square_sum(), scale)
+            if self.optimizer.max_grad_norm is not None:
+                scale = self.optimizer.clip_scale(self._whole_square_sum(), scale)
             self._engine.gradient_scale(scale)
         self._gradients.hide()
-        scalars, tail = b"", None
-        if self._optimizer is not None:
-            more: dict[str, Any] = {}
-            for extension in self.extensions:
-                more |= extension.state(self)
-            device = self.device.torch_device
-            scalars, tail = _scalars.pack(self._optimizer, self.buffers, device, more)
+        more: dict[str, Any] = {}
+        for extension in self.extensions:
+            more |= extension.state(self)
+        device = self.device.torch_device
+        scalars, tail = _scalars.pack(self.optimizer, self.buffers, device, more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
         for extension in self.extensions:
@@ -382,10 +380,9 @@ class Session(ForwardRules, Commits):
 
     def restore_scalars(self) -> None:
         """Restore hyper-parameters, torch's generators and buffers from the last commit."""
-        assert self._optimizer is not None
         _scalars.restore(
             self.store.describe()["caller_scalars"],
-            self._optimizer,
+            self.optimizer,
             self.buffers,
             self.device.torch_device,
         )
