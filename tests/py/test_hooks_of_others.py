@@ -1,4 +1,4 @@
-"""Reentrant checkpoints keep a session's parameters where hooks of others are active."""
+"""What a Ctrl-C leaves of a forward, and hooks of others, do not disturb what comes next."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two blocks between other layers."""
+    """Two blocks after another layer, and a parameter of the whole model."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first(x) * self.gain
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -86,3 +87,26 @@ def test_active_hooks_change_no_bit_of_a_reentrant_checkpoint(
     model = wrapped(store_dir / "s", device)
     with around:
         assert losses(model) == expected
+
+
+@pytest.mark.parametrize("what", ["loop", "load", "ema"])
+def test_parameters_may_be_changed_after_a_forward_that_was_interrupted(
+    store_dir: pathlib.Path, what: str
+) -> None:
+    model: Any = lohan.wrap(Stack(), store=store_dir, lr=1e-2, ema=0.9)
+    handle = model.blocks[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(normal(0, 4, WIDTH))
+    handle.remove()
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    if what == "load":
+        model.load_state_dict(state)
+    elif what == "loop":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+    else:
+        with lohan.ema(model):
+            state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert len(losses(model)) == 3

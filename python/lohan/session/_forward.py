@@ -255,7 +255,7 @@ class ForwardRules(SessionPart):
         self._forward_end()
 
     def end_interrupted(self) -> None:
-        """Close a forward of this thread that a Ctrl-C has ended, so that its hooks end with it."""
+        """Close a forward that a Ctrl-C has ended in this thread: its hooks and its loans."""
         if self._forward_depth > 0 and self._thread.is_mine() and not self._forward_is_alive():
             self._forward_drop()
 
