@@ -99,7 +99,8 @@ def test_what_is_not_a_copy_of_this_run_is_left_alone(store_dir: pathlib.Path) -
         model.lohan.keep(copies.parent, name="s")
     with pytest.raises(ModelError, match="None must be a path"):
         model.lohan.keep(None)
-    for wrong in ({"last": 0}, {"last": True}, {"name": "a/b"}, {"name": ".."}, {"name": "step-9"}):
+    bad = ({"name": name} for name in ("a/b", "..", "step-9", 3))
+    for wrong in ({"last": 0}, {"last": True}, *bad):
         with pytest.raises(ModelError, match=rf"keep\({next(iter(wrong))}="):
             model.lohan.keep(copies, **wrong)
     model.lohan.close()

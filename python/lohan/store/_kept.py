@@ -38,7 +38,8 @@ def keep(
     is_number = isinstance(last, int) and not isinstance(last, bool)
     if last is not None and not (is_number and last >= 1):
         raise ModelError(f"keep(last={last!r}): must be None or a number of copies of at least 1")
-    if name is not None and (name != os.path.basename(name) or name in ("", ".", "..")):
+    is_text = isinstance(name, str) and name == os.path.basename(name)
+    if name is not None and (not is_text or name in ("", ".", "..")):
         raise ModelError(f"keep(name={name!r}): must be the name of a folder, without '/'")
     if name is not None and _STEP.fullmatch(name):
         raise ModelError(f"keep(name={name!r}): names like step-N are those of copies without name")
