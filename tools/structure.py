@@ -13,8 +13,7 @@ The figures are:
 * how many calls there are from one file to another,
 * functions whose name does not begin with the name of their file (`lh_step_begin` belongs in
   step.c), and functions that are declared but not defined,
-* assertions per 100 lines in csrc/mem, csrc/io, csrc/store and csrc/sched,
-* lines of the tests of csrc/sched per line of csrc/sched.
+* assertions per 100 lines in csrc/mem, csrc/io, csrc/store and csrc/sched.
 
 The limits of leaves, names and calls are today's figures: lower them with the figures.
 

@@ -308,7 +308,7 @@ static void test_no_room(const char *kind, const char *setting)
     char expected[96];
     struct lh_error err = {0};
     lh_test_name("without room, %s: the refusal names the unit that is awaited and %s, and the "
-                 "engine goes on",
+                 "engine continues",
                  kind ? kind : "main memory", setting);
     struct rig_opts opts = opts_of(kind ? kind : "emu", LH_ENGINE_SCHEDULE_OPTIMIZED);
     opts.device = kind;

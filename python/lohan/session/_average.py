@@ -128,7 +128,7 @@ class Averages(Extension):
             raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
         self._session.edits.check()
-        self._session.end_interrupted()
+        self._session._end_interrupted()
         self._exchange(holder)
 
     def swap_back(self, holder: object) -> None:

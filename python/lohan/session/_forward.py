@@ -131,7 +131,7 @@ class ForwardRules(SessionPart):
         refuse_transform()
         for other in tuple(_exit.sessions):
             if other is not self:
-                other.end_interrupted()
+                other._end_interrupted()
         frame = _frame_outside()
         self._thread.claim(frame)
         try:
@@ -254,7 +254,7 @@ class ForwardRules(SessionPart):
         self._engine.scopes_drop()
         self._forward_end()
 
-    def end_interrupted(self) -> None:
+    def _end_interrupted(self) -> None:
         """Close a forward that a Ctrl-C has ended in this thread: its hooks and its loans."""
         if self._forward_depth > 0 and self._thread.is_mine() and not self._forward_is_alive():
             self._forward_drop()

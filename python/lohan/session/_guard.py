@@ -483,7 +483,7 @@ class Guard:
         if not given:
             return
         session.edits.check()
-        session.end_interrupted()
+        session._end_interrupted()
         changed = sorted({layout.params[names[key]].unit for key in given})
         with session.exclusive(changed) as store:
             writer = BlockWriter(store)
