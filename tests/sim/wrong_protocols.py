@@ -287,8 +287,8 @@ PROTOCOLS = (
     between(
         "no room for a unit that has to be updated",
         MATES,
-        "        is_awaited |= unit->waiter_count > 0 || is_owed_update(unit);\n",
-        "        is_awaited |= unit->waiter_count > 0;\n",
+        "        is_awaited |= lh_unit_is_awaited(engine, unit) || is_owed_update(unit);\n",
+        "        is_awaited |= lh_unit_is_awaited(engine, unit);\n",
     ),
     between(
         "wants of late mates ignored",
@@ -311,8 +311,8 @@ PROTOCOLS = (
     between(
         "a mate that waits says it does not",
         BORROW,
-        "        if (unit->waiter_count > 0 && unit->state != LH_UNIT_STATE_READY)\n",
-        "        if (unit->waiter_count > 0 && unit->state == LH_UNIT_STATE_LOADING)\n",
+        "        if (lh_unit_is_awaited(engine, unit) && unit->state != LH_UNIT_STATE_READY)\n",
+        "        if (lh_unit_is_awaited(engine, unit) && unit->state == LH_UNIT_STATE_LOADING)\n",
     ),
     between(
         "room for what mates read ahead",
