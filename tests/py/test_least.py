@@ -192,6 +192,19 @@ def test_the_least_of_a_model_that_says_it_recomputes_is_enough_for_whole_blocks
     roomy.lohan.close()
 
 
+@pytest.mark.parametrize("settings", [{"method": "mezo"}, {}], ids=["mezo", "frozen"])
+def test_without_a_backward_nothing_is_recomputed_and_blocks_are_split(
+    settings: dict[str, Any], store_dir: pathlib.Path
+) -> None:
+    least = []
+    for flag in (False, True):
+        model = Recomputed((160, 128, 64, 192, 32, 32), 4)
+        model.requires_grad_(bool(settings))
+        model.gradient_checkpointing = flag  # type: ignore[assignment]
+        least.append(helper.host_bytes_min(model, store_dir, **settings))
+    assert least[0] == least[1]
+
+
 def test_a_refusal_on_a_device_names_the_devices_memory(store_dir: pathlib.Path) -> None:
     def build() -> nn.Module:
         return Recomputed((160, 128, 64, 192, 32, 32), 2)

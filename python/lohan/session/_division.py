@@ -353,7 +353,9 @@ def _has_checkpoints(model: nn.Module) -> bool:
     Calls of torch.utils.checkpoint in a model's own forward cannot be predicted.
     """
     names = ("gradient_checkpointing", "activation_checkpointing")
-    return any(getattr(m, name, False) is True for m in model.modules() for name in names)
+    has_backward = any(param.requires_grad for param in model.parameters())
+    flags = (getattr(m, name, False) is True for m in model.modules() for name in names)
+    return has_backward and any(flags)
 
 
 def _needed(layout: Layout, config: Config) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.common import _exit
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
 from lohan.session._autocast import Autocast
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 _FOLDER = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 
 
+# The sessions whose forward runs, or was ended by a Ctrl-C that called no hook. It is a plain set of
+# references, because Dynamo would trace the generator of a WeakSet inside a forward.
+_running: set[weakref.ref[ForwardRules]] = set()
+
+
 class ForwardRules(SessionPart):
     """A base class of Session: it has the hooks that torch calls around every forward."""
 
@@ -54,6 +59,7 @@ class ForwardRules(SessionPart):
     def _forward_init(self) -> None:
         self._batch = BatchCheck(self.device.torch_device)
         self._forward_depth = 0
+        self._reference = weakref.ref(self, _running.discard)
         self._begun: tuple[int, bool] | None = None
         self._root_scopes: list[_core.Scope] = []
         self._thread = ForwardThread()
@@ -129,8 +135,9 @@ class ForwardRules(SessionPart):
     def _forward_begin(self, *, is_root: bool) -> None:
         self.check_open()
         refuse_transform()
-        for other in tuple(_exit.sessions):
-            if other is not self:
+        for reference in tuple(_running):
+            other = reference()
+            if other is not None and other is not self:
                 other._end_interrupted()
         frame = _frame_outside()
         self._thread.claim(frame)
@@ -164,6 +171,7 @@ class ForwardRules(SessionPart):
         self._entered = self.around
         self._entered.enter()
         self._forward_depth = 1
+        _running.add(self._reference)
         self._engine.forward(True)
         for extension in self.extensions:
             extension.forward_begins(self)
@@ -192,6 +200,7 @@ class ForwardRules(SessionPart):
 
     def _forward_end(self) -> None:
         self._forward_depth = 0
+        _running.discard(self._reference)
         self._thread.release()
         for extension in self.extensions:
             extension.forward_ended()

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.errors import FrozenParameterError, LentError, StaleStateError, UnsupportedError
+from lohan.errors import (
+    FrozenParameterError,
+    LentError,
+    StaleStateError,
+    StepError,
+    UnsupportedError,
+)
 from lohan.layout import _names
 from lohan.session import _loading
 from lohan.session._forward import refuse_read
@@ -259,12 +265,13 @@ class Guard:
         is_fixed = not unit.trainable and not unit.runs and param.stream is None
         try:
             if is_fixed and self.session.config.commit_every != "never":
+                self.session.edits.check()  # in several processes, the others may have read it
                 raise FrozenParameterError(
                     f"parameter {name!r} was frozen at lohan.wrap() and cannot be written again:"
                     " call lohan.unwrap(model), change it, and wrap the model with a new store"
                 )
             self.write({name: value}, {name: index})
-        except (FrozenParameterError, LentError, UnsupportedError):
+        except (FrozenParameterError, LentError, StepError, UnsupportedError):
             self.session._undo_edit(index)
             raise
 
