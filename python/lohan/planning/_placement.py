@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The number of pieces that are in transit through main memory at once.
 _TRANSIT_COUNT = 8
-# Gradients of several micro-batches are summed in fp32: docs/architecture.md, Accumulation.
+# Gradients of several micro-batches are summed in fp32: docs/internals/gradients.md.
 _SUM_BYTES = 4
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 
