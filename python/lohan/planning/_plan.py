@@ -36,7 +36,7 @@ from lohan.planning import _base
 
 # The bytes of an activation, a parameter or a gradient in 16-bit computation.
 HALF_BYTES = 2
-# The bytes that extend a bf16 parameter to its fp32 master: docs/architecture.md, Numerics.
+# The bytes that extend a bf16 parameter to its fp32 master: docs/internals/numerics.md.
 RESIDUAL_BYTES = 2
 # A DiT sees an image of 512 x 512 as 64 x 64 latents of 4 channels in patches of 2 x 2.
 DIT_TOKENS = 1024
