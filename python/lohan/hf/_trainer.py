@@ -8,8 +8,8 @@ which compares the store with the checkpoint and loads nothing; `log` (_trainer_
 because the Trainer resolves resume_from_checkpoint=True to the last folder, even if it is
 incomplete; and, in several processes, `_save_checkpoint`, so that all of them commit
 (_trainer_world.py); with order= the two methods that _trainer_turns.py names. Clipping, scaling and
-schedulers remain the Trainer's own: by default, updates wait for `step()` (docs/architecture.md,
-Clipping).
+schedulers remain the Trainer's own: by default, updates wait for `step()`
+(docs/internals/gradients.md, Clipping).
 
 [Note: A checkpoint and its store]
 A checkpoint folder contains the small states (scheduler, random generators, position in the data,
