@@ -103,7 +103,7 @@ def test_the_mean_errors_that_are_told_are_those_of_all_rows() -> None:
 
 def test_only_the_creation_of_the_engine_names_features_of_the_page() -> None:
     folder = helper.ROOT / "csrc" / "sched"
-    page = (helper.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (helper.ROOT / "docs" / "internals" / "engine.md").read_text(encoding="utf-8")
     row = re.search(r"^\| features \| (.*?) \|", page, re.M)
     assert row
     features = row[1].split(", ")
