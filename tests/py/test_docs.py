@@ -137,6 +137,16 @@ def test_lists_and_tables_are_some_on_the_site_too() -> None:
             before = line
 
 
+def test_the_pages_of_the_design_are_short_and_have_a_sentence_per_line() -> None:
+    """A diff of such a page shows the sentences that change."""
+    first = helper.ROOT / "docs" / "architecture.md"
+    assert len(first.read_text(encoding="utf-8").split()) <= 2500
+    for page in (first, *sorted((helper.ROOT / "docs" / "internals").glob("*.md"))):
+        for number, line in enumerate(helper.prose_of(page), 1):
+            second = re.search(r"[.!?][)\"*`]* +[A-Z`\[]", re.sub(r"^ *(\d+\.|\*) ", "", line))
+            assert second is None or line.startswith("|"), f"{page.name}:{number}: {line}"
+
+
 def test_every_public_name_is_in_the_api_reference() -> None:
     page = (helper.ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     listed = re.findall(r"^::: lohan\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)
