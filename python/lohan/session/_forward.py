@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _FOLDER = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 
 
-# The sessions whose forward runs, or was ended by a Ctrl-C that called no hook. It is a plain set of
-# references, because Dynamo would trace the generator of a WeakSet inside a forward.
+# The sessions whose forward runs, or was ended by a Ctrl-C that called no hook. This is a plain set
+# of references, because Dynamo would trace the generator of a WeakSet inside a forward.
 _running: set[weakref.ref[ForwardRules]] = set()
 
 
