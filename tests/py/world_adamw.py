@@ -219,10 +219,30 @@ def refused(store: str) -> dict[str, str]:
     return said
 
 
-def _change_in_loop(model: Any) -> None:
-    for _, param in model.named_parameters():
-        with torch.no_grad():
-            param.add_(1)
+def frozen_changed(store: str) -> list[str]:
+    """Change a frozen parameter in a loop, then train; return what is refused."""
+    model = wrapped(store, change="frozen")
+    calls: list[Callable[[], Any]] = [
+        lambda: _change_in_loop(model, "layers.1.weight"),
+        lambda: one_step(model),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except LohanError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        model.lohan.world.exchange(b"", "a call has ended")
+    model.lohan.part()
+    model.lohan.close()
+    return said
+
+
+def _change_in_loop(model: Any, only: str = "") -> None:
+    for name, param in model.named_parameters():
+        if only in ("", name):
+            with torch.no_grad():
+                param.add_(1)
 
 
 def unwrapped(store: str) -> str:
