@@ -272,11 +272,16 @@ static inline struct lh_unit *lh_engine_unit_at(struct lh_engine *engine, uint32
     return &engine->units[unit];
 }
 
+/* 0 for memory that was allocated, otherwise -ENOMEM. */
+static inline int lh_engine_part_check(const void *memory, const char *name, struct lh_error *err)
+{
+    return memory ? 0 : lh_error_set(err, -ENOMEM, "no memory for the state of %s", name);
+}
+
 /* Allocate a feature's state, which lh_engine_destroy() frees. Its value is 0 or -ENOMEM. */
 #define LH_ENGINE_PART_CREATE(engine, part, err)                                                   \
-    (((engine)->part = lh_alloc_zeroed((engine)->alloc, 1, sizeof(*(engine)->part)))               \
-         ? 0                                                                                       \
-         : lh_error_set((err), -ENOMEM, "no memory for the state of " #part))
+    lh_engine_part_check(                                                                          \
+        (engine)->part = lh_alloc_zeroed((engine)->alloc, 1, sizeof(*(engine)->part)), #part, err)
 
 /* Whether the engine's units are another process's, the owner's of its team. */
 static inline bool lh_engine_is_mate(const struct lh_engine *engine)
