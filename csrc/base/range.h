@@ -1,7 +1,7 @@
 /*
  * An allocator of offsets in one region: first fit, with adjacent holes merged. It is pure
- * bookkeeping without memory: the residency plan runs the same code ahead of time that the engine
- * runs during the step, so both get the same addresses.
+ * bookkeeping without memory: the residency plan uses it ahead of time, and the engine takes the
+ * plan's addresses.
  *
  * Invariants: 1. holes are sorted by offset, none empty, no two adjacent.  2. offsets and sizes are
  * multiples of granule.

@@ -6,9 +6,9 @@
  * unit is often the one needed next, and a reactive cache (LRU) would evict exactly that. The order
  * of uses is the same in every step of a training loop, so it is recorded, and the next step is
  * planned with it: on a miss, the unit whose next use is farthest away is evicted (L. Belady's
- * rule, which Elixir's rCache uses for chunks). The plan works with the real addresses of the
- * region, by the same first-fit code that allocates them. The result is a list of evictions and
- * loads that the engine executes in order. No decision depends on timing, so the bytes that a step
+ * rule, which Elixir's rCache uses for chunks). The plan chooses the real addresses in the
+ * region, by first fit. The result is a list of evictions and loads that the engine executes in
+ * order, at these addresses. No decision depends on timing, so the bytes that a step
  * reads for parameters are known before it starts.
  *
  * Terms: an event is the begin or the end of a use of a unit. A load belongs to the begin that

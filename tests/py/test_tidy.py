@@ -185,7 +185,7 @@ def test_every_folder_of_the_core_has_a_rank() -> None:
     complain(sorted(unknown), "Folders of csrc without a rank in RANKS and docs/architecture.md:")
 
 
-def test_includes_continuely_downwards() -> None:
+def test_includes_go_only_downwards() -> None:
     problems = []
     for path in core_files():
         here = folder_of(path)

@@ -36,6 +36,6 @@ class Planned(Extension):
         self.planner.step_end(session)
 
     def plan(self) -> Plan | None:
-        """Return the plan for the shape of the last forward; None: there is none yet."""
+        """Return the plan for the shape of the last forward, or None before the first plan."""
         shape = self.planner.shape
         return None if shape is None or shape.made is None else shape.made.plan
