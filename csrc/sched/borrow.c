@@ -19,9 +19,9 @@ static bool pin(struct lh_engine *engine, struct lh_unit *unit)
     LH_ASSERT(index < engine->opts.unit_count && unit->state == LH_UNIT_STATE_LOADING);
     if (!lh_team_pin(team, index, &offset))
         return false;
-    LH_ASSERT(offset + unit->desc.bytes <= team->region_bytes);
+    LH_ASSERT(offset + unit->desc->bytes <= team->region_bytes);
     unit->memory = team->region + offset;
-    lh_core_stats(engine, unit->load.step)->bytes[LH_ENGINE_LINK_SHARED] += unit->desc.bytes;
+    lh_core_stats(engine, unit->load.step)->bytes[LH_ENGINE_LINK_SHARED] += unit->desc->bytes;
     lh_unit_arrived(engine, unit);
     return true;
 }
@@ -112,7 +112,7 @@ static void unit_forgotten(struct lh_engine *engine, struct lh_unit *unit)
         return;
     borrow->waiting_count = left;
     lh_core_stats(engine, unit->load.step)->planned_bytes[LH_ENGINE_LINK_SHARED] -=
-        unit->desc.bytes;
+        unit->desc->bytes;
     lh_team_unwant(engine->opts.team, index);
     lh_unit_load_cancel(unit);
 }
@@ -123,7 +123,7 @@ void lh_borrow_give_back(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, i);
         /* The accelerator's copy of a frozen unit stays valid. */
-        if (unit->desc.elements > 0)
+        if (unit->desc->elements > 0)
             LH_FEATURE_CALL(engine, unit_forgotten, unit);
         else
             unit_forgotten(engine, unit);

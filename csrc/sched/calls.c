@@ -114,7 +114,7 @@ int lh_engine_acquire(struct lh_engine *engine, uint32_t index)
     if (may_be_updated && unit->caller.gradient_step < engine->open_step)
         unit->caller.asked_step = unit->caller.gradient_step;
     /* The engine knows whether a unit of a family owes updates (idle.h). */
-    bool must_ask = may_be_updated || unit->desc.family > 0;
+    bool must_ask = may_be_updated || unit->desc->family > 0;
     uint32_t word = must_ask ? 0 : atomic_load(&unit->shared.word);
     while (word & LH_UNIT_READY_BIT) {
         if (!atomic_compare_exchange_weak(&unit->shared.word, &word, word + 1))
@@ -313,10 +313,10 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
     LH_ASSERT(engine->gradient_steps[param] <= engine->open_step);
     if (atomic_load(&engine->failed))
         return lh_core_fail_code(engine);
-    if (engine->units[engine->params[param].unit].desc.elements == 0)
+    if (engine->units[engine->params[param].unit].desc->elements == 0)
         return -EINVAL;
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];
-    if (engine->gradients_land && dtype != unit->desc.dtype)
+    if (engine->gradients_land && dtype != unit->desc->dtype)
         return -EINVAL;
     if (engine->gradient_steps[param] == engine->open_step)
         return -EALREADY;
@@ -502,7 +502,7 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(engine->shared.is_paused);
     lh_stream_synchronize(engine); /* the unit's place may be reused at once */
-    if (lh_store_is_staged(engine->store, unit->desc.store_group))
+    if (lh_store_is_staged(engine->store, unit->desc->store_group))
         engine->has_edits = true;
     lh_step_forget_unit(engine, index);
     if (unit->state == LH_UNIT_STATE_READY)
@@ -514,7 +514,7 @@ void lh_engine_invalidate(struct lh_engine *engine, uint32_t index)
 static bool is_any_staged(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (lh_store_is_staged(engine->store, engine->units[i].desc.store_group))
+        if (lh_store_is_staged(engine->store, engine->units[i].desc->store_group))
             return true;
     }
     return false;

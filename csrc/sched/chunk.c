@@ -59,7 +59,7 @@ uint32_t *lh_chunk_checksums(struct lh_engine *engine, const struct lh_unit *uni
                              uint64_t offset)
 {
     uint32_t count = 0;
-    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc->store_group);
     uint32_t *checksums = lh_store_checksums(engine->store, extent, slot, &count);
     LH_ASSERT(lh_is_aligned(offset, LH_CHECKSUM_BYTES) && offset / LH_CHECKSUM_BYTES < count);
     return checksums + offset / LH_CHECKSUM_BYTES;
@@ -79,7 +79,7 @@ void lh_chunk_read(struct lh_engine *engine, struct lh_chunk *chunk, uint32_t sl
     LH_ASSERT(slab_index < engine->budget.slab_count);
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_IDLE);
     struct lh_slab *slab = &engine->slabs[slab_index];
-    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc->store_group);
     lh_slab_give(engine, slab, chunk);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_READING);
     if (chunk->read_step != lh_core_step(engine))
@@ -168,8 +168,8 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
     const struct lh_adam_hyper *hypers = engine->hypers[lh_core_step(engine) % 2];
     const uint8_t *read_gradients = engine->slabs[chunk->slab].gradients;
     uint32_t count = 0;
-    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
-        uint32_t index = unit->desc.param_first + i;
+    for (uint32_t i = 0; i < unit->desc->param_count; i++) {
+        uint32_t index = unit->desc->param_first + i;
         const struct lh_engine_param *param = &engine->params[index];
         const struct lh_gradient *gradient = &engine->gradients[index];
         uint64_t first = lh_max_u64(param->first, chunk->first);
@@ -177,7 +177,7 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
         if (first >= end || !gradient->pointer)
             continue;
         uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
-        LH_ASSERT(count < unit->desc.param_count);
+        LH_ASSERT(count < unit->desc->param_count);
         segments[count++] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,
@@ -198,7 +198,7 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     const struct lh_adam_mismatch *bad = &slab->mismatch;
-    bool has_master = unit->desc.dtype == LH_DTYPE_F16;
+    bool has_master = unit->desc->dtype == LH_DTYPE_F16;
     const char *const names[] = {"?",
                                  has_master ? "fp32 master" : "residual",
                                  "first moment",
@@ -208,7 +208,7 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
     struct lh_unit_state_place place = lh_unit_state_place(unit, array, chunk->first, chunk->count);
     uint64_t offset = place.offset + bad->block * LH_CHECKSUM_BYTES;
-    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc->store_group);
     struct lh_store_piece piece = {0};
     struct lh_error err = {0};
     int count = lh_store_map(engine->store, place.extent, slot, offset, LH_BLOCK_BYTES, &piece, 1);
@@ -232,11 +232,11 @@ static void nan_fail(struct lh_engine *engine, const struct lh_slab *slab)
     const struct lh_unit *unit = &engine->units[chunk->unit];
     LH_ASSERT(slab->nan_segment < slab->adam.segment_count);
     uint64_t first = chunk->first + slab->segments[slab->nan_segment].first;
-    uint32_t param = unit->desc.param_first;
+    uint32_t param = unit->desc->param_first;
     struct lh_error err = {0};
     while (first >= engine->params[param].first + engine->params[param].count)
         param++;
-    LH_ASSERT(param < unit->desc.param_first + unit->desc.param_count);
+    LH_ASSERT(param < unit->desc->param_first + unit->desc->param_count);
     lh_error_set(&err, -EDOM,
                  "param %u has a gradient that is not finite (NaN or infinity) in step %" PRIu64
                  ", or was NaN before it: the update made it NaN and was discarded",
@@ -278,8 +278,8 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
 static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, struct lh_slab *slab)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t param_offset = chunk->first * lh_dtype_bytes(unit->desc.dtype);
-    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
+    uint64_t param_offset = chunk->first * lh_dtype_bytes(unit->desc->dtype);
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc->elements);
     uint8_t *arrays[LH_STATE_ARRAY_COUNT] = {NULL};
     const uint32_t *expected[LH_STATE_ARRAY_COUNT] = {NULL};
     uint32_t *checksums[LH_STATE_ARRAY_COUNT] = {NULL};
@@ -299,8 +299,8 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .scales = (struct lh_adam_scales *)arrays[3],
         .average = (float *)arrays[4],
         .count = chunk->count,
-        .param_dtype = unit->desc.dtype,
-        .states = unit->desc.states,
+        .param_dtype = unit->desc->dtype,
+        .states = unit->desc->states,
         .segments = slab->segments,
         .segment_count = segments_fill(engine, chunk, slab->segments),
         .residual_expected = expected[0],
@@ -308,7 +308,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .moment2_expected = expected[2],
         .scales_expected = expected[3],
         .average_expected = expected[4],
-        .param_checksums = lh_chunk_checksums(engine, unit, unit->desc.param_extent, param_offset),
+        .param_checksums = lh_chunk_checksums(engine, unit, unit->desc->param_extent, param_offset),
         .residual_checksums = checksums[0],
         .moment1_checksums = checksums[1],
         .moment2_checksums = checksums[2],
@@ -324,7 +324,7 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     LH_ASSERT(chunk->state == LH_CHUNK_STATE_LOADED && chunk->slab < engine->budget.slab_count);
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc.dtype);
+    uint64_t work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc->dtype);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         work_bytes += 2 * lh_unit_state_bytes(&unit->states[i], chunk->count);
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
@@ -362,7 +362,7 @@ static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
 /* Describe the arrays of a unit's states. Returns the bytes of a moment, 0 if it has none. */
 static uint64_t states_describe(struct lh_unit *unit)
 {
-    const struct lh_engine_unit *desc = &unit->desc;
+    const struct lh_engine_unit *desc = unit->desc;
     bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
     uint64_t moment_bytes = lh_unit_is_given(unit) ? 0 : lh_adam_moment_bytes(desc->states);
     bool has_scales = desc->states == LH_ADAM_STATES_8BIT && moment_bytes > 0;
@@ -385,7 +385,7 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
     uint64_t count = 0;
     uint32_t state_count = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        count += lh_div_ceil(engine->units[i].desc.elements, elements_max);
+        count += lh_div_ceil(engine->units[i].desc->elements, elements_max);
     LH_ASSERT(count == engine->budget.chunk_count);
     engine->chunks = lh_alloc_zeroed(engine->alloc, lh_max_u64(count, 1), sizeof(*engine->chunks));
     if (!engine->chunks)
@@ -394,14 +394,14 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
         struct lh_unit *unit = &engine->units[i];
         uint64_t moment_bytes = states_describe(unit);
         unit->chunk_first = engine->chunk_count;
-        for (uint64_t first = 0; first < unit->desc.elements; first += elements_max) {
+        for (uint64_t first = 0; first < unit->desc->elements; first += elements_max) {
             uint32_t before = state_count;
             state_count += moment_bytes > 0;
             engine->chunks[engine->chunk_count++] = (struct lh_chunk){
                 .unit = i,
                 .slab = LH_CHUNK_NONE,
                 .first = first,
-                .count = lh_min_u64(elements_max, unit->desc.elements - first),
+                .count = lh_min_u64(elements_max, unit->desc->elements - first),
                 .is_kept = kept_before(engine, state_count) > kept_before(engine, before),
                 .kept_slab = kept_before(engine, before),
             };

@@ -10,7 +10,7 @@
 
 bool lh_copy_is_free(const struct lh_engine *engine, enum lh_copy_user user)
 {
-    const struct lh_copies *copies = &engine->copies;
+    const struct lh_copies *copies = engine->copies;
     uint32_t least = engine->opts.copy_count / RESERVED_SHARE;
     uint32_t taken = 0;
     uint32_t reserved = 0; /* for the others */
@@ -25,24 +25,24 @@ bool lh_copy_is_free(const struct lh_engine *engine, enum lh_copy_user user)
 
 struct lh_copy *lh_copy_take(struct lh_engine *engine, enum lh_copy_user user)
 {
-    struct lh_copy *copy = engine->copies.free;
+    struct lh_copy *copy = engine->copies->free;
     LH_ASSERT(copy != NULL && lh_copy_is_free(engine, user));
-    engine->copies.free = copy->next_free;
-    engine->copies.taken[user]++;
+    engine->copies->free = copy->next_free;
+    engine->copies->taken[user]++;
     copy->user = user;
     return copy;
 }
 
 static void give(struct lh_engine *engine, struct lh_copy *copy)
 {
-    copy->next_free = engine->copies.free;
-    engine->copies.free = copy;
+    copy->next_free = engine->copies->free;
+    engine->copies->free = copy;
 }
 
 static void give_back(struct lh_engine *engine, struct lh_copy *copy)
 {
-    LH_ASSERT(engine->copies.taken[copy->user] > 0);
-    engine->copies.taken[copy->user]--;
+    LH_ASSERT(engine->copies->taken[copy->user] > 0);
+    engine->copies->taken[copy->user]--;
     give(engine, copy);
 }
 
@@ -50,14 +50,14 @@ bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
 {
     struct lh_error err = {0};
     LH_ASSERT(copy->done && copy->what && (copy->dev.bytes > 0 || copy->dev.after));
-    LH_ASSERT(engine->copies.in_flight < engine->opts.copy_count);
+    LH_ASSERT(engine->copies->in_flight < engine->opts.copy_count);
     copy->dev.owner = copy;
     if (engine->dev->ops->submit(engine->dev, &copy->dev, &err) < 0) {
         lh_core_device_fail(engine, &err, copy->what);
         give_back(engine, copy);
         return false;
     }
-    engine->copies.in_flight++;
+    engine->copies->in_flight++;
     return true;
 }
 
@@ -67,8 +67,8 @@ bool lh_copy_submit(struct lh_engine *engine, struct lh_copy *copy)
  */
 static uint64_t busy_ns(struct lh_engine *engine, const struct lh_dev_copy *copy)
 {
-    struct lh_copy_spans *own = &engine->copies.spans[copy->is_aside];
-    const struct lh_copy_spans *other = &engine->copies.spans[!copy->is_aside];
+    struct lh_copy_spans *own = &engine->copies->spans[copy->is_aside];
+    const struct lh_copy_spans *other = &engine->copies->spans[!copy->is_aside];
     uint64_t count = lh_min_u64(other->count, LH_COPY_SPAN_COUNT);
     uint64_t shared_ns = 0;
     uint64_t ns = copy->completed_ns - copy->started_ns;
@@ -121,8 +121,8 @@ bool lh_copy_poll(struct lh_engine *engine)
     if (!engine->dev)
         return false;
     uint32_t count = engine->dev->ops->poll(engine->dev, done, LH_COUNT_OF(done));
-    LH_ASSERT(engine->copies.in_flight >= count);
-    engine->copies.in_flight -= count;
+    LH_ASSERT(engine->copies->in_flight >= count);
+    engine->copies->in_flight -= count;
     for (uint32_t i = 0; i < count; i++) {
         struct lh_copy *copy = done[i]->owner;
         LH_ASSERT(done[i] == &copy->dev);
@@ -136,15 +136,17 @@ bool lh_copy_poll(struct lh_engine *engine)
 int lh_copy_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint32_t count = engine->opts.copy_count;
-    engine->copies.all = lh_alloc_zeroed(engine->alloc, count, sizeof(*engine->copies.all));
-    if (!engine->copies.all)
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, copies, err));
+    engine->copies->all = lh_alloc_zeroed(engine->alloc, count, sizeof(*engine->copies->all));
+    if (!engine->copies->all)
         return lh_error_set(err, -ENOMEM, "no memory for %u copies", count);
     for (uint32_t i = 0; i < count; i++)
-        give(engine, &engine->copies.all[i]);
+        give(engine, &engine->copies->all[i]);
     return 0;
 }
 
 void lh_copy_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->copies.all);
+    if (engine->copies)
+        lh_free(engine->alloc, engine->copies->all);
 }

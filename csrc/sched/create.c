@@ -73,6 +73,8 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
     struct lh_alloc *alloc = engine->alloc;
     uint32_t units = opts->unit_count;
     engine->units = lh_alloc_zeroed(alloc, units, sizeof(*engine->units));
+    engine->descs = lh_alloc_zeroed(alloc, units, sizeof(*engine->descs));
+    engine->parts = lh_alloc_zeroed(alloc, units, sizeof(*engine->parts));
     engine->params =
         lh_alloc_zeroed(alloc, lh_max_u64(opts->param_count, 1), sizeof(*engine->params));
     engine->gradient_steps =
@@ -88,14 +90,16 @@ static int tables_create(struct lh_engine *engine, const struct lh_engine_opts *
         if (!engine->trace)
             return lh_error_set(err, -ENOMEM, "no memory for %u trace events", opts->trace_count);
     }
-    if (!engine->units || !engine->params || !engine->gradient_steps || !engine->gradients ||
-        !engine->hypers[0] || !engine->hypers[1] || !engine->commit_requests)
+    if (!engine->units || !engine->descs || !engine->parts || !engine->params ||
+        !engine->gradient_steps || !engine->gradients || !engine->hypers[0] || !engine->hypers[1] ||
+        !engine->commit_requests)
         return lh_error_set(err, -ENOMEM, "no memory for the tables of %u units", units);
     memcpy(engine->params, opts->params, opts->param_count * sizeof(*engine->params));
     for (uint32_t i = 0; i < units; i++) {
-        engine->units[i].desc = opts->units[i];
-        engine->units[i].desc.place_bytes =
-            lh_max_u64(opts->units[i].place_bytes, opts->units[i].bytes);
+        engine->descs[i] = opts->units[i];
+        engine->descs[i].place_bytes = lh_max_u64(opts->units[i].place_bytes, opts->units[i].bytes);
+        engine->units[i].desc = &engine->descs[i];
+        engine->units[i].parts = &engine->parts[i];
         engine->units[i].engine = engine;
         engine->units[i].source = &engine->transfers.store;
     }
@@ -170,7 +174,7 @@ static int deferring_create(struct lh_engine *engine, struct lh_error *err)
 {
     LH_TRY(lh_defer_create(engine, err));
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_AUTO) {
-        lh_split_create(engine);
+        LH_TRY(lh_split_create(engine, err));
         feature_add(engine, &lh_split_feature);
     }
     feature_add(engine, &lh_defer_feature);
@@ -195,10 +199,12 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         LH_TRY(lh_spill_create(engine, err));
         LH_TRY(lh_norm_create(engine, err));
     }
-    if (engine->spill.is_any)
+    if (engine->spill)
         feature_add(engine, &lh_spill_feature);
     if (engine->dev) {
         LH_TRY(lh_device_create(engine, err));
+        if (!engine->copies_units)
+            LH_TRY(LH_ENGINE_PART_CREATE(engine, unified, err));
         feature_add(engine, engine->copies_units ? &lh_device_feature : &lh_unified_feature);
     }
     if (engine->gradients_land)
@@ -351,27 +357,16 @@ static void tables_destroy(struct lh_engine *engine)
 {
     struct lh_alloc *alloc = engine->alloc;
     void *const tables[] = {
-        engine->units,
-        engine->params,
-        engine->gradient_steps,
-        engine->gradients,
-        engine->hypers[0],
-        engine->hypers[1],
-        engine->commit_requests,
-        engine->trace,
-        engine->chunks,
-        engine->scalars,
-        engine->in_place,
-        engine->saved,
-        engine->sums,
-        engine->gather,
-        engine->idle,
-        engine->device,
-        engine->reading,
-        engine->tail,
-        engine->mates,
-        engine->borrow,
-        engine->landing,
+        engine->units,     engine->descs,          engine->parts,
+        engine->params,    engine->gradient_steps, engine->gradients,
+        engine->hypers[0], engine->hypers[1],      engine->commit_requests,
+        engine->trace,     engine->chunks,         engine->scalars,
+        engine->in_place,  engine->saved,          engine->sums,
+        engine->gather,    engine->idle,           engine->device,
+        engine->reading,   engine->tail,           engine->mates,
+        engine->borrow,    engine->landing,        engine->copies,
+        engine->unified,   engine->defer,          engine->spill,
+        engine->norm,      engine->split,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

@@ -22,7 +22,7 @@
 
 static bool is_awaited(const struct lh_unit *unit)
 {
-    return unit->defer.is_deferred && unit->update.gradient_count > 0;
+    return unit->parts->defer.is_deferred && unit->update.gradient_count > 0;
 }
 
 /* Sort the units whose updates wait by their first use in the step; units never used come last. */
@@ -31,31 +31,31 @@ static void line_up(struct lh_engine *engine)
     const struct lh_event_list *list = &engine->recording;
 
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].defer.position = LH_CHUNK_NONE;
-    engine->defer.count = 0;
-    engine->defer.first = 0;
+        engine->units[i].parts->defer.position = LH_CHUNK_NONE;
+    engine->defer->count = 0;
+    engine->defer->first = 0;
     for (uint64_t i = 0; i < list->count + engine->opts.unit_count; i++) {
         bool is_listed = i < list->count;
         uint32_t index = is_listed ? list->events[i].unit : (uint32_t)(i - list->count);
         struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
-        if (!is_awaited(unit) || unit->defer.position != LH_CHUNK_NONE)
+        if (!is_awaited(unit) || unit->parts->defer.position != LH_CHUNK_NONE)
             continue;
         if (is_listed && list->events[i].kind != LH_RESIDENCY_EVENT_BEGIN)
             continue;
-        LH_ASSERT(engine->defer.count < engine->opts.unit_count);
-        unit->defer.position = engine->defer.count;
-        engine->defer.order[engine->defer.count++] = index;
+        LH_ASSERT(engine->defer->count < engine->opts.unit_count);
+        unit->parts->defer.position = engine->defer->count;
+        engine->defer->order[engine->defer->count++] = index;
     }
 }
 
 static void release_first(struct lh_engine *engine)
 {
-    LH_ASSERT(engine->defer.first < engine->defer.count);
-    uint32_t index = engine->defer.order[engine->defer.first++];
+    LH_ASSERT(engine->defer->first < engine->defer->count);
+    uint32_t index = engine->defer->order[engine->defer->first++];
 
-    LH_ASSERT(!engine->units[index].defer.is_released);
-    engine->units[index].defer.is_released = true;
+    LH_ASSERT(!engine->units[index].parts->defer.is_released);
+    engine->units[index].parts->defer.is_released = true;
     lh_update_consider(engine, index);
 }
 
@@ -65,21 +65,21 @@ static void release_near(struct lh_engine *engine, uint32_t position)
     const uint64_t near_bytes = engine->budget.region_bytes / 2;
     uint64_t ahead_bytes = 0;
 
-    LH_ASSERT(engine->defer.first <= engine->defer.count);
-    while (engine->defer.first < lh_min_u64(position, engine->defer.count))
+    LH_ASSERT(engine->defer->first <= engine->defer->count);
+    while (engine->defer->first < lh_min_u64(position, engine->defer->count))
         release_first(engine);
-    for (uint32_t i = position; i < engine->defer.count; i++) {
-        ahead_bytes += engine->units[engine->defer.order[i]].desc.bytes;
+    for (uint32_t i = position; i < engine->defer->count; i++) {
+        ahead_bytes += engine->units[engine->defer->order[i]].desc->bytes;
         if (ahead_bytes > near_bytes && i > position + 1)
             break;
-        if (i == engine->defer.first)
+        if (i == engine->defer->first)
             release_first(engine);
     }
 }
 
 static void drain(struct lh_engine *engine)
 {
-    while (engine->defer.first < engine->defer.count)
+    while (engine->defer->first < engine->defer->count)
         release_first(engine);
 }
 
@@ -87,7 +87,7 @@ static void step_closed(struct lh_engine *engine)
 {
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     line_up(engine);
-    lh_core_stats(engine, engine->step)->deferred_units = engine->defer.count;
+    lh_core_stats(engine, engine->step)->deferred_units = engine->defer->count;
     /* Other processes of a team may need the updated units earlier than this one. */
     if (engine->opts.schedule == LH_ENGINE_SCHEDULE_SERIAL || engine->opts.team)
         drain(engine);
@@ -99,43 +99,43 @@ void lh_defer_approach(struct lh_engine *engine, uint32_t index)
 {
     const struct lh_unit *unit = &engine->units[index];
 
-    if (engine->defer.first == engine->defer.count)
+    if (!engine->defer || engine->defer->first == engine->defer->count)
         return;
-    if (is_awaited(unit) && unit->defer.position != LH_CHUNK_NONE)
-        release_near(engine, unit->defer.position + 1);
+    if (is_awaited(unit) && unit->parts->defer.position != LH_CHUNK_NONE)
+        release_near(engine, unit->parts->defer.position + 1);
 }
 
 static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
     (void)stats;
-    LH_ASSERT(engine->defer.first == engine->defer.count);
-    engine->defer.first = 0;
-    engine->defer.count = 0;
+    LH_ASSERT(engine->defer->first == engine->defer->count);
+    engine->defer->first = 0;
+    engine->defer->count = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].defer.is_released = false;
+        engine->units[i].parts->defer.is_released = false;
 }
 
 void lh_defer_set(struct lh_unit *unit, bool is_deferred)
 {
-    unit->defer.is_deferred = is_deferred;
+    unit->parts->defer.is_deferred = is_deferred;
 }
 
 void lh_defer_release(struct lh_unit *unit)
 {
-    LH_ASSERT(unit->update.gradient_count == unit->desc.param_count);
-    unit->defer.is_released = true;
+    LH_ASSERT(unit->update.gradient_count == unit->desc->param_count);
+    unit->parts->defer.is_released = true;
 }
 
 static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)engine;
-    return !unit->defer.is_deferred || unit->defer.is_released;
+    return !unit->parts->defer.is_deferred || unit->parts->defer.is_released;
 }
 
 static bool update_is_deferred(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
-    return unit->defer.is_deferred;
+    return unit->parts->defer.is_deferred;
 }
 
 /* If a thread waits for the end of the closed step, queue all remaining updates. */
@@ -151,8 +151,9 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 int lh_defer_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint32_t count = engine->opts.unit_count;
-    engine->defer.order = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
-    if (!engine->defer.order)
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, defer, err));
+    engine->defer->order = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
+    if (!engine->defer->order)
         return lh_error_set(err, -ENOMEM, "no memory for %u deferred updates", count);
     for (uint32_t i = 0; i < count; i++)
         lh_defer_set(&engine->units[i], true);
@@ -161,7 +162,8 @@ int lh_defer_create(struct lh_engine *engine, struct lh_error *err)
 
 void lh_defer_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->defer.order);
+    if (engine->defer)
+        lh_free(engine->alloc, engine->defer->order);
 }
 
 const struct lh_feature lh_defer_feature = {

@@ -33,7 +33,10 @@ void lh_defer_destroy(struct lh_engine *engine);
 void lh_defer_set(struct lh_unit *unit, bool is_deferred);
 /* The closed step makes what a unit owes (idle.h): its update need not wait. */
 void lh_defer_release(struct lh_unit *unit);
-/* The unit is about to be read: queue its update if it waits, and those that are due with it. */
+/*
+ * The unit is about to be read: queue its update if it waits, and those that are due with it. Any
+ * schedule may call it.
+ */
 void lh_defer_approach(struct lh_engine *engine, uint32_t unit);
 
 #endif

@@ -65,7 +65,7 @@ static bool is_being_left(const struct lh_engine *engine, uint64_t offset, uint6
     for (uint32_t i = 0; engine->device->leaving_count > 0 && i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->copy.state == LH_COPY_STATE_LEAVING && unit->copy.offset < offset + bytes &&
-            offset < unit->copy.offset + unit->desc.place_bytes)
+            offset < unit->copy.offset + unit->desc->place_bytes)
             return true;
     }
     return false;
@@ -75,7 +75,7 @@ static bool load_is_possible(const struct lh_engine *engine, const struct lh_res
 {
     const struct lh_unit *unit = &engine->units[op->unit];
     LH_ASSERT(op->kind == LH_RESIDENCY_OP_LOAD);
-    if (is_being_left(engine, op->offset, unit->desc.place_bytes))
+    if (is_being_left(engine, op->offset, unit->desc->place_bytes))
         return false;
     bool is_here = unit->state == LH_UNIT_STATE_READY && !lh_unit_is_stale(engine, unit);
     bool is_coming = unit->state == LH_UNIT_STATE_UPDATING && unit->update.chunks_computed > 0 &&
@@ -126,10 +126,10 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 bool lh_device_part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t first,
                          uint64_t end, void (*done)(struct lh_engine *engine, struct lh_copy *copy))
 {
-    LH_ASSERT(first < end && end <= unit->desc.bytes);
+    LH_ASSERT(first < end && end <= unit->desc->bytes);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_COPYING && unit->copy.is_copying);
     struct lh_copy *copy = lh_copy_take(engine, LH_COPY_USER_UNIT);
-    bool is_last = end == unit->desc.bytes;
+    bool is_last = end == unit->desc->bytes;
     copy->done = done;
     copy->what = "a unit's copy";
     copy->unit = (uint32_t)(unit - engine->units);
@@ -138,7 +138,7 @@ bool lh_device_part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_
         .host = unit->memory + first,
         .device = engine->opts.device_memory + unit->copy.offset + first,
         .bytes = end - first,
-        .pause_ns = first == 0 ? alloc_ns(engine, unit->desc.place_bytes) : 0,
+        .pause_ns = first == 0 ? alloc_ns(engine, unit->desc->place_bytes) : 0,
         .done = is_last ? unit->copy.arrived : NULL,
     };
     if (!lh_copy_submit(engine, copy))
@@ -153,7 +153,7 @@ static bool part_copy(struct lh_engine *engine, struct lh_unit *unit, uint64_t f
 {
     if (!lh_device_part_copy(engine, unit, first, end, part_copied))
         return false;
-    if (end == unit->desc.bytes && engine->dev->ops->is_ordered)
+    if (end == unit->desc->bytes && engine->dev->ops->is_ordered)
         copy_arrived(engine, unit);
     return true;
 }
@@ -165,7 +165,7 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
 {
     uint32_t count = 0;
     if (unit->state == LH_UNIT_STATE_READY)
-        return unit->desc.bytes;
+        return unit->desc->bytes;
     while (count < unit->chunk_count) {
         const struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + count];
         if (chunk->computed_step != lh_core_step(engine) ||
@@ -173,8 +173,8 @@ static uint64_t new_bytes(const struct lh_engine *engine, const struct lh_unit *
             break;
         count++;
     }
-    return lh_min_u64(count * engine->budget.chunk_elements * lh_dtype_bytes(unit->desc.dtype),
-                      unit->desc.bytes);
+    return lh_min_u64(count * engine->budget.chunk_elements * lh_dtype_bytes(unit->desc->dtype),
+                      unit->desc->bytes);
 }
 
 /* Copy more of the unit that is copied while it is updated. */
@@ -188,7 +188,7 @@ static bool load_continue(struct lh_engine *engine)
     if (end == first)
         return false;
     engine->device->loading_bytes = end;
-    if (end == unit->desc.bytes)
+    if (end == unit->desc->bytes)
         engine->device->loading_unit = LH_UNIT_NONE;
     return part_copy(engine, unit, first, end);
 }
@@ -199,7 +199,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     LH_ASSERT(unit->copy.state == LH_COPY_STATE_ABSENT);
     LH_ASSERT(!unit->copy.is_copying && unit->copy.part_count == 0);
-    LH_ASSERT(op->offset + unit->desc.place_bytes <= engine->opts.device_bytes);
+    LH_ASSERT(op->offset + unit->desc->place_bytes <= engine->opts.device_bytes);
     state_set(unit, LH_COPY_STATE_COPYING);
     unit->copy.offset = op->offset;
     unit->copy.is_stale = false;
@@ -208,11 +208,11 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
     atomic_store(&unit->copy.is_modified, false);
     atomic_store(&unit->copy.is_from_write_back, unit->copy.host_matches_write_back);
     atomic_fetch_add(&unit->copy.copy_count, 1);
-    lh_core_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc.bytes;
+    lh_core_stats(engine, step)->bytes[LH_ENGINE_LINK_COPY_IN] += unit->desc->bytes;
     if (unit->state == LH_UNIT_STATE_READY) {
         bool is_whole = LH_FEATURE_ALL(engine, copy_may_be_whole, unit, step);
         if (is_whole)
-            (void)part_copy(engine, unit, 0, unit->desc.bytes);
+            (void)part_copy(engine, unit, 0, unit->desc->bytes);
         return;
     }
     LH_ASSERT(engine->device->loading_unit == LH_UNIT_NONE);
@@ -237,7 +237,7 @@ static void left(struct lh_engine *engine, struct lh_unit *unit)
     uint8_t *address = engine->opts.device_memory + unit->copy.offset;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t skipped = lh_align_up((uintptr_t)address, page) - (uintptr_t)address;
-    uint64_t whole = unit->desc.place_bytes - lh_min_u64(unit->desc.place_bytes, skipped);
+    uint64_t whole = unit->desc->place_bytes - lh_min_u64(unit->desc->place_bytes, skipped);
     if (madvise(address + skipped, whole - whole % page, MADV_DONTNEED) < 0) {
         struct lh_error err = {0};
         lh_error_set(&err, -errno, "madvise: %s", strerror(errno));
@@ -271,7 +271,7 @@ static void out_start(struct lh_engine *engine, struct lh_unit *unit)
         .direction = LH_DEV_DIRECTION_OUT,
         .host = unit->memory,
         .device = engine->opts.device_memory + unit->copy.offset,
-        .bytes = unit->desc.bytes,
+        .bytes = unit->desc->bytes,
     };
     if (dev->ops->order(dev, LH_DEV_DIRECTION_OUT, unit->copy.released, &err) < 0) {
         lh_core_device_fail(engine, &err, copy->what);
@@ -279,7 +279,8 @@ static void out_start(struct lh_engine *engine, struct lh_unit *unit)
     }
     if (!lh_copy_submit(engine, copy))
         return;
-    lh_core_stats(engine, lh_core_step(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] += unit->desc.bytes;
+    lh_core_stats(engine, lh_core_step(engine))->bytes[LH_ENGINE_LINK_COPY_OUT] +=
+        unit->desc->bytes;
     engine->device->leaving_count++;
     state_set(unit, LH_COPY_STATE_LEAVING);
     unit->copy.is_copying = true;
@@ -329,7 +330,7 @@ static bool is_its_turn(const struct lh_engine *engine, uint64_t at)
         (policy & LH_ENGINE_DEVICE_NO_OVERLAP) || (is_load && (policy & LH_ENGINE_DEVICE_NO_REUSE));
     if (!stands)
         return true;
-    if (engine->copies.in_flight > 0)
+    if (lh_copy_in_flight(engine) > 0)
         return false;
     while (at < region->op_count && region->ops[at].kind != LH_RESIDENCY_OP_LOAD)
         at++;

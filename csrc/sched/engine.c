@@ -157,7 +157,7 @@ bool lh_engine_poll(struct lh_engine *engine)
 static bool is_stuck(const struct lh_engine *engine)
 {
     if (engine->transfers.in_flight + engine->jobs_in_flight + engine->commit_in_flight +
-            engine->copies.in_flight >
+            lh_copy_in_flight(engine) >
         0)
         return false;
     if (lh_step_is_held(engine) || atomic_load(&engine->tentative) > 0)
@@ -229,10 +229,10 @@ static void no_room_say(const struct lh_engine *engine, struct lh_error *err)
     uint32_t in_use_count = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        all_bytes += unit->desc.place_bytes;
+        all_bytes += unit->desc->place_bytes;
         if (lh_unit_pins(unit) > 0) {
             in_use_count++;
-            in_use_bytes += unit->desc.place_bytes;
+            in_use_bytes += unit->desc->place_bytes;
         }
     }
     char remedy[192];
@@ -253,7 +253,7 @@ static void no_room_say(const struct lh_engine *engine, struct lh_error *err)
                  " parameters, set gradient_checkpointing = True on the model before wrap if"
                  " torch.utils.checkpoint recomputes it (whole blocks then count as in use), or"
                  " raise %s",
-                 wanted, engine->units[wanted].desc.place_bytes, in_use_count, in_use_bytes,
+                 wanted, engine->units[wanted].desc->place_bytes, in_use_count, in_use_bytes,
                  is_there ? engine->opts.device_bytes : engine->budget.region_bytes, remedy);
 }
 
@@ -295,7 +295,7 @@ static void pause_here(struct lh_engine *engine)
 /* A dead device does not wake the engine, so do not sleep forever while copies are in flight. */
 static int sleep_ms(const struct lh_engine *engine)
 {
-    return engine->copies.in_flight > 0 ? LH_DEV_SLEEP_MS_MAX : -1;
+    return lh_copy_in_flight(engine) > 0 ? LH_DEV_SLEEP_MS_MAX : -1;
 }
 
 int lh_engine_quiet(struct lh_engine *engine, struct lh_quiet *quiet)
@@ -340,7 +340,7 @@ void *lh_engine_thread_run(void *context)
     /* Collect what is in flight: the buffers are about to be freed. */
     atomic_store(&engine->failed, true);
     lh_core_notify(engine);
-    while (engine->transfers.in_flight + engine->jobs_in_flight + engine->copies.in_flight > 0) {
+    while (engine->transfers.in_flight + engine->jobs_in_flight + lh_copy_in_flight(engine) > 0) {
         lh_waker_prepare(engine->waker);
         if (failed_poll(engine))
             lh_waker_cancel(engine->waker);

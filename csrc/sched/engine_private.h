@@ -52,6 +52,7 @@
 #include "sched/mates.h"
 #include "sched/naive.h"
 #include "sched/norm.h"
+#include "sched/parts.h"
 #include "sched/reading.h"
 #include "sched/region.h"
 #include "sched/request.h"
@@ -132,6 +133,8 @@ struct lh_engine {
     uint8_t *slab_memory; /* the slabs, followed by the gradients' blocks */
 
     struct lh_unit *units;
+    struct lh_engine_unit *descs; /* the units' */
+    struct lh_unit_parts *parts;  /* the units' */
     struct lh_engine_param *params;
     uint32_t param_count;
     uint64_t *param_steps; /* the number of updates of each parameter; a part of scalars */
@@ -160,10 +163,10 @@ struct lh_engine {
     uint64_t plan_step; /* the step for which the ops' bytes count; 0: no step's (an evaluation) */
 
     struct lh_in_place *in_place;
-    struct lh_copies copies;
+    struct lh_copies *copies; /* NULL unless there is a dev */
     struct lh_device *device;
     struct lh_reading *reading;
-    struct lh_unified unified;
+    struct lh_unified *unified;
     struct lh_landing *landing;
     struct lh_sums *sums;
     struct lh_tail *tail;
@@ -176,10 +179,10 @@ struct lh_engine {
     const uint8_t *(*gradient_at)(const struct lh_engine *engine, uint32_t param, uint64_t element);
     bool gradients_land; /* gradients arrive in the accelerator's memory */
     struct lh_updates updates;
-    struct lh_defer defer;
-    struct lh_spill spill;
-    struct lh_norm norm;
-    struct lh_split split;
+    struct lh_defer *defer;
+    struct lh_spill *spill;
+    struct lh_norm *norm;
+    struct lh_split *split;
     struct lh_saved_area *saved;
     struct lh_mates *mates;
     struct lh_borrow *borrow;
@@ -282,6 +285,13 @@ static inline int lh_engine_part_check(const void *memory, const char *name, str
 #define LH_ENGINE_PART_CREATE(engine, part, err)                                                   \
     lh_engine_part_check(                                                                          \
         (engine)->part = lh_alloc_zeroed((engine)->alloc, 1, sizeof(*(engine)->part)), #part, err)
+
+/* How many copies are in flight; without a device, none. */
+static inline uint32_t lh_copy_in_flight(const struct lh_engine *engine)
+{
+    LH_ASSERT(!engine->dev || engine->copies);
+    return engine->copies ? engine->copies->in_flight : 0;
+}
 
 /* Whether the engine's units are another process's, the owner's of its team. */
 static inline bool lh_engine_is_mate(const struct lh_engine *engine)

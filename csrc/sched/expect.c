@@ -13,7 +13,7 @@
 static bool is_updated_after(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     bool is_deferred = LH_FEATURE_ANY(engine, update_is_deferred, unit);
-    return unit->desc.elements > 0 && !is_deferred && atomic_load(&unit->shared.handles) > 0;
+    return unit->desc->elements > 0 && !is_deferred && atomic_load(&unit->shared.handles) > 0;
 }
 
 void lh_expect_insert(struct lh_engine *engine, uint32_t unit, bool is_first)
@@ -24,7 +24,7 @@ void lh_expect_insert(struct lh_engine *engine, uint32_t unit, bool is_first)
         engine->announced_count = 0;
     uint64_t at = region->position + engine->announced_count;
     uint64_t count = is_updated_after(engine, &engine->units[unit]) ? 3 : 2;
-    LH_ASSERT(region->position <= list->count && engine->units[unit].desc.is_announced);
+    LH_ASSERT(region->position <= list->count && engine->units[unit].desc->is_announced);
     if (list->count + count > engine->event_max || at > list->count)
         return;
     struct lh_residency_event *events = list->events + at;
@@ -52,7 +52,7 @@ bool lh_expect_is_next(const struct lh_engine *engine)
     const struct lh_region *region = engine->uses;
     uint64_t at = lh_expect_next(region);
     return at < region->predicted.count &&
-           engine->units[region->predicted.events[at].unit].desc.is_announced;
+           engine->units[region->predicted.events[at].unit].desc->is_announced;
 }
 
 static uint64_t foreseen(const struct lh_event_list *list, uint64_t from, uint32_t unit,
@@ -118,17 +118,17 @@ void lh_expect_first(struct lh_engine *engine, struct lh_event_list *list)
     list->count = 0;
     uint32_t count = engine->opts.unit_count;
     for (uint32_t i = 0; i < count; i++) {
-        if (engine->units[i].desc.is_announced)
+        if (engine->units[i].desc->is_announced)
             continue;
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
     }
     for (uint32_t i = count; engine->mode == LH_ENGINE_MODE_TRAIN && i-- > 0;) {
-        if (engine->units[i].desc.is_announced)
+        if (engine->units[i].desc->is_announced)
             continue;
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_BEGIN};
         list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_END};
-        bool is_updated = engine->units[i].desc.elements > 0 && !lh_engine_is_mate(engine);
+        bool is_updated = engine->units[i].desc->elements > 0 && !lh_engine_is_mate(engine);
         if (is_updated)
             list->events[list->count++] = (struct lh_residency_event){i, LH_RESIDENCY_EVENT_UPDATE};
     }

@@ -62,7 +62,7 @@ static void state_set(struct lh_engine *engine, uint32_t index, enum lh_gather_s
 
 static uint64_t rest_bytes(const struct lh_engine *engine, uint32_t index)
 {
-    uint64_t bytes = engine->units[index].desc.bytes;
+    uint64_t bytes = engine->units[index].desc->bytes;
     LH_ASSERT(lh_gather_divides(&engine->opts, bytes));
     return bytes - lh_gather_link_bytes(&engine->opts, bytes);
 }
@@ -136,7 +136,7 @@ static bool rest_copy(struct lh_engine *engine, uint32_t index)
     struct lh_gather_unit *part = &engine->gather->units[index];
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     const struct lh_team *team = engine->opts.team;
-    uint64_t bytes = unit->desc.bytes;
+    uint64_t bytes = unit->desc->bytes;
     bool moved = false;
     LH_ASSERT(part->state == LH_GATHER_STATE_RETURNED && unit->copy.is_copying);
     if (part->rest_before && lh_copy_is_free(engine, LH_COPY_USER_UNIT)) {
@@ -190,7 +190,7 @@ static void part_copied(struct lh_engine *engine, struct lh_copy *copy)
 static bool copy_may_be_whole(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     uint32_t index = index_of(engine, unit);
-    uint64_t bytes = unit->desc.bytes;
+    uint64_t bytes = unit->desc->bytes;
     const struct lh_team *team = engine->opts.team;
     if (!lh_gather_divides(&engine->opts, bytes) || !may_gather(engine))
         return true;
@@ -206,7 +206,7 @@ static bool copy_may_be_whole(struct lh_engine *engine, struct lh_unit *unit, ui
 
 static bool copy_may_precede_update(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return !lh_gather_divides(&engine->opts, unit->desc.bytes);
+    return !lh_gather_divides(&engine->opts, unit->desc->bytes);
 }
 
 /* Twice the number of the round, and one more once this process has begun it. */

@@ -70,19 +70,19 @@ static void chunk_job(struct lh_engine *engine, const struct lh_chunk *chunk,
     if (!lh_unit_is_given(unit))
         return;
     job->run = run;
-    job->work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc.dtype); /* of P only */
+    job->work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc->dtype); /* of P only */
 }
 
 static bool is_awaited(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     return engine->step_state == LH_STEP_STATE_CLOSED && lh_unit_is_given(unit) &&
-           unit->update.gradient_count > 0 && !unit->given.is_there;
+           unit->update.gradient_count > 0 && !unit->parts->given.is_there;
 }
 
 static bool update_may_queue(struct lh_engine *engine, struct lh_unit *unit)
 {
     (void)engine;
-    return !lh_unit_is_given(unit) || unit->given.is_there;
+    return !lh_unit_is_given(unit) || unit->parts->given.is_there;
 }
 
 static bool is_busy(const struct lh_engine *engine)
@@ -112,7 +112,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
     }
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(is_awaited(engine, unit)); /* lh_given_arrived() is called once after the close */
-    unit->given.is_there = true;
+    unit->parts->given.is_there = true;
     lh_update_consider(engine, index);
     return true;
 }
@@ -120,7 +120,7 @@ static bool message(struct lh_engine *engine, const struct lh_ring_message *mess
 static void step_forgotten(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].given.is_there = false;
+        engine->units[i].parts->given.is_there = false;
 }
 
 const struct lh_feature lh_given_feature = {

@@ -10,7 +10,7 @@ void lh_gradient_take(struct lh_engine *engine, uint32_t param, const void *poin
     uint32_t index = engine->params[param].unit;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     LH_ASSERT(engine->step_state == LH_STEP_STATE_OPEN); /* lh_engine_over_wait() ensures this */
-    LH_ASSERT(unit->desc.elements > 0);
+    LH_ASSERT(unit->desc->elements > 0);
     LH_ASSERT(gradient->pointer == NULL && !unit->update.is_queued);
     LH_ASSERT(atomic_load(&gradient->is_held));
     bool is_accepted = LH_FEATURE_ALL(engine, gradient_accepts, unit);
@@ -21,7 +21,7 @@ void lh_gradient_take(struct lh_engine *engine, uint32_t param, const void *poin
     if (unit->update.gradient_count++ == 0)
         engine->updates.gradient_unit_count++;
     unit->update.gradient_bytes += engine->params[param].count * lh_dtype_bytes(dtype);
-    LH_ASSERT(unit->update.gradient_count <= unit->desc.param_count);
+    LH_ASSERT(unit->update.gradient_count <= unit->desc->param_count);
     LH_FEATURE_CALL(engine, gradient_taken, param);
     lh_update_consider(engine, index);
 }
@@ -35,8 +35,8 @@ void lh_gradient_release(struct lh_engine *engine, uint32_t param)
 
 void lh_gradient_release_unit(struct lh_engine *engine, struct lh_unit *unit)
 {
-    for (uint32_t i = 0; i < unit->desc.param_count; i++)
-        lh_gradient_release(engine, unit->desc.param_first + i);
+    for (uint32_t i = 0; i < unit->desc->param_count; i++)
+        lh_gradient_release(engine, unit->desc->param_first + i);
     lh_gradient_unhold(engine, unit->update.gradient_bytes);
     unit->update.gradient_bytes = 0;
     lh_core_notify(engine);

@@ -17,7 +17,7 @@ static bool is_on(const struct lh_engine *engine)
 bool lh_idle_is_needed(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (engine->units[i].desc.family > 0)
+        if (engine->units[i].desc->family > 0)
             return true;
     }
     return false;
@@ -28,7 +28,7 @@ int lh_idle_create(struct lh_engine *engine, struct lh_error *err)
     LH_TRY(LH_ENGINE_PART_CREATE(engine, idle, err));
     struct lh_idle *idle = engine->idle;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        const struct lh_engine_unit *desc = &engine->units[i].desc;
+        const struct lh_engine_unit *desc = engine->units[i].desc;
         if (desc->family == 0)
             continue;
         if (desc->elements == 0 || desc->param_count > LH_IDLE_PARAMS_MAX ||
@@ -61,13 +61,13 @@ void lh_idle_destroy(struct lh_engine *engine)
 
 static uint64_t unit_steps(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return engine->param_steps[unit->desc.param_first];
+    return engine->param_steps[unit->desc->param_first];
 }
 
 void lh_idle_owed_set(struct lh_engine *engine, struct lh_unit *unit, uint32_t owed)
 {
     uint32_t before = atomic_exchange(&unit->update.idle.owed, owed);
-    LH_ASSERT(unit->desc.family > 0 && owed <= LH_IDLE_STEPS_MAX);
+    LH_ASSERT(unit->desc->family > 0 && owed <= LH_IDLE_STEPS_MAX);
     if (before == 0 && owed > 0)
         atomic_fetch_add(&engine->idle->owing, 1);
     if (before > 0 && owed == 0)
@@ -80,20 +80,20 @@ int lh_idle_resume(struct lh_engine *engine, struct lh_error *err)
     LH_ASSERT(is_on(engine));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        uint64_t *most = &steps[unit->desc.family];
-        if (unit->desc.family > 0)
+        uint64_t *most = &steps[unit->desc->family];
+        if (unit->desc->family > 0)
             *most = lh_max_u64(*most, unit_steps(engine, unit));
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        uint64_t owed = steps[unit->desc.family] - unit_steps(engine, unit);
-        if (unit->desc.family == 0)
+        uint64_t owed = steps[unit->desc->family] - unit_steps(engine, unit);
+        if (unit->desc->family == 0)
             continue;
         if (owed > LH_IDLE_STEPS_MAX)
             return lh_error_set(err, -EBADMSG,
                                 "unit %u was updated in %" PRIu64 " of %" PRIu64 " steps: the store"
                                 " was trained without the updates of idle units; use idle=\"skip\"",
-                                i, unit_steps(engine, unit), steps[unit->desc.family]);
+                                i, unit_steps(engine, unit), steps[unit->desc->family]);
         lh_idle_owed_set(engine, unit, (uint32_t)owed);
         unit->update.idle.last = engine->step;
     }
@@ -118,7 +118,7 @@ void lh_idle_want(struct lh_engine *engine, struct lh_unit *unit)
     struct lh_idle_unit *idle = &unit->update.idle;
     if (atomic_load(&idle->owed) == 0 || idle->is_wanted || idle->is_due)
         return;
-    LH_ASSERT(unit->desc.family > 0);
+    LH_ASSERT(unit->desc->family > 0);
     idle->is_wanted = true;
     engine->idle->wanted_count++;
 }
@@ -138,8 +138,8 @@ static uint32_t segments_fill(const struct lh_slab *slab,
     uint32_t count = 0;
     LH_ASSERT(begin < end && end <= owed && owed <= unit->update.idle.last);
     LH_ASSERT(unit->update.idle.last <= engine->step);
-    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
-        uint32_t index = unit->desc.param_first + i;
+    for (uint32_t i = 0; i < unit->desc->param_count; i++) {
+        uint32_t index = unit->desc->param_first + i;
         const struct lh_engine_param *param = &engine->params[index];
         uint64_t first = lh_max_u64(param->first, chunk->first);
         uint64_t last = lh_min_u64(param->first + param->count, chunk->first + chunk->count);
@@ -217,8 +217,8 @@ void lh_idle_steps_advance(struct lh_engine *engine)
     LH_ASSERT(is_on(engine));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        for (uint32_t j = 0; unit->update.idle.made > 0 && j < unit->desc.param_count; j++)
-            engine->param_steps[unit->desc.param_first + j] += unit->update.idle.made;
+        for (uint32_t j = 0; unit->update.idle.made > 0 && j < unit->desc->param_count; j++)
+            engine->param_steps[unit->desc->param_first + j] += unit->update.idle.made;
         unit->update.idle.made = 0;
     }
 }

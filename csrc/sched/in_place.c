@@ -61,7 +61,7 @@ static int unit_validate(const struct lh_engine *engine, const struct lh_in_plac
     if (made->unit >= engine->opts.unit_count)
         return lh_error_set(err, -EINVAL, "in-place unit %u is out of range: there are %u units",
                             made->unit, engine->opts.unit_count);
-    const struct lh_engine_unit *desc = &engine->units[made->unit].desc;
+    const struct lh_engine_unit *desc = engine->units[made->unit].desc;
     uint64_t at = is_packed(made) && made->run_count > 0 ? made->runs[0].offset : 0;
     uint64_t checksum_count = 0;
     bool is_good = lh_is_aligned(at, LH_BLOCK_BYTES) && desc->elements == 0 &&
@@ -102,7 +102,7 @@ static const struct lh_in_place_unit *made_of(const struct lh_engine *engine,
                                               const struct lh_transfer *transfer)
 {
     LH_ASSERT(transfer->unit < engine->opts.unit_count);
-    const struct lh_in_place_unit *made = engine->units[transfer->unit].in_place.made;
+    const struct lh_in_place_unit *made = engine->units[transfer->unit].parts->in_place.made;
     LH_ASSERT(made != NULL);
     return made;
 }
@@ -175,7 +175,7 @@ static const char *source_path(const struct lh_engine *engine, const struct lh_t
 
 static bool source_moves(const struct lh_engine *engine, const struct lh_transfer *transfer)
 {
-    return engine->units[transfer->unit].in_place.moves;
+    return engine->units[transfer->unit].parts->in_place.moves;
 }
 
 /* The index of the unit's first move whose bytes, as read, end after offset; or move_count. */
@@ -200,8 +200,8 @@ static uint32_t move_at(const struct lh_in_place_unit *unit, uint64_t offset)
 static uint8_t *seam_of(const struct lh_unit *unit, uint64_t offset)
 {
     const struct lh_engine *engine = unit->engine;
-    LH_ASSERT(unit->in_place.moves && engine->in_place->seams);
-    uint64_t index = unit->in_place.seam_first + offset / engine->opts.transfer_bytes;
+    LH_ASSERT(unit->parts->in_place.moves && engine->in_place->seams);
+    uint64_t index = unit->parts->in_place.seam_first + offset / engine->opts.transfer_bytes;
     return engine->in_place->seams + index * LH_IN_PLACE_ALIGN;
 }
 
@@ -214,8 +214,8 @@ static void source_move(const struct lh_engine *engine, const struct lh_transfer
 {
     const struct lh_unit *unit = &engine->units[transfer->unit];
     uint8_t *memory = unit->memory;
-    LH_ASSERT(request <= first && first + bytes <= unit->desc.bytes);
-    const struct lh_in_place_unit *made = unit->in_place.made;
+    LH_ASSERT(request <= first && first + bytes <= unit->desc->bytes);
+    const struct lh_in_place_unit *made = unit->parts->in_place.made;
     for (uint32_t i = move_at(made, first); i < made->move_count; i++) {
         const struct lh_in_place_move *move = &made->moves[i];
         uint64_t begin = lh_max_u64(move->from, first);
@@ -236,7 +236,7 @@ static void source_move(const struct lh_engine *engine, const struct lh_transfer
 /* Copy the bytes that the request at offset has set aside to their places, before offset. */
 static void seam_close(const struct lh_unit *unit, uint64_t offset)
 {
-    const struct lh_in_place_unit *made = unit->in_place.made;
+    const struct lh_in_place_unit *made = unit->parts->in_place.made;
     uint32_t index = move_at(made, offset);
     if (index == made->move_count)
         return;
@@ -252,8 +252,9 @@ static void source_loaded(struct lh_engine *engine, const struct lh_transfer *tr
 {
     const struct lh_unit *unit = &engine->units[transfer->unit];
     uint64_t step = engine->opts.transfer_bytes;
-    for (uint32_t i = 0; unit->in_place.moves && i < unit->in_place.made->run_count; i++) {
-        const struct lh_in_place_run *run = &unit->in_place.made->runs[i];
+    for (uint32_t i = 0; unit->parts->in_place.moves && i < unit->parts->in_place.made->run_count;
+         i++) {
+        const struct lh_in_place_run *run = &unit->parts->in_place.made->runs[i];
         for (uint64_t at = step; at < run->bytes; at += step)
             seam_close(unit, run->offset + at);
     }
@@ -302,7 +303,7 @@ static int all_have_bytes(const struct lh_engine *engine, struct lh_error *err)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        if (unit->desc.param_extent == LH_ENGINE_EXTENT_NONE && !unit->in_place.made)
+        if (unit->desc->param_extent == LH_ENGINE_EXTENT_NONE && !unit->parts->in_place.made)
             return lh_error_set(err, -EINVAL,
                                 "unit %u has no parameter extent and is not read in place", i);
     }
@@ -335,16 +336,17 @@ int lh_in_place_create(struct lh_engine *engine, struct lh_error *err)
         const struct lh_in_place_unit *made = &engine->opts.in_place.units[i];
         LH_TRY(unit_validate(engine, made, err));
         struct lh_unit *unit = &engine->units[made->unit];
-        unit->in_place.made = made;
+        unit->parts->in_place.made = made;
         unit->source = &engine->in_place->source;
-        unit->in_place.moves = unit_moves(made);
-        unit->in_place.seam_first = seam_count;
-        if (unit->in_place.moves)
-            seam_count += lh_div_ceil(unit->desc.bytes, engine->opts.transfer_bytes);
+        unit->parts->in_place.moves = unit_moves(made);
+        unit->parts->in_place.seam_first = seam_count;
+        if (unit->parts->in_place.moves)
+            seam_count += lh_div_ceil(unit->desc->bytes, engine->opts.transfer_bytes);
         if (is_packed(made)) {
-            unit->in_place.jobs = engine->in_place->jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
+            unit->parts->in_place.jobs =
+                engine->in_place->jobs + packed_count++ * LH_IN_PLACE_JOB_COUNT;
             unit->source = &engine->in_place->packed_source;
-            unit->in_place.first = lh_engine_is_mate(engine) ? 0 : made->runs[0].offset;
+            unit->parts->in_place.first = lh_engine_is_mate(engine) ? 0 : made->runs[0].offset;
         }
         if (is_packed(made) && engine->opts.in_place.kept_bytes > 0 && !lh_engine_is_mate(engine))
             lh_kept_add(engine, unit);

@@ -18,7 +18,7 @@ struct lh_packed_job {
     uint64_t end;
 };
 
-/* The part of struct lh_unit that belongs to in_place.c. */
+/* What in_place.c, packed.c and kept.c keep for each unit. */
 struct lh_in_place_part {
     /* the unit's description; NULL: the unit is in the store */
     const struct lh_in_place_unit *made;

@@ -6,37 +6,37 @@ static bool is_chosen(struct lh_engine *engine, const struct lh_unit *unit, uint
 {
     struct lh_kept *kept = &engine->in_place->kept;
     uint64_t room = engine->opts.in_place.kept_bytes - kept->taken_bytes;
-    if (unit->in_place.load_count == 2) {
+    if (unit->parts->in_place.load_count == 2) {
         kept->seen_bytes += bytes;
         LH_ASSERT(kept->seen_bytes <= kept->total_bytes);
         double share = (double)kept->seen_bytes / (double)kept->total_bytes;
         double due = (double)engine->opts.in_place.kept_bytes * share + (double)bytes / 2;
         return bytes <= room && (double)(kept->taken_bytes + bytes) <= due;
     }
-    return bytes <= room && unit->in_place.load_count >= 4;
+    return bytes <= room && unit->parts->in_place.load_count >= 4;
 }
 
 static void load_done(struct lh_engine *engine, struct lh_transfer *transfer)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, transfer->unit);
     LH_ASSERT(transfer == &unit->load && unit->state == LH_UNIT_STATE_LOADING);
-    if (unit->in_place.kept) {
+    if (unit->parts->in_place.kept) {
         lh_region_unread(engine, transfer->unit);
-        unit->in_place.first = unit->desc.bytes;
+        unit->parts->in_place.first = unit->desc->bytes;
     }
     lh_packed_decode(engine, unit);
 }
 
 static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
-    struct lh_in_place_part *part = &unit->in_place;
+    struct lh_in_place_part *part = &unit->parts->in_place;
     struct lh_kept *kept = &engine->in_place->kept;
     LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING);
     if (part->kept) {
         lh_packed_decode(engine, unit);
         return;
     }
-    uint64_t bytes = unit->desc.bytes - part->first;
+    uint64_t bytes = unit->desc->bytes - part->first;
     part->load_count++;
     if (is_chosen(engine, unit, bytes)) {
         part->kept = engine->opts.in_place.kept_memory + kept->taken_bytes;
@@ -52,7 +52,7 @@ static void load(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
         .unit = part->made->unit,
         .slab = LH_CHUNK_NONE,
         .step = step,
-        .extent = unit->desc.param_extent,
+        .extent = unit->desc->param_extent,
         .offset = part->first,
         .bytes = bytes,
         .buffer = part->kept ? part->kept : unit->memory + part->first,
@@ -70,7 +70,7 @@ const struct lh_source_ops lh_kept_source_ops = {
 
 void lh_kept_add(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(engine->opts.in_place.kept_memory && unit->in_place.made->pack_count > 0);
-    engine->in_place->kept.total_bytes += unit->desc.bytes - unit->in_place.first;
+    LH_ASSERT(engine->opts.in_place.kept_memory && unit->parts->in_place.made->pack_count > 0);
+    engine->in_place->kept.total_bytes += unit->desc->bytes - unit->parts->in_place.first;
     unit->source = &engine->in_place->kept_source;
 }

@@ -28,7 +28,7 @@
 uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     return engine->gradients_land ? unit->chunk_count * engine->landing->block_bytes
-                                  : unit->desc.bytes;
+                                  : unit->desc->bytes;
 }
 
 /*
@@ -37,18 +37,18 @@ uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct l
  */
 static void waiting_hold(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (!unit->defer.is_deferred || unit->spill.is_chosen ||
-        unit->update.gradient_count < unit->desc.param_count)
+    if (!unit->parts->defer.is_deferred || unit->parts->spill.is_chosen ||
+        unit->update.gradient_count < unit->desc->param_count)
         return;
-    LH_ASSERT(unit->landing.held_bytes == 0);
-    unit->landing.held_bytes = unit->update.gradient_bytes;
-    lh_gradient_hold(engine, unit->landing.held_bytes);
+    LH_ASSERT(unit->parts->landing.held_bytes == 0);
+    unit->parts->landing.held_bytes = unit->update.gradient_bytes;
+    lh_gradient_hold(engine, unit->parts->landing.held_bytes);
 }
 
 static uint32_t chunk_at(const struct lh_engine *engine, const struct lh_unit *unit,
                          uint64_t element)
 {
-    LH_ASSERT(element < unit->desc.elements);
+    LH_ASSERT(element < unit->desc->elements);
     return unit->chunk_first + (uint32_t)(element / engine->budget.chunk_elements);
 }
 
@@ -63,9 +63,9 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
         engine->chunks[i].landing.count++;
     gradient->issued = 0;
     gradient->copies = 0;
-    unit->landing.count++;
-    unit->landing.posted_count++;
-    unit->landing.moved_bytes += bytes;
+    unit->parts->landing.count++;
+    unit->parts->landing.posted_count++;
+    unit->parts->landing.moved_bytes += bytes;
     LH_ASSERT(engine->landing->end - engine->landing->first < engine->param_count);
     engine->landing->params[engine->landing->end++ % engine->param_count] = param;
     waiting_hold(engine, unit);
@@ -74,13 +74,14 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
 static void landed(struct lh_engine *engine, uint32_t param)
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, engine->params[param].unit);
-    LH_ASSERT(unit->landing.count > 0 && unit->landing.posted_count < unit->landing.count);
-    unit->landing.count--;
+    LH_ASSERT(unit->parts->landing.count > 0 &&
+              unit->parts->landing.posted_count < unit->parts->landing.count);
+    unit->parts->landing.count--;
     lh_gradient_release(engine, param);
-    if (unit->landing.count == 0) {
-        lh_gradient_unhold(engine, unit->landing.held_bytes);
-        unit->landing.held_bytes = 0;
-        if (engine->norm.sums) /* the norm may be requested */
+    if (unit->parts->landing.count == 0) {
+        lh_gradient_unhold(engine, unit->parts->landing.held_bytes);
+        unit->parts->landing.held_bytes = 0;
+        if (engine->norm) /* the norm may be requested */
             lh_norm_consider(engine, unit);
     }
     lh_core_notify(engine);
@@ -146,8 +147,8 @@ static bool piece_copy(struct lh_engine *engine, uint32_t param)
     gradient->copies++;
     if (gradient->issued < desc->count)
         return true;
-    LH_ASSERT(unit->landing.posted_count > 0);
-    unit->landing.posted_count--;
+    LH_ASSERT(unit->parts->landing.posted_count > 0);
+    unit->parts->landing.posted_count--;
     return true;
 }
 
@@ -160,13 +161,14 @@ static bool is_posted(const struct lh_engine *engine, uint32_t param)
 /* The next unit that may take blocks from the reserve; LH_UNIT_NONE: there is none now. */
 static uint32_t unit_next(const struct lh_engine *engine)
 {
-    for (uint32_t i = engine->spill.first; i < engine->spill.count; i++) {
-        if (engine->units[engine->spill.queue[i]].landing.posted_count > 0)
-            return engine->spill.queue[i];
+    const struct lh_spill *spill = engine->spill;
+    for (uint32_t i = spill ? spill->first : 0; spill && i < spill->count; i++) {
+        if (engine->units[spill->queue[i]].parts->landing.posted_count > 0)
+            return spill->queue[i];
     }
     for (uint32_t i = engine->updates.first; i < engine->updates.count; i++) {
         const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
-        if (unit->landing.posted_count > 0 && unit->state != LH_UNIT_STATE_ABSENT)
+        if (unit->parts->landing.posted_count > 0 && unit->state != LH_UNIT_STATE_ABSENT)
             return engine->updates.queue[i];
     }
     return LH_UNIT_NONE;
@@ -194,7 +196,7 @@ static uint32_t unit_begun(const struct lh_engine *engine)
 {
     for (uint32_t i = engine->updates.first; i < engine->updates.count; i++) {
         const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
-        if (unit->landing.posted_count > 0 && unit->state == LH_UNIT_STATE_UPDATING)
+        if (unit->parts->landing.posted_count > 0 && unit->state == LH_UNIT_STATE_UPDATING)
             return engine->updates.queue[i];
     }
     return LH_UNIT_NONE;
@@ -206,14 +208,14 @@ static uint32_t param_next(struct lh_engine *engine)
     uint32_t next = unit_begun(engine);
     if (next == LH_UNIT_NONE) {
         if (engine->landing->unit == LH_UNIT_NONE ||
-            engine->units[engine->landing->unit].landing.posted_count == 0) {
+            engine->units[engine->landing->unit].parts->landing.posted_count == 0) {
             engine->landing->unit = unit_next(engine);
             blocks_take(engine);
         }
         next = engine->landing->unit;
     }
     if (next != LH_UNIT_NONE) {
-        uint32_t param = engine->units[next].desc.param_first;
+        uint32_t param = engine->units[next].desc->param_first;
         while (!is_posted(engine, param))
             param++;
         LH_ASSERT(param < engine->param_count && engine->params[param].unit == next);
@@ -223,7 +225,7 @@ static uint32_t param_next(struct lh_engine *engine)
         uint32_t param = engine->landing->params[i % engine->param_count];
         const struct lh_unit *unit = &engine->units[engine->params[param].unit];
         /* Gradients that will wait on SSD get no place in memory before their spill begins. */
-        bool has_place = !unit->defer.is_deferred || !unit->spill.is_chosen;
+        bool has_place = !unit->parts->defer.is_deferred || !unit->parts->spill.is_chosen;
         if (is_posted(engine, param) && has_place)
             return param;
         if (!is_posted(engine, param) && i == engine->landing->first)
@@ -259,10 +261,10 @@ static void step_forgotten(struct lh_engine *engine)
         engine->chunks[i].landing.count = 0;
     }
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        engine->units[i].landing.count = 0;
-        engine->units[i].landing.posted_count = 0;
-        engine->units[i].landing.held_bytes = 0;
-        engine->units[i].landing.moved_bytes = 0;
+        engine->units[i].parts->landing.count = 0;
+        engine->units[i].parts->landing.posted_count = 0;
+        engine->units[i].parts->landing.held_bytes = 0;
+        engine->units[i].parts->landing.moved_bytes = 0;
     }
     engine->landing->unit = LH_UNIT_NONE;
     engine->landing->first = 0;
@@ -272,7 +274,7 @@ static void step_forgotten(struct lh_engine *engine)
 /* Whether all of the unit's gradients are certain to land: their chunks have blocks. */
 static bool is_certain(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    if (unit->landing.count == 0)
+    if (unit->parts->landing.count == 0)
         return true;
     for (uint32_t i = unit->chunk_first; i < unit->chunk_first + unit->chunk_count; i++) {
         if (engine->chunks[i].landing.count > 0 && !engine->chunks[i].landing.block)
@@ -287,9 +289,9 @@ static bool is_certain(const struct lh_engine *engine, const struct lh_unit *uni
  */
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    bool is_whole =
-        engine->norm.is_taken || unit->spill.is_chosen || unit->spill.state != LH_SPILL_STATE_NONE;
-    return unit->landing.count == 0 || (!is_whole && is_certain(engine, unit));
+    bool is_whole = (engine->norm && engine->norm->is_taken) || unit->parts->spill.is_chosen ||
+                    unit->parts->spill.state != LH_SPILL_STATE_NONE;
+    return unit->parts->landing.count == 0 || (!is_whole && is_certain(engine, unit));
 }
 
 static bool chunk_may_compute(const struct lh_engine *engine, const struct lh_chunk *chunk)
@@ -302,19 +304,20 @@ static bool chunk_may_compute(const struct lh_engine *engine, const struct lh_ch
 static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     uint64_t elements = 0;
-    for (uint32_t i = 0; i < unit->desc.param_count; i++)
-        elements += engine->params[unit->desc.param_first + i].count;
-    unit->landing.planned_bytes = elements * lh_dtype_bytes(unit->desc.dtype);
+    for (uint32_t i = 0; i < unit->desc->param_count; i++)
+        elements += engine->params[unit->desc->param_first + i].count;
+    unit->parts->landing.planned_bytes = elements * lh_dtype_bytes(unit->desc->dtype);
     lh_core_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_COPY_OUT] +=
-        unit->landing.planned_bytes;
+        unit->parts->landing.planned_bytes;
 }
 
 /* Correct the plan if some parameters had no gradient, or if no update of the unit was planned. */
 static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
-    uint64_t planned = unit->update.planned_step == engine->step ? unit->landing.planned_bytes : 0;
-    stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->landing.moved_bytes - planned;
+    uint64_t planned =
+        unit->update.planned_step == engine->step ? unit->parts->landing.planned_bytes : 0;
+    stats->planned_bytes[LH_ENGINE_LINK_COPY_OUT] += unit->parts->landing.moved_bytes - planned;
 }
 
 /* The address of a gradient's element in its chunk's block. */
@@ -332,8 +335,8 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
     uint64_t element_bytes = 0;
     LH_TRY(LH_ENGINE_PART_CREATE(engine, landing, err));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (engine->units[i].desc.elements > 0)
-            element_bytes = lh_max_u64(element_bytes, lh_dtype_bytes(engine->units[i].desc.dtype));
+        if (engine->units[i].desc->elements > 0)
+            element_bytes = lh_max_u64(element_bytes, lh_dtype_bytes(engine->units[i].desc->dtype));
         if (engine->units[i].chunk_count > engine->landing->reserve)
             engine->landing->reserve = engine->units[i].chunk_count;
     }

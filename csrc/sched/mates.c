@@ -63,7 +63,7 @@ static bool wants_pump(struct lh_engine *engine)
             lh_team_wants(team, i) == 0)
             continue;
         is_owed |= is_late(engine, i);
-        unit->mates.is_wanted = true;
+        unit->parts->mates.is_wanted = true;
     }
     if (is_owed)
         lh_region_plan_around(engine);
@@ -81,7 +81,7 @@ static bool is_any_wanted(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_wanted = unit->mates.is_wanted || is_owed_update(unit);
+        bool is_wanted = unit->parts->mates.is_wanted || is_owed_update(unit);
         is_wanted |= lh_unit_is_awaited(engine, unit);
         if (is_wanted && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
@@ -94,7 +94,7 @@ static bool is_any_awaited(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        bool is_awaited = unit->mates.is_wanted && lh_team_is_awaited(engine->opts.team, i);
+        bool is_awaited = unit->parts->mates.is_wanted && lh_team_is_awaited(engine->opts.team, i);
         is_awaited |= lh_unit_is_awaited(engine, unit) || is_owed_update(unit);
         if (is_awaited && unit->state == LH_UNIT_STATE_ABSENT)
             return true;
@@ -114,7 +114,7 @@ static bool room_pump(struct lh_engine *engine)
 static void unit_ready(struct lh_engine *engine, struct lh_unit *unit)
 {
     LH_ASSERT(unit->state == LH_UNIT_STATE_READY);
-    unit->mates.is_wanted = false;
+    unit->parts->mates.is_wanted = false;
     if (lh_unit_is_stale(engine, unit))
         return; /* it is ready again after its update: see [Note: A step that mates see] */
     lh_team_publish(engine->opts.team, index_of(engine, unit), unit->offset);
@@ -128,7 +128,7 @@ static bool unit_may_claim(struct lh_engine *engine, struct lh_unit *unit)
 static bool unit_is_wanted(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     LH_ASSERT(engine->opts.team->mate == 0);
-    return unit->mates.is_wanted;
+    return unit->parts->mates.is_wanted;
 }
 
 static bool unit_is_lent(const struct lh_engine *engine, const struct lh_unit *unit)
@@ -186,7 +186,7 @@ static bool is_stuck(const struct lh_engine *engine, struct lh_error *err)
     if (is_any_awaited(engine))
         lh_team_room_ask(engine->opts.team, true);
     for (uint32_t i = 0; is_any && i < engine->opts.unit_count; i++) {
-        if (!engine->units[i].mates.is_wanted)
+        if (!engine->units[i].parts->mates.is_wanted)
             continue;
         lh_error_set(err, -ENOSPC,
                      "unit %u, which another process of this machine waits for, has no room beside"

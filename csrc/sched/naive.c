@@ -35,7 +35,7 @@ static struct lh_unit *unit_next(struct lh_engine *engine, struct lh_update_pump
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
-    return unit->landing.count == 0;
+    return unit->parts->landing.count == 0;
 }
 
 static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_update_pump *pump)

@@ -15,8 +15,8 @@
 
 static void state_set(struct lh_unit *unit, enum lh_norm_state state)
 {
-    LH_ASSERT(lh_states_may(lh_states_norm, (int)unit->norm.state, (int)state));
-    unit->norm.state = state;
+    LH_ASSERT(lh_states_may(lh_states_norm, (int)unit->parts->norm.state, (int)state));
+    unit->parts->norm.state = state;
 }
 
 static bool has_norm(const struct lh_unit *unit)
@@ -31,8 +31,8 @@ static void norm_run(struct lh_exec_job *job)
     const struct lh_engine *engine = unit->engine;
     uint64_t chunk_elements = engine->budget.chunk_elements;
 
-    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
-        uint32_t param = unit->desc.param_first + i;
+    for (uint32_t i = 0; i < unit->desc->param_count; i++) {
+        uint32_t param = unit->desc->param_first + i;
         const struct lh_engine_param *desc = &engine->params[param];
         const struct lh_gradient *gradient = &engine->gradients[param];
         uint64_t end = gradient->pointer ? desc->first + desc->count : desc->first;
@@ -44,7 +44,7 @@ static void norm_run(struct lh_exec_job *job)
             lh_norm_sum_add(&sum, lh_gradient_at(engine, param, at), gradient->dtype, next - at);
             at = next;
         }
-        engine->norm.sums[param] = lh_norm_sum_end(&sum);
+        engine->norm->sums[param] = lh_norm_sum_end(&sum);
     }
 }
 
@@ -57,16 +57,16 @@ static int sums_compare(const void *a, const void *b)
 /* Add all parameters' sums in an order independent of units: by value, the smallest first. */
 static double sums_add(struct lh_engine *engine)
 {
-    double *sums = engine->norm.sums + engine->param_count;
+    double *sums = engine->norm->sums + engine->param_count;
     double total = 0;
     uint32_t count = 0;
 
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
 
-        for (uint32_t j = 0; has_norm(unit) && j < unit->desc.param_count; j++) {
+        for (uint32_t j = 0; has_norm(unit) && j < unit->desc->param_count; j++) {
             LH_ASSERT(count < engine->param_count);
-            sums[count++] = engine->norm.sums[unit->desc.param_first + j];
+            sums[count++] = engine->norm->sums[unit->desc->param_first + j];
         }
     }
     qsort(sums, count, sizeof(*sums), sums_compare);
@@ -78,28 +78,28 @@ static double sums_add(struct lh_engine *engine)
 static void norm_done(struct lh_engine *engine, struct lh_job *job)
 {
     struct lh_unit *unit = job->exec.context;
-    LH_ASSERT(unit->norm.state == LH_NORM_STATE_RUNNING);
+    LH_ASSERT(unit->parts->norm.state == LH_NORM_STATE_RUNNING);
     state_set(unit, LH_NORM_STATE_DONE);
-    if (unit->spill.state == LH_SPILL_STATE_DONE)
+    if (unit->parts->spill.state == LH_SPILL_STATE_DONE)
         lh_spill_release(engine, unit);
 }
 
 static void norm_start(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->update.gradient_count > 0 && unit->landing.count == 0);
+    LH_ASSERT(unit->update.gradient_count > 0 && unit->parts->landing.count == 0);
     state_set(unit, LH_NORM_STATE_RUNNING);
-    unit->norm.job = (struct lh_job){
+    unit->parts->norm.job = (struct lh_job){
         .exec = {.run = norm_run, .context = unit, .work_bytes = unit->update.gradient_bytes},
         .done = norm_done,
     };
-    lh_job_submit(engine, &unit->norm.job);
+    lh_job_submit(engine, &unit->parts->norm.job);
 }
 
 void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if ((engine->norm.is_taken || unit->spill.is_chosen) &&
-        unit->norm.state == LH_NORM_STATE_NONE && has_norm(unit) &&
-        unit->update.gradient_count == unit->desc.param_count && unit->landing.count == 0)
+    if ((engine->norm->is_taken || unit->parts->spill.is_chosen) &&
+        unit->parts->norm.state == LH_NORM_STATE_NONE && has_norm(unit) &&
+        unit->update.gradient_count == unit->desc->param_count && unit->parts->landing.count == 0)
         norm_start(engine, unit);
 }
 
@@ -109,30 +109,30 @@ static bool pump_after(struct lh_engine *engine)
     bool moved = false;
     bool is_done = true;
 
-    if (!engine->norm.is_asked)
+    if (!engine->norm->is_asked)
         return false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
 
         if (!has_norm(unit))
             continue;
-        if (unit->norm.state == LH_NORM_STATE_NONE && unit->landing.count == 0) {
+        if (unit->parts->norm.state == LH_NORM_STATE_NONE && unit->parts->landing.count == 0) {
             norm_start(engine, unit);
             moved = true;
         }
-        is_done &= unit->norm.state == LH_NORM_STATE_DONE;
+        is_done &= unit->parts->norm.state == LH_NORM_STATE_DONE;
     }
     if (!is_done)
         return moved;
-    engine->norm.square_sum = sums_add(engine);
-    engine->norm.is_asked = false;
+    engine->norm->square_sum = sums_add(engine);
+    engine->norm->is_asked = false;
     lh_request_reply(engine, LH_REQUEST_NORM);
     return true;
 }
 
 static void forget(struct lh_unit *unit)
 {
-    if (unit->norm.state != LH_NORM_STATE_NONE)
+    if (unit->parts->norm.state != LH_NORM_STATE_NONE)
         state_set(unit, LH_NORM_STATE_NONE);
 }
 
@@ -151,16 +151,16 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
-    return unit->norm.state != LH_NORM_STATE_RUNNING;
+    return unit->parts->norm.state != LH_NORM_STATE_RUNNING;
 }
 
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
 {
     if (message->words[0] != LH_MESSAGE_NORM)
         return false;
-    LH_ASSERT(!engine->norm.is_asked); /* lh_norm_wait() sends one request at a time */
-    engine->norm.is_asked = true;
-    engine->norm.is_taken = true; /* from now on, units are summed during backward */
+    LH_ASSERT(!engine->norm->is_asked); /* lh_norm_wait() sends one request at a time */
+    engine->norm->is_asked = true;
+    engine->norm->is_taken = true; /* from now on, units are summed during backward */
     lh_spill_consider_all(engine);
     return true;
 }
@@ -179,22 +179,23 @@ int lh_norm_wait(struct lh_engine *engine, double *square_sum_out, int timeout_m
     }
     int rc = lh_request_wait(engine, LH_REQUEST_NORM, timeout_ms);
     if (rc > 0)
-        *square_sum_out = engine->norm.square_sum;
+        *square_sum_out = engine->norm->square_sum;
     return rc;
 }
 
 const double *lh_norm_sums(const struct lh_engine *engine)
 {
     LH_ASSERT(!lh_request_is_pending(&engine->requests[LH_REQUEST_NORM]));
-    return engine->norm.sums;
+    return engine->norm ? engine->norm->sums : NULL;
 }
 
 int lh_norm_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t count = lh_max_u64(engine->param_count, 1);
-    engine->norm.is_taken = engine->opts.norms;
-    engine->norm.sums = lh_alloc_zeroed(engine->alloc, count, 2 * sizeof(double));
-    if (!engine->norm.sums)
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, norm, err));
+    engine->norm->is_taken = engine->opts.norms;
+    engine->norm->sums = lh_alloc_zeroed(engine->alloc, count, 2 * sizeof(double));
+    if (!engine->norm->sums)
         return lh_error_set(err, -ENOMEM, "no memory for the norms of %u parameters",
                             engine->param_count);
     return 0;
@@ -202,7 +203,8 @@ int lh_norm_create(struct lh_engine *engine, struct lh_error *err)
 
 void lh_norm_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->norm.sums);
+    if (engine->norm)
+        lh_free(engine->alloc, engine->norm->sums);
 }
 
 const struct lh_feature lh_norm_feature = {

@@ -117,10 +117,10 @@ static const uint8_t *part_at(const uint8_t *packed, uint64_t offset, uint64_t s
 static void decode_run(struct lh_exec_job *exec)
 {
     const struct lh_packed_job *job = exec->context;
-    const struct lh_in_place_unit *made = job->unit->in_place.made;
+    const struct lh_in_place_unit *made = job->unit->parts->in_place.made;
     uint8_t *memory = job->unit->memory;
     /* Kept bytes are those from the unit's first run on. */
-    const uint8_t *kept = job->unit->in_place.kept;
+    const uint8_t *kept = job->unit->parts->in_place.kept;
     const uint8_t *packed = kept ? kept : memory;
     const uint64_t skipped = kept ? made->runs[0].offset : 0;
     LH_ASSERT(memory && job->first < job->end && job->end <= unit_end(made));
@@ -158,10 +158,10 @@ static void decode_done(struct lh_engine *engine, struct lh_job *job)
                                   .end_ns = job->exec.ended_ns,
                                   .bytes = job->exec.work_bytes,
                               });
-    LH_ASSERT(unit->in_place.job_count > 0);
-    if (--unit->in_place.job_count > 0)
+    LH_ASSERT(unit->parts->in_place.job_count > 0);
+    if (--unit->parts->in_place.job_count > 0)
         return;
-    if (unit->in_place.decoded < unit_end(unit->in_place.made))
+    if (unit->parts->in_place.decoded < unit_end(unit->parts->in_place.made))
         round_begin(engine, unit);
     else
         lh_unit_arrived(engine, unit);
@@ -169,8 +169,8 @@ static void decode_done(struct lh_engine *engine, struct lh_job *job)
 
 static void job_submit(struct lh_engine *engine, struct lh_unit *unit, uint64_t first, uint64_t end)
 {
-    LH_ASSERT(unit->in_place.job_count < LH_IN_PLACE_JOB_COUNT && first < end);
-    struct lh_packed_job *job = &unit->in_place.jobs[unit->in_place.job_count++];
+    LH_ASSERT(unit->parts->in_place.job_count < LH_IN_PLACE_JOB_COUNT && first < end);
+    struct lh_packed_job *job = &unit->parts->in_place.jobs[unit->parts->in_place.job_count++];
     *job = (struct lh_packed_job){
         .job = {.exec = {.run = decode_run, .context = job, .work_bytes = end - first},
                 .done = decode_done},
@@ -184,13 +184,13 @@ static void job_submit(struct lh_engine *engine, struct lh_unit *unit, uint64_t 
 /* Begin the next round. */
 static void round_begin(struct lh_engine *engine, struct lh_unit *unit)
 {
-    const struct lh_in_place_unit *made = unit->in_place.made;
-    uint64_t first = unit->in_place.decoded;
+    const struct lh_in_place_unit *made = unit->parts->in_place.made;
+    uint64_t first = unit->parts->in_place.decoded;
     uint64_t end = unit_end(made);
-    uint64_t needed = unit->in_place.kept ? end : needed_from(made, first);
-    LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.job_count == 0);
+    uint64_t needed = unit->parts->in_place.kept ? end : needed_from(made, first);
+    LH_ASSERT(unit->state == LH_UNIT_STATE_LOADING && unit->parts->in_place.job_count == 0);
     if (needed < first + ROUND_BYTES_MIN) {
-        unit->in_place.decoded = end;
+        unit->parts->in_place.decoded = end;
         job_submit(engine, unit, first, end);
         return;
     }
@@ -199,20 +199,20 @@ static void round_begin(struct lh_engine *engine, struct lh_unit *unit)
     uint64_t count = lh_min_u64(LH_IN_PLACE_JOB_COUNT, engine->exec->thread_count);
     uint64_t step = lh_max_u64(lh_align_up(lh_div_ceil(end - first, count), LH_IN_PLACE_ALIGN),
                                ROUND_BYTES_MIN);
-    unit->in_place.decoded = end;
+    unit->parts->in_place.decoded = end;
     for (uint64_t at = first; at < end; at += step)
         job_submit(engine, unit, at, lh_min_u64(end, at + step));
 }
 
 uint64_t lh_packed_load_first(const struct lh_unit *unit)
 {
-    LH_ASSERT(unit->in_place.first <= unit->desc.bytes);
-    return unit->in_place.first;
+    LH_ASSERT(unit->parts->in_place.first <= unit->desc->bytes);
+    return unit->parts->in_place.first;
 }
 
 void lh_packed_decode(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->in_place.made->pack_count > 0);
-    unit->in_place.decoded = 0;
+    LH_ASSERT(unit->parts->in_place.made->pack_count > 0);
+    unit->parts->in_place.decoded = 0;
     round_begin(engine, unit);
 }

@@ -37,7 +37,7 @@ static bool is_device(const struct lh_engine *engine, const struct lh_region *re
 static void event_record(struct lh_engine *engine, struct lh_residency_event event)
 {
     struct lh_event_list *list = &engine->recording;
-    if (engine->units[event.unit].desc.is_announced)
+    if (engine->units[event.unit].desc->is_announced)
         return;
     if (list->count == engine->event_max) {
         list->overflowed = true; /* a cycle that is too long to be recorded is not predicted */
@@ -123,7 +123,7 @@ static uint64_t load_bytes(const struct lh_engine *engine, const struct lh_regio
                            uint32_t index)
 {
     const struct lh_unit *unit = &engine->units[index];
-    return unit->desc.bytes - (is_device(engine, region) ? 0 : lh_unit_load_first(unit));
+    return unit->desc->bytes - (is_device(engine, region) ? 0 : lh_unit_load_first(unit));
 }
 
 /* Discard the ops not yet executed, and reset the plan's state to what is in the region now. */
@@ -322,7 +322,8 @@ void lh_region_event(struct lh_engine *engine, uint32_t index, enum lh_residency
     } else {
         /* The plan ended before this use, or did not predict it here: replan from here. */
         uint64_t tail_from = is_expected ? at + 1 : lh_expect_tail(engine, &event);
-        bool is_known = kind == LH_RESIDENCY_EVENT_UPDATE && engine->units[index].desc.is_announced;
+        bool is_known =
+            kind == LH_RESIDENCY_EVENT_UPDATE && engine->units[index].desc->is_announced;
         if (!is_expected && !is_known)
             lh_core_stats(engine, engine->plan_step)->replans++;
         replan(engine, &event, tail_from);
@@ -476,7 +477,7 @@ static int region_create(struct lh_engine *engine, struct lh_region *region, uin
         !region->units)
         return lh_error_set(err, -ENOMEM, "no memory for a plan of %" PRIu64 " events", event_max);
     for (uint32_t i = 0; i < units; i++) {
-        const struct lh_engine_unit *desc = &engine->units[i].desc;
+        const struct lh_engine_unit *desc = engine->units[i].desc;
         bool is_served = engine->copies_units && !is_device(engine, region);
         uint64_t unit_bytes = is_served ? desc->bytes : desc->place_bytes;
         region->units[i] = (struct lh_residency_unit){

@@ -27,12 +27,12 @@ static void use_begun(struct lh_engine *engine, uint32_t index)
     const struct lh_region *region = engine->uses;
     const struct lh_residency_event *events = region->predicted.events;
     uint64_t at = region->position;
-    if (engine->units[index].desc.family == 0)
+    if (engine->units[index].desc->family == 0)
         return;
     while (at < region->predicted.count &&
            (events[at].kind != LH_RESIDENCY_EVENT_BEGIN || events[at].unit == index))
         at++;
-    if (at < region->predicted.count && engine->units[events[at].unit].desc.is_announced)
+    if (at < region->predicted.count && engine->units[events[at].unit].desc->is_announced)
         lh_idle_want(engine, lh_engine_unit_at(engine, events[at].unit));
 }
 
@@ -58,7 +58,7 @@ static void settle(struct lh_engine *engine, uint32_t index)
     LH_ASSERT(engine->step_state == LH_STEP_STATE_CLOSED);
     LH_ASSERT(unit->update.gradient_count == 0 && !unit->update.idle.is_due);
     unit->update.idle.is_due = true;
-    unit->update.gradient_count = unit->desc.param_count;
+    unit->update.gradient_count = unit->desc->param_count;
     engine->updates.gradient_unit_count++;
     engine->idle->queued_count++;
     lh_update_plan_settled(engine, unit);
@@ -73,7 +73,7 @@ static void partial_fail(struct lh_engine *engine, const struct lh_unit *unit)
         &err, -EOPNOTSUPP,
         "unit %u has gradients for %u of its %u parameters, but the updates that idle units"
         " owe are known only for whole units: use idle=\"skip\"",
-        (uint32_t)(unit - engine->units), unit->update.gradient_count, unit->desc.param_count);
+        (uint32_t)(unit - engine->units), unit->update.gradient_count, unit->desc->param_count);
     lh_core_fail(engine, &err);
 }
 
@@ -85,7 +85,7 @@ static const uint64_t *families_used(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
         if (unit->update.gradient_count > 0)
-            used[unit->desc.family] = 1;
+            used[unit->desc->family] = 1;
     }
     return used;
 }
@@ -100,14 +100,14 @@ static void step_closed(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         uint32_t count = unit->update.gradient_count;
-        if (unit->desc.family == 0 || count == unit->desc.param_count)
+        if (unit->desc->family == 0 || count == unit->desc->param_count)
             continue;
         if (count > 0) {
             partial_fail(engine, unit);
             return;
         }
         uint32_t owed = atomic_load(&unit->update.idle.owed);
-        bool is_used = used[unit->desc.family] > 0;
+        bool is_used = used[unit->desc->family] > 0;
         lh_idle_owed_set(engine, unit, owed + is_used);
         if (is_used)
             unit->update.idle.last = engine->step;

@@ -112,7 +112,7 @@ static uint64_t segments_max(const struct lh_engine *engine)
 {
     uint64_t most = 1;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        most = lh_max_u64(most, engine->units[i].desc.param_count);
+        most = lh_max_u64(most, engine->units[i].desc->param_count);
     return lh_min_u64(most, engine->budget.chunk_elements / LH_ENGINE_PARAM_ALIGN + 2);
 }
 

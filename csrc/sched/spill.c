@@ -22,8 +22,8 @@
 
 static void state_set(struct lh_unit *unit, enum lh_spill_state state)
 {
-    LH_ASSERT(lh_states_may(lh_states_spill, (int)unit->spill.state, (int)state));
-    unit->spill.state = state;
+    LH_ASSERT(lh_states_may(lh_states_spill, (int)unit->parts->spill.state, (int)state));
+    unit->parts->spill.state = state;
 }
 
 /*
@@ -32,10 +32,10 @@ static void state_set(struct lh_unit *unit, enum lh_spill_state state)
  */
 static bool is_like_params(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
-        const struct lh_gradient *gradient = &engine->gradients[unit->desc.param_first + i];
+    for (uint32_t i = 0; i < unit->desc->param_count; i++) {
+        const struct lh_gradient *gradient = &engine->gradients[unit->desc->param_first + i];
 
-        if (gradient->pointer && gradient->dtype != unit->desc.dtype)
+        if (gradient->pointer && gradient->dtype != unit->desc->dtype)
             return false;
     }
     return true;
@@ -48,21 +48,21 @@ static bool is_like_params(const struct lh_engine *engine, const struct lh_unit 
  */
 static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return unit->update.gradient_count == unit->desc.param_count ||
-           (engine->gradients_land && engine->norm.is_asked && unit->update.gradient_count > 0);
+    return unit->update.gradient_count == unit->desc->param_count ||
+           (engine->gradients_land && engine->norm->is_asked && unit->update.gradient_count > 0);
 }
 
 static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
 {
-    if (!unit->spill.is_chosen || unit->spill.state != LH_SPILL_STATE_NONE ||
+    if (!unit->parts->spill.is_chosen || unit->parts->spill.state != LH_SPILL_STATE_NONE ||
         engine->step_state != LH_STEP_STATE_OPEN || !is_whole(engine, unit) ||
         lh_unit_is_given(unit) || !is_like_params(engine, unit))
         return;
     state_set(unit, LH_SPILL_STATE_RUNNING);
-    unit->spill.next_chunk = 0;
-    unit->spill.written_count = 0;
-    LH_ASSERT(engine->spill.queue && engine->spill.count < engine->opts.unit_count);
-    engine->spill.queue[engine->spill.count++] = (uint32_t)(unit - engine->units);
+    unit->parts->spill.next_chunk = 0;
+    unit->parts->spill.written_count = 0;
+    LH_ASSERT(engine->spill->queue && engine->spill->count < engine->opts.unit_count);
+    engine->spill->queue[engine->spill->count++] = (uint32_t)(unit - engine->units);
     lh_gradient_hold_unit(engine, unit);
 }
 
@@ -79,18 +79,18 @@ static void gather_run(struct lh_exec_job *job)
     struct lh_engine *engine = slab->engine;
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    const uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
+    const uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
     const uint64_t bytes = chunk->count * element_bytes;
 
     memset(slab->memory, 0, bytes);
-    for (uint32_t i = 0; i < unit->desc.param_count; i++) {
-        const struct lh_engine_param *param = &engine->params[unit->desc.param_first + i];
+    for (uint32_t i = 0; i < unit->desc->param_count; i++) {
+        const struct lh_engine_param *param = &engine->params[unit->desc->param_first + i];
         uint64_t first = lh_max_u64(param->first, chunk->first);
         uint64_t end = lh_min_u64(param->first + param->count, chunk->first + chunk->count);
 
-        if (first < end && engine->gradients[unit->desc.param_first + i].pointer)
+        if (first < end && engine->gradients[unit->desc->param_first + i].pointer)
             memcpy(slab->memory + (first - chunk->first) * element_bytes,
-                   lh_gradient_at(engine, unit->desc.param_first + i, first),
+                   lh_gradient_at(engine, unit->desc->param_first + i, first),
                    (end - first) * element_bytes);
     }
     for (uint64_t at = 0; at < bytes; at += LH_CHECKSUM_BYTES)
@@ -100,8 +100,8 @@ static void gather_run(struct lh_exec_job *job)
 
 void lh_spill_release(struct lh_engine *engine, struct lh_unit *unit)
 {
-    LH_ASSERT(unit->spill.state == LH_SPILL_STATE_DONE);
-    LH_ASSERT(unit->norm.state == LH_NORM_STATE_DONE);
+    LH_ASSERT(unit->parts->spill.state == LH_SPILL_STATE_DONE);
+    LH_ASSERT(unit->parts->norm.state == LH_NORM_STATE_DONE);
     lh_gradient_release_unit(engine, unit);
     for (uint32_t i = 0; i < unit->chunk_count; i++)
         LH_FEATURE_CALL(engine, chunk_consumed, &engine->chunks[unit->chunk_first + i]);
@@ -117,12 +117,12 @@ static void chunk_written(struct lh_engine *engine, struct lh_transfer *transfer
     uint32_t index = engine->chunks[slab->chunk].unit;
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
 
-    LH_ASSERT(unit->spill.written_count < unit->spill.next_chunk);
+    LH_ASSERT(unit->parts->spill.written_count < unit->parts->spill.next_chunk);
     lh_slab_return(engine, slab);
-    if (++unit->spill.written_count < unit->chunk_count)
+    if (++unit->parts->spill.written_count < unit->chunk_count)
         return;
     state_set(unit, LH_SPILL_STATE_DONE);
-    if (unit->norm.state == LH_NORM_STATE_DONE)
+    if (unit->parts->norm.state == LH_NORM_STATE_DONE)
         lh_spill_release(engine, unit);
 }
 
@@ -131,9 +131,9 @@ static void gather_done(struct lh_engine *engine, struct lh_job *job)
     struct lh_slab *slab = job->exec.context;
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
 
-    LH_ASSERT(slab->is_lent && unit->spill.state == LH_SPILL_STATE_RUNNING);
+    LH_ASSERT(slab->is_lent && unit->parts->spill.state == LH_SPILL_STATE_RUNNING);
     lh_slab_job_account(engine, job, LH_ENGINE_TRACE_GATHER);
     slab->transfers[0] = (struct lh_transfer){
         .source = &engine->transfers.store,
@@ -144,8 +144,8 @@ static void gather_done(struct lh_engine *engine, struct lh_job *job)
         .unit = chunk->unit,
         .slab = (uint32_t)(slab - engine->slabs),
         .step = lh_core_step(engine),
-        .extent = unit->desc.param_extent,
-        .slot = lh_store_write_slot(engine->store, unit->desc.store_group),
+        .extent = unit->desc->param_extent,
+        .slot = lh_store_write_slot(engine->store, unit->desc->store_group),
         .offset = chunk->first * element_bytes,
         .bytes = chunk->count * element_bytes,
         .buffer = slab->memory,
@@ -156,16 +156,16 @@ static void gather_done(struct lh_engine *engine, struct lh_job *job)
 static void gather_start(struct lh_engine *engine, struct lh_unit *unit, uint32_t slab_index)
 {
     LH_ASSERT(slab_index < engine->budget.slab_count);
-    LH_ASSERT(unit->spill.next_chunk < unit->chunk_count);
-    LH_ASSERT(unit->spill.state == LH_SPILL_STATE_RUNNING);
+    LH_ASSERT(unit->parts->spill.next_chunk < unit->chunk_count);
+    LH_ASSERT(unit->parts->spill.state == LH_SPILL_STATE_RUNNING);
     struct lh_slab *slab = &engine->slabs[slab_index];
-    struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + unit->spill.next_chunk++];
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
-    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + unit->parts->spill.next_chunk++];
+    uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc->store_group);
     uint32_t count = 0;
-    uint32_t *checksums = lh_store_checksums(engine->store, unit->desc.param_extent, slot, &count);
+    uint32_t *checksums = lh_store_checksums(engine->store, unit->desc->param_extent, slot, &count);
 
-    LH_ASSERT(slot != lh_store_read_slot(engine->store, unit->desc.store_group));
+    LH_ASSERT(slot != lh_store_read_slot(engine->store, unit->desc->store_group));
     lh_slab_lend(engine, slab, chunk);
     slab->checksums = checksums + chunk->first * element_bytes / LH_CHECKSUM_BYTES;
     slab->job = (struct lh_job){
@@ -181,11 +181,12 @@ static bool pump_gradients(struct lh_engine *engine)
 {
     bool moved = false;
 
-    LH_ASSERT(engine->spill.first <= engine->spill.count);
-    for (uint32_t i = engine->spill.first; i < engine->spill.count; i++) {
-        struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill.queue[i]);
+    LH_ASSERT(engine->spill->first <= engine->spill->count);
+    for (uint32_t i = engine->spill->first; i < engine->spill->count; i++) {
+        struct lh_unit *unit = lh_engine_unit_at(engine, engine->spill->queue[i]);
 
-        while (unit->spill.next_chunk < unit->chunk_count && unit->landing.count == 0) {
+        while (unit->parts->spill.next_chunk < unit->chunk_count &&
+               unit->parts->landing.count == 0) {
             uint32_t slab = lh_slab_find(engine, NULL);
 
             if (slab == LH_CHUNK_NONE)
@@ -193,8 +194,8 @@ static bool pump_gradients(struct lh_engine *engine)
             gather_start(engine, unit, slab);
             moved = true;
         }
-        if (i == engine->spill.first && unit->spill.next_chunk == unit->chunk_count)
-            engine->spill.first++;
+        if (i == engine->spill->first && unit->parts->spill.next_chunk == unit->chunk_count)
+            engine->spill->first++;
     }
     return moved;
 }
@@ -204,7 +205,7 @@ static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t element_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
     uint8_t *target = lh_slab_array(slab, unit, LH_STATE_ARRAY_COUNT, chunk->count);
 
     LH_ASSERT(!slab->is_lent && !slab->gradients);
@@ -220,8 +221,8 @@ static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
         .priority = LH_PRIORITY_STATE,
         .link = LH_ENGINE_LINK_GRADIENT_READ,
         .step = lh_core_step(engine),
-        .extent = unit->desc.param_extent,
-        .slot = lh_store_write_slot(engine->store, unit->desc.store_group),
+        .extent = unit->desc->param_extent,
+        .slot = lh_store_write_slot(engine->store, unit->desc->store_group),
         .offset = chunk->first * element_bytes,
         .bytes = chunk->count * element_bytes,
         .buffer = target,
@@ -231,14 +232,14 @@ static void gradients_read(struct lh_engine *engine, struct lh_chunk *chunk)
 
 static void chunk_read(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (engine->units[chunk->unit].spill.state == LH_SPILL_STATE_DONE)
+    if (engine->units[chunk->unit].parts->spill.state == LH_SPILL_STATE_DONE)
         gradients_read(engine, chunk);
 }
 
 /* A chunk that was read ahead lacks its gradients, which were not on SSD yet: read them. */
 static bool chunk_is_whole(struct lh_engine *engine, struct lh_chunk *chunk)
 {
-    if (engine->units[chunk->unit].spill.state != LH_SPILL_STATE_DONE ||
+    if (engine->units[chunk->unit].parts->spill.state != LH_SPILL_STATE_DONE ||
         engine->slabs[chunk->slab].gradients)
         return true;
     gradients_read(engine, chunk);
@@ -248,7 +249,7 @@ static bool chunk_is_whole(struct lh_engine *engine, struct lh_chunk *chunk)
 static bool gradient_accepts(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_error err = {0};
-    if (unit->spill.state == LH_SPILL_STATE_NONE)
+    if (unit->parts->spill.state == LH_SPILL_STATE_NONE)
         return true;
     lh_error_set(&err, -EINVAL,
                  "a gradient of unit %u arrived after the norm of all gradients was requested",
@@ -260,17 +261,17 @@ static bool gradient_accepts(struct lh_engine *engine, struct lh_unit *unit)
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
-    return unit->spill.state != LH_SPILL_STATE_RUNNING;
+    return unit->parts->spill.state != LH_SPILL_STATE_RUNNING;
 }
 
 static void planned(struct lh_engine *engine, struct lh_unit *unit, uint64_t step)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, step);
-    unit->spill.planned_step = unit->spill.is_chosen ? step : 0;
-    if (!unit->spill.is_chosen)
+    unit->parts->spill.planned_step = unit->parts->spill.is_chosen ? step : 0;
+    if (!unit->parts->spill.is_chosen)
         return;
-    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] += unit->desc.bytes;
-    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc.bytes;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] += unit->desc->bytes;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] += unit->desc->bytes;
 }
 
 /* Correct the plan for a unit with only some of its gradients: these wait in memory. */
@@ -278,19 +279,19 @@ static void plan_corrected(struct lh_engine *engine, struct lh_unit *unit)
 {
     struct lh_engine_step_stats *stats = lh_core_stats(engine, engine->step);
     /* An abort resets the plan, and with it the unit's planned_step, but not the one of spill. */
-    bool is_planned =
-        unit->update.planned_step == engine->step && unit->spill.planned_step == engine->step;
-    if (!is_planned || unit->spill.state != LH_SPILL_STATE_NONE)
+    bool is_planned = unit->update.planned_step == engine->step &&
+                      unit->parts->spill.planned_step == engine->step;
+    if (!is_planned || unit->parts->spill.state != LH_SPILL_STATE_NONE)
         return;
-    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] -= unit->desc.bytes;
-    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] -= unit->desc.bytes;
-    unit->spill.planned_step = 0;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_WRITE] -= unit->desc->bytes;
+    stats->planned_bytes[LH_ENGINE_LINK_GRADIENT_READ] -= unit->desc->bytes;
+    unit->parts->spill.planned_step = 0;
 }
 
 static void step_forgotten(struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
-        if (engine->units[i].spill.state != LH_SPILL_STATE_NONE)
+        if (engine->units[i].parts->spill.state != LH_SPILL_STATE_NONE)
             state_set(&engine->units[i], LH_SPILL_STATE_NONE);
     }
     for (uint32_t i = 0; i < engine->chunk_count; i++)
@@ -300,8 +301,8 @@ static void step_forgotten(struct lh_engine *engine)
         if (engine->slabs[i].is_lent) /* lent for a step that was aborted */
             lh_slab_return(engine, &engine->slabs[i]);
     }
-    engine->spill.first = 0;
-    engine->spill.count = 0;
+    engine->spill->first = 0;
+    engine->spill->count = 0;
 }
 
 /* The uncommitted slot holds gradients, not the newest parameters: every due commit must happen. */
@@ -322,48 +323,54 @@ static bool ahead_may_read(const struct lh_engine *engine)
 static bool may_spill(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     uint64_t elements = engine->budget.chunk_elements;
-    uint64_t bytes = elements * lh_dtype_bytes(unit->desc.dtype);
+    uint64_t bytes = elements * lh_dtype_bytes(unit->desc->dtype);
 
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         bytes += lh_unit_state_bytes(&unit->states[i], elements);
     return engine->opts.commit_every == 1 && bytes <= engine->budget.slab_bytes;
 }
 
-/* Choose units to spill: all after the first ones whose waiting gradients fit in memory. */
-static void choose(struct lh_engine *engine)
+/*
+ * Choose units to spill: all after the first ones whose waiting gradients fit in memory. Returns
+ * whether there are any.
+ */
+static bool choose(struct lh_engine *engine)
 {
+    bool is_any = false;
     uint64_t room = engine->budget.gradient_waiting_bytes;
 
     if (engine->gradients_land)
         room = room / lh_max_u64(engine->landing->block_bytes, 1) * engine->landing->block_bytes;
-    engine->spill.is_any = false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
 
-        unit->spill.is_chosen = false;
-        if (!unit->defer.is_deferred || unit->desc.elements == 0 || !may_spill(engine, unit))
+        unit->parts->spill.is_chosen = false;
+        if (!unit->parts->defer.is_deferred || unit->desc->elements == 0 ||
+            !may_spill(engine, unit))
             continue;
-        unit->spill.is_chosen = lh_landing_waiting_bytes(engine, unit) > room;
-        engine->spill.is_any |= unit->spill.is_chosen;
-        room = unit->spill.is_chosen ? 0 : room - lh_landing_waiting_bytes(engine, unit);
+        unit->parts->spill.is_chosen = lh_landing_waiting_bytes(engine, unit) > room;
+        is_any |= unit->parts->spill.is_chosen;
+        room = unit->parts->spill.is_chosen ? 0 : room - lh_landing_waiting_bytes(engine, unit);
     }
+    return is_any;
 }
 
 int lh_spill_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint32_t count = engine->opts.unit_count;
-    choose(engine);
-    if (!engine->spill.is_any)
+    if (!choose(engine))
         return 0;
-    engine->spill.queue = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
-    if (!engine->spill.queue)
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, spill, err));
+    engine->spill->queue = lh_alloc_zeroed(engine->alloc, count, sizeof(uint32_t));
+    if (!engine->spill->queue)
         return lh_error_set(err, -ENOMEM, "no memory for gradients of %u units on SSD", count);
     return 0;
 }
 
 void lh_spill_destroy(struct lh_engine *engine)
 {
-    lh_free(engine->alloc, engine->spill.queue);
+    if (engine->spill)
+        lh_free(engine->alloc, engine->spill->queue);
 }
 
 const struct lh_feature lh_spill_feature = {

@@ -29,7 +29,6 @@ struct lh_spill {
     uint32_t *queue; /* units whose gradients go to SSD in this step */
     uint32_t first;
     uint32_t count;
-    bool is_any; /* at least one unit is chosen */
 };
 
 struct lh_spill_chunk {
@@ -40,7 +39,7 @@ extern const struct lh_feature lh_spill_feature;
 
 /*
  * Choose the units whose gradients wait on SSD: all units after the first ones whose gradients fit
- * in memory.
+ * in memory. If there are none, engine->spill stays NULL.
  */
 int lh_spill_create(struct lh_engine *engine, struct lh_error *err);
 void lh_spill_destroy(struct lh_engine *engine);

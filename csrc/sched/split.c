@@ -28,17 +28,17 @@ static uint32_t trainable_count(const struct lh_engine *engine)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        count += engine->units[i].desc.elements > 0;
+        count += engine->units[i].desc->elements > 0;
     return count;
 }
 
 /* The room for a unit's waiting gradients; those from an accelerator lie in blocks. */
 static uint64_t waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    LH_ASSERT(unit->desc.elements > 0);
+    LH_ASSERT(unit->desc->elements > 0);
     if (engine->dev)
         return unit->chunk_count * engine->landing->block_bytes;
-    return unit->desc.elements * lh_dtype_bytes(unit->desc.dtype);
+    return unit->desc->elements * lh_dtype_bytes(unit->desc->dtype);
 }
 
 static bool has_room(const struct lh_engine *engine, uint32_t deferred_count)
@@ -48,7 +48,7 @@ static bool has_room(const struct lh_engine *engine, uint32_t deferred_count)
     uint32_t at = 0;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        if (unit->desc.elements > 0 && is_chosen(at++, count, deferred_count))
+        if (unit->desc->elements > 0 && is_chosen(at++, count, deferred_count))
             bytes += waiting_bytes(engine, unit);
     }
     return bytes <= engine->budget.gradient_waiting_bytes;
@@ -63,20 +63,20 @@ void lh_split_set(struct lh_engine *engine, uint32_t deferred_count)
         deferred_count--;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        if (unit->desc.elements > 0)
+        if (unit->desc->elements > 0)
             lh_defer_set(unit, is_chosen(at++, count, deferred_count));
     }
     LH_ASSERT(at == count);
-    engine->split.deferred_count = deferred_count;
-    engine->split.step_count = 0;
-    engine->split.step_ns = UINT64_MAX;
-    engine->split.is_settled = deferred_count == 0;
+    engine->split->deferred_count = deferred_count;
+    engine->split->step_count = 0;
+    engine->split->step_ns = UINT64_MAX;
+    engine->split->is_settled = deferred_count == 0;
 }
 
 /* Compute from an all-eager step how many units to defer. */
 static uint32_t candidate(const struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
-    const struct lh_split *split = &engine->split;
+    const struct lh_split *split = engine->split;
     LH_ASSERT(engine->exec->thread_count > 0);
     LH_ASSERT(split->gradient_ns >= stats->begin_ns && split->gradient_ns <= stats->close_ns);
     uint32_t count = trainable_count(engine);
@@ -111,13 +111,13 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];
     if (engine->updates.gradient_unit_count > 1 || unit->update.gradient_count > 1)
         return;
-    engine->split.gradient_ns = lh_core_now(engine);
-    engine->split.forward_bytes = stats->bytes[LH_ENGINE_LINK_PARAM_READ];
+    engine->split->gradient_ns = lh_core_now(engine);
+    engine->split->forward_bytes = stats->bytes[LH_ENGINE_LINK_PARAM_READ];
 }
 
 static void step_over(struct lh_engine *engine, const struct lh_engine_step_stats *stats)
 {
-    struct lh_split *split = &engine->split;
+    struct lh_split *split = engine->split;
     bool is_whole = split->gradient_ns >= stats->begin_ns; /* the step had its own forward */
     if (split->is_settled || !is_whole || split->step_count++ < UNSETTLED_STEP_COUNT)
         return;
@@ -136,11 +136,13 @@ static void step_over(struct lh_engine *engine, const struct lh_engine_step_stat
     }
 }
 
-void lh_split_create(struct lh_engine *engine)
+int lh_split_create(struct lh_engine *engine, struct lh_error *err)
 {
-    engine->split.step_ns = UINT64_MAX;
+    LH_TRY(LH_ENGINE_PART_CREATE(engine, split, err));
+    engine->split->step_ns = UINT64_MAX;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
         lh_defer_set(&engine->units[i], false);
+    return 0;
 }
 
 const struct lh_feature lh_split_feature = {

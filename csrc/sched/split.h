@@ -41,7 +41,7 @@ struct lh_split {
 extern const struct lh_feature lh_split_feature;
 
 /* Make every unit eager. */
-void lh_split_create(struct lh_engine *engine);
+int lh_split_create(struct lh_engine *engine, struct lh_error *err);
 /*
  * Defer deferred_count units, or as many as have room. Call only between two steps, with schedule
  * AUTO.

@@ -85,7 +85,7 @@ static bool averages_check(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->param_count; i++) {
         const struct lh_unit *unit = &engine->units[engine->params[i].unit];
         struct lh_error err = {0};
-        if (unit->desc.average_extent == 0 || engine->gradients[i].pointer ||
+        if (unit->desc->average_extent == 0 || engine->gradients[i].pointer ||
             engine->param_steps[i] == 0)
             continue;
         lh_error_set(&err, -ENOMSG,
@@ -144,7 +144,7 @@ static void updates_predict(struct lh_engine *engine)
         updates->predicted[updates->predicted_count++] = updates->queue[i];
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        unit->update.is_predicted = unit->update.is_queued && !unit->desc.is_announced;
+        unit->update.is_predicted = unit->update.is_queued && !unit->desc->is_announced;
     }
 }
 
@@ -328,7 +328,7 @@ static bool transfers_are_idle(const struct lh_engine *engine)
 {
     bool are_features_idle = LH_FEATURE_ALL(engine, is_idle);
     return are_features_idle && lh_transfer_is_idle(engine) && engine->jobs_in_flight == 0 &&
-           engine->copies.in_flight == 0;
+           lh_copy_in_flight(engine) == 0;
 }
 
 /*

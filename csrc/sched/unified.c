@@ -24,7 +24,7 @@ static void marker_submit(struct lh_engine *engine, struct lh_unit *unit)
         .after = unit->copy.released,
     };
     unit->copy.is_release_awaited = lh_copy_submit(engine, marker);
-    engine->unified.is_any_new = true;
+    engine->unified->is_any_new = true;
 }
 
 static bool unit_is_unread(struct lh_engine *engine, struct lh_unit *unit)
@@ -42,8 +42,8 @@ static bool unit_is_unread(struct lh_engine *engine, struct lh_unit *unit)
 
 static bool pump_after(struct lh_engine *engine)
 {
-    bool is_any_new = engine->unified.is_any_new;
-    engine->unified.is_any_new = false;
+    bool is_any_new = engine->unified->is_any_new;
+    engine->unified->is_any_new = false;
     return is_any_new;
 }
 

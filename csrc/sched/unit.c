@@ -211,7 +211,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
 {
     struct lh_unit *unit = lh_engine_unit_at(engine, op->unit);
     LH_ASSERT(unit->state == LH_UNIT_STATE_ABSENT);
-    LH_ASSERT(op->offset + unit->desc.bytes <= engine->budget.region_bytes);
+    LH_ASSERT(op->offset + unit->desc->bytes <= engine->budget.region_bytes);
     lh_unit_state_set(unit, LH_UNIT_STATE_LOADING);
     unit->offset = op->offset;
     unit->memory = engine->region + op->offset;
@@ -219,7 +219,7 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         unit->source->ops->load(engine, unit, step);
         return;
     }
-    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc->store_group);
     uint64_t first = lh_unit_load_first(unit);
     unit->load = (struct lh_transfer){
         .source = unit->source,
@@ -230,10 +230,10 @@ static void load_start(struct lh_engine *engine, const struct lh_residency_op *o
         .unit = op->unit,
         .slab = LH_CHUNK_NONE,
         .step = step,
-        .extent = unit->desc.param_extent,
+        .extent = unit->desc->param_extent,
         .slot = slot,
         .offset = first,
-        .bytes = unit->desc.bytes - first,
+        .bytes = unit->desc->bytes - first,
         .buffer = unit->memory + first,
     };
     lh_transfer_submit(engine, &unit->load);

@@ -17,20 +17,14 @@
 
 #include <stdatomic.h>
 
-#include "sched/defer.h"
 #include "sched/engine.h"
-#include "sched/given.h"
-#include "sched/in_place_private.h"
-#include "sched/landing.h"
-#include "sched/mates.h"
-#include "sched/norm.h"
 #include "sched/slab.h"
-#include "sched/spill.h"
 #include "sched/states.h"
 #include "sched/transfer.h"
 #include "sched/update.h"
 
 struct lh_dev_fence;
+struct lh_unit_parts;
 
 #define LH_UNIT_NONE UINT32_MAX
 #define LH_UNIT_READY_BIT UINT32_C(0x80000000)
@@ -97,7 +91,8 @@ struct lh_unit_copy {
 
 /* Owned by the engine's thread, except `shared` and `caller`. */
 struct lh_unit {
-    struct lh_engine_unit desc;
+    const struct lh_engine_unit *desc;
+    struct lh_unit_parts *parts; /* the features': parts.h */
     struct lh_engine *engine;
     struct lh_unit_shared shared;
     struct lh_unit_caller caller;
@@ -115,14 +110,6 @@ struct lh_unit {
     struct lh_unit_state_array states[LH_STATE_ARRAY_COUNT]; /* R, M, V, S and E */
     struct lh_update_unit update;
     struct lh_unit_copy copy;
-    /* The features' parts: each is written only in the feature's own file. */
-    struct lh_in_place_part in_place;
-    struct lh_landing_unit landing;
-    struct lh_defer_unit defer;
-    struct lh_spill_unit spill;
-    struct lh_norm_unit norm;
-    struct lh_mates_unit mates;
-    struct lh_given_unit given;
 };
 
 /* Change a unit's state; only this function changes it. */
@@ -190,7 +177,7 @@ struct lh_unit_state_place lh_unit_state_place(const struct lh_unit *unit, uint3
 /* Whether the unit is trained, but another process has its states. */
 static inline bool lh_unit_is_given(const struct lh_unit *unit)
 {
-    return unit->desc.elements > 0 && unit->desc.moment1_extent == LH_ENGINE_EXTENT_NONE;
+    return unit->desc->elements > 0 && unit->desc->moment1_extent == LH_ENGINE_EXTENT_NONE;
 }
 
 static inline uint32_t lh_unit_pins(const struct lh_unit *unit)

@@ -7,13 +7,13 @@ void lh_update_consider(struct lh_engine *engine, uint32_t index)
     struct lh_unit *unit = lh_engine_unit_at(engine, index);
     if (unit->update.gradient_count == 0 || unit->update.is_queued)
         return;
-    LH_ASSERT(unit->desc.elements > 0);
-    LH_ASSERT(unit->update.gradient_count <= unit->desc.param_count);
+    LH_ASSERT(unit->desc->elements > 0);
+    LH_ASSERT(unit->update.gradient_count <= unit->desc->param_count);
     bool is_closed = engine->step_state == LH_STEP_STATE_CLOSED;
     if (!is_closed && engine->step_state != LH_STEP_STATE_OPEN)
         return;
     LH_FEATURE_CALL(engine, update_considered, unit);
-    bool is_complete = unit->update.gradient_count == unit->desc.param_count &&
+    bool is_complete = unit->update.gradient_count == unit->desc->param_count &&
                        atomic_load(&unit->shared.handles) == 0;
     /* After the close only pins count: the message that the last lend was freed may be pending. */
     bool is_used = lh_unit_pins(unit) > 0 || (!is_closed && unit->use_is_open);
@@ -37,7 +37,7 @@ int lh_update_create(struct lh_engine *engine, struct lh_error *err)
     if (!engine->updates.queue || !engine->updates.predicted)
         return lh_error_set(err, -ENOMEM, "no memory for the updates of %u units", count);
     for (uint32_t i = 0; i < count; i++) {
-        const struct lh_engine_unit *desc = &engine->units[i].desc;
+        const struct lh_engine_unit *desc = engine->units[i].desc;
         engine->updates.has_announced |= desc->elements > 0 && desc->is_announced;
         engine->units[i].update.is_predicted = desc->elements > 0 && !desc->is_announced;
     }

@@ -7,7 +7,7 @@ static uint64_t chunk_bytes(const struct lh_engine *engine, const struct lh_chun
                             bool is_written)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint32_t slot = lh_store_read_slot(engine->store, unit->desc.store_group);
+    uint32_t slot = lh_store_read_slot(engine->store, unit->desc->store_group);
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
         struct lh_unit_state_place place = lh_unit_state_place(unit, i, chunk->first, chunk->count);
@@ -101,7 +101,8 @@ void lh_update_plan_begin(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         if (is_closing)
-            unit->update.is_predicted = unit->update.gradient_count > 0 && !unit->desc.is_announced;
+            unit->update.is_predicted =
+                unit->update.gradient_count > 0 && !unit->desc->is_announced;
         if (unit->update.is_predicted)
             unit_plan(engine, unit, engine->plan_step);
     }
@@ -127,7 +128,7 @@ void lh_update_plan_correct(struct lh_engine *engine)
         struct lh_unit *unit = &engine->units[i];
         bool is_updated = unit->update.gradient_count > 0;
         bool is_planned = unit->update.planned_step == engine->step;
-        if (is_updated != is_planned && !unit->desc.is_announced)
+        if (is_updated != is_planned && !unit->desc->is_announced)
             lh_core_stats(engine, engine->step)->replans++;
         if (is_updated && !is_planned)
             unit_plan(engine, unit, engine->step);

@@ -29,14 +29,14 @@ uint64_t lh_write_back_param_bytes(const struct lh_engine *engine, const struct 
                                    uint64_t step)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t bytes = chunk->count * lh_dtype_bytes(unit->desc.dtype);
+    uint64_t bytes = chunk->count * lh_dtype_bytes(unit->desc->dtype);
     return param_is_due(engine, chunk->unit, step) ? bytes : 0;
 }
 
 /* Everything of a unit except what is dirty is on SSD: the write slot now has the newest bytes. */
 static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
 {
-    uint32_t slot = lh_store_write_slot(engine->store, unit->desc.store_group);
+    uint32_t slot = lh_store_write_slot(engine->store, unit->desc->store_group);
     LH_ASSERT(unit->update.is_queued && !unit->update.is_done);
     LH_ASSERT(unit->update.chunks_computed == unit->chunk_count);
     for (uint32_t c = 0; c < unit->chunk_count; c++) {
@@ -48,8 +48,8 @@ static void unit_written(struct lh_engine *engine, struct lh_unit *unit)
                 lh_store_clear_zero(engine->store, place.extent, slot);
         }
     }
-    lh_store_clear_zero(engine->store, unit->desc.param_extent, slot);
-    lh_store_stage(engine->store, unit->desc.store_group);
+    lh_store_clear_zero(engine->store, unit->desc->param_extent, slot);
+    lh_store_stage(engine->store, unit->desc->store_group);
     unit->update.is_param_dirty =
         !param_is_due(engine, (uint32_t)(unit - engine->units), lh_core_step(engine));
     unit->update.is_done = true;
@@ -113,7 +113,8 @@ static void write_submit(struct lh_engine *engine, struct lh_slab *slab, uint32_
     transfer.priority = LH_PRIORITY_WRITE;
     transfer.unit = chunk->unit;
     transfer.slab = chunk->slab;
-    transfer.slot = lh_store_write_slot(engine->store, engine->units[chunk->unit].desc.store_group);
+    transfer.slot =
+        lh_store_write_slot(engine->store, engine->units[chunk->unit].desc->store_group);
     slab->transfers[index] = transfer;
     slab->pending++;
     lh_transfer_submit(engine, &slab->transfers[index]);
@@ -144,9 +145,9 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
 {
     struct lh_slab *slab = &engine->slabs[chunk->slab];
     const struct lh_unit *unit = &engine->units[chunk->unit];
-    uint64_t param_bytes = lh_dtype_bytes(unit->desc.dtype);
+    uint64_t param_bytes = lh_dtype_bytes(unit->desc->dtype);
     uint64_t step = lh_core_step(engine);
-    LH_ASSERT(chunk->first + chunk->count <= unit->desc.elements);
+    LH_ASSERT(chunk->first + chunk->count <= unit->desc->elements);
     LH_ASSERT(chunk->computed_step == step && slab->pending == 0);
     LH_ASSERT(!chunk->is_flushing && engine->updates.chunks_busy > 0);
     lh_chunk_state_set(engine, chunk, LH_CHUNK_STATE_WRITING);
@@ -160,7 +161,7 @@ void lh_write_back_chunk(struct lh_engine *engine, struct lh_chunk *chunk)
                      (struct lh_transfer){
                          .link = LH_ENGINE_LINK_PARAM_WRITE,
                          .step = step,
-                         .extent = unit->desc.param_extent,
+                         .extent = unit->desc->param_extent,
                          .offset = chunk->first * param_bytes,
                          .bytes = chunk->count * param_bytes,
                          .buffer = unit->memory + chunk->first * param_bytes,
@@ -199,7 +200,7 @@ static void param_write_dirty(struct lh_engine *engine, struct lh_unit *unit, ui
     unit->update.is_param_dirty = false;
     unit->update.is_flushing = true;
     engine->updates.chunks_busy++;
-    lh_core_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc.bytes;
+    lh_core_stats(engine, step)->planned_bytes[LH_ENGINE_LINK_PARAM_WRITE] += unit->desc->bytes;
     unit->load = (struct lh_transfer){
         .source = &engine->transfers.store,
         .done = param_written,
@@ -209,9 +210,9 @@ static void param_write_dirty(struct lh_engine *engine, struct lh_unit *unit, ui
         .unit = (uint32_t)(unit - engine->units),
         .slab = LH_CHUNK_NONE,
         .step = step,
-        .extent = unit->desc.param_extent,
-        .slot = lh_store_write_slot(engine->store, unit->desc.store_group),
-        .bytes = unit->desc.bytes,
+        .extent = unit->desc->param_extent,
+        .slot = lh_store_write_slot(engine->store, unit->desc->store_group),
+        .bytes = unit->desc->bytes,
         .buffer = unit->memory,
     };
     lh_transfer_submit(engine, &unit->load);

@@ -50,7 +50,7 @@ static uint64_t place_of(const struct lh_unit *unit, bool is_device)
 static uint64_t place_bytes(const struct lh_engine *engine, const struct lh_unit *unit,
                             bool is_device)
 {
-    return engine->dev && !is_device ? unit->desc.bytes : unit->desc.place_bytes;
+    return engine->dev && !is_device ? unit->desc->bytes : unit->desc->place_bytes;
 }
 
 /* Check invariant 1 for the units that were loaded or evicted. */
@@ -114,7 +114,8 @@ static void split_check(struct lh_sim_check *check)
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < check->model->unit_count; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        if (unit->defer.is_deferred && unit->update.gradient_count > 0 && !unit->update.is_queued)
+        if (unit->parts->defer.is_deferred && unit->update.gradient_count > 0 &&
+            !unit->update.is_queued)
             bytes += lh_landing_waiting_bytes(engine, unit);
     }
     if (bytes > engine->budget.gradient_waiting_bytes)
@@ -164,11 +165,11 @@ void lh_sim_check_quiet(struct lh_sim_check *check)
                           "the engine counts %" PRIu32
                           " requests in flight, but the backend counts %" PRIu32,
                           engine->transfers.in_flight, check->io->in_flight_count);
-    if (engine->dev && engine->copies.in_flight != engine->dev->in_flight_count)
+    if (engine->dev && lh_copy_in_flight(engine) != engine->dev->in_flight_count)
         lh_sim_world_fail(check->world,
                           "the engine counts %" PRIu32
                           " copies in flight, but the backend counts %" PRIu32,
-                          engine->copies.in_flight, engine->dev->in_flight_count);
+                          lh_copy_in_flight(engine), engine->dev->in_flight_count);
     if (engine->committed_step > engine->step)
         lh_sim_world_fail(check->world,
                           "step %" PRIu64 " is committed, but only step %" PRIu64 " is closed",

@@ -58,12 +58,12 @@ static void test_kept_once(bool has_device)
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     LH_CHECK(rig_flush(&rig, true) == 0);
     if (has_device) { /* the unit stays there, so it is loaded once */
-        LH_CHECK(atomic_load(&unit->shared.load_count) == 1 && !unit->in_place.kept);
+        LH_CHECK(atomic_load(&unit->shared.load_count) == 1 && !unit->parts->in_place.kept);
         rig_unmake(&rig);
         return;
     }
     uint32_t load_count = atomic_load(&unit->shared.load_count);
-    LH_CHECK(load_count >= 2 && unit->in_place.kept);
+    LH_CHECK(load_count >= 2 && unit->parts->in_place.kept);
     rig_in_place_spoil(&rig); /* the file must not be read any more */
     for (int j = 0; j < STEP_COUNT; j++)
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
@@ -111,7 +111,7 @@ static void test_kept_short(void)
     for (int j = 0; j < 2 * STEP_COUNT; j++)
         LH_CHECK(rig_step(&rig, RIG_GRADIENTS_ALL) == 0);
     LH_CHECK(rig_flush(&rig, true) == 0);
-    LH_CHECK(atomic_load(&unit->shared.load_count) > 4 && !unit->in_place.kept);
+    LH_CHECK(atomic_load(&unit->shared.load_count) > 4 && !unit->parts->in_place.kept);
     LH_CHECK(rig.engine->in_place->kept.taken_bytes == 0);
     rig_unmake(&rig);
 }
@@ -258,10 +258,10 @@ static void test_in_flight(bool fails)
     LH_CHECK(lh_engine_acquire(rig.engine, 2) == 0);
     rig_settle(&rig);
     while (rig.engine->jobs_in_flight > 0) {
-        LH_CHECK(unit->state == LH_UNIT_STATE_LOADING && unit->in_place.decoded >= decoded);
+        LH_CHECK(unit->state == LH_UNIT_STATE_LOADING && unit->parts->in_place.decoded >= decoded);
         LH_CHECK(lh_engine_acquire_wait(rig.engine, 2, 0) == 0);
-        round_count += unit->in_place.decoded > decoded;
-        decoded = unit->in_place.decoded;
+        round_count += unit->parts->in_place.decoded > decoded;
+        decoded = unit->parts->in_place.decoded;
         if (fails && round_count == 2)
             fail(&rig);
         rig.holds.jobs = false;

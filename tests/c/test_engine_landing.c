@@ -29,7 +29,7 @@ static struct rig_opts opts_of(enum lh_engine_schedule schedule, uint64_t spare_
 
 static const struct lh_landing_unit *landing_of(const struct rig *rig, uint32_t unit)
 {
-    return &rig->engine->units[unit].landing;
+    return &rig->engine->units[unit].parts->landing;
 }
 
 /* Compute a gradient of small positive numbers on the accelerator, and post it. */
@@ -237,7 +237,7 @@ static void early_watch(struct rig *rig)
         bool is_begun =
             chunk->state == LH_CHUNK_STATE_COMPUTING || chunk->state == LH_CHUNK_STATE_COMPUTED;
         LH_CHECK(!is_begun || chunk->landing.count == 0);
-        computes_early |= is_begun && unit->landing.count > 0;
+        computes_early |= is_begun && unit->parts->landing.count > 0;
     }
 }
 
@@ -339,7 +339,7 @@ static void test_abort(enum lh_engine_schedule schedule)
             rig_poll(&rig);
         LH_CHECK(lh_engine_abort(rig.engine, 0) == 0);
         rig_settle(&rig);
-        if (rig.engine->copies.in_flight > 0) {
+        if (rig.engine->copies->in_flight > 0) {
             in_flight_count++;
             LH_CHECK(lh_engine_abort(rig.engine, 0) == 0);
         }

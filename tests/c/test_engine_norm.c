@@ -141,7 +141,7 @@ static uint32_t summed_count(const struct rig *rig)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
-        count += rig->engine->units[i].norm.state == LH_NORM_STATE_DONE;
+        count += rig->engine->units[i].parts->norm.state == LH_NORM_STATE_DONE;
     return count;
 }
 
@@ -229,8 +229,8 @@ static void test_update_waits(void)
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_unit *unit = &rig.engine->units[i];
         LH_CHECK(unit->state == LH_UNIT_STATE_READY && unit->update.chunks_computed == 0);
-        LH_CHECK(unit->norm.state ==
-                 (unit->desc.elements > 0 ? LH_NORM_STATE_RUNNING : LH_NORM_STATE_NONE));
+        LH_CHECK(unit->parts->norm.state ==
+                 (unit->desc->elements > 0 ? LH_NORM_STATE_RUNNING : LH_NORM_STATE_NONE));
     }
     rig.holds.jobs = false;
     rig_over_as_planned(&rig);
@@ -278,7 +278,7 @@ static void test_abort(void)
             rig_poll(&rig);
         LH_CHECK(rig_abort(&rig) == 0);
         rig_settle(&rig);
-        LH_CHECK(summed_count(&rig) == 0 && !rig.engine->norm.is_asked);
+        LH_CHECK(summed_count(&rig) == 0 && !rig.engine->norm->is_asked);
     }
     LH_CHECK(rig_forward_backward(&rig, 0x20) == 0);
     double found = norm(&rig);

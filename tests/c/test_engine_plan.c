@@ -84,7 +84,7 @@ static bool step_run(struct rig *rig, uint64_t *seed, bool has_forward)
     if (rig->opts.norms && chance(seed, 50)) {
         LH_CHECK(lh_norm_wait(rig->engine, &square_sum, 0) == 0);
         rig_settle(rig);
-        LH_CHECK((rig->engine->norm.square_sum > 0) == (gradients != 0));
+        LH_CHECK((rig->engine->norm->square_sum > 0) == (gradients != 0));
     }
     if (chance(seed, 50))
         rig_settle(rig);

@@ -53,12 +53,12 @@ static void places_watch(struct rig *rig)
         LH_CHECK(!is_ready || units[i].state == LH_UNIT_STATE_READY);
         if (units[i].state == LH_UNIT_STATE_ABSENT)
             continue;
-        LH_CHECK(units[i].offset + units[i].desc.place_bytes <= rig->budget.region_bytes);
+        LH_CHECK(units[i].offset + units[i].desc->place_bytes <= rig->budget.region_bytes);
         LH_CHECK(lh_is_aligned(units[i].offset, LH_BLOCK_BYTES));
         for (uint32_t j = 0; j < i; j++)
             LH_CHECK(units[j].state == LH_UNIT_STATE_ABSENT ||
-                     units[j].offset + units[j].desc.place_bytes <= units[i].offset ||
-                     units[i].offset + units[i].desc.place_bytes <= units[j].offset);
+                     units[j].offset + units[j].desc->place_bytes <= units[i].offset ||
+                     units[i].offset + units[i].desc->place_bytes <= units[j].offset);
     }
 }
 

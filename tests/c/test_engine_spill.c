@@ -20,7 +20,7 @@ static const struct rig_opts opts_spill = {.manual = true,
 
 static const struct lh_spill_unit *spill_of(const struct rig *rig, uint32_t unit)
 {
-    return &rig->engine->units[unit].spill;
+    return &rig->engine->units[unit].parts->spill;
 }
 
 /* Bytes of the units that have all their gradients, of the parameters' dtype, and are chosen. */
@@ -65,7 +65,7 @@ static void test_choice(void)
         }
         LH_CHECK(waiting_bytes <= rig.budget.gradient_waiting_bytes);
         LH_CHECK(!is_any || waiting_bytes + next_bytes > rig.budget.gradient_waiting_bytes);
-        LH_CHECK(is_any == rig.engine->spill.is_any);
+        LH_CHECK(is_any == (rig.engine->spill != NULL));
         partly_count += is_any && waiting_bytes > 0;
         rig_unmake(&rig);
     }

@@ -12,8 +12,11 @@
 
 /* The parts of an engine that a split reads. */
 struct small {
+    struct lh_alloc alloc;
     struct lh_engine engine;
     struct lh_unit units[UNIT_COUNT_MAX];
+    struct lh_engine_unit descs[UNIT_COUNT_MAX];
+    struct lh_unit_parts parts[UNIT_COUNT_MAX];
     struct lh_exec exec;
     uint64_t now_ns;
 };
@@ -21,7 +24,10 @@ struct small {
 static struct small *small_make(uint32_t unit_count)
 {
     static struct small small;
+    lh_free(&small.alloc, small.engine.split);
     memset(&small, 0, sizeof(small));
+    small.alloc = (struct lh_alloc)LH_ALLOC_INIT;
+    small.engine.alloc = &small.alloc;
     small.exec.thread_count = 2;
     small.engine.exec = &small.exec;
     small.engine.units = small.units;
@@ -29,10 +35,12 @@ static struct small *small_make(uint32_t unit_count)
     small.engine.budget.gradient_waiting_bytes = UINT64_MAX;
     small.now_ns = 1000;
     for (uint32_t i = 0; i < unit_count; i++) {
-        small.units[i].desc.elements = LH_ENGINE_ELEMENT_ALIGN;
-        small.units[i].desc.dtype = LH_DTYPE_BF16;
+        small.descs[i].elements = LH_ENGINE_ELEMENT_ALIGN;
+        small.descs[i].dtype = LH_DTYPE_BF16;
+        small.units[i].desc = &small.descs[i];
+        small.units[i].parts = &small.parts[i];
     }
-    lh_split_create(&small.engine);
+    LH_CHECK(lh_split_create(&small.engine, NULL) == 0);
     return &small;
 }
 
@@ -40,7 +48,7 @@ static uint32_t deferred_count(const struct small *small)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < small->engine.opts.unit_count; i++)
-        count += small->units[i].defer.is_deferred;
+        count += small->units[i].parts->defer.is_deferred;
     return count;
 }
 
@@ -59,9 +67,9 @@ static void test_spread(void)
             uint32_t gap_max = 0;
             lh_split_set(&small->engine, wanted);
             LH_CHECK(deferred_count(small) == (wanted < count ? wanted : count));
-            LH_CHECK(small->engine.split.deferred_count == deferred_count(small));
+            LH_CHECK(small->engine.split->deferred_count == deferred_count(small));
             for (uint32_t i = 0; i < count; i++) {
-                if (!small->units[i].defer.is_deferred)
+                if (!small->units[i].parts->defer.is_deferred)
                     continue;
                 if (last != UINT32_MAX) {
                     gap_min = i - last < gap_min ? i - last : gap_min;
@@ -70,8 +78,8 @@ static void test_spread(void)
                 last = i;
             }
             LH_CHECK(gap_max == 0 || gap_max - gap_min <= 1);
-            bool has_end =
-                small->units[0].defer.is_deferred || small->units[count - 1].defer.is_deferred;
+            bool has_end = small->units[0].parts->defer.is_deferred ||
+                           small->units[count - 1].parts->defer.is_deferred;
             LH_CHECK(has_end == (2 * wanted >= count));
         }
     }
@@ -82,11 +90,11 @@ static void test_frozen(void)
     lh_test_name("frozen units are neither deferred nor counted");
     struct small *small = small_make(9);
     for (uint32_t i = 0; i < 9; i += 2)
-        small->units[i].desc.elements = 0;
+        small->descs[i].elements = 0;
     lh_split_set(&small->engine, 9);
-    LH_CHECK(small->engine.split.deferred_count == 4);
+    LH_CHECK(small->engine.split->deferred_count == 4);
     for (uint32_t i = 0; i < 9; i++)
-        LH_CHECK(small->units[i].defer.is_deferred == (i % 2 == 1));
+        LH_CHECK(small->units[i].parts->defer.is_deferred == (i % 2 == 1));
 }
 
 static void test_room(void)
@@ -97,15 +105,15 @@ static void test_room(void)
         uint64_t bytes = 0;
         /* The units have 1, 2, 1, 2, ... times the bytes of 2048 elements in bf16. */
         for (uint32_t i = 1; i < 8; i += 2)
-            small->units[i].desc.dtype = LH_DTYPE_F32;
+            small->descs[i].dtype = LH_DTYPE_F32;
         small->engine.budget.gradient_waiting_bytes = room * 4096ULL;
         lh_split_set(&small->engine, 8);
         for (uint32_t i = 0; i < 8; i++)
-            bytes += small->units[i].defer.is_deferred ? (i % 2 ? 8192 : 4096) : 0;
+            bytes += small->units[i].parts->defer.is_deferred ? (i % 2 ? 8192 : 4096) : 0;
         LH_CHECK(bytes <= room * 4096ULL);
         LH_CHECK((deferred_count(small) == 8) == (room >= 12));
         LH_CHECK((deferred_count(small) == 0) == (room < 2));
-        LH_CHECK(small->engine.split.deferred_count == deferred_count(small));
+        LH_CHECK(small->engine.split->deferred_count == deferred_count(small));
     }
 }
 
@@ -125,7 +133,7 @@ static void step(struct small *small, uint64_t total_ns, uint64_t busy_ns, uint6
         .update_busy_ns = update_ns,
         .bytes = {[LH_ENGINE_LINK_STATE_READ] = 600, [LH_ENGINE_LINK_STATE_WRITE] = 400},
     };
-    small->engine.split.gradient_ns = small->now_ns + total_ns / 3;
+    small->engine.split->gradient_ns = small->now_ns + total_ns / 3;
     lh_split_feature.step_over(&small->engine, &stats);
     small->now_ns += 2 * total_ns;
 }
@@ -141,10 +149,10 @@ static struct small *limited(void)
 {
     struct small *small = small_make(12);
     lh_split_set(&small->engine, 0);
-    small->engine.split.is_settled = false; /* as after creation */
+    small->engine.split->is_settled = false; /* as after creation */
     for (uint32_t i = 0; i < 3; i++) {
         steps(small, 1, STEP_NS);
-        LH_CHECK(deferred_count(small) == 0 && !small->engine.split.is_settled);
+        LH_CHECK(deferred_count(small) == 0 && !small->engine.split->is_settled);
     }
     steps(small, 1, STEP_NS);
     return small;
@@ -156,7 +164,7 @@ static void test_no_gain_possible(void)
     struct small *small = small_make(12);
     for (uint32_t i = 0; i < 4; i++)
         step(small, STEP_NS, STEP_NS / 2, STEP_NS);
-    LH_CHECK(small->engine.split.is_settled && deferred_count(small) == 0);
+    LH_CHECK(small->engine.split->is_settled && deferred_count(small) == 0);
     steps(small, 20, STEP_NS);
     LH_CHECK(deferred_count(small) == 0); /* the choice is final */
 }
@@ -167,7 +175,7 @@ static void test_candidate(void)
                  "resource");
     struct small *small = limited();
     LH_CHECK(deferred_count(small) == 4); /* a third of the units is deferred */
-    LH_CHECK(!small->engine.split.is_settled);
+    LH_CHECK(!small->engine.split->is_settled);
     small = small_make(12);
     for (uint32_t i = 0; i < 4; i++) /* there are two workers, each of them always busy */
         step(small, STEP_NS, STEP_NS / 4, 2 * (uint64_t)STEP_NS);
@@ -175,10 +183,10 @@ static void test_candidate(void)
     small = small_make(12);
     for (uint32_t i = 0; i < 4; i++) {
         /* Forward has already read as much as its share. */
-        small->engine.split.forward_bytes = 1000 / 3 + 1;
+        small->engine.split->forward_bytes = 1000 / 3 + 1;
         step(small, STEP_NS, STEP_NS, 0);
     }
-    LH_CHECK(small->engine.split.is_settled && deferred_count(small) == 0);
+    LH_CHECK(small->engine.split->is_settled && deferred_count(small) == 0);
 }
 
 static void test_kept(void)
@@ -188,9 +196,9 @@ static void test_kept(void)
     struct small *small = limited();
     steps(small, 2, 10 * (uint64_t)STEP_NS);
     steps(small, 1, 2 * (uint64_t)STEP_NS);
-    LH_CHECK(!small->engine.split.is_settled);
+    LH_CHECK(!small->engine.split->is_settled);
     steps(small, 1, STEP_NS - STEP_NS / 200 - 1);
-    LH_CHECK(small->engine.split.is_settled && deferred_count(small) == 4);
+    LH_CHECK(small->engine.split->is_settled && deferred_count(small) == 4);
     steps(small, 20, 5 * (uint64_t)STEP_NS);
     LH_CHECK(deferred_count(small) == 4);
 }
@@ -201,16 +209,16 @@ static void test_dropped(void)
                  "the half is kept or dropped");
     struct small *small = limited();
     steps(small, 4, STEP_NS - STEP_NS / 200); /* half a percent faster, which is too little */
-    LH_CHECK(small->engine.split.is_settled && deferred_count(small) == 0);
+    LH_CHECK(small->engine.split->is_settled && deferred_count(small) == 0);
 
     for (int is_faster = 0; is_faster < 2; is_faster++) {
         small = limited();
         steps(small, 3, STEP_NS + STEP_NS / 100);
         LH_CHECK(deferred_count(small) == 4);
         steps(small, 1, STEP_NS + STEP_NS / 100);
-        LH_CHECK(deferred_count(small) == 2 && !small->engine.split.is_settled);
+        LH_CHECK(deferred_count(small) == 2 && !small->engine.split->is_settled);
         steps(small, 4, is_faster ? STEP_NS / 2 : STEP_NS * (uint64_t)2);
-        LH_CHECK(small->engine.split.is_settled);
+        LH_CHECK(small->engine.split->is_settled);
         LH_CHECK(deferred_count(small) == (is_faster ? 2 : 0));
     }
 }
@@ -222,13 +230,13 @@ static void test_incomplete_steps(void)
     for (uint32_t i = 0; i < 10; i++) {
         const struct lh_engine_step_stats stats = {.begin_ns = small->now_ns,
                                                    .close_ns = small->now_ns + 1};
-        small->engine.split.gradient_ns = small->now_ns - 1; /* a time in the previous step */
+        small->engine.split->gradient_ns = small->now_ns - 1; /* a time in the previous step */
         lh_split_feature.step_over(&small->engine, &stats);
         small->now_ns += 2;
     }
-    LH_CHECK(deferred_count(small) == 4 && !small->engine.split.is_settled);
+    LH_CHECK(deferred_count(small) == 4 && !small->engine.split->is_settled);
     steps(small, 4, STEP_NS / 2);
-    LH_CHECK(small->engine.split.is_settled && deferred_count(small) == 4);
+    LH_CHECK(small->engine.split->is_settled && deferred_count(small) == 4);
 }
 
 /* --- In an engine ----------------------------------------------------------------------------- */
@@ -237,12 +245,12 @@ static void check_backward(const struct rig *rig)
 {
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_unit *unit = &rig->engine->units[i];
-        if (unit->desc.elements == 0)
+        if (unit->desc->elements == 0)
             continue;
-        LH_CHECK(unit->update.is_done == !unit->defer.is_deferred);
-        for (uint32_t j = 0; j < unit->desc.param_count; j++)
-            LH_CHECK(lh_engine_gradient_is_consumed(rig->engine, unit->desc.param_first + j) ==
-                     !unit->defer.is_deferred);
+        LH_CHECK(unit->update.is_done == !unit->parts->defer.is_deferred);
+        for (uint32_t j = 0; j < unit->desc->param_count; j++)
+            LH_CHECK(lh_engine_gradient_is_consumed(rig->engine, unit->desc->param_first + j) ==
+                     !unit->parts->defer.is_deferred);
     }
 }
 
@@ -263,14 +271,14 @@ static void test_steps(uint64_t commit_every, bool least_memory)
     for (uint32_t i = 0; i < 12; i++) {
         uint32_t expected = 0;
         lh_split_set(rig.engine, i / 2);
-        most = rig.engine->split.deferred_count > most ? rig.engine->split.deferred_count : most;
+        most = rig.engine->split->deferred_count > most ? rig.engine->split->deferred_count : most;
         bool is_complete = gradients[i % 4] == RIG_GRADIENTS_ALL;
         LH_CHECK(rig_forward_backward(&rig, gradients[i % 4]) == 0);
         rig_settle(&rig);
         if (is_complete)
             check_backward(&rig);
         for (uint32_t j = 0; j < RIG_UNIT_COUNT; j++)
-            expected += rig.engine->units[j].defer.is_deferred &&
+            expected += rig.engine->units[j].parts->defer.is_deferred &&
                         rig.engine->units[j].update.gradient_count > 0;
         LH_CHECK(rig_close(&rig, gradients[i % 4]) == 0);
         LH_CHECK(rig_forward(&rig, LH_ENGINE_MODE_EVAL) == 0);

@@ -40,8 +40,8 @@ static void check_dirty(const struct rig *rig, unsigned gradients)
 {
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_unit *unit = &rig->engine->units[i];
-        unsigned mask = ((1u << unit->desc.param_count) - 1) << unit->desc.param_first;
-        bool is_dirty = unit->desc.elements > 0 && (gradients & mask);
+        unsigned mask = ((1u << unit->desc->param_count) - 1) << unit->desc->param_first;
+        bool is_dirty = unit->desc->elements > 0 && (gradients & mask);
         LH_CHECK(unit->update.is_param_dirty == is_dirty);
         for (uint32_t j = 0; j < unit->chunk_count; j++) {
             const struct lh_chunk *chunk = &rig->engine->chunks[unit->chunk_first + j];
@@ -187,7 +187,7 @@ static void test_sizes(void)
             struct sizes expected = {0};
             for (uint32_t j = 0; j < RIG_UNIT_COUNT; j++) {
                 const struct lh_unit *unit = &rig.engine->units[j];
-                struct sizes sizes = sizes_of(&rig, 1u << unit->desc.param_first);
+                struct sizes sizes = sizes_of(&rig, 1u << unit->desc->param_first);
                 bool stays = lh_residency_has_place(&rig.engine->host_region.plan, j);
                 expected.param += stays && i == 0 ? 0 : sizes.param;
                 bool is_kept =

@@ -15,6 +15,7 @@ struct cut {
     struct lh_alloc alloc;
     struct lh_engine engine;
     struct lh_unit units[UNIT_COUNT];
+    struct lh_engine_unit descs[UNIT_COUNT];
 };
 
 static void cut_make(struct cut *cut, uint64_t seed)
@@ -28,9 +29,10 @@ static void cut_make(struct cut *cut, uint64_t seed)
     engine->budget.chunk_elements = LH_ENGINE_ELEMENT_ALIGN * (1 + lh_test_random(&seed) % 9);
     for (uint32_t i = 0; i < UNIT_COUNT; i++) {
         uint64_t parts = lh_test_random(&seed) % 40; /* 0: the unit is frozen */
-        cut->units[i].desc.elements = parts * LH_ENGINE_ELEMENT_ALIGN;
+        cut->descs[i].elements = parts * LH_ENGINE_ELEMENT_ALIGN;
+        cut->units[i].desc = &cut->descs[i];
         engine->budget.chunk_count +=
-            lh_div_ceil(cut->units[i].desc.elements, engine->budget.chunk_elements);
+            lh_div_ceil(cut->units[i].desc->elements, engine->budget.chunk_elements);
     }
     engine->budget.state_chunk_count = engine->budget.chunk_count;
     engine->budget.kept_chunk_count =
@@ -55,7 +57,7 @@ static void check_tiles(const struct lh_engine *engine)
             LH_CHECK(!chunk->landing.block);
             end += chunk->count;
         }
-        LH_CHECK(end == unit->desc.elements);
+        LH_CHECK(end == unit->desc->elements);
     }
     LH_CHECK(next == engine->chunk_count && next == engine->budget.chunk_count);
 }
@@ -163,21 +165,21 @@ static void test_arrays(void)
     struct lh_engine *engine = rig.engine;
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++) {
         const struct lh_unit *unit = &engine->units[i];
-        if (unit->desc.elements == 0)
+        if (unit->desc->elements == 0)
             continue;
-        const uint64_t residual = unit->desc.dtype == LH_DTYPE_F32    ? 0
-                                  : unit->desc.dtype == LH_DTYPE_BF16 ? 2
-                                                                      : 4;
+        const uint64_t residual = unit->desc->dtype == LH_DTYPE_F32    ? 0
+                                  : unit->desc->dtype == LH_DTYPE_BF16 ? 2
+                                                                       : 4;
         const uint64_t bytes[LH_STATE_ARRAY_COUNT] = {residual, 4, 4};
         const uint32_t extents[LH_STATE_ARRAY_COUNT] = {
-            unit->desc.residual_extent, unit->desc.moment1_extent, unit->desc.moment2_extent};
+            unit->desc->residual_extent, unit->desc->moment1_extent, unit->desc->moment2_extent};
         for (uint32_t j = 0; j < LH_STATE_ARRAY_COUNT; j++) {
             LH_CHECK(unit->states[j].bytes == bytes[j]);
             LH_CHECK(unit->states[j].extent == extents[j]);
         }
     }
     const struct lh_unit *large = &engine->units[RIG_UNIT_COUNT - 1];
-    const uint32_t extent = large->desc.moment1_extent;
+    const uint32_t extent = large->desc->moment1_extent;
     LH_CHECK(large->chunk_count > 1);
     for (uint32_t i = 0; i < large->chunk_count; i++) {
         uint64_t offset = engine->chunks[large->chunk_first + i].first * 4;
@@ -185,10 +187,10 @@ static void test_arrays(void)
                  lh_chunk_checksums(engine, large, extent, 0) + offset / LH_MIB);
     }
     uint32_t count = 0;
-    uint32_t slot = lh_store_write_slot(rig.store, large->desc.store_group);
+    uint32_t slot = lh_store_write_slot(rig.store, large->desc->store_group);
     LH_CHECK(lh_chunk_checksums(engine, large, extent, 0) ==
              lh_store_checksums(rig.store, extent, slot, &count));
-    LH_CHECK(slot != lh_store_read_slot(rig.store, large->desc.store_group));
+    LH_CHECK(slot != lh_store_read_slot(rig.store, large->desc->store_group));
     rig_unmake(&rig);
 }
 
@@ -235,7 +237,7 @@ static void spoil(struct rig *rig, uint32_t unit, uint32_t array, uint64_t offse
 {
     const struct lh_unit *found = &rig->engine->units[unit];
     uint32_t extent = found->states[array].extent;
-    uint32_t slot = lh_store_read_slot(rig->store, found->desc.store_group);
+    uint32_t slot = lh_store_read_slot(rig->store, found->desc->store_group);
     struct lh_store_piece piece;
     uint64_t block = offset / LH_BLOCK_BYTES * LH_BLOCK_BYTES;
     LH_CHECK(lh_store_map(rig->store, extent, slot, block, LH_BLOCK_BYTES, &piece, 1) == 1);

@@ -57,7 +57,7 @@ static uint32_t take_all(struct lh_engine *engine, enum lh_copy_user user)
 
 static void empty(struct lh_engine *engine)
 {
-    while (engine->copies.in_flight > 0)
+    while (engine->copies->in_flight > 0)
         LH_CHECK(lh_copy_poll(engine));
 }
 
@@ -70,7 +70,7 @@ static void test_reserves(struct lh_engine *engine)
             enum lh_copy_user other = (enum lh_copy_user)((first + i) % LH_COPY_USER_COUNT);
             LH_CHECK(take_all(engine, other) == RESERVED);
         }
-        LH_CHECK(engine->copies.in_flight == COUNT && engine->copies.free == NULL);
+        LH_CHECK(engine->copies->in_flight == COUNT && engine->copies->free == NULL);
         lh_test_name("copies that have returned can be taken by any user");
         empty(engine);
     }
@@ -100,6 +100,7 @@ static void with_table(uint32_t count, void (*test)(struct lh_engine *engine))
     LH_CHECK(lh_copy_create(engine, &err) == 0);
     test(engine);
     lh_copy_destroy(engine);
+    lh_free(&alloc, engine->copies);
     lh_free(&alloc, engine);
 }
 

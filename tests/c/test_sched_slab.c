@@ -71,9 +71,9 @@ static void test_layout(void)
                  "does not have, and end within the slab");
     for (uint32_t i = 0; i < engine->chunk_count; i++) {
         const struct lh_unit *unit = unit_of(engine, i);
-        const uint64_t residual = unit->desc.dtype == LH_DTYPE_F32    ? 0
-                                  : unit->desc.dtype == LH_DTYPE_BF16 ? 2
-                                                                      : 4;
+        const uint64_t residual = unit->desc->dtype == LH_DTYPE_F32    ? 0
+                                  : unit->desc->dtype == LH_DTYPE_BF16 ? 2
+                                                                       : 4;
         const uint64_t count = engine->chunks[i].count;
         const uint64_t offsets[] = {0, residual * count, (residual + 4) * count,
                                     (residual + 8) * count};

@@ -81,6 +81,8 @@ static void test_ways_back(void)
 struct small {
     struct lh_engine engine;
     struct lh_unit unit;
+    struct lh_engine_unit desc;
+    struct lh_unit_parts parts;
     struct lh_chunk chunk;
     int to;
 };
@@ -91,6 +93,8 @@ static struct small *small_make(int from, int to)
     memset(&small, 0, sizeof(small));
     small.engine.units = &small.unit;
     small.engine.opts.unit_count = 1;
+    small.unit.desc = &small.desc;
+    small.unit.parts = &small.parts;
     small.engine.chunks = &small.chunk;
     small.engine.chunk_count = 1;
     small.unit.chunk_count = 1;
@@ -183,15 +187,15 @@ static void test_feature_calls(void)
     lh_test_name("a step is not forgotten while a worker sums a unit's gradients, and gradients "
                  "that wait on SSD are released only when they are written and summed");
     struct small *small = small_make(0, 0);
-    small->unit.norm.state = LH_NORM_STATE_RUNNING;
+    small->unit.parts->norm.state = LH_NORM_STATE_RUNNING;
     LH_CHECK(lh_test_aborts(norms_forget, &small->engine));
-    small->unit.norm.state = LH_NORM_STATE_DONE;
+    small->unit.parts->norm.state = LH_NORM_STATE_DONE;
     norms_forget(&small->engine);
-    LH_CHECK(small->unit.norm.state == LH_NORM_STATE_NONE);
+    LH_CHECK(small->unit.parts->norm.state == LH_NORM_STATE_NONE);
     for (int written = 0; written <= LH_SPILL_STATE_DONE; written++) {
         for (int summed = 0; summed <= LH_NORM_STATE_DONE; summed++) {
-            small->unit.spill.state = (enum lh_spill_state)written;
-            small->unit.norm.state = (enum lh_norm_state)summed;
+            small->unit.parts->spill.state = (enum lh_spill_state)written;
+            small->unit.parts->norm.state = (enum lh_norm_state)summed;
             if (written != LH_SPILL_STATE_DONE || summed != LH_NORM_STATE_DONE)
                 LH_CHECK(lh_test_aborts(spill_release, small));
         }

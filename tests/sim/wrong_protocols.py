@@ -293,8 +293,8 @@ PROTOCOLS = (
     between(
         "wants of late mates ignored",
         MATES,
-        "        unit->mates.is_wanted = true;\n",
-        "        unit->mates.is_wanted = false;\n",
+        "        unit->parts->mates.is_wanted = true;\n",
+        "        unit->parts->mates.is_wanted = false;\n",
     ),
     between(
         "updates in spite of pins",
@@ -357,7 +357,7 @@ PROTOCOLS = (
     between(
         "updates before the values are there",
         GIVEN,
-        "    return !lh_unit_is_given(unit) || unit->given.is_there;\n",
+        "    return !lh_unit_is_given(unit) || unit->parts->given.is_there;\n",
         "    return true;\n",
     ),
     between(

@@ -457,6 +457,6 @@ void lh_sim_peer_describe(const struct lh_sim_peer *peer, char *text, uint64_t b
         used += (uint64_t)snprintf(
             text + used, bytes - used, " %" PRIu32 ":%d+%d/%" PRIu32 "%s%s%s", i, (int)unit->state,
             (int)unit->copy.state, lh_unit_pins(unit), unit->waiter_count > 0 ? "w" : "",
-            unit->mates.is_wanted ? "m" : "", unit->update.is_queued ? "u" : "");
+            unit->parts->mates.is_wanted ? "m" : "", unit->update.is_queued ? "u" : "");
     }
 }
