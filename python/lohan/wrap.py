@@ -350,7 +350,7 @@ class _Opening:
         if self.zeroth is not None:
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
         elif self.shared.world is not None:
-            make = self.shared.session_kind(self.layout)
+            make = functools.partial(Session, peers=self.shared.peers(self.layout))
         elif _order.is_vertical(self.config, self.layout, self.budget, device):
             make = VerticalSession
         session: Session = make(
@@ -422,7 +422,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     states: dict[int, Any] = {}
     if not session.closed:
         session.settle()
-    is_late = session.is_mate  # the store is another process's until that has closed it
+    is_late = session._peers.is_mate  # the store is another process's until that has closed it
     if _adopt.is_torchs(origin) and not is_late:
         with session.reading() as store:
             states = _adopt.read_state(layout, extents, store)

@@ -24,7 +24,7 @@ if rank == 1:
 
 
 class Last:
-    other = model.lohan.world.peers[1].pid
+    other = model.lohan._peers.world.peers[1].pid
 
     def __del__(self, kill=os.kill, sleep=time.sleep):  # the modules are gone by then
         kill(self.other, 9)

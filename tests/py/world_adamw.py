@@ -54,7 +54,7 @@ def states_digest(model: Any) -> str:
     team = getattr(model.lohan, "team", None)
     arrays = {} if team is not None and team.is_mate else _array_digests(model)
     if team is not None or model.lohan.layout.part[1] > 1:
-        told = model.lohan.world.exchange(json.dumps(arrays).encode(), "digests")
+        told = model.lohan._peers.world.exchange(json.dumps(arrays).encode(), "digests")
         for each in map(json.loads, told):
             assert all(arrays.get(name, value) == value for name, value in each.items())
             arrays |= each
@@ -200,14 +200,14 @@ def refused(store: str) -> dict[str, str]:
     for name, call in (calls | changes).items():
         for turn in (0, 1):
             before = values_digest(model)
-            model.lohan.world.exchange(b"", f"{name}, before")
+            model.lohan._peers.world.exchange(b"", f"{name}, before")
             if turn == rank and (rank == 1 or name in changes):
                 try:
                     call()
                     said[name] = ""
                 except LohanError as error:
                     said[name] = f"{type(error).__name__}: {error}"
-            model.lohan.world.exchange(b"", f"{name}, after")
+            model.lohan._peers.world.exchange(b"", f"{name}, after")
             assert values_digest(model) == before
     try:
         one_step(model)
@@ -232,7 +232,7 @@ def frozen_changed(store: str) -> list[str]:
             call()
         except LohanError as error:
             said.append(f"{type(error).__name__}: {error}")
-        model.lohan.world.exchange(b"", "a call has ended")
+        model.lohan._peers.world.exchange(b"", "a call has ended")
     model.lohan.part()
     model.lohan.close()
     return said
@@ -273,8 +273,8 @@ def die_with_pins(store: str) -> None:
     model = wrapped(store)
     one_step(model)
     if rank == 1:
-        agree = model.lohan._agree
-        model.lohan._agree = lambda unscale: (agree(unscale), os._exit(9))
+        agree = model.lohan._peers._agree
+        model.lohan._peers._agree = lambda unscale: (agree(unscale), os._exit(9))
     one_step(model)
 
 
@@ -311,7 +311,7 @@ def interrupt_close(store: str) -> tuple[str, int, bool]:
     session, said = model.lohan, ""
     for _ in range(2):
         one_step(model)
-    for owner, name in ((session.world, "leave_after"), (session, "_finish")):
+    for owner, name in ((session._peers.world, "leave_after"), (session, "_finish")):
         setattr(owner, name, _interrupted)
         try:
             session.close()
@@ -322,7 +322,7 @@ def interrupt_close(store: str) -> tuple[str, int, bool]:
     except LohanError as error:
         said = f"{type(error).__name__}: {error}"
     session.close()
-    is_told = session.world._is_closed
+    is_told = session._peers.world._is_closed
     again = wrapped(store, resume=True)
     step = again.lohan.step
     again.lohan.close()
@@ -564,13 +564,13 @@ def train_between(store: str, steps: int, folder: str) -> tuple[int, int]:
     one_step(model)  # from the second step on, gradients are sent in the order in which they come
     pathlib.Path(folder, f"ready.{rank}").touch()
     wait_for(pathlib.Path(folder, "go"))
-    before = model.lohan.traffic.sent_bytes
+    before = model.lohan._peers.traffic.sent_bytes
     for _ in range(steps):
         one_step(model)
-    sent = model.lohan.traffic.sent_bytes - before
+    sent = model.lohan._peers.traffic.sent_bytes - before
     pathlib.Path(folder, f"done.{rank}").touch()
     wait_for(pathlib.Path(folder, "end"))
-    planned = model.lohan.backward_bytes * BATCHES // count + model.lohan.values_bytes
+    planned = model.lohan._peers.backward_bytes * BATCHES // count + model.lohan._peers.values_bytes
     model.lohan.close()
     return sent, planned * steps
 
@@ -606,6 +606,6 @@ def network_stats(store: str) -> tuple[Any, int, str]:
         one_step(model, before_step=functools.partial(time.sleep, late_s))
     model.lohan.flush()
     stats = model.lohan.stats()
-    planned = model.lohan.backward_bytes * BATCHES // count + model.lohan.values_bytes
+    planned = model.lohan._peers.backward_bytes * BATCHES // count + model.lohan._peers.values_bytes
     model.lohan.close()
     return stats, planned, str(stats)

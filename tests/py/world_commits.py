@@ -40,13 +40,13 @@ def stop_between_commits(store: str) -> int:
     for _ in range(2):
         one_step(model)
     if rank == 1:
-        agree = model.lohan._agree
+        agree = model.lohan._peers._agree
 
         def fail(unscale: float) -> Any:
             agree(unscale)
             raise ArithmeticError
 
-        model.lohan._agree = fail
+        model.lohan._peers._agree = fail
     with contextlib.suppress(ArithmeticError):
         one_step(model)
     step: int = model.lohan.step
@@ -78,7 +78,7 @@ def change_a_gradient(store: str, who: int) -> tuple[str, int, str]:
             said = f"{type(error).__name__}: {error}"
             model.optimizer.zero_grad()
     found = said, model.lohan.step, values_digest(model)
-    if model.lohan.team is not None:
+    if model.lohan._peers.team is not None:
         model.lohan.part()
     model.lohan.close()
     return found
@@ -131,7 +131,7 @@ def lose_states_in_a_close(store: str) -> str:
     rank, _ = rank_and_count()
     model = wrapped(store, host_bytes=least_bytes(store))
     one_step(model)
-    agree = model.lohan._agree
+    agree = model.lohan._peers._agree
 
     def late(unscale: float) -> None:
         agree(unscale)
@@ -144,7 +144,7 @@ def lose_states_in_a_close(store: str) -> str:
             file.write(bytes(path.stat().st_size - (1 << 20)))
             os.fsync(file.fileno())
 
-    model.lohan._agree = late
+    model.lohan._peers._agree = late
     try:
         one_step(model)
         one_step(model)

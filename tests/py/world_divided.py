@@ -56,8 +56,8 @@ def bytes_of_absent(store: str) -> tuple[int, int]:
     names = [param.name for param in session.layout.params]
     unsent = sum(
         piece.message_bytes
-        for piece in session._values.pieces
-        if piece.part == session.world.rank
+        for piece in session._peers._states._values.pieces
+        if piece.part == session._peers.world.rank
         and not any(names[part.param].startswith(("layers.0", "layers.1")) for part in piece.parts)
     )
     session.close()

@@ -82,7 +82,7 @@ def counted(store: str, gather: str) -> list[Any]:
         stats = model.lohan.stats()
         if stats.step > 2 and stats.replans == 0:
             found[stats.step] = (stats.bytes, stats.planned_bytes)
-        counts = model.lohan.world.exchange(str(len(found)).encode(), f"test {step}")
+        counts = model.lohan._peers.world.exchange(str(len(found)).encode(), f"test {step}")
         if min(map(int, counts)) > 1:
             break
     ended(model)
@@ -164,7 +164,7 @@ def dies(store: str, who: int, how: str) -> str:
     for _ in range(2):
         one_step(model)
     if rank == who:
-        group, left = model.lohan._gather._group, [10]
+        group, left = model.lohan._peers._gather._group, [10]
 
         class Dying:
             def broadcast(self, *args: Any) -> Any:
@@ -173,7 +173,7 @@ def dies(store: str, who: int, how: str) -> str:
                     os.kill(os.getpid(), getattr(signal, how))
                 return group.broadcast(*args)
 
-        model.lohan._gather._group = Dying()
+        model.lohan._peers._gather._group = Dying()
     try:
         for _ in range(3):
             one_step(model)
@@ -191,7 +191,7 @@ def loses_connections(store: str) -> Any:
     for step in range(STEPS):
         one_step(model)
         if step == 2 and rank == 1:
-            model.lohan._gather.cut()
+            model.lohan._peers._gather.cut()
     return ended(model)
 
 
@@ -284,7 +284,7 @@ def ends(store: str) -> tuple[int, int]:
     model = made(store)
     one_step(model)
     model.lohan.part()
-    group = model.lohan._gather._group
+    group = model.lohan._peers._gather._group
     assert group in _wire._groups
     model.lohan.close()
     names = [thread.name for thread in threading.enumerate()]

@@ -303,7 +303,7 @@ def die(store: str, steps: int, where: str) -> None:
     mine = part(2)
     model = wrapped(mine, store, 2)
 
-    agree = model.lohan._agree
+    agree = model.lohan._peers._agree
 
     def end(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -313,7 +313,7 @@ def die(store: str, steps: int, where: str) -> None:
             if where == "forward":
                 model.layers[1].register_forward_pre_hook(end)
             else:
-                model.lohan._agree = lambda unscale: (agree(unscale), end())
+                model.lohan._peers._agree = lambda unscale: (agree(unscale), end())
         one_step(model, 2, 2, is_single=False)
 
 
@@ -341,7 +341,7 @@ def traffic(store: str) -> tuple[int, int, dict[str, int], dict[str, int]]:
     for _ in range(2):  # in the first one the final order of the gradients is not known
         one_step(model, batches, 2, is_single=False)
     model.lohan.flush()
-    sent, planned = model.lohan.stats().traffic.sent_bytes, model.lohan.backward_bytes
+    sent, planned = model.lohan.stats().traffic.sent_bytes, model.lohan._peers.backward_bytes
     layout = model.lohan.layout
     for unit in layout.units:  # no unit has parameters that other processes have, too, and others
         assert len({layout.ranks_of.get(param.index) for param in unit.params}) == 1
@@ -349,7 +349,7 @@ def traffic(store: str) -> tuple[int, int, dict[str, int], dict[str, int]]:
     for param in layout.params:
         sizes["experts" if "experts" in param.name else "others"] += 4 * param.count
     by_kind = {"experts": 0, "others": 0}
-    routes = model.lohan.exchange._routes
+    routes = model.lohan._peers.exchange._routes
     for piece, to in zip(routes.pieces, routes.to, strict=True):
         names = {layout.params[each.param].name for each in piece.parts}
         (kind,) = {"experts" if "experts" in name else "others" for name in names}

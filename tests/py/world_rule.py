@@ -67,7 +67,7 @@ def choose(store: str, steps: int, faster: float = 0.0) -> tuple[list[int | None
     for _ in range(steps):
         one_step(model)
         found.append(_committed(session))
-    session.world.exchange(b"", "the end")
+    session._peers.world.exchange(b"", "the end")
     result = found, session.config.commit_every, said
     session.close()
     return result
@@ -91,7 +91,7 @@ def choose_small(store: str, steps: int) -> tuple[list[int | None], Any]:
     for _ in range(steps):
         one_step(model)
         found.append(_committed(session))
-    session.world.exchange(b"", "the end")
+    session._peers.world.exchange(b"", "the end")
     result = found, session.config.commit_every
     session.close()
     return result

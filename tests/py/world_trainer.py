@@ -17,7 +17,7 @@ import trainer_helper as helper
 import transformers
 import world_helper
 from lohan.losses import linear_cross_entropy
-from lohan.replicas._replica_session import ReplicaSession
+from lohan.replicas._replica import Replica
 from torch import nn
 from world_adamw import REPLICAS, SHARE
 from world_worker import rank_and_count
@@ -236,8 +236,8 @@ class _Kills(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Be there when a checkpoint is saved."""
-        saves, commits = state.save_to_json, lohan.Session.commit
-        together = ReplicaSession.commit_together
+        saves, commits = state.save_to_json, lohan.Session._commit_own
+        together = Replica.commit_together
 
         def save_to_json(json_path: str) -> None:
             if state.global_step == self.step:
@@ -253,17 +253,17 @@ class _Kills(transformers.TrainerCallback):  # type: ignore[misc]
             if session.step == self.step:
                 self.reach("committed")
 
-        def commit_together(session: Any, **given: Any) -> bool:
-            if session.step == self.step:
+        def commit_together(peers: Any, **given: Any) -> bool:
+            if peers.session.step == self.step:
                 self.reach("ready")
-            result = together(session, **given)
-            if session.step == self.step:
+            result = together(peers, **given)
+            if peers.session.step == self.step:
                 self.reach("agreed")
             return result
 
         state.save_to_json = save_to_json
-        lohan.Session.commit = commit  # type: ignore[method-assign]
-        ReplicaSession.commit_together = commit_together  # type: ignore[method-assign]
+        lohan.Session._commit_own = commit  # type: ignore[method-assign]
+        Replica.commit_together = commit_together  # type: ignore[method-assign]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reach the place before anything is saved."""

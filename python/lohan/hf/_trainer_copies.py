@@ -45,7 +45,7 @@ class TrainerCopies(transformers.TrainerCallback):
                 "lohan.TrainerCopies found no store: pass lohan.TrainerCallback before it, as in"
                 " callbacks=[lohan.TrainerCallback(store=...), lohan.TrainerCopies(FOLDER)]"
             )
-        if getattr(session, "world", None) is not None:
+        if session._peers.world is not None:
             raise UnsupportedError(
                 "lohan.TrainerCopies is for one process: with several, copy the stores of all with"
                 " lohan snapshot when the run has ended"

@@ -116,7 +116,7 @@ class Group:
     def commit(self, session: Any, *, is_ready: bool) -> None:
         """Commit if all processes are ready: [Note: A checkpoint of several processes]."""
         self.is_due = False
-        session.commit_together(is_ready=is_ready)
+        session._peers.commit_together(is_ready=is_ready)
 
     # --- Resuming -------------------------------------------------------------------------------
 

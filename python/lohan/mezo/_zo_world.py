@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _arguments
@@ -11,6 +10,7 @@ from lohan.errors import StoreError, UnsupportedError
 from lohan.replicas import _gather_choice, _join, _places
 from lohan.replicas._groups import Groups, refuse
 from lohan.replicas._team import Team
+from lohan.session._peers import Alone
 from lohan.store import _directories
 
 if TYPE_CHECKING:
@@ -211,22 +211,24 @@ class Shared:
         if self.world is not None:
             _join.agree_on_filled(self.world, layout, extents, store, model, self.groups)
 
-    def session_kind(self, layout: Layout) -> Any:
-        """Return what makes a session of several processes with AdamW."""
-        kinds: Any
+    def peers(self, layout: Layout) -> Alone:
+        """Return the other processes of a session with AdamW. See [Note: Peers]."""
+        if self.world is None:
+            return Alone()
+        from lohan.replicas._divided import Divided, DividedMate
+        from lohan.replicas._grouped import Grouped
+        from lohan.replicas._mate import Mate
+        from lohan.replicas._replica import Replica
+        from lohan.replicas._whole import Whole
+
+        states = Whole()
         if self.groups is not None:
-            from lohan.replicas._group_session import GroupSession
-
-            kinds = (functools.partial(GroupSession, groups=self.groups),)
+            states = Grouped(self.groups)
         elif layout.part[1] > 1:
-            from lohan.replicas import _divided_session as _divided
-
-            kinds = (_divided.DividedSession, _divided.DividedMateSession)
-        else:
-            from lohan.replicas._replica_session import MateSession, ReplicaSession
-
-            kinds = (ReplicaSession, MateSession)
-        return functools.partial(kinds[self.is_mate], world=self.world, team=self.team)
+            states = DividedMate() if self.is_mate else Divided()
+        if self.team is not None and self.is_mate:
+            return Mate(self.world, self.team, states)
+        return Replica(self.world, self.team, states)
 
     def _rule(self, layout: Layout, optimizer: Any) -> list[Fact]:
         if self._zeroth is None:

@@ -14,7 +14,7 @@ each machine has a part of the states; their mates send their gradients to all o
 
 A step is committed by a process after it has all new values of the step, which the owners send
 after all gradients of the step. So the steps of two stores differ by at most one, as those of whole
-replicas ([Note: Commits of replicas] in _replica_session.py).
+replicas ([Note: Commits of replicas] in _replica.py).
 
 The division is that of ZeRO's stage 2 (Rajbhandari et al. 2020), by units instead of elements.
 """

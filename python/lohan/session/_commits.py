@@ -73,7 +73,6 @@ class Commits(SessionPart):
 
     Attributes:
         resumed_step: the step at which the session was resumed; None for a new store.
-        replicas: the UUIDs of the stores of all processes, by rank; empty if there is only one.
     """
 
     layout: Layout
@@ -83,7 +82,6 @@ class Commits(SessionPart):
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
     _edits_at_once = False  # whether changes of parameters are committed as they are made
-    is_mate = False  # whether another process has the store and the parameters
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: Lock
@@ -94,7 +92,6 @@ class Commits(SessionPart):
     _registered: Registered
     _has_names = False  # whether the store's files must keep their names: see keep_names()
     resumed_step: int | None = None
-    replicas: tuple[str, ...] = ()
 
     @property
     def commits_by_hand(self) -> bool:
@@ -119,6 +116,18 @@ class Commits(SessionPart):
         """
         if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
+        try:
+            self._peers.leave()
+        except Exception:  # not a Ctrl-C: after one, a further call does all of this
+            self._close_own()
+            raise
+        finally:
+            self._peers.leaving_ended()
+        self._close_own()
+        self._peers.closed()
+
+    def _close_own(self) -> None:
+        """Finish, commit and release in this process."""
         said: list[str] = []
         with held(self._close_lock):
             if not self.closed:
@@ -149,6 +158,8 @@ class Commits(SessionPart):
 
     def _finish(self) -> None:
         """Discard an open step, and commit the closed ones unless commits are manual."""
+        if self._peers.is_mate:
+            return
         with contextlib.suppress(Exception):
             if self._engine.status()["has_gradients"]:
                 count = self._accumulation.count if self._backward == "done" else 0
@@ -193,6 +204,12 @@ class Commits(SessionPart):
     def commit(self) -> None:
         """Wait until all closed steps and all edits of parameters are written and committed."""
         self.check_open()
+        if not self._peers.is_mate:
+            self._commit_own()
+        self._peers.committed()
+
+    def _commit_own(self) -> None:
+        """Commit in the store of this process."""
         self.averages.refuse_swapped("model.lohan.commit()")
         before = int(self.store.describe()["step"])
         self._engine.flush(True)
@@ -345,7 +362,8 @@ class Commits(SessionPart):
     def reading(self) -> contextlib.AbstractContextManager[_core.Store]:
         """Return a context that gives the store for reading, also after the session is closed."""
         if self.closed:
-            return _store.reopened(self.directories, self.config, self.layout)
+            given = self.directories, self.config, self.layout
+            return self._peers.reopened(functools.partial(_store.reopened, *given))
         return self.exclusive([])
 
     def values(self) -> list[torch.Tensor]:
@@ -357,6 +375,8 @@ class Commits(SessionPart):
             StoreError: the session is closed and the store cannot be read, or does not have the
                 values of experts that owe updates.
         """
+        if self._peers.is_mate:
+            return [self.parameters.value(param.index) for param in self.layout.params]
         opened = self.exclusive([])
         if self.closed:
             opened = _store.reopened(self.directories, self.config, self.layout)
@@ -372,13 +392,17 @@ class Commits(SessionPart):
 
     def part(self) -> None:
         """Prepare for the end of the session, with all processes that read its parameters."""
+        self._peers.part()
 
     def _undo_edit(self, index: int) -> None:
         """Restore a parameter in memory whose new value cannot be written to the store."""
-        lend = self.parameters.lend(index)
-        with self.exclusive([]) as store:
-            param = self.layout.params[index]
-            lend.copy_(_store.read_param(self.layout, self.extents, store, param))
+        lend, param = self.parameters.lend(index), self.layout.params[index]
+
+        def read() -> torch.Tensor:
+            with self.exclusive([]) as store:
+                return _store.read_param(self.layout, self.extents, store, param)
+
+        lend.copy_(self._peers.value_before(index, read))
 
     def finish_writes(self) -> None:
         """Ensure that the values in the store are all from one step, for subsequent reads."""
@@ -404,9 +428,11 @@ class Commits(SessionPart):
 
     def _check_edit(self) -> None:
         """Raise an error if only steps may change parameters. This class allows other changes."""
+        self._peers.check_edit()
 
     def _on_edit(self) -> None:
         """Handle a change of parameters that was written to the store."""
+        self._peers.edited()
 
     def _commit_buffers(self, store: _core.Store) -> None:
         """Commit what was written to the store, and the current buffers, inside exclusive().

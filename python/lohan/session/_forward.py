@@ -149,6 +149,7 @@ class ForwardRules(SessionPart):
             raise
 
     def _forward_open(self, frame: FrameType | None, *, is_root: bool) -> None:
+        self._peers.forward_opens()
         if self._forward_depth > 0:
             self._forward_drop()
             self._thread.claim(frame)

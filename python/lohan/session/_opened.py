@@ -32,7 +32,7 @@ def extend(session: Session, world: World | None) -> None:
         session: the session.
         world: the processes of the run; None: there is only one.
     """
-    if not session.is_mate:  # otherwise another process has the store
+    if not session._peers.is_mate:  # otherwise another process has the store
         session.extensions.add(Copies())
     if session.config.trace_events > 0:
         session.extensions.add(Phases())

@@ -260,7 +260,7 @@ class Optimizer(StoreOptimizer):
         """
         self.grad_norm = math.sqrt(square_sum) * scale
         if not math.isfinite(self.grad_norm):
-            is_alone = getattr(self.session, "world", None) is None
+            is_alone = self.session._peers.world is None
             skip = "; on_nan='skip' does so by itself" if is_alone else ""
             raise NonFiniteError(
                 f"the norm of all gradients is {self.grad_norm}: no update has begun, and step"

@@ -143,7 +143,7 @@ class Registered(Extension):
                 " that: pass after=scheduler.step if the loop calls it after each step(), or"
                 " after=None if it does so more rarely (docs/checkpoints.md)"
             )
-        if session.is_mate or session.layout.method is not None:
+        if session._peers.is_mate or session.layout.method is not None:
             what = "method='mezo'" if session.layout.method is not None else "share='on'"
             raise UnsupportedError(
                 f"register() is not supported with {what}: save the state with your own files"

@@ -33,6 +33,7 @@ from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, refuse_read
 from lohan.session._idle import Idle
 from lohan.session._micro_batches import Loss, MicroBatches
+from lohan.session._peers import Alone
 from lohan.session._planned import Planned
 from lohan.session._registered import Registered
 from lohan.session._scaling import StepScale
@@ -93,8 +94,10 @@ class Session(ForwardRules, Commits):
         norms: bool = False,
         device: Device | None = None,
         room: _core.Store | None = None,
+        peers: Alone | None = None,
     ) -> None:
         self.extensions = Extensions()
+        self._peers = peers or Alone()
         self.layout = layout
         self.extents = extents
         self.config = config
@@ -112,7 +115,7 @@ class Session(ForwardRules, Commits):
             self,
             group_of,
             group_count,
-            self._team_options(),
+            self._peers.options(config),
             norms=norms,
             sums=self._accumulation.is_on,
         )
@@ -136,16 +139,13 @@ class Session(ForwardRules, Commits):
         self._hooks = _hooks.Hooks()
         self._scale = self._scale_make()
         self._gradients = _gradients.HollowGradients(layout, self._scale)
+        self._peers.join(self)
 
     def __repr__(self) -> str:
         """Return a readable summary."""
         return _notes.summary(self)
 
     # --- Making -----------------------------------------------------------------------------
-
-    def _team_options(self) -> tuple[int, int, int, int]:
-        """Return the engine's part in a team of processes that share parameters: none."""
-        return 0, 0, -1, 0
 
     def _scale_make(self) -> StepScale:
         this, units = weakref.ref(self), self.layout.units
@@ -183,7 +183,7 @@ class Session(ForwardRules, Commits):
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook that takes a parameter's gradient from autograd."""
-        return self._engine.gradient_hook(index)
+        return self._peers.gradient_hook(index)
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
         """Return the hooks (enter and leave) around each forward of a scope's module."""
@@ -233,12 +233,13 @@ class Session(ForwardRules, Commits):
             at_backward_end(self._thread.backward_end(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
+        is_elsewhere = self._peers.backward_ends()
         self._backward = "done"
         for extension in self.extensions:
             extension.backward_ended(self)
-        if self._engine.backward_end():
+        if self._engine.backward_end() or is_elsewhere:
             self._accumulation.backward_end()
-        if self._engine.status()["has_gradients"]:
+        if is_elsewhere or self._engine.status()["has_gradients"]:
             self._gradients.show()
 
     def _on_gradient(self) -> None:
@@ -270,6 +271,10 @@ class Session(ForwardRules, Commits):
         Args:
             unscale: a factor for the gradients, applied before clipping.
         """
+        self._peers.close_step(unscale)
+
+    def _close_here(self, unscale: float) -> None:
+        """Close the open step in this process, once all processes agree on it."""
         self.check_open()
         self.refuse_other_thread("step()")
         for extension in self.extensions:
@@ -344,12 +349,13 @@ class Session(ForwardRules, Commits):
 
     def _await_updates(self) -> None:
         """Wait for the updates of the step that was just closed, if the schedule says so."""
+        self._peers.step_closed()
         if self.config.schedule == "serial":
             self._engine.await_steps()
 
     def _whole_square_sum(self) -> float:
-        """Return the sum of squares of the gradients that the engine has received."""
-        return float(self._engine.gradient_square_sum())
+        """Return the sum of squares of all gradients of the open step."""
+        return self._peers.whole_square_sum()
 
     def _give(self) -> None:
         """Pass the summed gradients to the engine; the open step accepts no others after that."""
@@ -360,13 +366,20 @@ class Session(ForwardRules, Commits):
     def _square_sum(self) -> float:
         """Return the sum of squares of all gradients; the step accepts no others after that."""
         self.check_open()
-        if self._backward != "done" or not self._engine.status()["has_gradients"]:
+        is_done = self._backward == "done"
+        if is_done:
+            self._peers.norm_begins()
+        if not is_done or not self._peers.has_gradients():
             raise StepError(
                 "there are no gradients to clip or scale: do that after the backward and before"
                 " model.optimizer.step()"
             )
-        self._give()
-        return self._whole_square_sum()
+
+        def here() -> float:
+            self._give()
+            return self._whole_square_sum()
+
+        return self._peers.square_sum(here)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards do not complete the step; gradients are summed.
@@ -391,12 +404,11 @@ class Session(ForwardRules, Commits):
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
         self.check_open()
-        has_gradients = self._engine.status()["has_gradients"]
         if not in_backward() and (
-            self._backward == "running" or (has_gradients and self._is_waiting)
+            self._backward == "running" or (self._is_waiting and self._peers.has_gradients())
         ):
             self._abort()
-        elif has_gradients:
+        elif self._engine.status()["has_gradients"]:
             raise ZeroGradError(
                 "zero_grad() between backward and step(): updates of this step have begun and"
                 " cannot be undone. Call zero_grad() after step(), or skip the step before"
@@ -408,9 +420,11 @@ class Session(ForwardRules, Commits):
             tensor.grad = None
 
     def _abort(self) -> None:
+        self._peers.abort_begins()
         if self._backward == "running" and not in_backward():
             self._thread.refuse_backward("the model, step() or zero_grad()")
         self._discard()
+        self._peers.abort_ended()
 
     def _discard(self) -> None:
         for extension in self.extensions:
@@ -467,6 +481,7 @@ class Session(ForwardRules, Commits):
 
     def resident(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the parameter has its real data."""
+        self._peers.lends(index)
         self._check_whole()
         refuse_read()
         self._engine.flush(False)  # the caller may write, so wait until all updates are written
@@ -480,6 +495,7 @@ class Session(ForwardRules, Commits):
         commits are manual, and the units' copies in memory are discarded afterwards. Other threads
         wait until the store is returned.
         """
+        self._peers.check_exclusive(changed)
 
         def enter() -> _core.Store:
             self._check_whole()
@@ -496,8 +512,9 @@ class Session(ForwardRules, Commits):
 
     def stats(self) -> StepStats:
         """Return times and bytes of this session's last finished step; zeros before the first."""
-        raw = self._engine.stats()
-        return StepStats.none(self.workers) if raw is None else StepStats.make(raw, self.workers)
+        raw, workers = self._engine.stats(), self.workers
+        stats = StepStats.none(workers) if raw is None else StepStats.make(raw, workers)
+        return self._peers.stats(stats)
 
     def plan(self) -> Plan | None:
         """Return the plan for activations of forwards that have the shape of the last one.
@@ -573,6 +590,7 @@ class Session(ForwardRules, Commits):
         """Begin a copy; see `begin` in store/_snapshot.py, a module that few runs need."""
         from lohan.store import _snapshot
 
+        is_behind_step |= self._peers.copy_begins()
         return _snapshot.begin(self, out, on_change, is_behind_step=is_behind_step)
 
     def forked(self) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lohan.session._edits import Edits
     from lohan.session._extension import Extensions
     from lohan.session._idle import Idle
+    from lohan.session._peers import Alone
     from lohan.session._values import Values
     from lohan.store._snapshot import PathLike, Snapshot
 
@@ -30,6 +31,7 @@ class SessionPart:
     averages: Averages
     edits: Edits
     _engine: _core.Engine
+    _peers: Alone
 
     @property
     def step(self) -> int:

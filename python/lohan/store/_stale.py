@@ -28,7 +28,8 @@ _DELETE = (
 
 def stamp(session: Session) -> dict[str, Any]:
     """Return the store and step to record in a state dict, and the stores of other processes."""
-    replicas = {"replicas": list(session.replicas)} if session.replicas else {}
+    uuids = session._peers.uuids
+    replicas = {"replicas": list(uuids)} if uuids else {}
     return {"store": session.uuid, "step": session.step, **replicas}
 
 

@@ -1,0 +1,163 @@
+"""States that several processes divide: [Note: Divided states] in _values.py.
+
+A process with Divided has the states of some units, and updates these; one with DividedMate has
+none, because its parameters are those of another process of its machine.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import TYPE_CHECKING
+
+from lohan.layout._gradient_pieces import pieces_of
+from lohan.replicas import _values
+from lohan.replicas._whole import Whole
+
+if TYPE_CHECKING:
+    import torch
+
+    from lohan.layout._block import Param
+    from lohan.replicas._exchange import Exchange
+    from lohan.replicas._replica import Replica
+
+
+def _learned(peers: Replica) -> set[int]:
+    """Return which parameters have gradients in the open step, which all processes say once."""
+    what = f"step {peers.session.step + 1}"
+    said = _values.present_said(peers.exchange.summed)
+    told = peers.world.exchange(said, what)
+    peers.check_discarded(told, what)
+    return _values.present_of(peers.world, told, what)
+
+
+class Divided(Whole):
+    """The states of this process's own units."""
+
+    _values: _values.Values
+
+    def __init__(self) -> None:
+        self._present: set[int] | None = None  # parameters with gradients, once all have said so
+        self._closing = 0  # the step that all have agreed to close
+
+    def join(self, peers: Replica) -> Exchange:
+        """Connect to the other processes, and return the exchange of gradients."""
+        exchange, part_of = super().join(peers), peers.part_of()
+        assert part_of is not None
+        given = peers.world, exchange, peers.trained, part_of, peers.owners
+        self._values = _values.Values(*given)
+        return exchange
+
+    @property
+    def values_bytes(self) -> int:
+        """The bytes of new parameters that a step sends, if all parameters have gradients."""
+        peers = self.peers
+        mine = [piece for piece in self._values.pieces if piece.part == peers.world.rank]
+        return sum(piece.message_bytes for piece in mine) * (len(peers.owners) - 1)
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def backward_ended(self) -> None:
+        """Let the engine expect the values of parameters whose gradients went away."""
+        for index in self.peers.exchange.sent_away:
+            self.peers.session._engine.given_expect(index)
+
+    def learn(self) -> None:
+        """Learn which parameters have gradients in the step: their owners say so. Once a step."""
+        if self._present is None:
+            session = self.peers.session
+            self._present = _learned(self.peers)
+            for index in self._present:
+                if not session.layout.units[session.layout.params[index].unit].has_states:
+                    session._engine.given_expect(index)
+
+    def agreed(self) -> None:
+        """Handle that all processes close the open step."""
+        self.learn()
+        self._closing = self.peers.session.step + 1
+
+    def closing_begins(self) -> None:
+        """Handle the start of step()."""
+        self._closing = 0
+
+    def closing_failed(self) -> None:
+        """Let the engine not wait for values that will not come, if it has closed the step."""
+        session = self.peers.session
+        if self._closing and not session._engine.is_forked() and session.step >= self._closing:
+            self.peers.exchange.give_up()
+            session._engine.given_never()
+
+    def square_sum(self) -> float:
+        """Return the sum of squares over all processes, with the bits of one process."""
+        session = self.peers.session
+        mine = session._engine.gradient_square_sums()
+        told = self.peers.world.exchange(mine, f"the norms of step {session.step + 1}")
+        return _values.added(told)
+
+    def pass_values(self) -> None:
+        """Send the new values of this process's units, and put those of the others in place."""
+        assert self._present is not None
+        present, self._present = self._present, None
+        session = self.peers.session
+        engine, params, units = session._engine, session.layout.params, session.layout.units
+        missing = [0] * len(units)  # by unit: parameters whose values have not come
+        for index in present:
+            missing[params[index].unit] += not units[params[index].unit].has_states
+        given = collections.deque(index for index, count in enumerate(missing) if count)
+
+        def read(param: Param) -> torch.Tensor:
+            return param.flat(engine.lend(param.index)).reshape(-1).cpu()
+
+        def done(index: int) -> None:
+            missing[params[index].unit] -= 1
+            while given and missing[given[0]] == 0:  # in the same order in every step
+                engine.given(given.popleft())
+
+        began = time.monotonic_ns()
+        _values.Pass(self._values, session.step, present, read, engine.given_put, done).run()
+        self.peers.exchange.waited(began)
+
+    def aborted(self) -> None:
+        """Forget what the processes have said of the step."""
+        self._present = None
+
+
+class DividedMate(Whole):
+    """The states of processes of which another one of this machine has the parameters.
+
+    This process sends each gradient to the one that has the states, wherever that is, and takes
+    part in what all processes say about a step.
+    """
+
+    def __init__(self) -> None:
+        self._value_piece_count = 0
+        self._has_learned = False
+
+    def join(self, peers: Replica) -> Exchange:
+        """Connect to the other processes, and return the exchange of gradients."""
+        exchange = super().join(peers)
+        self._value_piece_count = len(pieces_of(peers.trained, peers.part_of()))
+        return exchange
+
+    def learn(self) -> None:
+        """Take part as the processes say which parameters have gradients. Once a step."""
+        if not self._has_learned:
+            _learned(self.peers)
+            self._has_learned = True
+
+    def given_back(self) -> None:
+        """Take part in what the owners exchange before and during an update."""
+        peers = self.peers
+        if peers.session.optimizer.max_grad_norm is not None:
+            self.share_square_sums()
+        self._has_learned = False
+        peers.exchange.take_tags(self._value_piece_count)
+
+    def share_square_sums(self) -> None:
+        """Take part as the owners tell their sums of squares."""
+        self.learn()
+        self.peers.world.exchange(b"", f"the norms of step {self.peers.session.step + 1}")
+
+    def aborted(self) -> None:
+        """Forget that the processes have spoken of the step."""
+        self._has_learned = False

@@ -1,0 +1,431 @@
+"""The peers of a session in a run of several processes, each with a whole replica and AdamW.
+
+[Note: Replicas with AdamW] Every process has all parameters and states, in main memory and in a
+store of its own. In each backward the processes exchange their gradients (_exchange.py), so that
+all of them have the same sums, and make the same update. Updates wait for `step()`, and begin only
+after all processes have agreed on the step and on its hyper-parameters: a step that fails in one
+process is forgotten by all.
+
+[Note: Commits of replicas] A process gives its first gradient of step t + 1 only after its commit
+of step t is durable: the engine waits for that anyway, before the first gradient of a step. So
+when a process commits t + 1, all have committed t, and a store keeps the step before its newest
+one. Whenever the processes are killed, there is a step that all stores can open. A snapshot holds
+commits back: the step() whose commit it holds waits for its end, and no process commits alone
+before it begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from lohan.common._stats import ReplicaStats, Traffic
+from lohan.errors import LohanError, PeerStepError, StepError, UnsupportedError
+from lohan.layout._block import parts_of
+from lohan.replicas._gather import Gather
+from lohan.replicas._whole import Whole
+from lohan.session._peers import Alone
+from lohan.world._agree import agree
+
+if TYPE_CHECKING:
+    import torch
+
+    from lohan.common._stats import StepStats
+    from lohan.config import Config
+    from lohan.layout._block import Param
+    from lohan.replicas._exchange import Exchange
+    from lohan.replicas._team import Team
+    from lohan.session._session import Session
+    from lohan.world._world import World
+
+
+_POLL_S = 0.001
+_DISCARDED = b""  # what a process tells the others that it does in place of step()
+
+
+def _check_mates(reference: weakref.ref[Replica]) -> None:
+    """Raise an error if a mate is gone, which may have pinned what a thread waits for."""
+    peers = reference()
+    if peers is not None and peers.team is not None:
+        peers.world.check_here(peers.team.mates, "using its parameters", may_close=True)
+
+
+class Replica(Alone):
+    """The other processes of a run, with which this one exchanges gradients.
+
+    Args:
+        world: the processes.
+        team: those of this machine, if they share parameters.
+        states: how the processes have the optimizer's states: Whole, Grouped or Divided.
+
+    Attributes:
+        exchange: the exchange of gradients.
+    """
+
+    world: World
+    exchange: Exchange
+
+    def __init__(self, world: World, team: Team | None, states: Whole) -> None:
+        self.world = world
+        self.team = team
+        self._states = states
+        self._gather: Gather | None = None  # with gather="shards"
+        self._gather_wait_ms = 0  # how long a thread waits for a process that does not gather
+        self._is_discarded = False  # whether the others know that the open step is forgotten
+        self._has_edited = False  # a refused change of parameters that others may have read
+        # A snapshot has begun since the last commit that it may have held back.
+        self._has_copied = False
+        self._edit_count = 0  # writes to parameters outside of steps, which all must make
+        self._traffic_before = Traffic()  # of all steps before the open one
+        self._traffic: dict[int, Traffic] = {}  # of the last two steps
+
+    # --- Joining ----------------------------------------------------------------------------
+
+    def options(self, config: Config) -> tuple[int, int, int, int]:
+        """Return the engine's part in a team; see Alone.options."""
+        self._set_gather_wait(config)
+        count = 0 if self.team is None else self.team.mate_count
+        return 0, count, -1, self._gather_wait_ms
+
+    def _set_gather_wait(self, config: Config) -> None:
+        if self.team is not None and self.team.mate_count > 0 and config.gather == "shards":
+            self._gather_wait_ms = int(500 * config.peer_timeout_s)
+
+    def join(self, session: Session) -> None:
+        """Connect a session with those of the other processes."""
+        self.session = session
+        engine = session._engine
+        try:
+            self._team_join()
+            if self._gather_wait_ms > 0:
+                assert self.team is not None
+                device = session.device.torch_device
+                self._gather = Gather(self.world, self.team, engine, device)
+            # A state that one process saves is loaded by all: it names the stores of all.
+            told = self.world.exchange(session.uuid.encode(), "the stores")
+            self.uuids = tuple(uuid.decode() for uuid in told)
+            self.exchange = self._states.join(self)
+            if self._gather is not None:
+                self.exchange.on_wait = engine.gather_wait
+        except BaseException:
+            engine.close()
+            if self._gather is not None:
+                self._gather.close()
+            raise
+
+    def _team_join(self) -> None:
+        if self.team is None:
+            return
+        engine = self.session._engine
+        self.team.lead(engine)
+        if self.team.mate_count > 0:
+            this = weakref.ref(self)
+            engine.team_on_wait(lambda: _check_mates(this))
+
+    @property
+    def trained(self) -> list[Param]:
+        """The trained parameters."""
+        layout = self.session.layout
+        return [param for param in layout.params if layout.units[param.unit].trainable]
+
+    @property
+    def owners(self) -> Sequence[int]:
+        """The ranks that have parameters."""
+        return range(self.world.size) if self.team is None else self.team.owners
+
+    def part_of(self) -> dict[int, int] | None:
+        """Return the rank that has the states of each parameter; None: each of the owners has."""
+        layout = self.session.layout
+        if layout.part[1] == 1:
+            return None
+        parts = parts_of(layout.units, layout.part[1])
+        return {param.index: self.owners[parts[param.unit]] for param in layout.params}
+
+    # --- Traffic ----------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the exchange of gradients has taken so far."""
+        return self.exchange.traffic
+
+    @property
+    def backward_bytes(self) -> int:
+        """The bytes of gradients that a backward sends, to all others together."""
+        return self.exchange.backward_bytes
+
+    @property
+    def values_bytes(self) -> int:
+        """The bytes of new parameters that a step sends, to all others together."""
+        return self._states.values_bytes
+
+    def stats(self, stats: StepStats) -> ReplicaStats:
+        """Return the statistics of a step, with what its exchange took."""
+        values = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
+        return ReplicaStats(**values, traffic=self._traffic.get(stats.step, Traffic()))
+
+    def _count_traffic(self) -> None:
+        """Take down what the step that was just closed took."""
+        now, step = self.exchange.traffic, self.session.step
+        self._traffic[step] = now.since(self._traffic_before)
+        self._traffic.pop(step - 2, None)
+        self._traffic_before = now
+
+    # --- Forward and backward ---------------------------------------------------------------
+
+    def gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook that gives a parameter's gradient to the exchange."""
+        engine, exchange = self.session._engine, self.exchange
+
+        def hook(param: torch.Tensor) -> None:
+            gradient = engine.gradient_pull(index, param)
+            if gradient is not None:
+                exchange.give(engine.status()["step"], index, gradient)
+
+        return hook
+
+    def forward_opens(self) -> None:
+        """Raise an error if parameters were changed that other processes read."""
+        self._refuse_edited()
+
+    def backward_ends(self) -> bool:
+        """Wait until the gradients of all processes are added."""
+        if self.exchange.is_open:
+            self._exchange_finish()
+            self._states.backward_ended()
+        return False
+
+    def _exchange_finish(self, *, failed: bool = False) -> None:
+        """Wait until the gradients of all processes are added; see Exchange.finish()."""
+        try:
+            self.exchange.finish(failed=failed)
+        finally:
+            if self._gather is not None:
+                self.session._engine.gather_round(self.exchange.rounds)
+
+    # --- A step -----------------------------------------------------------------------------
+
+    def close_step(self, unscale: float) -> None:
+        """Close the open step in all processes, once they agree on it."""
+        self._states.closing_begins()
+        try:
+            self._close_step(unscale)
+        except BaseException:
+            self._states.closing_failed()
+            raise
+
+    def _close_step(self, unscale: float) -> None:
+        session = self.session
+        session.check_open()
+        self._refuse_edited()
+        every = session.config.commit_steps  # a number that is chosen now is for the next steps
+        has_gradients = self.has_gradients()
+        if has_gradients:
+            self._check_alone()
+            self._agree(unscale)
+        super().close_step(unscale)
+        if has_gradients:
+            self._count_traffic()
+        self.exchange.forget()
+        if has_gradients:
+            self.exchange.take_order()
+        self._await_snapshot(every)
+
+    def _await_snapshot(self, every: int) -> None:
+        """Commit a step whose commit a snapshot holds back. See [Note: Commits of replicas]."""
+        session = self.session
+        if not self._has_copied or every == 0 or session.step % every:
+            return
+        self.world.say(f"waiting for a snapshot after step {session.step}")
+        session.holds.wait_none()
+        session._engine.flush(True)
+        self._has_copied = False
+
+    def step_closed(self) -> None:
+        """Wait until the mates have given back what the step updates."""
+        self._share_norm()
+        self._states.pass_values()
+        if self._has_mates:
+            assert self.team is not None
+            self._await_close(self.session.step, self.team.mates)
+
+    def _await_close(self, step: int, ranks: Sequence[int]) -> None:
+        """Wait for what these processes do in a close, until the owner's engine announces it."""
+        engine = self.session._engine
+        while engine.team_step() < step:
+            self.session.check_open()
+            try:
+                self.world.check_here(ranks, f"step() of step {step}")
+            except LohanError:  # a process may have closed its session after the close
+                if engine.team_step() < step:
+                    raise
+            time.sleep(_POLL_S)
+
+    def norm_begins(self) -> None:
+        """Learn which parameters have gradients."""
+        if self.exchange.has_begun:
+            self._states.learn()
+
+    def square_sum(self, here: Callable[[], float]) -> float:
+        """Return the owner's sum of squares in every process of its team."""
+        return self._shared_square_sum(here())
+
+    def whole_square_sum(self) -> float:
+        """Return the sum of squares over all processes."""
+        return self._states.square_sum()
+
+    def _shared_square_sum(self, mine: float | None) -> float:
+        if self.team is None:
+            assert mine is not None
+            return mine
+        said = b"" if mine is None else mine.hex().encode()
+        told = self.world.exchange(said, f"the norm of step {self.session.step + 1}")
+        return float.fromhex(told[self.team.owner].decode())
+
+    def _share_norm(self) -> None:
+        """Tell the mates the norm that max_grad_norm= has clipped."""
+        optimizer = self.session.optimizer
+        if self.team is None or optimizer.max_grad_norm is None:
+            return
+        norm = optimizer.grad_norm
+        said = b"" if self.team.is_mate or norm is None else norm.hex().encode()
+        told = self.world.exchange(said, f"the norm of step {self.session.step}")
+        if self.team.is_mate:
+            optimizer.grad_norm = float.fromhex(told[self.team.owner].decode())
+
+    def _check_alone(self) -> None:
+        """Raise what can fail in this process alone, before the others are told that it closes."""
+        session = self.session
+        session.refuse_other_thread("step()")
+        if session._backward == "running":
+            raise StepError(
+                "the backward of this step raised an exception: call"
+                " model.optimizer.zero_grad() to discard the step, or begin the next forward"
+            )
+        session._gradients.check(True)
+
+    def _agree(self, unscale: float) -> None:
+        """Check that all processes close the same step with the same hyper-parameters."""
+        session = self.session
+        what = f"step {session.step + 1}"
+        self.world.say(f"in step() of {what}")
+        facts = [
+            (f"{name} of parameter group {number}", value)
+            for number, hyper in enumerate(session._hypers())
+            for name, value in zip(
+                ("lr", "beta1", "beta2", "eps", "weight_decay"), hyper, strict=True
+            )
+        ]
+        facts.append(("the factor of the gradients", unscale * session._scale.factor()))
+        facts.append(("the number of writes to parameters outside of steps", self._edit_count))
+        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        began = time.monotonic_ns()
+        told = self.world.exchange(digest, what)
+        self.exchange.waited(began)
+        self.check_discarded(told, what)
+        if any(value != digest for value in told):
+            way_out = ": all processes must make the same changes. No process keeps the step"
+            agree(self.world, what, facts, way_out)
+        self.world.say(f"after {what}")
+        self._states.agreed()
+
+    def check_discarded(self, told: Sequence[bytes], what: str) -> None:
+        """Raise an error if another process forgets the step, which it says in place of step()."""
+        if discarded := [rank for rank, value in enumerate(told) if value == _DISCARDED]:
+            self._is_discarded = True
+            raise PeerStepError(
+                f"{', '.join(map(self.world.name, discarded))} discarded {what}. All processes must"
+                " forget it, and the parameters are unchanged: continue with"
+                " model.optimizer.zero_grad()"
+            )
+
+    def abort_begins(self) -> None:
+        """Let all processes forget the open step: those that close it now raise an error."""
+        if self.exchange.is_open:
+            self._exchange_finish(failed=True)
+        if self.exchange.has_begun and not self._is_discarded:
+            self.world.exchange(_DISCARDED, f"step {self.session.step + 1}")
+
+    def abort_ended(self) -> None:
+        """Begin the open step again."""
+        self.exchange.forget()
+        self._is_discarded = False
+        self._states.aborted()
+
+    # --- The store and edits ----------------------------------------------------------------
+
+    @property
+    def _has_mates(self) -> bool:
+        return self.team is not None and self.team.mate_count > 0
+
+    def _refuse_edited(self) -> None:
+        if self._has_edited:
+            raise StepError(
+                "parameters were changed while processes of this machine shared them. The change"
+                " was undone, but other processes may have computed with it: end all processes, and"
+                " restart them with resume=True"
+            )
+
+    def check_exclusive(self, changed: list[int]) -> None:
+        """Raise an error if units are to be changed that other processes read."""
+        if changed:
+            self.session.edits.check()
+
+    def check_edit(self) -> None:
+        """Reject a change of parameters that other processes read where they are."""
+        if self._has_mates:
+            self._has_edited = True
+            raise UnsupportedError(
+                "parameters cannot be changed outside of steps while other processes of this"
+                " machine read them (share='on'): load the values before lohan.wrap(), or wrap with"
+                " share='off'"
+            )
+
+    def edited(self) -> None:
+        """Count a change of parameters, which all processes must make."""
+        self._edit_count += self._states.counts_edit()
+
+    def committed(self) -> None:
+        """Wait until the commits of all processes are durable."""
+        self.world.exchange(b"", f"commit() at step {self.session.step}")
+
+    def commit_together(self, *, is_ready: bool) -> bool:
+        """Commit if all processes are ready, and return whether they were."""
+        said = b"+" if is_ready else b"-"
+        told = self.world.exchange(said, f"a checkpoint of step {self.session.step}")
+        return super().commit_together(is_ready=all(each == b"+" for each in told))
+
+    def copy_begins(self) -> bool:
+        """Let a copy be one of the last commit: the other processes do not commit now."""
+        self._has_copied = True
+        return True
+
+    # --- The end ----------------------------------------------------------------------------
+
+    def part(self) -> None:
+        """Wait until no process of the machine reads another one's parameters any more."""
+        if self.team is not None:
+            self.world.exchange(b"", f"the end of sharing after step {self.session.step}")
+
+    def leave(self) -> None:
+        """Tell the other processes the reason before their connections end."""
+        try:
+            self.world.leave_after(self.session.step)
+        finally:
+            self.exchange.close()
+
+    def leaving_ended(self) -> None:
+        """End the gathers that are being made, and once the engine has stopped, the thread."""
+        if self._gather is None or self.session._engine.is_forked():
+            return
+        self._gather.settle()
+        if self.session.closed:
+            self._gather.close()
+
+    def closed(self) -> None:
+        """End the thread of gathers."""
+        self.leaving_ended()

@@ -1,0 +1,70 @@
+"""How the processes of a run have the optimizer's states: each of the owners has all of them.
+
+[Note: Ways to have states] Replica and Mate hold one of these objects: Whole; Grouped, if some
+processes have modules that others lack; Divided for an owner, or DividedMate, if each process has
+the states of some units. Whole is the interface, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lohan.replicas._exchange import Exchange
+
+if TYPE_CHECKING:
+    from lohan.replicas._replica import Replica
+
+
+class Whole:
+    """States that each of the owners has."""
+
+    peers: Replica
+
+    def join(self, peers: Replica) -> Exchange:
+        """Connect to the other processes, and return the exchange of gradients."""
+        self.peers = peers
+        engine, owners = peers.session._engine, peers.owners
+        return Exchange(peers.world, engine, peers.trained, owners, peers.part_of())
+
+    @property
+    def values_bytes(self) -> int:
+        """The bytes of new parameters that a step sends, to all others together."""
+        return 0
+
+    def backward_ended(self) -> None:
+        """Handle the end of a backward whose gradients were exchanged."""
+
+    def learn(self) -> None:
+        """Learn which parameters have gradients in the open step, if processes differ in that."""
+
+    def agreed(self) -> None:
+        """Handle that all processes close the open step."""
+        self.learn()
+
+    def closing_begins(self) -> None:
+        """Handle the start of step()."""
+
+    def closing_failed(self) -> None:
+        """Handle a step() that raises an error."""
+
+    def square_sum(self) -> float:
+        """Return the sum of squares of the gradients that the engines have received."""
+        return float(self.peers.session._engine.gradient_square_sum())
+
+    def pass_values(self) -> None:
+        """Exchange the new values of the step that was just closed."""
+
+    def aborted(self) -> None:
+        """Handle the end of a step that is discarded."""
+
+    def counts_edit(self) -> bool:
+        """Return whether a change of parameters counts as one that all processes make."""
+        return True
+
+    # --- A mate's part ------------------------------------------------------------------------
+
+    def share_square_sums(self) -> None:
+        """Take part in what the owners exchange before one of them knows the norm."""
+
+    def given_back(self) -> None:
+        """Take part in what the owners exchange before and during an update."""
