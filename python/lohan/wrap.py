@@ -41,7 +41,7 @@ from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
-from lohan.session._vertical import VerticalSession
+from lohan.session._vertical import Vertical
 from lohan.store import _checksums, _directories, _export, _scalars, _store, _temporary, _weights
 from lohan.store._created import remove_remains
 from lohan.torch_glue import _buffers, _device, _late
@@ -352,7 +352,7 @@ class _Opening:
         elif self.shared.world is not None:
             make = functools.partial(Session, peers=self.shared.peers(self.layout))
         elif _order.is_vertical(self.config, self.layout, self.budget, device):
-            make = VerticalSession
+            make = functools.partial(Session, runs=Vertical(self.config.order))
         session: Session = make(
             self.layout,
             extents,

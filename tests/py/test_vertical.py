@@ -111,8 +111,8 @@ def test_random_numbers_are_those_of_the_horizontal_order(
         model = workshop.wrap(
             build(lambda: Noisy(is_predictable)), accumulate=COUNT, order=order, lr=1e-2
         )
-        learn = Mock(wraps=getattr(model.lohan, "_learn", None))
-        monkeypatch.setattr(model.lohan, "_learn", learn, raising=False)
+        learn = Mock(wraps=getattr(model.lohan._runs, "_learn", None))
+        monkeypatch.setattr(model.lohan._runs, "_learn", learn, raising=False)
         losses = run(model, skip)
         results.append((losses, dict(model.state_dict()), torch.get_rng_state()))
     assert results[0][0] == results[1][0]
@@ -370,7 +370,7 @@ def test_steps_that_cannot_be_predicted_are_counted_in_a_row(workshop: Workshop)
         losses = [lambda s=skipped, n=n: model(vectors(n), s) for n in range(2)]
         session.accumulate(losses)
         model.optimizer.step()
-        assert session._miss_count == (step + 1) % 2
+        assert session._runs._miss_count == (step + 1) % 2
 
 
 def test_a_function_that_runs_a_backward_is_refused(workshop: Workshop) -> None:

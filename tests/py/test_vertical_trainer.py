@@ -12,7 +12,7 @@ import torch
 import trainer_helper as helper
 import transformers
 from lohan.errors import ModelError, UnsupportedError
-from lohan.session._vertical import VerticalSession
+from lohan.session._vertical import Vertical
 
 COUNT = 4
 STEPS = [4, 4, 3]  # 11 batches of the first epoch
@@ -30,13 +30,13 @@ def quiet(store_dir: pathlib.Path) -> Iterator[None]:
 def steps_in_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of micro-batches of each step that ran in turns."""
     found: list[int] = []
-    plain = VerticalSession._forward
+    plain = Vertical._forward
 
     def forward(session: Any, functions: Any, starts: Any) -> Any:
         found.append(len(functions))
         return plain(session, functions, starts)
 
-    monkeypatch.setattr(VerticalSession, "_forward", forward)
+    monkeypatch.setattr(Vertical, "_forward", forward)
     return found
 
 

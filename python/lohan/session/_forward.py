@@ -69,6 +69,11 @@ class ForwardRules(SessionPart):
         self._changed: set[int] = set()  # parameters that a forward changed in place
 
     def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._runs.joins():
+            self._root_begin(module, args, kwargs)
+            self._runs.entered()
+
+    def _root_begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward():
             return
         if self._batch.is_due:
@@ -89,6 +94,8 @@ class ForwardRules(SessionPart):
             raise
 
     def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._runs.parts():
+            return
         if self._forward_depth == 0 or in_backward() or self._is_of_other_thread():
             return  # torch also calls this for a forward that was rejected
         if output is None:  # the forward raised an exception, or returned nothing
@@ -108,6 +115,9 @@ class ForwardRules(SessionPart):
 
         Such a call counts as a forward.
         """
+        is_part = self._runs.block_joins(begins)
+        if is_part is not None:
+            return is_part
         if not begins:
             self._forward_end()
             self._refuse_changed()
@@ -237,6 +247,8 @@ class ForwardRules(SessionPart):
 
         After a Ctrl-C, torch skips the hooks that would close the forward.
         """
+        if self._runs.is_other():  # the call that began the forward is on the first run's stack
+            return self._forward_depth > 0
         if self._forward_depth == 0 or not self._thread.is_mine():
             return False
         frame: FrameType | None = sys._getframe()
@@ -246,7 +258,7 @@ class ForwardRules(SessionPart):
 
     def _is_of_other_thread(self) -> bool:
         """Return whether the open forward belongs to another thread."""
-        return not self._thread.is_mine()
+        return not self._runs.is_other() and not self._thread.is_mine()
 
     def refuse_other_thread(self, what: str) -> None:
         """Raise an error if another thread is inside a forward.

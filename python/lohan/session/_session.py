@@ -32,10 +32,10 @@ from lohan.session._edits import Edits
 from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, refuse_read
 from lohan.session._idle import Idle
-from lohan.session._micro_batches import Loss, MicroBatches
 from lohan.session._peers import Alone
 from lohan.session._planned import Planned
 from lohan.session._registered import Registered
+from lohan.session._runs import Loss, Runs
 from lohan.session._scaling import StepScale
 from lohan.session._values import Values
 from lohan.store import _scalars
@@ -78,7 +78,6 @@ class Session(ForwardRules, Commits):
     _tail: torch.Tensor | None = None
     closed = False
     _backward = "none"  # none, running, done
-    order = "horizontal"  # of micro-batches; "auto" until one has been chosen: _order.py
     apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
@@ -95,9 +94,11 @@ class Session(ForwardRules, Commits):
         device: Device | None = None,
         room: _core.Store | None = None,
         peers: Alone | None = None,
+        runs: Runs | None = None,
     ) -> None:
         self.extensions = Extensions()
         self._peers = peers or Alone()
+        self._runs = runs or Runs()
         self.layout = layout
         self.extents = extents
         self.config = config
@@ -108,7 +109,6 @@ class Session(ForwardRules, Commits):
         self.uuid = str(store.describe()["uuid"])
         self._close_lock = threading.RLock()
         self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
-        self._micro_batches = MicroBatches(config.accumulate, self._accumulation)
         self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
         self._engine = _engine.make(
@@ -140,6 +140,7 @@ class Session(ForwardRules, Commits):
         self._scale = self._scale_make()
         self._gradients = _gradients.HollowGradients(layout, self._scale)
         self._peers.join(self)
+        self._runs.join(self)
 
     def __repr__(self) -> str:
         """Return a readable summary."""
@@ -179,15 +180,16 @@ class Session(ForwardRules, Commits):
         planner: Callable[[Session, Activations], Planner],
     ) -> None:
         """Put the hooks on the model; see _hooks.install."""
+        self._runs.hook(model)
         _hooks.install(self, self._hooks, model, activations, planner)
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook that takes a parameter's gradient from autograd."""
-        return self._peers.gradient_hook(index)
+        return self._runs.gradient_hook(index, self._peers.gradient_hook(index))
 
     def _visits(self, units: list[int], scope: _core.Scope) -> Any:
         """Return the hooks (enter and leave) around each forward of a scope's module."""
-        return scope
+        return self._runs.visits(units, scope)
 
     def unhook(self) -> None:
         """Remove every hook, including those that reject a forward after the session is closed."""
@@ -220,6 +222,7 @@ class Session(ForwardRules, Commits):
 
     def _on_backward(self) -> None:
         """Handle the start of a backward, detected at its first saved parameter or gradient."""
+        self._runs.backward_begins()
         for extension in self.extensions:
             extension.admit(self)
         self._thread.backward_begin()
@@ -233,6 +236,7 @@ class Session(ForwardRules, Commits):
             at_backward_end(self._thread.backward_end(self._on_backward_end))
 
     def _on_backward_end(self) -> None:
+        self._runs.backward_ends()
         is_elsewhere = self._peers.backward_ends()
         self._backward = "done"
         for extension in self.extensions:
@@ -345,7 +349,12 @@ class Session(ForwardRules, Commits):
             SecondBackwardError: the step has all of its gradients already.
         """
         self.check_open()
-        return self._micro_batches.run(functions)
+        return self._runs.run(functions)
+
+    @property
+    def order(self) -> str:
+        """The order of micro-batches: "horizontal" or "vertical"; "auto" until it is chosen."""
+        return self._runs.order
 
     def _await_updates(self) -> None:
         """Wait for the updates of the step that was just closed, if the schedule says so."""

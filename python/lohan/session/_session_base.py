@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lohan.session._extension import Extensions
     from lohan.session._idle import Idle
     from lohan.session._peers import Alone
+    from lohan.session._runs import Runs
     from lohan.session._values import Values
     from lohan.store._snapshot import PathLike, Snapshot
 
@@ -32,6 +33,7 @@ class SessionPart:
     edits: Edits
     _engine: _core.Engine
     _peers: Alone
+    _runs: Runs
 
     @property
     def step(self) -> int:

@@ -37,8 +37,7 @@ from lohan import _core
 from lohan.common import _log
 from lohan.errors import UnsupportedError
 from lohan.session import _order
-from lohan.session._micro_batches import Loss, checked_loss
-from lohan.session._session import Session
+from lohan.session._runs import Loss, Runs, checked_loss
 from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState, Visit
 from lohan.torch_glue._random_starts import RandomStarts
 from lohan.torch_glue._recompute_state import random_states, set_random_states
@@ -46,6 +45,7 @@ from lohan.torch_glue._tensor import hollow, version_of, without_classes
 
 if TYPE_CHECKING:
     from lohan.layout._block import Param
+    from lohan.session._session import Session
 
 # After this many steps in a row whose random numbers could not be predicted, no step tries to.
 _MISS_COUNT_MAX = 3
@@ -94,14 +94,18 @@ class _Turns(Lockstep):
         return run
 
 
-class VerticalSession(Session):
-    """A session with order="vertical", or with order="auto" if that may become vertical."""
+class Vertical(Runs):
+    """Runs with order="vertical", or with order="auto" if that may become vertical.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.order = self.config.order
+    Args:
+        order: the order of micro-batches, as in the settings.
+    """
+
+    _nothing: _core.Scope
+
+    def __init__(self, order: str) -> None:
+        self.order = order
         self._turns: _Turns | None = None
-        self._nothing = self._engine.scope([])
         # The places of each trained parameter: modules and names.
         self._places: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         self._aliases: list[dict[int, nn.Parameter]] = []  # of each run, by the parameter's index
@@ -115,17 +119,21 @@ class VerticalSession(Session):
         self._miss_count = 0  # in a row
         self._model: Callable[[], nn.Module | None] = lambda: None
 
-    def hook(self, model: nn.Module, activations: Any, planner: Any) -> None:
-        """See Session.hook."""
-        indices = {id(p.tensor): p.index for p in self.layout.params}
-        units = self.layout.units
-        self._root_units = [u for s in self.layout.scopes if s.module is model for u in s.units]
-        super().hook(model, activations, planner)
+    def join(self, session: Session) -> None:
+        """Serve a session, which has its engine."""
+        super().join(session)
+        self._nothing = session._engine.scope([])
+
+    def hook(self, model: nn.Module) -> None:
+        """Find where the parameters of a model are, for their aliases."""
+        layout = self.session.layout
+        indices, units = self.session._param_index, layout.units
+        self._root_units = [u for s in layout.scopes if s.module is model for u in s.units]
         self._model = weakref.ref(model)
         for module in model.modules():
             for name, param in module._parameters.items():
                 index = indices.get(id(param))
-                if index is not None and units[self.layout.params[index].unit].trainable:
+                if index is not None and units[layout.params[index].unit].trainable:
                     self._places.setdefault(index, []).append((weakref.ref(module), name))
 
     # --- Aliases ------------------------------------------------------------------------------
@@ -133,50 +141,50 @@ class VerticalSession(Session):
     def _params_of(self, units: Sequence[int]) -> list[Param]:
         made: list[Param] = []
         for unit in units:
-            if self.layout.units[unit].trainable:
-                made += self.layout.units[unit].params
+            if self.session.layout.units[unit].trainable:
+                made += self.session.layout.units[unit].params
         return made
 
     def _empty(self, param: Param) -> torch.Tensor:
-        return hollow(self._arrays[param.tensor.dtype], param.index, param.tensor.shape)
+        return hollow(self.session._arrays[param.tensor.dtype], param.index, param.tensor.shape)
 
     def _alias(self, who: int, param: Param) -> nn.Parameter:
         found = self._aliases[who].get(param.index)
         if found is None:
             found = self._aliases[who][param.index] = nn.Parameter(self._empty(param))
             # Neither recomputation nor the guard may take the alias for a parameter of the user's.
-            self._param_index[id(found)] = param.index
+            self.session._param_index[id(found)] = param.index
             model = self._model()
             assert model is not None
             model.__dict__["_lohan_guard"].index[id(found)] = param.index
             hook = self._alias_hook(who, param.index)
             register = found.register_post_accumulate_grad_hook
-            self._hooks.add(register(hook))  # type: ignore[no-untyped-call]
+            self.session._hooks.add(register(hook))  # type: ignore[no-untyped-call]
         return found
 
     def _alias_hook(self, who: int, index: int) -> Callable[[torch.Tensor], None]:
-        take = self._engine.gradient_hook(index)
+        take = self.session._engine.gradient_hook(index)
         reference = weakref.ref(self)  # the garbage collector does not see what a hook refers to
 
         def hook(alias: torch.Tensor) -> None:
-            session = reference()
-            if session is not None and session._arrivals is not None:
-                session._arrivals.came(index, who, alias, take)
+            runs = reference()
+            if runs is not None and runs._arrivals is not None:
+                runs._arrivals.came(index, who, alias, take)
 
         return hook
 
-    def _on_backward(self) -> None:
+    def backward_begins(self) -> None:
+        """Reject a backward of a function that takes turns."""
         if self._turns is not None:
             raise UnsupportedError(
                 "a function of accumulate() ran a backward: each must return its loss instead, and"
                 ' accumulate() runs one backward for all; or wrap with order="horizontal"'
             )
-        super()._on_backward()
 
-    def _on_backward_end(self) -> None:
+    def backward_ends(self) -> None:
+        """Pass on the gradients that wait for those of other micro-batches."""
         if self._arrivals is not None:
             self._arrivals.end()
-        super()._on_backward_end()
 
     def _put(self, units: Sequence[int], who: int) -> None:
         """Put a run's aliases in the places of the units' parameters, which are in memory."""
@@ -200,15 +208,17 @@ class VerticalSession(Session):
                 places: dict[str, Any] = module._parameters
                 dict.__setitem__(places, name, tensor)
 
-    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        take = super()._gradient_hook(index)
+    def gradient_hook(
+        self, index: int, take: Callable[[torch.Tensor], None]
+    ) -> Callable[[torch.Tensor], None]:
+        """Return the hook of a parameter, which has no gradients where its aliases have them."""
         reference = weakref.ref(self)
 
         def hook(tensor: torch.Tensor) -> None:
-            session = reference()
-            if session is not None and session._arrivals is not None:
+            runs = reference()
+            if runs is not None and runs._arrivals is not None:
                 tensor.grad = None
-                name = session.layout.params[index].name
+                name = runs.session.layout.params[index].name
                 raise UnsupportedError(
                     f"parameter {name!r} was used outside the forward of its own"
                     " module, or in a reentrant checkpoint, where its gradients of several"
@@ -221,27 +231,26 @@ class VerticalSession(Session):
 
     # --- Turns --------------------------------------------------------------------------------
 
-    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
-        if any(self.layout.units[unit].always for unit in units):
+    def visits(self, units: list[int], scope: _core.Scope) -> Any:
+        """Return the hooks around each forward of a scope's module, at which turns change."""
+        if any(self.session.layout.units[unit].always for unit in units):
             # Turns are taken at the blocks inside it.
-            begin, end = VerticalSession.inside_begin, VerticalSession.inside_end
-        else:
-            begin, end = VerticalSession.visit_begin, VerticalSession.visit_end
-        return Visit(self, units, scope, begin, end)
+            return Visit(self, units, scope, Vertical.inside_begin, Vertical.inside_end)
+        return Visit(self, units, scope, Vertical.visit_begin, Vertical.visit_end)
 
-    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def joins(self) -> bool:
+        """Begin a forward as a part of the first run's; return whether it is one."""
         if self._turns is None or not self._turns.is_led():
-            super()._root_enter(module, args, kwargs)
-            if self._turns is not None:
-                self._put(self._root_units, self._turns.turn)
-        else:
-            self._lead(self._turns.turn)
+            return False
+        self._lead(self._turns.turn)
+        return True
 
-    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._let_go():
-            super()._root_leave(module, args, kwargs, output)
+    def entered(self) -> None:
+        """Put the aliases of a run in the places of the parameters that no block has."""
+        if self._turns is not None:
+            self._put(self._root_units, self._turns.turn)
 
-    def _on_forward(self, begins: bool) -> bool:
+    def block_joins(self, begins: bool) -> bool | None:
         """Let a run call a block outside the model's own forward while the first run is in its."""
         turns = self._turns
         if turns is not None and turns.is_led() and begins:
@@ -249,35 +258,28 @@ class VerticalSession(Session):
             if is_new:
                 self._lead(turns.turn)
             return is_new
-        return False if not begins and self._let_go() else super()._on_forward(begins)
+        return False if not begins and self.parts() else None
 
     def _lead(self, who: int) -> None:
-        self.around.enter()  # hooks for saved tensors belong to a thread
+        self.session.around.enter()  # hooks for saved tensors belong to a thread
         self._led.add(who)
 
-    def _let_go(self) -> bool:
+    def parts(self) -> bool:
         """End the part of a run in the first one's forward; return whether it took part in it."""
         if self._turns is None or self._turns.turn not in self._led:
             return False
         self._led.remove(self._turns.turn)
-        self.around.leave()
+        self.session.around.leave()
         return True
 
-    def _forward_is_alive(self) -> bool:
-        if self._is_other():  # the call that began the forward is on the first run's stack
-            return self._forward_depth > 0
-        return super()._forward_is_alive()
-
-    def _is_of_other_thread(self) -> bool:
-        return not self._is_other() and super()._is_of_other_thread()
-
-    def _is_other(self) -> bool:
+    def is_other(self) -> bool:
+        """Return whether this is the thread of a run other than the first one's."""
         return self._turns is not None and self._turns.is_other()
 
     def _turn_changed(self, who: int) -> None:
         """Prepare for a run whose turn it is."""
         self._nothing.enter()  # release what the previous run bound between blocks
-        if self._forward_depth > 0:
+        if self.session._forward_depth > 0:
             for units in (self._root_units, *self._inside[who]):
                 self._put(units, who)
 
@@ -319,26 +321,26 @@ class VerticalSession(Session):
         held: list[int] = []
         try:
             for unit in units:
-                self._engine.acquire(unit)
+                self.session._engine.acquire(unit)
                 held.append(unit)
             leave()
             turns.visit_end()
         finally:
             for unit in held:
-                self._engine.release(unit)
+                self.session._engine.release(unit)
 
     # --- A step -------------------------------------------------------------------------------
 
-    def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
+    def run(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """See Session.accumulate."""
-        self.check_open()
-        self._micro_batches.check(functions)
+        self.check(functions)
         is_short = len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX
         if self.order == "horizontal" or is_short or self._has_user_hooks():
-            return super().accumulate(functions)
+            return super().run(functions)
         if self.order == "auto":
             return self._choose(functions)
-        device = self.device.torch_device
+        session = self.session
+        device, layout = session.device.torch_device, session.layout
         begin = random_states(device)
         starts = self._starts.predict(begin, len(functions))
         losses, ends = self._forward(functions, starts)
@@ -348,19 +350,19 @@ class VerticalSession(Session):
         self._miss_count = 0
         set_random_states(ends[-1], device)
         is_even = all(each == self._visited[FIRST] for each in self._visited)
-        around = {p.index for p in self.layout.params if self.layout.units[p.unit].always}
+        around = {p.index for p in layout.params if layout.units[p.unit].always}
         self._arrivals = _Arrivals(len(functions), is_even, around)
         try:
             torch.autograd.backward([checked_loss(loss) for loss in losses])
         finally:
             self._arrivals = None
         for _ in losses[1:]:
-            self._accumulation.backward_end()
+            session._accumulation.backward_end()
         return [loss.detach() for loss in losses]
 
     def _choose(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """Run the functions one after the other, and choose the order of the next steps."""
-        counter = self.saving.counter
+        counter = self.session.saving.counter
         assert counter is not None
         before = _buffer_versions(self._model())
 
@@ -375,17 +377,18 @@ class VerticalSession(Session):
             return run
 
         counter.nbytes = 0
-        begin = random_states(self.device.torch_device)
+        begin = random_states(self.session.device.torch_device)
         losses = self._learn([counted(function) for function in functions], begin)
         self._miss_count = 0 if self._miss_count < _MISS_COUNT_MAX else _MISS_COUNT_MAX
         can = _buffer_versions(self._model()) == before
-        self.order = "vertical" if can and _order.fits(self, counter.nbytes) else "horizontal"
+        fits = can and _order.fits(self.session, counter.nbytes)
+        self.order = "vertical" if fits else "horizontal"
         return losses
 
     def _has_user_hooks(self) -> bool:
         """Return whether a parameter has hooks of register_hook(), which its aliases lack."""
         with without_classes():
-            return any(param.tensor._backward_hooks for param in self.layout.params)
+            return any(param.tensor._backward_hooks for param in self.session.layout.params)
 
     def _forward(
         self, functions: Sequence[Loss], starts: list[list[torch.Tensor]]
@@ -393,8 +396,9 @@ class VerticalSession(Session):
         """Run the functions in turns; return their results and the random states at their ends."""
         while len(self._aliases) < len(functions):
             self._aliases.append({})
-        turns = _Turns(self._turn_changed, self.device.torch_device, starts[::-1])
-        state = ThreadState(self.device.torch_device)
+        device = self.session.device.torch_device
+        turns = _Turns(self._turn_changed, device, starts[::-1])
+        state = ThreadState(device)
         # In reverse: the first micro-batch's gradients are to come first, see the note.
         runs = [turns.wrapped(who, each) for who, each in enumerate(reversed(functions))]
         results: list[torch.Tensor] = []
@@ -437,7 +441,7 @@ class VerticalSession(Session):
 
     def _learn(self, functions: Sequence[Loss], begin: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run the functions one after the other, and learn how many random numbers each draws."""
-        device = self.device.torch_device
+        device = self.session.device.torch_device
         set_random_states(begin, device)
         states: list[list[torch.Tensor]] = []
 
@@ -448,7 +452,7 @@ class VerticalSession(Session):
 
             return run
 
-        losses = super().accumulate([noted(function) for function in functions])
+        losses = super().run([noted(function) for function in functions])
         is_known = self._starts.learn(states)
         self._miss_count = self._miss_count + 1 if is_known else _MISS_COUNT_MAX
         if self._miss_count >= _MISS_COUNT_MAX:
