@@ -51,7 +51,7 @@ def batch(step: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 def states_digest(model: Any) -> str:
     """Return a hash of every parameter and optimizer state, in whichever stores they are."""
-    team = getattr(model.lohan, "team", None)
+    team = getattr(model.lohan._peers, "team", None)
     arrays = {} if team is not None and team.is_mate else _array_digests(model)
     if team is not None or model.lohan.layout.part[1] > 1:
         told = model.lohan._peers.world.exchange(json.dumps(arrays).encode(), "digests")
