@@ -220,7 +220,7 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
         calls = [functools.partial(loss_of, model, row, batches, number) for number in numbers]
         for number, loss in zip(numbers, _backwards(row, session, calls), strict=True):
             found[f"loss {step} {number}"] = loss
-        session._close_step(unscale=1 / row["accumulate"])
+        session._open_step.close(unscale=1 / row["accumulate"])
         if row["clip"]:
             found[f"norm {step}"] = float(model.optimizer.grad_norm)
         session.flush()

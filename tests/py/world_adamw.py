@@ -141,7 +141,7 @@ def one_step(
     if before_step is not None:
         before_step()
     # The sum of all gradients, times 1/12 with the same rounding for any number of processes.
-    model.lohan._close_step(unscale=count / BATCHES)
+    model.lohan._open_step.close(unscale=count / BATCHES)
     return total
 
 

@@ -169,7 +169,7 @@ def interrupted_between(store: str) -> list[str]:
     model = wrapped(store)
     one_step(model)
     if rank == 1:
-        model.lohan._scale.reset = _interrupt
+        model.lohan._open_step.scale.reset = _interrupt
     said = []
     for call in (lambda: one_step(model), lambda: one_step(model), model.lohan.close):
         try:

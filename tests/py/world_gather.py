@@ -78,7 +78,7 @@ def counted(store: str, gather: str) -> list[Any]:
     found = {}
     for step in range(100):
         loss_of(model, step, rank, torch.float32).backward()
-        model.lohan._close_step()
+        model.lohan._open_step.close()
         stats = model.lohan.stats()
         if stats.step > 2 and stats.replans == 0:
             found[stats.step] = (stats.bytes, stats.planned_bytes)
@@ -124,7 +124,7 @@ def skips(store: str) -> Any:
             layers = [*model.layers, model.begin, model.end]
             order = layers[:: 1 if number % 2 else -1][number % 3 :]
             sum((nn.functional.mse_loss(each(x), y) for each in order), torch.zeros(())).backward()
-        model.lohan._close_step(unscale=count / BATCHES)
+        model.lohan._open_step.close(unscale=count / BATCHES)
     return ended(model)
 
 
@@ -153,7 +153,7 @@ def meets(store: str) -> tuple[bool, Any]:
             loss.backward()
             if hook is not None:
                 hook.remove()
-        model.lohan._close_step(unscale=count / BATCHES)
+        model.lohan._open_step.close(unscale=count / BATCHES)
     return all(has_met), ended(model)
 
 
@@ -212,7 +212,7 @@ def timed(store: str, gathers: list[str]) -> dict[str, float]:
         for step in range(6):
             began = time.monotonic()
             loss_of(model, step, rank_and_count()[0], torch.float32).backward()
-            model.lohan._close_step()
+            model.lohan._open_step.close()
             times.append(time.monotonic() - began)
         found[gather] = min(times[2:])
         ended(model)

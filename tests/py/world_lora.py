@@ -52,7 +52,7 @@ def train(store: str, base: str, steps: int, share: str) -> tuple[str, int]:
         for number in range(rank, MICRO_BATCHES, count):
             batch = tokens(step, number)
             model(input_ids=batch, labels=batch).loss.backward()
-        model.lohan._close_step(unscale=count / MICRO_BATCHES)
+        model.lohan._open_step.close(unscale=count / MICRO_BATCHES)
     result = digest(model), packed
     model.lohan.close()
     return result

@@ -61,7 +61,7 @@ class Mate(Replica):
         os.close(self._memory)  # the engine has its own
         engine = self.session._engine
         self.team.join(engine, self._bell)
-        self.session._accumulation.is_on = True  # the owner has the sums
+        self.session._open_step.accumulation.is_on = True  # the owner has the sums
         this = weakref.ref(self)
         engine.team_on_wait(lambda: _check_owner(this))
 
@@ -69,7 +69,7 @@ class Mate(Replica):
 
     def forward_opens(self) -> None:
         """Hide stand-ins: this process has no sums that autograd could add to."""
-        self.session._gradients.hide()
+        self.session._open_step.gradients.hide()
         super().forward_opens()
 
     def backward_ends(self) -> bool:
@@ -89,13 +89,13 @@ class Mate(Replica):
         session.refuse_other_thread("step()")
         self._refuse_edited()
         if not (self.exchange.has_begun or self.exchange.is_open):
-            session._backward = "none"
+            session._open_step.backward = "none"
             return
         self._check_alone()
         for extension in session.extensions:
             extension.step_begins(session)
         self._agree(unscale)
-        session._gradients.hide()
+        session._open_step.gradients.hide()
         everything = [*range(len(session.layout.units))]
         engine = session._engine
         with _core.Context(
@@ -107,9 +107,9 @@ class Mate(Replica):
         self._await_close(session.step + 1, [self.team.owner])
         self.exchange.waited(began)
         engine.close_step(b"")
-        session._backward = "none"
-        session._accumulation.reset()
-        session._scale.reset()
+        session._open_step.backward = "none"
+        session._open_step.accumulation.reset()
+        session._open_step.scale.reset()
         self._share_norm()
         for extension in session.extensions:
             extension.closed(session)

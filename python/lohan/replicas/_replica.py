@@ -301,12 +301,12 @@ class Replica(Alone):
         """Raise what can fail in this process alone, before the others are told that it closes."""
         session = self.session
         session.refuse_other_thread("step()")
-        if session._backward == "running":
+        if session._open_step.backward == "running":
             raise StepError(
                 "the backward of this step raised an exception: call"
                 " model.optimizer.zero_grad() to discard the step, or begin the next forward"
             )
-        session._gradients.check(True)
+        session._open_step.gradients.check(True)
 
     def _agree(self, unscale: float) -> None:
         """Check that all processes close the same step with the same hyper-parameters."""
@@ -315,12 +315,12 @@ class Replica(Alone):
         self.world.say(f"in step() of {what}")
         facts = [
             (f"{name} of parameter group {number}", value)
-            for number, hyper in enumerate(session._hypers())
+            for number, hyper in enumerate(session.optimizer.hypers())
             for name, value in zip(
                 ("lr", "beta1", "beta2", "eps", "weight_decay"), hyper, strict=True
             )
         ]
-        facts.append(("the factor of the gradients", unscale * session._scale.factor()))
+        facts.append(("the factor of the gradients", unscale * session._open_step.scale.factor()))
         facts.append(("the number of writes to parameters outside of steps", self._edit_count))
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         began = time.monotonic_ns()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import sys
 import threading
 import time
@@ -24,12 +23,11 @@ from lohan.store import _checksums, _scalars, _store
 if TYPE_CHECKING:
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Layout
-    from lohan.session._optim import Optimizer
     from lohan.session._registered import After, Registered
     from lohan.session._session import Session
+    from lohan.session._step import OpenStep
     from lohan.store._snapshot import PathLike, Snapshot
     from lohan.store._store import Extents
-    from lohan.torch_glue._accumulate import Accumulation
     from lohan.torch_glue._buffers import Buffers
 
 
@@ -85,9 +83,7 @@ class Commits(SessionPart):
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: Lock
-    _backward: str
-    _accumulation: Accumulation
-    optimizer: Optimizer
+    _open_step: OpenStep
     _last_step: int
     _registered: Registered
     _has_names = False  # whether the store's files must keep their names: see keep_names()
@@ -162,8 +158,9 @@ class Commits(SessionPart):
             return
         with contextlib.suppress(Exception):
             if self._engine.status()["has_gradients"]:
-                count = self._accumulation.count if self._backward == "done" else 0
-                self._discard()
+                step = self._open_step
+                count = step.accumulation.count if step.backward == "done" else 0
+                step.discard()
                 if count > 0:
                     self._say_unfinished(count)
         if not self.commits_by_hand:
@@ -187,19 +184,6 @@ class Commits(SessionPart):
                 " model.optimizer.step(): that step is discarded, and the store is at step"
                 f" {self._last_step}"
             )
-
-    def _is_skipped(self) -> bool:
-        """Discard the open step if a gradient is not finite; return whether it was discarded."""
-        square_sum = self._whole_square_sum()
-        if math.isfinite(square_sum):
-            return False
-        self._discard()
-        self.optimizer.was_skipped = True
-        _log.note(
-            f"step {self.step + 1} is skipped, because the norm of its gradients is"
-            f" {math.sqrt(square_sum)}"
-        )
-        return True
 
     def commit(self) -> None:
         """Wait until all closed steps and all edits of parameters are written and committed."""

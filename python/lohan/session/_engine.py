@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lohan import _core
 from lohan.config import SCHEDULES
@@ -13,6 +13,8 @@ from lohan.store._store import param_tuples, unit_tuples
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
+
+T = TypeVar("T")
 
 
 def make(
@@ -69,19 +71,19 @@ def call_back(engine: _core.Engine, session: Session) -> None:
     """Let the engine call the session; a strong reference would form a cycle through C."""
     this = weakref.ref(session)
     engine.callbacks(
-        lambda: alive(this)._on_backward(),
-        lambda: alive(this)._on_gradient(),
+        lambda: alive(this)._open_step.backward_begins(),
+        lambda: alive(this)._open_step.gradient_came(),
         lambda begins: alive(this)._on_forward(begins),
         lambda: alive(this)._on_recompute(),
     )
 
 
-def alive(reference: weakref.ref[Session]) -> Session:
-    """Return the session that a reference is to.
+def alive(reference: weakref.ref[T]) -> T:
+    """Return the session, or the part of one, that a reference is to.
 
     Raises:
         SessionError: it no longer exists.
     """
-    if (session := reference()) is None:
+    if (part := reference()) is None:
         raise SessionError("the session is gone")
-    return session
+    return part

@@ -31,7 +31,6 @@ from lohan.torch_glue._thread import ForwardThread
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
-    from lohan.torch_glue._accumulate import Accumulation
     from lohan.torch_glue._device import Device
     from lohan.torch_glue._tensor import (
         SavedTensors,
@@ -53,8 +52,6 @@ class ForwardRules(SessionPart):
     around: SavedTensors  # saved-tensor hooks that are active during a forward
     _arrays: dict[torch.dtype, torch.Tensor]
     _param_index: dict[int, int]
-    _backward: str
-    _accumulation: Accumulation
 
     def _forward_init(self) -> None:
         self._batch = BatchCheck(self.device.torch_device)
@@ -163,9 +160,9 @@ class ForwardRules(SessionPart):
         if self._forward_depth > 0:
             self._forward_drop()
             self._thread.claim(frame)
-        if self._backward == "running":
-            self._abort()  # the last backward failed: discard its step
-        elif self._engine.status()["has_gradients"] and not self._accumulation.is_open:
+        if self._open_step.backward == "running":
+            self._open_step.abort()  # the last backward failed: discard its step
+        elif self._engine.status()["has_gradients"] and not self._open_step.accumulation.is_open:
             raise SecondBackwardError(
                 "a forward after backward and before optimizer.step(): parameters are already being"
                 " updated. Call model.optimizer.step() first; lohan.wrap(..., accumulate=k) sums"

@@ -255,7 +255,8 @@ class Guard:
         """Clear gradients without loading any values."""
         owner = _owner(reference)
         self.only_names = False
-        self.session.zero_grad(tensor for _, tensor in type(owner).named_parameters(owner))
+        tensors = (tensor for _, tensor in type(owner).named_parameters(owner))
+        self.session._open_step.zero_grad(tensors)
 
     def _write_changed(self, index: int, name: str, value: torch.Tensor) -> None:
         """Write what a loop over parameters has changed."""

@@ -89,7 +89,7 @@ class Idle(Extension):
 
     def state(self, session: Session) -> Mapping[str, Any]:
         """Return the hyper-parameters of the steps that experts owe, with those of this one."""
-        hypers, step = session._hyper, session.step + 1
+        hypers, step = session._open_step.hypers, session.step + 1
         assert hypers is not None
         self._hypers[step] = hypers
         first = step - self._engine.idle_owed(self._units)

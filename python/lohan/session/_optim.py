@@ -276,7 +276,7 @@ class Optimizer(StoreOptimizer):
 
         If updates do not wait for `step()`, the scaler unscales p.grad, which raises an error.
         """
-        return self._session is not None and self._session._is_waiting
+        return self._session is not None and self._session._open_step.is_waiting
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step: each parameter with a gradient is updated before its next use.
@@ -312,11 +312,11 @@ class Optimizer(StoreOptimizer):
         self.was_skipped = found_inf is not None and float(found_inf) > 0
         try:
             if self.was_skipped:
-                self.session.zero_grad(())
+                self.session._open_step.zero_grad(())
             elif grad_scale is not None:
-                self.session._close_step(float(grad_scale.double().reciprocal().float()))
+                self.session._open_step.close(float(grad_scale.double().reciprocal().float()))
             else:
-                self.session._close_step()
+                self.session._open_step.close()
         except BaseException:
             self.__dict__.pop("grad_scale", None)  # it must not affect the next step
             raise
@@ -332,4 +332,4 @@ class Optimizer(StoreOptimizer):
         Raises:
             ZeroGradError: backward has finished and updates have begun.
         """
-        self.session.zero_grad(p for group in self.param_groups for p in group["params"])
+        self.session._open_step.zero_grad(p for group in self.param_groups for p in group["params"])

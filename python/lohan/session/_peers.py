@@ -70,8 +70,8 @@ class Alone:
         return bool(self.session._engine.status()["has_gradients"])
 
     def close_step(self, unscale: float) -> None:
-        """Close the open step in all processes; see Session._close_step."""
-        self.session._close_here(unscale)
+        """Close the open step in all processes; see OpenStep.close."""
+        self.session._open_step.close_here(unscale)
 
     def step_closed(self) -> None:
         """Exchange what the step that was just closed updates."""

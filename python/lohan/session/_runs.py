@@ -54,7 +54,7 @@ class Runs:
 
     def check(self, functions: Sequence[Loss]) -> None:
         """Raise an error if the open step cannot have that many further micro-batches."""
-        most, accumulation = self.session.config.accumulate, self.session._accumulation
+        most, accumulation = self.session.config.accumulate, self.session._open_step.accumulation
         count = len(functions)
         if count > 0:
             accumulation.check_may_add()

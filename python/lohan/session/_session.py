@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +13,11 @@ from torch import nn
 
 from lohan import _core
 from lohan.activations._swap import Saving
-from lohan.common._hyper import check_hyper
 from lohan.common._stats import StepStats
-from lohan.config import POLICIES, SCHEDULES_AT_STEP
+from lohan.config import POLICIES
 from lohan.errors import (
-    HyperParameterError,
     SessionError,
     StepError,
-    ZeroGradError,
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
@@ -36,17 +32,16 @@ from lohan.session._peers import Alone
 from lohan.session._planned import Planned
 from lohan.session._registered import Registered
 from lohan.session._runs import Loss, Runs
-from lohan.session._scaling import StepScale
+from lohan.session._step import OpenStep
 from lohan.session._values import Values
 from lohan.store import _scalars
 from lohan.torch_glue._accumulate import Accumulation
 from lohan.torch_glue._device import Device
-from lohan.torch_glue._tensor import at_backward_end, hollow, in_backward, nan_array
+from lohan.torch_glue._tensor import hollow, in_backward, nan_array
 
 if TYPE_CHECKING:
     from lohan.activations._activations import Activations
     from lohan.activations._planner import Plan, Planner
-    from lohan.common._hyper import Hyper
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.layout._origins import Origin
@@ -74,10 +69,7 @@ class Session(ForwardRules, Commits):
     """
 
     buffers: Buffers | None = None
-    # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
-    _tail: torch.Tensor | None = None
     closed = False
-    _backward = "none"  # none, running, done
     apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
@@ -108,7 +100,7 @@ class Session(ForwardRules, Commits):
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
         self._close_lock = threading.RLock()
-        self._accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
+        accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
         self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
         self._engine = _engine.make(
@@ -117,7 +109,7 @@ class Session(ForwardRules, Commits):
             group_count,
             self._peers.options(config),
             norms=norms,
-            sums=self._accumulation.is_on,
+            sums=accumulation.is_on,
         )
         try:
             self._bind()
@@ -135,10 +127,8 @@ class Session(ForwardRules, Commits):
             if extension.is_on:
                 self.extensions.add(extension)
         self.edits = Edits(self, self._engine)
-        self._hyper: list[Hyper] | None = None
         self._hooks = _hooks.Hooks()
-        self._scale = self._scale_make()
-        self._gradients = _gradients.HollowGradients(layout, self._scale)
+        self._open_step = OpenStep(self, self._engine, accumulation)
         self._peers.join(self)
         self._runs.join(self)
 
@@ -147,15 +137,6 @@ class Session(ForwardRules, Commits):
         return _notes.summary(self)
 
     # --- Making -----------------------------------------------------------------------------
-
-    def _scale_make(self) -> StepScale:
-        this, units = weakref.ref(self), self.layout.units
-        return StepScale(
-            {p.index: p.name for p in self.layout.params if units[p.unit].trainable},
-            self._accumulation,
-            (lambda: _engine.alive(this)._square_sum()) if self._is_waiting else None,
-            1.0 / self.config.process_count,  # the mean over processes, as torch's DDP takes it
-        )
 
     def _bind(self) -> None:
         """Make every parameter hollow and register it with the engine."""
@@ -206,10 +187,6 @@ class Session(ForwardRules, Commits):
         """Return the name of each parameter, by the id of its tensor."""
         return {id(p.tensor): p.name for p in self.layout.params}
 
-    def _hypers(self) -> list[Hyper]:
-        """Return the groups' current hyper-parameters; reject groups that changed since wrap."""
-        return self.optimizer.hypers()
-
     def _classes(self, index: int, bound: type, hollow: type) -> None:
         """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
         self._engine.classes(index, bound, hollow)
@@ -218,116 +195,12 @@ class Session(ForwardRules, Commits):
         """Announce the next uses of units, in order, so that they are prefetched."""
         self._engine.announce(units)
 
-    # --- Backward ---------------------------------------------------------------------------
-
-    def _on_backward(self) -> None:
-        """Handle the start of a backward, detected at its first saved parameter or gradient."""
-        self._runs.backward_begins()
-        for extension in self.extensions:
-            extension.admit(self)
-        self._thread.backward_begin()
-        self._changed_drop()
-        self.edits.commit()
-        self._keep_checksums()
-        self._backward = "running"
-        for extension in self.extensions:
-            extension.backward_begins(self)
-        if in_backward():
-            at_backward_end(self._thread.backward_end(self._on_backward_end))
-
-    def _on_backward_end(self) -> None:
-        self._runs.backward_ends()
-        is_elsewhere = self._peers.backward_ends()
-        self._backward = "done"
-        for extension in self.extensions:
-            extension.backward_ended(self)
-        if self._engine.backward_end() or is_elsewhere:
-            self._accumulation.backward_end()
-        if is_elsewhere or self._engine.status()["has_gradients"]:
-            self._gradients.show()
-
-    def _on_gradient(self) -> None:
-        """Handle the first gradient of a step: the updates use the current hyper-parameters."""
-        _gradients.refuse_graphs()
-        self._hyper_set(self._hypers())
-
-    def _hyper_set(self, hypers: list[Hyper]) -> None:
-        for index, hyper in enumerate(hypers):
-            check_hyper(hyper)
-            self._engine.hyper(index, *hyper, self.averages.rest)
-        self._hyper = hypers
-
     # --- Step -------------------------------------------------------------------------------
-
-    @property
-    def _is_waiting(self) -> bool:
-        """Whether updates wait for `step()`."""
-        return self.config.schedule in SCHEDULES_AT_STEP
 
     @property
     def step(self) -> int:
         """The number of closed steps, including those before a resume."""
         return int(self._engine.status()["step"]) if not self.closed else self._last_step
-
-    def _close_step(self, unscale: float = 1.0) -> None:
-        """Close the open step. `model.optimizer.step()` calls this method.
-
-        Args:
-            unscale: a factor for the gradients, applied before clipping.
-        """
-        self._peers.close_step(unscale)
-
-    def _close_here(self, unscale: float) -> None:
-        """Close the open step in this process, once all processes agree on it."""
-        self.check_open()
-        self.refuse_other_thread("step()")
-        for extension in self.extensions:
-            extension.step_begins(self)
-        if self._backward == "running" and not in_backward():
-            raise StepError(
-                "the backward of this step raised an exception: call"
-                " model.optimizer.zero_grad() to discard the step, or begin the next forward"
-            )
-        has_gradients = bool(self._engine.status()["has_gradients"])
-        self._gradients.check(has_gradients)
-        if not has_gradients:
-            self._backward = "none"
-            return
-        now = self._hypers()
-        if self._is_waiting:
-            self._hyper_set(now)
-        elif now != self._hyper:
-            raise HyperParameterError(
-                f"hyper-parameters changed between backward and step(), from {self._hyper} to"
-                f" {now}, but updates already used the former. Change them after step() or before"
-                " backward (learning-rate schedulers: after step())"
-            )
-        if self._is_waiting:
-            self._give()
-            if self.config.on_nan == "skip" and self._is_skipped():
-                return
-            scale = self._scale.factor() * unscale
-            if self.optimizer.max_grad_norm is not None:
-                scale = self.optimizer.clip_scale(self._whole_square_sum(), scale)
-            self._engine.gradient_scale(scale)
-        self._gradients.hide()
-        more: dict[str, Any] = {}
-        for extension in self.extensions:
-            more |= extension.state(self)
-        device = self.device.torch_device
-        scalars, tail = _scalars.pack(self.optimizer, self.buffers, device, more)
-        if tail is not None:
-            self._engine.post_tail(tail.data_ptr(), tail.numel())
-        for extension in self.extensions:
-            extension.before_close(self)
-        self._engine.close_step(scalars)
-        self._tail = tail  # not before: the engine may have been copying the previous one
-        self._backward = "none"
-        self._accumulation.reset()
-        self._scale.reset()
-        self._await_updates()
-        for extension in self.extensions:
-            extension.closed(self)
 
     def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """Run the forwards and backwards of a step's micro-batches; then call optimizer.step().
@@ -356,40 +229,6 @@ class Session(ForwardRules, Commits):
         """The order of micro-batches: "horizontal" or "vertical"; "auto" until it is chosen."""
         return self._runs.order
 
-    def _await_updates(self) -> None:
-        """Wait for the updates of the step that was just closed, if the schedule says so."""
-        self._peers.step_closed()
-        if self.config.schedule == "serial":
-            self._engine.await_steps()
-
-    def _whole_square_sum(self) -> float:
-        """Return the sum of squares of all gradients of the open step."""
-        return self._peers.whole_square_sum()
-
-    def _give(self) -> None:
-        """Pass the summed gradients to the engine; the open step accepts no others after that."""
-        if self._accumulation.is_open:
-            self._engine.sums_give()
-            self._accumulation.is_given = True
-
-    def _square_sum(self) -> float:
-        """Return the sum of squares of all gradients; the step accepts no others after that."""
-        self.check_open()
-        is_done = self._backward == "done"
-        if is_done:
-            self._peers.norm_begins()
-        if not is_done or not self._peers.has_gradients():
-            raise StepError(
-                "there are no gradients to clip or scale: do that after the backward and before"
-                " model.optimizer.step()"
-            )
-
-        def here() -> float:
-            self._give()
-            return self._whole_square_sum()
-
-        return self._peers.square_sum(here)
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards do not complete the step; gradients are summed.
 
@@ -398,7 +237,7 @@ class Session(ForwardRules, Commits):
         Raises:
             UnsupportedError: on entering the context, if lohan.wrap() was not given accumulate=.
         """
-        return self._accumulation.no_sync()
+        return self._open_step.accumulation.no_sync()
 
     def restore_scalars(self) -> None:
         """Restore hyper-parameters, torch's generators and buffers from the last commit."""
@@ -410,42 +249,6 @@ class Session(ForwardRules, Commits):
         )
         self._restore_more()
 
-    def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
-        self.check_open()
-        if not in_backward() and (
-            self._backward == "running" or (self._is_waiting and self._peers.has_gradients())
-        ):
-            self._abort()
-        elif self._engine.status()["has_gradients"]:
-            raise ZeroGradError(
-                "zero_grad() between backward and step(): updates of this step have begun and"
-                " cannot be undone. Call zero_grad() after step(), or skip the step before"
-                " backward. If a backward leaves gradients that no step should use (a GAN's"
-                ' generator, through the discriminator), wrap with schedule="deferred": then no'
-                " update begins before step(), and zero_grad() discards the gradients"
-            )
-        for tensor in tensors:
-            tensor.grad = None
-
-    def _abort(self) -> None:
-        self._peers.abort_begins()
-        if self._backward == "running" and not in_backward():
-            self._thread.refuse_backward("the model, step() or zero_grad()")
-        self._discard()
-        self._peers.abort_ended()
-
-    def _discard(self) -> None:
-        for extension in self.extensions:
-            extension.aborted(self)
-        self._gradients.hide()
-        self._engine.abort()
-        self.layout.in_place.lose()
-        self._accumulation.reset()
-        self._scale.reset()
-        self._backward = "none"
-        self._hyper = None
-
     # --- Between steps ----------------------------------------------------------------------
 
     @property
@@ -453,12 +256,12 @@ class Session(ForwardRules, Commits):
         """Whether a forward or backward runs, or step() has to be called after a backward."""
         if (self._forward_depth > 0 and self._forward_is_alive()) or in_backward():
             return True
-        return self._backward == "done" and bool(self._engine.status()["has_gradients"])
+        return self._open_step.backward == "done" and bool(self._engine.status()["has_gradients"])
 
     def _check_whole(self) -> None:
         self.check_open()
-        if self._backward == "running" and not in_backward():
-            self._abort()
+        if self._open_step.backward == "running" and not in_backward():
+            self._open_step.abort()
         if self._engine.status()["has_gradients"]:
             raise StepError(
                 "parameters cannot be read between backward and step(): some already have their"

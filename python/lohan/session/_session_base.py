@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lohan.session._idle import Idle
     from lohan.session._peers import Alone
     from lohan.session._runs import Runs
+    from lohan.session._step import OpenStep
     from lohan.session._values import Values
     from lohan.store._snapshot import PathLike, Snapshot
 
@@ -34,6 +35,7 @@ class SessionPart:
     _engine: _core.Engine
     _peers: Alone
     _runs: Runs
+    _open_step: OpenStep
 
     @property
     def step(self) -> int:
@@ -61,19 +63,8 @@ class SessionPart:
         """Wait until every closed step is written."""
         raise NotImplementedError
 
-    def _abort(self) -> None:
-        raise NotImplementedError
-
     def _changed_drop(self) -> None:
         """Discard values that a forward changed in place."""
-        raise NotImplementedError
-
-    def _discard(self) -> None:
-        """Discard the open step and its gradients."""
-        raise NotImplementedError
-
-    def _whole_square_sum(self) -> float:
-        """Return the sum of squares of all gradients of the open step."""
         raise NotImplementedError
 
     def _release(self) -> None:

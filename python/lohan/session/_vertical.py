@@ -357,7 +357,7 @@ class Vertical(Runs):
         finally:
             self._arrivals = None
         for _ in losses[1:]:
-            session._accumulation.backward_end()
+            session._open_step.accumulation.backward_end()
         return [loss.detach() for loss in losses]
 
     def _choose(self, functions: Sequence[Loss]) -> list[torch.Tensor]:

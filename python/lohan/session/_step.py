@@ -1,0 +1,254 @@
+"""The open step of a session: from the begin of its first backward until it is closed."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lohan.common import _log
+from lohan.common._hyper import check_hyper
+from lohan.config import SCHEDULES_AT_STEP
+from lohan.errors import HyperParameterError, StepError, ZeroGradError
+from lohan.session import _engine, _gradients
+from lohan.session._scaling import StepScale
+from lohan.store import _scalars
+from lohan.torch_glue._tensor import at_backward_end, in_backward
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.common._hyper import Hyper
+    from lohan.session._session import Session
+    from lohan.torch_glue._accumulate import Accumulation
+
+
+class OpenStep:
+    """What a session knows of its open step, and how that is closed or discarded.
+
+    Args:
+        session: the session.
+        engine: its engine.
+        accumulation: counts the backwards of the step.
+
+    Attributes:
+        backward: the state of the last backward: "none", "running" or "done".
+        accumulation: see above.
+        gradients: the stand-ins in p.grad.
+        scale: the factor of the gradients.
+        hypers: the hyper-parameters that updates use, by group; None: no gradient has come.
+    """
+
+    def __init__(self, session: Session, engine: _core.Engine, accumulation: Accumulation) -> None:
+        self._session = session
+        self._engine = engine
+        self._peers = session._peers
+        self.accumulation = accumulation
+        self.backward = "none"
+        self.hypers: list[Hyper] | None = None
+        # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
+        self._tail: torch.Tensor | None = None
+        this, layout = weakref.ref(self), session.layout
+        self.scale = StepScale(
+            {p.index: p.name for p in layout.params if layout.units[p.unit].trainable},
+            accumulation,
+            (lambda: _engine.alive(this)._square_sum()) if self.is_waiting else None,
+            1.0 / session.config.process_count,  # the mean over processes, as torch's DDP takes it
+        )
+        self.gradients = _gradients.HollowGradients(layout, self.scale)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether updates wait for `step()`."""
+        return self._session.config.schedule in SCHEDULES_AT_STEP
+
+    # --- Backward ---------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Handle the start of a backward, detected at its first saved parameter or gradient."""
+        session = self._session
+        session._runs.backward_begins()
+        for extension in session.extensions:
+            extension.admit(session)
+        session._thread.backward_begin()
+        session._changed_drop()
+        session.edits.commit()
+        session._keep_checksums()
+        self.backward = "running"
+        for extension in session.extensions:
+            extension.backward_begins(session)
+        if in_backward():
+            at_backward_end(session._thread.backward_end(self.backward_ended))
+
+    def backward_ended(self) -> None:
+        """Handle the end of a backward."""
+        session = self._session
+        session._runs.backward_ends()
+        is_elsewhere = self._peers.backward_ends()
+        self.backward = "done"
+        for extension in session.extensions:
+            extension.backward_ended(session)
+        if self._engine.backward_end() or is_elsewhere:
+            self.accumulation.backward_end()
+        if is_elsewhere or self._engine.status()["has_gradients"]:
+            self.gradients.show()
+
+    def gradient_came(self) -> None:
+        """Handle the first gradient of a step: the updates use the current hyper-parameters."""
+        _gradients.refuse_graphs()
+        self._hyper_set(self._session.optimizer.hypers())
+
+    def _hyper_set(self, hypers: list[Hyper]) -> None:
+        for index, hyper in enumerate(hypers):
+            check_hyper(hyper)
+            self._engine.hyper(index, *hyper, self._session.averages.rest)
+        self.hypers = hypers
+
+    # --- step() -----------------------------------------------------------------------------
+
+    def close(self, unscale: float = 1.0) -> None:
+        """Close the open step. `model.optimizer.step()` calls this method.
+
+        Args:
+            unscale: a factor for the gradients, applied before clipping.
+        """
+        self._peers.close_step(unscale)
+
+    def close_here(self, unscale: float) -> None:
+        """Close the open step in this process, once all processes agree on it."""
+        session = self._session
+        session.check_open()
+        session.refuse_other_thread("step()")
+        for extension in session.extensions:
+            extension.step_begins(session)
+        if self.backward == "running" and not in_backward():
+            raise StepError(
+                "the backward of this step raised an exception: call"
+                " model.optimizer.zero_grad() to discard the step, or begin the next forward"
+            )
+        has_gradients = bool(self._engine.status()["has_gradients"])
+        self.gradients.check(has_gradients)
+        if not has_gradients:
+            self.backward = "none"
+            return
+        now = session.optimizer.hypers()
+        if self.is_waiting:
+            self._hyper_set(now)
+        elif now != self.hypers:
+            raise HyperParameterError(
+                f"hyper-parameters changed between backward and step(), from {self.hypers} to"
+                f" {now}, but updates already used the former. Change them after step() or before"
+                " backward (learning-rate schedulers: after step())"
+            )
+        if self.is_waiting:
+            self._give()
+            if session.config.on_nan == "skip" and self._is_skipped():
+                return
+            scale = self.scale.factor() * unscale
+            if session.optimizer.max_grad_norm is not None:
+                scale = session.optimizer.clip_scale(self._peers.whole_square_sum(), scale)
+            self._engine.gradient_scale(scale)
+        self.gradients.hide()
+        more: dict[str, Any] = {}
+        for extension in session.extensions:
+            more |= extension.state(session)
+        device = session.device.torch_device
+        scalars, tail = _scalars.pack(session.optimizer, session.buffers, device, more)
+        if tail is not None:
+            self._engine.post_tail(tail.data_ptr(), tail.numel())
+        for extension in session.extensions:
+            extension.before_close(session)
+        self._engine.close_step(scalars)
+        self._tail = tail  # not before: the engine may have been copying the previous one
+        self.backward = "none"
+        self.accumulation.reset()
+        self.scale.reset()
+        self._await_updates()
+        for extension in session.extensions:
+            extension.closed(session)
+
+    def _is_skipped(self) -> bool:
+        """Discard the open step if a gradient is not finite; return whether it was discarded."""
+        square_sum = self._peers.whole_square_sum()
+        if math.isfinite(square_sum):
+            return False
+        self.discard()
+        self._session.optimizer.was_skipped = True
+        _log.note(
+            f"step {self._session.step + 1} is skipped, because the norm of its gradients is"
+            f" {math.sqrt(square_sum)}"
+        )
+        return True
+
+    def _await_updates(self) -> None:
+        """Wait for the updates of the step that was just closed, if the schedule says so."""
+        self._peers.step_closed()
+        if self._session.config.schedule == "serial":
+            self._engine.await_steps()
+
+    def _give(self) -> None:
+        """Pass the summed gradients to the engine; the open step accepts no others after that."""
+        if self.accumulation.is_open:
+            self._engine.sums_give()
+            self.accumulation.is_given = True
+
+    def _square_sum(self) -> float:
+        """Return the sum of squares of all gradients; the step accepts no others after that."""
+        self._session.check_open()
+        is_done = self.backward == "done"
+        if is_done:
+            self._peers.norm_begins()
+        if not is_done or not self._peers.has_gradients():
+            raise StepError(
+                "there are no gradients to clip or scale: do that after the backward and before"
+                " model.optimizer.step()"
+            )
+
+        def here() -> float:
+            self._give()
+            return self._peers.whole_square_sum()
+
+        return self._peers.square_sum(here)
+
+    # --- Without an update --------------------------------------------------------------------
+
+    def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
+        self._session.check_open()
+        if not in_backward() and (
+            self.backward == "running" or (self.is_waiting and self._peers.has_gradients())
+        ):
+            self.abort()
+        elif self._engine.status()["has_gradients"]:
+            raise ZeroGradError(
+                "zero_grad() between backward and step(): updates of this step have begun and"
+                " cannot be undone. Call zero_grad() after step(), or skip the step before"
+                " backward. If a backward leaves gradients that no step should use (a GAN's"
+                ' generator, through the discriminator), wrap with schedule="deferred": then no'
+                " update begins before step(), and zero_grad() discards the gradients"
+            )
+        for tensor in tensors:
+            tensor.grad = None
+
+    def abort(self) -> None:
+        """Forget the open step, in all processes."""
+        self._peers.abort_begins()
+        if self.backward == "running" and not in_backward():
+            self._session._thread.refuse_backward("the model, step() or zero_grad()")
+        self.discard()
+        self._peers.abort_ended()
+
+    def discard(self) -> None:
+        """Forget the open step in this process."""
+        session = self._session
+        for extension in session.extensions:
+            extension.aborted(session)
+        self.gradients.hide()
+        self._engine.abort()
+        session.layout.in_place.lose()
+        self.accumulation.reset()
+        self.scale.reset()
+        self.backward = "none"
+        self.hypers = None
