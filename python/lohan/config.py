@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lohan.common import _units
+from lohan.common._setting import setting
 
 # In the order of the core's enum lh_engine_schedule.
-SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
+Schedule = Literal["optimized", "serial", "naive", "deferred", "auto"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 # With these schedules, no update runs before step().
 SCHEDULES_AT_STEP = ("serial", "deferred")
 ACTIVATIONS = ("keep", "recompute")
 # Values of `activations` that plan after profiling the first step. The policies of other systems
 # can be simulated (lohan simulate --policy), but not trained with.
 POLICIES = ("fuyou", "lohan", "auto")
+
+_SIZE_MAX = 1 << 60
 
 # More steps between two commits than any run makes: commits never happen automatically.
 _RARELY = 1 << 62
@@ -179,44 +183,309 @@ class Config:
         allow_tmpfs: allow a store in main memory (for tests).
     """
 
-    host_bytes: int | None = None
-    threads: int | None = None
-    nice: int | None = None
-    io: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
-    io_depth: int = 16
-    transfer_bytes: int = 4 << 20
-    commit_every: int | Literal["auto", "never", "manual"] = "auto"
-    schedule: Literal["optimized", "serial", "naive", "deferred", "auto"] = "optimized"
-    accumulate: int | Literal["manual"] = 1
-    order: Literal["horizontal", "vertical", "auto"] = "horizontal"
-    ema: float | None = None
-    loss_scaling: bool = False
-    on_nan: Literal["raise", "skip", "accept"] = "raise"
-    activations: str | Mapping[str, str] = "keep"
-    profile: Literal["reuse", "again"] = "reuse"
-    swap_bytes: int | None = None
-    swap_ssd_bytes: int | None = None
-    device: str | None = None
-    device_bytes: int | None = None
-    device_param_bytes: int | None = None
-    emu_bytes_per_s: tuple[int, int] | None = None
-    emu_alloc_bytes_per_s: int | None = None
-    heap: Literal["keep", "system"] = "keep"
-    frozen: Literal["in_place", "packed", "copy"] = "in_place"
-    share: Literal["off", "on"] = "off"
-    gather: Literal["host", "shards", "auto"] = "host"
-    replicas: Literal["all", "parameters"] = "all"
-    write_every: int | Literal["auto", "never"] = "auto"
-    runs: Literal["auto", "together", "apart"] = "auto"
-    ablate: tuple[str, ...] = ()
-    peer_timeout_s: float = 30.0
-    wear_budget: int | str | None = None
-    ssd_endurance_bytes: int | None = None
-    step_records: bool = True
-    verify: bool = True
-    trace_events: int = 0
-    allow_buffered: bool = True
-    allow_tmpfs: bool = False
+    host_bytes: int | None = setting(
+        None,
+        "Memory and speed",
+        "half of the available memory, at most what the model can use",
+        "ceiling on main memory for parameters, optimizer states and gradients in flight; more "
+        "than the machine has, or than a container may use, is refused",
+        least=1,
+        most=_SIZE_MAX,
+    )
+    threads: int | None = setting(
+        None,
+        "Memory and speed",
+        'one per core that the process may use; with `device="cuda"` three fewer, but at least '
+        "half",
+        "workers of the CPU optimizer",
+        least=1,
+        most=256,
+    )
+    nice: int | None = setting(
+        None,
+        "Memory and speed",
+        '5 with `device="cuda"`, otherwise 0',
+        "added to the workers' nice value, so that the training thread goes first on a shared core",
+        least=0,
+        most=19,
+    )
+    io: Literal["auto", "io_uring", "libaio", "threads"] = setting(
+        "auto",
+        "Disks",
+        '`"auto"`',
+        'I/O backend: the best that works here, or `"io_uring"`, `"libaio"`, `"threads"`',
+    )
+    io_depth: int = setting(
+        16,
+        "Disks",
+        "16",
+        "I/O requests in flight",
+        least=1,
+        most=512,  # a queue holds 1024 requests, including those of a commit
+    )
+    transfer_bytes: int = setting(
+        4 << 20,
+        "Disks",
+        "4 MiB",
+        "largest I/O request, a multiple of 1 MiB",
+        least=1 << 20,
+        most=64 << 20,
+        multiple=1 << 20,
+    )
+    commit_every: int | Literal["auto", "never", "manual"] = setting(
+        "auto",
+        "Commits",
+        '`"auto"`: every step, or [rarely if commits cost much or write much in a '
+        "day](checkpoints.md#how-often-steps-are-committed)",
+        'steps between commits; `"manual"`: only `model.lohan.commit()` commits; `"never"`: '
+        "half the space on the SSDs, and nothing to resume after a crash "
+        '([Checkpoints](checkpoints.md)); not where processes of a machine have `share="on"`',
+        least=1,
+        most=(1 << 63) - 1,
+        what="a number of steps of at least 1",
+    )
+    schedule: Schedule = setting(
+        "optimized",
+        "Memory and speed",
+        '`"optimized"`',
+        "when updates run, see below",
+    )
+    accumulate: int | Literal["manual"] = setting(
+        1,
+        "Accumulation and scaling",
+        "1",
+        "backward passes per step; their gradients are summed in fp32, in 4 bytes of main "
+        'memory per trainable parameter. `"manual"`: those inside `with model.no_sync():` and '
+        "the one after it",
+        least=1,
+        most=(1 << 31) - 1,
+        what="a number of backwards per step, at least 1",
+    )
+    order: Literal["horizontal", "vertical", "auto"] = setting(
+        "horizontal",
+        "Accumulation and scaling",
+        '`"horizontal"`',
+        'the order of the micro-batches in `model.lohan.accumulate()`. `"vertical"`: each '
+        "block runs all of them before the next block does, so parameters are read once a step "
+        '([below](#one-pass-for-all-micro-batches)); `"auto"`: this order where it reads less '
+        "and fits",
+    )
+    ema: float | None = setting(
+        None,
+        "Accumulation and scaling",
+        "`None`",
+        "the decay of an [exponential moving "
+        "average](checkpoints.md#averages-of-the-parameters) of the trained parameters, which "
+        "is kept in the store",
+        least=0,
+        most=1,
+        what="None, or the decay of the averages: a number from 0 to 1, such as 0.999",
+    )
+    loss_scaling: bool = setting(
+        False,
+        "Accumulation and scaling",
+        "`False`",
+        "`torch.amp.GradScaler` scales the loss",
+    )
+    on_nan: Literal["raise", "skip", "accept"] = setting(
+        "raise",
+        "Accumulation and scaling",
+        '`"raise"`',
+        "what happens to a step with a gradient that is NaN or infinite "
+        "([below](#gradients-that-are-not-finite))",
+    )
+    activations: str | Mapping[str, str] = setting(
+        "keep",
+        "Activations",
+        '`"keep"`',
+        '`"keep"`, `"recompute"`, a dict of layer patterns, or a policy: `"auto"`, `"lohan"` '
+        'or `"fuyou"` ([the choices](larger-than-memory.md#activations))',
+    )
+    profile: Literal["reuse", "again"] = setting(
+        "reuse",
+        "Activations",
+        '`"reuse"`',
+        '`"reuse"`: start with the profile of an earlier run with the same model, shape and '
+        'machine, stored beside the store; `"again"`: profile once more',
+    )
+    swap_bytes: int | None = setting(
+        None,
+        "Activations",
+        "nothing leaves; under a policy, at most a quarter of `host_bytes` and eight times the "
+        "parameters' bytes",
+        "main memory, out of `host_bytes`, for activations that leave",
+        least=0,
+        most=_SIZE_MAX,
+    )
+    swap_ssd_bytes: int | None = setting(
+        None,
+        "Activations",
+        "half of the free space; under a policy, at most 16 times `swap_bytes`; less if "
+        "another process takes the space first",
+        "space on SSD for activations, allocated at `wrap`, of which each tensor takes a "
+        "multiple of 1 MiB; 0: none, so they stay in main memory",
+        least=0,
+        most=_SIZE_MAX,
+    )
+    device: str | None = setting(
+        None,
+        "Devices",
+        "the CPU",
+        '`"cpu"`, `"cuda"`, `"cuda:1"`, `"emu"` or a `torch.device` ([GPUs and the emulated '
+        "accelerator](devices.md))",
+    )
+    device_bytes: int | None = setting(
+        None,
+        "Devices",
+        "what the device has",
+        "limit on the device memory for parameters, kept saved tensors and gradients on their "
+        "way out. On the CPU: what a policy may leave there of saved tensors",
+        least=1,
+        most=_SIZE_MAX,
+    )
+    device_param_bytes: int | None = setting(
+        None,
+        "Devices",
+        "half of `device_bytes` (on a GPU a quarter of its free memory less a reserve), at "
+        "least what is in use at once",
+        "the part of `device_bytes` for parameters. If it is set, an [integrated "
+        "GPU](devices.md#an-integrated-gpu) gets copies, too",
+        least=1,
+        most=_SIZE_MAX,
+    )
+    emu_bytes_per_s: tuple[int, int] | None = setting(
+        None,
+        "Devices",
+        "as fast as memory is copied",
+        "speed of the emulated device's links, `(in, out)`",
+    )
+    emu_alloc_bytes_per_s: int | None = setting(
+        None,
+        "Devices",
+        "instantaneous",
+        "speed at which the emulated device allocates memory",
+    )
+    heap: Literal["keep", "system"] = setting(
+        "keep",
+        "Memory and speed",
+        '`"keep"`',
+        '`"keep"`: where torch computes on the CPU, the C heap keeps the memory that torch '
+        "frees, for the whole process (15 % faster where measured, a quarter more memory at "
+        'the peak); `"system"`: leave the heap alone',
+    )
+    frozen: Literal["in_place", "packed", "copy"] = setting(
+        "in_place",
+        "Disks",
+        '`"in_place"`',
+        "frozen parameters of a model with `weights=`: read from those files whenever they are "
+        'needed; with `"packed"` the same, and [quantized ones stay in memory in their packed '
+        "bytes](lora.md#packed-bytes-in-main-memory) as far as `host_bytes` allows; with "
+        '`"copy"` copied into the store',
+    )
+    share: Literal["off", "on"] = setting(
+        "off",
+        "Several processes",
+        '`"off"`',
+        '`"on"`: the processes of a machine '
+        "[share](several-processes.md#several-processes-on-one-machine) one store, one copy of "
+        "the parameters and one set of states",
+    )
+    gather: Literal["host", "shards", "auto"] = setting(
+        "host",
+        "Several processes",
+        '`"host"`',
+        'with `share="on"` and an accelerator in each process, `"shards"`: each process copies '
+        "[a part of each block](several-processes.md#gathering-blocks-on-the-accelerators) "
+        'from main memory, and gets the rest from the other accelerators; `"auto"`: the faster '
+        "way, measured in `wrap`",
+    )
+    replicas: Literal["all", "parameters"] = setting(
+        "all",
+        "Several processes",
+        '`"all"`',
+        '`"parameters"`: each process has all parameters, but a [part of the optimizer\'s '
+        "states](several-processes.md#dividing-the-optimizers-states)",
+    )
+    write_every: int | Literal["auto", "never"] = setting(
+        "auto",
+        "Zeroth-order training",
+        '`"auto"`',
+        'steps between writes of the parameters to the store; `"never"`: only the journal grows',
+        least=1,
+        most=(1 << 31) - 1,
+        what="a number of steps of at least 1",
+    )
+    runs: Literal["auto", "together", "apart"] = setting(
+        "auto",
+        "Zeroth-order training",
+        '`"auto"`',
+        'the two runs of the model in a step: `"together"`, block by block, or `"apart"`, one '
+        "after the other",
+    )
+    ablate: tuple[str, ...] = setting(
+        (),
+        "Zeroth-order training",
+        "nothing",
+        'parts of the schedule to disable, to measure their effect: `"overlap"`, `"reuse"`, '
+        '`"deferred"`',
+    )
+    peer_timeout_s: float = setting(
+        30.0,
+        "Several processes",
+        "30",
+        "seconds that another process may be silent before it counts as lost. In `wrap` a "
+        "process waits ten times as long for the others to come, and at least 600 seconds",
+        least=1,
+        what="a number of seconds of at least 1",
+    )
+    wear_budget: int | str | None = setting(
+        None,
+        "Disks",
+        "no limit",
+        "the bytes that the run may write to the drives of its store, over all its sessions: "
+        '`"50TB"`, or `"1TB/day"` ([below](#wear))',
+    )
+    ssd_endurance_bytes: int | None = setting(
+        None,
+        "Disks",
+        "as the drive reports",
+        'the bytes that may be written to one drive in its life, such as `"600TB"` (TBW in its '
+        "data sheet)",
+        least=1,
+        most=_SIZE_MAX,
+    )
+    step_records: bool = setting(
+        True,
+        "What is recorded",
+        "`True`",
+        "keep figures of each step in a small file beside the store, for [`lohan watch`](watch.md)",
+    )
+    verify: bool = setting(
+        True,
+        "Commits",
+        "`True`",
+        "compare the checksum of everything that is read",
+    )
+    trace_events: int = setting(
+        0,
+        "What is recorded",
+        "0",
+        "events of the timeline to keep ([how to read it](command-line.md#the-timeline))",
+        least=0,
+        most=1 << 62,
+    )
+    allow_buffered: bool = setting(
+        True,
+        "Disks",
+        "`True`",
+        "use a file system without direct I/O through the page cache",
+    )
+    allow_tmpfs: bool = setting(
+        False,
+        "Disks",
+        "`False`",
+        "accept a store in main memory (for tests)",
+    )
 
     def __post_init__(self) -> None:
         """Convert sizes given as strings to numbers; an invalid size raises an error."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
+import sys
 from typing import Any
 
 import crash_worker
 import lohan
 import pytest
-from lohan.common import _memory, _units
+from lohan.common import _memory, _setting, _units
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import settings_page  # noqa: E402  (its folder has just been named)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +164,35 @@ def test_a_device_that_fills_names_how_much_is_enough(store_dir: pathlib.Path) -
 def test_units_of_rates_are_not_those_of_sizes() -> None:
     with pytest.raises(ModelError, match="16GB/s"):
         _units.size("emu_bytes_per_s", "5GB", _units.RATES)
+
+
+def test_the_tables_of_settings_are_made_from_what_is_declared() -> None:
+    text = settings_page.PAGE.read_text(encoding="utf-8")
+    assert settings_page.page(text) == text, "run tools/settings_page.py --write"
+    fields = {field.name for field in dataclasses.fields(lohan.Config)}
+    assert fields == set(_setting.declared(lohan.Config)), "a setting without a declaration"
+
+
+CHECKED = [
+    name
+    for name, said in _setting.declared(lohan.Config).items()
+    if said.least is not None or _setting.choices(lohan.Config, name)
+]
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_value_outside_of_what_is_declared_is_refused(name: str) -> None:
+    said = _setting.declared(lohan.Config)[name]
+    choices = _setting.choices(lohan.Config, name)
+    wrong: list[Any] = [*([said.least - 1, True] if said.least is not None else []), "neither", []]
+    wrong += [said.most + 1] if said.most is not None else []
+    for value in wrong:
+        if value == "neither" and name.endswith("_bytes"):
+            continue  # Config itself reads sizes
+        with pytest.raises(ModelError, match=rf"^{name} .* must be ") as caught:
+            _setting.check(lohan.Config(**{name: value}))
+        assert all(repr(choice) in str(caught.value) for choice in choices)
+    right: list[Any] = [*choices, *([said.least] if said.least is not None else [])]
+    right += [said.least + 0.5] if name in ("ema", "peer_timeout_s") else []
+    for value in right:
+        _setting.check(lohan.Config(**{name: value}))

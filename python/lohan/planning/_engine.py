@@ -6,6 +6,7 @@ import errno
 import math
 from typing import TYPE_CHECKING, Any
 
+from lohan.config import SCHEDULES as SCHEDULES
 from lohan.errors import BudgetError, LohanError
 from lohan.planning import _base, _wear
 from lohan.planning._pieces import NS_PER_S, block_params, frozen_params
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from lohan.planning._placement import Placement
     from lohan.planning._plan import Model
 
-SCHEDULES = ("optimized", "serial", "naive", "deferred", "auto")
 # The interval of commits that are too rare to be simulated one by one.
 RARELY = 1 << 20
 # The bytes of main memory that AdamW reads and writes per parameter: csrc/sched/update.c.

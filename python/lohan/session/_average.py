@@ -29,25 +29,18 @@ if TYPE_CHECKING:
 
 
 def check(config: Config, reasons: dict[str, bool]) -> None:
-    """Reject an invalid ema=, or one that another setting does not support.
+    """Reject ema= with another setting that does not support it.
 
     Args:
         config: the settings.
         reasons: what is not supported, and whether it is so.
 
     Raises:
-        ModelError: it is not a number from 0 to 1.
         UnsupportedError: the message names the other setting.
     """
     decay: Any = config.ema
     if decay is None:
         return
-    is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
-    if not is_number or not 0 <= decay <= 1:
-        raise ModelError(
-            f"ema {decay!r} must be None, or the decay of the averages: a number from 0 to 1, such"
-            " as 0.999"
-        )
     for reason, is_so in reasons.items():
         if is_so:
             raise UnsupportedError(

@@ -6,41 +6,21 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 
 from lohan.activations import _activations, _swap
-from lohan.config import SCHEDULES, SCHEDULES_AT_STEP, Config
+from lohan.common import _setting
+from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout import _experts
 from lohan.layout._experts import Apart
 from lohan.planning import _wear
 from lohan.session import _average, _block_swap, _order
-from lohan.torch_glue import _accumulate, _device
+from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
-_CHOICES = {
-    "io": ("auto", "io_uring", "libaio", "threads"),
-    "profile": ("reuse", "again"),
-    "frozen": ("in_place", "packed", "copy"),
-    "on_nan": ("raise", "skip", "accept"),
-    "heap": ("keep", "system"),
-    "runs": ("auto", "together", "apart"),
-}
-_RANGES = {
-    "host_bytes": (1, 1 << 60),
-    "swap_bytes": (0, 1 << 60),
-    "swap_ssd_bytes": (0, 1 << 60),
-    "threads": (1, 256),
-    "nice": (0, 19),
-    "io_depth": (1, 512),  # a queue holds 1024 requests, including those of a commit
-    "transfer_bytes": (1 << 20, 64 << 20),
-    "trace_events": (0, 1 << 62),
-    "device_bytes": (1, 1 << 60),
-    "device_param_bytes": (1, 1 << 60),
-    "ssd_endurance_bytes": (1, 1 << 60),
-}
 # Names of the same settings in other libraries.
 _ELSEWHERE = {
     "learning_rate": "lr",
@@ -84,36 +64,17 @@ def make(config: Config | None, settings: dict[str, Any], call: Callable[..., An
     return dataclasses.replace(config or Config(), **settings)
 
 
-def _is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check(config: Config) -> None:
     """Reject invalid values of settings.
 
     Raises:
         ModelError: a setting is invalid; the message says which values are valid.
     """
-    commits = config.commit_every
-    is_named = commits in ("auto", "never", "manual")
-    if not is_named and not (_is_whole(commits) and 0 < commits < 1 << 63):
-        raise ModelError(
-            f"commit_every {commits!r} must be 'auto', 'never', 'manual' or a number of steps of at"
-            " least 1"
-        )
-    for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            said = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-            raise ModelError(f"{name} {getattr(config, name)!r} must be {said}")
+    _setting.check(config)
     if config.frozen == "packed" and config.share == "on":
         raise UnsupportedError(
             "frozen='packed' is not supported with share='on', whose processes read the decoded"
             " parameters of one process: pass share='off', or leave frozen= out"
-        )
-    every = config.write_every
-    if every not in ("auto", "never") and not (_is_whole(every) and 0 < every < 1 << 31):
-        raise ModelError(
-            f"write_every {every!r} must be 'auto', 'never' or a number of steps of at least 1"
         )
     parts = config.ablate if isinstance(config.ablate, tuple | list) else (config.ablate,)
     for part in parts:
@@ -121,36 +82,17 @@ def check(config: Config) -> None:
             raise ModelError(
                 f"ablate {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
             )
-    for name in ("loss_scaling", "step_records", "verify", "allow_buffered", "allow_tmpfs"):
-        if not isinstance(getattr(config, name), bool):
-            raise ModelError(f"{name} {getattr(config, name)!r} must be True or False")
-    timeout: Any = config.peer_timeout_s
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 1:
-        raise ModelError(f"peer_timeout_s {timeout!r} must be a number of seconds of at least 1")
     if not isinstance(config.device, str | None):
         raise ModelError(
             f"device {config.device!r} must be None, 'cpu', 'cuda', 'cuda:INDEX', 'emu', or a"
             " torch.device"
         )
-    if config.schedule not in SCHEDULES:
-        raise ModelError(f"schedule {config.schedule!r} must be one of {', '.join(SCHEDULES)}")
     _wear.limit_of(config.wear_budget)
     _activations.check(config.activations)
     _check_order(config)
     _device.check(config)
     _check_gather(config)
     _swap.check(config)
-    for name, (least, most) in _RANGES.items():
-        value = getattr(config, name)
-        if value is not None and not (_is_whole(value) and least <= value <= most):
-            also = ', or a size as "16GB"' if name.endswith("_bytes") else ""
-            raise ModelError(
-                f"{name} {value!r} must be a whole number from {least} to {most}{also}"
-            )
-    if config.transfer_bytes % (1 << 20):
-        raise ModelError(
-            f"transfer_bytes {config.transfer_bytes} must be a multiple of {1 << 20} (1 MiB)"
-        )
 
 
 def checked(config: Config, max_grad_norm: float | None, model: nn.Module) -> Config:
@@ -161,7 +103,6 @@ def checked(config: Config, max_grad_norm: float | None, model: nn.Module) -> Co
     """
     config = _block_swap.with_device(model, config)
     check(config)
-    _accumulate.check(config.accumulate)
     is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
     if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
         is_alone = process_count() == 1  # several processes are refused in split()
@@ -180,8 +121,6 @@ def checked(config: Config, max_grad_norm: float | None, model: nn.Module) -> Co
 
 
 def _check_order(config: Config) -> None:
-    if config.order not in ("horizontal", "vertical", "auto"):
-        raise ModelError(f"order {config.order!r} must be 'horizontal', 'vertical' or 'auto'")
     if config.order != "vertical":
         return
     if reason := _order.why_no_turns():
@@ -199,8 +138,6 @@ def _check_order(config: Config) -> None:
 
 
 def _check_gather(config: Config) -> None:
-    if config.gather not in ("host", "shards", "auto"):
-        raise ModelError(f"gather {config.gather!r} must be 'host', 'shards' or 'auto'")
     if config.gather == "shards" and config.share != "on":
         raise ModelError(
             "gather='shards' needs share='on' and several processes on the machine, which then"

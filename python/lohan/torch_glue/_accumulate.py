@@ -6,23 +6,9 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from lohan import _core
-from lohan.errors import ModelError, SecondBackwardError, UnsupportedError
+from lohan.errors import SecondBackwardError, UnsupportedError
 
 Accumulate = int | Literal["manual"]
-
-
-def check(accumulate: Accumulate) -> None:
-    """Check the value of accumulate=.
-
-    Raises:
-        ModelError: accumulate is neither an integer of at least 1 nor "manual".
-    """
-    is_number = isinstance(accumulate, int) and not isinstance(accumulate, bool)
-    if accumulate != "manual" and not (is_number and accumulate >= 1):
-        raise ModelError(
-            f"accumulate {accumulate!r}: must be a number of backwards per step, at least 1, or"
-            " 'manual'"
-        )
 
 
 class Accumulation:
