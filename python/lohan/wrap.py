@@ -18,22 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lohan import _core
 from lohan.activations import _activations, _swap
-from lohan.activations._planner import Planner
-from lohan.common import _arguments, _exit, _meta
+from lohan.common import _arguments, _exit
 from lohan.config import Config
 from lohan.errors import ModelError, OffloadedGradientError, StoreError
-from lohan.layout import _in_place_found, _names, _ties
+from lohan.layout import _names, _ties
 from lohan.mezo import _zo_setup, _zo_world
-from lohan.mezo._zo_session import ZerothSession
-from lohan.mezo._zo_wear import ZerothWear
-from lohan.replicas import _join
 from lohan.session import (
-    _adopt,
     _division,
     _notes,
     _opened,
     _order,
-    _recorder,
     _replaced,
     _settings,
 )
@@ -41,15 +35,14 @@ from lohan.session._guard import Guard
 from lohan.session._model_checks import check_model
 from lohan.session._optim import DEFAULTS, Optimizer, StoreOptimizer
 from lohan.session._session import Session
-from lohan.session._vertical import Vertical
-from lohan.store import _checksums, _directories, _export, _scalars, _store, _temporary, _weights
+from lohan.store import _checksums, _directories, _scalars, _store, _temporary, _weights
 from lohan.store._created import remove_remains
 from lohan.torch_glue import _buffers, _device, _late
-from lohan.world import _world
+from lohan.world._joined import joined
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
-    from lohan.layout._in_place_found import Found
+    from lohan.layout._in_place import Found
     from lohan.mezo._zo_setup import Zeroth
 
 PathLike = str | os.PathLike[str]
@@ -115,8 +108,8 @@ def wrap(
     of_method = _zo_setup.take(settings, max_grad_norm, optimizer)
     made = _settings.checked(_settings.make(config, settings, wrap), max_grad_norm, model)
     is_resumed, open_at = _arguments.resume_of(resume)
-    _adopt.check(optimizer, {**hyper, "params": params}, resume=is_resumed)
-    with torch.inference_mode(False), _world.joined(made.peer_timeout_s) as world:
+    _check_origin(optimizer, {**hyper, "params": params}, resume=is_resumed)
+    with torch.inference_mode(False), joined(made.peer_timeout_s) as world:
         check_model(model, is_resumed or weights is not None or init is not None)
         zeroth = _zo_setup.make(method, model, {**hyper, **of_method}, made, store)
         apart, made = _settings.split(model, made, experts, idle, method, states, world, optimizer)
@@ -126,6 +119,13 @@ def wrap(
             opening = _lay_out(model, shared, zeroth, store, is_resumed, open_at, weights, blocks)
             opening.set_optimizer(apart.groups(params, model), hyper, optimizer, max_grad_norm)
             return apart.begin(opening.attach(store, is_resumed, weights, init))
+
+
+def _check_origin(origin: Any, besides: dict[str, Any], *, resume: bool) -> None:
+    if origin is not None:
+        from lohan.session import _adopt
+
+        _adopt.check(origin, besides, resume=resume)
 
 
 def _lay_out(
@@ -145,6 +145,8 @@ def _lay_out(
     )
     layout.groups = shared.described
     if shared.is_mate:
+        from lohan.replicas import _join
+
         made = _join.config_of_mate(made)
         budget = _division.least(layout, made)
     if zeroth is None:
@@ -220,7 +222,7 @@ class _Opening:
             if resume:
                 store = _store.open_existing(directories, self.config, open_at=self.open_at)
             else:
-                self.layout.about = _export.about(self.model, self.layout)
+                self.layout.about = _names.about(self.model, self.layout)
                 self.layout.about |= self.shared.about
                 store = _store.create(self.layout, extents, directories, self.config, where is None)
             return self._begin(store, extents, directories, resume, weights, init, where is None)
@@ -292,10 +294,11 @@ class _Opening:
         if not temporary:
             session.keep_names()
         _opened.extend(session, self.shared.world)
-        wear = None if self.zeroth is None else ZerothWear
+        wear = None if self.zeroth is None else _zeroth_wear()
         full = functools.partial(_division.full_budget, self.layout, self.config)
         _opened.opened(session, wear, full, is_resumed=resume, is_temporary=temporary)
-        _recorder.begin(session, is_resumed=resume, is_temporary=temporary)
+        if not temporary:
+            _record(session, is_resumed=resume)
         self.optimizer.replaced = _replaced.Replaced(session, self.optimizer)
         _notes.say(session, self.optimizer.replaced.notes)
         _device.say_gpu(self.config)
@@ -348,10 +351,14 @@ class _Opening:
         make: Any = Session
         device = _division.plan_device(self.layout, self.config)
         if self.zeroth is not None:
+            from lohan.mezo._zo_session import ZerothSession
+
             make = functools.partial(ZerothSession, zeroth=self.zeroth)
         elif self.shared.world is not None:
             make = functools.partial(Session, peers=self.shared.peers(self.layout))
         elif _order.is_vertical(self.config, self.layout, self.budget, device):
+            from lohan.session._vertical import Vertical
+
             make = functools.partial(Session, runs=Vertical(self.config.order))
         session: Session = make(
             self.layout,
@@ -377,6 +384,9 @@ class _Opening:
         _store.check_table(store, extents)
         _checksums.read(self.layout, extents, store)
         if self.found is not None:
+            from lohan.common import _meta
+            from lohan.layout import _in_place_found
+
             # If another process has just filled the store, `then` is empty: only the store has it.
             then = self.found.then or _in_place_found.files_of(_meta.of(store))
             _checksums.check_content(self.layout, then)
@@ -385,6 +395,8 @@ class _Opening:
     def _fill(self, extents: _store.Extents, store: _core.Store, weights: Any, init: Any) -> None:
         adopted, origin = b"", self.optimizer.origin
         if origin is not None:
+            from lohan.session import _adopt
+
             adopted = _adopt.write_state(origin, self.layout, extents, store)
         files = self.found.files if self.found is not None else ()
         if self.found is not None:
@@ -420,17 +432,19 @@ def unwrap(model: nn.Module) -> nn.Module:
     origin: torch.optim.Optimizer | None = model.__dict__["optimizer"].origin
     layout, extents = session.layout, session.extents
     states: dict[int, Any] = {}
+    if origin is not None:
+        from lohan.session import _adopt
     if not session.closed:
         session.settle()
     is_late = session._peers.is_mate  # the store is another process's until that has closed it
-    if _adopt.is_torchs(origin) and not is_late:
+    if origin is not None and _adopt.is_torchs(origin) and not is_late:
         with session.reading() as store:
             states = _adopt.read_state(layout, extents, store)
     values = session.values()
     if not session.closed:
         session.part()
     session.close()
-    if _adopt.is_torchs(origin) and is_late:
+    if origin is not None and _adopt.is_torchs(origin) and is_late:
         with session.reading() as store:
             states = _adopt.read_state(layout, extents, store)
     _exit.sessions.discard(session)
@@ -457,9 +471,12 @@ def _remove_attributes(model: nn.Module) -> None:
 
 def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Opening) -> nn.Module:
     """Attach an open session to the model; on an error, close the session to unlock its store."""
-    guard = Guard(model, session, _export.save_pretrained)
+    guard = Guard(model, session, _save_pretrained)
     try:
         _put_on(model, session, optimizer, guard)
+        if opening.zeroth is not None:
+            zeroth: Any = session
+            object.__setattr__(model, "zo_step", zeroth.step_of(model))
     except BaseException:
         values: list[torch.Tensor] = []
         if opening.was_in_memory:
@@ -470,6 +487,8 @@ def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Openin
         if guard.closer is not None:
             guard.closer.detach()
         if optimizer.origin is not None:
+            from lohan.session import _adopt
+
             _adopt.release(optimizer.origin, session.layout, {})
         session.unhook()
         guard.remove()
@@ -480,22 +499,40 @@ def _attach(model: nn.Module, session: Session, optimizer: Any, opening: _Openin
     return model
 
 
+def _zeroth_wear() -> Any:
+    from lohan.mezo._zo_wear import ZerothWear
+
+    return ZerothWear
+
+
+def _record(session: Session, *, is_resumed: bool) -> None:
+    from lohan.session import _recorder
+
+    _recorder.begin(session, is_resumed=is_resumed)
+
+
+def _save_pretrained(*args: Any, **options: Any) -> None:
+    from lohan.store import _export
+
+    _export.save_pretrained(*args, **options)
+
+
 def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
     if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
         _core.heap_keep()
-    session.hook(model, _activations.Activations(session), Planner)
+    session.hook(model, _activations.Activations(session), _activations.planner)
     session.device.take_buffers(model)
     guard.install()
     object.__setattr__(model, "lohan", session)
     object.__setattr__(model, "optimizer", optimizer)
     optimizer.outside = guard.outside
     object.__setattr__(model, "no_sync", session.no_sync)
-    if isinstance(session, ZerothSession):
-        object.__setattr__(model, "zo_step", session.step_of(model))
     object.__setattr__(model, "_lohan_guard", guard)
     guard.closer = weakref.finalize(model, _exit.close_quietly, session)
     _exit.sessions.add(session)
     if optimizer.origin is not None:
+        from lohan.session import _adopt
+
         _adopt.retire(optimizer.origin, session.layout)
     # Install these last: they affect the whole process and stay. A failed wrap() installs none.
     if _exit.set_handlers():
@@ -532,13 +569,18 @@ def _find(
     """
     place = None if weights is None else Path(os.fspath(weights)).expanduser()
     if resume and store is not None:
+        from lohan.layout import _in_place_found
+
         _directories.check(_directories.directories_of(store), config)
         meta = _store.read_meta(_directories.directories_of(store), config, open_at)
         _ties.separate_as_stored(model, meta)
         found = _in_place_found.of_store(meta, model, place)
         return _zo_setup.find(zeroth, found, meta), meta.get("units", [])
-    found = None if place is None else _in_place_found.of_folder(place, model, config)
-    return _zo_setup.find(zeroth, found, None), []
+    if place is None:
+        return _zo_setup.find(zeroth, None, None), []
+    from lohan.layout import _in_place_found
+
+    return _zo_setup.find(zeroth, _in_place_found.of_folder(place, model, config), None), []
 
 
 def _make_optimizer(
@@ -582,6 +624,8 @@ def _make_optimizer(
     optimizer = Optimizer(groups or [{"params": []}], given)
     optimizer.max_grad_norm = max_grad_norm
     if origin is not None:
+        from lohan.session import _adopt
+
         optimizer.origin = origin
         optimizer.begins_without_moments = not origin.state
         _adopt.share_hooks(optimizer, origin)

@@ -278,7 +278,7 @@ def request_run(data: bytes, folder: pathlib.Path) -> None:
     session: Any = types.SimpleNamespace(directories=[str(folder)], closed=True)
     with mock.patch.object(os, "unlink", side_effect=PermissionError(errno.EPERM, "no")):
         assert _requests._taken(str(folder / _requests.REQUEST)) is None
-    _requests.answer_requests(session)
+    _requests.answer(session, str(folder))
     assert _requests._taken(str(folder / _requests.REQUEST)) is None
     assert not (folder / _requests.REQUEST).exists()
     for path in folder.glob(_requests.ANSWER + "*"):
@@ -552,7 +552,7 @@ TARGETS = [
         "request",
         request_make,
         request_run,
-        (_requests._taken, _requests._take, _requests.answer_requests),
+        (_requests._taken, _requests._take, _requests.answer),
     ),
     Target(
         "answer",

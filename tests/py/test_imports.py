@@ -98,6 +98,30 @@ assert not others, others
 """
 
 
+# Prints the modules of lohan that are loaded: for the name wrap, and then for a few steps.
+LOADED = """
+import json, sys
+
+import lohan, torch
+
+def loaded():
+    return sorted(name for name in sys.modules if name.split(".")[0] == "lohan")
+
+lohan.wrap
+found = [loaded()]
+model = lohan.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+for _ in range(2):
+    model(torch.ones(2, 8)).sum().backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+model.lohan.stats()
+model.lohan.close()
+found.append(loaded())
+json.dump(found, sys.stdout)
+"""
+LISTED = HERE / "imported.txt"
+LINES_MAX = 20_000  # of lohan's Python that `lohan.wrap` loads
+
 # Of each program, the exit status, and what it wrote to stdout and stderr.
 Done = dict[str, tuple[int, str, str]]
 MAIN = "from lohan.__main__ import main; main()"
@@ -106,6 +130,7 @@ WORDS: tuple[tuple[str, ...], ...] = ((), ("--help",), ("doctor",), ("inspect", 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "the worker hides": (FORBIDDEN,),
     "import": ("import lohan; print(lohan.__version__); lohan.wrap; lohan.errors; dir(lohan)",),
+    "loaded": (LOADED,),
     "callback": ("import lohan; lohan.TrainerCallback",),
     "another reason": (
         f"import sys; sys.modules['lohan.cli'] = None; {MAIN}",
@@ -175,6 +200,20 @@ def test_import_lohan_needs_torch_and_the_standard_library_alone(
 ) -> None:
     status, _, err = done["import"]
     assert status == 0, err
+
+
+def test_wrap_and_plain_training_load_no_module_that_is_not_listed(done: Done) -> None:
+    """A subject that few users need is imported where it is asked for, not by all of them."""
+    status, out, err = done["loaded"]
+    assert status == 0, err
+    of_wrap, of_training = map(set, json.loads(out))
+    listed = {line for line in LISTED.read_text().splitlines() if not line.startswith("#")}
+    assert of_wrap == {name for name in listed if not name.startswith("+ ")}
+    package = ROOT / "python"
+    paths = [package.joinpath(*name.split(".")) for name in of_wrap - {"lohan._core"}]
+    files = [p / "__init__.py" if p.is_dir() else p.with_suffix(".py") for p in paths]
+    assert sum(file.read_bytes().count(b"\n") for file in files) <= LINES_MAX
+    assert of_training - of_wrap == {name[2:] for name in listed if name.startswith("+ ")}
 
 
 def test_training_exports_and_resuming_need_them_alone(store_dir: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
-from lohan.activations import _activations
+from lohan.activations import _blocks
 from lohan.activations._frame import Frame
 from lohan.errors import ModelError, RecomputeError, StaleGraphError, UnsupportedError
 from lohan.torch_glue._recompute_state import Surroundings
@@ -114,7 +114,7 @@ def test_a_block_is_computed_again_once_and_not_where_nothing_is_differentiated(
 ) -> None:
     model = wrap(build(Plain), store_dir, "recompute")
     frames = []
-    monkeypatch.setattr(_activations, "Frame", lambda *given: frames.append(given) or Frame(*given))
+    monkeypatch.setattr(_blocks, "Frame", lambda *given: frames.append(given) or Frame(*given))
     with contextlib.closing(model.lohan):
         Plain.calls = 0
         with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.common import _meta
 from lohan.errors import StoreMismatchError
 from lohan.store import _scalars, _store
 from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step
@@ -263,7 +264,7 @@ def test_a_store_with_the_same_parameters_is_refused_with_what_differs(
     theirs = copy.deepcopy(ours)
     change(theirs)
     said = {"is_empty": False, "files": [["/nvme0/lohan.data", 1, True]]}
-    monkeypatch.setattr(_store._meta, "of", lambda store: theirs)
+    monkeypatch.setattr(_meta, "of", lambda store: theirs)
     monkeypatch.setattr(_store, "_take_strides", lambda layout, meta: None)
     monkeypatch.setattr(_store, "describe", lambda layout: ours)
     store: Any = types.SimpleNamespace(describe=lambda: said)

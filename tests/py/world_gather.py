@@ -18,7 +18,8 @@ from lohan.errors import LohanError
 from lohan.replicas import _gather, _gather_choice
 from lohan.replicas._team import Team
 from lohan.torch_glue._tensor import bytes_of
-from lohan.world import _wire, _world
+from lohan.world import _wire
+from lohan.world._joined import joined
 from torch import nn
 from world_adamw import (
     BATCHES,
@@ -234,7 +235,7 @@ def decides(copy_s: list[float], gather_s: list[float]) -> str:
     rank, _ = rank_and_count()
     _gather_choice._copy_s = lambda *_: copy_s[rank]
     _gather_choice._gather_s = lambda *_: gather_s[rank]
-    with _world.joined(60) as world:
+    with joined(60) as world:
         assert world is not None
         config = Config(device="emu", share="on", gather="auto")
         chosen = _gather_choice.choose(world, Team(world), config)

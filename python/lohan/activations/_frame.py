@@ -30,14 +30,13 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import LohanError, RecomputeError, UnsupportedError
+from lohan.torch_glue._random_states import random_states, set_random_states
 from lohan.torch_glue._recompute_state import (
     SMALL_BYTES,
     Surroundings,
     items_of,
     map_tensors,
     map_values,
-    random_states,
-    set_random_states,
     tensors_in,
 )
 from lohan.torch_glue._tensor import (
@@ -49,7 +48,7 @@ from lohan.torch_glue._tensor import (
 )
 
 if TYPE_CHECKING:
-    from lohan.activations._activations import Block, Layer
+    from lohan.activations._blocks import Block, Layer
 
 _Form = tuple[torch.Size, torch.dtype]
 

@@ -36,7 +36,8 @@ from lohan.planning._plan import Machine
 from lohan.torch_glue._tensor import SavedTensors, in_backward, in_transform
 
 if TYPE_CHECKING:
-    from lohan.activations._activations import Activations, Block
+    from lohan.activations._activations import Activations
+    from lohan.activations._blocks import Block
     from lohan.activations._plan_model import Item
     from lohan.activations._replay import Outcome
     from lohan.planning._plan import Model

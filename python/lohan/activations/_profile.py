@@ -27,7 +27,7 @@ from lohan.torch_glue._recompute_state import SMALL_BYTES, map_tensors
 from lohan.torch_glue._tensor import has_storage, storage_reference
 
 if TYPE_CHECKING:
-    from lohan.activations._activations import Block, Layer
+    from lohan.activations._blocks import Block, Layer
     from lohan.activations._frame import Owner
 
 FORMAT = 1

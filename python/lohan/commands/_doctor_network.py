@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.commands._diagnosis import Diagnosis, Problem
-from lohan.world import _world
+from lohan.world._joined import joined
 from lohan.world._rendezvous import process_count
 from lohan.world._wire import Wire
 
@@ -139,7 +139,7 @@ def look(
         diagnose(found)
         return True
     tell("waiting for the other processes")
-    with _world.joined(TIMEOUT_S, "lohan doctor") as world:
+    with joined(TIMEOUT_S, "lohan doctor") as world:
         assert world is not None
         prints = _look_together(world, found, diagnose, tell)
         world.leave("closed", "ended lohan doctor")

@@ -137,6 +137,12 @@ class Param:
         return self.first if self.kept is None else self.value_first
 
 
+def source_of(param: Param) -> Entry:
+    """Return the file entry of a parameter that is read in place."""
+    assert param.source is not None
+    return param.source
+
+
 @dataclasses.dataclass
 class Unit:
     """Parameters of one block that move together."""

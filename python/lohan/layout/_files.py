@@ -23,9 +23,9 @@ from lohan.common import _log
 from lohan.errors import ModelError, StoreError, StoreMismatchError
 from lohan.layout import _experts, _gguf, _integers, _quantized, _resized, _ties
 from lohan.layout._cut import cut
+from lohan.layout._dtypes import NAMES
 from lohan.layout._index import missing, paths_of
 from lohan.layout._packed import Entry
-from lohan.layout._safetensors import NAMES
 from lohan.torch_glue import _peft
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._peft import PARTS, PROMPT_ROOT, ROOT

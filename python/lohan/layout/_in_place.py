@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import mmap
 import os
@@ -23,22 +24,45 @@ import torch
 from lohan import _core
 from lohan.common import _log
 from lohan.errors import ChecksumError, StoreError
-from lohan.layout import _files, _in_place_units
-from lohan.layout._block import checksum_count
-from lohan.layout._files import File
-from lohan.layout._in_place_units import source_of
-from lohan.layout._packed import Entry
+from lohan.layout._block import checksum_count, source_of
 from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout, Param, Run, Unit
+    from lohan.layout._files import File
+    from lohan.layout._packed import Entry
 
 BLOCK = _core.BLOCK_BYTES
 _SCAN_BYTES = 4 * _core.CHECKSUM_BYTES
 _SCAN_THREADS = 4
 # The number of values that are decoded at a time.
 _DECODED_COUNT = 4 << 20
+
+
+@dataclasses.dataclass
+class Found:
+    """The parameters of a model that files provide, by the ids of their tensors.
+
+    Attributes:
+        files: the files; those from which parameters are read in place come first.
+        entries: the file entry of each parameter.
+        in_place: the parameters that are read in place.
+        file_count: the number of files from which parameters are read in place.
+        buffers: the persistent buffers that the files have, with their entries.
+        then: the files as the store recorded them.
+        moved: the parameters that zeroth-order training updates.
+        storage: the storage format of these parameters; None: the one of each parameter's dtype.
+    """
+
+    files: list[File]
+    entries: dict[int, Entry]
+    in_place: set[int]
+    file_count: int = 0
+    buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
+    then: Sequence[File] = ()
+    moved: frozenset[int] = frozenset()
+    storage: str | None = None
 
 
 class InPlace:
@@ -100,18 +124,22 @@ class InPlace:
         ]
         units = []
         for index, unit in _units(layout):
+            from lohan.layout._in_place_units import native
+
             runs = []
             first = 0
             for run in unit.runs:
                 runs.append((run.file, run.file_offset, run.offset, run.nbytes, first))
                 first += run.checksum_count
             moves = [(move.begin, move.to, move.nbytes) for move in unit.moves]
-            packs = _in_place_units.native(unit)
+            packs = native(unit)
             units.append((index, runs, moves, packs, *self.checksums[index].buffer_info()))
         return files, units, self.kept_bytes, self.checksums
 
     def check_unchanged(self) -> None:
         """Raise StoreError if a file was written to since it was examined."""
+        from lohan.layout import _files
+
         for (fd, _), file in zip(self._fds, self.files, strict=True):
             _files.check_descriptor(fd, file)
 
@@ -323,6 +351,8 @@ class InPlace:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Return a context in which the files are open, even if the session is closed."""
+        from lohan.layout import _files
+
         if self._fds:
             yield
             return
@@ -379,6 +409,8 @@ def _place(entry: Entry) -> list[int]:
 
 def _owner(unit: Unit, offset: int) -> Param:
     """Return the parameter whose bytes are at an offset in the unit, as read."""
+    from lohan.layout import _in_place_units
+
     if unit.packs:
         return _in_place_units.owner(unit, offset)
     before = [param for param in unit.params if param.first <= offset]
@@ -386,6 +418,8 @@ def _owner(unit: Unit, offset: int) -> Param:
 
 
 def _open(file: File) -> tuple[int, bool]:
+    from lohan.layout import _files
+
     fd, is_direct = _open_path(file.path)
     try:
         _files.check_descriptor(fd, file)

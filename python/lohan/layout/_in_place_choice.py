@@ -8,9 +8,9 @@ from torch import nn
 
 from lohan import _core
 from lohan.common import _log
+from lohan.layout._dtypes import NAMES
 from lohan.layout._packed import Entry
 from lohan.layout._resized import rows_in_file
-from lohan.layout._safetensors import NAMES
 
 
 def choose(model: nn.Module, found: Mapping[int, Entry], *, speaks: bool = True) -> set[int]:

@@ -11,45 +11,15 @@ import torch
 from torch import nn
 
 from lohan.common import _log
-from lohan.common._meta import dtype_of
-from lohan.layout import _apart, _conversion, _files, _packed
-from lohan.layout._files import DTYPES, File
-from lohan.layout._in_place_choice import choose, needed
-from lohan.layout._in_place_units import lay_out
-from lohan.layout._packed import Entry
-from lohan.torch_glue import _empty
-from lohan.torch_glue._peft import PARTS
+from lohan.layout._dtypes import NAMES
+from lohan.layout._in_place import Found
 
 if TYPE_CHECKING:
     from lohan.config import Config
+    from lohan.layout import _files
     from lohan.layout._block import Unit
-
-_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
-
-
-@dataclasses.dataclass
-class Found:
-    """The parameters of a model that files provide, by the ids of their tensors.
-
-    Attributes:
-        files: the files; those from which parameters are read in place come first.
-        entries: the file entry of each parameter.
-        in_place: the parameters that are read in place.
-        file_count: the number of files from which parameters are read in place.
-        buffers: the persistent buffers that the files have, with their entries.
-        then: the files as the store recorded them.
-        moved: the parameters that zeroth-order training updates.
-        storage: the storage format of these parameters; None: the one of each parameter's dtype.
-    """
-
-    files: list[File]
-    entries: dict[int, Entry]
-    in_place: set[int]
-    file_count: int = 0
-    buffers: Sequence[tuple[torch.Tensor, Entry]] = ()
-    then: Sequence[File] = ()
-    moved: frozenset[int] = frozenset()
-    storage: str | None = None
+    from lohan.layout._files import File
+    from lohan.layout._packed import Entry
 
 
 def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = True) -> Found:
@@ -62,6 +32,9 @@ def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = T
         ModelError: a shape differs from the model's, or a dtype cannot be converted to it.
         UnsupportedError: the weights are pickles.
     """
+    from lohan.layout import _apart, _conversion, _files
+    from lohan.layout._in_place_choice import choose, needed
+
     folder = _files.read_folder(place)
     folder.apart = _apart.of(folder)
     _conversion.apply(model, folder)
@@ -124,6 +97,10 @@ def _similar(
     Returns:
         Pairs of a parameter's name and the name of the first such tensor.
     """
+    from lohan.layout import _files
+    from lohan.torch_glue import _empty
+    from lohan.torch_glue._peft import PARTS
+
     tensors = {id(p): p for m in model.modules() for p in m._parameters.values() if p is not None}
     others = {(n.rpartition(".")[2], folder.entries[n].shape): n for n in reversed(left)}
     pairs: dict[str, tuple[str, str]] = {}
@@ -142,6 +119,8 @@ def _similar(
 
 def files_of(meta: Mapping[str, Any]) -> list[File]:
     """Return the files that a store reads in place, as the store's meta lists them."""
+    from lohan.layout._files import File
+
     return [
         File(Path(file["path"]), file["bytes"], file["mtime_ns"], file["header_crc32c"])
         for file in meta.get("in_place", {}).get("files", [])
@@ -150,6 +129,8 @@ def files_of(meta: Mapping[str, Any]) -> list[File]:
 
 def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
     """Set a unit's runs and its parameters' entries; return False if it is not read in place."""
+    from lohan.layout._in_place_units import lay_out
+
     said = meta.get("in_place", {})
     rows = said.get("units", {}).get(str(index))
     if rows is None:
@@ -162,8 +143,11 @@ def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
 
 def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
     """Return the entry that a store's meta describes."""
+    from lohan.layout import _packed
+    from lohan.layout._packed import Entry
+
     file, offset, nbytes, *how = said
-    name, shape = _NAMES[str(tensor.dtype)], tuple(tensor.shape)
+    name, shape = NAMES[tensor.dtype], tuple(tensor.shape)
     if how and "pieces" in how[0]:
         pieces = [
             Entry(f, at, size, name, shape, _packed.restored(form, _dtype))
@@ -177,6 +161,8 @@ def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
 
 
 def _dtype(name: str) -> torch.dtype:
+    from lohan.common._meta import dtype_of
+
     found = dtype_of(name)
     assert found is not None  # _meta.py has checked it
     return found
@@ -197,6 +183,8 @@ def of_store(meta: dict[str, Any], model: nn.Module, weights: Path | None) -> Fo
         StoreError: a file is missing.
         StoreMismatchError: a file has been replaced by a different one.
     """
+    from lohan.layout import _files
+
     said = meta.get("in_place")
     if said is None:
         return None

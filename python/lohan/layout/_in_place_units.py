@@ -15,7 +15,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lohan import _core
-from lohan.layout._block import Move, Pack, Run
+from lohan.layout._block import Move, Pack, Run, source_of
 from lohan.layout._packed import FORMATS
 
 if TYPE_CHECKING:
@@ -67,12 +67,6 @@ def lay_out(unit: Unit) -> None:
         unit.runs, unit.packs = place_packed(unit.params)
     else:
         unit.runs, unit.moves = place(unit.params)
-
-
-def source_of(param: Param) -> Entry:
-    """Return the file entry of a parameter that is read in place."""
-    assert param.source is not None
-    return param.source
 
 
 def place_packed(params: Sequence[Param]) -> tuple[list[Run], dict[str, Pack]]:

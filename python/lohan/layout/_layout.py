@@ -21,9 +21,7 @@ from lohan.layout._block import (
     scope_of_modules,
 )
 from lohan.layout._experts import Expert
-from lohan.layout._in_place import InPlace
-from lohan.layout._in_place_found import Found
-from lohan.layout._in_place_units import lay_out
+from lohan.layout._in_place import Found, InPlace
 from lohan.torch_glue._buffers import Buffers
 
 
@@ -82,12 +80,7 @@ def make_layout(
                 scope.units.append(unit_by_param[id(tensor)])
     params: list[Param] = []
     for unit in units:
-        if id(unit.params[0].tensor) in found.in_place:
-            lay_out(unit)
-            unit.nbytes = unit.runs[-1].offset + unit.runs[-1].nbytes
-        else:
-            place(unit)
-        place_values(unit)
+        _place(unit, found)
         for param in unit.params:
             param.index = len(params)
             params.append(param)
@@ -97,6 +90,17 @@ def make_layout(
     layout.in_place = InPlace(found.files[: found.file_count])
     layout.made_contiguous = _keep_strides(params, found)
     return layout
+
+
+def _place(unit: Unit, found: Found) -> None:
+    if id(unit.params[0].tensor) in found.in_place:
+        from lohan.layout._in_place_units import lay_out
+
+        lay_out(unit)
+        unit.nbytes = unit.runs[-1].offset + unit.runs[-1].nbytes
+    else:
+        place(unit)
+    place_values(unit)
 
 
 def _keep_strides(params: Sequence[Param], found: Found) -> list[str]:

@@ -20,15 +20,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lohan.common import _log
 from lohan.errors import UnsupportedError
-from lohan.layout import _experts, _safetensors
+from lohan.layout import _experts
 from lohan.torch_glue import _peft
+
+if TYPE_CHECKING:
+    from lohan.layout._block import Layout
 
 # Matches the name of the layer that a tensor belongs to.
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -89,6 +92,8 @@ def is_diffusers(model: nn.Module) -> bool:
 
 def stem(model: nn.Module) -> str:
     """Return the beginning of the names of a model's files of weights."""
+    from lohan.layout import _safetensors
+
     return "diffusion_pytorch_model" if is_diffusers(model) else _safetensors.STEM
 
 
@@ -299,3 +304,39 @@ def texts(model: Any) -> dict[str, str]:
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
+
+
+def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
+    """Return the part of a store's meta that describes the files of an export.
+
+    Args:
+        model: the model, before it is wrapped.
+        layout: the layout of its parameters.
+    """
+    index_of = {id(p.tensor): p.index for p in layout.params}
+    found = sources(model, index_of)
+    said: dict[str, Any] = {"others": other_names(found)}
+    try:
+        made = saved(model, found)
+        if any(saved.make is not None for saved in made):
+            # A store is exported without the model, which converts: it gets the model's own names,
+            # which from_pretrained loads, too.
+            made = saved(model, found, as_original=False)
+        if any(source.parts for source in found.values()):
+            raise UnsupportedError("its experts are parameters of their own")
+        said["tensors"] = [
+            [saved.name, source.index if source.index is not None else source.name]
+            for saved in made
+            for source in saved.sources
+        ]
+        said["empty"] = [
+            [s.name, str(s.dtype).removeprefix("torch."), list(s.shape)]
+            for s in found.values()
+            if s.index is None and s.value is not None and s.value.numel() == 0
+        ]
+        said["files"] = texts(model)
+        if is_diffusers(model):
+            said["stem"] = stem(model)
+    except (UnsupportedError, TypeError, ValueError, RuntimeError) as error:
+        said["refused"] = f"{type(model).__name__}: {error}"
+    return {"firsts": [param.first for param in layout.params], "export": said}

@@ -19,10 +19,10 @@ from torch import nn
 
 from lohan.common import _log
 from lohan.errors import ModelError, StoreError
-from lohan.layout._packed import Entry
 
 if TYPE_CHECKING:
     from lohan.layout._files import File
+    from lohan.layout._packed import Entry
 
 # Tensors of other dtypes are compared as bytes.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.common import _meta, _storage_formats
+from lohan.common import _storage_formats
 from lohan.config import Config
 from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
-from lohan.journal import _journal
-from lohan.journal._journal import Journal
-from lohan.journal._zeroth import Rule
-from lohan.journal._zo_run import PASS_POSITIONS, check_base, uuid_of
-from lohan.layout._in_place_found import Found
-from lohan.mezo import _zo_device, _zo_plan, _zo_replicas
-from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
     from lohan import _core
+    from lohan.journal._journal import Journal
+    from lohan.journal._zeroth import Rule
     from lohan.layout._block import Layout
+    from lohan.layout._in_place import Found
+    from lohan.mezo._zo_optim import ZerothOptimizer
     from lohan.world._world import World
 
 METHODS = ("adamw", "mezo")
@@ -71,6 +68,8 @@ class Zeroth:
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
         """Create the optimizer, and describe the method and its parameters in the layout."""
+        from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
+
         lr, decay = (
             float(start if self.asked[name] is None else self.asked[name])
             for name, start in (("lr", LR), ("weight_decay", DECAY))
@@ -104,6 +103,9 @@ class Zeroth:
 
     def begin(self, directories: Sequence[str], store: _core.Store) -> None:
         """Start a new run. Its journal is created before any weight is written."""
+        from lohan.journal._journal import Journal
+        from lohan.journal._zo_run import uuid_of
+
         self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
 
     def resume(self, directories: Sequence[str], store: _core.Store) -> None:
@@ -112,6 +114,12 @@ class Zeroth:
         Raises:
             StoreMismatchError: wrap() got a different rule, or the journal is an old copy.
         """
+        from lohan.common import _meta
+        from lohan.journal import _journal
+        from lohan.journal._journal import Journal
+        from lohan.journal._zo_run import check_base, uuid_of
+        from lohan.mezo import _zo_device, _zo_replicas
+
         self.journal = Journal.open(_journal.place(directories), uuid_of(store))
         if self.world is not None:
             _zo_replicas.level(self.world, self.journal)
@@ -216,6 +224,8 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
     """
     if zeroth is None:
         return found
+    from lohan.layout._in_place import Found
+
     resume = then is not None
     made = found if found is not None else Found([], {}, set())
     made.moved = frozenset(zeroth.streams)
@@ -267,6 +277,9 @@ def make(
             if asked[name] is not None:
                 raise ModelError(f'{name}= is only valid with method="mezo"')
         return None
+    from lohan.journal._zeroth import Rule
+    from lohan.mezo import _zo_device
+
     for name in ("betas", "max_grad_norm", "optimizer"):
         if asked[name] is not None:
             raise UnsupportedError(f'{name}= has no meaning with method="mezo": leave it out')
@@ -302,6 +315,8 @@ def make(
 
 
 def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | None:
+    from lohan.mezo import _zo_plan
+
     if config.write_every == "never":
         return None
     if isinstance(config.write_every, int):
@@ -318,6 +333,9 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
 
 def _check_storage(made: Zeroth) -> None:
     """Reject an unknown format, and one that this run's parameters cannot be stored in."""
+    from lohan.journal._zo_run import PASS_POSITIONS
+    from lohan.mezo import _zo_device
+
     if made.storage is not None and made.storage not in _storage_formats.TYPES:
         raise ModelError(
             f"storage {made.storage!r} must be one of {', '.join(_storage_formats.TYPES)}"

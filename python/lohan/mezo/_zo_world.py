@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.common import _arguments
 from lohan.errors import StoreError, UnsupportedError
-from lohan.replicas import _gather_choice, _join, _places
-from lohan.replicas._groups import Groups, refuse
-from lohan.replicas._team import Team
 from lohan.session._peers import Alone
 from lohan.store import _directories
 
@@ -22,6 +19,8 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.mezo._zo_setup import Zeroth
+    from lohan.replicas._groups import Groups
+    from lohan.replicas._team import Team
     from lohan.store._store import Extents
     from lohan.world._agree import Fact
     from lohan.world._world import World
@@ -70,6 +69,8 @@ class Shared:
         self.team: Team | None = None
         self.groups: Groups | None = None
         if groups is not None:
+            from lohan.replicas._groups import refuse
+
             refuse(config, is_zeroth=zeroth is not None)
         if config.share == "on" and zeroth is not None:
             raise UnsupportedError(
@@ -82,6 +83,10 @@ class Shared:
                 " method has no optimizer states"
             )
         if world is not None:
+            from lohan.replicas import _join
+            from lohan.replicas._groups import Groups
+            from lohan.replicas._team import Team
+
             _refuse_in_processes(world, config)
             if config.share == "on":
                 self.team = Team(world)
@@ -117,6 +122,8 @@ class Shared:
             _directories.refuse_unmounted(store)
         if world is None:
             return store, open_at
+        from lohan.replicas import _gather_choice, _join, _places
+
         if zeroth is not None:
             _join.refuse_step(world, open_at)
             facts: list[Fact] = [("method=", "mezo"), ("seed=", zeroth.asked["seed"])]
@@ -195,6 +202,8 @@ class Shared:
         """
         if self.world is None:
             return
+        from lohan.replicas import _join
+
         facts: list[Fact] = []
         if not resumed:
             names = ("whether weights= is set", "whether init= is set")
@@ -209,6 +218,8 @@ class Shared:
     ) -> None:
         """Check that all processes have filled their stores with the same values."""
         if self.world is not None:
+            from lohan.replicas import _join
+
             _join.agree_on_filled(self.world, layout, extents, store, model, self.groups)
 
     def peers(self, layout: Layout) -> Alone:
@@ -231,6 +242,8 @@ class Shared:
         return Replica(self.world, self.team, states)
 
     def _rule(self, layout: Layout, optimizer: Any) -> list[Fact]:
+        from lohan.replicas import _join
+
         if self._zeroth is None:
             return _join.facts_of_groups(optimizer.param_groups)
         rule, said = self._zeroth.rule, layout.method or {}

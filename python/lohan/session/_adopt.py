@@ -11,9 +11,8 @@ import torch
 
 from lohan import _core
 from lohan.errors import ModelError, UnsupportedError
-from lohan.session import _adopt_8bit
 from lohan.session._optim import NoState
-from lohan.store import _moments, _scalars
+from lohan.store import _scalars
 from lohan.torch_glue._classes import check_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
     """
     if optimizer is None:
         return
+    from lohan.session import _adopt_8bit
+
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if kind == "accelerate.optimizer.AcceleratedOptimizer":
         raise UnsupportedError(
@@ -125,6 +126,9 @@ def write_state(
     Raises:
         ModelError: the state is not that of AdamW.
     """
+    from lohan.session import _adopt_8bit
+    from lohan.store import _moments
+
     steps = [0] * len(layout.params)
     for param in layout.params:
         state = optimizer.state.get(param.tensor)
@@ -182,6 +186,8 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
     Raises:
         UnsupportedError: another process has the states of some parameters.
     """
+    from lohan.store import _moments
+
     if layout.part[1] > 1:
         raise UnsupportedError(
             "the optimizer's states cannot be returned: with replicas='parameters' each process has"

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.common import _log, _shown
 from lohan.config import CHOSEN_LATER
-from lohan.planning import _drives, _measure, _wear
+from lohan.planning import _drives, _wear
 from lohan.session import _wear_life
 from lohan.session._extension import Extension, Place
 from lohan.torch_glue import _device
@@ -101,6 +101,8 @@ def _told(world: World | None, mine: Any, what: str) -> list[Any]:
 
 def _cost(session: Session) -> tuple[float, int]:
     """Return the seconds between commits that a session's store needs, and a commit's bytes."""
+    from lohan.planning import _measure
+
     config, store = session.config, session.store.describe()
     if config.commit_steps == 0:  # the store is another process's, which commits
         return 0.0, 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from lohan.session._extension import Extension, Place
-from lohan.store import _requests
+from lohan.store._files import REQUEST
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
@@ -18,4 +19,8 @@ class Copies(Extension):
 
     def closed(self, session: Session) -> None:
         """Begin a copy of the step that was just closed, if there is a request."""
-        _requests.answer_requests(session)
+        for directory in session.directories:
+            if os.path.lexists(os.path.join(directory, REQUEST)):
+                from lohan.store import _requests
+
+                _requests.answer(session, directory)

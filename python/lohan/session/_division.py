@@ -16,7 +16,6 @@ from lohan.common import _memory
 from lohan.config import CHOSEN_LATER, SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError
 from lohan.layout import _block, _experts, _layout
-from lohan.layout._gradient_pieces import room_bytes
 from lohan.planning import _wear
 from lohan.session import _block_swap
 from lohan.store import _store
@@ -25,7 +24,7 @@ from lohan.torch_glue import _device
 if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
-    from lohan.layout._in_place_found import Found
+    from lohan.layout._in_place import Found
     from lohan.world._world import World
 
 # The constant reserve for small objects: messages, requests, event lists and the rounding of the
@@ -116,6 +115,8 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     bookkeeping += copies * _store.buffer_room_bytes(layout)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
     if config.process_count > 1:
+        from lohan.layout._gradient_pieces import room_bytes
+
         trained = [p for p in layout.params if layout.units[p.unit].trainable]
         windows = config.process_count + (2 if config.part_count > 1 else 0)  # see _values.py
         bookkeeping += room_bytes(trained, windows)

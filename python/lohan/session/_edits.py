@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from lohan.common import _exit, _log
-from lohan.store import _moments
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -116,6 +115,8 @@ class Edits:
 
     def forget_moments(self) -> None:
         """Make all moments and their step counts 0, as before the first step."""
+        from lohan.store import _moments
+
         self.check()
         layout, places = self._owner.layout, self._owner.extents.units
         units = {i: u for i, u in enumerate(layout.units) if u.trainable and u.has_states}

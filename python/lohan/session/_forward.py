@@ -16,7 +16,6 @@ from torch import nn
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
 from lohan.session._autocast import Autocast
-from lohan.session._loop import Loop
 from lohan.session._session_base import SessionPart
 from lohan.torch_glue._batch import BatchCheck
 from lohan.torch_glue._tensor import (
@@ -31,6 +30,7 @@ from lohan.torch_glue._thread import ForwardThread
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
+    from lohan.session._loop import Loop
     from lohan.torch_glue._device import Device
     from lohan.torch_glue._tensor import (
         SavedTensors,

@@ -22,11 +22,9 @@ from lohan.errors import (
     UnsupportedError,
 )
 from lohan.layout import _names
-from lohan.session import _loading
 from lohan.session._forward import refuse_read
-from lohan.session._loop import Loop
 from lohan.session._outside import Outside, refuse_replicas
-from lohan.store import _stale, _store
+from lohan.store import _store
 from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
 from lohan.torch_glue._classes import check_bytes
@@ -233,6 +231,8 @@ class Guard:
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters. Between steps, their values come when they are used."""
+        from lohan.session._loop import Loop
+
         refuse_replicas()
         owner = _owner(reference)
         session = self.session
@@ -288,6 +288,8 @@ class Guard:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         """Replace a state dict's hollow parameters by real values; tied names share one tensor."""
+        from lohan.store import _stale
+
         metadata[_stale.KEY] = _stale.stamp(self.session)
         if self.filled[0] != id(state):
             self.filled = (id(state), {})
@@ -384,6 +386,8 @@ class Guard:
         assign: bool = False,
     ) -> Any:
         """Write values to the store (moments do not change) and buffers to the module."""
+        from lohan.store import _stale
+
         model = _owner(reference)
         state_dict = self.session.apart.unfused(state_dict, model)
         names: dict[str, int] = {}
@@ -422,6 +426,8 @@ class Guard:
 
     def _load_module(self, reference: weakref.ref[nn.Module], *args: Any) -> None:
         """Load the module's values from the state dict of a module that contains the model."""
+        from lohan.session import _loading
+
         _loading.load_module(self, _owner(reference), *args)
 
     def first_difference(
@@ -446,6 +452,8 @@ class Guard:
 
     def check_stale(self, state_dict: Mapping[str, Any], name: str) -> None:
         """Reject values of another step right after a resume; see _stale.check_weights()."""
+        from lohan.store import _stale
+
         try:
             _stale.check_weights(self.session, state_dict, name)
         except StaleStateError:

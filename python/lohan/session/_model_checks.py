@@ -13,7 +13,7 @@ from torch import nn
 from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import RESIDUAL_BYTES, is_dense
-from lohan.layout._safetensors import NAMES
+from lohan.layout._dtypes import NAMES
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._empty import Empty

@@ -210,17 +210,16 @@ def _say(path: str, error: OSError) -> None:
     )
 
 
-def begin(session: Session, *, is_resumed: bool, is_temporary: bool) -> None:
+def begin(session: Session, *, is_resumed: bool) -> None:
     """Begin to record the steps of a session, if its settings say so; a new store has none yet.
 
     Args:
         session: the session.
         is_resumed: whether the store existed.
-        is_temporary: whether the store is removed with the session.
     """
     if not is_resumed:  # of an earlier store
         _steps.discard(session.directories)
-    if not (session.speaks and session.config.step_records) or is_temporary:
+    if not (session.speaks and session.config.step_records):
         return
     try:
         file = _steps.Writer(session.directories, session.uuid, is_resumed=is_resumed)

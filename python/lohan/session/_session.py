@@ -21,7 +21,7 @@ from lohan.errors import (
 )
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
-from lohan.session import _engine, _gradients, _hooks, _notes, _trace
+from lohan.session import _engine, _gradients, _hooks, _notes
 from lohan.session._average import Averages
 from lohan.session._commits import Commits
 from lohan.session._edits import Edits
@@ -375,6 +375,8 @@ class Session(ForwardRules, Commits):
         Raises:
             SessionError: wrap() was not given trace_events=, or the session is closed.
         """
+        from lohan.session import _trace
+
         self.flush()
         _trace.save(path, self)
 

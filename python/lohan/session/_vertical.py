@@ -40,7 +40,7 @@ from lohan.session import _order
 from lohan.session._runs import Loss, Runs, checked_loss
 from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState, Visit
 from lohan.torch_glue._random_starts import RandomStarts
-from lohan.torch_glue._recompute_state import random_states, set_random_states
+from lohan.torch_glue._random_states import random_states, set_random_states
 from lohan.torch_glue._tensor import hollow, version_of, without_classes
 
 if TYPE_CHECKING:

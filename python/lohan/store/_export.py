@@ -52,42 +52,6 @@ Pieces = Callable[[Origin], Iterable[torch.Tensor]]
 _DTYPES = {None: False, "float32": True, torch.float32: True}
 
 
-def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
-    """Return the part of a store's meta that describes the files of an export.
-
-    Args:
-        model: the model, before it is wrapped.
-        layout: the layout of its parameters.
-    """
-    index_of = {id(p.tensor): p.index for p in layout.params}
-    found = _names.sources(model, index_of)
-    said: dict[str, Any] = {"others": _names.other_names(found)}
-    try:
-        made = _names.saved(model, found)
-        if any(saved.make is not None for saved in made):
-            # A store is exported without the model, which converts: it gets the model's own names,
-            # which from_pretrained loads, too.
-            made = _names.saved(model, found, as_original=False)
-        if any(source.parts for source in found.values()):
-            raise UnsupportedError("its experts are parameters of their own")
-        said["tensors"] = [
-            [saved.name, source.index if source.index is not None else source.name]
-            for saved in made
-            for source in saved.sources
-        ]
-        said["empty"] = [
-            [s.name, str(s.dtype).removeprefix("torch."), list(s.shape)]
-            for s in found.values()
-            if s.index is None and s.value is not None and s.value.numel() == 0
-        ]
-        said["files"] = _names.texts(model)
-        if _names.is_diffusers(model):
-            said["stem"] = _names.stem(model)
-    except (UnsupportedError, TypeError, ValueError, RuntimeError) as error:
-        said["refused"] = f"{type(model).__name__}: {error}"
-    return {"firsts": [param.first for param in layout.params], "export": said}
-
-
 def open_to_read(
     directories: Sequence[str], config: Config, *, is_held: bool = False
 ) -> _core.Store:

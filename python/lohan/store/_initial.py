@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError
-from lohan.layout import _resized
 from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._empty import no_storage
 from lohan.torch_glue._tensor import nbytes_of
@@ -56,6 +55,8 @@ def check_may_be_fresh(
     Raises:
         ModelError: names the first parameter, and says what to do.
     """
+    from lohan.layout import _resized
+
     found = {p.name.rpartition(".")[0] for p in layout.params if p.source is not None}
     is_ours, inputs = _peft.is_adapter(model), _resized.inputs(model)
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from lohan import errors
 from lohan.common import _log
 from lohan.errors import LohanError, StoreError, StoreLockedError
+from lohan.store._files import REQUEST
 
 if TYPE_CHECKING:
     from lohan.layout._safetensors import Progress
     from lohan.session._session import Session
     from lohan.store._snapshot import Snapshot
 
-REQUEST = "lohan.request"
 ANSWER = "lohan.answer-"
 _LOOK_S = 0.1
 # Sixteen paths of 4 KiB take 400 KiB if JSON escapes every character.
@@ -223,12 +223,9 @@ def _result(said: dict[str, Any]) -> dict[str, Any]:
 # --- The training process ---------------------------------------------------------------------
 
 
-def answer_requests(session: Session) -> None:
-    """Start a copy that another process has requested; errors never affect the session."""
-    for directory in session.directories:
-        path = os.path.join(directory, REQUEST)
-        if os.path.lexists(path):
-            _take(session, directory, path)
+def answer(session: Session, directory: str) -> None:
+    """Start the copy that is requested in a directory; errors never affect the session."""
+    _take(session, directory, os.path.join(directory, REQUEST))
 
 
 _told: set[tuple[str, int, int]] = set()  # files that were reported and cannot be removed

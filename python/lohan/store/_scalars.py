@@ -19,7 +19,7 @@ from lohan.common._hyper import hyper_of, numbers
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue import _buffers
 from lohan.torch_glue._classes import check_bytes
-from lohan.torch_glue._recompute_state import random_states, set_random_states
+from lohan.torch_glue._random_states import random_states, set_random_states
 from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _durable, _log, _meta
+from lohan.common import _durable, _log
 from lohan.common._storage_formats import narrowed
 from lohan.errors import (
     ChecksumError,
@@ -192,6 +192,8 @@ def read_meta(
     Raises:
         StoreError: the store cannot be opened.
     """
+    from lohan.common import _meta
+
     store = open_existing(directories, config, read_only=True, open_at=open_at)
     try:
         return _meta.of(store)
@@ -386,6 +388,8 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         StoreUncleanError: the store's creation was interrupted before the weights were written.
         StoreMismatchError: the models differ; the message names the first difference.
     """
+    from lohan.common import _meta
+
     if store.describe()["is_empty"]:
         path = store.describe()["files"][0][0]
         raise StoreUncleanError(

@@ -16,12 +16,10 @@ from torch import nn
 from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
 from lohan.errors import ModelError, StoreError
-from lohan.layout import _origins, _resized
-from lohan.layout._files import DTYPES, check_descriptor
+from lohan.layout import _origins
 from lohan.layout._origins import Origin
 from lohan.store import _average, _checksums, _initial
 from lohan.store._block_writer import BlockWriter
-from lohan.store._converted import Reader, bytes_at, decoded
 from lohan.store._initial import give_back
 from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _empty, _peft
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout, Param
     from lohan.layout._files import File
     from lohan.layout._packed import Entry
+    from lohan.store._converted import Reader
     from lohan.store._store import Extents
 
 PathLike = str | os.PathLike[str]
@@ -227,6 +226,8 @@ class _Filling:
 
         A parameter that the files do not have keeps its value, or is initialised if it has none.
         """
+        from lohan.store._converted import Reader
+
         params = [param for param in self.layout.params if not self.layout.units[param.unit].runs]
         of_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
         reader = Reader(self.files)
@@ -313,6 +314,9 @@ def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
 
 def _values_of(layout: Layout, param: Param, files: Sequence[File]) -> torch.Tensor:
     """Return a parameter's values from its files, and its new rows if known, in its dtype."""
+    from lohan.layout import _resized
+    from lohan.store._converted import Reader
+
     source = param.source
     assert source is not None
     if source.packed is None:
@@ -330,6 +334,9 @@ def _differs(param: Param, files: Sequence[File]) -> bool:
 
     Quantized values, those in several parts, and those that are computed are not compared.
     """
+    from lohan.layout._files import DTYPES
+    from lohan.store._converted import bytes_at
+
     source = param.source
     if source is None or source.packed is not None or source.rest or source.made is not None:
         return False
@@ -350,6 +357,8 @@ def _stream_decoded(
     files: Sequence[File],
 ) -> None:
     """Write a quantized parameter's values, as a model in its dtype would have loaded them."""
+    from lohan.store._converted import decoded
+
     assert param.source is not None
     unit, dtype = layout.units[param.unit], param.tensor.dtype
     pieces: Iterable[tuple[int, torch.Tensor]]
@@ -379,6 +388,9 @@ def prepare(
     Raises:
         StoreError: a file was changed meanwhile.
     """
+    from lohan.layout import _resized
+    from lohan.store._converted import Reader
+
     reader = Reader(files)
     for buffer, entry in buffers:
         with torch.no_grad():
@@ -405,6 +417,8 @@ def _stream(
     files: Sequence[File],
     reader: Reader,
 ) -> None:
+    from lohan.layout._files import DTYPES
+
     source = param.source
     assert source is not None
     if source.packed is not None:
@@ -433,6 +447,8 @@ def _stream_part(
     reader: Reader,
 ) -> None:
     """Write those elements of a parameter that a tensor in a file has."""
+    from lohan.layout._files import DTYPES, check_descriptor
+
     dtype = DTYPES[part.dtype]
     with source.path.open("rb") as file:
         check_descriptor(file.fileno(), source)

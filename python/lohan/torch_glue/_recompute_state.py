@@ -14,6 +14,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import RecomputeError
+from lohan.torch_glue._random_states import random_states, set_random_states
 from lohan.torch_glue._tensor import nbytes_of, version_of
 
 # Tensors of up to one page are always kept: recording how to restore one takes as much memory.
@@ -78,21 +79,6 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         torch.Tensor,
         lambda tensor: tensor if isinstance(tensor, nn.Parameter) else change(tensor),
     )
-
-
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's generators: the CPU's, and the GPU's if the device is one."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def set_random_states(states: list[torch.Tensor], device: torch.device) -> None:
-    """Restore states that random_states() returned."""
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 # A module, the name of one of its buffers, and a copy of the buffer.

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -47,10 +47,8 @@ from lohan.errors import (
 from lohan.world._meeting import POLL_S, Meeting
 from lohan.world._rendezvous import (
     SAY_AFTER_S,
-    find_store,
     is_agents_store,
     join_timeout_s,
-    process_count,
     say_alone,
 )
 from lohan.world._watch import BEAT_S, End, Peer, Watch, wait_out
@@ -527,7 +525,8 @@ class World:
         return f"World(rank={self.rank}, size={self.size})"
 
 
-def _named(error: BaseException) -> str:
+def named(error: BaseException) -> str:
+    """Return an error's class and the first line of its message, as other processes see it."""
     text = str(error).partition("\n")[0][:_TEXT_MAX]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -535,7 +534,7 @@ def _named(error: BaseException) -> str:
 def _end_text(error: BaseException, where: str) -> str:
     if _exit.is_terminated():
         return f"was ended by SIGTERM {where}"
-    return f"failed {where} with {_named(error)}"
+    return f"failed {where} with {named(error)}"
 
 
 def node() -> str:
@@ -554,30 +553,3 @@ def _connect(base: Any) -> Any:
     """Return a connection to a store: one that an earlier session has left, or a new one."""
     _spare[:] = [each for each in _spare if each[0]() is base]  # all processes must use one store
     return _spare.pop()[1] if _spare else base.clone()
-
-
-@contextlib.contextmanager
-def joined(timeout_s: float, what: str = "lohan.wrap()") -> Iterator[World | None]:
-    """Join the other processes for the duration of a wrap(), and longer if it succeeds.
-
-    Args:
-        timeout_s: how long a process may be silent.
-        what: what they are told that an error has ended.
-
-    Yields:
-        The world, or None if there is only one process.
-
-    Raises:
-        ModelError: the environment describes no valid set of processes.
-        PeerLostError: the rendezvous store cannot be reached, or not all processes arrive.
-    """
-    if process_count() <= 1:
-        yield None
-        return
-    base, rank, size = find_store(timeout_s)
-    world = World(base, rank, size, timeout_s)
-    try:
-        yield world
-    except BaseException as error:
-        world.leave("failed", f"failed in {what} with {_named(error)}")
-        raise
