@@ -1,4 +1,4 @@
-"""Elixir's measurements compared with python/lohan/planning/_world_elixir.py.
+"""Elixir's measurements compared with lab/world_elixir.py.
 
 Fitted are two constants, each on a cell of table I with one GPU: the FLOP/s that an A100 sustains,
 on Elixir's, whose links and AdamW have the rates that its authors' code states; and the rate at
@@ -20,7 +20,8 @@ import pathlib
 from collections.abc import Iterator
 
 import world_cells
-from lohan.planning import _elixir, _machines, _plan, _world, _world_elixir
+from lab import elixir, world_base, world_elixir
+from lohan.planning import _machines, _plan, _world
 from lohan.planning._machines import Machine
 from lohan.planning._world import Step, Work
 from world_cells import Cell
@@ -86,7 +87,7 @@ def machine_of(
         base: the machine, None: the preset.
         copy_bytes_per_s: the rate of a GPU's copies, if it is not the links'.
     """
-    rates = _elixir.authors_rates(gpus)
+    rates = elixir.authors_rates(gpus)
     return dataclasses.replace(
         base or _machines.load(MACHINE),
         gpu_count=gpus,
@@ -111,8 +112,8 @@ def work_of(name: str, batch: int) -> Work:
 
 def step(system: str, work: Work, machine: Machine, overlaps: bool = True) -> Step:
     if system == "elixir":
-        return _world_elixir.step(work, machine, overlaps)
-    return _world_elixir.zero3_offload(work, machine, overlaps)
+        return world_elixir.step(work, machine, overlaps)
+    return world_elixir.zero3_offload(work, machine, overlaps)
 
 
 def tflops(work: Work, batch: int, seconds: float) -> float:
@@ -148,7 +149,7 @@ def pytorch_speed(base: Machine | None = None) -> float:
     work = work_of("opt-2.7b", batch)
     here = dataclasses.replace(machine_of(1, base), gpu_memory_bytes_per_s=MEMORY_BYTES_PER_S)
     flop = work.forward_flop + work.backward_flop + work.recompute_flop
-    seconds = flop / here.gpu_flop_per_s + _world.gpu_update_s(work.param_count, here)
+    seconds = flop / here.gpu_flop_per_s + world_base.gpu_update_s(work.param_count, here)
     return tflops(work, batch, seconds)
 
 
@@ -223,7 +224,7 @@ def switched(gpus: int) -> float:
         host_bytes=1152 << 30,
     )
     work = work_of(GPT, batch)
-    return tflops(work, batch, _world_elixir.step(work, here).step_s)
+    return tflops(work, batch, world_elixir.step(work, here).step_s)
 
 
 def gain(name: str) -> float:

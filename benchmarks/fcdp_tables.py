@@ -1,4 +1,4 @@
-"""FCDP's measurements compared with python/lohan/planning/_world_rings.py.
+"""FCDP's measurements compared with lab/world_rings.py.
 
 Fitted are: the rate of each link, on table III; the FLOP/s that an A40 sustains, on the two cells
 of fig. 2 whose network does not bound the step; and two constants of memory (what a GPU holds
@@ -30,7 +30,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 import world_cells
-from lohan.planning import _machines, _plan, _world, _world_policies, _world_rings
+from lab import world_policies, world_rings
+from lohan.planning import _machines, _plan, _world
 from lohan.planning._machines import Machine
 from lohan.planning._world import Step, Work
 from world_cells import Cell
@@ -124,7 +125,7 @@ def work_of(
 
 
 def step(policy: str, work: Work, machine: Machine) -> Step:
-    return _world_policies.step(policy, work, machine)
+    return world_policies.step(policy, work, machine)
 
 
 def samples_per_s(
@@ -164,7 +165,7 @@ def largest_batch(policy: str, name: str, machine: Machine, sample_bytes: float)
 def step_bytes(policy: str, name: str, batch: int, machine: Machine, sample_bytes: float) -> int:
     """Return the memory of a GPU; for FCDP without the parameters that may stay or leave."""
     work = work_of(name, batch, sample_bytes=sample_bytes)
-    return _world_rings.gpu_bytes(_world_rings.ring_of(policy), work, machine)
+    return world_rings.gpu_bytes(world_rings.ring_of(policy), work, machine)
 
 
 def fit_memory(base: Machine) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """lohan on several GPUs: LoHan V-G, and lohan beside FCDP and Elixir on FCDP's cluster.
 
-What `lohan.wrap` does (_world_wrap) stands beside what is only planned (_world_lohan), in columns
-that say so.
+What `lohan.wrap` does (_world_wrap) stands beside what is only planned (lab/world_lohan.py), in
+columns that say so.
 
 Nothing is fitted here. V-G's server is the preset `paper-4090` with four GPUs, whose constants are
 fitted on one GPU (benchmarks/paper_tables.py). LoHan runs a process for each GPU; each of them
@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 import fcdp_tables
 import world_cells
+from lab import world_lohan, world_policies
 from lohan.errors import BudgetError
-from lohan.planning import _machines, _plan, _world, _world_lohan, _world_policies, _world_wrap
+from lohan.planning import _machines, _plan, _world, _world_lohan, _world_wrap
 from lohan.planning._world import Step
 from world_cells import Cell
 
@@ -40,12 +41,12 @@ PLANNED = "planned, not implemented"
 DIVIDED, REPLICATED = (_world_wrap.Setting("on", name) for name in ("parameters", "all"))
 
 
-def several_gpus(options: _world_lohan.Options) -> tuple[Step, float]:
+def several_gpus(options: world_lohan.Options) -> tuple[Step, float]:
     """Return V-G's step with the number of swapped layers that is fastest, and its TFLOP/s."""
     model = _plan.named_model(MODEL, batch=GLOBAL_BATCH // GPUS)
     here = dataclasses.replace(_machines.load("paper-4090"), gpu_count=GPUS)
     tried = (
-        _world_lohan.step(work, here, options)
+        world_lohan.step(work, here, options)
         for work in _world_lohan.swaps(model, _world.work_of(model))
     )
     best = min(tried, key=lambda step: step.step_s)
@@ -54,7 +55,7 @@ def several_gpus(options: _world_lohan.Options) -> tuple[Step, float]:
 
 def tflops() -> Iterator[Cell]:
     """Yield V-G: TFLOP/s of 70B on four RTX 4090."""
-    _, said = several_gpus(_world_lohan.PAPER)
+    _, said = several_gpus(world_lohan.PAPER)
     yield Cell("70B, batch 96, 4 GPUs", MEASURED_TFLOPS, said, TFLOPS_BAR)
 
 
@@ -73,7 +74,7 @@ class Place:
         work = fcdp_tables.work_of(self.model, self.batch, self.is_lora)
         here = fcdp_tables.machine_of(self.nodes, self.network)
         try:
-            return _world_policies.step(policy, work, here, sums=sums)
+            return world_policies.step(policy, work, here, sums=sums)
         except BudgetError:
             return None
 
@@ -109,7 +110,7 @@ def places(is_lora: bool) -> Iterator[Place]:
 
 def sums_of(is_lora: bool) -> tuple[str, ...]:
     """Return the orders of sums with which lohan's plan should not be slower than fcdp."""
-    return ("auto", *_world_lohan.SUMS) if is_lora else ("node16",)
+    return ("auto", *world_lohan.SUMS) if is_lora else ("node16",)
 
 
 def gains_table(is_lora: bool, sums: str, policies: tuple[str, ...]) -> str:
@@ -147,7 +148,7 @@ def scaled_step(policy: str | _world_wrap.Setting, nodes: int) -> Step:
     if isinstance(policy, _world_wrap.Setting):
         return _world_wrap.step(work, here, policy)
     sums = "exact" if policy == "lohan" else "auto"
-    return _world_policies.step(policy, work, here, sums=sums)
+    return world_policies.step(policy, work, here, sums=sums)
 
 
 def efficiency(policy: str | _world_wrap.Setting, nodes: int) -> float:
@@ -182,8 +183,8 @@ the parameters that it computes with from the SSDs: 2P G in each pass, besides t
 """
 OWN_TEXT = """\
 With one memory for all GPUs of the node, the parameters are read once. With this, 12 bytes written
-and 10 read for a parameter's states, and deferred updates, a plan (_world_lohan.py) has {own:.0f}
-TFLOP/s. lohan has not run on several GPUs.
+and 10 read for a parameter's states, and deferred updates, a plan (benchmarks/lab/world_lohan.py)
+has {own:.0f} TFLOP/s. lohan has not run on several GPUs.
 """
 VERSUS_TEXT = """\
 How much faster a step is than that of each policy (below 1: slower), from the least to the largest
@@ -217,7 +218,7 @@ def parts() -> Iterator[str]:
     yield "## LoHan on four GPUs, TFLOP/s (LoHan V-G)\n"
     yield TEXT
     yield world_cells.table(tflops())
-    _, own = several_gpus(_world_lohan.Options(is_on_ssd=True))
+    _, own = several_gpus(world_lohan.Options(is_on_ssd=True))
     yield OWN_TEXT.format(own=own)
     yield "## lohan against the papers' policies on FCDP's cluster\n"
     yield VERSUS_TEXT

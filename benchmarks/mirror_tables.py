@@ -3,7 +3,7 @@
     python benchmarks/mirror_tables.py [--jobs N]
 
 The engines of one node run in virtual time, and all other nodes are its images
-(python/lohan/planning/_mirror.py). The other columns are calculated, as in the sections above.
+(lab/mirror.py). The other columns are calculated, as in the sections above.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 
 import fcdp_tables
 import world_cells
-from lohan.planning import _mirror, _plan, _world, _world_policies, _world_wrap
+from lab import mirror, world_policies
+from lohan.planning import _plan, _world, _world_wrap
 from lohan.planning._machines import Machine
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -89,7 +90,7 @@ def calculated_s(column: str, nodes: int, load: Load) -> float:
     if column == "divided":
         setting = _world_wrap.Setting("on", "parameters")
         return _world_wrap.step(work, machine_of(nodes), setting).step_s
-    return _world_policies.step(column, work, machine_of(nodes)).step_s
+    return world_policies.step(column, work, machine_of(nodes)).step_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Row:
 
     nodes: int
     load: Load
-    step: _mirror.Step
+    step: mirror.Step
     times: dict[str, float]
     cpu_s: float
 
@@ -114,7 +115,7 @@ class Row:
 def row(nodes: int, load: Load) -> Row:
     """Simulate and calculate a row of a table."""
     began = time.process_time()
-    step = _mirror.simulate(model_of(load.batch), machine_of(nodes), micro_steps=load.micro_steps)
+    step = mirror.simulate(model_of(load.batch), machine_of(nodes), micro_steps=load.micro_steps)
     cpu_s = time.process_time() - began
     times = {column: calculated_s(column, nodes, load) for column in CALCULATED}
     return Row(nodes, load, step, {"simulated": step.step_ns / 1e9, **times}, cpu_s)

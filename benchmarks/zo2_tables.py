@@ -23,7 +23,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import paper_tables
-from lohan.planning import _machines, _simulate_zeroth
+from lab import zeroth
+from lohan.planning import _machines
 from lohan.planning._machines import Machine
 
 ROWS = pathlib.Path(__file__).resolve().parent / "paper" / "zo2.csv"
@@ -35,10 +36,10 @@ ABLATIONS = ("no_overlap", "no_reuse", "no_deferred")
 AGAINST = ("opt-30b", "no_overlap", "no_reuse")
 FORMATS = ("fp32", "fp16", "fp8")
 TEXT = """\
-Steps of OPT on an A100 of 80 GB, batch 1, sequence 2048, as `lohan simulate --machine paper-zo2
---model opt-13b --batch 1 --seq 2048 --zeroth zo2` computes them. csrc/plan/zeroth.h defines the
-dependencies, python/lohan/planning/_simulate_zeroth.py the operations that are counted. Products
-run at the datasheet's 312 TFLOP/s in 16 bits and 19.5 in fp32. Four constants are fitted, each once
+Steps of OPT on an A100 of 80 GB, batch 1, sequence 2048, as `python -m lab zeroth --model opt-13b
+--machine paper-zo2 --batch 1 --seq 2048` computes them in benchmarks/. csrc/plan/zeroth.h defines
+the dependencies, benchmarks/lab/zeroth.py the operations that are counted. Products run
+at the datasheet's 312 TFLOP/s in 16 bits and 19.5 in fp32. Four constants are fitted, each once
 for all rows and on one quantity. The paper does not list the operations that it runs, so the list
 was chosen with the paper's tables at hand, and the matrices in memory at once also with tables 6
 and 7.
@@ -87,14 +88,14 @@ class Row:
     batch: int
     seq: int
     autocast: str
-    options: _simulate_zeroth.Options
+    options: zeroth.Options
     tokens_per_s: float | None
     memory_mb: float | None
 
-    def step(self, machine: Machine) -> _simulate_zeroth.Step:
+    def step(self, machine: Machine) -> zeroth.Step:
         """Simulate the row's step."""
-        model = _simulate_zeroth.decoder(self.model, batch=self.batch, seq=self.seq)
-        return _simulate_zeroth.simulate(model, machine, self.options)
+        model = zeroth.decoder(self.model, batch=self.batch, seq=self.seq)
+        return zeroth.simulate(model, machine, self.options)
 
     @property
     def ran(self) -> bool:
@@ -114,7 +115,7 @@ def rows_read() -> list[Row]:
             int(row["batch"]),
             int(row["seq"]),
             row["autocast"],
-            _simulate_zeroth.Options(row["policy"], row["dtype"], row["link"] or None),
+            zeroth.Options(row["policy"], row["dtype"], row["link"] or None),
             number(row["tokens_per_s"]),
             number(row["memory_mb"]),
         )

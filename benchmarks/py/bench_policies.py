@@ -38,6 +38,9 @@ from lohan.session._planned import Planned
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+
 MIB = 1 << 20
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 # Layers, hidden size, heads, vocabulary.

@@ -11,7 +11,7 @@
  *      lohan      Algorithm 1: swaps to main memory what fits there, the rest to SSD
  *      auto       lohan's own: the fastest choice by the timeline (csrc/plan/auto.c)
  *
- * Checkmate's integer program is in python/lohan/planning/_checkmate.py.
+ * Checkmate's integer program is in benchmarks/lab/checkmate.py.
  *
  * "auto" takes up to three suffixes, each of which disables one of its techniques to show how much
  * that technique saves ("auto/eager/ssd/moved" disables all three): "eager" defers no updates,

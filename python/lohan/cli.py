@@ -197,8 +197,7 @@ def _step() -> tuple[Callable[..., Any], ...]:
             default="auto",
             show_default=True,
             type=OneOf("lohan.planning._policies", "names"),
-            help="auto, or a policy from a paper: zero, capuchin, g10, cpu_act, naive, fuyou,"
-            " lohan, checkmate.",
+            help="auto, or a paper's policy: zero, capuchin, g10, cpu_act, naive, fuyou, lohan.",
         ),
         click.option(
             "--schedule",
@@ -267,7 +266,7 @@ def _load() -> tuple[Callable[..., Any], ...]:
     )
 
 
-def _with_world(machine: Any, words: dict[str, Any]) -> Any:
+def with_world(machine: Any, words: dict[str, Any]) -> Any:
     """Return the machine with the number of nodes and GPUs, and the network, that were given."""
     from lohan.planning import _machines
 
@@ -298,30 +297,6 @@ def _predict(machine: Any, words: dict[str, Any], console: Console | None) -> di
     return _world_show.run(load, machine, console, options)
 
 
-def _mirrored(
-    machine: Any,
-    words: dict[str, Any],
-    others: tuple[str | None, ...],
-    division: str,
-    console: Console | None,
-) -> dict[str, Any]:
-    """Simulate a step of a cluster by the engines of one node."""
-    from lohan.commands import _mirror_show
-
-    limits = ("schedule", "commit_every", "sweep", "plot", "adapter_params", *ONE_GPU)
-    given = [name for name in limits if words[name]]
-    given += ["policy"] if words["policy"] != "auto" else []
-    given += [
-        name for name, value in zip(("zeroth", "dtype", "link"), others, strict=True) if value
-    ]
-    if given:
-        raise click.UsageError(f"--mirror cannot be combined with --{given[0].replace('_', '-')}")
-    shape = {name: words[name] for name in ("model", "batch", "seq")}
-    return _mirror_show.run(shape, machine, division, words["accumulate"] or 1, console)
-
-
-# Options of one GPU's step.
-ONE_GPU = ("states", "order", "base", "loss")
 MODEL_HELP = (
     "A name such as gpt-13b or llama-8b, that of a model on the Hugging Face Hub (its config.json"
     " is read), a transformers config.json, or a transformers class."
@@ -358,75 +333,24 @@ def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **
 @click.option("--model", required=True, help=MODEL_HELP)
 @click.option("--machine", default="gaming-pc", show_default=True, help=MACHINE_HELP)
 @click.option("--batch", default=8, show_default=True, type=POSITIVE, help=BATCH_HELP)
-@click.option(
-    "--zeroth",
-    metavar="POLICY",
-    type=OneOf("lohan.planning._simulate_zeroth", "POLICIES"),
-    help="Simulate a zeroth-order step: zo2, mezo, no_overlap, no_reuse or no_deferred.",
-)
-@click.option(
-    "--dtype",
-    type=OneOf("lohan.planning._simulate_zeroth", "DTYPES"),
-    help="With --zeroth: fp32, fp16 or amp. [default: fp32]",
-)
-@click.option(
-    "--link",
-    type=OneOf("lohan.planning._simulate_zeroth", "LINKS"),
-    help="With --zeroth: format in which blocks cross the link: fp32, fp16, bf16 or fp8."
-    " [default: the format in which they are stored]",
-)
-@click.option(
-    "--mirror",
-    is_flag=True,
-    help="Simulate the engines of one node; all other nodes are its images.",
-)
-@click.option(
-    "--division",
-    type=OneOf("lohan.planning._mirror", "DIVISIONS"),
-    help="With --mirror: how nodes divide the optimizer's states, shards or whole."
-    " [default: shards]",
-)
 @_step_options
 def simulate(
     machine: str,
     changes: tuple[str, ...],
     json_wanted: bool,
-    mirror: bool,
-    division: str | None,
-    zeroth: str | None,
-    dtype: str | None,
-    link: str | None,
     **words: Any,
 ) -> None:
     """Simulate a training step on any machine: how long it takes, and what limits it.
 
     The simulation runs the real training engine in virtual time. With --nodes or --gpus, the steps
-    of several GPUs are calculated instead, for each setting of share= and replicas=; with --mirror
-    as well, the engines of one node are simulated. docs/machines.md describes how to specify a
-    machine.
+    of several GPUs are calculated instead, for each setting of share= and replicas=.
+    docs/machines.md describes how to specify a machine.
     """
-    from lohan.commands import _simulate_show
     from lohan.planning import _machines
 
-    here = _with_world(_machines.change(_machines.load(machine), changes), words)
+    here = with_world(_machines.change(_machines.load(machine), changes), words)
     console = None if json_wanted else _console.make()
-    if division is not None and not mirror:
-        raise click.UsageError("--division needs --mirror")
-    if mirror:
-        answer = _mirrored(here, words, (zeroth, dtype, link), division or "shards", console)
-    elif zeroth is not None:
-        limits = ["schedule", "commit_every", "sweep", "plot", "accumulate", "adapter_params"]
-        limits += ONE_GPU
-        others = [name for name in limits if words[name]]
-        if others or words["policy"] != "auto":
-            name = (others or ["policy"])[0].replace("_", "-")
-            raise click.UsageError(f"--zeroth cannot be combined with --{name}")
-        shape = {name: words[name] for name in ("model", "batch", "seq")}
-        answer = _simulate_show.run_zeroth(here, shape, (zeroth, dtype or "fp32", link), console)
-    elif dtype or link:
-        raise click.UsageError("--dtype and --link need a zeroth-order step, as in --zeroth zo2")
-    else:
-        answer = _predict(here, words, console)
+    answer = _predict(here, words, console)
     if json_wanted:
         _write_json(answer, None)
 
@@ -563,7 +487,7 @@ def plan(
     if tokens is not None:
         raise click.UsageError("--tokens needs the name of a GPU, as in --gpu rtx-4090")
     here = pc or _pc.measured(machine, store, save, found, (gpu, ram, ssd), changes)
-    here = _with_world(here, words)
+    here = with_world(here, words)
     if found:
         if here.node_count * here.gpu_count > 1:
             flag = _FOUND_FLAGS[found]

@@ -16,10 +16,11 @@ pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
 from click.testing import CliRunner
+from lab import checkmate
+from lab.__main__ import main
 from lohan import _core
-from lohan.cli import main
 from lohan.errors import BudgetError, UnsupportedError
-from lohan.planning import _checkmate, _machines, _plan, _policies
+from lohan.planning import _machines, _plan, _policies
 
 GB = 10**9
 MIB = 1 << 20
@@ -48,7 +49,7 @@ def small(rng: random.Random) -> tuple[_plan.Model, _plan.Machine]:
         ssd_read_bytes_per_s=GB,
         ssd_write_bytes_per_s=GB,
     )
-    gpu, host = _checkmate._room(model, machine)
+    gpu, host = checkmate._room(model, machine)
     wanted = {
         "gpu_bytes": rng.randint(0, 3 * sum(sizes) // 2),
         "host_bytes": rng.randint(0, sum(sizes)),
@@ -62,7 +63,7 @@ def small(rng: random.Random) -> tuple[_plan.Model, _plan.Machine]:
 
 def cost_s(model: _plan.Model, machine: _plan.Machine, fates: tuple[str, ...]) -> float | None:
     """Return the cost by the cost model, in exact sums, or None if it does not fit."""
-    room = _checkmate._room(model, machine)
+    room = checkmate._room(model, machine)
     of: dict[str, int] = collections.Counter()
     for layer, fate in zip(model.layers, fates, strict=True):
         if fate == "recompute" and layer.is_inter_block and layer.activation_bytes:
@@ -77,7 +78,7 @@ def cost_s(model: _plan.Model, machine: _plan.Machine, fates: tuple[str, ...]) -
     out = of["host"] / machine.link_out_bytes_per_s
     back = of["host"] / machine.link_in_bytes_per_s
     again = of["flop"] / machine.gpu_flop_per_s
-    moving = _checkmate.MOVE_WEIGHT * (out + back)
+    moving = checkmate.MOVE_WEIGHT * (out + back)
     return max(forward, out) + max(2 * forward + again, back) + moving
 
 
@@ -90,13 +91,13 @@ def test_it_is_the_best_of_all_choices_and_refused_where_there_is_none() -> None
         costs = [cost for fates in every if (cost := cost_s(model, machine, fates)) is not None]
         if not costs:
             with pytest.raises(BudgetError, match=rf"take {model.inter_block_bytes} bytes.*: the"):
-                _checkmate.fates(model, machine)
+                checkmate.fates(model, machine)
             seen["refused"] += 1
             continue
-        found = _checkmate.fates(model, machine)
+        found = checkmate.fates(model, machine)
         cost = cost_s(model, machine, tuple(found))
         assert cost is not None, "it fits"
-        assert cost == pytest.approx(min(costs), rel=2 * _checkmate.GAP)
+        assert cost == pytest.approx(min(costs), rel=2 * checkmate.GAP)
         seen.update(set(found))
     assert min(seen[word] for word in ("keep", "host", "recompute", "refused")) > 10, seen
 
@@ -105,9 +106,9 @@ def test_without_main_memory_it_keeps_what_saves_most_computation() -> None:
     """As in Checkmate, the GPU is full, and recomputed layers have the least FLOP per byte."""
     model = _plan.named_model("gpt-13b", batch=4)
     machine = _machines.load("paper-4090")
-    buffers = machine.host_bytes - _checkmate._room(model, machine)[1]
+    buffers = machine.host_bytes - checkmate._room(model, machine)[1]
     machine = dataclasses.replace(machine, host_bytes=buffers)
-    fates = _checkmate.fates(model, machine)
+    fates = checkmate.fates(model, machine)
     assert "host" not in fates and {"keep", "recompute"} <= set(fates)
     benefit = collections.defaultdict(set)
     for layer, fate in zip(model.layers, fates, strict=True):
@@ -119,14 +120,14 @@ def test_without_main_memory_it_keeps_what_saves_most_computation() -> None:
         for layer, fate in zip(model.layers, fates, strict=True)
         if fate == "keep"
     )
-    room = _checkmate._room(model, machine)[0]
+    room = checkmate._room(model, machine)[0]
     least = min(m.activation_bytes for m, f in zip(model.layers, fates, strict=True) if f != "keep")
     assert room - least < kept <= room
 
 
 def test_a_deep_model_is_planned_in_moments() -> None:
     begin = time.monotonic()
-    fates = _checkmate.fates(_plan.named_model("gpt-412b", batch=8), _machines.load("paper-a100"))
+    fates = checkmate.fates(_plan.named_model("gpt-412b", batch=8), _machines.load("paper-a100"))
     assert len(fates) == 642 and time.monotonic() - begin < 5 * slowness()
 
 
@@ -146,7 +147,7 @@ def test_a_model_whose_layers_all_differ_is_planned_in_seconds() -> None:
     model = dataclasses.replace(model, blocks=tuple(blocks))
     machine = _machines.change(_machines.load("paper-4090"), ["host_bytes=64 GB"])
     begin = time.monotonic()
-    assert {"keep", "host", "recompute"} == set(_checkmate.fates(model, machine))
+    assert {"keep", "host", "recompute"} == set(checkmate.fates(model, machine))
     assert time.monotonic() - begin < 15 * slowness()
 
 
@@ -161,7 +162,7 @@ def test_its_plan_is_what_the_timeline_says_of_its_choice() -> None:
     model = _plan.named_model("gpt-13b", batch=32)
     machine = _machines.load("paper-4090")
     plan = _policies.make(model, machine, "checkmate")
-    assert plan["layers"] == _checkmate.fates(model, machine)
+    assert plan["layers"] == checkmate.fates(model, machine)
     step = _core.plan_step(model.as_core(), machine.as_core(), plan["layers"], master_bytes=4)
     assert plan == step and step["step"]["ssd_write_bytes"] == 14 * model.param_count
 
@@ -175,10 +176,10 @@ def test_memory_that_a_steps_buffers_do_not_fit_is_refused_with_numbers() -> Non
 
 def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(UnsupportedError, match=r"pip install lohan\[plan\]"):
+    with pytest.raises(UnsupportedError, match=r"pip install scipy"):
         _policies.make(
             _plan.named_model("gpt-13b", batch=1), _machines.load("paper-4090"), "checkmate"
         )
     words = ["--model", "opt-1.3b", "--policy", "checkmate", "--machine", "paper-4090"]
     result = CliRunner().invoke(main, ["simulate", *words])
-    assert result.exit_code == 1 and "pip install lohan[plan]" in result.output
+    assert result.exit_code == 1 and "pip install scipy" in result.output

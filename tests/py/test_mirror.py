@@ -8,9 +8,10 @@ from typing import Any
 
 import click.testing
 import pytest
-from lohan import cli
+from lab import mirror
+from lab.__main__ import main
 from lohan.errors import BudgetError, MachineError
-from lohan.planning import _machines, _mirror, _plan
+from lohan.planning import _machines, _plan
 
 NET = 12_500_000_000
 
@@ -30,12 +31,12 @@ def model(layers: int = 2, hidden: int = 512, batch: int = 8) -> _plan.Model:
     return _plan.decoder("m", layers=layers, hidden=hidden, vocab=1000, seq=1024, batch=batch)
 
 
-@pytest.mark.parametrize("division", _mirror.DIVISIONS)
+@pytest.mark.parametrize("division", mirror.DIVISIONS)
 @pytest.mark.parametrize("nodes", [1, 2, 5, 8])
 def test_a_mirror_has_the_step_of_the_whole_cluster(division: str, nodes: int) -> None:
     words: dict[str, Any] = {"division": division, "micro_steps": 2}
-    image = _mirror.simulate(model(), machine(nodes), **words)
-    assert image == _mirror.simulate(model(), machine(nodes), **words, is_mirror=False)
+    image = mirror.simulate(model(), machine(nodes), **words)
+    assert image == mirror.simulate(model(), machine(nodes), **words, is_mirror=False)
     assert image.step_ns > 0
 
 
@@ -43,9 +44,9 @@ def test_a_node_sends_what_the_division_says() -> None:
     trained, nodes, gpus, micro_steps = model().param_count, 4, 2, 3
     gradients = 2 * trained * micro_steps * gpus * (nodes - 1)
     words: dict[str, Any] = {"micro_steps": micro_steps}
-    whole = _mirror.simulate(model(), machine(nodes), division="whole", **words)
+    whole = mirror.simulate(model(), machine(nodes), division="whole", **words)
     assert whole.net_bytes == pytest.approx(gradients, rel=0.01)
-    shards = _mirror.simulate(model(), machine(nodes), division="shards", **words)
+    shards = mirror.simulate(model(), machine(nodes), division="shards", **words)
     values = 2 * trained * (nodes - 1) // nodes
     assert shards.net_bytes == pytest.approx(gradients // nodes + values, rel=0.02)
     assert shards.tokens == model().tokens * micro_steps * nodes * gpus
@@ -53,9 +54,9 @@ def test_a_node_sends_what_the_division_says() -> None:
 
 def test_weak_scaling_to_1024_gpus() -> None:
     large = model(layers=4, hidden=4800, batch=64)
-    one, all_nodes = (_mirror.simulate(large, machine(nodes, 8)) for nodes in (1, 128))
+    one, all_nodes = (mirror.simulate(large, machine(nodes, 8)) for nodes in (1, 128))
     assert one.step_ns / all_nodes.step_ns >= 0.9
-    slow = _mirror.simulate(large, machine(128, 8, net_bytes_per_s=NET // 20))
+    slow = mirror.simulate(large, machine(128, 8, net_bytes_per_s=NET // 20))
     assert one.step_ns / slow.step_ns < 0.9
 
 
@@ -72,26 +73,17 @@ def test_what_has_no_mirror_is_named(
     changes: dict[str, Any], words: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MachineError, match=message):
-        _mirror.simulate(model(), machine(2, **changes), **words)
+        mirror.simulate(model(), machine(2, **changes), **words)
 
 
 def test_activations_that_do_not_fit_are_refused() -> None:
     with pytest.raises(BudgetError):
-        _mirror.simulate(model(), machine(2, host_bytes=10**9))
+        mirror.simulate(model(), machine(2, host_bytes=10**9))
 
 
 def command(*arguments: str) -> click.testing.Result:
-    words = [
-        "simulate",
-        "--model",
-        "gpt-13b",
-        "--machine",
-        "paper-fcdp",
-        "--batch",
-        "1",
-        "--mirror",
-    ]
-    return click.testing.CliRunner().invoke(cli.main, [*words, *arguments])
+    words = ["mirror", "--model", "gpt-13b", "--machine", "paper-fcdp", "--batch", "1"]
+    return click.testing.CliRunner().invoke(main, [*words, *arguments])
 
 
 def test_the_command_prints_the_step() -> None:
@@ -105,22 +97,7 @@ def test_the_command_prints_the_step() -> None:
     assert f"{answer['step_s']:.3f} s: forward" in done.output
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--policy", "lohan"), "--mirror cannot be combined with --policy"),
-        (("--zeroth", "zo2"), "--mirror cannot be combined with --zeroth"),
-        (("--adapter-params", "5"), "--mirror cannot be combined with --adapter-params"),
-    ],
-)
-def test_the_command_refuses_what_is_not_simulated(words: tuple[str, ...], message: str) -> None:
-    done = command(*words)
+def test_the_command_refuses_an_unknown_division() -> None:
+    done = command("--division", "thirds")
     assert done.exit_code == 2
-    assert message in done.output
-
-
-def test_a_division_needs_a_mirror() -> None:
-    words = ["simulate", "--model", "gpt-13b", "--division", "whole"]
-    done = click.testing.CliRunner().invoke(cli.main, words)
-    assert done.exit_code == 2
-    assert "--division needs --mirror" in done.output
+    assert "'thirds' must be one of shards, whole" in done.output

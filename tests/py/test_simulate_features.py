@@ -313,7 +313,6 @@ def test_sizes_that_fit_follow_the_same_options() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--zeroth", "zo2", "--loss", "logits"), "--loss"),
         (("--states", "4bit"), "must be one of"),
         (("--base", "nf4"), "needs adapters"),
     ],

@@ -15,11 +15,8 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from lohan import _core
-from lohan.cli import main
-from lohan.errors import MachineError, ModelError
-from lohan.planning import _machines, _plan
-from lohan.planning._simulate_zeroth import (
+from lab.__main__ import main
+from lab.zeroth import (
     LINKS,
     POLICIES,
     Decoder,
@@ -28,6 +25,9 @@ from lohan.planning._simulate_zeroth import (
     decoder,
     simulate,
 )
+from lohan import _core
+from lohan.errors import MachineError, ModelError
+from lohan.planning import _machines, _plan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "zo2_tables.py"
@@ -219,37 +219,34 @@ def test_the_machines_constants_are_those_that_fitting_finds() -> None:
 
 
 def run(*words: str) -> str:
-    result = CliRunner().invoke(main, ["simulate", *words])
+    result = CliRunner().invoke(main, ["zeroth", *words])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_the_command_line_gives_a_zeroth_order_step() -> None:
     words = ("--machine", "paper-zo2", "--model", "opt-175b", "--batch", "1", "--seq", "2048")
-    found = json.loads(run(*words, "--zeroth", "zo2", "--dtype", "fp16", "--json"))
+    found = json.loads(run(*words, "--dtype", "fp16", "--json"))
     expected = simulate(decoder("opt-175b"), MACHINE, Options(dtype="fp16"))
     assert found == expected.as_dict()
     assert found["gpu_bytes"] < 20 * 10**9 and found["fits"]
-    assert "it does not fit" in run(*words, "--zeroth", "mezo")
-    assert "bound by: upload" in run(*words, "--zeroth", "zo2", "--dtype", "amp")
+    assert "it does not fit" in run(*words, "--policy", "mezo")
+    assert "bound by: upload" in run(*words, "--dtype", "amp")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--zeroth", "fast"), "'fast' must be one of mezo"),
-        (("--zeroth", "zo2", "--dtype", "fp64"), "'fp64' must be one of fp32"),
-        (("--zeroth", "zo2", "--link", "fp4"), "'fp4' must be one of fp32"),
-        (("--zeroth", "zo2", "--dtype", "fp16", "--link", "fp32"), "wider than fp16"),
-        (("--zeroth", "zo2", "--commit-every", "2"), "cannot be combined with --commit-every"),
-        (("--zeroth", "zo2", "--policy", "lohan"), "--zeroth cannot be combined with --policy"),
-        (("--link", "fp8"), "--zeroth zo2"),
-        (("--zeroth", "zo2", "--machine", "laptop"), "does not define gpu_fp32_flop_per_s"),
+        (("--policy", "fast"), "'fast' must be one of mezo"),
+        (("--dtype", "fp64"), "'fp64' must be one of fp32"),
+        (("--link", "fp4"), "'fp4' must be one of fp32"),
+        (("--dtype", "fp16", "--link", "fp32"), "wider than fp16"),
+        (("--machine", "laptop"), "does not define gpu_fp32_flop_per_s"),
     ],
 )
 def test_invalid_words_are_refused(words: tuple[str, ...], said: str) -> None:
     here = () if "--machine" in words else ("--machine", "paper-zo2")
-    result = CliRunner().invoke(main, ["simulate", "--model", "opt-1.3b", *here, *words])
+    result = CliRunner().invoke(main, ["zeroth", "--model", "opt-1.3b", *here, *words])
     assert result.exit_code != 0
     assert said in " ".join([result.output, str(result.exception)])
 

@@ -9,8 +9,9 @@ import dataclasses
 import itertools
 
 import pytest
+from lab import world_base, world_elixir, world_lohan, world_policies
 from lohan.errors import BudgetError, MachineError
-from lohan.planning import _machines, _plan, _world, _world_elixir, _world_lohan, _world_policies
+from lohan.planning import _machines, _plan, _world, _world_lohan
 from lohan.planning._world import Work
 from lohan.simulate import simulate
 
@@ -28,7 +29,7 @@ WORK = Work(
     first_params=G,
 )
 LORA = dataclasses.replace(WORK, trainable_count=8_000_000, backward_flop=10**12)
-ALL = _world_policies.NAMES
+ALL = world_policies.NAMES
 RINGS = ("ddp", "zero2", "zero3", "mics", "hsdp", "zeropp", "fcdp-sched", "fcdp-comm", "fcdp")
 
 
@@ -53,7 +54,7 @@ def machine(**changes: int) -> _machines.Machine:
 
 
 def step(policy: str, work: Work = WORK, **changes: int) -> _world.Step:
-    return _world_policies.step(policy, work, machine(**changes))
+    return world_policies.step(policy, work, machine(**changes))
 
 
 # A ring of 8 ranks sends 7/8 of 16 GB over each card: 14 GB. The sums of MiCS and HSDP cross it in
@@ -90,7 +91,7 @@ def test_lohans_nodes_exchange_half_and_gradients_by_the_order_of_sums(
     sums: str, backward: int
 ) -> None:
     work = dataclasses.replace(WORK, micro_steps=2)
-    moved = _world_policies.step("lohan", work, machine(), sums=sums).traffic
+    moved = world_policies.step("lohan", work, machine(), sums=sums).traffic
     assert moved.net_forward == 8 * G
     # exact: 2 G k bytes a parameter, k = 2; a half of that stays on the node
     assert moved.net_backward == backward * G
@@ -111,8 +112,8 @@ def test_sums_are_exact_where_that_costs_no_more_than_fp32_sums_of_a_node(
 ) -> None:
     here = machine(node_count=nodes, gpu_count=gpus)
     work = dataclasses.replace(WORK, micro_steps=micro_steps)
-    assert _world_lohan.sums_of(_world_lohan.Options(), work, here) == sums
-    exact, node = (_world_lohan.gradient_bytes(one, work, here) for one in ("exact", "node"))
+    assert world_lohan.sums_of(world_lohan.Options(), work, here) == sums
+    exact, node = (world_lohan.gradient_bytes(one, work, here) for one in ("exact", "node"))
     assert nodes == 1 or (exact <= node) is (sums == "exact")
 
 
@@ -122,7 +123,7 @@ def test_frozen_parameters_cross_the_network_only_where_the_policy_does_not_know
     assert frozen["zero3"] == 2 * 14 * G + adapters
     assert frozen["zeropp"] == frozen["fcdp-sched"] == 14 * G + adapters
     assert frozen["fcdp-comm"] == frozen["fcdp"] == 2 * adapters
-    moved = _world_policies.step("lohan", LORA, machine(), sums="node16").traffic
+    moved = world_policies.step("lohan", LORA, machine(), sums="node16").traffic
     assert moved.net_bytes == 2 * LORA.trainable_count  # half of 2 bytes, twice
 
 
@@ -144,8 +145,8 @@ def test_gpu_memory_is_what_the_papers_derive() -> None:
 
 def test_fcdps_cache_keeps_parameters_on_the_gpu_up_to_tau_and_moves_only_the_rest() -> None:
     here = machine(gpu_bytes=40 * G)  # 25 GB are taken: tau 0.75 leaves 5 of the 16 GB
-    some = _world_policies.step("fcdp", WORK, here, tau=0.75)
-    none = _world_policies.step("fcdp", WORK, here, tau=0.0)
+    some = world_policies.step("fcdp", WORK, here, tau=0.75)
+    none = world_policies.step("fcdp", WORK, here, tau=0.0)
     assert some.gpu_bytes == 30 * G and none.gpu_bytes == 25 * G
     assert none.traffic.in_backward == none.traffic.out_forward == 4 * G
     assert some.traffic.in_backward == some.traffic.out_forward == 11 * G // 4
@@ -159,7 +160,7 @@ def test_a_stage_is_as_long_as_its_busiest_resource_and_the_last_bucket_is_not_h
     assert slow.backward_s == 28
     assert slow.bound_by == "net"
     fast = step("zero3", net_bytes_per_s=1000 * G, peer_bytes_per_s=1000 * G)
-    bucket_s = 7 / 8 * 2 * _world.BUCKET_PARAMS / (1000 * G)
+    bucket_s = 7 / 8 * 2 * world_base.BUCKET_PARAMS / (1000 * G)
     assert fast.forward_s == 1
     assert fast.backward_s == pytest.approx(2 + bucket_s)
 
@@ -185,9 +186,9 @@ def test_one_node_sends_nothing() -> None:
 
 def test_lohans_equations_are_lohans_for_one_gpu() -> None:
     swapped = dataclasses.replace(WORK, swapped_bytes=3 * G)
-    paper = dataclasses.replace(_world_lohan.PAPER, is_shared=True)
+    paper = dataclasses.replace(world_lohan.PAPER, is_shared=True)
     here = machine(node_count=1, gpu_count=1, ssd_read_bytes_per_s=2 * G)
-    done = _world_lohan.step(swapped, here, paper)
+    done = world_lohan.step(swapped, here, paper)
     # T_f: the link takes 16 s, the GPU 1 s, the SSDs read 16 GB at 2 GB/s. T_b: 14 bytes a
     # parameter are read at 2 GB/s and written at 1 GB/s. Then the first unit's update, an eighth.
     assert done.forward_s == 16
@@ -199,9 +200,9 @@ def test_lohans_equations_are_lohans_for_one_gpu() -> None:
 
 
 def test_a_node_reads_parameters_once_and_updates_its_part_whatever_its_gpus() -> None:
-    options = _world_lohan.Options("node16", is_on_ssd=True)
+    options = world_lohan.Options("node16", is_on_ssd=True)
     ssd = {
-        (nodes, gpus): _world_lohan.step(
+        (nodes, gpus): world_lohan.step(
             WORK, machine(node_count=nodes, gpu_count=gpus), options
         ).traffic
         for nodes, gpus in itertools.product((1, 2, 4), (1, 4))
@@ -210,16 +211,16 @@ def test_a_node_reads_parameters_once_and_updates_its_part_whatever_its_gpus() -
         assert moved == dataclasses.replace(ssd[nodes, 1], ssd_read=ssd[1, gpus].ssd_read // nodes)
         assert moved.ssd_write == 12 * 8 * G // nodes
     private = dataclasses.replace(options, is_shared=False)
-    more = _world_lohan.step(WORK, machine(node_count=1), private).traffic
+    more = world_lohan.step(WORK, machine(node_count=1), private).traffic
     assert more.ssd_read - ssd[1, 4].ssd_read == 3 * 2 * 16 * G  # three more readers, two passes
 
 
 def test_deferring_updates_is_never_slower_and_helps_where_backward_waits_for_them() -> None:
-    eager = _world_lohan.Options("node16", is_deferred=False)
+    eager = world_lohan.Options("node16", is_deferred=False)
     for adam, gains in ((10**8, True), (10**12, False)):
         here = machine(adam_params_per_s=adam, net_bytes_per_s=100 * G)
-        before = _world_lohan.step(WORK, here, eager)
-        after = _world_lohan.step(WORK, here, dataclasses.replace(eager, is_deferred=True))
+        before = world_lohan.step(WORK, here, eager)
+        after = world_lohan.step(WORK, here, dataclasses.replace(eager, is_deferred=True))
         assert (after.step_s < before.step_s) is gains
         assert after.step_s <= before.step_s
         assert after.traffic == before.traffic
@@ -229,13 +230,13 @@ def test_deferred_updates_are_not_lost_but_moved() -> None:
     # The SSDs bound both stages: what one of them gains the other loses.
     here = machine(gpu_count=1, net_bytes_per_s=100 * G, adam_params_per_s=100 * G)
     here = dataclasses.replace(here, link_in_bytes_per_s=100 * G, link_out_bytes_per_s=100 * G)
-    options = _world_lohan.Options("node16", is_on_ssd=True)
-    done = _world_lohan.step(WORK, here, options)
+    options = world_lohan.Options("node16", is_on_ssd=True)
+    done = world_lohan.step(WORK, here, options)
     moved = done.traffic
     assert done.forward_s + done.backward_s == (moved.ssd_read + moved.ssd_write) / G
     slow = dataclasses.replace(here, ssd_read_bytes_per_s=10**13, ssd_write_bytes_per_s=10**13)
     slow = dataclasses.replace(slow, adam_params_per_s=10**8)
-    late = _world_lohan.step(WORK, slow, options)
+    late = world_lohan.step(WORK, slow, options)
     assert late.forward_s + late.backward_s == pytest.approx(4 * 10)  # 4 G parameters a node
 
 
@@ -255,9 +256,9 @@ def test_auto_replicates_states_only_where_that_is_faster() -> None:
 
 def test_activations_that_main_memory_cannot_hold_pass_the_ssds() -> None:
     work = dataclasses.replace(WORK, swapped_bytes=10 * G)
-    options = _world_lohan.Options("node16", is_on_ssd=True)
-    roomy = _world_lohan.step(work, machine(), options)
-    tight = _world_lohan.step(work, machine(host_bytes=roomy.host_bytes - 7 * G), options)
+    options = world_lohan.Options("node16", is_on_ssd=True)
+    roomy = world_lohan.step(work, machine(), options)
+    tight = world_lohan.step(work, machine(host_bytes=roomy.host_bytes - 7 * G), options)
     assert tight.traffic.ssd_write - roomy.traffic.ssd_write == 7 * G
     assert tight.traffic.ssd_read - roomy.traffic.ssd_read == 7 * G
     assert roomy.host_bytes - tight.host_bytes == 7 * G
@@ -286,7 +287,7 @@ def test_elixir_moves_less_with_more_room_and_reads_states_from_no_link_if_they_
     work = dataclasses.replace(WORK, kept_bytes=G)
     loads = []
     for gpu_bytes in (16 * G, 24 * G, 80 * G):
-        where = _world_elixir.layout(work, machine(gpu_bytes=gpu_bytes, node_count=1, gpu_count=1))
+        where = world_elixir.layout(work, machine(gpu_bytes=gpu_bytes, node_count=1, gpu_count=1))
         assert 8 * G <= where.loads <= 16 * G
         assert where.cpu_loads <= where.loads
         loads.append(where.cpu_loads)
@@ -298,13 +299,13 @@ def test_elixir_moves_less_with_more_room_and_reads_states_from_no_link_if_they_
 
 def test_elixirs_stages_are_as_long_as_their_busiest_part_or_the_sum() -> None:
     here = machine()
-    apart = _world_elixir.zero3_offload(WORK, here, overlaps=False)
+    apart = world_elixir.zero3_offload(WORK, here, overlaps=False)
     assert apart.forward_s == 1 + 14 + 14 + 2  # GPU, card, ring, a shard over the link
     assert apart.backward_s == 2 + 28 + 28 + 2 + 2
     assert apart.update_s == 4
     assert apart.host_bytes == 18 * 8 * G // 2
     assert step("elixir", gpu_bytes=12 * G).host_bytes == 14 * 8 * G // 2
-    assert _world_elixir.zero3_offload(WORK, here).forward_s == 14
+    assert world_elixir.zero3_offload(WORK, here).forward_s == 14
     assert step("elixir", WORK, gpu_bytes=12 * G).forward_s == 14
 
 
@@ -314,7 +315,7 @@ def test_what_cannot_be_planned_is_refused_by_name() -> None:
     with pytest.raises(MachineError, match="policy 'zero4': must be one of ddp, "):
         step("zero4")
     with pytest.raises(MachineError, match="sums 'fast': must be auto or one of exact, "):
-        _world_policies.step("lohan", WORK, machine(), sums="fast")
+        world_policies.step("lohan", WORK, machine(), sums="fast")
     with pytest.raises(BudgetError, match=r"elixir: room for .* is too small"):
         step("elixir", gpu_bytes=8 * G)
 
@@ -327,7 +328,7 @@ def test_the_engine_is_simulated_on_one_gpu_alone() -> None:
 
 def test_the_fastest_policies_fit_and_come_first() -> None:
     here = machine(gpu_bytes=40 * G)
-    found = _world_policies.fastest(WORK, here)
+    found = world_policies.fastest(WORK, here)
     assert [one.step_s for one in found] == sorted(one.step_s for one in found)
     assert all(one.fits(here) for one in found)
     assert {"ddp", "mics"}.isdisjoint(one.policy for one in found)

@@ -15,7 +15,7 @@ from lohan.common import _progress
 from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
 from lohan.errors import MachineError, UnsupportedError
-from lohan.planning import _machines, _models, _simulate_zeroth
+from lohan.planning import _machines, _models
 from lohan.planning._machines import Machine
 from lohan.simulate import Options, simulate, simulate_traced, swap_curve, sweep
 
@@ -325,36 +325,3 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
         if request.plot is not None:
             _draw_sweep(name, answers, title, request.plot)
     return answer
-
-
-def run_zeroth(
-    machine: Machine,
-    shape: dict[str, Any],
-    words: tuple[str, str, str | None],
-    console: Console | None,
-) -> dict[str, Any]:
-    """Simulate a zeroth-order step, and print it if there is a console.
-
-    Args:
-        machine: the machine to simulate.
-        shape: model (a decoder's name), batch, seq.
-        words: the policy, the dtype, and the format on the link.
-        console: where to print; None prints nothing.
-
-    Raises:
-        MachineError, ModelError: as raised by `_simulate_zeroth`.
-    """
-    model = _simulate_zeroth.decoder(shape["model"], batch=shape["batch"], seq=shape["seq"])
-    options = _simulate_zeroth.Options(*words)
-    step = _simulate_zeroth.simulate(model, machine, options)
-    if console is not None:
-        console.print(
-            f"{model.name}, {model.tokens:,} tokens per step, {options.dtype} by {options.policy}"
-            f" on {machine.name}\na step takes {step.step_ns / 1e9:.3f} s: {step.tokens_per_s:,.0f}"
-            f" tokens/s; bound by: {step.bound_by}; {size(step.link_bytes)} cross the link each"
-            f" way\nthe step needs {size(step.gpu_bytes)} of GPU memory; the GPU has"
-            f" {size(machine.gpu_bytes)}{'' if step.fits else ': it does not fit'}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return step.as_dict()

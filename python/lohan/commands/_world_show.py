@@ -12,7 +12,7 @@ from lohan import simulate
 from lohan.common._shown import of_bytes as size
 from lohan.common._shown import of_number
 from lohan.errors import BudgetError, MachineError
-from lohan.planning import _models, _several, _world, _world_policies
+from lohan.planning import _models, _several, _world
 from lohan.simulate import Options
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
     from lohan.planning._machines import Machine
     from lohan.planning._plan import Model
-    from lohan.planning._world import Step
 
-# The systems that are shown beside lohan's settings, if they fit.
-_PEERS = ("ddp", "zero3", "zero3-offload", "fcdp", "elixir")
 _RESOURCES = {
     "gpu": "GPU",
     "ssd": "SSDs",
@@ -99,35 +96,6 @@ def _figures(
     }
 
 
-def _peer_row(name: str, step: Step, tokens: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "share": "",
-        "replicas": "",
-        "step_s": step.step_s,
-        "tokens": tokens,
-        "tokens_per_s": tokens / step.step_s,
-        "bound_by": step.bound_by,
-        "net_bytes": step.traffic.net_bytes,
-        "ssd_write_bytes": step.traffic.ssd_write,
-        "ssd_life_days": None,
-        "gpu_bytes": step.gpu_bytes,
-        "host_bytes": step.host_bytes,
-    }
-
-
-def _peers(work: _world.Work, machine: Machine) -> list[tuple[str, Step]]:
-    found = []
-    for name in _PEERS:
-        try:
-            step = _world_policies.step(name, work, machine)
-        except BudgetError:
-            continue
-        if step.fits(machine):
-            found.append((name, step))
-    return found
-
-
 def _alone(load: Load, one: Machine, ranks: int, options: Options) -> list[dict[str, Any]]:
     """Return the step of one GPU, and the fastest one with as many sequences as all GPUs have."""
     name = "one GPU"
@@ -161,7 +129,7 @@ def run(
     options: Options | None = None,
     one: Machine | None = None,
 ) -> dict[str, Any]:
-    """Compare lohan's settings and other systems, print the result, and return it for --json.
+    """Compare lohan's settings, print the result, and return it for --json.
 
     Args:
         load: what is trained.
@@ -194,7 +162,6 @@ def run(
     found = _several.rows(model, works, machine, predict)
     rows = [_figures("lohan", row, tokens, machine) for row in found]
     best = min(rows, key=lambda row: float(row["step_s"]))
-    rows += [_peer_row(name, step, tokens) for name, step in _peers(works[0], machine)]
     alone = _alone(load, one or _several.one_of(machine), ranks, options)
     answer = {
         **{key: value for key, value in dataclasses.asdict(load).items() if key != "more"},

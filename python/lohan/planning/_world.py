@@ -1,13 +1,8 @@
 """Steps of several GPUs and nodes: what a step is made of, and what it moves.
 
-A world has W = N G ranks: N nodes (`node_count`) of G GPUs each (`gpu_count`). The modules beside
-this one count the bytes that each policy moves over each link, the memory that it takes, and the
-time of a step from the rates of the machine:
-
-    _world_rings    ddp, zero2, zero3, mics, hsdp, zeropp, fcdp-sched, fcdp-comm, fcdp
-    _world_elixir   elixir and zero3-offload, and _elixir the search of Elixir's authors
-    _world_lohan    lohan and auto
-    _world_policies all of them by name
+A world has W = N G ranks: N nodes (`node_count`) of G GPUs each (`gpu_count`). From the rates of
+the machine, _world_wrap counts the bytes that each setting of wrap() moves over each link, the
+memory that it takes, and the time of a step; benchmarks/lab does so for other systems.
 
     GPU <-- peer --> GPU          peer_bytes_per_s, each way, between the GPUs of a node
      | in, out                    link_in_bytes_per_s, link_out_bytes_per_s, of each GPU
@@ -27,13 +22,7 @@ if TYPE_CHECKING:
     from lohan.planning._machines import Machine
     from lohan.planning._plan import Model
 
-# Bytes of a parameter or a gradient in 16 bits, and of the fp32 master and both moments.
-HALF_BYTES = 2
-STATE_BYTES = 12
-# DeepSpeed reduces gradients in buckets of this many elements: the default of reduce_bucket_size.
-BUCKET_PARAMS = 500_000_000
-# What AdamW reads and writes on a GPU for a parameter: master, moments and gradient, and P16.
-_ADAM_BYTES = 28
+HALF_BYTES = 2  # of a parameter or a gradient in 16 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,22 +177,6 @@ def rank_count(machine: Machine) -> int:
     return machine.node_count * machine.gpu_count
 
 
-def ring_bytes(nbytes: int, member_count: int) -> int:
-    """Return what each member of a ring sends to gather or to reduce nbytes: (n - 1) / n of them.
-
-    In a ring over several nodes one member of each node sends to the next node, so that this is
-    also what a node's card sends.
-
-    Source: FCDP VI-B
-    """
-    return nbytes * (member_count - 1) // member_count
-
-
-def flat_ring_bytes(nbytes: int, machine: Machine) -> int:
-    """Return what a node's card sends in a ring of all ranks; 0 for a single node."""
-    return 0 if machine.node_count == 1 else ring_bytes(nbytes, rank_count(machine))
-
-
 def seconds(amount: float, per_s: float) -> float:
     """Return the time of an amount; a rate of 0 is that of a resource that does not limit."""
     return amount / per_s if per_s else 0.0
@@ -214,11 +187,6 @@ def net_s(nbytes: int, messages: int, machine: Machine) -> float:
     if nbytes == 0:
         return 0.0
     return seconds(nbytes, machine.net_bytes_per_s) + messages * machine.net_latency_ns / 1e9
-
-
-def gpu_update_s(param_count: float, machine: Machine) -> float:
-    """Return the time of AdamW on a GPU, which its memory bounds; 0 if that rate is unknown."""
-    return seconds(_ADAM_BYTES * param_count, machine.gpu_memory_bytes_per_s)
 
 
 def busiest(times: dict[str, float]) -> str:

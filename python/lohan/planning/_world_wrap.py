@@ -1,6 +1,6 @@
 """What a step of `lohan.wrap` moves and takes on several GPUs and nodes, for each setting.
 
-_world_lohan plans what an exchange between nodes could do at best; this module counts what the
+benchmarks/lab plans what an exchange between nodes could do at best; this module counts what the
 settings share= and replicas= do. W = N G processes run, N nodes of G GPUs. A node has S stores: one
 with share="on", else G. P is the number of parameters, T that of the trained ones, and k the number
 of micro-batches of a process.

@@ -18,8 +18,10 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from lohan.planning import _elixir, _world
-from lohan.planning._world import HALF_BYTES, STATE_BYTES, Step, Traffic, Work
+from lohan.planning import _world
+from lohan.planning._world import HALF_BYTES, Step, Traffic, Work
+
+from lab import elixir, world_base
 
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
@@ -64,17 +66,17 @@ def layout(work: Work, machine: Machine, overlaps: bool = True) -> Layout:
         ValueError: the GPU has no room for the chunks that must be gathered at once.
     """
     ranks = _world.rank_count(machine)
-    room = _elixir.room_of(machine.gpu_bytes, 0, work.kept_bytes) // _elixir.PARAM_BYTES
+    room = elixir.room_of(machine.gpu_bytes, 0, work.kept_bytes) // elixir.PARAM_BYTES
     largest = work.unit_params // _PARAMS_OF_LARGEST
-    size = _elixir.search_range([largest], _elixir.PARAM_BYTES)[0]
+    size = elixir.search_range([largest], elixir.PARAM_BYTES)[0]
     count = -(-work.param_count // size)
     blocks = min(room // size, count)
     if blocks < 1:
         raise ValueError(f"room for {room} elements is too small for chunks of {size} elements")
     rates = _rates(machine)
-    chunks = _elixir.Chunks(size, count, blocks, 0, 0)
-    plan = _elixir.plan(chunks, room, ranks, rates, is_ahead=overlaps)
-    moves = _elixir.move_count(_unit_steps(count), max(1, plan.block_count))
+    chunks = elixir.Chunks(size, count, blocks, 0, 0)
+    plan = elixir.plan(chunks, room, ranks, rates, is_ahead=overlaps)
+    moves = elixir.move_count(_unit_steps(count), max(1, plan.block_count))
     loads = min(moves // 2 * size, 2 * work.param_count)
     on_gpu = min(plan.gpu_chunk_count * size, work.param_count)
     share = 1 - on_gpu / work.param_count
@@ -86,12 +88,12 @@ def layout(work: Work, machine: Machine, overlaps: bool = True) -> Layout:
     )
 
 
-def _rates(machine: Machine) -> _elixir.Rates:
+def _rates(machine: Machine) -> elixir.Rates:
     ranks = _world.rank_count(machine)
-    on_gpu = _elixir.authors_rates(ranks).gpu
+    on_gpu = elixir.authors_rates(ranks).gpu
     if machine.gpu_memory_bytes_per_s:
-        on_gpu = ranks / _world.gpu_update_s(_GIGA, machine)
-    return _elixir.Rates(
+        on_gpu = ranks / world_base.gpu_update_s(_GIGA, machine)
+    return elixir.Rates(
         to_gpu=machine.link_in_bytes_per_s * ranks / _GIGA,
         from_gpu=machine.link_out_bytes_per_s * ranks / _GIGA,
         cpu=machine.adam_params_per_s * machine.node_count / _GIGA,
@@ -114,16 +116,16 @@ def step(work: Work, machine: Machine, overlaps: bool = True) -> Step:
     cpu_forward = where.cpu_loads * forward_loads // max(1, where.loads)
     g16 = HALF_BYTES * work.param_count
     traffic = Traffic(
-        net_forward=_world.flat_ring_bytes(HALF_BYTES * forward_loads, machine),
-        net_backward=_world.flat_ring_bytes(HALF_BYTES * back_loads + g16, machine),
-        peer_forward=_world.ring_bytes(HALF_BYTES * forward_loads, ranks),
-        peer_backward=_world.ring_bytes(HALF_BYTES * back_loads + g16, ranks),
+        net_forward=world_base.flat_ring_bytes(HALF_BYTES * forward_loads, machine),
+        net_backward=world_base.flat_ring_bytes(HALF_BYTES * back_loads + g16, machine),
+        peer_forward=world_base.ring_bytes(HALF_BYTES * forward_loads, ranks),
+        peer_backward=world_base.ring_bytes(HALF_BYTES * back_loads + g16, ranks),
         in_forward=HALF_BYTES * cpu_forward // ranks,
         in_backward=HALF_BYTES * (where.cpu_loads - cpu_forward) // ranks,
         out_backward=HALF_BYTES * where.cpu_count // ranks,
     )
     on_gpu = work.param_count - where.cpu_count
-    held = where.block_bytes + (HALF_BYTES + STATE_BYTES) * on_gpu // ranks
+    held = where.block_bytes + (HALF_BYTES + world_base.STATE_BYTES) * on_gpu // ranks
     return _finish("elixir", work, machine, traffic, where.cpu_count, held, 0, overlaps)
 
 
@@ -138,10 +140,10 @@ def zero3_offload(work: Work, machine: Machine, overlaps: bool = True) -> Step:
     ranks = _world.rank_count(machine)
     p16 = HALF_BYTES * work.param_count
     traffic = Traffic(
-        net_forward=_world.flat_ring_bytes(p16, machine),
-        net_backward=2 * _world.flat_ring_bytes(p16, machine),
-        peer_forward=_world.ring_bytes(p16, ranks),
-        peer_backward=2 * _world.ring_bytes(p16, ranks),
+        net_forward=world_base.flat_ring_bytes(p16, machine),
+        net_backward=2 * world_base.flat_ring_bytes(p16, machine),
+        peer_forward=world_base.ring_bytes(p16, ranks),
+        peer_backward=2 * world_base.ring_bytes(p16, ranks),
         in_forward=p16 // ranks,
         in_backward=p16 // ranks,
         out_backward=p16 // ranks,
@@ -182,7 +184,8 @@ def _finish(
         policy=policy,
         traffic=traffic,
         gpu_bytes=held_bytes + work.kept_bytes + machine.gpu_reserved_bytes,
-        host_bytes=((HALF_BYTES + STATE_BYTES) * cpu_count + more_host_bytes) // machine.node_count,
+        host_bytes=((HALF_BYTES + world_base.STATE_BYTES) * cpu_count + more_host_bytes)
+        // machine.node_count,
         forward_s=combine(forward.values()),
         backward_s=combine(backward.values()),
         update_s=own / machine.adam_params_per_s,

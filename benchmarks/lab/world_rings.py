@@ -25,7 +25,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from lohan.planning import _world
-from lohan.planning._world import HALF_BYTES, STATE_BYTES, Step, Traffic, Work
+from lohan.planning._world import HALF_BYTES, Step, Traffic, Work
+
+from lab import world_base
 
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
@@ -82,7 +84,9 @@ def gpu_bytes(ring: Ring, work: Work, machine: Machine) -> int:
     Source: FCDP VI-A
     """
     held = HALF_BYTES * work.param_count // _group(ring.shard, machine)
-    held += (HALF_BYTES + STATE_BYTES) * work.trainable_count // _group(ring.states, machine)
+    held += (
+        (HALF_BYTES + world_base.STATE_BYTES) * work.trainable_count // _group(ring.states, machine)
+    )
     if ring.shard != "gpu":
         held += 2 * HALF_BYTES * work.unit_params
     if ring.cache == "gpu":
@@ -100,12 +104,12 @@ def _gather_traffic(ring: Ring, work: Work, machine: Machine, kept_bytes: int) -
     if ring.shard == "gpu":
         return Traffic()
     if ring.shard == "node":
-        inside = _world.ring_bytes(p16, per_gpu)
+        inside = world_base.ring_bytes(p16, per_gpu)
         return Traffic(peer_forward=inside, peer_backward=inside)
     moved = HALF_BYTES * work.trainable_count if ring.keeps_frozen else p16
     stays = p16 - moved
-    net = _world.flat_ring_bytes(moved, machine)
-    peer = _world.ring_bytes(moved, all_ranks) + _world.ring_bytes(stays, per_gpu)
+    net = world_base.flat_ring_bytes(moved, machine)
+    peer = world_base.ring_bytes(moved, all_ranks) + world_base.ring_bytes(stays, per_gpu)
     if not ring.cache:
         return Traffic(net_forward=net, net_backward=net, peer_forward=peer, peer_backward=peer)
     cached = p16 - kept_bytes
@@ -113,7 +117,7 @@ def _gather_traffic(ring: Ring, work: Work, machine: Machine, kept_bytes: int) -
     return Traffic(
         net_forward=net,
         peer_forward=peer,
-        peer_backward=_world.ring_bytes(cached, per_gpu),
+        peer_backward=world_base.ring_bytes(cached, per_gpu),
         in_forward=stays // per_gpu,
         in_backward=cached // per_gpu if is_host else 0,
         out_forward=max(0, moved - kept_bytes) // per_gpu if is_host else 0,
@@ -126,11 +130,11 @@ def _reduced(ring: Ring, work: Work, machine: Machine) -> tuple[int, int, int]:
     Rings of fully sharded gradients run in each micro-step, the others once in a step.
     """
     g16 = HALF_BYTES * work.trainable_count
-    flat = _world.flat_ring_bytes(g16, machine)
-    peer = _world.ring_bytes(g16, _world.rank_count(machine))
+    flat = world_base.flat_ring_bytes(g16, machine)
+    peer = world_base.ring_bytes(g16, _world.rank_count(machine))
     if ring.shard == "node":
-        between = 2 * _world.ring_bytes(g16, machine.node_count)
-        inside = _world.ring_bytes(g16, machine.gpu_count)
+        between = 2 * world_base.ring_bytes(g16, machine.node_count)
+        inside = world_base.ring_bytes(g16, machine.gpu_count)
         return between, 0, inside * work.micro_steps
     if ring.states == "gpu":
         return 2 * flat, 0, 2 * peer
@@ -164,8 +168,8 @@ def _traffic(ring: Ring, work: Work, machine: Machine, kept_bytes: int) -> Traff
 
 def _bucket_s(work: Work, machine: Machine) -> float:
     """Return the time of a ring of one bucket, which computation does not hide."""
-    count = min(work.trainable_count, _world.BUCKET_PARAMS)
-    nbytes = _world.flat_ring_bytes(HALF_BYTES * count, machine)
+    count = min(work.trainable_count, world_base.BUCKET_PARAMS)
+    nbytes = world_base.flat_ring_bytes(HALF_BYTES * count, machine)
     return _world.net_s(nbytes, _world.rank_count(machine) - 1, machine)
 
 
@@ -183,7 +187,7 @@ def step(policy: str, work: Work, machine: Machine, tau: float = TAU) -> Step:
     traffic = _traffic(ring, work, machine, kept)
     messages = work.unit_count * work.micro_steps * (_world.rank_count(machine) - 1)
     bucket_s = _bucket_s(work, machine)
-    is_small = work.is_partial and work.trainable_count <= _world.BUCKET_PARAMS
+    is_small = work.is_partial and work.trainable_count <= world_base.BUCKET_PARAMS
     head_s = bucket_s if ring.shard == "world" and is_small else 0.0
     rate = machine.gpu_flop_per_s
     forward = {
@@ -200,7 +204,7 @@ def step(policy: str, work: Work, machine: Machine, tau: float = TAU) -> Step:
         "peer": _world.seconds(traffic.peer_backward, machine.peer_bytes_per_s),
         "link_in": traffic.in_backward / machine.link_in_bytes_per_s,
     }
-    update_s = _world.gpu_update_s(work.trainable_count / _group(ring.states, machine), machine)
+    update_s = world_base.gpu_update_s(work.trainable_count / _group(ring.states, machine), machine)
     update_s += _world.net_s(traffic.net_update, _world.rank_count(machine) - 1, machine)
     return Step(
         policy=policy,

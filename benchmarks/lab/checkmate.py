@@ -16,7 +16,7 @@ not one variable per layer: a deep model takes no longer to solve than a shallow
 
 Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", 2020. Main
 memory as a destination is LoHan's addition. scipy's HiGHS solves the program: `pip install
-lohan[plan]`.
+scipy`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan import _core
 from lohan.errors import BudgetError, UnsupportedError
+from lohan.planning import _policies
 
 if TYPE_CHECKING:
     from lohan.planning._plan import Layer, Machine, Model
@@ -84,6 +85,11 @@ def plan(model: Model, machine: Machine) -> dict[str, Any]:
     """
     chosen = fates(model, machine)
     return _core.plan_step(model.as_core(), machine.as_core(), chosen, master_bytes=4)
+
+
+def register() -> None:
+    """Make the policy available by its name, in lohan.simulate and in a session's planner."""
+    _policies.others["checkmate"] = plan
 
 
 def _room(model: Model, machine: Machine) -> tuple[int, int]:
@@ -185,7 +191,7 @@ class _Program:
         except ImportError as error:
             raise UnsupportedError(
                 "policy 'checkmate' solves an integer program with scipy, which is not installed:"
-                " pip install lohan[plan]"
+                " pip install scipy"
             ) from error
         n = len(self.sizes)
         found = optimize.milp(

@@ -1,4 +1,4 @@
-"""`lohan simulate --mirror`: a step of a cluster whose nodes are images of a simulated one."""
+"""`python -m lab mirror`: a step of a cluster whose nodes are images of a simulated one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _shown
-from lohan.planning import _mirror, _models
+from lohan.planning import _models
+
+from lab import mirror
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lohan.planning._machines import Machine
+    from rich.console import Console
 
 
 def run(
@@ -31,7 +32,7 @@ def run(
         console: where to print; None prints nothing.
     """
     model = _models.load(shape["model"], shape["batch"], shape["seq"])
-    step = _mirror.simulate(model, machine, division=division, micro_steps=micro_steps)
+    step = mirror.simulate(model, machine, division=division, micro_steps=micro_steps)
     if console is not None:
         _show(shape["model"], step, machine, division, console)
     return {
@@ -45,7 +46,7 @@ def run(
     }
 
 
-def _show(name: str, step: _mirror.Step, machine: Machine, division: str, console: Console) -> None:
+def _show(name: str, step: mirror.Step, machine: Machine, division: str, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
