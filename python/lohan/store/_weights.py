@@ -18,9 +18,8 @@ from lohan.common._storage_formats import narrowed
 from lohan.errors import ModelError, StoreError
 from lohan.layout import _origins
 from lohan.layout._origins import Origin
-from lohan.store import _average, _checksums, _initial
+from lohan.store import _average, _checksums
 from lohan.store._block_writer import BlockWriter
-from lohan.store._initial import give_back
 from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._buffers import Buffers, remember
@@ -240,6 +239,8 @@ class _Filling:
         others = [param for param in params if param.source is None]
         missing = [param for param in others if id(param.tensor) in self.empty]
         if missing and self.init is None:
+            from lohan.store import _initial  # most files have all parameters
+
             _initial.check_may_be_fresh(self.model, self.layout, missing, weights)
         self._initialise(missing)
         self._write_given(others, missing)
@@ -266,6 +267,10 @@ class _Filling:
 
     def _initialise(self, missing: Sequence[Param]) -> None:
         """Write the initial values of parameters, most of which have no storage."""
+        if not missing:
+            return
+        from lohan.store import _initial
+
         init = self.init if callable(self.init) else None
         wanted = {id(param.tensor): param for param in missing}
         made = _initial.initialise(self.model, wanted, init, self._write, self.read, self.replaced)
@@ -303,6 +308,8 @@ def drop(layout: Layout) -> None:
     """Free the values in memory, which are now in the store."""
     for param in layout.params:
         param.tensor.data = no_storage(param.tensor)
+    from lohan.store._initial import give_back  # few need it when they import lohan
+
     give_back()
 
 
