@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from lohan import _core
 from lohan.config import SCHEDULES
@@ -13,8 +13,6 @@ from lohan.store._store import param_tuples, unit_tuples
 
 if TYPE_CHECKING:
     from lohan.session._session import Session
-
-T = TypeVar("T")
 
 
 def make(
@@ -78,12 +76,12 @@ def call_back(engine: _core.Engine, session: Session) -> None:
     )
 
 
-def alive(reference: weakref.ref[T]) -> T:
-    """Return the session, or the part of one, that a reference is to.
+def alive(reference: weakref.ref[Session]) -> Session:
+    """Return the session that a reference is to.
 
     Raises:
         SessionError: it no longer exists.
     """
-    if (part := reference()) is None:
+    if (session := reference()) is None:
         raise SessionError("the session is gone")
-    return part
+    return session

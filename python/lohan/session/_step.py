@@ -12,8 +12,8 @@ import torch
 from lohan.common import _log
 from lohan.common._hyper import check_hyper
 from lohan.config import SCHEDULES_AT_STEP
-from lohan.errors import HyperParameterError, StepError, ZeroGradError
-from lohan.session import _engine, _gradients
+from lohan.errors import HyperParameterError, SessionError, StepError, ZeroGradError
+from lohan.session import _gradients
 from lohan.session._scaling import StepScale
 from lohan.store import _scalars
 from lohan.torch_glue._tensor import at_backward_end, in_backward
@@ -51,10 +51,16 @@ class OpenStep:
         # The buffers of the last step's commit, which the engine copies from the GPU; see tail.c.
         self._tail: torch.Tensor | None = None
         this, layout = weakref.ref(self), session.layout
+
+        def square_sum() -> float:
+            if (step := this()) is None:
+                raise SessionError("the session is gone")
+            return step._square_sum()
+
         self.scale = StepScale(
             {p.index: p.name for p in layout.params if layout.units[p.unit].trainable},
             accumulation,
-            (lambda: _engine.alive(this)._square_sum()) if self.is_waiting else None,
+            square_sum if self.is_waiting else None,
             1.0 / session.config.process_count,  # the mean over processes, as torch's DDP takes it
         )
         self.gradients = _gradients.HollowGradients(layout, self.scale)
