@@ -144,12 +144,12 @@ def test_blocks_that_pass_through_a_device_have_the_same_bits(
         runs=runs,
         ablate=ablate,
     )
-    assert model.lohan.is_together == (runs == "together")
+    assert model.lohan._runs.is_together == (runs == "together")
     assert steps(model, batches(6)) == losses
     assert differing(model, values) == []
     # Every block was brought in again and again, and led from where its last visit left it.
     assert model.lohan.read_bytes > 4 * sum(sizes)
-    assert model.lohan.longest_lead < model.lohan.rule.step_length
+    assert model.lohan._method.longest_lead < model.lohan._method.rule.step_length
     model.lohan.close()
 
 
@@ -193,11 +193,11 @@ def test_parameters_that_fit_in_memory_are_never_written_and_others_are(
 ) -> None:
     opt().save_pretrained(tmp_path / "base")
     kept = wrapped(opt(), store_dir / "a", weights=tmp_path / "base")
-    assert kept.lohan.zeroth.write_every is None
+    assert kept.lohan._method.zeroth.write_every is None
     assert all(unit.runs for unit in kept.lohan.layout.units)
     kept.lohan.close()
     model = wrapped(opt(), store_dir / "b", "least", weights=tmp_path / "base")
-    assert 1 <= model.lohan.zeroth.write_every <= 1024
+    assert 1 <= model.lohan._method.zeroth.write_every <= 1024
     assert not any(unit.runs for unit in model.lohan.layout.units)
     data = batches(4)
     assert steps(model, data) == plain_run(opt, 4, Settings())[0]

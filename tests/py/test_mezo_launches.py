@@ -22,7 +22,7 @@ import torch
 from lohan import _core
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import Param
-from lohan.mezo import _zo_device, _zo_session
+from lohan.mezo import _zo_device, _zo_method
 from mezo_helper import EPS, LR, SEED, Settings, differing, plain_run, steps
 from patience import HUNG_S
 from test_mezo_storage import PlainKept, bf16
@@ -42,8 +42,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"the CPU touches the device's memory: {args}")
 
     monkeypatch.setattr(_zo_device, "is_launched", lambda device: device.name == "emu")
-    monkeypatch.setattr(_zo_session, "_apply", refuse)
-    monkeypatch.setattr(_zo_session, "ctypes", types.SimpleNamespace(memmove=refuse))
+    monkeypatch.setattr(_zo_method, "_apply", refuse)
+    monkeypatch.setattr(_zo_method, "ctypes", types.SimpleNamespace(memmove=refuse))
 
 
 def wrapped(make: Callable[[], nn.Module], store: pathlib.Path, **settings: Any) -> Any:
@@ -75,7 +75,7 @@ def test_what_is_launched_is_mezo_in_memory(
     model = wrapped(make, store_dir, runs=runs)
     assert steps(model, data) == losses
     assert differing(model, values) == []
-    assert model.lohan._kept == {}
+    assert model.lohan._runs.kept == {}
     model.lohan.close()
 
 
@@ -91,7 +91,7 @@ def test_what_is_launched_is_what_kept_ones_give_in_memory(
     assert differing(model, values) == []
     model.lohan.close()
     model = wrapped(make, store_dir, resume=True)
-    assert model.lohan.run.base == 4
+    assert model.lohan._method.run.base == 4
     assert differing(model, values) == []
     model.lohan.close()
 
@@ -103,20 +103,20 @@ def test_what_is_written_comes_from_copies(store_dir: pathlib.Path) -> None:
     model = wrapped(helper.opt, store_dir, write_every=2)
     session = model.lohan
     places: list[int] = []
-    write = session._copy_back
+    write = session._method._copy_back
 
     def copied(unit: int) -> torch.Tensor:
         copy = write(unit)
         places.append(copy.data_ptr())
-        assert copy.data_ptr() != session._where[unit].address
+        assert copy.data_ptr() != session._runs.where[unit].address
         return copy
 
-    session._copy_back = copied
+    session._method._copy_back = copied
     steps(model, data)
-    assert len(places) == 2 * len(session._where)
+    assert len(places) == 2 * len(session._runs.where)
     session.close()
     model = wrapped(helper.opt, store_dir, resume=True)
-    assert model.lohan.run.base == 4
+    assert model.lohan._method.run.base == 4
     assert differing(model, values) == []
     model.lohan.close()
 

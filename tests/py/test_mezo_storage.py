@@ -246,7 +246,7 @@ def test_how_often_is_written_goes_by_what_is_kept(
     monkeypatch.setattr(_zo_plan, "best_every", best)
     for make, storage in ((opt, None), (opt, "bf16"), (bf16, None), (bf16, "fp8"), (bf16, "fp32")):
         model = wrapped(make(), store_dir / str(len(asked)), storage=storage, host_bytes=9_000_000)
-        assert model.lohan.zeroth.write_every == 7
+        assert model.lohan._method.zeroth.write_every == 7
         model.lohan.close()
     assert asked == [4, 2, 2, 1, 4]
 
@@ -314,7 +314,7 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
     with pytest.raises(KeyboardInterrupt):
         session.write_back()
     session.store = store
-    assert session.run.base == int(store.describe()["step"])
+    assert session._method.run.base == int(store.describe()["step"])
     assert steps(model, data[3:]) == losses[3:]
     assert differing(model, values) == []
     model.lohan.close()
@@ -347,7 +347,7 @@ def test_a_disk_that_takes_no_write_is_named_and_costs_no_bit(store_dir: pathlib
     session.store = store
     assert steps(model, data[3:]) == losses[3:]
     assert differing(model, values) == []
-    assert session.run.base == 4
+    assert session._method.run.base == 4
     model.lohan.close()
 
 

@@ -45,7 +45,7 @@ def test_micro_batches_in_turns_have_their_values_and_one_read_for_all(
     for batch in batches[:2]:
         model.zo_step(lambda batch=batch: helper.loss_of(model, batch))
     model.eval()
-    assert model.lohan.is_together
+    assert model.lohan._runs.is_together
     reads, values = [], []
     for in_turns in (False, True, False, True):
         before = model.lohan.read_bytes
@@ -141,7 +141,7 @@ def test_a_model_that_leaves_something_behind_is_called_one_behind_the_other(
     model.eval()
     batches = helper.batches(COUNT)
     got = model.lohan.together(answers(model, batches))
-    assert "calls" in capfd.readouterr().err and not model.lohan.is_together
+    assert "calls" in capfd.readouterr().err and not model.lohan._runs.is_together
     for number, (each, batch) in enumerate(zip(got, batches, strict=True), 1):
         plain = model(input_ids=batch).logits / (COUNT + number) * number
         assert torch.allclose(each, plain, rtol=1e-5)
@@ -161,7 +161,7 @@ def test_what_the_first_forward_makes_is_nothing_left_behind(store_dir: pathlib.
     model.eval()
     batches = helper.batches(COUNT)
     got = model.lohan.together(answers(model, batches))
-    assert model.lohan.is_together
+    assert model.lohan._runs.is_together
     for each, function in zip(got, answers(model, batches), strict=True):
         assert torch.equal(each, function())
     model.lohan.close()

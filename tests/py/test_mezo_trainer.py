@@ -171,7 +171,7 @@ def test_what_data_without_a_length_leave_of_a_step_continues_in_the_next_epoch(
     session = helper.session_of(trainer)
     assert session.step == STEPS == trainer.state.global_step
     logged = helper.logged(trainer, "loss")
-    assert [record.losses[0] for record in session.journal.records] == pytest.approx(logged)
+    assert [record.losses[0] for record in session._method.journal.records] == pytest.approx(logged)
 
 
 def smoothed(trainer: Any) -> Parts:

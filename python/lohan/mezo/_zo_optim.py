@@ -110,7 +110,7 @@ class ZerothOptimizer(StoreOptimizer):
             )
         session: Any = self.session
         made: ZerothSession = session
-        return made.zo_step(closure)
+        return made._method.zo_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing, because there are no gradients."""

@@ -1,4 +1,4 @@
-"""The part of a session that lets several runs of the model take turns, block by block.
+"""Runs of a model that take turns in zeroth-order training, block by block.
 
 Between two turns of a run, other runs may change the parameters that this run has bound or moved.
 Turns therefore change only in the hooks of blocks, and parameters that are used outside of blocks
@@ -8,7 +8,6 @@ are checked again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,13 +16,12 @@ from torch import nn
 from lohan.common import _log
 from lohan.errors import UnsupportedError
 from lohan.mezo import _zo_device, _zo_probe
+from lohan.session._runs import Runs
 from lohan.torch_glue._lockstep import FIRST, Lockstep, Visit
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.session._session import Session as _Base
-else:  # ZerothSession derives from both classes, so this module need not import Session
-    _Base = object
+    from lohan.session._session import Session
 
 T = TypeVar("T")
 
@@ -57,53 +55,69 @@ class Kept:
         self.position = -1
 
 
-class TurnRules(_Base):
-    """The part of a session that passes the turn to the next run in the hooks of blocks.
+class Turns(Runs):
+    """Passes the turn to the next run in the hooks of blocks.
 
     Attributes:
         is_together: whether both runs of a step take turns at each block.
+        is_probing: whether the first step still has to set is_together.
+        where: the positions of the units that steps change.
+        kept: copies of units that several blocks share.
+        held: units that the first run keeps pinned for the other runs.
+        wanted: the position that parameters have to reach.
+        lockstep: the runs that take turns now; None: there are none.
+        model: returns the model.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        moved = {p.unit for p in self.layout.params if p.stream is not None}
-        base = int(self.store.describe()["step"])
-        units = self.layout.units
-        self._where = {u: Where(base, units[u].value_bytes > 0) for u in sorted(moved)}
+    where: dict[int, Where]
+    kept: dict[int, Kept]
+    is_together: bool
+    is_probing: bool
+    _nothing: _core.Scope
+
+    def __init__(self) -> None:
+        self.lockstep: Lockstep | None = None
+        self.held: set[int] = set()
+        self.wanted = 0
+        self.model: Callable[[], nn.Module | None] = lambda: None
+
+    def join(self, session: Session) -> None:
+        """Serve a session, which has its engine."""
+        super().join(session)
+        moved = {p.unit for p in session.layout.params if p.stream is not None}
+        base = int(session.store.describe()["step"])
+        units = session.layout.units
+        self.where = {u: Where(base, units[u].value_bytes > 0) for u in sorted(moved)}
         could = self._choose_runs()
         # The first step sets is_together: [Note: What a run leaves] in _zo_probe.py.
-        self._is_probing = could and self.config.runs == "auto"
-        self.is_together = could and not self._is_probing
-        self._kept = self._keep_shared() if could else {}
-        self._lockstep: Lockstep | None = None
-        self._held: set[int] = set()  # units that the first run keeps pinned for the other runs
-        self._nothing = self._engine.scope([])
-        self._wanted = 0  # the position that parameters have to reach
-        self._model: Callable[[], nn.Module | None] = lambda: None
+        self.is_probing = could and session.config.runs == "auto"
+        self.is_together = could and not self.is_probing
+        self.kept = self._keep_shared() if could else {}
+        self._nothing = session._engine.scope([])
 
-    def _in_turns(self, functions: Sequence[Callable[[], T]], sides: Sequence[int]) -> list[T]:
+    def in_turns(self, functions: Sequence[Callable[[], T]], sides: Sequence[int]) -> list[T]:
         """Call functions in turns, each with the parameters at its own position."""
-        self._wanted = sides[FIRST]
+        self.wanted = sides[FIRST]
 
         def changed(who: int) -> None:
-            self._wanted = sides[who]
+            self.wanted = sides[who]
             # Release the parameters that the previous run bound between blocks.
             self._nothing.enter()
 
-        self._lockstep = Lockstep(changed, self.device.torch_device)
+        self.lockstep = Lockstep(changed, self.session.device.torch_device)
         try:
-            return self._lockstep.run(functions)
+            return self.lockstep.run(functions)
         finally:
-            self._lockstep = None
-            self._held.clear()
+            self.lockstep = None
+            self.held.clear()
 
-    def _probed(self, function: Callable[[], T]) -> T:
+    def probed(self, function: Callable[[], T]) -> T:
         """Call function, and set is_together: whether it leaves the model's state unchanged."""
-        model = self._model()
+        model = self.model()
         assert model is not None
         before = _zo_probe.Left(model)
         value = function()
-        self._is_probing = False
+        self.is_probing = False
         left = _zo_probe.Left(model).difference(before)
         self.is_together = left is None
         if left is not None:
@@ -115,120 +129,109 @@ class TurnRules(_Base):
 
     def _choose_runs(self) -> bool:
         """Return whether runs take turns: if possible, and if configured or useful ("auto")."""
-        asked = self.config.runs
-        can = not any(self.layout.units[unit].always for unit in self._where)
+        asked = self.session.config.runs
+        can = not any(self.session.layout.units[unit].always for unit in self.where)
         if asked == "together" and not can:
             raise UnsupportedError(
                 'runs="together" cannot be used with this model: a module that contains other'
                 " blocks has its own parameters, which would have to be on both sides at once:"
                 ' pass runs="apart"'
             )
-        total = sum(unit.place_bytes for unit in self.layout.units)
-        room = self.budget["region_bytes"] if self.device.name == "cpu" else self.device.slot_bytes
+        total = sum(unit.place_bytes for unit in self.session.layout.units)
+        device, budget = self.session.device, self.session.budget
+        room = budget["region_bytes"] if device.name == "cpu" else device.slot_bytes
         is_short = int(room) < total
         return can and (asked == "together" or (asked == "auto" and is_short))
 
     def _keep_shared(self) -> dict[int, Kept]:
         """Allocate copies of the trained units that several blocks use, if main memory has room."""
-        if _zo_device.is_launched(self.device):
+        if _zo_device.is_launched(self.session.device):
             return {}  # the CPU would have to copy the units; they are read again instead
         users: dict[int, int] = {}
-        for scope in self.layout.scopes:
+        for scope in self.session.layout.scopes:
             for unit in scope.units:
                 users[unit] = users.get(unit, 0) + 1
         # Values that have a stored form need no copy: they are derived from it again.
         shared = [
             unit
-            for unit, where in self._where.items()
+            for unit, where in self.where.items()
             if users.get(unit, 0) > 1 and not where.is_kept
         ]
-        nbytes = sum(self.layout.units[unit].nbytes for unit in shared)
-        limit = self.config.host_bytes
-        if limit is not None and limit < int(self.budget["host_bytes_full"]) + nbytes:
+        nbytes = sum(self.session.layout.units[unit].nbytes for unit in shared)
+        limit = self.session.config.host_bytes
+        if limit is not None and limit < int(self.session.budget["host_bytes_full"]) + nbytes:
             return {}
-        return {unit: Kept(self.layout.units[unit].nbytes) for unit in shared}
+        return {unit: Kept(self.session.layout.units[unit].nbytes) for unit in shared}
 
-    def _visits(self, units: list[int], scope: _core.Scope) -> Any:
-        if any(self.layout.units[unit].always for unit in units):
+    def visits(self, units: list[int], scope: _core.Scope) -> Any:
+        """Return the hooks around each forward of a scope's module, at which turns change."""
+        if any(self.session.layout.units[unit].always for unit in units):
             return scope  # turns are taken at the blocks inside it
-        return Visit(self, units, scope, TurnRules.visit_begin, TurnRules.visit_end)
+        return Visit(self, units, scope, Turns.visit_begin, Turns.visit_end)
 
-    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._lockstep is None or not self._lockstep.is_led():
-            super()._root_enter(module, args, kwargs)
+    def joins(self) -> bool:
+        """Return whether a forward is a part of the first run's."""
+        return self.lockstep is not None and self.lockstep.is_led()
 
-    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._lockstep is None or not self._lockstep.is_led():
-            super()._root_leave(module, args, kwargs, output)
+    def parts(self) -> bool:
+        """Return whether a forward that ends was a part of the first run's."""
+        return self.joins()
 
-    def _forward_is_alive(self) -> bool:
-        if self._is_other():  # the call that began the forward is on the first run's stack
-            return self._forward_depth > 0
-        return super()._forward_is_alive()
-
-    def _is_of_other_thread(self) -> bool:
-        return not self._is_other() and super()._is_of_other_thread()
-
-    def _is_other(self) -> bool:
-        return self._lockstep is not None and self._lockstep.is_other()
+    def is_other(self) -> bool:
+        """Return whether this is the thread of a run other than the first one's."""
+        return self.lockstep is not None and self.lockstep.is_other()
 
     def visit_begin(self, units: list[int], enter: Callable[[], None]) -> None:
         """Enter a block's scope when it is this run's turn."""
-        if self._lockstep is not None:
-            self._lockstep.visit_begin()
+        if self.lockstep is not None:
+            self.lockstep.visit_begin()
             self._go_back(units)
         enter()
 
     def _go_back(self, units: Iterable[int]) -> None:
         """Evict units that another run has advanced too far, if no copy allows them to go back."""
-        if self._lockstep is None:
+        if self.lockstep is None:
             return
         # Without a copy or a stored form, the only way back is to read the base again.
         ahead = [
             unit
             for unit in units
-            if unit in self._where
-            and not self._where[unit].is_kept
-            and unit not in self._held
-            and self._where[unit].position > self._wanted
-            and (unit not in self._kept or self._kept[unit].position != self._wanted)
+            if unit in self.where
+            and not self.where[unit].is_kept
+            and unit not in self.held
+            and self.where[unit].position > self.wanted
+            and (unit not in self.kept or self.kept[unit].position != self.wanted)
         ]
         if ahead:
-            with self.exclusive(ahead):
+            with self.session.exclusive(ahead):
                 pass
 
-    def make_resident(self, tensors: Sequence[nn.Parameter]) -> bool:
-        """See ForwardRules.make_resident."""
-        if self._lockstep is not None:
+    def operands(self, tensors: Sequence[nn.Parameter]) -> None:
+        """Bring the units of parameters to the position of the run that reads them."""
+        if self.lockstep is not None:
             self._nothing.enter()
-            indices = [self._param_index.get(id(tensor)) for tensor in tensors]
-            self._go_back({self.layout.params[i].unit for i in indices if i is not None})
-        return super().make_resident(tensors)
+            indices = [self.session._param_index.get(id(tensor)) for tensor in tensors]
+            self._go_back({self.session.layout.params[i].unit for i in indices if i is not None})
 
-    def _check_lend(self, index: int) -> None:
-        self._go_back([self.layout.params[index].unit])
-        super()._check_lend(index)
-
-    def resident(self, index: int) -> AbstractContextManager[None]:
-        """See Session.resident."""
-        self._go_back([self.layout.params[index].unit])
-        return super().resident(index)
+    def reads(self, unit: int) -> None:
+        """Bring a unit to the position of the run that reads it."""
+        self._go_back([unit])
 
     def visit_end(self, units: list[int], leave: Callable[[], None]) -> None:
         """Leave a block's scope, but keep the block in memory until all runs have visited it."""
-        lockstep = self._lockstep
+        lockstep = self.lockstep
         if lockstep is None or lockstep.turn != FIRST:
             leave()
             return
         held: list[int] = []
         try:
             for unit in units:
-                self._engine.acquire(unit)
+                self.session._engine.acquire(unit)
                 held.append(unit)
             leave()
-            self._held.update(held)
+            self.held.update(held)
             lockstep.visit_end()
         finally:
-            self._held.difference_update(held)
+            self.held.difference_update(held)
             for unit in held:
-                self._engine.release(unit)
+                self.session._engine.release(unit)

@@ -25,15 +25,16 @@ class ZerothWear(Wear):
 
     def __init__(self, session: ZerothSession) -> None:
         """Begin to count."""
-        every = session.zeroth.write_every
-        self.journal_bytes = BYTES * session.rule.samples
+        method = session._method
+        every = method.zeroth.write_every
+        self.journal_bytes = BYTES * method.rule.samples
         self.commit_bytes = int(session.store.describe()["commit_bytes"])
-        moved = sum(session.layout.units[unit].nbytes for unit in session._where)
+        moved = sum(session.layout.units[unit].nbytes for unit in method._turns.where)
         written = 0 if every is None else moved + self.commit_bytes
         writes = StepWrites(written + self.journal_bytes, self.journal_bytes, every or 0)
         super().__init__(session._engine, session.store, writes)
         self.first_step = self._at = session.step
-        self._base = session.run.base
+        self._base = method.run.base
 
     def keep(self, found: Any, limit: Limit | None) -> None:
         """Continue the count of earlier sessions; the journal has steps after the last commit."""

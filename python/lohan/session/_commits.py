@@ -79,7 +79,6 @@ class Commits(SessionPart):
     directories: list[str]
     buffers: Buffers | None
     snapshot_now: Snapshot | None = None
-    _edits_at_once = False  # whether changes of parameters are committed as they are made
     speaks = False  # whether the session prints what it has opened and done
     is_ending = False  # whether the process ends or the model was deleted, so no caller closes it
     _close_lock: Lock
@@ -97,7 +96,7 @@ class Commits(SessionPart):
     @property
     def _trains(self) -> bool:
         """Whether any parameter is trained."""
-        return any(unit.trainable for unit in self.layout.units)
+        return self._method.trains()
 
     def close(self) -> None:
         """Finish and commit the closed steps, stop the engine and release the store. Idempotent.
@@ -112,6 +111,13 @@ class Commits(SessionPart):
         """
         if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
+        try:
+            self._method.leave()
+        finally:
+            self._close_with_peers()
+            self._method.closed()
+
+    def _close_with_peers(self) -> None:
         try:
             self._peers.leave()
         except Exception:  # not a Ctrl-C: after one, a further call does all of this
@@ -189,7 +195,7 @@ class Commits(SessionPart):
         """Wait until all closed steps and all edits of parameters are written and committed."""
         self.check_open()
         if not self._peers.is_mate:
-            self._commit_own()
+            self._method.commit(self._commit_own)
         self._peers.committed()
 
     def _commit_own(self) -> None:
@@ -302,6 +308,8 @@ class Commits(SessionPart):
 
     def _commit_rule(self) -> str:
         """Return when steps are committed, for people."""
+        if said := self._method.commit_rule():
+            return said
         named = {
             "manual": "commits are those of commit() and of a Trainer's checkpoints",
             "never": "nothing is kept if the run crashes",
@@ -330,7 +338,7 @@ class Commits(SessionPart):
 
     def _durable_step(self) -> int:
         """Return the step that a resumed run would begin after."""
-        return int(self.store.describe()["step"])
+        return self._method.durable_step()
 
     def settle(self) -> None:
         """Make the last commit include all closed steps.
@@ -359,7 +367,7 @@ class Commits(SessionPart):
             StoreError: the session is closed and the store cannot be read, or does not have the
                 values of experts that owe updates.
         """
-        if self._peers.is_mate:
+        if self._peers.is_mate or (not self.closed and self._method.lends_values()):
             return [self.parameters.value(param.index) for param in self.layout.params]
         opened = self.exclusive([])
         if self.closed:
@@ -372,7 +380,8 @@ class Commits(SessionPart):
                     " their values: lohan.wrap(..., resume=True) and model.lohan.close() make and"
                     " commit them"
                 )
-            return _store.read_params(self.layout, self.extents, store)
+            stored = _store.read_params(self.layout, self.extents, store)
+            return self._method.values_of(stored)
 
     def part(self) -> None:
         """Prepare for the end of the session, with all processes that read its parameters."""
@@ -380,6 +389,9 @@ class Commits(SessionPart):
 
     def _undo_edit(self, index: int) -> None:
         """Restore a parameter in memory whose new value cannot be written to the store."""
+        self._method.undo_edit(index, functools.partial(self._undo, index))
+
+    def _undo(self, index: int) -> None:
         lend, param = self.parameters.lend(index), self.layout.params[index]
 
         def read() -> torch.Tensor:
@@ -390,10 +402,11 @@ class Commits(SessionPart):
 
     def finish_writes(self) -> None:
         """Ensure that the values in the store are all from one step, for subsequent reads."""
+        self._method.finish_writes()
 
     def run_now(self) -> Run | None:
         """Return the run of zeroth-order training so far; None for other methods."""
-        return None
+        return self._method.run_now()
 
     @functools.cached_property
     def _raised(self) -> set[type[LohanError]]:
@@ -411,7 +424,8 @@ class Commits(SessionPart):
         self._release()
 
     def _check_edit(self) -> None:
-        """Raise an error if only steps may change parameters. This class allows other changes."""
+        """Raise an error if only steps may change parameters."""
+        self._method.check_edit()
         self._peers.check_edit()
 
     def _on_edit(self) -> None:

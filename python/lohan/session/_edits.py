@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
     from lohan.session._average import Averages
+    from lohan.session._method import AdamW
     from lohan.store._store import Extents
 
 
@@ -28,7 +29,7 @@ class Owner(Protocol):
     extents: Extents
     averages: Averages
     store: _core.Store
-    _edits_at_once: bool  # whether edits are committed as they are made
+    _method: AdamW
 
     @property
     def step(self) -> int:
@@ -96,7 +97,7 @@ class Edits:
     def made(self, store: _core.Store) -> None:
         """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
         owner = self._owner
-        if owner._edits_at_once:
+        if owner._method.edits_at_once:
             owner._commit_buffers(store)
             return
         self.is_pending = True

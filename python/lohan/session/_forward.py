@@ -140,6 +140,7 @@ class ForwardRules(SessionPart):
         return True
 
     def _forward_begin(self, *, is_root: bool) -> None:
+        self._method.forward_begins()
         self.check_open()
         refuse_transform()
         for reference in tuple(_running):
@@ -267,6 +268,7 @@ class ForwardRules(SessionPart):
             ThreadError: another thread is inside a forward; the message names both threads.
         """
         self._thread.refuse_others(what)
+        self._method.check_thread(what)
 
     def _forward_drop(self) -> None:
         """Close a forward that ended without a call of its closing hooks."""
@@ -299,6 +301,7 @@ class ForwardRules(SessionPart):
         Returns:
             Whether the parameters were loaded; False if no forward runs or is being recomputed.
         """
+        self._runs.operands(tensors)
         is_alive = self._forward_is_alive()
         if self.closed or (not is_alive and not in_backward()):
             return False

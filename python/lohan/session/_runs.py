@@ -1,7 +1,8 @@
 """How the runs of a model follow each other in a step.
 
 [Note: Runs] A session holds one object for this, which is chosen when the session is opened: Runs,
-or Vertical of _vertical.py. Runs is the interface, too: one run after the other.
+Vertical of _vertical.py, or Turns of mezo/_zo_turns.py. Runs is the interface, too: one run after
+the other.
 """
 
 from __future__ import annotations
@@ -94,6 +95,12 @@ class Runs:
     def is_other(self) -> bool:
         """Return whether this is the thread of a run other than the first one's."""
         return False
+
+    def operands(self, tensors: Sequence[nn.Parameter]) -> None:
+        """Prepare for an operation of a forward that reads parameters outside of their blocks."""
+
+    def reads(self, unit: int) -> None:
+        """Prepare for a read of a unit that no forward makes."""
 
     # --- Backward -----------------------------------------------------------------------------
 

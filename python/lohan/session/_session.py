@@ -28,6 +28,7 @@ from lohan.session._edits import Edits
 from lohan.session._extension import Extensions
 from lohan.session._forward import ForwardRules, refuse_read
 from lohan.session._idle import Idle
+from lohan.session._method import AdamW
 from lohan.session._peers import Alone
 from lohan.session._planned import Planned
 from lohan.session._registered import Registered
@@ -87,10 +88,12 @@ class Session(ForwardRules, Commits):
         room: _core.Store | None = None,
         peers: Alone | None = None,
         runs: Runs | None = None,
+        method: AdamW | None = None,
     ) -> None:
         self.extensions = Extensions()
         self._peers = peers or Alone()
         self._runs = runs or Runs()
+        self._method = method or AdamW()
         self.layout = layout
         self.extents = extents
         self.config = config
@@ -131,6 +134,7 @@ class Session(ForwardRules, Commits):
         self._open_step = OpenStep(self, self._engine, accumulation)
         self._peers.join(self)
         self._runs.join(self)
+        self._method.join(self)
 
     def __repr__(self) -> str:
         """Return a readable summary."""
@@ -200,7 +204,7 @@ class Session(ForwardRules, Commits):
     @property
     def step(self) -> int:
         """The number of closed steps, including those before a resume."""
-        return int(self._engine.status()["step"]) if not self.closed else self._last_step
+        return self._method.step() if not self.closed else self._last_step
 
     def accumulate(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """Run the forwards and backwards of a step's micro-batches; then call optimizer.step().
@@ -241,6 +245,9 @@ class Session(ForwardRules, Commits):
 
     def restore_scalars(self) -> None:
         """Restore hyper-parameters, torch's generators and buffers from the last commit."""
+        self._method.restore(self._restore)
+
+    def _restore(self) -> None:
         _scalars.restore(
             self.store.describe()["caller_scalars"],
             self.optimizer,
@@ -254,9 +261,8 @@ class Session(ForwardRules, Commits):
     @property
     def is_underway(self) -> bool:
         """Whether a forward or backward runs, or step() has to be called after a backward."""
-        if (self._forward_depth > 0 and self._forward_is_alive()) or in_backward():
-            return True
-        return self._open_step.backward == "done" and bool(self._engine.status()["has_gradients"])
+        is_inside = self._forward_depth > 0 and self._forward_is_alive()
+        return is_inside or self._method.is_underway()
 
     def _check_whole(self) -> None:
         self.check_open()
@@ -269,14 +275,16 @@ class Session(ForwardRules, Commits):
             )
         self._changed_drop()
         self._idle.settle()
+        self._method.check_whole()
 
     def _check_lend(self, index: int) -> None:
         """Prepare to lend a parameter; see _check_whole()."""
+        self._runs.reads(self.layout.params[index].unit)
         self._check_whole()
 
     def _has_moved(self, index: int) -> bool:
         """Return whether the newest value of a parameter is where the model computes."""
-        return False
+        return self._method.has_moved(index)
 
     def origins(self) -> dict[str, Origin]:
         """Return where the value of each parameter and persistent buffer came from, by its name.
@@ -293,6 +301,7 @@ class Session(ForwardRules, Commits):
 
     def resident(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the parameter has its real data."""
+        self._runs.reads(self.layout.params[index].unit)
         self._peers.lends(index)
         self._check_whole()
         refuse_read()

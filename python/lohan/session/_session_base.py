@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lohan.session._edits import Edits
     from lohan.session._extension import Extensions
     from lohan.session._idle import Idle
+    from lohan.session._method import AdamW
     from lohan.session._peers import Alone
     from lohan.session._runs import Runs
     from lohan.session._step import OpenStep
@@ -35,6 +36,7 @@ class SessionPart:
     _engine: _core.Engine
     _peers: Alone
     _runs: Runs
+    _method: AdamW
     _open_step: OpenStep
 
     @property
