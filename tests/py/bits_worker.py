@@ -203,7 +203,7 @@ def wrapped(row: dict[str, Any], folder: str) -> Any:
 
 
 def _is_mate(session: Any) -> bool:
-    team = getattr(session, "team", None)
+    team = getattr(session._peers, "team", None)
     return team is not None and team.is_mate
 
 
@@ -233,7 +233,7 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
     # Where a machine has one process, it gathers nothing.
     assert moved["gathered"] > 0 or row["place"] != "gather" or count == 3, moved
     found |= values(model) | states(model)
-    if getattr(session, "team", None) is not None:
+    if getattr(session._peers, "team", None) is not None:
         session.part()
     session.close()
     return found
