@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 import signal
 import sys
@@ -20,6 +19,7 @@ import pytest
 import torch
 from lohan import errors
 from lohan.common import _exit
+from lohan.opening import _attached
 from lohan.session import _adopt
 from rules_helper import WIDTH, Workshop, assert_same_state, build, square_loss
 from torch import nn
@@ -550,10 +550,9 @@ def test_a_wrap_that_fails_at_its_end_leaves_nothing_behind(
         raise MemoryError("planned")
 
     registered: list[object] = []
-    wrap_module = importlib.import_module("lohan.wrap")
     monkeypatch.setattr(_exit, "_is_set", False)
     monkeypatch.setattr(_exit.atexit, "register", registered.append)
-    monkeypatch.setattr(wrap_module, "register_optimizer_step_pre_hook", registered.append)
+    monkeypatch.setattr(_attached, "register_optimizer_step_pre_hook", registered.append)
     monkeypatch.setattr(_adopt, "retire", planned)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -17,8 +17,9 @@ import torch
 from click.testing import CliRunner
 from lohan.cli import main
 from lohan.commands import _answer
+from lohan.opening import _request
+from lohan.opening._combination import Facts
 from lohan.planning import _machines, _models, _parts
-from lohan.session import _settings
 from lohan.simulate import Options, simulate
 from rich.console import Console
 
@@ -47,7 +48,8 @@ def accept(line: str) -> None:
     settings = {name: value for name, value in given.items() if name not in own}
     assert settings.pop("device") == "cuda"
     settings["device"] = "emu"
-    _settings.checked(_settings.make(None, settings, lohan.wrap), None, torch.nn.Linear(1, 1))
+    config = _request.config_of(None, settings, lohan.wrap)
+    _request.check(Facts(config))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from lohan.errors import (
     SessionError,
     UnsupportedError,
 )
-from lohan.session import _settings
+from lohan.opening import _combination
+from lohan.opening._combination import Facts
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -369,8 +370,7 @@ def test_models_without_fused_experts_and_several_processes_are_refused(
     with pytest.raises(ModelError, match="blocks="):
         lohan.wrap(helper.llama(), store=store_dir / "run", experts="apart")
     with pytest.raises(UnsupportedError, match="several processes"):
-        asked = ("apart", "exact", "adamw", "fp32")
-        _settings.split(bare(), lohan.Config(), *asked, world=object(), optimizer=None)
+        _combination.check(Facts(experts="apart", processes=2))
 
 
 def test_without_the_setting_nothing_changes(store_dir: pathlib.Path) -> None:

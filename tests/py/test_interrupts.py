@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import pathlib
 import sys
 import threading
@@ -17,11 +16,11 @@ import torch
 from lohan.common import _exit
 from lohan.errors import StoreLockedError
 from lohan.layout import _in_place
+from lohan.opening import _attached
 from lohan.session import _session
 from lohan.session._guard import Guard
 
 BATCH = 2
-WRAP = importlib.import_module("lohan.wrap")  # the attribute lohan.wrap is the function
 
 
 def wrapped(directory: pathlib.Path, **settings: Any) -> Any:
@@ -177,7 +176,7 @@ def test_a_ctrl_c_at_exit_leaves_no_other_session_uncommitted(
 
 WRAP_PLACES = [
     pytest.param(_session.Session, "restore_scalars", id="session-is-made"),
-    pytest.param(WRAP, "_attach", id="between-session-and-model"),
+    pytest.param(_attached, "attach", id="between-session-and-model"),
     pytest.param(Guard, "install", id="half-on-the-model"),
 ]
 

@@ -456,10 +456,20 @@ def test_a_store_that_says_nothing_of_formats_continues_and_new_ones_name_theirs
 def test_a_run_that_continues_on_a_gpu_is_refused_what_a_new_one_is() -> None:
     model = bf16()
     asked: dict[str, Any] = dict.fromkeys(
-        ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", *_zo_setup.OF_METHOD)
+        (
+            "lr",
+            "betas",
+            "eps",
+            "weight_decay",
+            "max_grad_norm",
+            "optimizer",
+            "num_samples",
+            "rng",
+            "seed",
+            "storage",
+        )
     )
-    zeroth = _zo_setup.make("mezo", model, asked, Config(device="cpu"), None)
-    assert zeroth is not None
+    zeroth = _zo_setup.make(model, asked, Config(device="cpu"), None)
     zeroth.device = "cuda"
     for storage in (None, "bf16", "fp8"):
         _zo_setup.find(zeroth, None, {"method": {"storage": storage}})

@@ -22,7 +22,8 @@ from lohan.errors import (
     UnsupportedError,
 )
 from lohan.layout._in_place import InPlace
-from lohan.session import _settings
+from lohan.opening import _request
+from lohan.opening._combination import Facts
 from lora_helper import adapters, logits, lora, shift, train
 from quantize_helper import CONFIG, FORMS, fp8, is_linear, llama_config, mxfp4, nf4, nvfp4, save
 from safetensors.torch import load_file, save_file
@@ -188,9 +189,9 @@ def test_what_cannot_be_kept_packed_is_refused_by_name(tmp_path: Path, store_dir
     with pytest.raises(ModelError, match="no parameter is read from weights= in a quantized form"):
         lohan.wrap(lora(empty()), store=store_dir / "s", weights=plain, frozen="packed")
     with pytest.raises(UnsupportedError, match="not supported with share='on'"):
-        _settings.check(lohan.Config(frozen="packed", share="on"))
+        _request.check(Facts(lohan.Config(frozen="packed", share="on")))
     with pytest.raises(ModelError, match="'in_place', 'packed' or 'copy'"):
-        _settings.check(lohan.Config(frozen="pack"))  # type: ignore[arg-type]
+        _request.check(Facts(lohan.Config(frozen="pack")))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())

@@ -199,7 +199,7 @@ def test_a_parameter_whose_elements_share_memory_is_refused_if_trained(workshop:
 
 
 def test_ten_thousand_parameters_are_looked_at_in_no_time() -> None:
-    from lohan.session._model_checks import _check_memory
+    from lohan.opening._model_checks import _check_memory
 
     model = nn.ParameterList(nn.Parameter(torch.zeros(8)) for _ in range(10_000))
     for _ in range(3):

@@ -18,7 +18,7 @@ from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import settings_page  # noqa: E402  (its folder has just been named)
+import doc_tables  # noqa: E402  (its folder has just been named)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_units_of_rates_are_not_those_of_sizes() -> None:
 
 
 def test_the_tables_of_settings_are_made_from_what_is_declared() -> None:
-    text = settings_page.PAGE.read_text(encoding="utf-8")
-    assert settings_page.page(text) == text, "run tools/settings_page.py --write"
+    text = doc_tables.SETTINGS.read_text(encoding="utf-8")
+    assert doc_tables.settings_page(text) == text, "run tools/doc_tables.py --write"
     fields = {field.name for field in dataclasses.fields(lohan.Config)}
     assert fields == set(_setting.declared(lohan.Config)), "a setting without a declaration"
 

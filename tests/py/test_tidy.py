@@ -246,6 +246,7 @@ PACKAGE_ORDER = (
     ("session",),
     ("replicas",),
     ("mezo",),
+    ("opening",),
     ("simulate", "wrap", "losses"),
     ("frozen",),
     ("lohan", "hf", "commands"),

@@ -52,21 +52,11 @@ _DEFAULT_RETRIES = 8
 
 
 def check(config: Config) -> None:
-    """Reject invalid combinations of the settings for offloading.
+    """Reject more memory for activations than host_bytes has.
 
     Raises:
         ModelError: a setting is invalid; the message names it and what to change.
     """
-    if config.swap_ssd_bytes and not config.swap_bytes:
-        raise ModelError(
-            f"swap_ssd_bytes {config.swap_ssd_bytes}: activations go to SSD through main memory:"
-            " set swap_bytes, too"
-        )
-    if config.swap_bytes and config.swap_ssd_bytes == 0 and parse(config.device)[0] == "cpu":
-        raise ModelError(
-            "swap_ssd_bytes 0: the model runs on the CPU, so activations are already in main memory"
-            " and can only be swapped to SSD: set swap_ssd_bytes above 0"
-        )
     if config.swap_bytes and config.host_bytes is not None:
         left = config.host_bytes - config.swap_bytes
         if left <= 0:

@@ -26,7 +26,8 @@ from torch import nn
 
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout import _in_place_found
-from lohan.session import _division, _settings
+from lohan.opening import _request
+from lohan.session import _division
 from lohan.torch_glue import _peft
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def reference(model: nn.Module, *, weights: PathLike, **settings: Any) -> nn.Mod
         )
     from lohan.wrap import wrap
 
-    config = _settings.make(None, settings, reference)
+    config = _request.config_of(None, settings, reference)
     twin = _twin(model)
     if config.host_bytes is None:
         found = _in_place_found.of_folder(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lohan.config import Config
 from lohan.errors import ModelError, UnsupportedError
 from lohan.hf._trainer_args import SAID_BY_ARGS
-from lohan.mezo._zo_setup import OF_METHOD
-from lohan.session import _settings
+from lohan.opening import _request
+from lohan.opening._combination import OF_METHOD, Facts
 
 if TYPE_CHECKING:
     from lohan.hf._trainer import TrainerCallback
@@ -89,5 +89,5 @@ def checked(callback: TrainerCallback) -> TrainerCallback:
     Raises:
         ModelError: a value is invalid; the message says which values are valid.
     """
-    _settings.check(callback._config)
+    _request.check(Facts(callback._config, processes=None))
     return callback

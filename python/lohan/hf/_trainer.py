@@ -58,7 +58,8 @@ from lohan.hf._trainer_folders import (
     trained_past,
     way_back,
 )
-from lohan.session import _settings, _wear
+from lohan.opening import _request
+from lohan.session import _wear
 from lohan.session._optim import DEFAULTS
 from lohan.store import _store
 from lohan.store._directories import directories_of
@@ -139,7 +140,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._settings = settings
         others = (*_OF_WRAP, *_zo_trainer.KEYWORDS)
         fields = {k: v for k, v in settings.items() if k not in others}
-        self._config = _settings.make(config, fields, wrap)
+        self._config = _request.config_of(config, fields, wrap)
         self._trainer: Any = None
         self._model: nn.Module | None = None
         self._steps: _zo_trainer.Steps | None = None  # for zeroth-order training

@@ -27,7 +27,7 @@ from lohan.common import _log, _meta
 from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
-from lohan.mezo._zo_setup import METHODS, OF_METHOD
+from lohan.opening._combination import METHODS, OF_METHOD
 from lohan.store import _store
 from lohan.world._rendezvous import process_count
 

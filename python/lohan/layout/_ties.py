@@ -8,7 +8,6 @@ module, load_state_dict would silently use the last of the tensors: there it is 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,9 +141,8 @@ def separate_as_stored(model: nn.Module, meta: Mapping[str, Any]) -> None:
                 _untie(model, name, first[id(tensor)])
 
 
-@contextlib.contextmanager
-def kept_on_error(model: nn.Module) -> Iterator[None]:
-    """Return a context after which the model's ties are as before, if there is an error in it."""
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the model's ties as they are now."""
     owners = dict(model.named_modules(remove_duplicate=False))
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in owners.values():
@@ -156,15 +154,15 @@ def kept_on_error(model: nn.Module) -> Iterator[None]:
         for part in owners.values()
         if isinstance(getattr(part, "all_tied_weights_keys", None), dict)
     ]
-    try:
-        yield
-    except BaseException:
+
+    def restore() -> None:
         for (first, name), *others in places.values():
             for owner, own in others:
                 owner._parameters[own] = first._parameters[name]
         for keys, before in noted:
             keys |= before
-        raise
+
+    return restore
 
 
 def _untie(model: nn.Module, name: str, first: str) -> None:

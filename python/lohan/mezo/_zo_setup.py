@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lohan.common import _storage_formats
+from lohan.common import _meta, _storage_formats
 from lohan.config import Config
 from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
+from lohan.journal import _journal
+from lohan.journal._journal import Journal
+from lohan.journal._zeroth import Rule
+from lohan.journal._zo_run import PASS_POSITIONS, check_base, uuid_of
+from lohan.layout._in_place import Found
+from lohan.mezo import _zo_device, _zo_plan, _zo_replicas
+from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.journal._journal import Journal
-    from lohan.journal._zeroth import Rule
     from lohan.layout._block import Layout
-    from lohan.layout._in_place import Found
-    from lohan.mezo._zo_optim import ZerothOptimizer
     from lohan.world._world import World
 
-METHODS = ("adamw", "mezo")
 RNGS = ("philox", "torch")
 EPS = 1e-3
-# The keywords of wrap() that only method="mezo" accepts.
-OF_METHOD = ("num_samples", "rng", "seed", "storage")
 _SEEDS = 1 << 64
 _SAMPLES_MAX = 1 << 16
 
@@ -68,8 +68,6 @@ class Zeroth:
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
         """Create the optimizer, and describe the method and its parameters in the layout."""
-        from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
-
         lr, decay = (
             float(start if self.asked[name] is None else self.asked[name])
             for name, start in (("lr", LR), ("weight_decay", DECAY))
@@ -103,9 +101,6 @@ class Zeroth:
 
     def begin(self, directories: Sequence[str], store: _core.Store) -> None:
         """Start a new run. Its journal is created before any weight is written."""
-        from lohan.journal._journal import Journal
-        from lohan.journal._zo_run import uuid_of
-
         self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
 
     def resume(self, directories: Sequence[str], store: _core.Store) -> None:
@@ -114,12 +109,6 @@ class Zeroth:
         Raises:
             StoreMismatchError: wrap() got a different rule, or the journal is an old copy.
         """
-        from lohan.common import _meta
-        from lohan.journal import _journal
-        from lohan.journal._journal import Journal
-        from lohan.journal._zo_run import check_base, uuid_of
-        from lohan.mezo import _zo_device, _zo_replicas
-
         self.journal = Journal.open(_journal.place(directories), uuid_of(store))
         if self.world is not None:
             _zo_replicas.level(self.world, self.journal)
@@ -182,6 +171,21 @@ class Zeroth:
         kept = _storage_formats.format_of(dtype, self.storage)
         return kept is not None and _storage_formats.TYPES[kept] != dtype
 
+    def freeze(self) -> Callable[[], None]:
+        """Freeze the trained parameters, so that no activations are saved for a backward.
+
+        Returns:
+            A function that undoes it.
+        """
+
+        def thaw() -> None:
+            for param in self.moved:
+                param.requires_grad_(True)
+
+        for param in self.moved:
+            param.requires_grad_(False)
+        return thaw
+
     def close(self, *, is_lost: bool) -> None:
         """Close the journal after an error, and delete it if is_lost."""
         journal, self.journal = self.journal, None
@@ -193,28 +197,11 @@ class Zeroth:
                 os.unlink(journal.path)
 
 
-@contextlib.contextmanager
-def frozen(zeroth: Zeroth | None) -> Iterator[None]:
-    """Freeze the trained parameters, so that no activations are saved for a backward.
-
-    They stay frozen after the `with` block, unless it ends with an exception.
-    """
-    moved = zeroth.moved if zeroth is not None else []
-    for param in moved:
-        param.requires_grad_(False)
-    try:
-        yield
-    except BaseException:
-        for param in moved:
-            param.requires_grad_(True)
-        raise
-
-
-def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None) -> Found | None:
+def find(zeroth: Zeroth, found: Found | None, then: dict[str, Any] | None) -> Found | None:
     """Return, for make_layout, which parameters are trained and which are read from files.
 
     Args:
-        zeroth: the run; None for first-order training.
+        zeroth: the run.
         found: the parameters that were found in weight files.
         then: the metadata of the store that is resumed; None for a new store.
 
@@ -222,10 +209,6 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
         StoreMismatchError: the store's format is not the one that was passed to wrap().
         UnsupportedError: the device does not support the store's format.
     """
-    if zeroth is None:
-        return found
-    from lohan.layout._in_place import Found
-
     resume = then is not None
     made = found if found is not None else Found([], {}, set())
     made.moved = frozenset(zeroth.streams)
@@ -248,61 +231,50 @@ def find(zeroth: Zeroth | None, found: Found | None, then: dict[str, Any] | None
     return made
 
 
-def take(settings: dict[str, Any], max_grad_norm: Any, optimizer: Any) -> dict[str, Any]:
-    """Move the keywords of OF_METHOD (None if missing) from settings to the result."""
-    taken = {name: settings.pop(name, None) for name in OF_METHOD}
-    return {**taken, "max_grad_norm": max_grad_norm, "optimizer": optimizer}
-
-
-def make(
-    method: str, model: nn.Module, asked: dict[str, Any], config: Config, store: Any
-) -> Zeroth | None:
-    """Check the arguments of wrap() and return the run; None for first-order training.
+def check(asked: dict[str, Any]) -> None:
+    """Reject invalid arguments of wrap(method="mezo").
 
     Args:
-        method: "adamw" or "mezo".
+        asked: eps, seed, num_samples, rng and storage; None for those not given.
+
+    Raises:
+        ModelError: names the argument, and what is valid.
+    """
+    eps, seed, samples = (asked[name] for name in ("eps", "seed", "num_samples"))
+    if eps is not None and not 0 < float(eps) < float("inf"):
+        raise ModelError(f"eps {float(eps)} must be a finite number above 0")
+    if seed is not None and not (type(seed) is int and 0 <= seed < _SEEDS):
+        raise ModelError(f"seed {seed!r} must be a whole number from 0 to 2^64 - 1")
+    if samples is not None and not (type(samples) is int and 0 < samples < _SAMPLES_MAX):
+        raise ModelError(
+            f"num_samples {samples!r} must be a whole number from 1 to {_SAMPLES_MAX - 1}"
+        )
+    if asked["rng"] is not None and asked["rng"] not in RNGS:
+        raise ModelError(f"rng {asked['rng']!r} must be one of {', '.join(RNGS)}")
+    if asked["storage"] is not None and asked["storage"] not in _storage_formats.TYPES:
+        raise ModelError(
+            f"storage {asked['storage']!r} must be one of {', '.join(_storage_formats.TYPES)}"
+        )
+
+
+def make(model: nn.Module, asked: dict[str, Any], config: Config, store: Any) -> Zeroth:
+    """Return the run of a call of wrap().
+
+    Args:
         model: the model to wrap.
-        asked: lr, betas, eps, weight_decay, and the result of take().
+        asked: lr, betas, eps, weight_decay, and what check() takes.
         config: the session's settings.
         store: the store's directories as passed to wrap(); None for a temporary one.
 
     Raises:
-        ModelError: a value is invalid, or a parameter has an unsupported dtype.
-        UnsupportedError: an argument has no meaning in zeroth-order training.
+        ModelError: a parameter has an unsupported dtype, or no parameter is trained.
+        UnsupportedError: the device does not support the generator or the format.
     """
-    if method not in METHODS:
-        raise ModelError(f"method {method!r} must be one of {', '.join(METHODS)}")
-    if method == "adamw":
-        for name in OF_METHOD:
-            if asked[name] is not None:
-                raise ModelError(f'{name}= is only valid with method="mezo"')
-        return None
-    from lohan.journal._zeroth import Rule
-    from lohan.mezo import _zo_device
-
-    for name in ("betas", "max_grad_norm", "optimizer"):
-        if asked[name] is not None:
-            raise UnsupportedError(f'{name}= has no meaning with method="mezo": leave it out')
-    for name in ("accumulate", "loss_scaling", "commit_every"):
-        if getattr(config, name) != getattr(Config(), name):
-            raise UnsupportedError(
-                f'{name}= has no meaning with method="mezo", which has no gradients: leave it out'
-            )
     moved, streams = _moved(model)
     eps = EPS if asked["eps"] is None else float(asked["eps"])
     seed = torch.initial_seed() % _SEEDS if asked["seed"] is None else asked["seed"]
     samples = 1 if asked["num_samples"] is None else asked["num_samples"]
-    if not 0 < eps < float("inf"):
-        raise ModelError(f"eps {eps} must be a finite number above 0")
-    if not (type(seed) is int and 0 <= seed < _SEEDS):
-        raise ModelError(f"seed {seed!r} must be a whole number from 0 to 2^64 - 1")
-    if not (type(samples) is int and 0 < samples < _SAMPLES_MAX):
-        raise ModelError(
-            f"num_samples {samples!r} must be a whole number from 1 to {_SAMPLES_MAX - 1}"
-        )
     rng = asked["rng"] or RNGS[0]
-    if rng not in RNGS:
-        raise ModelError(f"rng {rng!r} must be one of {', '.join(RNGS)}")
     device = _device.parse(config.device)[0]
     _zo_device.check(device, rng, config.ablate)
     asked = {**asked, "write_every": config.write_every}
@@ -315,8 +287,6 @@ def make(
 
 
 def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | None:
-    from lohan.mezo import _zo_plan
-
     if config.write_every == "never":
         return None
     if isinstance(config.write_every, int):
@@ -332,14 +302,7 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
 
 
 def _check_storage(made: Zeroth) -> None:
-    """Reject an unknown format, and one that this run's parameters cannot be stored in."""
-    from lohan.journal._zo_run import PASS_POSITIONS
-    from lohan.mezo import _zo_device
-
-    if made.storage is not None and made.storage not in _storage_formats.TYPES:
-        raise ModelError(
-            f"storage {made.storage!r} must be one of {', '.join(_storage_formats.TYPES)}"
-        )
+    """Reject a format that this run's parameters cannot be stored in."""
     kept = [p for p in made.moved if _storage_formats.format_of(p.dtype, made.storage) is not None]
     if not kept:
         return

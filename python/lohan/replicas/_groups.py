@@ -30,34 +30,10 @@ from lohan.errors import ModelError, UnsupportedError, WorldMismatchError
 from lohan.world._agree import agree, difference
 
 if TYPE_CHECKING:
-    from lohan.config import Config
     from lohan.world._agree import Fact
     from lohan.world._world import World
 
 Ranks = tuple[int, ...]
-
-
-def refuse(config: Config, *, is_zeroth: bool) -> None:
-    """Reject settings that groups= cannot be combined with.
-
-    Raises:
-        UnsupportedError: names the setting, and what to do.
-    """
-    if is_zeroth:
-        raise UnsupportedError(
-            'groups= is not supported with method="mezo": leave groups= out, and let every process'
-            " have all modules"
-        )
-    if config.share == "on":
-        raise UnsupportedError(
-            "groups= is not supported with share='on', whose processes read the parameters of one"
-            " process: pass share='off'"
-        )
-    if config.replicas == "parameters":
-        raise UnsupportedError(
-            "groups= is not supported with replicas='parameters', which divides the states of"
-            " parameters that all processes have: pass replicas='all'"
-        )
 
 
 def _ranks_of(value: Any, pattern: str) -> Ranks:

@@ -27,7 +27,7 @@ from lohan.config import (
     ReplicaConfig,
     SharedConfig,
 )
-from lohan.errors import StoreError, UnsupportedError, WorldMismatchError
+from lohan.errors import StoreError, WorldMismatchError
 from lohan.replicas import _places
 from lohan.replicas._groups import agree_on
 from lohan.session._optim import DEFAULTS
@@ -105,20 +105,6 @@ def facts_of_groups(groups: Sequence[dict[str, Any]]) -> list[Fact]:
     for number, group in enumerate(groups):
         facts += [(f"{key} of parameter group {number}", group[key]) for key in DEFAULTS]
     return facts
-
-
-def refuse_step(world: World, open_at: int | None) -> None:
-    """Reject resume="step N" where steps are in journals.
-
-    Raises:
-        UnsupportedError: open_at is set.
-    """
-    if open_at is not None:
-        raise UnsupportedError(
-            f"resume='step {open_at}' is not supported with several processes (WORLD_SIZE is"
-            f' {world.size}) and method="mezo": pass resume=True, which continues after the last'
-            " step"
-        )
 
 
 def agree_on_settings(

@@ -24,28 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    from lohan.config import Config
     from lohan.session._session import Session
-
-
-def check(config: Config, reasons: dict[str, bool]) -> None:
-    """Reject ema= with another setting that does not support it.
-
-    Args:
-        config: the settings.
-        reasons: what is not supported, and whether it is so.
-
-    Raises:
-        UnsupportedError: the message names the other setting.
-    """
-    decay: Any = config.ema
-    if decay is None:
-        return
-    for reason, is_so in reasons.items():
-        if is_so:
-            raise UnsupportedError(
-                f"ema={decay} is not supported with {reason}: leave one of them out"
-            )
 
 
 class Averages(Extension):

@@ -21,6 +21,41 @@ from lohan.torch_glue._hollow import check_grad_dtype
 from lohan.torch_glue._peft import check_quantized, set_empty_buffers
 from lohan.torch_glue._tensor import nbytes_of
 
+# Modules that keep parameters in a different form or expect several processes to call them.
+_WRAPPERS = (
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+)
+
+
+def refuse_divided(model: Any) -> None:
+    """Reject models that other libraries have divided or replicated.
+
+    Raises:
+        UnsupportedError: the model is such a model; the message says what to wrap instead.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    for name, module in model.named_modules():
+        theirs = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.")}
+        found = sorted(theirs.intersection(_WRAPPERS))
+        if found:
+            kind = "fully_shard()" if found[0] == "FSDPModule" else found[0]
+            raise UnsupportedError(
+                f"{repr(name) if name else 'the model'} is a {kind} module, but lohan divides the"
+                " model itself, among the processes that torchrun starts as well: pass lohan.wrap()"
+                " the model from before that (model.module of DataParallel and"
+                " DistributedDataParallel)"
+            )
+    for name, param in nn.Module.named_parameters(model):  # does not load a wrapped model's values
+        if type(param).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor (fully_shard(), tensor parallelism), but lohan"
+                " divides the model itself: pass lohan.wrap() the model from before that"
+            )
+
 
 def _check_compiled(model: nn.Module) -> None:
     """Reject a compiled or scripted module, and name the plain one that lohan can wrap."""

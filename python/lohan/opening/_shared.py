@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _arguments
-from lohan.errors import StoreError, UnsupportedError
+from lohan.errors import StoreError
 from lohan.session._peers import Alone
 from lohan.store import _directories
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.mezo._zo_setup import Zeroth
+    from lohan.opening._request import Request
     from lohan.replicas._groups import Groups
     from lohan.replicas._team import Team
     from lohan.store._store import Extents
@@ -43,56 +44,34 @@ class Shared:
         world: World | None,
         zeroth: Zeroth | None,
         config: Config,
-        max_grad_norm: float | None,
-        model: nn.Module,
-        groups: Any,
-        states: str,
+        request: Request,
     ) -> None:
         """Choose the settings of the session.
 
         Args:
             world: the processes; None if there is only one.
             zeroth: the zeroth-order run; None for AdamW.
-            config: the settings that wrap() was given.
-            max_grad_norm: max_grad_norm= of wrap().
-            model: the model to be wrapped.
-            groups: groups= of wrap().
-            states: states= of wrap().
+            config: the settings.
+            request: what wrap() was asked for.
         """
-        _arguments.check_states(states, has_moments=zeroth is None, is_alone=world is None)
-        self.states = states
+        self.states = request.states
         self.world = world
         self.run = ""
         self._zeroth = zeroth
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm = request.max_grad_norm
         self.config = config
         self.team: Team | None = None
         self.groups: Groups | None = None
-        if groups is not None:
-            from lohan.replicas._groups import refuse
-
-            refuse(config, is_zeroth=zeroth is not None)
-        if config.share == "on" and zeroth is not None:
-            raise UnsupportedError(
-                "share='on' is not supported with method=\"mezo\": leave it out. Its processes"
-                " exchange only losses, and each reads its own copy of the parameters"
-            )
-        if config.replicas == "parameters" and zeroth is not None:
-            raise UnsupportedError(
-                "replicas='parameters' is not supported with method=\"mezo\": leave it out. This"
-                " method has no optimizer states"
-            )
         if world is not None:
             from lohan.replicas import _join
             from lohan.replicas._groups import Groups
             from lohan.replicas._team import Team
 
-            _refuse_in_processes(world, config)
             if config.share == "on":
                 self.team = Team(world)
             self.config = _join.config_of(world, config, self.team, exchanges=zeroth is None)
-            if groups is not None:
-                self.groups = Groups(model, groups)
+            if request.groups is not None:
+                self.groups = Groups(request.model, request.groups)
                 self.config = _join.config_of_groups(self.config)
 
     @property
@@ -113,7 +92,6 @@ class Shared:
 
         Raises:
             WorldMismatchError: the settings differ, or the processes have stores of different runs.
-            UnsupportedError: open_at is set for a zeroth-order run.
             StoreError: this process has no replica, and none to copy; or the parent of a new
                 store's directory does not exist.
         """
@@ -125,7 +103,6 @@ class Shared:
         from lohan.replicas import _gather_choice, _join, _places
 
         if zeroth is not None:
-            _join.refuse_step(world, open_at)
             facts: list[Fact] = [("method=", "mezo"), ("seed=", zeroth.asked["seed"])]
         else:
             facts = _join.facts_of(self.config, self._max_grad_norm)
@@ -255,17 +232,3 @@ class Shared:
             ("weight_decay=", said["weight_decay"]),
             ("storage=", said["storage"]),
         ]
-
-
-def _refuse_in_processes(world: World, config: Config) -> None:
-    if config.order == "vertical":
-        raise UnsupportedError(
-            "order='vertical' is not supported in a run of several processes: leave order= out"
-        )
-    has_mates = len({peer.node for peer in world.peers}) < len(world.peers)
-    if config.share == "on" and config.commit_steps == 0 and has_mates:
-        # A mate opens the store while its owner has it open: a single slot is unclean then.
-        raise UnsupportedError(
-            "share='on' is not supported with commit_every='never', whose store only the process"
-            " that writes it can open: pass a number of steps, or share='off'"
-        )

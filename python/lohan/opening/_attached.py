@@ -1,0 +1,114 @@
+"""How a session is attached to its model, and taken off again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lohan import _core
+from lohan.activations import _activations
+from lohan.common import _exit
+from lohan.errors import OffloadedGradientError
+from lohan.session._guard import Guard
+from lohan.session._optim import StoreOptimizer
+from lohan.torch_glue import _late
+
+if TYPE_CHECKING:
+    from lohan.session._session import Session
+
+
+def attach(
+    model: nn.Module,
+    session: Session,
+    optimizer: Any,
+    was_in_memory: bool,
+    undo: contextlib.ExitStack,
+) -> None:
+    """Attach an open session to the model.
+
+    Args:
+        model: the model.
+        session: its session.
+        optimizer: its optimizer.
+        was_in_memory: whether the model gets its values back if wrapping fails.
+        undo: gets what takes the session off again, and closes it to unlock its store.
+    """
+    guard = Guard(model, session, _save_pretrained)
+    undo.callback(_detach, model, session, optimizer, guard, was_in_memory)
+    _put_on(model, session, optimizer, guard)
+
+
+def _detach(
+    model: nn.Module, session: Session, optimizer: Any, guard: Guard, was_in_memory: bool
+) -> None:
+    values: list[torch.Tensor] = []
+    if was_in_memory:
+        with contextlib.suppress(Exception):
+            values = session.values()
+    _exit.close_quietly(session)
+    _exit.sessions.discard(session)
+    if guard.closer is not None:
+        guard.closer.detach()
+    if optimizer.origin is not None:
+        from lohan.session import _adopt
+
+        _adopt.release(optimizer.origin, session.layout, {})
+    session.unhook()
+    guard.remove()
+    remove_attributes(model)
+    for param, value in zip(session.layout.params, values, strict=False):
+        param.tensor.data = value
+
+
+def _save_pretrained(*args: Any, **options: Any) -> None:
+    from lohan.store import _export
+
+    _export.save_pretrained(*args, **options)
+
+
+def remove_attributes(model: nn.Module) -> None:
+    """Remove what attach() has set on the model."""
+    for name in {"lohan", "optimizer", "no_sync", "zo_step", "_lohan_guard"} & {*model.__dict__}:
+        object.__delattr__(model, name)
+
+
+def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
+    if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
+        _core.heap_keep()
+    session.hook(model, _activations.Activations(session), _activations.planner)
+    session.device.take_buffers(model)
+    guard.install()
+    object.__setattr__(model, "lohan", session)
+    object.__setattr__(model, "optimizer", optimizer)
+    optimizer.outside = guard.outside
+    object.__setattr__(model, "no_sync", session.no_sync)
+    object.__setattr__(model, "_lohan_guard", guard)
+    guard.closer = weakref.finalize(model, _exit.close_quietly, session)
+    _exit.sessions.add(session)
+    if optimizer.origin is not None:
+        from lohan.session import _adopt
+
+        _adopt.retire(optimizer.origin, session.layout)
+    # Install these last: they affect the whole process and stay. A failed wrap() installs none.
+    if _exit.set_handlers():
+        _late.prepare()
+        register_optimizer_step_pre_hook(_refuse_other_optimizer)
+
+
+def _refuse_other_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, StoreOptimizer):
+        return
+    for session in _exit.sessions:
+        names = {} if session.closed else session.param_names()
+        for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            if id(param) in names:
+                raise OffloadedGradientError(
+                    f"{type(optimizer).__name__} cannot step parameter {names[id(param)]!r}, whose"
+                    " values and gradient are managed by lohan: use model.optimizer"
+                )

@@ -1,0 +1,420 @@
+"""The one table of what cannot be combined, and why.
+
+Each row names two settings, the reason, and the way out. `check()` raises the errors, and the
+matrix of docs/limits.md is made from the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lohan.config import SCHEDULES_AT_STEP, Config
+from lohan.errors import LohanError, ModelError, UnsupportedError
+from lohan.torch_glue import _device
+
+METHODS = ("adamw", "mezo")
+# The keywords of wrap() that only method="mezo" accepts.
+OF_METHOD = ("num_samples", "rng", "seed", "storage")
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a call of `lohan.wrap` so far.
+
+    Attributes:
+        config: the settings.
+        method: "adamw" or "mezo".
+        states: the format of AdamW's moments.
+        experts: "together" or "apart".
+        idle: "exact" or "skip".
+        given: the names of the arguments that were passed and are not None.
+        open_at: the step to resume; None: the last one.
+        processes: how many processes the run has; None: they have not met yet.
+        has_mates: whether a machine has several of them.
+        trains_experts: whether the model has experts that are trained and apart.
+    """
+
+    config: Config = dataclasses.field(default_factory=Config)
+    method: str = "adamw"
+    states: str = "fp32"
+    experts: str = "together"
+    idle: str = "exact"
+    given: frozenset[str] = frozenset()
+    open_at: int | None = None
+    processes: int | None = 1
+    has_mates: bool = False
+    trains_experts: bool = False
+
+    @property
+    def is_mezo(self) -> bool:
+        """Whether the method is zeroth-order."""
+        return self.method == "mezo"
+
+    @property
+    def is_several(self) -> bool:
+        """Whether the run is known to have several processes."""
+        return self.processes is not None and self.processes > 1
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether updates wait for `step()`, by the schedule or for gradient norms or sums."""
+        waits = self.config.sums_gradients or self.config.loss_scaling
+        return waits or "max_grad_norm" in self.given or self.config.schedule in SCHEDULES_AT_STEP
+
+
+# "meaning": the combination has no meaning, or its arithmetic would be another one; "not built":
+# it would have one, but lohan does not have it.
+Reason = Literal["meaning", "not built"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Two settings that cannot be combined.
+
+    Attributes:
+        one: the first setting, as messages name it; {f...} stands for one of the facts.
+        other: the second one.
+        is_so: returns whether a call combines them.
+        reason: whether the combination would have a meaning.
+        because: a clause of the message that says why, or "".
+        way_out: what to do instead.
+        text: the message, if it is not made from the other fields.
+        error: the class of the error.
+    """
+
+    one: str
+    other: str
+    is_so: Callable[[Facts], Any]
+    reason: Reason
+    because: str
+    way_out: str
+    text: str = "{one} is not supported with {other}{because}: {way_out}"
+    error: type[LohanError] = UnsupportedError
+
+    def message(self, facts: Facts) -> str:
+        """Return the message of the error."""
+        names = ("one", "other", "because", "way_out")
+        parts = {name: getattr(self, name).format(f=facts, c=facts.config) for name in names}
+        parts["because"] = f", {parts['because']}" if parts["because"] else ""
+        return self.text.format(f=facts, c=facts.config, **parts)
+
+
+MEZO = 'method="mezo"'
+_MEZO = "method='mezo'"
+SEVERAL = "several processes"
+VERTICAL = "order='vertical'"
+SHARE = "share='on'"
+DIVIDED = "replicas='parameters'"
+APART = "experts='apart'"
+SHARDS = "gather='shards'"
+
+_NO_MEANING = "{one} has no meaning with {other}{because}: {way_out}"
+_LEAVE_OUT = "leave it out"
+_PLAIN = Config()
+
+
+def _of_method(name: str) -> Row:
+    return Row(
+        f"{name}=",
+        "method='adamw'",
+        lambda f: name in f.given and not f.is_mezo,
+        "meaning",
+        "",
+        'pass method="mezo", or leave it out',
+        '{one} is only valid with method="mezo": {way_out}',
+        ModelError,
+    )
+
+
+def _of_adamw(name: str) -> Row:
+    def is_so(f: Facts) -> bool:
+        return f.is_mezo and name in f.given
+
+    return Row(f"{name}=", MEZO, is_so, "meaning", "", _LEAVE_OUT, _NO_MEANING)
+
+
+def _of_gradients(name: str) -> Row:
+    def is_so(f: Facts) -> bool:
+        return f.is_mezo and getattr(f.config, name) != getattr(_PLAIN, name)
+
+    because = "which has no gradients"
+    return Row(f"{name}=", MEZO, is_so, "meaning", because, _LEAVE_OUT, _NO_MEANING)
+
+
+def _of_average(other: str, is_so: Callable[[Facts], bool], reason: Reason) -> Row:
+    return Row(
+        "ema={c.ema}",
+        other,
+        lambda f: f.config.ema is not None and is_so(f),
+        reason,
+        "",
+        "leave one of them out",
+    )
+
+
+def _of_experts(other: str, is_so: Callable[[Facts], bool]) -> Row:
+    def both(f: Facts) -> bool:
+        return f.experts == "apart" and is_so(f)
+
+    return Row(APART, other, both, "not built", "", "leave experts= out")
+
+
+def _of_owed(other: str, is_so: Callable[[Facts], bool]) -> Row:
+    return Row(
+        "experts='apart' with idle='exact'",
+        other,
+        lambda f: f.trains_experts and f.idle == "exact" and is_so(f),
+        "not built",
+        "",
+        "pass idle='skip', with which an expert without tokens is not updated",
+    )
+
+
+ROWS = (
+    # Zeroth-order training has neither gradients nor moments.
+    *map(_of_method, OF_METHOD),
+    *map(_of_adamw, ("betas", "max_grad_norm", "optimizer")),
+    *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every", "order")),
+    Row(
+        "states={f.states!r}",
+        MEZO,
+        lambda f: f.is_mezo and f.states != "fp32",
+        "meaning",
+        "",
+        "leave it out",
+        'states is for AdamW\'s moments, and method="mezo" has none: {way_out}',
+        ModelError,
+    ),
+    Row(
+        SHARE,
+        MEZO,
+        lambda f: f.is_mezo and f.config.share == "on",
+        "meaning",
+        "",
+        "leave it out. Its processes exchange only losses, and each reads its own copy of the"
+        " parameters",
+    ),
+    Row(
+        DIVIDED,
+        MEZO,
+        lambda f: f.is_mezo and f.config.replicas == "parameters",
+        "meaning",
+        "",
+        "leave it out. This method has no optimizer states",
+    ),
+    Row(
+        "groups=",
+        MEZO,
+        lambda f: f.is_mezo and "groups" in f.given,
+        "not built",
+        "",
+        "leave groups= out, and let every process have all modules",
+    ),
+    Row(
+        "on_nan={c.on_nan!r}",
+        _MEZO,
+        lambda f: f.is_mezo and f.config.on_nan != "raise",
+        "meaning",
+        "",
+        "leave it out, and a step that is not finite raises an error",
+    ),
+    _of_average(_MEZO, lambda f: f.is_mezo, "not built"),
+    _of_experts(_MEZO, lambda f: f.is_mezo),
+    Row(
+        "resume='step {f.open_at}'",
+        f"{MEZO} in {SEVERAL}",
+        lambda f: f.is_mezo and f.is_several and f.open_at is not None,
+        "not built",
+        "",
+        "pass resume=True, which continues after the last step",
+        "{one} is not supported with several processes (WORLD_SIZE is {f.processes}) and"
+        ' method="mezo": {way_out}',
+    ),
+    # The vertical order runs all micro-batches of a block at once.
+    Row(
+        VERTICAL,
+        "accumulate=1",
+        lambda f: f.config.order == "vertical" and f.config.accumulate == 1,
+        "meaning",
+        "",
+        "pass accumulate= to lohan.wrap(), and run them with model.lohan.accumulate()",
+        "{one} needs several micro-batches in a step: {way_out}",
+        ModelError,
+    ),
+    Row(
+        VERTICAL,
+        "activations={c.activations!r}",
+        lambda f: f.config.order == "vertical" and f.config.has_policy,
+        "not built",
+        "a policy that measures one micro-batch at a time",
+        "pass 'recompute', or a dict of patterns",
+    ),
+    _of_experts("order={c.order!r}", lambda f: f.config.order != "horizontal"),
+    Row(
+        VERTICAL,
+        SEVERAL,
+        lambda f: f.is_several and f.config.order == "vertical",
+        "not built",
+        "",
+        "leave order= out",
+        "{one} is not supported in a run of several processes: {way_out}",
+    ),
+    # Updates that begin before all gradients are known.
+    Row(
+        "on_nan='skip'",
+        "schedule={c.schedule!r}",
+        lambda f: f.config.on_nan == "skip" and not f.is_waiting and f.processes == 1,
+        "meaning",
+        "whose updates begin before all gradients are known",
+        "pass schedule='deferred', or max_grad_norm=",
+    ),
+    Row(
+        "max_grad_norm=",
+        "schedule={c.schedule!r}",
+        lambda f: (
+            "max_grad_norm" in f.given
+            and f.config.schedule not in (*SCHEDULES_AT_STEP, _PLAIN.schedule, "auto")
+        ),
+        "meaning",
+        "",
+        f"use {' or '.join(map(repr, SCHEDULES_AT_STEP))}",
+        "{other} updates before the norm of all gradients is known: with max_grad_norm, {way_out}",
+        ModelError,
+    ),
+    # Experts of a mixture as blocks of their own.
+    Row(
+        "idle='skip'",
+        "experts='together'",
+        lambda f: f.idle == "skip" and f.experts == "together",
+        "meaning",
+        "",
+        "pass experts='apart', or leave idle= out",
+        "{one} needs experts='apart': a layer's experts are one tensor otherwise: {way_out}",
+        ModelError,
+    ),
+    _of_average(APART, lambda f: f.experts == "apart", "not built"),
+    Row(
+        "experts='apart', if they are trained,",
+        "optimizer=",
+        lambda f: f.trains_experts and "optimizer" in f.given,
+        "not built",
+        "",
+        "pass params= instead, or create the Trainer without optimizers=",
+    ),
+    _of_owed("states={f.states!r}", lambda f: f.states != "fp32"),
+    _of_owed("schedule='naive'", lambda f: f.config.schedule == "naive"),
+    # Several processes.
+    Row(
+        "states={f.states!r}",
+        SEVERAL,
+        lambda f: f.is_several and f.states != "fp32",
+        "not built",
+        "",
+        "omit it there",
+        "{one} is not supported in several processes: {way_out}",
+    ),
+    _of_average(SEVERAL, lambda f: f.is_several, "not built"),
+    Row(
+        "on_nan='skip'",
+        SEVERAL,
+        lambda f: f.is_several and f.config.on_nan == "skip",
+        "not built",
+        "",
+        "leave it out, and a step that is not finite raises an error",
+    ),
+    _of_experts(SEVERAL, lambda f: f.is_several),
+    Row(
+        "groups=",
+        SHARE,
+        lambda f: "groups" in f.given and f.config.share == "on",
+        "not built",
+        "whose processes read the parameters of one process",
+        "pass share='off'",
+    ),
+    Row(
+        "groups=",
+        DIVIDED,
+        lambda f: "groups" in f.given and f.config.replicas == "parameters",
+        "not built",
+        "which divides the states of parameters that all processes have",
+        "pass replicas='all'",
+    ),
+    # A mate opens the store while its owner has it open: a single slot is unclean then.
+    Row(
+        SHARE,
+        "commit_every='never'",
+        lambda f: f.has_mates and f.config.share == "on" and f.config.commit_steps == 0,
+        "meaning",
+        "whose store only the process that writes it can open",
+        "pass a number of steps, or share='off'",
+    ),
+    Row(
+        "frozen='packed'",
+        SHARE,
+        lambda f: f.config.frozen == "packed" and f.config.share == "on",
+        "not built",
+        "whose processes read the decoded parameters of one process",
+        "pass share='off', or leave frozen= out",
+    ),
+    Row(
+        SHARDS,
+        "share='off'",
+        lambda f: f.config.gather == "shards" and f.config.share != "on",
+        "meaning",
+        "",
+        "add share='on', or leave gather= out",
+        "{one} needs share='on' and several processes on the machine, which then copy parts of the"
+        " same parameters: {way_out}",
+        ModelError,
+    ),
+    Row(
+        SHARDS,
+        "device='cpu'",
+        lambda f: f.config.gather == "shards" and _device.parse(f.config.device)[0] == "cpu",
+        "meaning",
+        "",
+        "leave gather= out",
+        "{one} needs an accelerator in each process, for example device='cuda': on the CPU, blocks"
+        " are read where they are, so {way_out}",
+        ModelError,
+    ),
+    # Activations on SSD pass through main memory.
+    Row(
+        "swap_ssd_bytes {c.swap_ssd_bytes}",
+        "swap_bytes=None",
+        lambda f: f.config.swap_ssd_bytes and not f.config.swap_bytes,
+        "meaning",
+        "",
+        "set swap_bytes, too",
+        "{one}: activations go to SSD through main memory: {way_out}",
+        ModelError,
+    ),
+    Row(
+        "swap_ssd_bytes 0",
+        "device='cpu'",
+        lambda f: (
+            f.config.swap_bytes
+            and f.config.swap_ssd_bytes == 0
+            and _device.parse(f.config.device)[0] == "cpu"
+        ),
+        "meaning",
+        "",
+        "set swap_ssd_bytes above 0",
+        "{one}: the model runs on the CPU, so activations are already in main memory and can only"
+        " be swapped to SSD: {way_out}",
+        ModelError,
+    ),
+)
+
+
+def check(facts: Facts) -> None:
+    """Reject a call of `lohan.wrap` that combines what cannot be combined.
+
+    Raises:
+        UnsupportedError, ModelError: names both settings, and what to do instead.
+    """
+    for row in ROWS:
+        if row.is_so(facts):
+            raise row.error(row.message(facts))

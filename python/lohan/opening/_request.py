@@ -1,0 +1,293 @@
+"""What a call of `lohan.wrap` asks for: every type and every range is checked here, once.
+
+Without these checks, a wrong type would cause a TypeError or AttributeError in a line of code that
+the caller does not know. Ranges and names of settings are declared in config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import errno
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.activations import _activations, _swap
+from lohan.common import _arguments, _setting
+from lohan.config import SCHEDULES_AT_STEP, Config
+from lohan.errors import ModelError, StoreError, UnsupportedError
+from lohan.opening import _combination, _groups, _model_checks
+from lohan.opening._combination import METHODS, OF_METHOD, Facts
+from lohan.planning import _wear
+from lohan.session import _block_swap, _order
+from lohan.torch_glue import _device
+from lohan.world._rendezvous import process_count
+
+STATES = ("fp32", "bf16", "8bit")
+# Names of the same settings in other libraries.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clipping": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "nvme_path": "store",
+    "offload_folder": "store",
+    "gradient_checkpointing": "activations",
+}
+_NEAR = 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A call of `lohan.wrap`, whose values are valid by themselves and with each other.
+
+    Attributes:
+        model: the model to wrap.
+        config: the settings.
+        store: one or several paths, as the caller named them; None: a temporary store.
+        is_resumed: whether the store exists.
+        open_at: the step to resume; None: the last one.
+        hyper: lr, betas, eps and weight_decay; None for those not given.
+        of_method: the arguments that only method="mezo" accepts; None for those not given.
+        max_grad_norm: the norm that gradients are clipped to, or None.
+        params: the parameter groups, or a function of the model that returns them, or None.
+        optimizer: the optimizer to continue from, or None.
+        blocks: the modules to use as blocks, or None.
+        weights: the path of safetensors or GGUF files, or None.
+        init: "model", a function of a module, or None.
+        method: "adamw" or "mezo".
+        states: the format of AdamW's moments.
+        groups: the process groups of modules, or None.
+        experts: "together" or "apart".
+        idle: "exact" or "skip".
+    """
+
+    model: nn.Module
+    config: Config
+    store: Any
+    is_resumed: bool
+    open_at: int | None
+    hyper: dict[str, Any]
+    of_method: dict[str, Any]
+    max_grad_norm: float | None
+    params: Any
+    optimizer: torch.optim.Optimizer | None
+    blocks: Any
+    weights: Any
+    init: Any
+    method: str
+    states: str
+    groups: Any
+    experts: str
+    idle: str
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether parameters without storage get their values from elsewhere."""
+        return self.is_resumed or self.weights is not None or self.init is not None
+
+    def facts(self, **known: Any) -> Facts:
+        """Return the facts for the table of combinations; `known` are the others of Facts."""
+        given = {
+            **self.hyper,
+            **self.of_method,
+            "max_grad_norm": self.max_grad_norm,
+            "optimizer": self.optimizer,
+            "groups": self.groups,
+        }
+        return Facts(
+            self.config,
+            self.method,
+            self.states,
+            self.experts,
+            self.idle,
+            frozenset(name for name, value in given.items() if value is not None),
+            self.open_at,
+            **known,
+        )
+
+
+def of(
+    call: Callable[..., Any],
+    *,
+    model: nn.Module,
+    config: Config | None,
+    settings: dict[str, Any],
+    **given: Any,
+) -> Request:
+    """Check the arguments of `lohan.wrap`.
+
+    Args:
+        call: `lohan.wrap`, whose parameters are suggested for mistyped keywords.
+        model: the model to be wrapped.
+        config: config= of the call.
+        settings: the keywords that are not parameters of the call.
+        **given: the other arguments, by name.
+
+    Raises:
+        ModelError, UnsupportedError, HyperParameterError, StoreError: an argument is invalid; the
+            message names it, its value, and what is valid.
+    """
+    _model_checks.refuse_divided(model)
+    hyper = {name: given.pop(name) for name in ("lr", "betas", "eps", "weight_decay")}
+    _check_types(hyper, config, **given)
+    of_method = {name: settings.pop(name, None) for name in OF_METHOD}
+    made = _block_swap.with_device(model, config_of(config, settings, call))
+    is_resumed, open_at = _arguments.resume_of(given.pop("resume"))
+    request = Request(
+        model, made, given.pop("store"), is_resumed, open_at, hyper, of_method, **given
+    )
+    _check_names(request)
+    check(request.facts(processes=1 if process_count() == 1 else None))
+    if request.optimizer is not None:
+        from lohan.session import _adopt
+
+        _adopt.check(request.optimizer, {**hyper, "params": request.params}, resume=is_resumed)
+    if request.method == "mezo":
+        from lohan.mezo import _zo_setup
+
+        _zo_setup.check({**hyper, **of_method})
+    return dataclasses.replace(request, config=_waiting(made, request.max_grad_norm))
+
+
+def config_of(config: Config | None, settings: dict[str, Any], call: Callable[..., Any]) -> Config:
+    """Merge the config= of a call with the settings that it passed as keywords.
+
+    Args:
+        config: the value of config=; None means the defaults.
+        settings: the keywords that are not parameters of call.
+        call: `lohan.wrap`, whose parameters are suggested for mistyped keywords, too.
+
+    Raises:
+        ModelError: a keyword is unknown; the message names the closest one.
+    """
+    fields = [field.name for field in dataclasses.fields(Config)]
+    own = [
+        name
+        for name, parameter in inspect.signature(call).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    for name in settings:
+        if name in fields:
+            continue
+        near = difflib.get_close_matches(name, [*own, *fields], n=1, cutoff=_NEAR)
+        meant = _ELSEWHERE.get(name, near[0] if near else None)
+        way_out = f"did you mean {meant}=?" if meant else "help(lohan.Config) lists the settings"
+        raise ModelError(
+            f"{name}= is not a keyword of lohan.wrap or a field of lohan.Config: {way_out}"
+        )
+    return dataclasses.replace(config or Config(), **settings)
+
+
+def check(facts: Facts) -> None:
+    """Reject invalid values of settings, and settings that cannot be combined.
+
+    Raises:
+        ModelError: a setting is invalid; the message says which values are valid.
+        UnsupportedError: names two settings that cannot be combined.
+    """
+    config = facts.config
+    _setting.check(config)
+    parts = config.ablate if isinstance(config.ablate, tuple | list) else (config.ablate,)
+    for part in parts:
+        if part not in ("overlap", "reuse", "deferred") or parts is not config.ablate:
+            raise ModelError(
+                f"ablate {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
+            )
+    if not isinstance(config.device, str | None):
+        raise ModelError(
+            f"device {config.device!r} must be None, 'cpu', 'cuda', 'cuda:INDEX', 'emu', or a"
+            " torch.device"
+        )
+    _wear.limit_of(config.wear_budget)
+    _activations.check(config.activations)
+    _device.check(config)
+    if config.order == "vertical" and (reason := _order.why_no_turns()):
+        raise UnsupportedError(reason)
+    _combination.check(facts)
+    _swap.check(config)
+
+
+def _waiting(config: Config, max_grad_norm: float | None) -> Config:
+    """Make updates wait for step() if they need gradient norms or sums.
+
+    Both are known only after the last backward.
+    """
+    is_waiting = config.sums_gradients or config.loss_scaling or max_grad_norm is not None
+    if config.schedule in SCHEDULES_AT_STEP or not is_waiting:
+        return config
+    return dataclasses.replace(config, schedule="deferred")
+
+
+def _check_names(request: Request) -> None:
+    if request.method not in METHODS:
+        raise ModelError(f"method {request.method!r} must be one of {', '.join(METHODS)}")
+    if request.experts not in ("together", "apart"):
+        raise ModelError(f"experts {request.experts!r} must be 'together' or 'apart'")
+    if request.idle not in ("exact", "skip"):
+        raise ModelError(f"idle {request.idle!r} must be 'exact' or 'skip'")
+    if request.states not in STATES:
+        raise ModelError(f'states={request.states!r}: must be "fp32", "bf16" or "8bit"')
+
+
+def _check_working_directory() -> None:
+    """Reject a deleted working directory where torch cannot import what its optimizers need."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        if "torch._dynamo" not in sys.modules:
+            raise StoreError(
+                errno.ENOENT,
+                "the working directory was deleted, and torch.optim cannot be used in one that does"
+                " not exist: change to another directory",
+            ) from error
+
+
+def _check_types(
+    hyper: dict[str, Any],
+    config: Any,
+    *,
+    store: Any,
+    max_grad_norm: Any,
+    blocks: Any,
+    weights: Any,
+    init: Any,
+    **_: Any,
+) -> None:
+    """Reject arguments of `lohan.wrap` that have a wrong type; see of()."""
+    if store is not None:
+        _arguments.directories_of(store)
+    _check_working_directory()
+    if weights is not None:
+        _arguments.path_of("weights=", weights)
+    if not (init is None or init == "model" or callable(init)):
+        raise ModelError(f"init {init!r} must be 'model' or a function of a module")
+    _groups.check_hyper(hyper)
+    if max_grad_norm is not None:
+        is_norm = _groups.is_number(max_grad_norm) and max_grad_norm > 0
+        if not is_norm:
+            raise ModelError(f"max_grad_norm {max_grad_norm!r} must be a number above 0, or None")
+    if blocks is not None and not isinstance(blocks, Iterable):
+        raise ModelError(
+            f"blocks= is one {type(blocks).__name__}, but must be a list of modules of the model,"
+            " such as blocks=list(model.layers)"
+        )
+    if isinstance(blocks, str):
+        raise ModelError(
+            f"blocks= {blocks!r} must be modules of the model, not their names:"
+            f" blocks=list(model.get_submodule({blocks!r}))"
+        )
+    if not (config is None or isinstance(config, Config)):
+        is_dict = isinstance(config, dict)
+        way_out = "pass config=lohan.Config(**that)" if is_dict else "pass config=lohan.Config(...)"
+        raise ModelError(
+            f"config= is {repr(config)[:80]}, not a lohan.Config: {way_out}, or the settings"
+            " themselves as keywords (host_bytes=..., commit_every=...)"
+        )
