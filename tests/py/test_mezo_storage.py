@@ -484,7 +484,7 @@ def test_a_run_that_continues_on_a_gpu_is_refused_what_a_new_one_is() -> None:
 def test_steps_that_a_format_cannot_tell_apart_are_not_lost(store_dir: pathlib.Path) -> None:
     begin = {name: p.data.bfloat16().float() for name, p in opt().named_parameters()}
     model = wrapped(opt(), store_dir, storage="bf16", lr=1e-7, runs="apart")
-    records = model.lohan.journal.records
+    records = model.lohan._method.journal.records
     steps(model, batches(10))
     moved = {
         name: value - begin[name] for name, value in model.state_dict().items() if name in begin
