@@ -78,7 +78,7 @@ def test_adapters_are_trained_saved_and_continued_as_without_lohan(
 def test_adapters_are_trained_without_backward(store_dir: pathlib.Path) -> None:
     takes = {"method": "mezo", "eps": 1e-3}
     ours = train(store_dir / "ours", takes=takes, rate=1e-3)
-    records = ours.model.lohan.journal.records
+    records = ours.model.lohan._method.journal.records
     assert [record.losses[0] for record in records] == pytest.approx(losses(ours))
     before = helper.example(EXAMPLE).build(helper.example(EXAMPLE).bytes_tokenizer()).state_dict()
     after = ours.model.state_dict()
