@@ -74,7 +74,7 @@ def _trained(store: pathlib.Path, steps: int = STEPS, **settings: Any) -> tuple[
     for number in range(steps):
         _step(model, number)
         model.lohan.flush()
-        committed.append(model.lohan._durable_step())
+        committed.append(model.lohan._method.durable_step())
     return committed, model
 
 
@@ -82,18 +82,18 @@ def _committed_in(model: Any, number: int) -> int:
     """Make a step, await it, and return the committed step."""
     _step(model, number)
     model.lohan._engine.await_steps()
-    return model.lohan._durable_step()
+    return model.lohan._method.durable_step()
 
 
 def test_the_number_is_chosen_after_four_steps_and_then_stays(
     store_dir: pathlib.Path, is_costly: None
 ) -> None:
     model = lohan.wrap(_build(), store=store_dir, lr=1e-2)
-    assert Place.COMMITS in model.lohan.extensions and "2.5 s" in model.lohan._commit_rule()
+    assert Place.COMMITS in model.lohan.extensions and "2.5 s" in model.lohan._commits.rule()
     found = [_committed_in(model, number) for number in range(STEPS)]
     assert found == [0, 0, 0, 0, 0, 6, 6, 6, 9, 9, 9]
     assert model.lohan.config.commit_every == 3
-    assert model.lohan._commit_rule() == "every 3 steps are committed"
+    assert model.lohan._commits.rule() == "every 3 steps are committed"
     model.lohan.close()
 
 
@@ -115,7 +115,7 @@ def test_the_parameters_are_those_of_a_run_that_commits_each_step(
 def test_a_session_that_resumes_chooses_again(store_dir: pathlib.Path, is_costly: None) -> None:
     _trained(store_dir, 5)[1].lohan.close()
     model = lohan.wrap(_build(), store=store_dir, resume=True)
-    assert model.lohan.step == model.lohan._durable_step() == 5  # closing has committed it
+    assert model.lohan.step == model.lohan._method.durable_step() == 5  # closing has committed it
     found = [_committed_in(model, number) for number in range(5, 13)]
     assert found == [5, 5, 5, 5, 5, 5, 12, 12]
     model.lohan.close()

@@ -206,7 +206,7 @@ def test_close_of_a_copy_that_has_no_thread_does_not_wait(
     )
     with pytest.raises(KeyboardInterrupt):
         model.lohan.snapshot(store_dir / "copy")
-    copy = model.lohan.snapshot_now
+    copy = model.lohan._commits.snapshot_now
     is_done = copy.is_done
     copy._over.set()  # otherwise the process would wait forever at its end
     assert is_done and not copy.is_whole
@@ -240,7 +240,7 @@ def test_commits_continue_after_an_interrupt_in_taking_a_hold(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     model = wrapped(store_dir / "s")
-    holds = model.lohan.holds
+    holds = model.lohan._commits.holds
     engine = holds._engine
     monkeypatch.setattr(holds, "_engine", Interrupted(engine, is_held))
     with pytest.raises(KeyboardInterrupt):
@@ -285,7 +285,7 @@ def test_another_thread_can_give_after_an_interrupt_at_any_point_of_a_hold(
     store_dir: pathlib.Path, name: str
 ) -> None:
     model = wrapped(store_dir / "s")
-    holds = model.lohan.holds
+    holds = model.lohan._commits.holds
     index, is_over = 0, False
     while not is_over:
         holder = object()

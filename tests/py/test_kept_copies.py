@@ -21,7 +21,7 @@ def trained(folder: pathlib.Path, copies: pathlib.Path, **kept: Any) -> tuple[An
         crash_worker.train_step(model, step)
         model.lohan.keep(copies, **kept)
         digests.append(crash_worker.digest(model))
-    model.lohan.snapshot_now.wait()
+    model.lohan._commits.snapshot_now.wait()
     return model, digests
 
 

@@ -82,7 +82,7 @@ def model(workshop: Workshop) -> Iterator[nn.Module]:
 
 def scope_of(model: nn.Module) -> Any:
     """Return the scope of the first unit, which has several parameters."""
-    return model.lohan.scope_of(list(model.blocks[0].parameters()))
+    return model.lohan._forwards.scope_of(list(model.blocks[0].parameters()))
 
 
 def train(model: nn.Module) -> None:
@@ -173,7 +173,7 @@ def test_an_operation_on_a_parameter_that_another_thread_then_binds_succeeds_or_
         entering.join(HUNG_S)
         return False
 
-    monkeypatch.setattr(model.lohan, "load_in_loop", load_in_loop)
+    monkeypatch.setattr(model.lohan._forwards, "load_in_loop", load_in_loop)
     if number == 0:
         assert operation().startswith("HollowParameter('blocks.0.norm.weight'")
     elif number == 1:

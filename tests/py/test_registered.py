@@ -106,7 +106,7 @@ def train_until_killed(pipe: Connection, folder: pathlib.Path) -> None:
         model(sampler.draw()).backward()
         model.optimizer.step()
         scheduler.step()
-    while model.lohan._durable_step() < END:
+    while model.lohan._method.durable_step() < END:
         pass
     pipe.send("committed")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -46,7 +46,7 @@ def test_commits_of_a_small_model_become_rare_once_they_have_written_much(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = lohan.wrap(kit.linears(WIDTH, 4), store=tmp_path / "first")
-    assert first.lohan._commit_rule() == "each step is committed"
+    assert first.lohan._commits.rule() == "each step is committed"
     _free(first, 7, monkeypatch)
     first.lohan.close()
     capfd.readouterr()
@@ -63,7 +63,7 @@ def test_commits_of_a_small_model_become_rare_once_they_have_written_much(
             model.lohan._engine.await_steps()
             stats = model.lohan.stats()
             assert stats.written_bytes == stats.planned_written_bytes
-            committed.append(model.lohan._durable_step())
+            committed.append(model.lohan._method.durable_step())
         if not settings:
             assert committed == [*range(1, 8), 7, 7, *[10] * 10, *[20] * 3]
             assert model.lohan.config.commit_every == 10
@@ -87,7 +87,11 @@ class Waiting:
     def stats(self) -> Any:
         return types.SimpleNamespace(gradient_wait_ns=6_000_000)
 
-    def _commit_every(self, steps: int) -> bool:
+    @property
+    def _commits(self) -> Any:
+        return self
+
+    def set_every(self, steps: int) -> bool:
         self.chosen = steps
         return True
 
@@ -132,10 +136,10 @@ def test_a_session_whose_gradients_wait_on_ssd_keeps_its_commits(
     waits = {"schedule": "deferred", "host_bytes": memory}
     model = lohan.wrap(kit.linears(WIDTH, 4), store=tmp_path / "b", **waits)
     _train(model, 2)
-    assert not model.lohan._commit_every(3) and model.lohan.config.commit_every == "auto"
+    assert not model.lohan._commits.set_every(3) and model.lohan.config.commit_every == "auto"
     _train(model, 2)
     model.lohan.commit()
-    assert model.lohan._durable_step() == 4
+    assert model.lohan._method.durable_step() == 4
     model.lohan.close()
 
 

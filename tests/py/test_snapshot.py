@@ -246,7 +246,7 @@ def test_what_cannot_be_copied_is_refused_by_name(store_dir: pathlib.Path, slow:
     with pytest.raises(StoreError, match="no store"):
         lohan.snapshot(store_dir / "nowhere", store_dir / "x")
     assert not list(store_dir.glob("of-none")) + list(store_dir.glob("x"))
-    held = model.lohan.holds._holders | one.lohan.holds._holders
+    held = model.lohan._commits.holds._holders | one.lohan._commits.holds._holders
     assert held == set(), "commits are still held"
     losses(model, range(1))
     model.lohan.commit()

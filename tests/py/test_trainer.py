@@ -204,7 +204,7 @@ def test_bf16_runs_under_autocast_and_no_cast_of_a_weight_is_kept(store_dir: pat
     class Kept(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
             is_cached = torch.is_autocast_cache_enabled()
-            kept.append(model.lohan._autocast.is_seen and is_cached)
+            kept.append(model.lohan._forwards.autocast.is_seen and is_cached)
 
     given: dict[str, Any] = {"bf16": True, "use_cpu": True}
     ours = helper.make(store_dir / "with", {}, callbacks=(Kept(),), **given)

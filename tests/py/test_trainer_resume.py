@@ -343,7 +343,7 @@ def test_each_checkpoint_that_the_trainer_keeps_has_the_store_of_its_step(
     callbacks = (lohan.TrainerCopies(copies),)
     trainer = helper.make(folder, {}, model=helper.gpt2(), callbacks=callbacks, **arguments)
     trainer.train()
-    trainer.model.lohan.snapshot_now.wait()
+    trainer.model.lohan._commits.snapshot_now.wait()
     trainer.model.lohan.close()
     kept = sorted(path.name for path in checkpoints(folder))
     assert sorted(path.name for path in copies.iterdir()) == kept

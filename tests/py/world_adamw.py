@@ -311,7 +311,7 @@ def interrupt_close(store: str) -> tuple[str, int, bool]:
     session, said = model.lohan, ""
     for _ in range(2):
         one_step(model)
-    for owner, name in ((session._peers.world, "leave_after"), (session, "_finish")):
+    for owner, name in ((session._peers.world, "leave_after"), (session._commits, "_finish")):
         setattr(owner, name, _interrupted)
         try:
             session.close()

@@ -46,7 +46,7 @@ def _committed(session: Any) -> int | None:
     if session.config.commit_steps == 0:
         return None
     session._engine.await_steps()
-    return int(session._durable_step())
+    return int(session._method.durable_step())
 
 
 def choose(store: str, steps: int, faster: float = 0.0) -> tuple[list[int | None], int, str]:
@@ -63,7 +63,7 @@ def choose(store: str, steps: int, faster: float = 0.0) -> tuple[list[int | None
         costly(commit_interval_s=lambda *_: INTERVALS_S[rank] / faster)
     model = wrapped(store, resume=bool(faster))
     session, found = model.lohan, []
-    said = session._commit_rule()
+    said = session._commits.rule()
     for _ in range(steps):
         one_step(model)
         found.append(_committed(session))
@@ -169,7 +169,7 @@ def copy_before(store: str, out: str) -> tuple[list[int | None], int]:
         if step == 0 and rank == 1:
             session.snapshot(out).wait()
         session._engine.await_steps()
-        found.append(int(session._durable_step()))
+        found.append(int(session._method.durable_step()))
     every = session.config.commit_every
     session.close()
     return found, every

@@ -18,6 +18,7 @@ import transformers
 import world_helper
 from lohan.losses import linear_cross_entropy
 from lohan.replicas._replica import Replica
+from lohan.session._commits import Commits
 from torch import nn
 from world_adamw import REPLICAS, SHARE
 from world_worker import rank_and_count
@@ -236,7 +237,7 @@ class _Kills(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Be there when a checkpoint is saved."""
-        saves, commits = state.save_to_json, lohan.Session._commit_own
+        saves, commits = state.save_to_json, Commits._commit_own
         together = Replica.commit_together
 
         def save_to_json(json_path: str) -> None:
@@ -244,13 +245,14 @@ class _Kills(transformers.TrainerCallback):  # type: ignore[misc]
                 self.reach("json")
             saves(json_path)
 
-        def commit(session: Any) -> None:
-            if session.step == self.step and self.place == "committed" and not self.is_me:
+        def commit(own: Any) -> None:
+            is_it = own._session.step == self.step
+            if is_it and self.place == "committed" and not self.is_me:
                 time.sleep(60)  # until it is killed
-            if session.step == self.step and self.place in ("agreed", "saved") and not self.is_me:
+            if is_it and self.place in ("agreed", "saved") and not self.is_me:
                 time.sleep(1)  # the other one must wait
-            commits(session)
-            if session.step == self.step:
+            commits(own)
+            if is_it:
                 self.reach("committed")
 
         def commit_together(peers: Any, **given: Any) -> bool:
@@ -262,7 +264,7 @@ class _Kills(transformers.TrainerCallback):  # type: ignore[misc]
             return result
 
         state.save_to_json = save_to_json
-        lohan.Session._commit_own = commit  # type: ignore[method-assign]
+        Commits._commit_own = commit  # type: ignore[method-assign]
         Replica.commit_together = commit_together  # type: ignore[method-assign]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -161,11 +161,11 @@ class Planner:
         session = self.session()
         if session is None or in_backward() or not torch.is_grad_enabled():
             return
-        if session._forward_is_alive():
+        if session._forwards.is_alive():
             return
-        session.refuse_other_thread("the model")
+        session._forwards.refuse_other_thread("the model")
         if in_transform():  # saved tensors can be neither offloaded nor recomputed
-            session.around = session.saving.stay
+            session._forwards.around = session.saving.stay
             self.step.shapes.add(0)  # so that step_end() takes no profile of this step
             return
         key = _profile_file.key_of(module, args, kwargs)
@@ -196,7 +196,7 @@ class Planner:
             return None
 
     def _use(self, session: Session, made: Made) -> None:
-        session.around = session.saving.stay
+        session._forwards.around = session.saving.stay
         session.saving.window_set(made.window_bytes)
         if self.activations.blocks is not made.blocks:
             self.activations.put(made.blocks)
@@ -218,7 +218,7 @@ class Planner:
                 recorder.save_outside(tensor)
             return packed
 
-        session.around = SavedTensors(pack, stay.unpack)
+        session._forwards.around = SavedTensors(pack, stay.unpack)
         session.saving.window_set(None)
         self.activations.put(self.activations.make(_conservative(session), recorder.frame))
 

@@ -155,7 +155,7 @@ def close_quietly(session: Session) -> bool:
     A Ctrl-C or SIGTERM is raised only after a second attempt, because a session that it has left
     open has no other caller who could close it, and would lose its uncommitted steps.
     """
-    session.is_ending = True
+    session._commits.is_ending = True
     try:
         try:
             session.close()

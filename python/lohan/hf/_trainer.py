@@ -245,7 +245,7 @@ class TrainerCallback(transformers.TrainerCallback):
             return
         if _trainer_args.has_checkpoints(args):
             control.should_save = True
-        elif self.session is not None and self.session.commits_by_hand:
+        elif self.session is not None and self.session._commits.by_hand:
             self.session.commit()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -255,7 +255,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""
         assert self.session is not None
-        if not _trainer_args.has_checkpoints(args) and self.session.commits_by_hand:
+        if not _trainer_args.has_checkpoints(args) and self.session._commits.by_hand:
             self.session.commit()
 
     # --- Replacements for the Trainer's methods -------------------------------------------------

@@ -88,7 +88,7 @@ def trained_past(folder: Path, step: int, session: Session, is_zeroth: bool) -> 
     Returns:
         The end of the error message; "" if no checkpoint can be resumed.
     """
-    if not (is_zeroth or session.commits_by_hand):
+    if not (is_zeroth or session._commits.by_hand):
         return ""  # close() commits the last step
     durable = int(session.store.describe()["step"])
     there: str | None = str(folder)

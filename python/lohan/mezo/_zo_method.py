@@ -249,7 +249,7 @@ class MeZO(AdamW):
             HyperParameterError: the optimizer's groups are invalid.
         """
         self.session.check_open()
-        if self._is_in_step or in_backward() or self.session._forward_is_alive():
+        if self._is_in_step or in_backward() or self.session._forwards.is_alive():
             raise StepError("zo_step() called inside a forward, a backward or another zo_step()")
         for extension in self.session.extensions:
             extension.admit(self.session)
@@ -277,7 +277,7 @@ class MeZO(AdamW):
 
     def _step_opened(self) -> AbstractContextManager[None]:
         """Return a context for a step, in evaluation mode: only parameters differ between runs."""
-        around = self.session.around
+        around = self.session._forwards.around
         model = self._turns.model()
         assert model is not None
         training = [module for module in model.modules() if module.training]
@@ -286,13 +286,13 @@ class MeZO(AdamW):
         def enter() -> None:
             model.eval()
             self._is_in_step, self._step_thread = True, threading.get_ident()
-            self.session.around = _NOTHING
+            self.session._forwards.around = _NOTHING
             torch.set_grad_enabled(False)
 
         def leave() -> None:
             torch.set_grad_enabled(has_gradients)
             self._is_in_step = False
-            self.session.around = around
+            self.session._forwards.around = around
             self._turns.wanted = clean = self.rule.clean(self.step())
             # A step that failed leaves some units changed. A complete step leaves none.
             self._lost.update(u for u, where in self._turns.where.items() if where.left > clean)
@@ -333,7 +333,7 @@ class MeZO(AdamW):
     def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run the model several times in turns; see ZerothSession.together."""
         self.session.check_open()
-        if self._is_in_step or in_backward() or self.session._forward_is_alive():
+        if self._is_in_step or in_backward() or self.session._forwards.is_alive():
             raise StepError("together() called inside a forward, a backward or a step")
         self._roll_back()
         model = self._turns.model()
@@ -393,7 +393,7 @@ class MeZO(AdamW):
             if wear is not None:
                 wear.add(nbytes)
         with self.session.exclusive([]) as store:
-            self.session.holds.wait_none()
+            self.session._commits.holds.wait_none()
             said = store.describe()
             scalars = said["scalars"]
             if wear is not None:
@@ -415,8 +415,8 @@ class MeZO(AdamW):
         """Undo the changes of a failed step: evict the units, which are then read again."""
         if not self._lost or self._rolls_back:
             return
-        if self.session._forward_depth > 0:
-            self.session._forward_drop()
+        if self.session._forwards.depth > 0:
+            self.session._forwards.drop()
         self._rolls_back = True
         try:
             with self.session.exclusive(sorted(self._lost)):
@@ -443,7 +443,7 @@ class MeZO(AdamW):
 
     def forward_begins(self) -> None:
         """Check the thread, and undo the changes of a failed step."""
-        self.session.refuse_other_thread("the model")
+        self.session._forwards.refuse_other_thread("the model")
         self._roll_back()
 
     def is_underway(self) -> bool:

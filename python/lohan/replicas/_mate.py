@@ -86,7 +86,7 @@ class Mate(Replica):
         """Wait until the owner has closed the open step; see [Note: A mate's step]."""
         session = self.session
         session.check_open()
-        session.refuse_other_thread("step()")
+        session._forwards.refuse_other_thread("step()")
         self._refuse_edited()
         if not (self.exchange.has_begun or self.exchange.is_open):
             session._open_step.backward = "none"

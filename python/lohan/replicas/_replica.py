@@ -241,7 +241,7 @@ class Replica(Alone):
         if not self._has_copied or every == 0 or session.step % every:
             return
         self.world.say(f"waiting for a snapshot after step {session.step}")
-        session.holds.wait_none()
+        session._commits.holds.wait_none()
         session._engine.flush(True)
         self._has_copied = False
 
@@ -300,7 +300,7 @@ class Replica(Alone):
     def _check_alone(self) -> None:
         """Raise what can fail in this process alone, before the others are told that it closes."""
         session = self.session
-        session.refuse_other_thread("step()")
+        session._forwards.refuse_other_thread("step()")
         if session._open_step.backward == "running":
             raise StepError(
                 "the backward of this step raised an exception: call"

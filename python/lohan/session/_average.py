@@ -100,7 +100,7 @@ class Averages(Extension):
             raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
         self._session.edits.check()
-        self._session._end_interrupted()
+        self._session._forwards.end_interrupted()
         self._exchange(holder)
 
     def swap_back(self, holder: object) -> None:
@@ -119,12 +119,12 @@ class Averages(Extension):
                     unit, places = session.layout.units[index], session.extents.units[index]
                     _average.exchange(unit, places, store)
                 if holder is None:
-                    if not session.commits_by_hand:
-                        session._commit_buffers(store)
+                    if not session._commits.by_hand:
+                        session._commits.write(store)
                     self._holder = None
         except BaseException as error:
             if is_begun:
-                session.drop()
+                session._commits.drop()
                 error.add_note(
                     "this interrupted the exchange of parameters and averages, so the session was"
                     " closed; the store is at its last commit: wrap again with resume=True"

@@ -167,7 +167,7 @@ class SmallRule:
         own_s = (_now() - self._began - self._waited_s) / (self._count - _STEPS_BEFORE)
         step_s = max(_told(self._world, own_s, f"the time of small steps after {session.step}"))
         every = math.ceil(self.interval_s / max(step_s, 1e-6))
-        if every > 1 and session._commit_every(every) and session.speaks:
+        if every > 1 and session._commits.set_every(every) and session.speaks:
             day = (self._between + self._nbytes) / step_s * _wear.DAY_S
             _log.inform(
                 f"at {step_s:.3g} s a step, committing each one would write"
@@ -213,7 +213,7 @@ class Rule:
         what = f"the steps between commits after step {session.step}"
         step_s = max(_told(self._world, own_s, what))
         every = max(2, math.ceil(self.interval_s / max(step_s, 1e-6)))
-        session._commit_every(every)
+        session._commits.set_every(every)
         if session.speaks:
             _log.inform(
                 f"at {step_s:.3g} s a step, every {every:,} steps are committed: about every"

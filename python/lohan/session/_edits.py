@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
     from lohan.session._average import Averages
+    from lohan.session._commits import Commits
     from lohan.session._method import AdamW
+    from lohan.session._peers import Alone
     from lohan.store._store import Extents
 
 
@@ -30,26 +32,15 @@ class Owner(Protocol):
     averages: Averages
     store: _core.Store
     _method: AdamW
+    _peers: Alone
+    _commits: Commits
 
     @property
     def step(self) -> int:
         """The number of closed steps."""
 
-    @property
-    def commits_by_hand(self) -> bool:
-        """Whether only commit() commits."""
-
     def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Return a context that gives the store, in which the engine is paused."""
-
-    def _check_edit(self) -> None:
-        """Raise an error if only steps may change parameters."""
-
-    def _on_edit(self) -> None:
-        """Handle an edit that was made."""
-
-    def _commit_buffers(self, store: _core.Store) -> None:
-        """Commit what was written to the store, and the current buffers."""
 
 
 @dataclasses.dataclass
@@ -92,25 +83,26 @@ class Edits:
     def check(self) -> None:
         """Raise an error if averages are in the parameters' places, or only steps may edit."""
         self._owner.averages.refuse_swapped("a change of parameters")
-        self._owner._check_edit()
+        self._owner._method.check_edit()
+        self._owner._peers.check_edit()
 
     def made(self, store: _core.Store) -> None:
         """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
         owner = self._owner
         if owner._method.edits_at_once:
-            owner._commit_buffers(store)
+            owner._commits.write(store)
             return
         self.is_pending = True
-        if not owner.commits_by_hand:
+        if not owner._commits.by_hand:
             if store.describe()["is_single_slot"]:
-                owner._commit_buffers(store)
+                owner._commits.write(store)
             if self._edit is None or self._edit.step != owner.step:
                 self._edit = Edit(owner.step, _exit.moment())
-        owner._on_edit()
+        owner._peers.edited()
 
     def made_of_buffers(self) -> None:
         """Record that only buffers were changed."""
-        self._engine.flush(not self._owner.commits_by_hand)
+        self._engine.flush(not self._owner._commits.by_hand)
         with self._owner.exclusive([]) as store:
             self.made(store)
 
@@ -145,7 +137,7 @@ class Edits:
             return
         if edit.step == self._owner.step:  # otherwise the commit of a step includes it
             with self._owner.exclusive([]) as store:
-                self._owner._commit_buffers(store)
+                self._owner._commits.write(store)
         self.clear()
 
     def end(self) -> None:

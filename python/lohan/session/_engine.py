@@ -71,8 +71,8 @@ def call_back(engine: _core.Engine, session: Session) -> None:
     engine.callbacks(
         lambda: alive(this)._open_step.backward_begins(),
         lambda: alive(this)._open_step.gradient_came(),
-        lambda begins: alive(this)._on_forward(begins),
-        lambda: alive(this)._on_recompute(),
+        lambda begins: alive(this)._forwards.block_called(begins),
+        lambda: alive(this)._forwards.recompute(),
     )
 
 

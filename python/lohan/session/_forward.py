@@ -1,4 +1,4 @@
-"""The part of a session that begins and ends forwards, and rejects forwards at wrong times."""
+"""Begins and ends the forwards of a session, and rejects forwards at wrong times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import nn
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
 from lohan.session._autocast import Autocast
-from lohan.session._session_base import SessionPart
 from lohan.torch_glue._batch import BatchCheck
 from lohan.torch_glue._tensor import (
     has_saved_tensor_hooks,
@@ -29,9 +28,7 @@ from lohan.torch_glue._thread import ForwardThread
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.layout._block import Layout
-    from lohan.session._loop import Loop
-    from lohan.torch_glue._device import Device
+    from lohan.session._session import Session
     from lohan.torch_glue._tensor import (
         SavedTensors,
     )
@@ -41,31 +38,46 @@ _FOLDER = f"{pathlib.Path(__file__).parents[1]}{os.sep}"
 
 # The sessions whose forward runs, or was ended by a Ctrl-C that called no hook. This is a plain set
 # of references, because Dynamo would trace the generator of a WeakSet inside a forward.
-_running: set[weakref.ref[ForwardRules]] = set()
+_running: set[weakref.ref[Forwards]] = set()
 
 
-class ForwardRules(SessionPart):
-    """A base class of Session: it has the hooks that torch calls around every forward."""
+class Forwards:
+    """The forwards of a session: it has the hooks that torch calls around every one.
 
-    layout: Layout
-    device: Device
-    around: SavedTensors  # saved-tensor hooks that are active during a forward
-    _arrays: dict[torch.dtype, torch.Tensor]
-    _param_index: dict[int, int]
+    Args:
+        session: the session, which has its engine.
+        around: saved-tensor hooks that are active during a forward.
 
-    def _forward_init(self) -> None:
-        self._batch = BatchCheck(self.device.torch_device)
-        self._forward_depth = 0
+    Attributes:
+        around: see above; a forward that has begun keeps those that it has entered.
+        autocast: follows autocast in forwards.
+        depth: the number of calls of the model that are open: 0 outside of a forward.
+        root_scopes: the scopes of parameters that no block has.
+        thread: the thread of the open forward.
+    """
+
+    def __init__(self, session: Session, around: SavedTensors) -> None:
+        self._session = session
+        self._engine = session._engine
+        self._layout = session.layout
+        self._runs = session._runs
+        self.around = around
+        self._batch = BatchCheck(session.device.torch_device)
+        self.depth = 0
         self._reference = weakref.ref(self, _running.discard)
         self._begun: tuple[int, bool] | None = None
-        self._root_scopes: list[_core.Scope] = []
-        self._thread = ForwardThread()
-        self._autocast = Autocast(self._engine, self.device.torch_device, DTYPE_CODES)
+        self.root_scopes: list[_core.Scope] = []
+        self.thread = ForwardThread()
+        self.autocast = Autocast(self._engine, session.device.torch_device, DTYPE_CODES)
         self._entered = self.around  # saved-tensor hooks of the running forward
-        self.loops: list[Loop] = []  # over parameters, the innermost last
         self._changed: set[int] = set()  # parameters that a forward changed in place
 
-    def _root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def is_next(self) -> bool:
+        """Return whether a forward of the open step has begun."""
+        return self._begun is not None and self._begun[0] == self._session.step
+
+    def root_enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a forward, as a hook of the model."""
         if not self._runs.joins():
             self._root_begin(module, args, kwargs)
             self._runs.entered()
@@ -75,39 +87,40 @@ class ForwardRules(SessionPart):
             return
         if self._batch.is_due:
             self._batch.check(module, args, kwargs)
-        if self._forward_is_alive():
-            self._forward_depth += 1
+        if self.is_alive():
+            self.depth += 1
             return
-        self._forward_begin(is_root=True)
+        self._begin(is_root=True)
         entered = 0
         try:
-            for scope in list(self._root_scopes):
+            for scope in list(self.root_scopes):
                 scope.enter()
                 entered += 1
         except BaseException:
-            for scope in reversed(self._root_scopes[:entered]):
+            for scope in reversed(self.root_scopes[:entered]):
                 scope.leave()
-            self._forward_end()
+            self._end()
             raise
 
-    def _root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def root_leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End a forward, as a hook of the model."""
         if self._runs.parts():
             return
-        if self._forward_depth == 0 or in_backward() or self._is_of_other_thread():
+        if self.depth == 0 or in_backward() or self._is_of_other_thread():
             return  # torch also calls this for a forward that was rejected
         if output is None:  # the forward raised an exception, or returned nothing
             self._batch.explain(sys.exc_info()[1], module, args, kwargs)
             _explain_transform(sys.exc_info()[1])
-        if self._forward_depth > 1:
-            self._forward_depth -= 1
+        if self.depth > 1:
+            self.depth -= 1
             return
-        for scope in reversed(self._root_scopes):
+        for scope in reversed(self.root_scopes):
             scope.leave()
-        self._forward_end()
+        self._end()
         if output is not None or sys.exc_info()[0] is None:
             self._refuse_changed()
 
-    def _on_forward(self, begins: bool) -> bool:
+    def block_called(self, begins: bool) -> bool:
         """Handle the begin or end of a block that is called outside the model's own forward.
 
         Such a call counts as a forward.
@@ -116,15 +129,15 @@ class ForwardRules(SessionPart):
         if is_part is not None:
             return is_part
         if not begins:
-            self._forward_end()
+            self._end()
             self._refuse_changed()
             return False
-        if self._forward_is_alive():
+        if self.is_alive():
             return False  # alternating runs (torch_glue/_lockstep.py) share one forward
-        self._forward_begin(is_root=False)
+        self._begin(is_root=False)
         return True
 
-    def _on_recompute(self) -> bool:
+    def recompute(self) -> bool:
         """Return whether a parameter is read in a backward, which then recomputes a forward.
 
         A reentrant checkpoint recomputes without saved-tensor hooks, so the session's hooks are
@@ -139,31 +152,32 @@ class ForwardRules(SessionPart):
             self.around.enter()
         return True
 
-    def _forward_begin(self, *, is_root: bool) -> None:
-        self._method.forward_begins()
-        self.check_open()
+    def _begin(self, *, is_root: bool) -> None:
+        self._session._method.forward_begins()
+        self._session.check_open()
         refuse_transform()
         for reference in tuple(_running):
             other = reference()
             if other is not None and other is not self:
-                other._end_interrupted()
+                other.end_interrupted()
         frame = _frame_outside()
-        self._thread.claim(frame)
+        self.thread.claim(frame)
         try:
-            self._forward_open(frame, is_root=is_root)
+            self._open(frame, is_root=is_root)
         except BaseException:
-            if self._forward_depth == 0:
-                self._thread.release()
+            if self.depth == 0:
+                self.thread.release()
             raise
 
-    def _forward_open(self, frame: FrameType | None, *, is_root: bool) -> None:
-        self._peers.forward_opens()
-        if self._forward_depth > 0:
-            self._forward_drop()
-            self._thread.claim(frame)
-        if self._open_step.backward == "running":
-            self._open_step.abort()  # the last backward failed: discard its step
-        elif self._engine.status()["has_gradients"] and not self._open_step.accumulation.is_open:
+    def _open(self, frame: FrameType | None, *, is_root: bool) -> None:
+        self._session._peers.forward_opens()
+        if self.depth > 0:
+            self.drop()
+            self.thread.claim(frame)
+        open_step = self._session._open_step
+        if open_step.backward == "running":
+            open_step.abort()  # the last backward failed: discard its step
+        elif self._engine.status()["has_gradients"] and not open_step.accumulation.is_open:
             raise SecondBackwardError(
                 "a forward after backward and before optimizer.step(): parameters are already being"
                 " updated. Call model.optimizer.step() first; lohan.wrap(..., accumulate=k) sums"
@@ -171,92 +185,92 @@ class ForwardRules(SessionPart):
                 ' wrap with schedule="deferred", and call zero_grad() before the forward'
             )
         self._check_hollow()
-        self._changed_drop()
+        self.changed_drop()
         grad = torch.is_grad_enabled()
-        if is_root or self._begun != (self.step, grad):
+        if is_root or self._begun != (self._session.step, grad):
             self._engine.begin(grad)
-            self._begun = (self.step, grad)
-        self._autocast.begin()
+            self._begun = (self._session.step, grad)
+        self.autocast.begin()
         self._entered = self.around
         self._entered.enter()
-        self._forward_depth = 1
+        self.depth = 1
         _running.add(self._reference)
         self._engine.forward(True)
-        for extension in self.extensions:
-            extension.forward_begins(self)
+        for extension in self._session.extensions:
+            extension.forward_begins(self._session)
 
-    def _part_enter(self, module: nn.Module, args: Any) -> None:
+    def part_enter(self, module: nn.Module, args: Any) -> None:
         """Detect autocast that is enabled inside the model's call, as accelerate does."""
-        if self._autocast.is_seen or self._forward_depth == 0:
+        if self.autocast.is_seen or self.depth == 0:
             return
         if not in_backward() and not self._is_of_other_thread():
-            self._autocast.look()
+            self.autocast.look()
 
     def _check_hollow(self) -> None:
         """Raise an error if a hollow parameter was written by code that bypasses its class."""
-        if self.device.torch_device.type != "cpu":
+        if self._session.device.torch_device.type != "cpu":
             return  # the check would wait for the device in every forward
-        for dtype, array in self._arrays.items():
+        for dtype, array in self._session._arrays.items():
             if dtype not in DTYPE_CODES or bool(array.isnan().all()):
                 continue
             index = int(array.isnan().logical_not().nonzero()[0])
             array.fill_(float("nan"))
             raise HollowParameterError(
-                f"parameter {self.layout.params[index].name!r} was written while it was not in"
+                f"parameter {self._layout.params[index].name!r} was written while it was not in"
                 " memory, which has no effect: write in a loop over model.named_parameters(), or"
                 " with model.load_state_dict()"
             )
 
-    def _forward_end(self) -> None:
-        self._forward_depth = 0
+    def _end(self) -> None:
+        self.depth = 0
         _running.discard(self._reference)
-        self._thread.release()
-        for extension in self.extensions:
+        self.thread.release()
+        for extension in self._session.extensions:
             extension.forward_ended()
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
         self._entered.leave()
-        self._autocast.end()
+        self.autocast.end()
 
     def _refuse_changed(self) -> None:
         if self._changed:
             raise UnsupportedError(
-                f"parameter {self.layout.params[min(self._changed)].name!r} was changed in place"
+                f"parameter {self._layout.params[min(self._changed)].name!r} was changed in place"
                 " inside a forward. Such a change is lost when its block leaves memory, or causes a"
                 " ChecksumError if the block's last update was still being written. Change"
                 " parameters between steps, in a loop over model.named_parameters() or with"
                 " model.load_state_dict()"
             )
 
-    def _changed_drop(self) -> None:
+    def changed_drop(self) -> None:
         """Discard values that a forward changed in place: the store has the valid ones."""
         if not self._changed:
             return
         changed, self._changed = self._changed, set()
         try:
-            with self.exclusive(sorted({self.layout.params[i].unit for i in changed})):
+            with self._session.exclusive(sorted({self._layout.params[i].unit for i in changed})):
                 pass
         except BaseException:
             self._changed = changed
             raise
 
-    def _forward_is_alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether a forward is open and its call is on the stack.
 
         After a Ctrl-C, torch skips the hooks that would close the forward.
         """
         if self._runs.is_other():  # the call that began the forward is on the first run's stack
-            return self._forward_depth > 0
-        if self._forward_depth == 0 or not self._thread.is_mine():
+            return self.depth > 0
+        if self.depth == 0 or not self.thread.is_mine():
             return False
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._thread.frame:
+        while frame is not None and frame is not self.thread.frame:
             frame = frame.f_back
         return frame is not None
 
     def _is_of_other_thread(self) -> bool:
         """Return whether the open forward belongs to another thread."""
-        return not self._runs.is_other() and not self._thread.is_mine()
+        return not self._runs.is_other() and not self.thread.is_mine()
 
     def refuse_other_thread(self, what: str) -> None:
         """Raise an error if another thread is inside a forward.
@@ -267,18 +281,18 @@ class ForwardRules(SessionPart):
         Raises:
             ThreadError: another thread is inside a forward; the message names both threads.
         """
-        self._thread.refuse_others(what)
-        self._method.check_thread(what)
+        self.thread.refuse_others(what)
+        self._session._method.check_thread(what)
 
-    def _forward_drop(self) -> None:
+    def drop(self) -> None:
         """Close a forward that ended without a call of its closing hooks."""
         self._engine.scopes_drop()
-        self._forward_end()
+        self._end()
 
-    def _end_interrupted(self) -> None:
+    def end_interrupted(self) -> None:
         """Close a forward that a Ctrl-C has ended in this thread: its hooks and its loans."""
-        if self._forward_depth > 0 and self._thread.is_mine() and not self._forward_is_alive():
-            self._forward_drop()
+        if self.depth > 0 and self.thread.is_mine() and not self.is_alive():
+            self.drop()
 
     def load_in_loop(self, tensor: nn.Parameter) -> bool:
         """Load a hollow parameter that a loop has just yielded ([Note: A loop's turn]).
@@ -286,8 +300,8 @@ class ForwardRules(SessionPart):
         Returns:
             Whether it was loaded; False if no loop is at this parameter, or a step is in progress.
         """
-        for loop in reversed(tuple(self.loops)):
-            if loop.is_at(tensor) and not self.closed and not self.is_underway:
+        for loop in reversed(tuple(self._session._loops)):
+            if loop.is_at(tensor) and not self._session.closed and not self._session.is_underway:
                 loop.load()
                 return True
         return False
@@ -302,8 +316,8 @@ class ForwardRules(SessionPart):
             Whether the parameters were loaded; False if no forward runs or is being recomputed.
         """
         self._runs.operands(tensors)
-        is_alive = self._forward_is_alive()
-        if self.closed or (not is_alive and not in_backward()):
+        is_alive = self.is_alive()
+        if self._session.closed or (not is_alive and not in_backward()):
             return False
         scope = self.scope_of(tensors)
         if not is_alive:
@@ -313,8 +327,9 @@ class ForwardRules(SessionPart):
 
     def scope_of(self, tensors: Sequence[torch.Tensor]) -> _core.Scope:
         """Return the scope in which this session's parameters among tensors are in memory."""
-        indices = [self._param_index[id(t)] for t in tensors if id(t) in self._param_index]
-        return self._engine.scope(sorted({self.layout.params[index].unit for index in indices}))
+        index, params = self._session._param_index, self._layout.params
+        indices = [index[id(t)] for t in tensors if id(t) in index]
+        return self._engine.scope(sorted({params[each].unit for each in indices}))
 
 
 def refuse_transform() -> None:

@@ -185,7 +185,7 @@ class Guard:
                 self.plain_hollow = pair[1]
             if pair is not None:
                 self.session._classes(param.index, *pair)
-                self.session._autocast.mark(param.index, param.tensor, pair[0])
+                self.session._forwards.autocast.mark(param.index, param.tensor, pair[0])
 
     def watch(self, module: nn.Module) -> None:
         """Make the module notify the engine when one of its parameters is read."""
@@ -273,7 +273,7 @@ class Guard:
                 )
             self.write({name: value}, {name: index})
         except (FrozenParameterError, LentError, StepError, UnsupportedError):
-            self.session._undo_edit(index)
+            self.session._commits.undo_edit(index)
             raise
 
     def _save_to_state_dict(
@@ -499,7 +499,7 @@ class Guard:
         if not given:
             return
         session.edits.check()
-        session._end_interrupted()
+        session._forwards.end_interrupted()
         changed = sorted({layout.params[names[key]].unit for key in given})
         with session.exclusive(changed) as store:
             writer = BlockWriter(store)

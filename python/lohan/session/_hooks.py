@@ -65,17 +65,17 @@ def install(
         activations: the hooks of blocks whose activations are kept or recomputed.
         planner: makes the planner of activations; called only if `activations` is a policy.
     """
-    layout, engine, enter = session.layout, session._engine, session._root_enter
+    layout, engine, enter = session.layout, session._engine, session._forwards.root_enter
     hooks.add_entering(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
     for part in parts_of(model):
-        hooks.add(part.register_forward_pre_hook(session._part_enter, prepend=True))
+        hooks.add(part.register_forward_pre_hook(session._forwards.part_enter, prepend=True))
     for scope in layout.scopes:
         plain = engine.scope(scope.units)
         made = session._visits(scope.units, plain)
         if scope.is_innermost:
             activations.add(session, scope, plain)
         if scope.module is model:
-            session._root_scopes.append(plain)
+            session._forwards.root_scopes.append(plain)
             continue
         assert scope.module is not None
         hooks.add_entering(scope.module.register_forward_pre_hook(made.enter, prepend=True))
@@ -91,7 +91,7 @@ def install(
         hooks.add(model.register_forward_pre_hook(plans.enter, prepend=True, with_kwargs=True))
     for scope in layout.scopes:
         scope.module = None  # holding the session must not keep the model alive
-    leave = session._root_leave
+    leave = session._forwards.root_leave
     hooks.add(model.register_forward_hook(leave, always_call=True, with_kwargs=True))
     for param in layout.params:
         if layout.units[param.unit].trainable:

@@ -33,7 +33,7 @@ class Saving(Protocol):
 class Loader(Protocol):
     """The session whose parameters a loop yields."""
 
-    loops: list[Loop]  # the innermost last
+    _loops: list[Loop]  # the innermost last
 
     @property
     def saving(self) -> Saving:
@@ -76,8 +76,8 @@ class Loop:
             if self._tensor is not None:
                 self.end()
         finally:
-            if self in session.loops:  # a Ctrl-C may have come before it was added
-                session.loops.remove(self)
+            if self in session._loops:  # a Ctrl-C may have come before it was added
+                session._loops.remove(self)
             session.saving.saved.leave()
 
     def begin(self, index: int, name: str, tensor: nn.Parameter) -> None:
@@ -91,7 +91,7 @@ class Loop:
             session = self._session
             # Operations in the loop must save handles: parameters become hollow again.
             session.saving.saved.enter()
-            session.loops.append(self)
+            session._loops.append(self)
 
     def is_at(self, tensor: nn.Parameter) -> bool:
         """Return whether it is the parameter's turn, in a loop of the calling thread."""

@@ -92,7 +92,7 @@ def _opening(session: Session, wear: Wear, *, is_resumed: bool, is_temporary: bo
         kind = f"frozen model, whose parameters are read from {folder}; temporary"
     status, files = session.status(), session.store.describe()["files"]
     size = _shown.of_bytes(sum(nbytes for _, nbytes, _ in files))
-    rule = f"{session._commit_rule()}; {wear.rule()}" if trains else "nothing is trained"
+    rule = f"{session._commits.rule()}; {wear.rule()}" if trains else "nothing is trained"
     return (
         f"{kind} store {', '.join(session.directories)} ({size}{tail}) at step {session.step};"
         f" up to {_shown.of_bytes(session.budget['host_bytes'])} of main memory, I/O by"

@@ -181,7 +181,7 @@ def _header(session: Session) -> dict[str, Any]:
         "main memory": f"up to {_shown.of_bytes(session.budget['host_bytes'])}",
         "device": session.device.name,
         "I/O": str(session.status()["io"]),
-        "commits": session._commit_rule(),
+        "commits": session._commits.rule(),
     }
     wear = session.extensions.get(Wear)
     if wear is not None:

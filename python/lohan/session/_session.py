@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,7 @@ from lohan import _core
 from lohan.activations._swap import Saving
 from lohan.common._stats import StepStats
 from lohan.config import POLICIES
-from lohan.errors import (
-    SessionError,
-    StepError,
-)
+from lohan.errors import LohanError, SessionError, StepError
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
 from lohan.session import _engine, _gradients, _hooks, _notes
@@ -26,7 +22,7 @@ from lohan.session._average import Averages
 from lohan.session._commits import Commits
 from lohan.session._edits import Edits
 from lohan.session._extension import Extensions
-from lohan.session._forward import ForwardRules, refuse_read
+from lohan.session._forward import Forwards, refuse_read
 from lohan.session._idle import Idle
 from lohan.session._method import AdamW
 from lohan.session._peers import Alone
@@ -46,13 +42,15 @@ if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
     from lohan.layout._origins import Origin
+    from lohan.session._loop import Loop
     from lohan.session._optim import Optimizer
+    from lohan.session._registered import After
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._buffers import Buffers
 
 
-class Session(ForwardRules, Commits):
+class Session:
     """A wrapped model's connection to its engine, available as `model.lohan`.
 
     Attributes:
@@ -71,6 +69,9 @@ class Session(ForwardRules, Commits):
 
     buffers: Buffers | None = None
     closed = False
+    resumed_step: int | None = None  # at which the session was resumed; None: its store is new
+    speaks = False  # whether the session prints what it has opened and done
+    _last_step: int  # of a closed session
     apart = Apart()  # experts that are blocks of their own: none
 
     def __init__(
@@ -102,7 +103,7 @@ class Session(ForwardRules, Commits):
         self.store = store
         self.device = device or Device()
         self.uuid = str(store.describe()["uuid"])
-        self._close_lock = threading.RLock()
+        self._raised: set[type[LohanError]] = set()  # the classes of the engine's errors so far
         accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
         self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
@@ -120,8 +121,9 @@ class Session(ForwardRules, Commits):
             self._engine.close()
             raise
         self.saving.start(self._engine, self.device)
-        self.around = self.saving.stay if config.activations in POLICIES else self.saving.saved
-        self._forward_init()
+        around = self.saving.stay if config.activations in POLICIES else self.saving.saved
+        self._loops: list[Loop] = []  # over parameters, the innermost last
+        self._forwards = Forwards(self, around)
         _engine.call_back(self._engine, self)
         self.parameters = Values(self, self._engine)
         self.averages, self._registered = Averages(self), Registered(self)
@@ -130,6 +132,7 @@ class Session(ForwardRules, Commits):
             if extension.is_on:
                 self.extensions.add(extension)
         self.edits = Edits(self, self._engine)
+        self._commits = Commits(self)
         self._hooks = _hooks.Hooks()
         self._open_step = OpenStep(self, self._engine, accumulation)
         self._peers.join(self)
@@ -233,6 +236,87 @@ class Session(ForwardRules, Commits):
         """The order of micro-batches: "horizontal" or "vertical"; "auto" until it is chosen."""
         return self._runs.order
 
+    def close(self) -> None:
+        """Finish and commit the closed steps, stop the engine and release the store. Idempotent.
+
+        A Ctrl-C before the commit leaves the session open: a further call commits, and so does the
+        end of the process. With commit_every="manual", everything since the last commit is lost,
+        as in a crash.
+
+        Raises:
+            NonFiniteError: the last updates had a gradient that is not finite. A session that has
+                raised this error before ends without it, with the store at its last commit.
+        """
+        self._commits.close()
+
+    def commit(self) -> None:
+        """Wait until all closed steps and all edits of parameters are written and committed."""
+        self._commits.commit()
+
+    def register(self, name: str, registered: Any, *, after: After = ...) -> None:
+        """Include an object's state in every commit, and restore it in a resumed session.
+
+        The state, `registered.state_dict()`, is taken when `model.optimizer.step()` is called, and
+        belongs to the commit of that step: it has what the script did before the call, such as the
+        position of a sampler, and lacks what it does after it. In a resumed session, register()
+        calls `registered.load_state_dict()` with the state of the resumed step.
+
+        Args:
+            name: a name that is the same in all sessions.
+            registered: an object with state_dict() and load_state_dict(): a sampler, a data loader,
+                a scheduler. Its state has numbers, text, tensors, lists and dicts only.
+            after: a function that the loop calls after each `step()`, such as `scheduler.step`.
+                register() calls it once after it has restored a state. Torch's schedulers need
+                after=, which may be None; the groups' hyper-parameters, which their constructors
+                change, are restored with them.
+
+        Raises:
+            ModelError: the object lacks a method, or a name or `after` is missing or wrong.
+            StepError: the session has made a step.
+            UnsupportedError: the states are larger than a commit has room for (36 KB), or not
+                made of plain values; or another process commits for this one.
+        """
+        self._registered.add(name, registered, after)
+
+    def snapshot(self, out: PathLike | Sequence[PathLike]) -> Snapshot:
+        """Begin to copy the store at the last step to other directories while training continues.
+
+        Commits that are due in the meantime wait for the copy. See `lohan.snapshot`.
+
+        Args:
+            out: one or several directories; the copy is striped over them.
+
+        Returns:
+            The copy in progress: `wait()` waits for it, and so does close().
+        """
+        return self.copy_begin(out)
+
+    def keep(
+        self, folder: PathLike, *, last: int | None = None, name: str | None = None
+    ) -> Snapshot:
+        """Begin to copy the store to `folder`/step-N, and keep only the newest copies there.
+
+        Training continues meanwhile, as with snapshot(). If a copy is still in progress, this
+        waits for it first. `lohan.wrap(..., store="FOLDER/step-N", resume=True)` continues from a
+        copy. Older copies are removed only when the new one is complete.
+
+        Args:
+            folder: the folder of all copies; created if it does not exist.
+            last: how many copies named step-N to keep, with the new one. None: all.
+            name: a name instead of step-N, such as "best"; only a copy of that name replaces it.
+
+        Returns:
+            The copy in progress.
+
+        Raises:
+            ModelError: last or name is invalid.
+            StoreExistsError: what has this name is in use, or no copy of this run.
+            StoreError, UnsupportedError: as for `lohan.snapshot`.
+        """
+        from lohan.store import _kept
+
+        return _kept.keep(self, folder, last=last, name=name)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards do not complete the step; gradients are summed.
 
@@ -254,14 +338,22 @@ class Session(ForwardRules, Commits):
             self.buffers,
             self.device.torch_device,
         )
-        self._restore_more()
+        self._idle.restore(self.store)
+        said = self.store.describe()
+        self.averages.restore(_scalars.average_of(said))
+        self._registered.restore(_scalars.parse(said["caller_scalars"])[0])
+
+    @property
+    def _trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return self._method.trains()
 
     # --- Between steps ----------------------------------------------------------------------
 
     @property
     def is_underway(self) -> bool:
         """Whether a forward or backward runs, or step() has to be called after a backward."""
-        is_inside = self._forward_depth > 0 and self._forward_is_alive()
+        is_inside = self._forwards.depth > 0 and self._forwards.is_alive()
         return is_inside or self._method.is_underway()
 
     def _check_whole(self) -> None:
@@ -273,7 +365,7 @@ class Session(ForwardRules, Commits):
                 "parameters cannot be read between backward and step(): some already have their"
                 " values of the next step. Call model.optimizer.step() first"
             )
-        self._changed_drop()
+        self._forwards.changed_drop()
         self._idle.settle()
         self._method.check_whole()
 
@@ -321,10 +413,30 @@ class Session(ForwardRules, Commits):
         def enter() -> _core.Store:
             self._check_whole()
             commits = bool(changed) or self._idle.is_on  # settled values, with their step counts
-            self._engine.pause(changed, commits and not self.commits_by_hand)
+            self._engine.pause(changed, commits and not self._commits.by_hand)
             return self.store
 
         return _core.Context(enter, lambda: self._engine.resume(changed))
+
+    def settle(self) -> None:
+        """Make the last commit include all closed steps; see Commits.settle."""
+        self._commits.settle()
+
+    def reading(self) -> AbstractContextManager[_core.Store]:
+        """Return a context that gives the store for reading, also after the session is closed."""
+        return self._commits.reading()
+
+    def values(self) -> list[torch.Tensor]:
+        """Return every parameter's value in main memory; see Commits.values."""
+        return self._commits.values()
+
+    def part(self) -> None:
+        """Prepare for the end of the session, with all processes that read its parameters."""
+        self._peers.part()
+
+    def keep_names(self) -> None:
+        """Let commits, and the end of the session, fail if the store's files were deleted."""
+        self._commits.keep_names()
 
     def flush(self) -> None:
         """Wait until all closed steps are written."""
@@ -369,7 +481,7 @@ class Session(ForwardRules, Commits):
         """
         self.check_open()
         given = _notes.number("loss", loss), _notes.number("tokens", tokens)
-        is_next = self._begun is not None and self._begun[0] == self.step
+        is_next = self._forwards.is_next()
         for extension in self.extensions:
             extension.noted(*given, is_next=is_next)
 
@@ -426,8 +538,8 @@ class Session(ForwardRules, Commits):
     def _release(self) -> None:
         """Release everything that the session owns. Further calls have no effect."""
         self.closed = True
-        if self._forward_depth > 0 and not self._forward_is_alive():
-            self._forward_drop()
+        if self._forwards.depth > 0 and not self._forwards.is_alive():
+            self._forwards.drop()
         self._hooks.close()
         self._engine.close()
         self.layout.in_place.close()

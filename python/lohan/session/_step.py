@@ -78,15 +78,15 @@ class OpenStep:
         session._runs.backward_begins()
         for extension in session.extensions:
             extension.admit(session)
-        session._thread.backward_begin()
-        session._changed_drop()
+        session._forwards.thread.backward_begin()
+        session._forwards.changed_drop()
         session.edits.commit()
-        session._keep_checksums()
+        session._commits.keep_checksums()
         self.backward = "running"
         for extension in session.extensions:
             extension.backward_begins(session)
         if in_backward():
-            at_backward_end(session._thread.backward_end(self.backward_ended))
+            at_backward_end(session._forwards.thread.backward_end(self.backward_ended))
 
     def backward_ended(self) -> None:
         """Handle the end of a backward."""
@@ -126,7 +126,7 @@ class OpenStep:
         """Close the open step in this process, once all processes agree on it."""
         session = self._session
         session.check_open()
-        session.refuse_other_thread("step()")
+        session._forwards.refuse_other_thread("step()")
         for extension in session.extensions:
             extension.step_begins(session)
         if self.backward == "running" and not in_backward():
@@ -242,7 +242,7 @@ class OpenStep:
         """Forget the open step, in all processes."""
         self._peers.abort_begins()
         if self.backward == "running" and not in_backward():
-            self._session._thread.refuse_backward("the model, step() or zero_grad()")
+            self._session._forwards.thread.refuse_backward("the model, step() or zero_grad()")
         self.discard()
         self._peers.abort_ended()
 

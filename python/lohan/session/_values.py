@@ -30,7 +30,7 @@ class Owner(Protocol):
 
     layout: Layout
     device: Device
-    loops: list[Loop]
+    _loops: list[Loop]
 
     @property
     def step(self) -> int:
@@ -119,5 +119,5 @@ class Values:
         return (
             has_copies
             and not is_here
-            and not any(loop.has_loaded(index) for loop in self._owner.loops)
+            and not any(loop.has_loaded(index) for loop in self._owner._loops)
         )

@@ -261,7 +261,7 @@ class Vertical(Runs):
         return False if not begins and self.parts() else None
 
     def _lead(self, who: int) -> None:
-        self.session.around.enter()  # hooks for saved tensors belong to a thread
+        self.session._forwards.around.enter()  # hooks for saved tensors belong to a thread
         self._led.add(who)
 
     def parts(self) -> bool:
@@ -269,7 +269,7 @@ class Vertical(Runs):
         if self._turns is None or self._turns.turn not in self._led:
             return False
         self._led.remove(self._turns.turn)
-        self.session.around.leave()
+        self.session._forwards.around.leave()
         return True
 
     def is_other(self) -> bool:
@@ -279,7 +279,7 @@ class Vertical(Runs):
     def _turn_changed(self, who: int) -> None:
         """Prepare for a run whose turn it is."""
         self._nothing.enter()  # release what the previous run bound between blocks
-        if self.session._forward_depth > 0:
+        if self.session._forwards.depth > 0:
             for units in (self._root_units, *self._inside[who]):
                 self._put(units, who)
 

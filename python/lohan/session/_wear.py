@@ -153,7 +153,7 @@ class Wear(Extension):
         if self.limit is not None:
             self.look()
             self.is_spent = self._exceeds(self._open_bytes(session.step))
-            if self.is_spent and not session.commits_by_hand:
+            if self.is_spent and not session._commits.by_hand:
                 self._engine.flush(True)
         if self.life is not None and self.life.closed(session, self.mean_bytes):
             self.life = None
@@ -206,7 +206,7 @@ class Wear(Extension):
         if not self.is_spent:
             return
         done = self.count.of_day if self.limit.is_daily else self.count.total
-        step, committed = session.step, session._durable_step()
+        step, committed = session.step, session._method.durable_step()
         kept = f"step {step} is committed"
         if committed != step:
             kept = f"step {committed} is committed, and model.lohan.commit() commits step {step}"
@@ -223,7 +223,7 @@ class Wear(Extension):
         if not session.speaks or not session._trains or not _log.informs():
             return ""
         self.look()
-        step, durable = session.step, session._durable_step()
+        step, durable = session.step, session._method.durable_step()
         done = step - self.first_step
         later = f" ({step - durable} later steps are not committed)" if durable != step else ""
         return (

@@ -64,7 +64,7 @@ def changes(session: Session, full: dict[str, int]) -> list[tuple[int, str]]:
     now = writes_of(session).mean
     memory = f'host_bytes="{_shown.of_bytes(full["host_bytes"])}"'
     tried = [(writes_of(session, full).mean, memory)]
-    if 0 < every and not session.commits_by_hand:
+    if 0 < every and not session._commits.by_hand:
         rarer = every * _FEWER_COMMITS
         some, all_kept = (writes_of(session, kept, rarer).mean for kept in (None, full))
         tried.append((some, f"commit_every={rarer}"))
@@ -123,7 +123,7 @@ class Life:
             return True
         found = changes(session, self._full())[:_CHANGES_MAX]
         less = [f"{what}: {_shown.of_bytes(nbytes)}" for nbytes, what in found]
-        if not session.commits_by_hand and isinstance(session.config.accumulate, int):
+        if not session._commits.by_hand and isinstance(session.config.accumulate, int):
             count = 2 * session.config.accumulate
             less.append(
                 f"accumulate={count}: {_shown.of_bytes(step_bytes / 2)} for each of the batches"

@@ -258,8 +258,8 @@ def _of_session(session: Session, is_master: bool, is_average: bool = False) -> 
         session.averages.refuse_swapped("lohan.export(ema=True)")
     # Only the store has the masters and averages.
     if is_average or (is_master and (layout.method is None or not is_copied)):
-        session.finish_writes()
-        contents = Contents(layout, session.extents, {}, session.run_now())
+        session._method.finish_writes()
+        contents = Contents(layout, session.extents, {}, session._method.run_now())
         return session.exclusive([]), _of_store(session.store, contents, is_master, is_average)
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:

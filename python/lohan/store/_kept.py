@@ -112,8 +112,8 @@ def _put(made: Path, target: Path, line: set[str]) -> None:
 
 def _wait(session: Session) -> None:
     """Wait for the copy in progress, if any; raise its error if nobody has seen it."""
-    if session.snapshot_now is not None and not session.snapshot_now.is_told:
-        session.snapshot_now.wait()
+    if session._commits.snapshot_now is not None and not session._commits.snapshot_now.is_told:
+        session._commits.snapshot_now.wait()
 
 
 def remove_old(

@@ -470,20 +470,22 @@ def begin(
     session.averages.refuse_swapped("a snapshot")
     _refuse(session)
     is_between = not is_behind_step and not session.is_underway and not in_backward()
-    if is_between and not session.commits_by_hand:
+    if is_between and not session._commits.by_hand:
         session.commit()
     copy: _Copy | None = None
     holder = object()
-    give = functools.partial(session.holds.give, holder)
+    give = functools.partial(session._commits.holds.give, holder)
     try:
-        session.holds.take(holder)
+        session._commits.holds.take(holder)
         source = _store.open_existing(session.directories, session.config, is_held=True)
         try:
-            copy = _Copy(source, new_directories(out), session.config, on_change, session.run_now())
+            copy = _Copy(
+                source, new_directories(out), session.config, on_change, session._method.run_now()
+            )
         except BaseException:
             source.close()
             raise
-        session.snapshot_now = copy.handle
+        session._commits.snapshot_now = copy.handle
         copy.handle.run(copy.run, give)
     except BaseException:  # a Ctrl-C may arrive at any point
         if copy is None:
@@ -495,7 +497,7 @@ def begin(
 
 
 def _refuse(session: Session) -> None:
-    running = session.snapshot_now
+    running = session._commits.snapshot_now
     if running is not None and not running.is_done:
         raise SessionError(
             f"a snapshot to {running.directories[0]} is in progress"

@@ -30,17 +30,8 @@ if TYPE_CHECKING:
     from lohan import _core
 
 
-class Owner(Protocol):
-    """The session whose parameters are hollow."""
-
-    closed: bool
-
-    @property
-    def is_underway(self) -> bool:
-        """Whether a forward or backward runs, or step() has to be called after a backward."""
-
-    def param_names(self) -> dict[int, str]:
-        """Return the name of each parameter, by the id of its tensor."""
+class Reader(Protocol):
+    """What loads the parameters of a session that are read."""
 
     def load_in_loop(self, tensor: nn.Parameter) -> bool:
         """Load the parameter if a loop over parameters is at it; otherwise return False."""
@@ -50,6 +41,23 @@ class Owner(Protocol):
 
     def scope_of(self, tensors: Sequence[torch.Tensor]) -> _core.Scope:
         """Return the scope in which the session's parameters among tensors are in memory."""
+
+
+class Owner(Protocol):
+    """The session whose parameters are hollow."""
+
+    closed: bool
+
+    @property
+    def _forwards(self) -> Reader:
+        """What loads parameters."""
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether a forward or backward runs, or step() has to be called after a backward."""
+
+    def param_names(self) -> dict[int, str]:
+        """Return the name of each parameter, by the id of its tensor."""
 
 
 _PROPERTIES = """
@@ -206,7 +214,7 @@ class HollowParameter(nn.Parameter):
         kind, tensor = missing[0]
         session: Owner | None = kind.owner()
         # Pass all parameters: those loaded for the previous operation would otherwise be evicted.
-        if session is None or func == _SET_DATA or not session.make_resident(given):
+        if session is None or func == _SET_DATA or not session._forwards.make_resident(given):
             what, writes = _what(func)
             is_target = not args or any(tensor is t for t in _parameters_in(args[:1]))
             kind.refuse(tensor, what, writes and is_target)
@@ -216,7 +224,7 @@ class HollowParameter(nn.Parameter):
     def _load_in_loop(cls, tensor: Any) -> bool:
         """Return whether a loop is at a parameter; it is then loaded, and a plain one."""
         session: Owner | None = cls.owner()
-        return session is not None and session.load_in_loop(tensor)
+        return session is not None and session._forwards.load_in_loop(tensor)
 
     @classmethod
     def refuse(cls, tensor: Any, what: str, writes: bool = False) -> NoReturn:
@@ -432,5 +440,5 @@ def scope_of(what: str, tensors: Sequence[torch.Tensor]) -> _core.Scope | None:
             session: Owner | None = kind.owner()
             if session is None or session.closed:
                 kind.refuse(tensor, what)
-            return session.scope_of(tensors)
+            return session._forwards.scope_of(tensors)
     return None
