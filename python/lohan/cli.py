@@ -309,27 +309,6 @@ MACHINE_HELP = 'A preset, a TOML file, or "here" to measure this machine.'
 
 
 @main.command()
-@click.argument("directories", metavar="[DIR]...", nargs=-1)
-@click.option("--model", default="opt-1.3b", show_default=True, help=MODEL_HELP)
-@click.option("--batch", default=8, show_default=True, type=POSITIVE, help=BATCH_HELP)
-@click.option("--seq", default=1024, show_default=True, type=POSITIVE, help=SEQ_HELP)
-@click.option("--save", type=click.Path(path_type=Path), help="Write the machine as a TOML file.")
-@click.option("--json", "json_wanted", is_flag=True, help="Write JSON.")
-def bench(directories: tuple[str, ...], save: Path | None, json_wanted: bool, **load: Any) -> None:
-    """Measure this machine in a few seconds and predict how long a training step takes on it.
-
-    DIR: one directory on each SSD. Each is measured alone, then all together [default: .].
-    """
-    from lohan.commands import _bench
-
-    words = {"policy": "auto", "schedule": None, "commit_every": None, "sweep": None, "plot": None}
-    console = None if json_wanted else _console.make()
-    answer = _bench.run(directories or (".",), load, words, save, console)
-    if json_wanted:
-        _write_json(answer, None)
-
-
-@main.command()
 @click.option("--model", required=True, help=MODEL_HELP)
 @click.option("--machine", default="gaming-pc", show_default=True, help=MACHINE_HELP)
 @click.option("--batch", default=8, show_default=True, type=POSITIVE, help=BATCH_HELP)

@@ -250,7 +250,6 @@ def test_bytes_are_shown_with_three_digits(nbytes: int, said: str) -> None:
         ["simulate", "--model", "opt-1.3b", "--batch", "0"],
         ["simulate", "--model", "opt-1.3b", "--batch", "-1"],
         ["simulate", "--model", "opt-1.3b", "--seq", "0"],
-        ["bench", "--batch", "0"],
         ["plan", "--model", "opt-1.3b", "--batch", "0"],
     ],
 )

@@ -103,14 +103,12 @@ def ssds(directories: Sequence[str], tell: Callable[[str], None]) -> Ssds:
 def measure(
     directories: Sequence[str] = (".",),
     tell: Callable[[str], None] = lambda text: None,
-    measured: Ssds | None = None,
 ) -> dict[str, Any]:
     """Measure this machine, and the SSDs of directories, each of which counts as one SSD.
 
     Args:
         directories: one directory on each SSD.
         tell: called with a description of each measurement.
-        measured: the result of ssds(), if the directories have been measured already.
 
     Returns:
         The fields of a Machine by name, in their units.
@@ -119,7 +117,7 @@ def measure(
         StoreError: a directory does not exist, does not support O_DIRECT, or has no room for the
             probe.
     """
-    measured = measured or ssds(directories, tell)
+    measured = ssds(directories, tell)
     tell("measuring matrix products, copies and AdamW")
     workers = len(os.sched_getaffinity(0))
     has_gpu = torch.cuda.is_available()

@@ -14,8 +14,6 @@ from torch.multiprocessing import reductions
 
 from lohan import _core
 
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def in_backward() -> bool:
     """Return whether the calling thread runs a backward."""
