@@ -37,8 +37,8 @@ AGAINST = ("opt-30b", "no_overlap", "no_reuse")
 FORMATS = ("fp32", "fp16", "fp8")
 TEXT = """\
 Steps of OPT on an A100 of 80 GB, batch 1, sequence 2048, as `python -m lab zeroth --model opt-13b
---machine paper-zo2 --batch 1 --seq 2048` computes them in benchmarks/. csrc/plan/zeroth.h defines
-the dependencies, benchmarks/lab/zeroth.py the operations that are counted. Products run
+--machine paper-zo2 --batch 1 --seq 2048` computes them in benchmarks/. lab/streams.py defines the
+dependencies, lab/zeroth.py the operations that are counted. Products run
 at the datasheet's 312 TFLOP/s in 16 bits and 19.5 in fp32. Four constants are fitted, each once
 for all rows and on one quantity. The paper does not list the operations that it runs, so the list
 was chosen with the paper's tables at hand, and the matrices in memory at once also with tables 6

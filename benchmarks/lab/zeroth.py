@@ -1,6 +1,6 @@
 """Simulate a zeroth-order step, whose blocks pass through the GPU, on any machine.
 
-The work of each stream is counted from the model's shape, and csrc/plan/zeroth.c computes how long
+The work of each stream is counted from the model's shape, and streams.py computes how long
 the streams take together. A GPU is described by four numbers: its rates of matrix products in fp32
 and in 16 bits, of memory traffic in other operations, and of allocation. Each duration is therefore
 work divided by a rate.
@@ -27,15 +27,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from lohan import _core
 from lohan.errors import MachineError, ModelError
 from lohan.planning import _plan
 from lohan.planning._pieces import NS_PER_S
 
+from lab import streams
+
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
 
-# The features that each policy turns off: keywords of _core.zeroth_step. "mezo" keeps everything on
+# The features that each policy turns off: fields of streams.Schedule. "mezo" keeps everything on
 # the GPU.
 POLICIES: dict[str, dict[str, bool]] = {
     "mezo": {},
@@ -298,16 +299,16 @@ def _check(machine: Machine, options: Options) -> None:
         )
 
 
-def _run(costs: _Costs) -> dict[str, Any]:
+def _run(costs: _Costs) -> streams.Step:
     model, machine, options = costs.model, costs.machine, costs.options
     embedding_ns, head_ns = costs.embedding_ns(), costs.head_ns()
-    blocks: list[tuple[int, int, int, int, int]] = []
+    blocks: list[streams.Block] = []
     if options.policy == "mezo":
         embedding_ns += model.layers * (costs.block_ns() + costs.update_ns())
     else:
         head_ns += costs.tied_ns()
         crossing = model.block_params * costs.crossing
-        block = (
+        block = streams.Block(
             _ns(crossing, machine.link_in_bytes_per_s),
             costs.block_ns() + costs.crossed_ns(),
             costs.update_ns(),
@@ -315,7 +316,7 @@ def _run(costs: _Costs) -> dict[str, Any]:
             _ns(model.block_params * costs.stored, machine.gpu_alloc_bytes_per_s),
         )
         blocks = [block] * model.layers
-    return _core.zeroth_step(
+    schedule = streams.Schedule(
         blocks,
         options.slot_count,
         embedding_ns,
@@ -323,6 +324,7 @@ def _run(costs: _Costs) -> dict[str, Any]:
         looks_ahead=options.looks_ahead,
         **POLICIES[options.policy],
     )
+    return streams.step(schedule)
 
 
 def simulate(model: Decoder, machine: Machine, options: Options | None = None) -> Step:
@@ -339,16 +341,13 @@ def simulate(model: Decoder, machine: Machine, options: Options | None = None) -
     options = options or Options()
     _check(machine, options)
     costs = _Costs(model, machine, options)
-    try:
-        raw = _run(costs)
-    except ValueError as error:
-        raise MachineError(str(error)) from error
+    found = _run(costs)
     passes = {"mezo": 0, "no_deferred": 2}.get(options.policy, 1)
     return Step(
-        step_ns=raw["step_ns"],
+        step_ns=found.step_ns,
         tokens=model.tokens,
-        busy_ns=raw["busy_ns"],
-        bound_by=raw["bound_by"],
+        busy_ns=dict(zip(streams.STREAMS, found.busy_ns, strict=True)),
+        bound_by=found.bound_by,
         link_bytes=passes * model.layers * model.block_params * costs.crossing,
         gpu_bytes=costs.gpu_bytes(),
         fits=costs.gpu_bytes() <= machine.gpu_bytes,

@@ -433,7 +433,6 @@ extern PyMethodDef lhpy_adam_functions[];
 extern PyMethodDef lhpy_doctor_functions[];
 extern PyMethodDef lhpy_sequence_functions[];
 extern PyMethodDef lhpy_plan_functions[];
-extern PyMethodDef lhpy_zeroth_functions[];
 PyObject *lhpy_simulate(PyObject *module, PyObject *args, PyObject *kwargs);
 
 /* A function with keyword arguments, in the form that PyMethodDef expects. */

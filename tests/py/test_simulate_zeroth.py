@@ -25,7 +25,6 @@ from lab.zeroth import (
     decoder,
     simulate,
 )
-from lohan import _core
 from lohan.errors import MachineError, ModelError
 from lohan.planning import _machines, _plan
 
@@ -144,20 +143,6 @@ def test_a_decoder_has_the_parameters_of_the_plans_model(name: str) -> None:
     assert model.layers * model.block_params + model.end_params == plans.param_count
     assert model.layers * model.block_flop + model.head_flop == plans.forward_flop
     assert model.tokens == plans.tokens
-
-
-def test_the_binding_runs_the_timeline() -> None:
-    found = _core.zeroth_step([(60, 90, 10, 70, 5)] * 12, 3, 7, 11, looks_ahead=True)
-    busy = {"upload": 720, "compute": 1218, "offload": 840}
-    assert found == {"step_ns": 1218, "busy_ns": busy, "alloc_ns": 0, "bound_by": "compute"}
-    with pytest.raises(ValueError, match="0 slots"):
-        _core.zeroth_step([(1, 1, 1, 1, 1)], 0, 0, 0)
-    with pytest.raises(ValueError, match="blocks: at most"):
-        _core.zeroth_step([(1, 1, 1, 1, 1)] * 5000, 3, 0, 0)
-    with pytest.raises(TypeError):
-        _core.zeroth_step([[1]], 3, 0, 0)  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        _core.zeroth_step([(1, 1)], 3, 0, 0)  # type: ignore[list-item]
 
 
 # --- beside ZO2's tables ------------------------------------------------------------------------
