@@ -1,4 +1,4 @@
-"""lohan simulate --mirror: a cluster whose nodes are the images of one, and what has no image."""
+"""`python -m lab mirror`: a cluster whose nodes are the images of one, and what has no image."""
 
 from __future__ import annotations
 
