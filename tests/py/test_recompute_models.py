@@ -273,3 +273,37 @@ def test_a_cache_is_made_in_training_only_where_it_is_asked_for(store_dir: pathl
     assert model.generate(tokens[:, :4], max_new_tokens=3).shape[1] == 7
     lohan.unwrap(model)
     assert model.train()(tokens).past_key_values is not None
+
+
+@pytest.mark.parametrize("name", ["t5", "llama with grouped queries"])
+@pytest.mark.parametrize("way", ["call", "config", "past"])
+def test_a_block_that_is_given_a_cache_is_recomputed_from_what_the_cache_was(
+    name: str, way: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_frame, "SMALL_BYTES", 256)
+    # In training, lohan leaves out a cache that only the configuration requests, but not in eval().
+    is_asked = way != "config"
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        tokens, given = helper.tokens(step), {"use_cache": True} if is_asked else {}
+        if way == "past":
+            with torch.no_grad():
+                past = model(input_ids=tokens, labels=tokens, use_cache=True).past_key_values
+            given["past_key_values"] = past
+        before = len(frames())
+        out = model.train(is_asked)(input_ids=tokens, labels=tokens, **given)
+        assert out.past_key_values is not None
+        assert (len(frames()) > before) == (activations == "recompute")
+        loss: torch.Tensor = out.loss
+        return loss
+
+    runs = []
+    for activations in ("keep", "recompute"):
+        model: Any = build(name)
+        for part in (model, model.get_decoder()):  # the decoder of T5 has its own
+            part.config.use_cache = not is_asked
+        place = store_dir / activations
+        model = lohan.wrap(model, store=place, activations=activations, **helper.HYPER)
+        torch.manual_seed(2)
+        runs.append(helper.train(model, STEPS, loss_of))
+    helper.assert_same(runs[1], runs[0])

@@ -30,6 +30,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import LohanError, RecomputeError, UnsupportedError
+from lohan.torch_glue import _cache
 from lohan.torch_glue._random_states import random_states, set_random_states
 from lohan.torch_glue._recompute_state import (
     SMALL_BYTES,
@@ -169,7 +170,8 @@ class Frame:
         self.layer: Owner = block  # the running layer, or the block
         self.is_inside = False  # whether a layer whose output may be saved runs
         self.versions = _versions(args, kwargs)
-        self.inputs = map_tensors((args, kwargs), lambda tensor: self._take(tensor, block.given))
+        given = _cache.copied(args, kwargs)
+        self.inputs = map_tensors(given, lambda tensor: self._take(tensor, block.given))
         self.handles = [block.pack(param) for param in block.params]
 
     # --- The first forward ------------------------------------------------------------------

@@ -2,20 +2,25 @@
 
 A transformers model also builds a cache in training (`config.use_cache` is True by default). The
 cache keeps the keys and values of all layers alive until the model's output is freed, whatever was
-planned for them. A block that is passed a cache keeps it for recomputation. The cache then refers
-to the block's own graph through C++, and without a backward this reference cycle is never freed,
-because the garbage collector does not see it.
+planned for them.
+
+A caller can still request the cache. A block that is recomputed then receives a copy of what
+the cache was before the block ran, since it would otherwise find its own keys and values in it.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+# The module with transformers' caches and their layers.
+_MODULE = "transformers.cache_utils"
 # Arguments with which a caller controls the cache explicitly.
 _SAID = ("use_cache", "past_key_values")
 
@@ -60,3 +65,23 @@ def leave_out(model: nn.Module) -> list[Any]:
             hook = _hook(signature)
             made.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return made
+
+
+def copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a block's arguments, with copies of transformers' caches that share their tensors."""
+    made: type[Any] | None = getattr(sys.modules.get(_MODULE), "Cache", None)
+    if made is None or not any(isinstance(value, made) for value in (*args, *kwargs.values())):
+        return args, kwargs
+
+    def again(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(map(again, value))
+        if type(value) is dict:
+            return {key: again(item) for key, item in value.items()}
+        if not any(kind.__module__ == _MODULE for kind in type(value).__mro__):
+            return value
+        new = copy.copy(value)
+        new.__dict__.update({name: again(item) for name, item in vars(value).items()})
+        return new
+
+    return again(args), again(kwargs)
