@@ -266,6 +266,7 @@ def test_a_cache_is_made_in_training_only_where_it_is_asked_for(store_dir: pathl
     del out
     assert len(frames()) == len(before), "a forward without a backward stays in memory"
     assert model(tokens, use_cache=True).past_key_values is not None
+    assert len(frames()) == len(before), "the cache and the graph that it is of refer to each other"
     assert model(tokens, *[None] * 8, True).past_key_values is not None  # as a positional argument
     with torch.no_grad():
         assert model(tokens).past_key_values is not None
