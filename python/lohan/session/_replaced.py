@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +68,11 @@ class Replaced:
         kinds = {id(kind) for kind in _subclasses(torch.optim.Optimizer)}
         self.notes: list[str] = []
         self._found: list[tuple[weakref.ref[torch.optim.Optimizer], list[float]]] = []
+        is_trained = any(unit.trainable for unit in session.layout.units)
+        objects = gc.get_objects() if is_trained else []
         # By identity, because isinstance() and hashes of types may run other libraries' code.
-        known = schedulers | kinds
-        for found in [each for each in gc.get_objects() if id(type(each)) in known]:
+        is_known = map((schedulers | kinds).__contains__, map(id, map(type, objects)))
+        for found in itertools.compress(objects, is_known):
             with contextlib.suppress(Exception):  # a note must not make wrap() fail
                 is_scheduler = id(type(found)) in schedulers
                 if not _is_replaced(found.optimizer if is_scheduler else found, session, origin):

@@ -90,18 +90,8 @@ class Reader:
 
     def __init__(self, files: Sequence[File]) -> None:
         self.files = files
-        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._sources: object = None
         self._results: Mapping[str, torch.Tensor] = {}
-
-    def scratch(self, nbytes: int) -> torch.Tensor:
-        """Return memory of this number of bytes, which the next call returns again.
-
-        New memory would cost more than reading into it: the kernel clears its pages.
-        """
-        if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratch[:nbytes]
 
     def values(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor's values, in the dtype and the shape of its entry.

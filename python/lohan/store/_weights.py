@@ -15,7 +15,7 @@ from torch import nn
 
 from lohan.common import _bar, _log
 from lohan.common._storage_formats import narrowed
-from lohan.errors import ModelError, StoreError
+from lohan.errors import ModelError
 from lohan.layout import _origins
 from lohan.layout._origins import Origin
 from lohan.store import _average, _checksums
@@ -24,22 +24,18 @@ from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _empty, _peft
 from lohan.torch_glue._buffers import Buffers, remember
 from lohan.torch_glue._empty import no_storage
-from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout, Param
     from lohan.layout._files import File
     from lohan.layout._packed import Entry
-    from lohan.store._converted import Reader
     from lohan.store._store import Extents
 
 PathLike = str | os.PathLike[str]
 
-# The number of elements in memory at a time while safetensors are streamed.
+# The number of elements in memory at a time while values are decoded or compared.
 PIECE_ELEMENTS = 4 << 20
-# The bytes that the kernel is asked to read ahead of a piece.
-_AHEAD_BYTES = 32 << 20
 
 
 @contextlib.contextmanager
@@ -225,13 +221,9 @@ class _Filling:
 
         A parameter that the files do not have keeps its value, or is initialised if it has none.
         """
-        from lohan.store._converted import Reader
-
         params = [param for param in self.layout.params if not self.layout.units[param.unit].runs]
         of_files = [(p.source.file, p.source.offset, p) for p in params if p.source is not None]
-        reader = Reader(self.files)
-        for _, _, param in sorted(of_files, key=lambda item: item[:2]):
-            _stream(self.layout, self.extents, self.writer, param, self.files, reader)
+        self._stream([param for _, _, param in sorted(of_files, key=lambda item: item[:2])])
         for index, (rows, _) in self.layout.new_rows.items():
             param = self.layout.params[index]
             self._write(param, rows, first=param.count - rows.numel())
@@ -245,6 +237,32 @@ class _Filling:
         self._initialise(missing)
         self._write_given(others, missing)
         _origins.of_files(self.layout, self.files)
+
+    def _stream(self, params: Sequence[Param]) -> None:
+        """Write the values of parameters from their files, as a model in their dtypes has them."""
+        if not params:
+            return
+        from lohan.store._converted import Reader
+        from lohan.store._reading import Reading, is_streamed
+
+        reader = Reader(self.files)
+        reading = Reading(self.files, [param for param in params if is_streamed(param)])
+        try:
+            for param in params:
+                source = param.source
+                assert source is not None
+                pieces: Iterable[tuple[range, torch.Tensor]]
+                if is_streamed(param):
+                    pieces = reading.pieces(param)
+                elif source.packed is not None:
+                    _stream_decoded(self.layout, self.extents, self.writer, param, self.files)
+                    continue
+                else:
+                    pieces = [(range(param.count), reader.values(source).reshape(-1))]
+                for elements, values in pieces:
+                    _write_values(self.layout, self.extents, self.writer, param, elements, values)
+        finally:
+            reading.end()
 
     def _say_replaced(self, weights: Path) -> None:
         """Report values in memory that differ from those of the files, which are used."""
@@ -414,70 +432,6 @@ def prepare(
     _peft.fill_buffers(
         model, lambda t: _values_of(layout, params[id(t)], files) if id(t) in params else None
     )
-
-
-def _stream(
-    layout: Layout,
-    extents: Extents,
-    store: BlockWriter,
-    param: Param,
-    files: Sequence[File],
-    reader: Reader,
-) -> None:
-    from lohan.layout._files import DTYPES
-
-    source = param.source
-    assert source is not None
-    if source.packed is not None:
-        _stream_decoded(layout, extents, store, param, files)
-        return
-    if source.made or (source.rest and param.strides is not None):
-        values = reader.values(source).reshape(-1)
-        _write_values(layout, extents, store, param, range(param.count), values)
-        return
-    begin = 0
-    for part in source.places:
-        count = part.nbytes // DTYPES[part.dtype].itemsize
-        elements = range(begin, begin + count)
-        _stream_part(layout, extents, store, param, files[part.file], part, elements, reader)
-        begin = elements.stop
-
-
-def _stream_part(
-    layout: Layout,
-    extents: Extents,
-    store: BlockWriter,
-    param: Param,
-    source: File,
-    part: Entry,
-    elements: range,
-    reader: Reader,
-) -> None:
-    """Write those elements of a parameter that a tensor in a file has."""
-    from lohan.layout._files import DTYPES, check_descriptor
-
-    dtype = DTYPES[part.dtype]
-    with source.path.open("rb") as file:
-        check_descriptor(file.fileno(), source)
-        file.seek(part.offset)
-        # A parameter that is not contiguous is reordered as a whole.
-        piece = PIECE_ELEMENTS if param.strides is None else param.count
-        for first in range(elements.start, elements.stop, piece):
-            # What follows in the file is read while this piece is converted and written.
-            ahead = file.tell() + piece * dtype.itemsize
-            os.posix_fadvise(file.fileno(), ahead, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            count = min(piece, elements.stop - first)
-            nbytes = count * dtype.itemsize
-            raw = (
-                reader.scratch(nbytes)
-                if param.strides is None
-                else torch.empty(nbytes, dtype=torch.uint8)
-            )
-            if file.readinto(bytes_of(raw)) != nbytes:
-                raise StoreError(f"{source.path} was truncated: it ends inside {param.name}")
-            values = raw.view(dtype)
-            _write_values(layout, extents, store, param, range(first, first + count), values)
-        check_descriptor(file.fileno(), source)
 
 
 def _write_values(
