@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_helper
 import integers_helper
 import kit
 import lohan
@@ -227,6 +228,26 @@ def test_a_quantized_base_gives_what_its_decoded_one_gives(name: str, tmp_path: 
     assert "quantization_config" not in said and said["dtype"] == "bfloat16"
     assert not (tmp_path / "out" / "quantize_config.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # needs no other library
+
+
+@pytest.mark.parametrize("kind", gguf_helper.CONFIGS)
+def test_a_base_in_gguf_gives_what_its_decoded_one_gives(kind: str, tmp_path: Path) -> None:
+    file, plain = gguf_helper.save(tmp_path, kind)
+    made = gguf_helper.CONFIGS[kind].to_dict() | {"dtype": "bfloat16"}
+    made["architectures"] = [
+        type(AutoModelForCausalLM.from_config(gguf_helper.CONFIGS[kind])).__name__
+    ]
+    for folder in (tmp_path, plain):
+        (folder / "config.json").write_text(json.dumps(made))
+    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"])
+    adapter = trained(AutoModelForCausalLM.from_pretrained(plain), config, tmp_path / "adapter")
+    by_peft(plain, adapter, tmp_path / "wanted")
+    lohan.merge(file, adapter, tmp_path / "out")
+    check(tmp_path / "out", tmp_path / "wanted", plain)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json.*a GGUF file in a folder with"):
+        lohan.merge(file, adapter, tmp_path / "again")
 
 
 @pytest.mark.parametrize("parameters", [None, EXPERTS])

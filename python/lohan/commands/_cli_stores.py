@@ -112,7 +112,7 @@ def export(
 
 
 @click.command()
-@click.argument("base", metavar="BASE", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("base", metavar="BASE", type=click.Path(path_type=Path))
 @click.argument("adapter", metavar="ADAPTER", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
 @_SHARDS
@@ -128,9 +128,10 @@ def merge(
 ) -> None:
     """Write a model with an adapter of peft merged into it, for from_pretrained without peft.
 
-    BASE: the model, with config.json and safetensors files, quantized or not. ADAPTER: a folder
-    that peft's save_pretrained has written. OUT: the output folder, which is not quantized. Memory
-    holds the adapter and one module at a time.
+    BASE: the model, with config.json and safetensors files, quantized or not, or a GGUF file in a
+    folder with the model's config.json. ADAPTER: a folder that peft's save_pretrained has written.
+    OUT: the output folder, which is not quantized. Memory holds the adapter and one module at a
+    time.
     """
     from lohan.hf import _merge
 

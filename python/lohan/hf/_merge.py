@@ -99,7 +99,7 @@ def merge(
     converts the model's tensors.
 
     Args:
-        base: a folder with config.json and safetensors files.
+        base: a folder with config.json and safetensors files, or a GGUF file beside a config.json.
         adapter: the folder of an adapter, as peft's save_pretrained writes it.
         out: the new folder.
         model: the model without values, built inside `lohan.empty()`, whose class the folder's
@@ -118,9 +118,10 @@ def merge(
         StoreError: a file cannot be read or written; see the subclasses.
     """
     source, target, folder = (Path(os.fspath(p)).expanduser() for p in (base, adapter, out))
-    _check_folders(source, target, folder, overwrite=overwrite)
+    place = source.parent if source.is_file() else source
+    _check_folders(place, target, folder, overwrite=overwrite)
     config = _adapter_config(target)
-    plain = _build(source, target, config) if model is None else _copied(model)
+    plain = _build(place, source, target, config) if model is None else _copied(model)
     plain.requires_grad_(False)
     values = _Values(plain, _load(plain, target), source)
     values.untie()
@@ -134,7 +135,7 @@ def merge(
             max_shard_size=max_shard_size,
             stem=_names.stem(plain),
             count=sum(param.numel() for param in plain.parameters()),
-            beside=functools.partial(_write_beside, plain, source, target),
+            beside=functools.partial(_write_beside, plain, place, target),
             progress=bar,
         )
     nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -150,7 +151,8 @@ def _check_folders(base: Path, adapter: Path, out: Path, *, overwrite: bool) -> 
             raise UnsupportedError(f"a merge needs {library}: pip install {library}")
     if not (base / "config.json").is_file():
         raise ModelError(
-            f"{base} has no config.json: lohan merge takes the folder of a model of transformers"
+            f"{base} has no config.json: lohan merge takes the folder of a model of transformers,"
+            " or a GGUF file in a folder with the config.json of the model that was converted"
         )
     if not (adapter / _CONFIG).is_file():
         inside = sorted(path.parent.name for path in adapter.glob(f"*/{_CONFIG}"))
@@ -226,7 +228,7 @@ def _copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def _build(base: Path, adapter: Path, said: Any) -> nn.Module:
+def _build(base: Path, weights: Path, adapter: Path, said: Any) -> nn.Module:
     """Return the model without values, in the dtype in which from_pretrained would load it."""
     import transformers
 
@@ -241,7 +243,7 @@ def _build(base: Path, adapter: Path, said: Any) -> nn.Module:
             )
         if name in _TASKS.values():
             config.num_labels = _label_count(adapter, said) or config.num_labels
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _dtype_of(base)
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _dtype_of(weights)
         kind: Any = getattr(transformers, name)
         build = kind.from_config if name.startswith("Auto") else kind._from_config
         with _weights.empty():

@@ -41,7 +41,8 @@ _PARTS = {
     "_zero_point": "asymmetric quantization",
     "_g_idx": "groups in another order (actorder)",
     "_global_scale": "a global scale",
-    "SCB": "bitsandbytes' LLM.int8",
+    "SCB": "bitsandbytes' LLM.int8, in which layers round their inputs, too (dequantize() of the"
+    " loaded model and save_pretrained make files without it)",
 }
 # GGUF's types, in lower case.
 _GRAINS = ("q8_0", "q4_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "f32", "bf16", "f16")
