@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import lohan
@@ -253,6 +254,18 @@ def test_no_sync_keeps_a_step_open(workshop: Workshop) -> None:
         manual.optimizer.step()
         counted.optimizer.step()
         assert_same_state(manual.state_dict(), counted.state_dict())
+
+
+def test_accumulate_keeps_a_step_open_between_its_functions(workshop: Workshop) -> None:
+    counted = workshop.wrap(build(), accumulate=3)
+    manual = workshop.wrap(build(), accumulate="manual")
+    for model in (counted, manual):
+        model.lohan.accumulate([functools.partial(square_loss, model, part) for part in range(3)])
+    with pytest.raises(SecondBackwardError, match=r"outside model\.no_sync\(\)"):
+        manual.lohan.accumulate([lambda: square_loss(manual, 0)])
+    for model in (counted, manual):
+        model.optimizer.step()
+    assert_same_state(manual.state_dict(), counted.state_dict())
 
 
 def test_no_sync_without_memory_for_sums_is_refused(workshop: Workshop) -> None:

@@ -8,6 +8,7 @@ the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +48,12 @@ class Runs:
         """See Session.accumulate."""
         self.check(functions)
         losses = []
-        for function in functions:
+        is_manual = self.session.config.accumulate == "manual"
+        accumulation = self.session._open_step.accumulation
+        for left, function in zip(reversed(range(len(functions))), functions, strict=True):
             loss = checked_loss(function())
-            loss.backward()  # type: ignore[no-untyped-call]
+            with accumulation.no_sync() if is_manual and left else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return losses
 
