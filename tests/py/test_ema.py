@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
 import signal
@@ -125,6 +126,28 @@ def test_averages_have_torchs_bits_and_survive_a_resume(
     narrow = load_file(files[0])
     assert all(value.dtype == DTYPES[dtype] for value in narrow.values())
     assert lohan.verify(store_dir / "s").is_whole
+
+
+def test_averages_begin_again_with_the_moments_also_in_a_resumed_run(
+    tmp_path: pathlib.Path,
+) -> None:
+    """A learning-rate range test trains, and goes back to the states of step 0."""
+    folder, settings = tmp_path / "store", {"ema": 0.9}
+    model, other = wrapped(folder, **settings), wrapped(tmp_path / "other", **settings)
+    at_start = copy.deepcopy((model.state_dict(), model.optimizer.state_dict()))
+    for step in range(KEPT_STEPS):
+        train_step(model, step)
+    model.load_state_dict(at_start[0])
+    model.optimizer.load_state_dict(at_start[1])
+    model.lohan.close()
+    model = wrapped(folder, resume=True, **settings)
+    for step in range(STEP_COUNT):
+        for each in (model, other):
+            train_step(each, step)
+    with lohan.ema(model), lohan.ema(other):
+        helper.assert_same_state(model.state_dict(), other.state_dict())
+    for each in (model, other):
+        each.lohan.close()
 
 
 def test_training_continues_as_if_averages_had_not_been_evaluated(store_dir: pathlib.Path) -> None:

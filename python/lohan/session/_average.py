@@ -18,7 +18,7 @@ from torch import nn
 from lohan import _core
 from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.session._extension import Extension, Place
-from lohan.store import _average
+from lohan.store import _average, _scalars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,10 +60,19 @@ class Averages(Extension):
         """Return what a commit stores: the decay, and the step after which averages began."""
         return {"ema": [session.config.ema, self._first]}
 
-    def restore(self, said: list[float] | None) -> None:
-        """Restore the entry of state() in the last commit."""
-        if said is not None:
-            self._first = int(said[1])
+    def restore(self, said: dict[str, Any]) -> None:
+        """Restore the entry of state() in the last commit.
+
+        The entry is of the last step. If moments were made 0 since, no parameter counts a step.
+
+        Args:
+            said: the store's description.
+        """
+        found = _scalars.average_of(said)
+        if not any(_scalars.steps(said["scalars"], len(self._session.layout.params))):
+            self.begin_again()
+        elif found is not None:
+            self._first = int(found[1])
 
     def begin_again(self) -> None:
         """Let the next step begin the averages again, as copies of its parameters."""

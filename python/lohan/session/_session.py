@@ -340,7 +340,7 @@ class Session:
         )
         self._idle.restore(self.store)
         said = self.store.describe()
-        self.averages.restore(_scalars.average_of(said))
+        self.averages.restore(said)
         self._registered.restore(_scalars.parse(said["caller_scalars"])[0])
 
     @property
