@@ -67,6 +67,13 @@ def terminated(model: nn.Module, edit: Any) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+def edited_after_sigterm(model: nn.Module, edit: Any) -> None:
+    """Restore the best weights when SIGTERM has ended the training loop."""
+    with contextlib.suppress(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    edit(model)
+
+
 def exit_status(model: nn.Module, edit: Any) -> None:
     """An error is handled by an exit with a status."""
     edit(model)
@@ -258,7 +265,7 @@ ENDS = {
         closed, closed_finally, closed_by_with, closed_by_atexit, edited_in_handler, caught,
         committed, trained, at_prompt, in_thread, other_thread, killed, refused_and_dropped,
         refused_and_trained, exit_caught, exit_kept, exit_raised_again, exit_in_thread,
-        exit_caught_in_thread, exit_in_other_thread,
+        exit_caught_in_thread, exit_in_other_thread, edited_after_sigterm,
     )
 }  # fmt: skip
 

@@ -113,6 +113,7 @@ def test_a_program_that_fails_drops_its_edits_and_says_so(
         ("collected", 0),
         ("closed", 0),
         ("edited_in_handler", 0),
+        ("edited_after_sigterm", 0),
         ("caught", 0),
         ("committed", 1),
         ("trained", 1),

@@ -47,6 +47,7 @@ _AGAIN_S = 0.001
 sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _is_set = False
 _end: SystemExit | None = None  # the exception that SIGTERM raises
+_end_count = 0  # how often SIGTERM has arrived
 _unraisable_before = sys.unraisablehook
 _sys_exit = sys.exit
 _thread_hook_before = threading.excepthook
@@ -70,6 +71,7 @@ class Moment(NamedTuple):
     uncaught: int
     thread: int
     thread_failures: int
+    terminations: int
 
 
 def _is_intended(error: BaseException | None) -> bool:
@@ -94,6 +96,7 @@ def moment() -> Moment:
         0 if is_prompt else id(getattr(sys, "last_value", None)),
         thread,
         _failed_threads.get(thread, 0),
+        _end_count,
     )
 
 
@@ -101,8 +104,8 @@ def has_failed_since(then: Moment) -> bool:
     """Return whether the program has failed since `then`. See [Note: Failing programs]."""
     now = moment()
     return (
-        _end is not None
-        or _has_exited
+        _has_exited
+        or now.terminations != then.terminations
         or now.handled not in (0, then.handled)
         or now.uncaught != then.uncaught
         or _failed_threads.get(then.thread, 0) != then.thread_failures
@@ -215,7 +218,8 @@ os.register_at_fork(after_in_child=_forked)
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     """Raise SystemExit, so that sessions are closed. See [Note: SIGTERM in a finalizer]."""
-    global _end, _unraisable_before
+    global _end, _end_count, _unraisable_before
+    _end_count += 1
     if _end is None:
         _end = SystemExit(128 + number)
         _unraisable_before, sys.unraisablehook = sys.unraisablehook, _on_unraisable
