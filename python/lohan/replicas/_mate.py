@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
 from lohan import _core
-from lohan.errors import StoreLockedError
-from lohan.replicas._replica import Replica
+from lohan.errors import StoreLockedError, UnsupportedError
+from lohan.replicas._replica import EDITED, Replica
 from lohan.replicas._team import refuse_on_mate
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Mate(Replica):
     def check_edit(self) -> None:
         """Refuse a change of parameters, and any further step of this process."""
         self._has_edited = True
-        self._refuse("a change of parameters")
+        raise UnsupportedError(EDITED)
 
     def lends(self, index: int) -> None:
         """Keep the value of a parameter of the owner."""

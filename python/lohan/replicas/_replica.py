@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 0.001
+# A mate cannot do it, nor can the owner of what mates read.
+EDITED = (
+    "parameters cannot be changed outside of steps in processes of a machine that share them"
+    " (share='on'): load the values before lohan.wrap(), or wrap with share='off'"
+)
 _DISCARDED = b""  # what a process tells the others that it does in place of step()
 
 
@@ -379,11 +384,7 @@ class Replica(Alone):
         """Reject a change of parameters that other processes read where they are."""
         if self._has_mates:
             self._has_edited = True
-            raise UnsupportedError(
-                "parameters cannot be changed outside of steps while other processes of this"
-                " machine read them (share='on'): load the values before lohan.wrap(), or wrap with"
-                " share='off'"
-            )
+            raise UnsupportedError(EDITED)
 
     def edited(self) -> None:
         """Count a change of parameters, which all processes must make."""
