@@ -113,7 +113,7 @@ class Trial:
         self.step()
         while self.model.lohan.plan() is None:
             self.step()
-        self.planner = self.model.lohan.extensions.get(Planned).planner
+        self.planner = self.model.lohan._extensions.get(Planned).planner
         self.shape = self.planner.shape
 
     def step(self) -> None:

@@ -153,7 +153,7 @@ class Asserts:
                 for (device, value), weight in zip(seen, expected, strict=True):
                     assert device.type == place.device.type, f"a weight is on {device}"
                     assert torch.equal(value, weight), "a weight has different bits on the device"
-                lend = model.lohan.parameters.lend(0)
+                lend = model.lohan._parameters.lend(0)
                 assert lend.device.type == place.device.type
                 assert torch.equal(lend.cpu(), expected[0])
                 del lend

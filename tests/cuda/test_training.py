@@ -324,7 +324,7 @@ def test_views_outlive_the_session_and_unwrap_gives_the_cpu_its_model(
     model(batch(0)).backward()
     model.optimizer.step()
     state = state_of(model)
-    view = model.lohan.parameters.lend(0)
+    view = model.lohan._parameters.lend(0)
     lohan.unwrap(model)
     assert view.is_cuda and bool(view.isfinite().all())
     del view

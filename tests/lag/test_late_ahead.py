@@ -108,7 +108,7 @@ def test_state_dicts_and_exports_wait_for_nothing(blocks: Blocks, tmp_path: path
     assert not waits
     saved = safetensors.torch.load_file(files[0])
     for param in model.lohan.layout.params:
-        value = model.lohan.parameters.lend(param.index).cpu()
+        value = model.lohan._parameters.lend(param.index).cpu()
         assert torch.equal(state[param.name], value)
         assert torch.equal(saved[param.name], value)
 

@@ -156,7 +156,7 @@ def test_under_autocast_the_graph_keeps_no_weight(
     with torch.autograd.graph.saved_tensors_hooks(lambda t: hooks.pack(t), lambda t: t):
         assert weights_kept(plain, hooks) > 0
     model = models.wrap(task, tmp_path / "store")
-    assert weights_kept(model, model.lohan.saving.saved) == 0
+    assert weights_kept(model, model.lohan._saving.saved) == 0
     model.optimizer.step()
     model.lohan.close()
     assert not any(isinstance(param, CastParameter) for param in model.parameters())

@@ -267,7 +267,7 @@ def states(model: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     if _is_mate(session):
         return found
-    with session.exclusive([]) as store:
+    with session._exclusive([]) as store:
         sizes = store.extents()
         for unit, places in zip(session.layout.units, session.extents.units, strict=True):
             arrays = dataclasses.asdict(places)

@@ -182,7 +182,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 def wear_of(model: nn.Module) -> Wear:
     """What counts the writes of a wrapped model's session, which has to count them."""
     session: Any = model.lohan
-    wear: Wear | None = session.extensions.get(Wear)
+    wear: Wear | None = session._extensions.get(Wear)
     assert wear is not None
     return wear
 

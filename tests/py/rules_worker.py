@@ -183,9 +183,9 @@ def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]
         session.flush,
         session.stats,
         session.status,
-        session.trace,
+        session._trace,
         session.commit,
-        lambda: session.parameters.value(0),
+        lambda: session._parameters.value(0),
         lambda: session.snapshot(store + "-copy"),
         lambda: engine.acquire(0),
         lambda: engine.lend(0),
@@ -248,7 +248,7 @@ def fork_calls(store: str, pid: int | None = None) -> None:
     model = wrap(store, activations="recompute")
     train_step(model, 0)
     loss = model(vectors(1)).square().mean()
-    lend = model.lohan.parameters.lend(0)
+    lend = model.lohan._parameters.lend(0)
     params = list(model.parameters())
     loop = iter(model.parameters())
     lent = next(loop)

@@ -276,7 +276,7 @@ def test_a_step_that_does_not_commit_writes_no_commit(budget: str, store_dir: pa
 def written(model: nn.Module) -> int:
     """Return the bytes that were written to the SSDs so far, also outside of steps."""
     write = 2  # LH_ENGINE_TRACE_WRITE
-    return sum(event[6] for event in model.lohan.trace() if event[0] == write)
+    return sum(event[6] for event in model.lohan._trace() if event[0] == write)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

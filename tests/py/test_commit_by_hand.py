@@ -124,7 +124,7 @@ def test_loading_what_is_there_keeps_the_masters_below_it(store_dir: pathlib.Pat
         steps(model, 3)
         if name == "b":
             model.load_state_dict(state_of(model))
-            assert not model.lohan.edits.is_pending
+            assert not model.lohan._edits.is_pending
         losses.append(steps(model, 3))
         model.lohan.close()
     assert losses[0] == losses[1]

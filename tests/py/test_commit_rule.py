@@ -89,7 +89,7 @@ def test_the_number_is_chosen_after_four_steps_and_then_stays(
     store_dir: pathlib.Path, is_costly: None
 ) -> None:
     model = lohan.wrap(_build(), store=store_dir, lr=1e-2)
-    assert Place.COMMITS in model.lohan.extensions and "2.5 s" in model.lohan._commits.rule()
+    assert Place.COMMITS in model.lohan._extensions and "2.5 s" in model.lohan._commits.rule()
     found = [_committed_in(model, number) for number in range(STEPS)]
     assert found == [0, 0, 0, 0, 0, 6, 6, 6, 9, 9, 9]
     assert model.lohan.config.commit_every == 3
@@ -126,7 +126,7 @@ def test_steps_that_write_their_states_anyway_are_all_committed(
 ) -> None:
     model = lohan.wrap(_build(), store=store_dir, lr=1e-2)
     # What commits would save is less than 64 MiB.
-    choice = model.lohan.extensions.get(_commit_rule.CommitChoice)
+    choice = model.lohan._extensions.get(_commit_rule.CommitChoice)
     assert choice is None or not isinstance(choice.rule, _commit_rule.Rule)
     assert [_committed_in(model, number) for number in range(3)] == [1, 2, 3]
     saved = _wear.saved_bytes(model.lohan.layout.units, model.lohan.budget, is_served=False)
@@ -139,7 +139,7 @@ def test_a_number_that_is_given_is_kept(
     store_dir: pathlib.Path, is_costly: None, every: Any
 ) -> None:
     _, model = _trained(store_dir, 6, commit_every=every)
-    assert Place.COMMITS not in model.lohan.extensions and model.lohan.config.commit_every == every
+    assert Place.COMMITS not in model.lohan._extensions and model.lohan.config.commit_every == every
     model.lohan.close()
 
 

@@ -225,20 +225,20 @@ def test_the_store_is_given_to_one_thread_at_a_time(store_dir: pathlib.Path) -> 
     order: list[str] = []
 
     def other() -> None:
-        with session.exclusive([]):
+        with session._exclusive([]):
             order.append("other")
         session.flush()
 
     thread = threading.Thread(target=other)
-    with session.exclusive([]):
+    with session._exclusive([]):
         thread.start()
         thread.join(0.2)
         order.append("first")
     thread.join(60)
     assert not thread.is_alive()
     assert order == ["first", "other"]
-    with pytest.raises(RuntimeError, match="already paused"), session.exclusive([]):
-        session.exclusive([]).__enter__()
+    with pytest.raises(RuntimeError, match="already paused"), session._exclusive([]):
+        session._exclusive([]).__enter__()
     session.close()
 
 

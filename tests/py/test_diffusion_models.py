@@ -175,7 +175,7 @@ def test_the_base_is_read_in_place_from_one_file_and_adapters_are_saved_as_diffu
     adapters = get_peft_model_state_dict(in_memory)
 
     read: set[int] = set()
-    values = model.lohan.parameters
+    values = model.lohan._parameters
     plain = values.value
     monkeypatch.setattr(values, "value", lambda index: read.add(index) or plain(index))
     model.save_lora_adapter(store_dir / "adapters")

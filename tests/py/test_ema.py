@@ -117,7 +117,7 @@ def test_averages_have_torchs_bits_and_survive_a_resume(
     with lohan.ema(model):
         assert same(masters(model, store_dir / "out"), expected)
         assert model(helper.vectors(0).to(DTYPES[dtype])).isfinite().all()
-        assert model.lohan.averages.is_swapped
+        assert model.lohan._averages.is_swapped
     assert same(masters(model, store_dir / "out"), before)
     assert same(masters(model, store_dir / "out", ema=True), expected)
     model.lohan.commit()

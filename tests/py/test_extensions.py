@@ -65,7 +65,7 @@ def test_each_place_belongs_to_an_extension() -> None:
 def test_a_step_has_its_events_in_order(store_dir: pathlib.Path) -> None:
     model: Any = lohan.wrap(kit.linears(8, 2), store=store_dir, step_records=False)
     seen: list[str] = []
-    model.lohan.extensions.add(_Seen(seen))
+    model.lohan._extensions.add(_Seen(seen))
     model(torch.ones(1, 8)).sum().backward()
     model.lohan.note(loss=1.0)
     model.optimizer.step()

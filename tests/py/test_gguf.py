@@ -299,7 +299,7 @@ def test_a_folder_of_gguf_files_names_the_file_to_pass(tmp_path: Path, store_dir
 def test_a_store_says_how_its_parameters_are_decoded(tmp_path: Path, store_dir: Path) -> None:
     path, _ = save(tmp_path)
     model = lohan.wrap(lora(empty()), store=store_dir, weights=path)
-    with model.lohan.exclusive([]) as store:
+    with model.lohan._exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     assert meta["lohan"] == 3

@@ -199,7 +199,7 @@ def test_what_cannot_be_decoded_is_refused_by_name(
 
 def test_the_meta_has_the_order_and_the_groups(base: Any, store_dir: Path) -> None:
     model = lohan.wrap(lora(empty()), store=store_dir, weights=base[0])
-    with model.lohan.exclusive([]) as store:
+    with model.lohan._exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     said = [place[3] for place in meta["in_place"]["params"] if place is not None and place[3:]]

@@ -295,7 +295,7 @@ def test_the_store_says_where_the_bytes_of_its_frozen_parameters_are(
     folder = save(tmp_path / "w")
     model = lohan.wrap(tower(), store=store_dir, weights=folder)
     state = model.state_dict()
-    with model.lohan.exclusive([]) as store:
+    with model.lohan._exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     said = meta["in_place"]

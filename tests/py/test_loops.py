@@ -31,8 +31,8 @@ def test_a_loop_that_reads_no_values_loads_none(
     model = workshop.wrap(build(), host_bytes="minimal")
     train_step(model, 0)
     loads: list[int] = []
-    resident = model.lohan.resident
-    monkeypatch.setattr(model.lohan, "resident", lambda i: (loads.append(i), resident(i))[1])
+    resident = model.lohan._resident
+    monkeypatch.setattr(model.lohan, "_resident", lambda i: (loads.append(i), resident(i))[1])
     assert [FORMS[name](p) for p in model.parameters()] == [
         FORMS[name](p) for p in build().parameters()
     ]

@@ -144,7 +144,7 @@ def test_adapters_saved_by_peft_give_the_same_outputs_on_the_plain_base(
     train(model)
     wanted = logits(model)
     read: list[int] = []
-    values = type(model.lohan.parameters)
+    values = type(model.lohan._parameters)
     lend = values.lend
     monkeypatch.setattr(values, "lend", lambda self, index: read.append(index) or lend(self, index))
     model.save_pretrained(store_dir / "adapters")

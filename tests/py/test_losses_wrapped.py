@@ -281,7 +281,7 @@ def test_a_closed_session_and_a_forward_at_the_wrong_time_are_refused(workshop: 
         linear_cross_entropy(hidden, model.head.weight, targets)
     model.optimizer.step()
     loss = linear_cross_entropy(hidden, model.head.weight, targets)
-    assert not model.lohan.is_underway and loss.isfinite()
+    assert not model.lohan._is_underway and loss.isfinite()
     model.lohan.close()
     with pytest.raises(HollowParameterError, match="its session is closed"):
         linear_cross_entropy(hidden, model.head.weight, targets)
@@ -304,7 +304,7 @@ def test_an_error_in_the_loss_leaves_the_session_usable(workshop: Workshop) -> N
     hidden = torch.ones(4, WIDTH).as_subclass(Failing)
     with pytest.raises(KeyboardInterrupt):
         linear_cross_entropy(hidden, model.head.weight, torch.arange(4))
-    assert not model.lohan.is_underway
+    assert not model.lohan._is_underway
     tower_loss(model, 0).backward()
     model.optimizer.step()
 

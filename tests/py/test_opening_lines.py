@@ -113,7 +113,7 @@ def test_the_logger_silences_the_lines_and_then_nothing_is_counted(
 ) -> None:
     logging.getLogger("lohan").setLevel(logging.WARNING)
     model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir)
-    assert model.lohan.extensions.get(Wear) is None
+    assert model.lohan._extensions.get(Wear) is None
     train(model)
     model.lohan.close()
     assert capfd.readouterr().err == ""

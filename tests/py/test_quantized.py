@@ -564,7 +564,7 @@ def _inside(path: Path) -> Path:
 def test_older_versions_must_refuse_a_store_with_packed_units(base: Any, store_dir: Path) -> None:
     folder, _ = base
     model = lohan.wrap(lora(empty()), store=store_dir, weights=folder)
-    with model.lohan.exclusive([]) as store:
+    with model.lohan._exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     assert meta["lohan"] == 3

@@ -96,7 +96,7 @@ def test_a_forward_keeps_the_inputs_of_blocks_and_backward_the_rest_of_one(
     kept, peaks = [], []
     for activations in ("keep", "recompute"):
         model = wrap(build(Plain), store_dir, activations, device="emu")
-        meter = model.lohan.saving.meter
+        meter = model.lohan._saving.meter
         seen = watch(meter, monkeypatch)
         with contextlib.closing(model.lohan):
             loss = model(batch_of(0))
@@ -184,10 +184,10 @@ def test_a_graph_that_is_never_run_backward_is_freed_with_its_inputs(
         alive = weakref.ref(batch)
         gc.disable()
         loss = model(batch)
-        assert model.lohan.saving.meter.kept_bytes > 0
+        assert model.lohan._saving.meter.kept_bytes > 0
         del batch, loss
         assert alive() is None
-        assert model.lohan.saving.meter.kept_bytes == 0
+        assert model.lohan._saving.meter.kept_bytes == 0
         assert model.lohan.status()["handles"] == 0
     finally:
         gc.enable()

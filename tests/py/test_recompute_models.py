@@ -135,7 +135,7 @@ def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
         )
         if device == "emu":
             loss = MODELS[name][1](model, 0)
-            kept.append(model.lohan.saving.meter.kept_bytes)
+            kept.append(model.lohan._saving.meter.kept_bytes)
             del loss
         torch.manual_seed(2)
         runs.append(helper.train(model, STEPS, MODELS[name][1]))
@@ -166,7 +166,7 @@ def test_models_in_which_every_third_layer_is_computed_again_train_to_the_same_b
             model, store=store_dir / str(again), activations=said, device="emu", **helper.HYPER
         )
         loss = MODELS[name][1](model, 0)
-        kept.append(model.lohan.saving.meter.kept_bytes)
+        kept.append(model.lohan._saving.meter.kept_bytes)
         del loss
         torch.manual_seed(2)
         runs.append(helper.train(model, STEPS, MODELS[name][1]))
@@ -195,7 +195,7 @@ def test_models_train_under_auto_to_the_bits_of_kept_activations_in_less_memory(
         )
         torch.manual_seed(2)
         runs.append(helper.train(model, range(4), MODELS[name][1]))
-        kept = model.lohan.saving.meter.peak_bytes - model.lohan.device.slot_bytes
+        kept = model.lohan._saving.meter.peak_bytes - model.lohan.device.slot_bytes
         room = model.lohan.device.slot_bytes + 3 * kept // 4
         plans.append(model.lohan.plan())
     assert plans[1].swapped_bytes > 0 or plans[1].recompute_s > 0

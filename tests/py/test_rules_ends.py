@@ -183,7 +183,7 @@ def test_an_edit_is_undone_with_nothing_where_a_step_after_it_dies(workshop: Wor
         assert_same_state(model.state_dict(), doubled)
     hook.remove()
     train_step(model, 2)
-    assert model.lohan.step == 3 and not model.lohan.edits.is_pending
+    assert model.lohan.step == 3 and not model.lohan._edits.is_pending
 
 
 def test_a_graph_from_before_an_edit_stays_stale(workshop: Workshop) -> None:
@@ -249,7 +249,7 @@ def test_the_older_checkpoint_of_a_resumed_run_is_refused_before_anything_change
         assert line in str(told.value)
     with pytest.raises(StaleStateError, match=r"of step 2, but the session is at step 3.*delete"):
         model.optimizer.load_state_dict(saved["optimizer"])
-    assert not model.lohan.edits.is_pending
+    assert not model.lohan._edits.is_pending
     assert_same_state(model.state_dict(), state)
     train_step(model, 3)
     assert_same_state(model.state_dict(), workshop.train(range(4)))
@@ -267,7 +267,7 @@ def test_the_checkpoint_of_the_very_step_is_loaded_without_a_word(
         again = resumed(workshop, workshop.folder / "store0")
         for name in order:
             (again if name == "model" else again.optimizer).load_state_dict(saved[name])
-        assert not again.lohan.edits.is_pending
+        assert not again.lohan._edits.is_pending
         again.lohan.close()
     assert "lohan:" not in notes(capfd.readouterr().err)
 

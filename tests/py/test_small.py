@@ -122,7 +122,7 @@ def test_a_step_that_writes_its_states_anyway_keeps_its_commits(store_dir: pathl
     least.lohan.close()
     memory = least.lohan.budget["host_bytes_min"]
     model = lohan.wrap(kit.linears(600, 4), store=store_dir / "b", host_bytes=memory)
-    assert Place.COMMITS not in model.lohan.extensions
+    assert Place.COMMITS not in model.lohan._extensions
     model.lohan.close()
 
 

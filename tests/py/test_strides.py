@@ -231,7 +231,7 @@ def test_loading_the_values_that_are_there_is_no_edit(workshop: Workshop) -> Non
     model = workshop.wrap(build(channels_last_bf16))
     train_step(model, 0, images)
     model.load_state_dict(model.state_dict())
-    assert not model.lohan.edits.is_pending
+    assert not model.lohan._edits.is_pending
 
 
 @pytest.mark.parametrize("is_empty", [False, True])

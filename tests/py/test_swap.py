@@ -303,7 +303,7 @@ def test_a_timeline_has_what_left_and_came_back_by_name(store_dir: pathlib.Path)
     model.lohan.flush()
     moved = model.lohan.stats().bytes
     names = [unit.name for unit in model.lohan.layout.units]
-    spans = _timeline.spans_of(model.lohan.trace(), names)
+    spans = _timeline.spans_of(model.lohan._trace(), names)
     saved = [span for span in spans if span.name == "saved tensors"]
     for lane, link in (("SSD writes", "saved_write"), (_timeline.LANE_OF_KIND[12], "saved_read")):
         assert sum(span.nbytes for span in saved if span.lane == lane) == moved[link] > 0

@@ -123,7 +123,7 @@ def test_a_training_that_begins_reads_no_values_of_parameters(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, begun = [], []
-    plain = lohan.Session.resident
+    plain = lohan.Session._resident
 
     def resident(session: Any, index: int) -> Any:
         shown.append(index)
@@ -134,7 +134,7 @@ def test_a_training_that_begins_reads_no_values_of_parameters(
             begun.append(len(shown))
             assert all(bool(param.isfinite().all()) for param in model.parameters())
 
-    monkeypatch.setattr(lohan.Session, "resident", resident)
+    monkeypatch.setattr(lohan.Session, "_resident", resident)
     trainer = helper.make(store_dir, {}, max_steps=1, callbacks=(Reads(),))
     trainer.train()
     count = len(shown)

@@ -327,7 +327,7 @@ def test_one_setting_and_temporary_stores_record_nothing(store_dir: pathlib.Path
         model: Any = lohan.wrap(crash_worker.build(), **given_settings)  # type: ignore[arg-type]
         step(model)
         model.lohan.note(loss=1.0)
-        assert model.lohan.extensions.get(_recorder.Recorder) is None
+        assert model.lohan._extensions.get(_recorder.Recorder) is None
         model.lohan.close()
     assert [path.name for path in (store_dir / "s").iterdir()] == ["lohan.data"]
     answer = run(store_dir / "s")
@@ -405,7 +405,7 @@ def test_the_cost_of_the_records_is_below_half_a_percent_of_a_step(
     for _ in range(3):
         step(model)
     model.lohan.flush()
-    recorder, least = model.lohan.extensions.get(_recorder.Recorder), math.inf
+    recorder, least = model.lohan._extensions.get(_recorder.Recorder), math.inf
     assert recorder is not None
     for _ in range(50):
         began = time.perf_counter()

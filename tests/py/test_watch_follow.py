@@ -79,7 +79,7 @@ def test_a_forked_child_does_not_count_as_the_run(store_dir: pathlib.Path) -> No
         assert os.read(began, 1) == b"x"
         with Reader([str(store_dir)]) as reader:
             assert reader.is_running
-            model.lohan.extensions.get(
+            model.lohan._extensions.get(
                 Recorder
             ).release()  # as the kernel does for a killed process
             assert not reader.is_running

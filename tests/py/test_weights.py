@@ -47,7 +47,7 @@ def test_safetensors_fill_an_empty_model_bit_for_bit(tmp_path: Path) -> None:
 def fp16_master(layer: nn.Module) -> torch.Tensor:
     """The first unit's masters, as they are in the store, padding included."""
     master = torch.empty(layer.lohan.layout.units[0].elements)
-    with layer.lohan.exclusive([]) as store:
+    with layer.lohan._exclusive([]) as store:
         residual = layer.lohan.extents.units[0].residual
         store.read(residual, 0, master.data_ptr(), master.numel() * 4)
     return master
@@ -62,7 +62,7 @@ def test_fp32_files_keep_every_bit_of_a_bf16_model_s_master(tmp_path: Path) -> N
     session = layer.lohan
     places = session.extents.units[0]
     count = session.layout.units[0].elements
-    with session.exclusive([]) as store:
+    with session._exclusive([]) as store:
         param = torch.empty(count, dtype=torch.bfloat16)
         residual = torch.empty(count, dtype=torch.int16)
         store.read(places.param, 0, param.data_ptr(), count * 2)

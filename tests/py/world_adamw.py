@@ -63,7 +63,7 @@ def states_digest(model: Any) -> str:
 
 def _array_digests(model: Any) -> dict[str, str]:
     found = {}
-    with model.lohan.exclusive([]) as store:
+    with model.lohan._exclusive([]) as store:
         for unit, places in enumerate(model.lohan.extents.units):
             for array, extent in dataclasses.asdict(places).items():
                 if extent < 0:

@@ -170,7 +170,7 @@ def wait_for_room(store: str) -> str:
         held = []
         with contextlib.suppress(BudgetError):
             for param in model.lohan.layout.params:  # until the memory is full
-                held.append(model.lohan.parameters.lend(param.index))
+                held.append(model.lohan._parameters.lend(param.index))
         time.sleep(60)
     time.sleep(2)
     try:
@@ -193,7 +193,7 @@ def wait_for_an_owner(store: str, interrupts: bool) -> str:
     model = wrapped(store, host_bytes=least_bytes(store))
     one_step(model)
     if rank == 0:
-        with model.lohan.exclusive([]):  # the engine sleeps, and reads nothing for others
+        with model.lohan._exclusive([]):  # the engine sleeps, and reads nothing for others
             time.sleep(3)
             os._exit(9)
     if interrupts:

@@ -95,7 +95,7 @@ def _copies(model: Any) -> int:
     count = -1
     while True:
         # LH_ENGINE_TRACE_COPY_IN, LH_ENGINE_TRACE_COPY_OUT
-        now = sum(event[0] in (10, 11) for event in model.lohan.trace())
+        now = sum(event[0] in (10, 11) for event in model.lohan._trace())
         if now == count:
             return now
         count = now

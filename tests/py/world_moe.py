@@ -215,7 +215,7 @@ def states(mine: Part, model: Any) -> dict[str, str]:
     """Return a hash of each parameter and of its optimizer states, by the expert's number."""
     found = {}
     layout = model.lohan.layout
-    with model.lohan.exclusive([]) as store:
+    with model.lohan._exclusive([]) as store:
         for unit, places in zip(layout.units, model.lohan.extents.units, strict=True):
             for array, extent in dataclasses.asdict(places).items():
                 if extent < 0:

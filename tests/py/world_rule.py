@@ -116,7 +116,7 @@ def save_little(store: str) -> tuple[bool, int]:
 
     vars(_wear)["saved_bytes"] = saved
     model = wrapped(store)
-    is_chosen = Place.COMMITS in model.lohan.extensions
+    is_chosen = Place.COMMITS in model.lohan._extensions
     for _ in range(5):
         one_step(model)
     assert (model.lohan.config.commit_every == EVERY) == is_chosen
@@ -137,7 +137,7 @@ def cannot_wait(store: str) -> tuple[list[int | None], Any]:
 
     vars(_division)["_budget"] = refused
     model = wrapped(store)
-    choice = model.lohan.extensions.get(_commit_rule.CommitChoice)
+    choice = model.lohan._extensions.get(_commit_rule.CommitChoice)
     assert choice is None or not isinstance(choice.rule, _commit_rule.Rule)
     found = []
     for _ in range(3):
@@ -152,7 +152,7 @@ def interval_of_wear(store: str) -> float:
     """Return the seconds between commits, which the life of the drives decides."""
     costly(commit_interval_s=_interval_of)
     model = wrapped(store, ssd_endurance_bytes=10**12)
-    choice = model.lohan.extensions.get(_commit_rule.CommitChoice)
+    choice = model.lohan._extensions.get(_commit_rule.CommitChoice)
     interval_s = float(choice.rule.interval_s)
     model.lohan.close()
     return interval_s
@@ -227,7 +227,7 @@ def slow_train(store: str, steps: int, marker: str) -> Any:
     while model.lohan.step < steps:
         one_step(model)
         chosen = None if model.lohan.step < 4 else EVERY
-        assert Place.COMMITS in model.lohan.extensions or model.lohan.config.commit_every == chosen
+        assert Place.COMMITS in model.lohan._extensions or model.lohan.config.commit_every == chosen
     return model.lohan.step
 
 

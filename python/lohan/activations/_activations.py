@@ -37,7 +37,7 @@ class Owner(Protocol):
     layout: Layout
     device: Device
     config: Config
-    saving: Saving
+    _saving: Saving
     _engine: _core.Engine
     _param_index: dict[int, int]
 
@@ -185,9 +185,9 @@ class Activations:
         self.blocks: list[Block] = []
         self.tools = Tools(
             owner._engine.pack,
-            owner.saving.stay,
-            owner.saving.saved,
-            owner.saving.to_ssd,
+            owner._saving.stay,
+            owner._saving.saved,
+            owner._saving.to_ssd,
             owner.device.torch_device,
             owner._param_index,
         )

@@ -76,7 +76,7 @@ def step_s(
         BudgetError: the step does not fit in memory; the message has the numbers.
     """
     config, device = session.config, session.device
-    memory, transit, store, _ = session.saving.options
+    memory, transit, store, _ = session._saving.options
     dtype = _DTYPES[model.residual_bytes]
     workers = min(config.threads or len(os.sched_getaffinity(0)), _WORKERS_MAX)
     every = config.commit_steps or _NEVER

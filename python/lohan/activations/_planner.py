@@ -165,7 +165,7 @@ class Planner:
             return
         session._forwards.refuse_other_thread("the model")
         if in_transform():  # saved tensors can be neither offloaded nor recomputed
-            session._forwards.around = session.saving.stay
+            session._forwards.around = session._saving.stay
             self.step.shapes.add(0)  # so that step_end() takes no profile of this step
             return
         key = _profile_file.key_of(module, args, kwargs)
@@ -196,18 +196,18 @@ class Planner:
             return None
 
     def _use(self, session: Session, made: Made) -> None:
-        session._forwards.around = session.saving.stay
-        session.saving.window_set(made.window_bytes)
+        session._forwards.around = session._saving.stay
+        session._saving.window_set(made.window_bytes)
         if self.activations.blocks is not made.blocks:
             self.activations.put(made.blocks)
 
     def _record(self, session: Session) -> None:
-        step, stay = self.step, session.saving.stay
+        step, stay = self.step, session._saving.stay
         if step.forwards >= _FORWARD_COUNT_MAX:  # the program completes no steps, so begin again
             step = self.step = _Step()
         if step.recorder is None:
             step.recorder = Recorder(session.device.torch_device, has_flops=not self.has_profile)
-            session.saving.wait_take_ns()  # discard the waits of previous steps
+            session._saving.wait_take_ns()  # discard the waits of previous steps
         recorder = step.recorder
         recorder.begin_forward()
         step.forwards += 1
@@ -219,7 +219,7 @@ class Planner:
             return packed
 
         session._forwards.around = SavedTensors(pack, stay.unpack)
-        session.saving.window_set(None)
+        session._saving.window_set(None)
         self.activations.put(self.activations.make(_conservative(session), recorder.frame))
 
     def backward_end(self) -> None:
@@ -244,7 +244,7 @@ class Planner:
         visits = recorder.finish()
         if stats.step == 0 or not visits:
             return
-        waits = session.saving.wait_take_ns() + stats.param_wait_ns + stats.gradient_wait_ns
+        waits = session._saving.wait_take_ns() + stats.param_wait_ns + stats.gradient_wait_ns
         compute_ns = (stats.wall_ns - waits - recorder.again_ns) // step.forwards
         if session.device.name == "cuda":  # waits in the GPU's stream are not visible
             compute_ns = 3 * sum(ns for visit in visits for ns in visit.ns)
@@ -308,7 +308,7 @@ class Planner:
         machine = machine_of(session, profile, model, "")
         modes, on_its_way = _fit(session, profile, items, modes, self.at_once)
         outcome = _outcome(session, profile, modes)
-        window_bytes = min(on_its_way, session.saving.window_bytes)
+        window_bytes = min(on_its_way, session._saving.window_bytes)
         fates = _fates(model, machine, items, modes)
         step = predicted(session, model, machine, fates)
         step_s = step["iteration_s"]
@@ -412,7 +412,7 @@ def _gradient_bytes(session: Session) -> int:
 
 
 def _may_leave(session: Session, nbytes: int) -> bool:
-    memory, transit, *_ = session.saving.options
+    memory, transit, *_ = session._saving.options
     return _swap.LEAST_BYTES <= nbytes <= (transit or memory) // 3
 
 
@@ -438,7 +438,7 @@ def _without(
 
 def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
     """Return whether main memory and SSD have room for all storages that are offloaded."""
-    memory, transit, store, most = session.saving.options
+    memory, transit, store, most = session._saving.options
     staying = memory - transit if session.device.name != "cpu" else 0
     on_ssd = _swap.room_bytes(store)
     for nbytes, is_for_ssd in at_once * outcome.left:
@@ -492,7 +492,7 @@ def _fit(
 
 def assigned(items: list[Item], fates: list[str], session: Session, policy: str) -> Assigned:
     """Convert the fates of a plan to a mode for every layer."""
-    *_, store, _ = session.saving.options
+    *_, store, _ = session._saving.options
     modes = dict(_MODES)
     if policy == "g10" and store is not None:
         modes["ssd"] = "ssd"
@@ -558,7 +558,7 @@ def machine_of(session: Session, profile: Profile, model: Model, policy: str) ->
     `auto` divides main memory between states and activations, so the machine for `auto` includes
     the memory for states.
     """
-    memory, transit, *_ = session.saving.options
+    memory, transit, *_ = session._saving.options
     write, read = ssd_rates(session.directories, session.stats())
     link_in, link_out = link_rates(session.device)
     resident = memory - transit if session.device.name != "cpu" else 0

@@ -187,7 +187,7 @@ def run_lohan(options: Options, report: Report) -> None:
         bookkeeping_bytes=status["bookkeeping_bytes"],
         stats=seen,
         units=[unit.name for unit in session.layout.units],
-        events=[event for event in session.trace() if event[3] > first],
+        events=[event for event in session._trace() if event[3] > first],
         marks=[mark for mark in marks if mark[1] > first],
     )
     session.close()

@@ -210,7 +210,7 @@ def set_handlers() -> bool:
 def _forked() -> None:
     """Make all parameters hollow in a forked child, even those that were in memory."""
     for session in list(sessions):
-        session.forked()
+        session._forked()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -59,7 +59,7 @@ def spans_of(
     """Sort a trace into lanes.
 
     Args:
-        events: the events from `Session.trace()`.
+        events: the events of the session.
         unit_names: the names of `Session.layout.units`.
         marks: (name, step, start_ns, end_ns) of what the training thread did, in CLOCK_MONOTONIC
             (`time.monotonic_ns()`).

@@ -240,7 +240,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if self._logs is not None:
             self._logs.step_ends()
         self._tokens.note(self._open(), state)
-        wear = None if self.session is None else self.session.extensions.get(_wear.Wear)
+        wear = None if self.session is None else self.session._extensions.get(_wear.Wear)
         if wear is None or not wear.is_spent or self._group is not None:
             return
         if _trainer_args.has_checkpoints(args):
@@ -383,7 +383,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def _open_session(self) -> Session | None:
         """Return the session if it is open, as in a second train() of one process."""
         session = self._open()
-        if session is not None and session.edits.is_pending:
+        if session is not None and session._edits.is_pending:
             raise StoreMismatchError(
                 "train(resume_from_checkpoint=...) was called in a process that has changed the"
                 " model's parameters since (load_best_model_at_end does): start a new process"
@@ -394,7 +394,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Return the reference of the store, then of the stores that it was copied from."""
         session = self._open_session()
         if session is not None:
-            return [{"store": session.uuid, "step": session.step}]
+            return [{"store": session._uuid, "step": session.step}]
         directories = self._directories()
         try:
             store = _store.open_existing(directories, self._config, read_only=True)
@@ -534,7 +534,7 @@ class TrainerCallback(transformers.TrainerCallback):
         folder = path.parent
         if only_model or path.name != TRAINER_STATE_NAME or self.session.closed:
             return
-        mine = {"store": self.session.uuid, "step": self.session.step}
+        mine = {"store": self.session._uuid, "step": self.session.step}
         is_due = self._group is None or self._group.is_due
         if not is_due or not fits(reference_of(folder), mine):
             return  # a trainer_state.json that is not part of this checkpoint

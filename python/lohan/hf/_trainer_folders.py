@@ -93,7 +93,7 @@ def trained_past(folder: Path, step: int, session: Session, is_zeroth: bool) -> 
     durable = int(session.store.describe()["step"])
     there: str | None = str(folder)
     if durable != step and not (is_zeroth and durable < step):
-        there = fitting_beside(folder, {"store": session.uuid, "step": durable})
+        there = fitting_beside(folder, {"store": session._uuid, "step": durable})
     if there is None:
         return ""
     return (

@@ -63,7 +63,7 @@ class Logs:
         if self._began is None:
             self._began = self._step_began
             session = self._session()
-            wear = None if session is None else session.extensions.get(Wear)
+            wear = None if session is None else session._extensions.get(Wear)
             if wear is not None:
                 wear.look()
                 self._written = wear.written
@@ -105,7 +105,7 @@ class Logs:
             session: the open session.
             last: the rate of the last step, which is used if the session does not count its writes.
         """
-        wear = session.extensions.get(Wear)
+        wear = session._extensions.get(Wear)
         if wear is None or self._began is None:
             return last
         wear.look()

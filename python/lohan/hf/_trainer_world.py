@@ -224,7 +224,7 @@ class Group:
     def _store_now(self, session: Any) -> tuple[int, list[Any], str | None]:
         """Return the step of this process's store, its copied_from, and its UUID if it exists."""
         if session is not None:
-            return session.step, copied_from(session.store), session.uuid
+            return session.step, copied_from(session.store), session._uuid
         if not _snapshot.is_complete(self._directories):
             return 0, [], None
         store = _store.open_existing(self._directories, self._config, read_only=True)

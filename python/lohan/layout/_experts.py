@@ -317,7 +317,7 @@ def _announce(session: weakref.ref[Any], units: list[list[int]], numbers: Sequen
     """Announce the experts that are used next."""
     owner = session()
     if owner is not None and not owner.closed:
-        owner.announce([unit for number in numbers for unit in units[number]])
+        owner._engine.announce([unit for number in numbers for unit in units[number]])
 
 
 def _fuse(split: Split, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:

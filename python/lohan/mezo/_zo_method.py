@@ -84,7 +84,7 @@ class MeZO(AdamW):
         base = int(session.store.describe()["step"])
         self.run = _zo_run.make(self.rule, self.journal.records, base, session.layout.params)
         self._turns.wanted = self.rule.clean(self.step())
-        self._workers = max(1, session.workers)  # the number of threads, including the calling one
+        self._workers = max(1, session._workers)  # the number of threads, including the calling one
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
         )
@@ -248,10 +248,10 @@ class MeZO(AdamW):
             PeerLostError: another process died or cannot be reached.
             HyperParameterError: the optimizer's groups are invalid.
         """
-        self.session.check_open()
+        self.session._check_open()
         if self._is_in_step or in_backward() or self.session._forwards.is_alive():
             raise StepError("zo_step() called inside a forward, a backward or another zo_step()")
-        for extension in self.session.extensions:
+        for extension in self.session._extensions:
             extension.admit(self.session)
         optimizer: Any = self.session.optimizer
         made: ZerothOptimizer = optimizer
@@ -266,7 +266,7 @@ class MeZO(AdamW):
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
         mean_loss = sum(losses) / len(losses)
-        for extension in self.session.extensions:
+        for extension in self.session._extensions:
             extension.journaled(self.session, began, mean_loss)
         if "deferred" in self.session.config.ablate:
             self._update_all()
@@ -332,7 +332,7 @@ class MeZO(AdamW):
 
     def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run the model several times in turns; see ZerothSession.together."""
-        self.session.check_open()
+        self.session._check_open()
         if self._is_in_step or in_backward() or self.session._forwards.is_alive():
             raise StepError("together() called inside a forward, a backward or a step")
         self._roll_back()
@@ -369,7 +369,7 @@ class MeZO(AdamW):
             return
         from lohan.mezo._zo_wear import ZerothWear  # which few sessions have
 
-        wear = self.session.extensions.get(ZerothWear)
+        wear = self.session._extensions.get(ZerothWear)
         for unit, where in self._turns.where.items():
             nbytes, extent = (
                 self.session.layout.units[unit].nbytes,
@@ -378,7 +378,7 @@ class MeZO(AdamW):
             self.session._engine.acquire(unit)
             try:
                 copy = self._copy_back(unit)
-                with self.session.exclusive([]) as store:
+                with self.session._exclusive([]) as store:
                     address = where.address if copy is None else copy.data_ptr()
                     try:  # no commit refers to these bytes yet
                         store.write(extent, 0, address, nbytes)
@@ -392,7 +392,7 @@ class MeZO(AdamW):
             self.written_bytes += nbytes
             if wear is not None:
                 wear.add(nbytes)
-        with self.session.exclusive([]) as store:
+        with self.session._exclusive([]) as store:
             self.session._commits.holds.wait_none()
             said = store.describe()
             scalars = said["scalars"]
@@ -419,7 +419,7 @@ class MeZO(AdamW):
             self.session._forwards.drop()
         self._rolls_back = True
         try:
-            with self.session.exclusive(sorted(self._lost)):
+            with self.session._exclusive(sorted(self._lost)):
                 pass
             self._lost.clear()
         finally:

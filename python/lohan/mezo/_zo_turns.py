@@ -203,7 +203,7 @@ class Turns(Runs):
             and (unit not in self.kept or self.kept[unit].position != self.wanted)
         ]
         if ahead:
-            with self.session.exclusive(ahead):
+            with self.session._exclusive(ahead):
                 pass
 
     def operands(self, tensors: Sequence[nn.Parameter]) -> None:

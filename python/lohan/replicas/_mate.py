@@ -85,14 +85,14 @@ class Mate(Replica):
     def close_step(self, unscale: float) -> None:
         """Wait until the owner has closed the open step; see [Note: A mate's step]."""
         session = self.session
-        session.check_open()
+        session._check_open()
         session._forwards.refuse_other_thread("step()")
         self._refuse_edited()
         if not (self.exchange.has_begun or self.exchange.is_open):
             session._open_step.backward = "none"
             return
         self._check_alone()
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.step_begins(session)
         self._agree(unscale)
         session._open_step.gradients.hide()
@@ -111,7 +111,7 @@ class Mate(Replica):
         session._open_step.accumulation.reset()
         session._open_step.scale.reset()
         self._share_norm()
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.closed(session)
         self._count_traffic()
         self.exchange.forget()
@@ -141,7 +141,7 @@ class Mate(Replica):
 
     def lends(self, index: int) -> None:
         """Keep the value of a parameter of the owner."""
-        self._kept = self.session.parameters.value(index)
+        self._kept = self.session._parameters.value(index)
 
     def value_before(self, index: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the value that a loop over the parameters has changed."""

@@ -112,7 +112,7 @@ class Replica(Alone):
                 device = session.device.torch_device
                 self._gather = Gather(self.world, self.team, engine, device)
             # A state that one process saves is loaded by all: it names the stores of all.
-            told = self.world.exchange(session.uuid.encode(), "the stores")
+            told = self.world.exchange(session._uuid.encode(), "the stores")
             self.uuids = tuple(uuid.decode() for uuid in told)
             self.exchange = self._states.join(self)
             if self._gather is not None:
@@ -225,7 +225,7 @@ class Replica(Alone):
 
     def _close_step(self, unscale: float) -> None:
         session = self.session
-        session.check_open()
+        session._check_open()
         self._refuse_edited()
         every = session.config.commit_steps  # a number that is chosen now is for the next steps
         has_gradients = self.has_gradients()
@@ -262,7 +262,7 @@ class Replica(Alone):
         """Wait for what these processes do in a close, until the owner's engine announces it."""
         engine = self.session._engine
         while engine.team_step() < step:
-            self.session.check_open()
+            self.session._check_open()
             try:
                 self.world.check_here(ranks, f"step() of step {step}")
             except LohanError:  # a process may have closed its session after the close
@@ -378,7 +378,7 @@ class Replica(Alone):
     def check_exclusive(self, changed: list[int]) -> None:
         """Raise an error if units are to be changed that other processes read."""
         if changed:
-            self.session.edits.check()
+            self.session._edits.check()
 
     def check_edit(self) -> None:
         """Reject a change of parameters that other processes read where they are."""

@@ -101,14 +101,14 @@ class Averages(Extension):
             UnsupportedError: the model was wrapped without ema=.
             StepError: they are exchanged already, or a step is open.
         """
-        self._session.check_open()
+        self._session._check_open()
         if not self._units:
             what = "pass ema=DECAY, such as 0.999, to lohan.wrap()"
             if self._session.config.ema is not None:
                 what = "none of its parameters is trained (requires_grad)"
             raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
-        self._session.edits.check()
+        self._session._edits.check()
         self._session._forwards.end_interrupted()
         self._exchange(holder)
 
@@ -121,7 +121,7 @@ class Averages(Extension):
         session = self._session
         is_begun = False
         try:
-            with session.exclusive(self._units) as store:
+            with session._exclusive(self._units) as store:
                 is_begun = True
                 self._holder = self._holder or holder
                 for index in self._units:
@@ -172,5 +172,5 @@ def ema(model: nn.Module, decay: float | None = None) -> AbstractContextManager[
             f" that lohan.wrap() was given, or none. ema={decay!r} in lohan.wrap() is used from"
             " then on, but a store that was created without ema= has no averages"
         )
-    averages, holder = session.averages, object()
+    averages, holder = session._averages, object()
     return _core.Context(lambda: averages.swap(holder), lambda: averages.swap_back(holder))

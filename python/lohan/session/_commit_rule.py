@@ -59,7 +59,7 @@ def begin(session: Session, world: World | None) -> None:
         world: the processes of the run, all of which do the same; None: there is only one.
     """
     if session.config.commit_every == CHOSEN_LATER:
-        session.extensions.add(CommitChoice(Rule(session, world)))
+        session._extensions.add(CommitChoice(Rule(session, world)))
     elif session.config.commit_every == "auto" and session._trains:
         config, writes = session.config, _wear_life.writes_of(session)
         nbytes = writes.committed - writes.between
@@ -67,7 +67,7 @@ def begin(session: Session, world: World | None) -> None:
         mine = [nbytes * config.sharers * is_small, writes.between]
         nbytes, between = max(_told(world, mine, "the bytes of small commits"))
         if nbytes > 0:
-            session.extensions.add(CommitChoice(SmallRule(nbytes, between, world)))
+            session._extensions.add(CommitChoice(SmallRule(nbytes, between, world)))
 
 
 class CommitChoice(Extension):
@@ -89,7 +89,7 @@ class CommitChoice(Extension):
     def closed(self, session: Session) -> None:
         """Handle the close of a step, after which the number of steps may be chosen."""
         if self.rule.closed(session):
-            session.extensions.remove(self)
+            session._extensions.remove(self)
 
 
 def _told(world: World | None, mine: Any, what: str) -> list[Any]:

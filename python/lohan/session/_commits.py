@@ -121,8 +121,8 @@ class Commits:
                 self.snapshot_now = None
                 try:
                     self._finish_once()
-                    said += [each.summary(session) for each in session.extensions]
-                    for extension in session.extensions:
+                    said += [each.summary(session) for each in session._extensions]
+                    for extension in session._extensions:
                         extension.closing(session)
                 except Exception:  # not a Ctrl-C: nothing may be released before the commit
                     session._release()
@@ -155,7 +155,7 @@ class Commits:
         if not self.by_hand:
             session._idle.settle()
             self._engine.flush(True)
-            session.edits.end()
+            session._edits.end()
             self._end_checksums()
         if self._has_names:
             session.store.check_names()
@@ -177,7 +177,7 @@ class Commits:
     def commit(self) -> None:
         """See Session.commit."""
         session = self._session
-        session.check_open()
+        session._check_open()
         if not session._peers.is_mate:
             session._method.commit(self._commit_own)
         session._peers.committed()
@@ -185,7 +185,7 @@ class Commits:
     def _commit_own(self) -> None:
         """Commit in the store of this process."""
         session = self._session
-        session.averages.refuse_swapped("model.lohan.commit()")
+        session._averages.refuse_swapped("model.lohan.commit()")
         before = int(session.store.describe()["step"])
         self._engine.flush(True)
         after = int(session.store.describe()["step"])
@@ -195,10 +195,10 @@ class Commits:
                 " the next step are in the same slot. Call model.optimizer.step() first"
             )
         # Otherwise the flush has committed the edits.
-        if session.edits.is_pending and after == before:
-            with session.exclusive([]) as store:
+        if session._edits.is_pending and after == before:
+            with session._exclusive([]) as store:
                 self.write(store)
-        session.edits.clear()
+        session._edits.clear()
 
     def keep_checksums(self) -> None:
         """Write the checksums of first reads, for the commit of the step whose backward begins.
@@ -212,14 +212,14 @@ class Commits:
             and session.config.commit_every != "never"
             and not self._engine.status()["has_gradients"]
         ):
-            with session.exclusive([]) as store:
+            with session._exclusive([]) as store:
                 _checksums.write(session.layout, session.extents, store)
 
     def _end_checksums(self) -> None:
         """Commit the checksums of first reads that no step has committed."""
         session = self._session
-        if session.layout.in_place.has_news and not session.edits.is_open:
-            with session.exclusive([]) as store:
+        if session.layout.in_place.has_news and not session._edits.is_open:
+            with session._exclusive([]) as store:
                 _checksums.write(session.layout, session.extents, store)
                 self.write(store)
 
@@ -235,7 +235,7 @@ class Commits:
         every = session.config.commit_every
         if isinstance(every, str) and every in named:
             return named[every]
-        for extension in session.extensions:
+        for extension in session._extensions:
             if said := extension.commit_rule():
                 return said
         steps = session.config.commit_steps
@@ -251,7 +251,7 @@ class Commits:
         if session.config.commit_steps > 0 and not self._engine.commit_every(steps):
             return False
         session.config = dataclasses.replace(session.config, commit_every=steps)
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.commits_every(steps)
         return True
 
@@ -261,7 +261,7 @@ class Commits:
         With manual commits, edits made since the last commit stay uncommitted.
         """
         session = self._session
-        session.averages.refuse_swapped("lohan.unwrap(model)")
+        session._averages.refuse_swapped("lohan.unwrap(model)")
         if self.by_hand and int(session.store.describe()["step"]) == session.step:
             session.flush()
         else:
@@ -273,7 +273,7 @@ class Commits:
         if session.closed:
             given = session.directories, session.config, session.layout
             return session._peers.reopened(functools.partial(_store.reopened, *given))
-        return session.exclusive([])
+        return session._exclusive([])
 
     def values(self) -> list[torch.Tensor]:
         """Return every parameter's value in main memory, in its dtype and shape.
@@ -286,8 +286,8 @@ class Commits:
         """
         session = self._session
         if session._peers.is_mate or (not session.closed and session._method.lends_values()):
-            return [session.parameters.value(param.index) for param in session.layout.params]
-        opened = session.exclusive([])
+            return [session._parameters.value(param.index) for param in session.layout.params]
+        opened = session._exclusive([])
         if session.closed:
             opened = _store.reopened(session.directories, session.config, session.layout)
         with opened as store:
@@ -307,10 +307,10 @@ class Commits:
 
     def _undo(self, index: int) -> None:
         session = self._session
-        lend, param = session.parameters.lend(index), session.layout.params[index]
+        lend, param = session._parameters.lend(index), session.layout.params[index]
 
         def read() -> torch.Tensor:
-            with session.exclusive([]) as store:
+            with session._exclusive([]) as store:
                 return _store.read_param(session.layout, session.extents, store, param)
 
         lend.copy_(session._peers.value_before(index, read))

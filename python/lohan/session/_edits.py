@@ -29,7 +29,7 @@ class Owner(Protocol):
 
     layout: Layout
     extents: Extents
-    averages: Averages
+    _averages: Averages
     store: _core.Store
     _method: AdamW
     _peers: Alone
@@ -39,7 +39,7 @@ class Owner(Protocol):
     def step(self) -> int:
         """The number of closed steps."""
 
-    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+    def _exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Return a context that gives the store, in which the engine is paused."""
 
 
@@ -82,7 +82,7 @@ class Edits:
 
     def check(self) -> None:
         """Raise an error if averages are in the parameters' places, or only steps may edit."""
-        self._owner.averages.refuse_swapped("a change of parameters")
+        self._owner._averages.refuse_swapped("a change of parameters")
         self._owner._method.check_edit()
         self._owner._peers.check_edit()
 
@@ -103,7 +103,7 @@ class Edits:
     def made_of_buffers(self) -> None:
         """Record that only buffers were changed."""
         self._engine.flush(not self._owner._commits.by_hand)
-        with self._owner.exclusive([]) as store:
+        with self._owner._exclusive([]) as store:
             self.made(store)
 
     def forget_moments(self) -> None:
@@ -113,11 +113,11 @@ class Edits:
         self.check()
         layout, places = self._owner.layout, self._owner.extents.units
         units = {i: u for i, u in enumerate(layout.units) if u.trainable and u.has_states}
-        with self._owner.exclusive([*units]) as store:
+        with self._owner._exclusive([*units]) as store:
             for index, unit in units.items():
                 _moments.clear(unit, places[index], store)
             self._engine.param_steps(True)
-            self._owner.averages.begin_again()
+            self._owner._averages.begin_again()
             self.made(store)
 
     def refuse(self) -> None:
@@ -131,12 +131,12 @@ class Edits:
 
     def commit(self) -> None:
         """Commit an edit that the program is about to use."""
-        self._owner.averages.refuse_swapped("a backward")
+        self._owner._averages.refuse_swapped("a backward")
         edit = self._edit
         if edit is None:
             return
         if edit.step == self._owner.step:  # otherwise the commit of a step includes it
-            with self._owner.exclusive([]) as store:
+            with self._owner._exclusive([]) as store:
                 self._owner._commits.write(store)
         self.clear()
 

@@ -47,7 +47,7 @@ def make(
         types=(_core.Handle, _core.Scope),
         io=config.io,
         directory=os.fsencode(session.directories[0]),
-        threads=session.workers,
+        threads=session._workers,
         nice=device.workers_nice if config.nice is None else config.nice,
         io_depth=config.io_depth,
         transfer_bytes=config.transfer_bytes,
@@ -59,7 +59,7 @@ def make(
         norms=norms,
         sums=sums,
         device=device.options(layout.buffer_bytes),
-        saved=session.saving.options,
+        saved=session._saving.options,
         in_place=layout.in_place.engine_options(layout),
         team=team,
     )

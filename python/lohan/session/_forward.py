@@ -154,7 +154,7 @@ class Forwards:
 
     def _begin(self, *, is_root: bool) -> None:
         self._session._method.forward_begins()
-        self._session.check_open()
+        self._session._check_open()
         refuse_transform()
         for reference in tuple(_running):
             other = reference()
@@ -196,7 +196,7 @@ class Forwards:
         self.depth = 1
         _running.add(self._reference)
         self._engine.forward(True)
-        for extension in self._session.extensions:
+        for extension in self._session._extensions:
             extension.forward_begins(self._session)
 
     def part_enter(self, module: nn.Module, args: Any) -> None:
@@ -225,7 +225,7 @@ class Forwards:
         self.depth = 0
         _running.discard(self._reference)
         self.thread.release()
-        for extension in self._session.extensions:
+        for extension in self._session._extensions:
             extension.forward_ended()
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
@@ -248,7 +248,7 @@ class Forwards:
             return
         changed, self._changed = self._changed, set()
         try:
-            with self._session.exclusive(sorted({self._layout.params[i].unit for i in changed})):
+            with self._session._exclusive(sorted({self._layout.params[i].unit for i in changed})):
                 pass
         except BaseException:
             self._changed = changed
@@ -259,9 +259,11 @@ class Forwards:
 
         After a Ctrl-C, torch skips the hooks that would close the forward.
         """
+        if self.depth == 0:
+            return False
         if self._runs.is_other():  # the call that began the forward is on the first run's stack
-            return self.depth > 0
-        if self.depth == 0 or not self.thread.is_mine():
+            return True
+        if not self.thread.is_mine():
             return False
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self.thread.frame:
@@ -270,7 +272,7 @@ class Forwards:
 
     def _is_of_other_thread(self) -> bool:
         """Return whether the open forward belongs to another thread."""
-        return not self._runs.is_other() and not self.thread.is_mine()
+        return not self.thread.is_mine() and not self._runs.is_other()
 
     def refuse_other_thread(self, what: str) -> None:
         """Raise an error if another thread is inside a forward.
@@ -301,7 +303,7 @@ class Forwards:
             Whether it was loaded; False if no loop is at this parameter, or a step is in progress.
         """
         for loop in reversed(tuple(self._session._loops)):
-            if loop.is_at(tensor) and not self._session.closed and not self._session.is_underway:
+            if loop.is_at(tensor) and not self._session.closed and not self._session._is_underway:
                 loop.load()
                 return True
         return False

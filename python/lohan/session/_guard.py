@@ -241,13 +241,13 @@ class Guard:
             for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
                 index = self.index.get(id(tensor))
                 is_other = session.closed or self.only_names
-                if index is None or is_other or (not loop.is_begun and session.is_underway):
+                if index is None or is_other or (not loop.is_begun and session._is_underway):
                     loop.end()
                 else:
                     if not loop.is_begun:
                         refuse_read()
                     loop.begin(index, name, tensor)
-                    if type(tensor) is not self.plain_hollow and not session.is_underway:
+                    if type(tensor) is not self.plain_hollow and not session._is_underway:
                         loop.load()
                 yield name, tensor
 
@@ -266,7 +266,7 @@ class Guard:
         is_fixed = not unit.trainable and not unit.runs and param.stream is None
         try:
             if is_fixed and self.session.config.commit_every != "never":
-                self.session.edits.check()  # in several processes, the others may have read it
+                self.session._edits.check()  # in several processes, the others may have read it
                 raise FrozenParameterError(
                     f"parameter {name!r} was frozen at lohan.wrap() and cannot be written again:"
                     " call lohan.unwrap(model), change it, and wrap the model with a new store"
@@ -302,7 +302,7 @@ class Guard:
             if index in self.leaves_out:
                 state[key] = tensor  # hollow: reading it raises an error with its name
                 continue
-            value = self.session.parameters.value(index)
+            value = self.session._parameters.value(index)
             # Compare values: the dict may be another one with the same id, or be older than a step.
             if first_names.get(index) not in state:
                 first_names[index] = key  # the old name is from an earlier dict with the same id
@@ -421,7 +421,7 @@ class Guard:
         news = self.news(given, names)
         self.write(news, names)
         if not news and any(not is_same(old, new) for new, old in before):
-            self.session.edits.made_of_buffers()
+            self.session._edits.made_of_buffers()
         return type(result)(missing, result.unexpected_keys)
 
     def _load_module(self, reference: weakref.ref[nn.Module], *args: Any) -> None:
@@ -439,7 +439,7 @@ class Guard:
             if not isinstance(value, torch.Tensor):
                 continue
             if key in names:
-                mine = self.session.parameters.host_value(names[key])
+                mine = self.session._parameters.host_value(names[key])
             elif key in buffers:
                 mine = buffers[key].detach().cpu()
             else:
@@ -457,7 +457,7 @@ class Guard:
         try:
             _stale.check_weights(self.session, state_dict, name)
         except StaleStateError:
-            self.session.edits.refuse()
+            self.session._edits.refuse()
             raise
 
     def news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
@@ -471,12 +471,12 @@ class Guard:
         for key, value in self._without_in_place(given, names).items():
             param = layout.params[names[key]]
             is_trainable = layout.units[param.unit].trainable
-            mine = self.session.parameters.host_value(param.index).contiguous()
+            mine = self.session._parameters.host_value(param.index).contiguous()
             theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
             if is_same(theirs.contiguous(), mine):
                 continue
             if param.stream is not None:
-                self.session.edits.check()
+                self.session._edits.check()
             if not is_trainable:
                 raise FrozenParameterError(
                     f"load_state_dict() has other values for {key!r}, which was frozen at"
@@ -498,10 +498,10 @@ class Guard:
         given = self._without_in_place(given, names)
         if not given:
             return
-        session.edits.check()
+        session._edits.check()
         session._forwards.end_interrupted()
         changed = sorted({layout.params[names[key]].unit for key in given})
-        with session.exclusive(changed) as store:
+        with session._exclusive(changed) as store:
             writer = BlockWriter(store)
             for key, value in given.items():
                 param = layout.params[names[key]]
@@ -510,7 +510,7 @@ class Guard:
                 flat = param.flat(value.cpu())
                 _store.write_param(writer, unit, places, param.first, flat, is_fresh=False)
             writer.flush()
-            session.edits.made(store)
+            session._edits.made(store)
 
     def _without_in_place(
         self, given: Mapping[str, Any], names: Mapping[str, int]

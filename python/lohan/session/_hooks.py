@@ -85,7 +85,7 @@ def install(
     hooks.add(*_cache.leave_out(model))
     if session.config.activations in POLICIES and any(u.trainable for u in layout.units):
         plans = planner(session, activations)
-        session.extensions.add(Planned(plans))
+        session._extensions.add(Planned(plans))
         if session.speaks and not plans.has_profile:
             _log.inform("two steps are profiled with all activations recomputed, then planned")
         hooks.add(model.register_forward_pre_hook(plans.enter, prepend=True, with_kwargs=True))

@@ -36,10 +36,10 @@ class Loader(Protocol):
     _loops: list[Loop]  # the innermost last
 
     @property
-    def saving(self) -> Saving:
+    def _saving(self) -> Saving:
         """What it does with saved tensors."""
 
-    def resident(self, index: int) -> AbstractContextManager[None]:
+    def _resident(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the parameter has its real data."""
 
 
@@ -78,7 +78,7 @@ class Loop:
         finally:
             if self in session._loops:  # a Ctrl-C may have come before it was added
                 session._loops.remove(self)
-            session.saving.saved.leave()
+            session._saving.saved.leave()
 
     def begin(self, index: int, name: str, tensor: nn.Parameter) -> None:
         """End the turn of the parameter before, and begin the next one's."""
@@ -90,7 +90,7 @@ class Loop:
             self._thread = threading.get_ident()
             session = self._session
             # Operations in the loop must save handles: parameters become hollow again.
-            session.saving.saved.enter()
+            session._saving.saved.enter()
             session._loops.append(self)
 
     def is_at(self, tensor: nn.Parameter) -> bool:
@@ -122,7 +122,7 @@ class Loop:
     def load(self) -> None:
         """Load the values, which stay until the end of the turn."""
         # A context may be left that was not entered: [Note: Interrupted contexts].
-        self._context = self._session.resident(self._index)
+        self._context = self._session._resident(self._index)
         self._context.__enter__()
         self._before = self._state()
 

@@ -33,9 +33,9 @@ def extend(session: Session, world: World | None) -> None:
         world: the processes of the run; None: there is only one.
     """
     if not session._peers.is_mate:  # otherwise another process has the store
-        session.extensions.add(Copies())
+        session._extensions.add(Copies())
     if session.config.trace_events > 0:
-        session.extensions.add(Phases())
+        session._extensions.add(Phases())
     _commit_rule.begin(session, world)
 
 
@@ -62,7 +62,7 @@ def opened(
     if not speaks and limit is None and found is None:
         return
     made = (wear or _adamw)(session)
-    session.extensions.add(made)
+    session._extensions.add(made)
     if limit is not None or found is not None:
         made.keep(found, limit)
     if speaks:

@@ -158,9 +158,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         state = dict(state_dict)
         owner = state.pop(_stale.KEY, None)
         if _stale.is_beginning(self.session, owner) and self.begins_without_moments:
-            self.session.edits.forget_moments()
+            self.session._edits.forget_moments()
         elif not _stale.is_current(self.session, owner):
-            self.session.edits.refuse()
+            self.session._edits.refuse()
             raise _stale.optimizer_mismatch(self.session, owner)
         groups = self.param_groups
         super().load_state_dict(state)

@@ -57,14 +57,14 @@ def is_vertical(config: Config, layout: Layout, budget: dict[str, int], device: 
 
 def fits(session: Session, kept_bytes: int) -> bool:
     """Return whether all micro-batches may keep this at once: [Note: The choice of the order]."""
-    memory, _, store, _ = session.saving.options
+    memory, _, store, _ = session._saving.options
     return kept_bytes <= _free_bytes(session) // 2 + memory + _swap.room_bytes(store)
 
 
 def _free_bytes(session: Session) -> int:
     """Return the free memory where the model computes, when no forward keeps anything."""
-    if session.saving.meter is not None:
-        return session.saving.meter.room()
+    if session._saving.meter is not None:
+        return session._saving.meter.room()
     device = session.device.torch_device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -114,7 +114,7 @@ class Recorder(Extension):
         now = time.monotonic()
         self._noted, self._noted_next = self._noted_next, Noted()
         self._noted.known_loss = loss
-        written, wear = _NAN, session.extensions.get(Wear)
+        written, wear = _NAN, session._extensions.get(Wear)
         if wear is not None:
             written, self._written = wear.written - self._written, wear.written
         self._record = _steps.Record(
@@ -183,7 +183,7 @@ def _header(session: Session) -> dict[str, Any]:
         "I/O": str(session.status()["io"]),
         "commits": session._commits.rule(),
     }
-    wear = session.extensions.get(Wear)
+    wear = session._extensions.get(Wear)
     if wear is not None:
         about["writes"] = wear.rule()
     for field in dataclasses.fields(Config):
@@ -195,7 +195,7 @@ def _header(session: Session) -> dict[str, Any]:
     return {
         "session": time.time_ns(),
         "first_step": session.step,
-        "uuid": session.uuid,
+        "uuid": session._uuid,
         "state": "running",
         "about": encodable,
         "drives": [] if wear is None else [[*drive] for drive in wear.drives],
@@ -222,12 +222,12 @@ def begin(session: Session, *, is_resumed: bool) -> None:
     if not (session.speaks and session.config.step_records):
         return
     try:
-        file = _steps.Writer(session.directories, session.uuid, is_resumed=is_resumed)
+        file = _steps.Writer(session.directories, session._uuid, is_resumed=is_resumed)
     except OSError as error:
         _say(os.path.join(session.directories[0], _steps.NAME), error)
         return
     try:
-        session.extensions.add(Recorder(session, file))
+        session._extensions.add(Recorder(session, file))
     except OSError as error:
         _say(file.path, error)
         file.close()

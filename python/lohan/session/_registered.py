@@ -87,10 +87,10 @@ class Registered(Extension):
     def add(self, name: str, registered: Any, after: After = ...) -> None:
         """Implement Commits.register()."""
         session = self._session
-        session.check_open()
+        session._check_open()
         self._check(name, registered, after)
-        if self.place not in session.extensions:
-            session.extensions.add(self)
+        if self.place not in session._extensions:
+            session._extensions.add(self)
         self._objects[name] = registered
         is_found = name in self._found
         try:

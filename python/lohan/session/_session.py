@@ -56,14 +56,8 @@ class Session:
     Attributes:
         layout: the model's blocks, units and parameters.
         budget: the division of main memory, in bytes.
-        uuid: the store's UUID.
         directories: the store's directories.
         device: the device that the model computes on.
-        saving: the hooks that keep or offload the tensors saved for backward.
-        extensions: what follows the session's steps.
-        parameters: the values of parameters.
-        averages: the averages of parameters.
-        edits: changes of parameters that no step has made.
         optimizer: the optimizer whose groups provide the hyper-parameters.
     """
 
@@ -91,7 +85,7 @@ class Session:
         runs: Runs | None = None,
         method: AdamW | None = None,
     ) -> None:
-        self.extensions = Extensions()
+        self._extensions = Extensions()
         self._peers = peers or Alone()
         self._runs = runs or Runs()
         self._method = method or AdamW()
@@ -102,11 +96,11 @@ class Session:
         self.directories = list(directories)
         self.store = store
         self.device = device or Device()
-        self.uuid = str(store.describe()["uuid"])
+        self._uuid = str(store.describe()["uuid"])
         self._raised: set[type[LohanError]] = set()  # the classes of the engine's errors so far
         accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
-        self.workers = config.threads or self.device.workers(config.sharers)
-        self.saving = Saving(config, self.device, room)
+        self._workers = config.threads or self.device.workers(config.sharers)
+        self._saving = Saving(config, self.device, room)
         self._engine = _engine.make(
             self,
             group_of,
@@ -120,18 +114,18 @@ class Session:
         except BaseException:
             self._engine.close()
             raise
-        self.saving.start(self._engine, self.device)
-        around = self.saving.stay if config.activations in POLICIES else self.saving.saved
+        self._saving.start(self._engine, self.device)
+        around = self._saving.stay if config.activations in POLICIES else self._saving.saved
         self._loops: list[Loop] = []  # over parameters, the innermost last
         self._forwards = Forwards(self, around)
         _engine.call_back(self._engine, self)
-        self.parameters = Values(self, self._engine)
-        self.averages, self._registered = Averages(self), Registered(self)
+        self._parameters = Values(self, self._engine)
+        self._averages, self._registered = Averages(self), Registered(self)
         self._idle = Idle(layout, self._engine)
-        for extension in (self.averages, self._idle):
+        for extension in (self._averages, self._idle):
             if extension.is_on:
-                self.extensions.add(extension)
-        self.edits = Edits(self, self._engine)
+                self._extensions.add(extension)
+        self._edits = Edits(self, self._engine)
         self._commits = Commits(self)
         self._hooks = _hooks.Hooks()
         self._open_step = OpenStep(self, self._engine, accumulation)
@@ -198,10 +192,6 @@ class Session:
         """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
         self._engine.classes(index, bound, hollow)
 
-    def announce(self, units: Sequence[int]) -> None:
-        """Announce the next uses of units, in order, so that they are prefetched."""
-        self._engine.announce(units)
-
     # --- Step -------------------------------------------------------------------------------
 
     @property
@@ -228,7 +218,7 @@ class Session:
             ModelError: there are too many functions for the step, or one does not return a loss.
             SecondBackwardError: the step has all of its gradients already.
         """
-        self.check_open()
+        self._check_open()
         return self._runs.run(functions)
 
     @property
@@ -289,7 +279,7 @@ class Session:
         Returns:
             The copy in progress: `wait()` waits for it, and so does close().
         """
-        return self.copy_begin(out)
+        return self._copy_begin(out)
 
     def keep(
         self, folder: PathLike, *, last: int | None = None, name: str | None = None
@@ -340,7 +330,7 @@ class Session:
         )
         self._idle.restore(self.store)
         said = self.store.describe()
-        self.averages.restore(said)
+        self._averages.restore(said)
         self._registered.restore(_scalars.parse(said["caller_scalars"])[0])
 
     @property
@@ -351,13 +341,13 @@ class Session:
     # --- Between steps ----------------------------------------------------------------------
 
     @property
-    def is_underway(self) -> bool:
+    def _is_underway(self) -> bool:
         """Whether a forward or backward runs, or step() has to be called after a backward."""
         is_inside = self._forwards.depth > 0 and self._forwards.is_alive()
         return is_inside or self._method.is_underway()
 
     def _check_whole(self) -> None:
-        self.check_open()
+        self._check_open()
         if self._open_step.backward == "running" and not in_backward():
             self._open_step.abort()
         if self._engine.status()["has_gradients"]:
@@ -391,7 +381,7 @@ class Session:
         read: Callable[[], bool] = self._engine.scope([unit]).read
         return read
 
-    def resident(self, index: int) -> AbstractContextManager[None]:
+    def _resident(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the parameter has its real data."""
         self._runs.reads(self.layout.params[index].unit)
         self._peers.lends(index)
@@ -401,7 +391,7 @@ class Session:
         scope = self._engine.scope([self.layout.params[index].unit])
         return _core.Context(scope.enter, scope.leave)
 
-    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+    def _exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Return a context that gives the store, with the engine paused and closed steps written.
 
         If `changed` names units to be changed in the store, closed steps are also committed, unless
@@ -440,12 +430,12 @@ class Session:
 
     def flush(self) -> None:
         """Wait until all closed steps are written."""
-        self.check_open()
+        self._check_open()
         self._engine.flush(False)
 
     def stats(self) -> StepStats:
         """Return times and bytes of this session's last finished step; zeros before the first."""
-        raw, workers = self._engine.stats(), self.workers
+        raw, workers = self._engine.stats(), self._workers
         stats = StepStats.none(workers) if raw is None else StepStats.make(raw, workers)
         return self._peers.stats(stats)
 
@@ -454,12 +444,12 @@ class Session:
 
         Return None if `activations` is not a policy, or if there is no plan for this shape yet.
         """
-        planned = self.extensions.get(Planned)
+        planned = self._extensions.get(Planned)
         return None if planned is None else planned.plan()
 
     def status(self) -> dict[str, Any]:
         """Return the engine's status: open steps, pinned and held memory, backend, page type."""
-        self.check_open()
+        self._check_open()
         return _notes.complete(self._engine.status())
 
     def note(self, *, loss: float | None = None, tokens: float | None = None) -> None:
@@ -479,15 +469,15 @@ class Session:
             ModelError: an argument is not a number.
             SessionError: the session is closed.
         """
-        self.check_open()
+        self._check_open()
         given = _notes.number("loss", loss), _notes.number("tokens", tokens)
         is_next = self._forwards.is_next()
-        for extension in self.extensions:
+        for extension in self._extensions:
             extension.noted(*given, is_next=is_next)
 
-    def trace(self) -> list[tuple[int, ...]]:
+    def _trace(self) -> list[tuple[int, ...]]:
         """Return timeline events: (kind, unit, lane, step, start_ns, end_ns, bytes)."""
-        self.check_open()
+        self._check_open()
         return list(self._engine.trace())
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -501,7 +491,7 @@ class Session:
         self.flush()
         _trace.save(path, self)
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raise an error if the session is closed, belongs to a parent process, or has failed.
 
         Raises:
@@ -515,7 +505,7 @@ class Session:
             )
         self._engine.check()
 
-    def copy_begin(
+    def _copy_begin(
         self,
         out: PathLike | Sequence[PathLike],
         on_change: OnChange | None = None,
@@ -528,11 +518,11 @@ class Session:
         is_behind_step |= self._peers.copy_begins()
         return _snapshot.begin(self, out, on_change, is_behind_step=is_behind_step)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Make all parameters hollow in a forked child, which does not have their memory."""
         if not self.closed:
             self._engine.scopes_drop()
-        for extension in self.extensions:
+        for extension in self._extensions:
             extension.release()
 
     def _release(self) -> None:
@@ -544,6 +534,6 @@ class Session:
         self._engine.close()
         self.layout.in_place.close()
         self.store.close()
-        self.saving.close()
-        for extension in self.extensions:
+        self._saving.close()
+        for extension in self._extensions:
             extension.release()

@@ -76,14 +76,14 @@ class OpenStep:
         """Handle the start of a backward, detected at its first saved parameter or gradient."""
         session = self._session
         session._runs.backward_begins()
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.admit(session)
         session._forwards.thread.backward_begin()
         session._forwards.changed_drop()
-        session.edits.commit()
+        session._edits.commit()
         session._commits.keep_checksums()
         self.backward = "running"
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.backward_begins(session)
         if in_backward():
             at_backward_end(session._forwards.thread.backward_end(self.backward_ended))
@@ -94,7 +94,7 @@ class OpenStep:
         session._runs.backward_ends()
         is_elsewhere = self._peers.backward_ends()
         self.backward = "done"
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.backward_ended(session)
         if self._engine.backward_end() or is_elsewhere:
             self.accumulation.backward_end()
@@ -109,7 +109,7 @@ class OpenStep:
     def _hyper_set(self, hypers: list[Hyper]) -> None:
         for index, hyper in enumerate(hypers):
             check_hyper(hyper)
-            self._engine.hyper(index, *hyper, self._session.averages.rest)
+            self._engine.hyper(index, *hyper, self._session._averages.rest)
         self.hypers = hypers
 
     # --- step() -----------------------------------------------------------------------------
@@ -125,9 +125,9 @@ class OpenStep:
     def close_here(self, unscale: float) -> None:
         """Close the open step in this process, once all processes agree on it."""
         session = self._session
-        session.check_open()
+        session._check_open()
         session._forwards.refuse_other_thread("step()")
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.step_begins(session)
         if self.backward == "running" and not in_backward():
             raise StepError(
@@ -158,13 +158,13 @@ class OpenStep:
             self._engine.gradient_scale(scale)
         self.gradients.hide()
         more: dict[str, Any] = {}
-        for extension in session.extensions:
+        for extension in session._extensions:
             more |= extension.state(session)
         device = session.device.torch_device
         scalars, tail = _scalars.pack(session.optimizer, session.buffers, device, more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.before_close(session)
         self._engine.close_step(scalars)
         self._tail = tail  # not before: the engine may have been copying the previous one
@@ -172,7 +172,7 @@ class OpenStep:
         self.accumulation.reset()
         self.scale.reset()
         self._await_updates()
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.closed(session)
 
     def _is_skipped(self) -> bool:
@@ -202,7 +202,7 @@ class OpenStep:
 
     def _square_sum(self) -> float:
         """Return the sum of squares of all gradients; the step accepts no others after that."""
-        self._session.check_open()
+        self._session._check_open()
         is_done = self.backward == "done"
         if is_done:
             self._peers.norm_begins()
@@ -222,7 +222,7 @@ class OpenStep:
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
-        self._session.check_open()
+        self._session._check_open()
         if not in_backward() and (
             self.backward == "running" or (self.is_waiting and self._peers.has_gradients())
         ):
@@ -249,7 +249,7 @@ class OpenStep:
     def discard(self) -> None:
         """Forget the open step in this process."""
         session = self._session
-        for extension in session.extensions:
+        for extension in session._extensions:
             extension.aborted(session)
         self.gradients.hide()
         self._engine.abort()

@@ -46,15 +46,15 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
             "this session records no timeline: wrap with lohan.wrap(..., trace_events=100_000),"
             " which keeps the last 100,000 events, 40 bytes each"
         )
-    events = session.trace()
+    events = session._trace()
     if len(events) >= most:
         first = min(event[3] for event in events)
         events = [event for event in events if event[3] > first]
     steps = {event[3] for event in events}
-    phases = session.extensions.get(Phases)
+    phases = session._extensions.get(Phases)
     marks = [mark for mark in (phases.marks if phases else ()) if mark[1] in steps]
     spans = _timeline.spans_of(events, [unit.name for unit in session.layout.units], marks)
-    threads = session.workers
+    threads = session._workers
     _timeline.write_perfetto(path, spans, {"lohan": 1, "threads": threads})
 
 

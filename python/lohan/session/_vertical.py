@@ -362,7 +362,7 @@ class Vertical(Runs):
 
     def _choose(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """Run the functions one after the other, and choose the order of the next steps."""
-        counter = self.session.saving.counter
+        counter = self.session._saving.counter
         assert counter is not None
         before = _buffer_versions(self._model())
 

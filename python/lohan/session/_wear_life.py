@@ -107,7 +107,7 @@ class Life:
             session: the session.
             step_bytes: what a step writes.
         """
-        if Place.COMMITS in session.extensions:  # a step will write less
+        if Place.COMMITS in session._extensions:  # a step will write less
             return False
         self._count += 1
         if self._count == _STEPS_BEFORE:

@@ -255,17 +255,17 @@ def _of_session(session: Session, is_master: bool, is_average: bool = False) -> 
     layout = session.layout
     is_copied = all(_storage_formats.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
     if is_average:
-        session.averages.refuse_swapped("lohan.export(ema=True)")
+        session._averages.refuse_swapped("lohan.export(ema=True)")
     # Only the store has the masters and averages.
     if is_average or (is_master and (layout.method is None or not is_copied)):
         session._method.finish_writes()
         contents = Contents(layout, session.extents, {}, session._method.run_now())
-        return session.exclusive([]), _of_store(session.store, contents, is_master, is_average)
+        return session._exclusive([]), _of_store(session.store, contents, is_master, is_average)
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
         for index in source.parts or (source.index,):
             assert index is not None
-            for piece in session.parameters.pieces(index, PIECE_ELEMENTS):
+            for piece in session._parameters.pieces(index, PIECE_ELEMENTS):
                 yield piece.float() if is_master and piece.is_floating_point() else piece
 
     return contextlib.nullcontext(), pieces
@@ -392,7 +392,7 @@ def save_pretrained(
         out: the folder.
         **options: the options of the model's own save_pretrained.
     """
-    session.check_open()
+    session._check_open()
     _process.check_has_all(session.layout.groups, "save_pretrained")
     plain = type(model).save_pretrained
     stem = _names.stem(model)

@@ -87,7 +87,7 @@ def copy_to(
         _remove_old(root, line, lambda names: [each for each in old(names) if each != name])
 
     try:
-        return session.copy_begin(into, changed)
+        return session._copy_begin(into, changed)
     except StoreExistsError as error:
         raise StoreExistsError(
             f"{target} has a store that is in use, that was trained since it was copied, or that is"

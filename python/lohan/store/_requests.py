@@ -302,7 +302,7 @@ def _take(session: Session, directory: str, path: str) -> None:
         out = [os.fspath(directory) for directory in wish["out"]]
         if not all(os.path.isabs(directory) for directory in out):
             raise StoreError(errno.EINVAL, f"the directories of a copy must be absolute: {out}")
-        session.copy_begin(out, _teller(say), is_behind_step=True)
+        session._copy_begin(out, _teller(say), is_behind_step=True)
     except Exception as error:  # training continues, whatever was requested
         say("failed", None, error)
 

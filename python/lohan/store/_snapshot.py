@@ -466,10 +466,10 @@ def begin(
         UnsupportedError: the store keeps one copy of each value, or is temporary.
         StoreError: the copy cannot be created in these directories.
     """
-    session.check_open()
-    session.averages.refuse_swapped("a snapshot")
+    session._check_open()
+    session._averages.refuse_swapped("a snapshot")
     _refuse(session)
-    is_between = not is_behind_step and not session.is_underway and not in_backward()
+    is_between = not is_behind_step and not session._is_underway and not in_backward()
     if is_between and not session._commits.by_hand:
         session.commit()
     copy: _Copy | None = None

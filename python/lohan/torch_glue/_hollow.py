@@ -53,7 +53,7 @@ class Owner(Protocol):
         """What loads parameters."""
 
     @property
-    def is_underway(self) -> bool:
+    def _is_underway(self) -> bool:
         """Whether a forward or backward runs, or step() has to be called after a backward."""
 
     def param_names(self) -> dict[int, str]:
@@ -251,7 +251,7 @@ class HollowParameter(nn.Parameter):
                 " in a loop over model.named_parameters() before the forward or after step(), or"
                 " with model.load_state_dict()"
             )
-        elif session.is_underway:
+        elif session._is_underway:
             text = (
                 f"{what} reads {name} between its forward and step(), when it is not in memory:"
                 " read it in the forward of the module that owns it, or after"
