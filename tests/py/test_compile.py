@@ -9,7 +9,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
-from lohan.activations import _frame, _swap
+from lohan.activations import _frame, _offloaded
 from lohan.errors import UnsupportedError
 from rules_helper import (
     Workshop,
@@ -125,7 +125,7 @@ def test_activations_do_what_they_are_told_beside_compile_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_frame, "SMALL_BYTES", 64)
-    monkeypatch.setattr(_swap, "LEAST_BYTES", 64)
+    monkeypatch.setattr(_offloaded, "LEAST_BYTES", 64)
     losses: list[list[torch.Tensor]] = [[], []]
     expected: dict[str, torch.Tensor] = {}
     for run, said in zip(losses, ({}, settings), strict=True):

@@ -11,7 +11,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
-from lohan.activations import _swap
+from lohan.activations import _offloaded
 from lohan.activations._frame import Frame
 from lohan.errors import ModelError
 from recompute_helper import (
@@ -51,14 +51,14 @@ SWAP: dict[str, Any] = {"swap_bytes": 128 << 20, "swap_ssd_bytes": 0}
 def put(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each storage that leaves: any may."""
     seen: list[int] = []
-    plain = _swap.Swap._put
+    plain = _offloaded.Swap._put
 
-    def noted(self: _swap.Swap, storage: Any, *rest: Any) -> Any:
+    def noted(self: _offloaded.Swap, storage: Any, *rest: Any) -> Any:
         seen.append(storage.nbytes())
         return plain(self, storage, *rest)
 
-    monkeypatch.setattr(_swap, "LEAST_BYTES", 1)
-    monkeypatch.setattr(_swap.Swap, "_put", noted)
+    monkeypatch.setattr(_offloaded, "LEAST_BYTES", 1)
+    monkeypatch.setattr(_offloaded.Swap, "_put", noted)
     return seen
 
 

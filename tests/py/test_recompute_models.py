@@ -13,7 +13,7 @@ import lohan
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel
-from lohan.activations import _frame, _swap
+from lohan.activations import _frame, _offloaded
 from quick_helper import half_quick
 from torch import nn
 from transformers import (
@@ -180,7 +180,7 @@ def test_models_train_under_auto_to_the_bits_of_kept_activations_in_less_memory(
     name: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_frame, "SMALL_BYTES", 256)
-    monkeypatch.setattr(_swap, "LEAST_BYTES", 256)
+    monkeypatch.setattr(_offloaded, "LEAST_BYTES", 256)
     runs, plans, room = [], [], None
     for activations in ("keep", "auto"):
         model = lohan.wrap(
@@ -207,7 +207,7 @@ def test_a_dit_whose_attention_leaves_trains_to_the_bits_of_one_that_keeps_all(
     device: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_frame, "SMALL_BYTES", 256)
-    monkeypatch.setattr(_swap, "LEAST_BYTES", 256)
+    monkeypatch.setattr(_offloaded, "LEAST_BYTES", 256)
     runs, moved = [], []
     leaving = {"*.attn1*": "swap", "*.norm*": "keep", "*": "recompute"}
     swap = {"swap_bytes": 8 << 20, "swap_ssd_bytes": 64 << 20}

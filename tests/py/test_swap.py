@@ -13,7 +13,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
-from lohan.activations import _swap
+from lohan.activations import _offloaded, _swap
 from lohan.common import _timeline
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StoreError, StoreExistsError
 from patience import slowness
@@ -312,7 +312,7 @@ def test_a_timeline_has_what_left_and_came_back_by_name(store_dir: pathlib.Path)
 
 
 def test_a_storage_at_the_address_of_a_freed_one_is_counted_too() -> None:
-    counter = _swap.Counter()
+    counter = _offloaded.Counter()
     hook = counter.wrap(lambda tensor: None)
     counter.begin()
     memory = torch.zeros(2048, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 [Note: Recomputation] The forward of such a block runs under the block's own saved-tensor hooks.
 Each tensor that an operation saves belongs to the layer that computed it, and that layer's mode
-decides whether the tensor is kept, offloaded (_swap.py) or dropped; autograd then holds a ticket in
+decides whether it is kept, offloaded (_offloaded.py) or dropped; autograd then holds a ticket in
 its place. Parameters are packed as handles, as in any forward; the block's inputs are kept or
 offloaded, and small tensors are kept. When backward unpacks the first dropped tensor, the block's
 forward is recomputed from its inputs. The hooks of this second forward only collect the tensors

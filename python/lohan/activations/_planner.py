@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.activations import _profile_file, _swap
+from lohan.activations import _offloaded, _profile_file, _swap
 from lohan.activations._foresee import step_s as foreseen_s
 from lohan.activations._plan_model import describe
 from lohan.activations._profile import Profile, Recorder
@@ -413,7 +413,7 @@ def _gradient_bytes(session: Session) -> int:
 
 def _may_leave(session: Session, nbytes: int) -> bool:
     memory, transit, *_ = session._saving.options
-    return _swap.LEAST_BYTES <= nbytes <= (transit or memory) // 3
+    return _offloaded.LEAST_BYTES <= nbytes <= (transit or memory) // 3
 
 
 def _outcome(session: Session, profile: Profile, modes: Assigned) -> Outcome:

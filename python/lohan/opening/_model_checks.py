@@ -16,7 +16,6 @@ from lohan.layout._block import RESIDUAL_BYTES, is_dense
 from lohan.layout._dtypes import NAMES
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
-from lohan.torch_glue._empty import Empty
 from lohan.torch_glue._hollow import check_grad_dtype
 from lohan.torch_glue._peft import check_quantized, set_empty_buffers
 from lohan.torch_glue._tensor import nbytes_of
@@ -113,6 +112,8 @@ def check_model(model: Any, is_filled: bool) -> None:
     set_empty_buffers(model)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
+            from lohan.torch_glue._empty import Empty
+
             way_out = (
                 "it was computed from an empty parameter. Create its module outside of"
                 " lohan.empty(): weights= fills that one, too"

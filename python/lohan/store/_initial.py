@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError
-from lohan.torch_glue import _empty, _peft
-from lohan.torch_glue._empty import no_storage
+from lohan.torch_glue import _peft
+from lohan.torch_glue._built import no_storage
 from lohan.torch_glue._tensor import nbytes_of
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ def initialise(
 def _check_whole(wanted: Mapping[int, Param], replaced: Mapping[int, nn.Parameter]) -> None:
     """Reject a parameter to a part of which values were written, which are lost."""
     for key, param in wanted.items():
+        from lohan.torch_glue import _empty
+
         if _empty.is_in_part(replaced.get(key, param.tensor)):
             raise ModelError(
                 f"{param.name!r} is in no file, and values were written to a part of it inside"
@@ -189,6 +191,8 @@ def _run(
     Returns:
         The name of what computed the values.
     """
+    from lohan.torch_glue import _empty
+
     function = init or owner
     reset = getattr(module, "reset_parameters", None)
     how = "" if function is None else str(getattr(function, "__qualname__", function))

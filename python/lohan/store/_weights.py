@@ -21,9 +21,9 @@ from lohan.layout._origins import Origin
 from lohan.store import _average, _checksums
 from lohan.store._block_writer import BlockWriter
 from lohan.store._store import read_params, write_param
-from lohan.torch_glue import _empty, _peft
+from lohan.torch_glue import _peft
 from lohan.torch_glue._buffers import Buffers, remember
-from lohan.torch_glue._empty import no_storage
+from lohan.torch_glue._built import no_storage, uncopied
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -44,6 +44,8 @@ def empty() -> Iterator[None]:
 
     Buffers are created as usual. `lohan.wrap` fills the parameters, from weights= or init=.
     """
+    from lohan.torch_glue import _empty
+
     plain = nn.Module.register_parameter
     plain_buffer = nn.Module.register_buffer
 
@@ -84,6 +86,8 @@ def _replace(
     empty: set[int] = set()
     for param in layout.params:
         if param.tensor.is_meta:
+            from lohan.torch_glue import _empty
+
             tensor = param.tensor
             values = _empty.given(tensor)
             is_given = values is not None and (keeps_built or _empty.is_loaded(tensor))
@@ -144,7 +148,7 @@ def fill(
         ModelError: a parameter or a buffer gets no value, or a module has no initialisation.
         StoreError: the files of weights= cannot be read, or the store cannot be written.
     """
-    lost = _empty.uncopied(Buffers(model).items())
+    lost = uncopied(Buffers(model).items())
     if lost is not None:
         raise ModelError(
             f"buffer {lost!r} was copied from a parameter without storage when the model was"

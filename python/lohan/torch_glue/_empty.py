@@ -15,8 +15,7 @@ such a write: one number if all are equal, otherwise a copy of up to 64 MiB.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from lohan.errors import ModelError
+from lohan.torch_glue._built import building
 from lohan.torch_glue._tensor import without_classes
 
 _CPU = torch.device("cpu")
@@ -70,12 +70,10 @@ _UNSET = {
 # The most bytes of values that a parameter keeps from its constructor.
 _BUILT_BYTES = 64 << 20
 
-_building = threading.local()
-
 
 def is_building() -> bool:
     """Return whether this thread is inside `lohan.empty()`."""
-    return getattr(_building, "depth", 0) > 0
+    return getattr(building, "depth", 0) > 0
 
 
 class Building:
@@ -85,12 +83,12 @@ class Building:
         self._marks: Any = _Marks()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:
-        _building.depth = getattr(_building, "depth", 0) + 1
+        building.depth = getattr(building, "depth", 0) + 1
         self._marks.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._marks.__exit__(None, None, None)
-        _building.depth -= 1
+        building.depth -= 1
 
 
 class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -256,26 +254,8 @@ def _copied(target: Any, source: Any) -> bool:
         return False
     with torch.no_grad():
         target.fill_(float("nan"))
-    _building.has_copied = True
+    building.has_copied = True
     return True
-
-
-def uncopied(buffers: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the name of a buffer that is still NaN, because files do not have it, or None."""
-    if not getattr(_building, "has_copied", False):
-        return None
-    return next((name for name, buffer in buffers if _is_nan(buffer)), None)
-
-
-def _is_nan(buffer: torch.Tensor) -> bool:
-    """Return whether every element is NaN; _copied makes only plain buffers so."""
-    is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
-    return (
-        is_plain
-        and buffer.numel() > 0
-        and buffer.is_floating_point()
-        and bool(buffer.isnan().all())
-    )
 
 
 def _resizes() -> bool:
@@ -487,8 +467,3 @@ def is_loaded(param: torch.Tensor) -> bool:
 def is_in_part(param: torch.Tensor) -> bool:
     """Return whether values that were written to a part of an empty parameter are lost."""
     return isinstance(param, Empty) and param.is_in_part
-
-
-def no_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape without memory, until the session makes it hollow."""
-    return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
