@@ -8,6 +8,13 @@
  * stored is slow to load while stores that bypass the caches are under way; if there are too many
  * groups, those that a tile meets. Tiles are decoded from left to right, and the kernel prefetches
  * the packed bytes of the next one: see [Note: Tables].
+ *
+ * [Note: Short scales] A usual scale is short if fp16 has it. The products of integers of 9 bits
+ * with it are exact in fp32, and fp16 has those below its least normal number. So a product less
+ * that of the zero is one fused operation, for which `zeros` has the latter, negated; otherwise it
+ * has the zeros plus 2^23. Rounding to fp16 and then to bf16 is one addition to the bits: of the 16
+ * that are left out, those from 0x7000 to 0x9000 are rounded to the tie first, and then up if the
+ * last bit that remains is odd.
  */
 #include <string.h>
 
@@ -32,16 +39,37 @@ static bool are_usual(const float *scales)
     return all >> 31 == 0;
 }
 
+/* Whether LH_UNPACK_INDEXED_ROWS usual scales are short: see [Note: Short scales]. */
+static bool are_short(const float *scales)
+{
+    uint32_t bits[LH_UNPACK_INDEXED_ROWS], unused = 0, small = 0;
+    memcpy(bits, scales, sizeof(bits));
+    for (uint64_t i = 0; i < LH_UNPACK_INDEXED_ROWS; i++) {
+        unused |= bits[i] & 0x1FFF;
+        small |= bits[i] - UINT32_C(0x38800000); /* 2^-14 */
+    }
+    for (uint64_t i = 0; i < LH_UNPACK_INDEXED_ROWS && small >> 31 && !unused; i++)
+        unused = scales[i] * 0x1p24f != (float)(int32_t)(scales[i] * 0x1p24f);
+    return unused == 0;
+}
+
 static void indexed_widen(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                           const struct lh_unpack_source *source, struct indexed *indexed)
 {
     LH_ASSERT(indexed->end - indexed->begin <= LH_UNPACK_INDEXED_GROUP_MAX);
-    indexed->all.is_usual = true;
+    indexed->all.is_usual = indexed->all.is_short = true;
     for (uint64_t g = indexed->begin; g < indexed->end; g++) {
         const uint64_t at = (g - indexed->begin) * LH_UNPACK_INDEXED_ROWS;
         float *scales = indexed->all.scales + at, *zeros = indexed->all.zeros + at;
         lh_unpack_batch_widen(kernel, unpack, source, g, indexed->row, 0x1p23f, scales, zeros);
         indexed->all.is_usual = indexed->all.is_usual && are_usual(scales);
+        indexed->all.is_short = indexed->all.is_usual && indexed->all.is_short && are_short(scales);
+    }
+    indexed->all.is_short = indexed->all.is_short && unpack->dtype == LH_DTYPE_BF16;
+    for (uint64_t g = 0; g < indexed->end - indexed->begin && indexed->all.is_short; g++) {
+        float *zeros = indexed->all.zeros + g * LH_UNPACK_INDEXED_ROWS;
+        for (uint64_t i = 0; i < LH_UNPACK_INDEXED_ROWS; i++)
+            zeros[i] = (0x1p23f - zeros[i]) * indexed->all.scales[g * LH_UNPACK_INDEXED_ROWS + i];
     }
 }
 

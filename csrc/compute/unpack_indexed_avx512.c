@@ -18,6 +18,39 @@ static INLINE floats fused(floats a, float b, floats c)
     return (floats)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
 }
 
+static INLINE floats fused_all(floats a, floats b, floats c)
+{
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
+static INLINE floats widened(words codes)
+{
+    return (floats)_mm512_cvtepi32_ps((__m512i)codes);
+}
+
+static INLINE words bytes_picked(words all, uint64_t part)
+{
+    return all >> (uint32_t)(8 * part) & 255;
+}
+
+static INLINE words halves_widened(__m256i bytes, int part)
+{
+    (void)part;
+    return (words)_mm512_cvtepu16_epi32(bytes);
+}
+
+static INLINE words odd_chosen(words bits, uint32_t even, uint32_t odd)
+{
+    const __mmask16 is_odd = _mm512_test_epi32_mask((__m512i)bits, _mm512_set1_epi32(1 << 16));
+    return (words)_mm512_mask_blend_epi32(is_odd, _mm512_set1_epi32((int)even),
+                                          _mm512_set1_epi32((int)odd));
+}
+
+static INLINE words high_joined(words low, words high)
+{
+    return (words)_mm512_mask_blend_epi16(0xAAAAAAAA, (__m512i)(low >> 16), (__m512i)high);
+}
+
 static INLINE floats larger(floats a, float b)
 {
     return (floats)_mm512_max_ps((__m512)a, _mm512_set1_ps(b));

@@ -67,12 +67,13 @@ struct lh_unpack_table {
 /* What LH_UNPACK_INDEXED_ROWS rows of a tile are decoded with: see [Note: Indexed]. */
 struct lh_unpack_indexed {
     _Alignas(64) float scales[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS];
-    _Alignas(64) float zeros[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS]; /* plus 2^23 */
+    _Alignas(64) float zeros[LH_UNPACK_INDEXED_GROUP_MAX * LH_UNPACK_INDEXED_ROWS];
     const uint8_t *index; /* the number of the group of each column, of 32 bits, or else NULL */
     uint32_t groups[LH_UNPACK_TILE / LH_UNPACK_INDEXED_COLUMNS]; /* those of the batches */
     uint32_t last;       /* the greatest number of a group; a greater one counts as this */
     uint32_t ahead;      /* the words of a row from a column's to one that is prefetched */
     bool is_usual;       /* all scales are */
+    bool is_short;       /* all scales are usual and short: see [Note: Short scales] */
     bool is_past_caches; /* stores bypass the caches: `out` is aligned to their lines */
 };
 

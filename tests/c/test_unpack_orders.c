@@ -230,8 +230,38 @@ static void test_rounding(void)
     }
 }
 
+/* Scales near a tie of bf16 whose products with a zero are not exact in fp32. */
+static void test_long_scales(void)
+{
+    enum { ROWS = 64, COLUMNS = 32 };
+    static uint8_t codes[ROWS * COLUMNS];
+    static _Alignas(64) uint16_t found[ROWS * COLUMNS], expected[ROWS * COLUMNS];
+    static float long_scales[ROWS];
+    const struct lh_unpack_source all = {.packed = codes, .scales = (const uint8_t *)long_scales};
+    const struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_U8,
+                                     .dtype = LH_DTYPE_BF16,
+                                     .rounding = LH_DTYPE_F32,
+                                     .rows = ROWS,
+                                     .group_rows = ROWS,
+                                     .columns = COLUMNS,
+                                     .block_rows = 1,
+                                     .block_columns = COLUMNS,
+                                     .scale_type = LH_UNPACK_SCALE_F32,
+                                     .order = LH_UNPACK_ORDER_WORDS,
+                                     .zero = 254};
+    lh_test_name("scales of fp32 that fp16 does not have are multiplied once");
+    memset(codes, 255, sizeof(codes));
+    for (int i = 0; i < ROWS; i++)
+        long_scales[i] = 1 + 0x1p-8f + (float)(i - ROWS / 2) * 0x1p-23f;
+    LH_CHECK(lh_unpack_is_valid(&unpack));
+    lh_unpack_ref(&unpack, &all, 0, ROWS * COLUMNS, expected);
+    lh_unpack(&unpack, &all, 0, ROWS * COLUMNS, found);
+    LH_CHECK(memcmp(found, expected, sizeof(found)) == 0);
+}
+
 int main(void)
 {
+    test_long_scales();
     test_rounding();
     test_whole_rows();
     test_orders();
