@@ -95,6 +95,7 @@ def _zeroth(request: Request, undo: contextlib.ExitStack) -> Zeroth | None:
     from lohan.mezo import _zo_setup
 
     asked = {**request.hyper, **request.of_method}
+    _zo_setup.check(asked)  # here, so that an error of one process reaches the others
     zeroth = _zo_setup.make(request.model, asked, request.config, request.store)
     undo.callback(zeroth.freeze())
     return zeroth

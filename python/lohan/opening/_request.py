@@ -150,10 +150,6 @@ def of(
         from lohan.session import _adopt
 
         _adopt.check(request.optimizer, {**hyper, "params": request.params}, resume=is_resumed)
-    if request.method == "mezo":
-        from lohan.mezo import _zo_setup
-
-        _zo_setup.check({**hyper, **of_method})
     return dataclasses.replace(request, config=_waiting(made, request.max_grad_norm))
 
 
@@ -211,7 +207,8 @@ def check(facts: Facts) -> None:
     _device.check(config)
     if config.order == "vertical" and (reason := _order.why_no_turns()):
         raise UnsupportedError(reason)
-    _combination.check(facts)
+    if facts.processes is not None:  # several check it when all learn of one's error
+        _combination.check(facts)
     _swap.check(config)
 
 
