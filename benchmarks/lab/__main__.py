@@ -40,9 +40,10 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group)
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Simulate the papers' systems."""
-    checkmate.register()
+    context.with_resource(checkmate.registered())
 
 
 main.add_command(cli.simulate)

@@ -22,6 +22,7 @@ scipy`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from lohan.errors import BudgetError, UnsupportedError
 from lohan.planning import _policies
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lohan.planning._plan import Layer, Machine, Model
 
 # The cost of a moved byte even if computation hides it, as a share of its time on the link.
@@ -87,9 +90,14 @@ def plan(model: Model, machine: Machine) -> dict[str, Any]:
     return _core.plan_step(model.as_core(), machine.as_core(), chosen, master_bytes=4)
 
 
-def register() -> None:
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
     """Make the policy available by its name, in lohan.simulate and in a session's planner."""
     _policies.others["checkmate"] = plan
+    try:
+        yield
+    finally:
+        del _policies.others["checkmate"]
 
 
 def _room(model: Model, machine: Machine) -> tuple[int, int]:
