@@ -93,11 +93,13 @@ def plan(model: Model, machine: Machine) -> dict[str, Any]:
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
     """Make the policy available by its name, in lohan.simulate and in a session's planner."""
+    before = dict(_policies.others)
     _policies.others["checkmate"] = plan
     try:
         yield
     finally:
-        del _policies.others["checkmate"]
+        _policies.others.clear()
+        _policies.others.update(before)
 
 
 def _room(model: Model, machine: Machine) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import itertools
 import random
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 from patience import slowness
@@ -24,6 +25,13 @@ from lohan.planning import _machines, _plan, _policies
 
 GB = 10**9
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Make the policy one of lohan's for the time of a test."""
+    with checkmate.registered():
+        yield
 
 
 def small(rng: random.Random) -> tuple[_plan.Model, _plan.Machine]:
