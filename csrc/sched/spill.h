@@ -39,7 +39,7 @@ extern const struct lh_feature lh_spill_feature;
 
 /*
  * Choose the units whose gradients wait on SSD: all units after the first ones whose gradients fit
- * in memory. If there are none, engine->spill stays NULL.
+ * in memory. If there are none, engine->spill remains NULL.
  */
 int lh_spill_create(struct lh_engine *engine, struct lh_error *err);
 void lh_spill_destroy(struct lh_engine *engine);

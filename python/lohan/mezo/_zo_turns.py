@@ -65,7 +65,7 @@ class Turns(Runs):
         kept: copies of units that several blocks share.
         held: units that the first run keeps pinned for the other runs.
         wanted: the position that parameters have to reach.
-        lockstep: the runs that take turns now; None: there are none.
+        lockstep: the runs that take turns now; None: no runs do.
         model: returns the model.
     """
 

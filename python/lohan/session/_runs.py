@@ -82,13 +82,13 @@ class Runs:
         return False
 
     def entered(self) -> None:
-        """Handle the begin of a forward that is no part of another run's."""
+        """Handle the begin of a forward that does not belong to another run."""
 
     def block_joins(self, begins: bool) -> bool | None:
         """Begin or end a call of a block outside the model's own forward, as joins() and parts().
 
         Returns:
-            Whether the call is to be ended; None: it is no part of another run's forward.
+            Whether the call is to be ended; None: it belongs to no other run's forward.
         """
         return None
 
