@@ -169,6 +169,15 @@ static uint8_t *narrow_make(uint64_t count, bool is_half)
     return (uint8_t *)values;
 }
 
+/* Make powers of two of the sizes that scales of E8M0 have: 2^-15 to 2^0. */
+static uint8_t *powers_make(uint64_t count)
+{
+    uint8_t *values = measure_pages(count);
+    for (uint64_t i = 0; i < count; i++)
+        values[i] = (uint8_t)(112 + draw() % 16);
+    return values;
+}
+
 /* Make floats of the sizes that scales have, so that nothing runs into denormals. */
 static uint8_t *floats_make(uint64_t count)
 {
@@ -196,11 +205,15 @@ int main(int argc, char **argv)
     uint8_t *bytes = bytes_make(elements / 8), *floats = floats_make(elements / 32 + 256);
     uint8_t *halves = narrow_make(elements / 32, true);
     uint8_t *bfloats = narrow_make(elements / 32, false);
+    uint8_t *powers = powers_make(elements / 32);
     uint32_t *groups = measure_pages(COLUMNS * sizeof(*groups));
     for (size_t i = 0; i < COLUMNS; i++)
         groups[i] = draw() % (COLUMNS / 128);
     for (size_t f = 0; f < LH_COUNT_OF(forms); f++) {
-        uint8_t *const scale_arrays[LH_UNPACK_SCALE_COUNT] = {floats, bfloats, halves};
+        uint8_t *const scale_arrays[LH_UNPACK_SCALE_COUNT] = {[LH_UNPACK_SCALE_F32] = floats,
+                                                              [LH_UNPACK_SCALE_BF16] = bfloats,
+                                                              [LH_UNPACK_SCALE_F16] = halves,
+                                                              [LH_UNPACK_SCALE_E8M0] = powers};
         uint8_t *scales = scale_arrays[forms[f].scale_type];
         scales = scales ? scales : bytes;
         struct bench bench = {

@@ -591,6 +591,7 @@ const struct lh_unpack_kernel lh_unpack_avx2 = {.bytes = lh_unpack_bytes_avx2,
                                                 .looked_up = lh_unpack_looked_up_avx2,
                                                 .stored = lh_unpack_stored_avx2,
                                                 .indexed = lh_unpack_indexed_avx2,
-                                                .scaled = lh_unpack_scaled_avx2};
+                                                .scaled = lh_unpack_scaled_avx2,
+                                                .powers = lh_unpack_powers_avx2};
 
 #endif

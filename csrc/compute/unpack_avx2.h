@@ -19,6 +19,8 @@ void lh_unpack_looked_up_avx2(const struct lh_unpack *unpack, const uint8_t *gro
 void lh_unpack_stored_avx2(void);
 void lh_unpack_scaled_avx2(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
                            uint64_t count, void *out);
+void lh_unpack_powers_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                           uint64_t rows, uint64_t column, const uint8_t *scales, uint16_t *out);
 
 /* unpack_indexed_avx2.c */
 void lh_unpack_indexed_avx2(const struct lh_unpack *unpack, const uint8_t *packed, uint64_t columns,

@@ -139,6 +139,13 @@ struct lh_unpack_kernel {
     /* E2M1: decode elements with a scale each, a power of two (or infinite, or a NaN). */
     void (*scaled)(const struct lh_unpack *unpack, const uint8_t *bits, const float *scales,
                    uint64_t count, void *out);
+    /*
+     * E2M1 in order TRANSPOSED with scales of E8M0 and a result of bf16 that is rounded once:
+     * decode `rows` rows, a multiple of LH_UNPACK_TILE, and LH_UNPACK_TILE columns. `scales` has as
+     * many bytes for each half tile of rows. See looked_up() for `out`.
+     */
+    void (*powers)(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                   uint64_t rows, uint64_t column, const uint8_t *scales, uint16_t *out);
 };
 
 /* Decode elements of a tensor in another order than rows, with a kernel or without (NULL). */

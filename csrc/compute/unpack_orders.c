@@ -312,15 +312,16 @@ static void band_by(const struct lh_unpack_kernel *kernel, const struct lh_unpac
  * decoded from left to right. The packed bytes of a tile are far from each other, where no
  * hardware expects them, so those of the next tile are prefetched; in order AWQ by the kernel, one
  * by one, and into the second level of caches, because its 64 lines may compete for the few places
- * of one set of the first. In order AWQ 128 rows of a column are the bytes of a cache line.
+ * of one set of the first. In orders AWQ and TRANSPOSED 128 rows of a column are the bytes of a
+ * cache line.
  */
-#define AWQ_ROWS 128
+#define LINE_ROWS 128
 
 struct tables {
     uint64_t row; /* the first one, in the group of rows */
     uint64_t rows;
     uint64_t groups[2]; /* of columns, plus one; 0: none */
-    struct lh_unpack_table all[2][AWQ_ROWS];
+    struct lh_unpack_table all[2][LINE_ROWS];
 };
 
 /* Whether elements are looked up, and each half of a tile has one group. */
@@ -381,7 +382,7 @@ static uint64_t tables_by(const struct lh_unpack_kernel *kernel, const struct lh
 {
     const bool is_awq = unpack->order == LH_UNPACK_ORDER_AWQ;
     const uint64_t unit = is_awq ? LH_UNPACK_TILE : LH_UNPACK_BATCH, columns = unpack->columns;
-    const uint64_t height = is_awq ? AWQ_ROWS : LH_UNPACK_TILE, row = first / columns;
+    const uint64_t height = is_awq ? LINE_ROWS : LH_UNPACK_TILE, row = first / columns;
     const uint64_t most = lh_min_u64(count / columns, unpack->rows - row);
     const uint64_t rows = lh_min_u64(most - most % unit, height - row % height);
     if (rows == 0 || first % columns > 0 || row % unit > 0 || !has_tables(unpack, out))
@@ -404,6 +405,40 @@ static uint64_t tables_by(const struct lh_unpack_kernel *kernel, const struct lh
     return rows * columns;
 }
 
+/* --- With powers of two ----------------------------------------------------------------------- */
+
+/* The same as tables_by() for E2M1 in order TRANSPOSED; see struct lh_unpack_kernel, powers(). */
+static uint64_t powers_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
+                          const struct lh_unpack_source *source, const uint8_t *group,
+                          uint64_t first, uint64_t count, uint16_t *out)
+{
+    const uint64_t columns = unpack->columns, group_rows = unpack->group_rows;
+    const uint64_t half = LH_UNPACK_TILE / 2, blocks = group_rows / half;
+    const uint64_t row = first / columns, place = row % group_rows;
+    const uint64_t most = lh_min_u64(count / columns, group_rows - place);
+    const uint64_t rows = lh_min_u64(most - most % LH_UNPACK_TILE, LINE_ROWS - place % LINE_ROWS);
+    const uint8_t *scales = source->scales + row / group_rows * columns * blocks + place / half;
+    uint8_t tile[LINE_ROWS / (LH_UNPACK_TILE / 2)][LH_UNPACK_TILE];
+    if (unpack->format != LH_UNPACK_FORMAT_E2M1 || unpack->dtype != LH_DTYPE_BF16 ||
+        unpack->rounding == LH_DTYPE_F16 || unpack->scale_type != LH_UNPACK_SCALE_E8M0 ||
+        unpack->block_rows != half || columns % half > 0 ||
+        !lh_is_aligned((uintptr_t)out, LINE_BYTES) || first % columns > 0 ||
+        place % LH_UNPACK_TILE > 0 || rows == 0)
+        return 0;
+    const uint64_t done = columns - columns % LH_UNPACK_TILE;
+    for (uint64_t c = 0; c < done; c += LH_UNPACK_TILE) {
+        for (uint64_t i = 0; i < LH_UNPACK_TILE; i++)
+            for (uint64_t b = 0; b < rows / half; b++)
+                tile[b][i] = scales[(c + i) * blocks + b];
+        kernel->powers(unpack, group, place, rows, c, tile[0], out + c);
+    }
+    kernel->stored();
+    for (uint64_t r = 0; r < rows; r++)
+        for (uint64_t c = done; c < columns; c++)
+            lh_unpack_order_put(unpack, source, group, row + r, c, out + r * columns + c);
+    return rows * columns;
+}
+
 void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_unpack *unpack,
                          const struct lh_unpack_source *source, uint64_t first, uint64_t count,
                          uint8_t *out)
@@ -417,10 +452,12 @@ void lh_unpack_orders_by(const struct lh_unpack_kernel *kernel, const struct lh_
     for (uint64_t at = first; at < first + count;) {
         uint64_t row = at / columns, group = row / group_rows;
         strip.group = source->packed + (group - first / (group_rows * columns)) * group_bytes;
-        uint64_t more = 0;
-        if (kernel)
-            more = tables_by(kernel, unpack, source, at, first + count - at,
-                             (void *)(out + (at - first) * element_bytes));
+        uint16_t *to = (void *)(out + (at - first) * element_bytes);
+        uint64_t more = 0, left = first + count - at;
+        if (kernel && unpack->format == LH_UNPACK_FORMAT_E2M1)
+            more = powers_by(kernel, unpack, source, strip.group, at, left, to);
+        else if (kernel)
+            more = tables_by(kernel, unpack, source, at, left, to);
         at += more;
         if (more > 0)
             continue;

@@ -351,4 +351,122 @@ void lh_unpack_scaled_avx2(const struct lh_unpack *unpack, const uint8_t *bits, 
         scaled_put(bits, scales, count, out, unpack->rounding, unpack->dtype);
 }
 
+/* --- Powers of two ---------------------------------------------------------------------------- */
+
+/* What the elements of half a tile's rows are scaled by, a number for each column. */
+struct powers {
+    int16_t steps[LH_UNPACK_TILE]; /* added to the exponents of bf16 */
+    float scales[LH_UNPACK_TILE];
+    bool is_usual; /* no product but 0 is denormal, infinite or a NaN: `steps` serve */
+};
+
+static inline void powers_widen(const uint8_t *bytes, struct powers *powers)
+{
+    const __m256i least = _mm256_set1_epi8(2), most = _mm256_set1_epi8((char)252);
+    __m256i usual = _mm256_set1_epi8(-1);
+    for (uint64_t i = 0; i < LH_UNPACK_TILE; i += 32) {
+        __m256i all = _mm256_loadu_si256((const void *)(bytes + i));
+        __m256i within = _mm256_min_epu8(_mm256_max_epu8(all, least), most);
+        usual = _mm256_and_si256(usual, _mm256_cmpeq_epi8(all, within));
+    }
+    powers->is_usual = _mm256_movemask_epi8(usual) == -1;
+    for (uint64_t i = 0; i < LH_UNPACK_TILE && powers->is_usual; i += 16) {
+        __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)(bytes + i)));
+        wide = _mm256_slli_epi16(_mm256_sub_epi16(wide, _mm256_set1_epi16(127)), 7);
+        _mm256_storeu_si256((void *)(powers->steps + i), wide);
+    }
+    for (uint64_t i = 0; i < LH_UNPACK_TILE && !powers->is_usual; i++) {
+        /* 2^-127 is denormal, and 255 stands for the positive quiet NaN. */
+        uint32_t is_special = bytes[i] == 0 || bytes[i] == UINT8_MAX;
+        uint32_t bits = (uint32_t)bytes[i] << 23 | is_special << 22;
+        memcpy(powers->scales + i, &bits, sizeof(bits));
+    }
+}
+
+/* The 64 codes of a row, as row_look_up(): its words are in the order 0, 2, 4, 6, 1, 3, 5, 7. */
+static inline void row_step(__m256i words, const int16_t *steps, uint16_t *out)
+{
+    /* The bits of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 in bf16, and of their negatives. */
+    const __m256i lows = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
+    const __m256i highs = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41, -0x41,
+                      -0x40, -0x40, -0x40, -0x40));
+    const __m256i kept = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, -1, -1, -1, -1, -1, -1, -1, 0, -1, -1, -1, -1, -1, -1, -1));
+    const __m256i low_nibbles = _mm256_set1_epi8(15);
+    __m256i even = _mm256_and_si256(words, low_nibbles);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi16(words, 4), low_nibbles);
+    __m256i codes[2] = {_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)};
+#pragma GCC unroll 8
+    for (int i = 0; i < 2; i++, out += 32, steps += 32) {
+        __m256i low = _mm256_shuffle_epi8(lows, codes[i]);
+        __m256i high = _mm256_shuffle_epi8(highs, codes[i]);
+        __m256i mask = _mm256_shuffle_epi8(kept, codes[i]);
+        __m256i first = _mm256_loadu_si256((const void *)steps);
+        __m256i second = _mm256_loadu_si256((const void *)(steps + 16));
+        first = _mm256_and_si256(first, _mm256_unpacklo_epi8(mask, mask));
+        second = _mm256_and_si256(second, _mm256_unpackhi_epi8(mask, mask));
+        _mm256_stream_si256((void *)out, _mm256_add_epi16(_mm256_unpacklo_epi8(low, high), first));
+        _mm256_stream_si256((void *)(out + 16),
+                            _mm256_add_epi16(_mm256_unpackhi_epi8(low, high), second));
+    }
+}
+
+/*
+ * Eight products with the codes of a word of such a row. Powers of two times values of two bits fit
+ * in bf16.
+ */
+static inline __m256i word_scale(__m256i words, uint64_t word, const float *scales)
+{
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    const __m256 magnitudes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+    const __m256i place = _mm256_set1_epi32((int32_t)(word % 2 * 4 + word / 2));
+    __m256i all = _mm256_permutevar8x32_epi32(words, place);
+    __m256i codes = _mm256_srlv_epi32(all, shifts); /* in the low bits */
+    __m256 sign = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
+    __m256 value = _mm256_permutevar8x32_ps(magnitudes, codes);
+    value = _mm256_or_ps(value, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
+    value = _mm256_mul_ps(value, _mm256_loadu_ps(scales + 8 * word));
+    return _mm256_srli_epi32(_mm256_castps_si256(value), 16);
+}
+
+static void row_scale(__m256i words, const float *scales, uint16_t *out)
+{
+    for (uint64_t i = 0; i < 8; i += 2) {
+        __m256i both =
+            _mm256_packus_epi32(word_scale(words, i, scales), word_scale(words, i + 1, scales));
+        _mm256_stream_si256((void *)(out + 8 * i), _mm256_permute4x64_epi64(both, 0xD8));
+    }
+}
+
+void lh_unpack_powers_avx2(const struct lh_unpack *unpack, const uint8_t *group, uint64_t row,
+                           uint64_t rows, uint64_t column, const uint8_t *scales, uint16_t *out)
+{
+    const uint64_t columns = unpack->columns, stride = unpack->group_rows / 2;
+    const uint64_t ahead = columns - column >= 2 * LH_UNPACK_TILE ? LH_UNPACK_TILE * stride : 0;
+    for (uint64_t r = 0; r < rows; r += LH_UNPACK_TILE, scales += 2 * (size_t)LH_UNPACK_TILE) {
+        __m256i parts[8][8];
+        struct powers powers[2];
+        powers_widen(scales, powers);
+        powers_widen(scales + LH_UNPACK_TILE, powers + 1);
+        columns_split(group + column * stride + (row + r) / 2, stride, ahead, parts);
+        for (uint64_t i = 0; i < 8; i++) {
+            __m256i v[8];
+#pragma GCC unroll 8
+            for (uint64_t j = 0; j < 8; j++)
+                v[j] = parts[i][twice(j)];
+            words_exchange(v);
+#pragma GCC unroll 8
+            for (uint64_t j = 0; j < 8; j++) {
+                uint16_t *to = out + (r + 8 * j + i) * columns;
+                if (powers[j / 4].is_usual)
+                    row_step(v[j], powers[j / 4].steps, to);
+                else
+                    row_scale(v[j], powers[j / 4].scales, to);
+            }
+        }
+    }
+}
+
 #endif

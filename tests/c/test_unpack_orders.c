@@ -197,6 +197,48 @@ static void test_whole_rows(void)
     }
 }
 
+static void test_powers(void)
+{
+    static _Alignas(64) uint16_t found[4 * COUNT_MAX], expected[4 * COUNT_MAX];
+    uint64_t seed = 10;
+    lh_test_name("columns of E2M1 with any powers of two are those of the definition");
+    for (int turn = 0; turn < 400; turn++) {
+        struct lh_unpack unpack = {.format = LH_UNPACK_FORMAT_E2M1,
+                                   .order = LH_UNPACK_ORDER_TRANSPOSED,
+                                   .scale_type = LH_UNPACK_SCALE_E8M0,
+                                   .block_rows = 32,
+                                   .block_columns = 1};
+        unpack.dtype = turn % 5 == 0 ? LH_DTYPE_F16 : LH_DTYPE_BF16;
+        unpack.rounding = turn % 4 == 0   ? LH_DTYPE_F16
+                          : turn % 4 == 1 ? LH_DTYPE_BF16
+                                          : LH_DTYPE_F32;
+        unpack.group_rows = 32 * (1 + lh_test_random(&seed) % 6);
+        unpack.rows = unpack.group_rows * (1 + lh_test_random(&seed) % 3);
+        unpack.columns = 32 * (1 + lh_test_random(&seed) % 7);
+        LH_CHECK(lh_unpack_is_valid(&unpack));
+        LH_CHECK(lh_unpack_count(&unpack) <= LH_COUNT_OF(found));
+        for (uint64_t i = 0; i < sizeof(packed); i++)
+            packed[i] = (uint8_t)lh_test_random(&seed);
+        /* Any bytes, those of files, and the first and the last ones with normal products. */
+        for (uint64_t i = 0; i < COUNT_MAX; i++) {
+            uint8_t byte = (uint8_t)lh_test_random(&seed);
+            scales[i] = turn % 3 == 0 ? byte : turn % 3 == 1 ? 112 + byte % 16 : byte % 2 ? 2 : 252;
+        }
+        const uint64_t unit = turn % 7 == 0 ? 1 : 32, units = unpack.rows / unit;
+        const uint64_t first = lh_test_random(&seed) % units * unit;
+        const uint64_t rows = 1 + lh_test_random(&seed) % (unpack.rows - first);
+        const uint64_t count =
+            turn % 2 ? rows * unpack.columns : (unpack.rows - first) * unpack.columns;
+        memset(found, 0xA5, sizeof(found));
+        memset(expected, 0xA5, sizeof(expected));
+        struct lh_unpack_source from = source;
+        from.packed += lh_unpack_needed(&unpack, first * unpack.columns);
+        lh_unpack_ref(&unpack, &from, first * unpack.columns, count, expected);
+        lh_unpack(&unpack, &from, first * unpack.columns, count, found);
+        LH_CHECK(memcmp(found, expected, sizeof(found)) == 0);
+    }
+}
+
 /* Rounding to bf16, or first to fp16, of codes less a zero, with scales of all usual sizes. */
 static void test_rounding(void)
 {
@@ -264,6 +306,7 @@ int main(void)
     test_long_scales();
     test_rounding();
     test_whole_rows();
+    test_powers();
     test_orders();
     test_carries();
     return 0;
