@@ -63,6 +63,20 @@ def test_a_replica_whose_process_trained_alone_through_the_same_steps_is_named(
     assert run(tmp_path, 2, world_adamw.resume_for, str(store), 0) == [(4, alone)] * 2
 
 
+def test_training_alone_is_noticed_where_blocks_are_divided_in_other_ways(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = tmp_path / "run"
+    run(tmp_path, 2, world_commits.train_with_blocks, str(store), False)
+    alone = run(tmp_path, 1, world_commits.train_alone, str(store), "step 1", 2)[0]
+    for said in run(tmp_path, 2, world_commits.resume_with_blocks, str(store)):
+        assert said.startswith("WorldMismatchError: ")
+        assert f"{store} (rank 0" in said and f"{store / 'rank-00001'} (rank 1" in said
+        assert "were trained apart before step 2" in said
+    shutil.rmtree(store / "rank-00001")  # as the message says
+    assert run(tmp_path, 2, world_adamw.resume_for, str(store), 0) == [(2, alone)] * 2
+
+
 def test_processes_whose_blocks_are_divided_in_other_ways_resume_together(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -113,6 +113,15 @@ def train_with_blocks(store: str, resume: bool) -> tuple[int, int, str]:
     return found
 
 
+def resume_with_blocks(store: str) -> str:
+    """Do the same with a store; return the error, or ""."""
+    try:
+        train_with_blocks(store, True)
+    except LohanError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def least_bytes(store: str) -> int:
     """Return the least host_bytes= for the model, which the error for less names."""
     try:

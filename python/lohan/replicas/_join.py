@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -272,12 +272,13 @@ def _sums(
     """Return what a store's parameters are compared by: those of groups apart from those of all.
 
     The checksums are of pieces of 1 MiB of a unit, so that they can only be compared if the units
-    have the same parameters ("layout"). Budgets that differ may divide blocks in other ways.
+    have the same parameters ("layout"). Budgets that differ may divide blocks in other ways; what
+    is compared then is the name of the session that made the commit ("history").
 
     Raises:
         StoreError: the store cannot be opened.
     """
-    from lohan.store import _contents  # not needed by new runs
+    from lohan.store import _contents, _scalars  # not needed by new runs
 
     store = _store.open_existing(directories, config, read_only=True, open_at=open_at)
     try:
@@ -294,7 +295,8 @@ def _sums(
         for key, each in layouts.items():
             digest = hashlib.sha256(json.dumps(each).encode()).hexdigest()
             found[f"layout of {key}"] = digest
-        return {"directory": directories[0], **found}
+        history = _scalars.history_of(store.describe())
+        return {"directory": directories[0], "history": history, **found}
     finally:
         store.close()
 
@@ -325,16 +327,27 @@ def _check_one_history(
         for rank in ranks:
             if not told[rank]:
                 continue
-            first = first_of.setdefault(told[rank][f"layout of {key}"], rank)
+            layout = told[rank][f"layout of {key}"]
+            for other, first in first_of.items():
+                each, one = told[rank]["history"], told[first]["history"]
+                if other != layout and each and one and each != one:
+                    _reject(world, told, (first, rank), step, "were trained apart before")
+            first = first_of.setdefault(layout, rank)
             if told[rank][key] != told[first][key]:
-                raise WorldMismatchError(
-                    f"{told[first]['directory']} ({world.name(first)}) and"
-                    f" {told[rank]['directory']} ({world.name(rank)}) have different parameters at"
-                    f" step {step}: probably one of them was trained without the other. If it is"
-                    " out of date, move its files to another directory, and resume again: the"
-                    " process then copies another store. With replicas='parameters' or groups=,"
-                    " restore all stores from snapshots of the same step"
-                )
+                _reject(world, told, (first, rank), step, "have different parameters at")
+
+
+def _reject(
+    world: World, told: Sequence[dict[str, str]], ranks: tuple[int, int], step: int, how: str
+) -> NoReturn:
+    """Raise the error for the stores of two processes."""
+    one, other = (f"{told[rank]['directory']} ({world.name(rank)})" for rank in ranks)
+    raise WorldMismatchError(
+        f"{one} and {other} {how} step {step}: probably one of them was trained without the other."
+        " If it is out of date, move its files to another directory, and resume again: the process"
+        " then copies another store. With replicas='parameters' or groups=, restore all stores from"
+        " snapshots of the same step"
+    )
 
 
 def _check_one_run(world: World, told: Sequence[_Found]) -> None:

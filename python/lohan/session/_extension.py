@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Place(enum.IntEnum):
     """The order in which a session calls its extensions; each kind of extension has a place."""
 
+    HISTORY = enum.auto()
     IDLE = enum.auto()
     COMMITS = enum.auto()
     WEAR = enum.auto()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def extend(session: Session, world: World | None) -> None:
-    """Let the session choose the steps between its commits, note phases, and make copies.
+    """Let the session name and choose its commits, note phases, and make copies.
 
     Args:
         session: the session.
@@ -36,6 +36,10 @@ def extend(session: Session, world: World | None) -> None:
         session._extensions.add(Copies())
     if session.config.trace_events > 0:
         session._extensions.add(Phases())
+    if world is not None or _scalars.history_of(session.store.describe()):
+        from lohan.session import _history  # not needed by one process
+
+        _history.begin(session, world)
     _commit_rule.begin(session, world)
 
 

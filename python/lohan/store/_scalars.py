@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lohan.session._optim import Optimizer
     from lohan.torch_glue._buffers import Buffers
 
+# The name of the session that made a commit: [Note: Histories] in session/_history.py.
+HISTORY = "history"
 _CPU = torch.device("cpu")
 _NOTHING: Mapping[str, Any] = {}
 
@@ -157,6 +159,11 @@ def idle_of(said: dict[str, Any]) -> dict[str, Any] | None:
 def wear_of(said: dict[str, Any]) -> Any:
     """Return what a store's last commit has of the bytes written so far; None: nothing."""
     return parse(said["caller_scalars"])[0].get("wear")
+
+
+def history_of(said: dict[str, Any]) -> str:
+    """Return the name of the session that made a store's last commit, or ""."""
+    return str(parse(said["caller_scalars"])[0].get(HISTORY, ""))
 
 
 def average_of(said: dict[str, Any]) -> list[float] | None:
