@@ -454,9 +454,9 @@ class MeZO(AdamW):
         """Return True: the store has the values of an earlier step."""
         return True
 
-    def values_of(self, stored: list[torch.Tensor]) -> list[torch.Tensor]:
+    def values_of(self, params: Sequence[Param], stored: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of the last step."""
-        pairs = zip(self.session.layout.params, stored, strict=True)
+        pairs = zip(params, stored, strict=True)
         return [self.run.lead(param, value) for param, value in pairs]
 
     def finish_writes(self) -> None:

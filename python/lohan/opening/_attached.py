@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from lohan.session._optim import StoreOptimizer
 from lohan.torch_glue import _late
 
 if TYPE_CHECKING:
+    from lohan.layout._block import Param
     from lohan.session._session import Session
 
 
@@ -27,7 +29,7 @@ def attach(
     model: nn.Module,
     session: Session,
     optimizer: Any,
-    was_in_memory: bool,
+    in_memory: Sequence[Param],
     undo: contextlib.ExitStack,
 ) -> None:
     """Attach an open session to the model.
@@ -36,22 +38,40 @@ def attach(
         model: the model.
         session: its session.
         optimizer: its optimizer.
-        was_in_memory: whether the model gets its values back if wrapping fails.
+        in_memory: the parameters that get their values back if wrapping fails.
         undo: gets what takes the session off again, and closes it to unlock its store.
     """
     guard = Guard(model, session, _save_pretrained)
-    undo.callback(_detach, model, session, optimizer, guard, was_in_memory)
+    undo.callback(give_up, session, in_memory, lambda: _detach(model, session, optimizer, guard))
     _put_on(model, session, optimizer, guard)
 
 
-def _detach(
-    model: nn.Module, session: Session, optimizer: Any, guard: Guard, was_in_memory: bool
+def give_up(
+    session: Session, in_memory: Sequence[Param], detach: Callable[[], None] = lambda: None
 ) -> None:
+    """Close a session that wrap() does not return; its model gets the values back.
+
+    The store has the only copy of them, and a temporary store is lost with the session.
+
+    Args:
+        session: the session; nothing is done if it is closed.
+        in_memory: the parameters that had their values in memory before the store was filled.
+        detach: takes the closed session off its model.
+    """
+    if session.closed:
+        return
     values: list[torch.Tensor] = []
-    if was_in_memory:
+    try:
         with contextlib.suppress(Exception):
-            values = session.values()
-    _exit.close_quietly(session)
+            values = session.values(in_memory)
+        _exit.close_quietly(session)
+        detach()
+    finally:
+        for param, value in zip(in_memory, values, strict=False):
+            param.tensor.data = value
+
+
+def _detach(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
     _exit.sessions.discard(session)
     if guard.closer is not None:
         guard.closer.detach()
@@ -62,8 +82,6 @@ def _detach(
     session.unhook()
     guard.remove()
     remove_attributes(model)
-    for param, value in zip(session.layout.params, values, strict=False):
-        param.tensor.data = value
 
 
 def _save_pretrained(*args: Any, **options: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lohan.activations import _activations, _swap
-from lohan.common import _exit
+from lohan.common import _durable
 from lohan.errors import StoreError
 from lohan.layout import _experts, _names, _ties
 from lohan.layout._experts import Apart
@@ -41,7 +41,7 @@ from lohan.world._joined import joined
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.config import Config
-    from lohan.layout._block import Layout
+    from lohan.layout._block import Layout, Param
     from lohan.layout._in_place import Found
     from lohan.mezo._zo_setup import Zeroth
     from lohan.opening._combination import Facts
@@ -74,7 +74,7 @@ def wrapped(request: Request) -> nn.Module:
         opening = _lay_out(request, shared, zeroth, store, open_at)
         opening.set_optimizer(apart.groups(request.params, model))
         session: Any = opening.open(undo)
-        _attached.attach(model, session, opening.optimizer, opening.was_in_memory, undo)
+        _attached.attach(model, session, opening.optimizer, opening.in_memory, undo)
         if zeroth is not None:
             object.__setattr__(model, "zo_step", session.step_of(model))
         apart.begin(model)
@@ -205,7 +205,7 @@ class Opening:
         optimizer: an Optimizer, or a ZerothOptimizer.
         group_of: the parameter group of each parameter, by its index.
         room: SSD space for activations; later owned by the session.
-        was_in_memory: whether the model gets its values back if wrapping fails.
+        in_memory: the parameters that get their values back if wrapping fails.
         is_filled: whether the store has the model's values.
         directories: the directories of the store.
         extents: the places of tensors in the store.
@@ -223,7 +223,7 @@ class Opening:
     optimizer: Any = None
     group_of: dict[int, int] = dataclasses.field(default_factory=dict)
     room: _core.Store | None = None
-    was_in_memory: bool = False
+    in_memory: list[Param] = dataclasses.field(default_factory=list)
     is_filled: bool = False
     directories: list[str] = dataclasses.field(default_factory=list)
     extents: Any = None
@@ -246,10 +246,11 @@ class Opening:
         self.directories = _directories.directories_of(self.where)
         _directories.refuse_windows_drives(self.directories)
         self.extents = _store.plan_extents(self.layout, self.config.commit_every == "never")
-        self.was_in_memory = not any(p.tensor.is_meta for p in self.layout.params)
+        self.in_memory = [p for p in self.layout.params if not p.tensor.is_meta]
         self.is_filled = request.is_resumed or self.shared.is_mate
         before = [param.tensor for param in self.layout.params]
         undo.push(self._note)
+        undo.callback(self._put_back, before)
         try:
             with contextlib.ExitStack() as parts:  # what the session does not own yet
                 if self.shared.is_mate:
@@ -262,7 +263,7 @@ class Opening:
                 self.optimizer.rebind({id(old): param.tensor for old, param in params})
                 session = self._session(self.extents, store, self.directories)
                 parts.pop_all()
-                undo.callback(_exit.close_quietly, session)
+                undo.callback(_attached.give_up, session, self.in_memory)
             self._begin(session)
         finally:
             if self.where is None:
@@ -275,6 +276,12 @@ class Opening:
         if error is not None and self.is_filled and not self._is_read and self.where is not None:
             error.add_note("the weights are in the store: wrap again with resume=True")
 
+    def _put_back(self, before: Sequence[torch.Tensor]) -> None:
+        """Give the model its parameters without storage again, which another wrap() can fill."""
+        pairs = zip(before, self.layout.params, strict=True)
+        empty: Any = {id(p.tensor): old for old, p in pairs if old.is_meta}
+        _weights.put(self.request.model, self.layout, empty)
+
     @property
     def _is_read(self) -> bool:
         """Whether another session, or another process, has made the store."""
@@ -283,13 +290,20 @@ class Opening:
     @property
     def _is_from_memory(self) -> bool:
         request = self.request
-        return request.weights is None and request.init is None and self.was_in_memory
+        return request.weights is None and request.init is None and not self._is_empty
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether a parameter had no values in memory."""
+        return len(self.in_memory) < len(self.layout.params)
 
     # --- The store ------------------------------------------------------------------------------
 
     def _create(self, parts: contextlib.ExitStack) -> _core.Store:
         """Create the store and fill it."""
         remove_remains(self.directories)
+        made = [path for name in self.directories for path in _durable.missing(Path(name))]
+        parts.callback(self._remove_made, made)
         # Allocate this first: a full disk should be noticed before a store has been filled.
         self._make_room(parts, self.extents.nbytes)
         self.layout.about = _names.about(self.request.model, self.layout) | self.shared.about
@@ -345,14 +359,20 @@ class Opening:
 
     def _give_back(self, store: _core.Store) -> None:
         """Undo what was done with a store that no session owns; remove it if it has no values."""
-        if self.is_filled and not self._is_read and self.was_in_memory:
-            _weights.recover(self.layout, self.extents, store)
+        if self.is_filled and not self._is_read:
+            _weights.recover(self.layout, self.extents, store, self.in_memory)
         store.close()
         self.layout.in_place.close()
         if self.zeroth is not None:
             self.zeroth.close(is_lost=not self.is_filled)
         if not self.is_filled and self.where is not None:
             _store.remove(self.directories)
+
+    def _remove_made(self, made: list[Path]) -> None:
+        """Remove the directories that were created for a store that has no values."""
+        for path in [] if self.is_filled else sorted(made, reverse=True):
+            with contextlib.suppress(OSError):  # another one of them is inside, or a file
+                path.rmdir()
 
     def _agree_on_filled(self, store: _core.Store) -> None:
         if not self._is_from_memory:

@@ -8,6 +8,7 @@ import functools
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from lohan.errors import NonFiniteError, StepError, StoreError
 from lohan.store import _checksums, _scalars, _store
 
 if TYPE_CHECKING:
+    from lohan.layout._block import Param
     from lohan.session._session import Session
     from lohan.store._snapshot import Snapshot
 
@@ -275,8 +277,8 @@ class Commits:
             return session._peers.reopened(functools.partial(_store.reopened, *given))
         return session._exclusive([])
 
-    def values(self) -> list[torch.Tensor]:
-        """Return every parameter's value in main memory, in its dtype and shape.
+    def values(self, params: Sequence[Param]) -> list[torch.Tensor]:
+        """Return the value of each of these parameters in main memory, in its dtype and shape.
 
         The values are the current ones; if the session is closed, those of the last commit.
 
@@ -286,7 +288,7 @@ class Commits:
         """
         session = self._session
         if session._peers.is_mate or (not session.closed and session._method.lends_values()):
-            return [session._parameters.value(param.index) for param in session.layout.params]
+            return [session._parameters.value(param.index) for param in params]
         opened = session._exclusive([])
         if session.closed:
             opened = _store.reopened(session.directories, session.config, session.layout)
@@ -298,8 +300,8 @@ class Commits:
                     " their values: lohan.wrap(..., resume=True) and model.lohan.close() make and"
                     " commit them"
                 )
-            stored = _store.read_params(session.layout, session.extents, store)
-            return session._method.values_of(stored)
+            stored = _store.read_params(session.layout, session.extents, store, params)
+            return session._method.values_of(params, stored)
 
     def undo_edit(self, index: int) -> None:
         """Restore a parameter in memory whose new value cannot be written to the store."""

@@ -7,7 +7,7 @@ does by itself, with the engine making the updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lohan.torch_glue._tensor import in_backward
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from lohan.journal._zo_run import Run
+    from lohan.layout._block import Param
     from lohan.session._session import Session
 
 
@@ -79,7 +80,7 @@ class AdamW:
         """Return whether the store has other values than an open session."""
         return False
 
-    def values_of(self, stored: list[torch.Tensor]) -> list[torch.Tensor]:
+    def values_of(self, params: Sequence[Param], stored: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of parameters for those that the store of a closed session has."""
         return stored
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lohan.activations._activations import Activations
     from lohan.activations._planner import Plan, Planner
     from lohan.config import Config
-    from lohan.layout._block import Layout
+    from lohan.layout._block import Layout, Param
     from lohan.layout._origins import Origin
     from lohan.session._loop import Loop
     from lohan.session._optim import Optimizer
@@ -110,18 +110,22 @@ class Session:
             sums=accumulation.is_on,
         )
         try:
-            self._bind()
+            self._complete(accumulation)
         except BaseException:
             self._engine.close()
             raise
+
+    def _complete(self, accumulation: Accumulation) -> None:
+        """Make what uses the engine."""
+        self._bind()
         self._saving.start(self._engine, self.device)
-        around = self._saving.stay if config.activations in POLICIES else self._saving.saved
+        around = self._saving.stay if self.config.activations in POLICIES else self._saving.saved
         self._loops: list[Loop] = []  # over parameters, the innermost last
         self._forwards = Forwards(self, around)
         _engine.call_back(self._engine, self)
         self._parameters = Values(self, self._engine)
         self._averages, self._registered = Averages(self), Registered(self)
-        self._idle = Idle(layout, self._engine)
+        self._idle = Idle(self.layout, self._engine)
         for extension in (self._averages, self._idle):
             if extension.is_on:
                 self._extensions.add(extension)
@@ -416,9 +420,9 @@ class Session:
         """Return a context that gives the store for reading, also after the session is closed."""
         return self._commits.reading()
 
-    def values(self) -> list[torch.Tensor]:
-        """Return every parameter's value in main memory; see Commits.values."""
-        return self._commits.values()
+    def values(self, params: Sequence[Param] | None = None) -> list[torch.Tensor]:
+        """Return parameters' values in main memory; see Commits.values."""
+        return self._commits.values(self.layout.params if params is None else params)
 
     def part(self) -> None:
         """Prepare for the end of the session, with all processes that read its parameters."""

@@ -213,9 +213,11 @@ def read_param(layout: Layout, extents: Extents, store: _core.Store, param: Para
     return values
 
 
-def read_params(layout: Layout, extents: Extents, store: _core.Store) -> list[torch.Tensor]:
-    """Return the values of all parameters from the store's last commit, as read_param() does."""
-    return [read_param(layout, extents, store, param) for param in layout.params]
+def read_params(
+    layout: Layout, extents: Extents, store: _core.Store, params: Sequence[Param]
+) -> list[torch.Tensor]:
+    """Return the values of parameters from the store's last commit, as read_param() does."""
+    return [read_param(layout, extents, store, param) for param in params]
 
 
 @contextlib.contextmanager

@@ -100,11 +100,11 @@ def _replace(
         if tensor.is_meta and tensor.numel() == 0:  # not in the layout
             made = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
             new[id(tensor)], old[id(made)] = made, tensor
-    _put(model, layout, new)
+    put(model, layout, new)
     return old, empty
 
 
-def _put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> None:
+def put(model: nn.Module, layout: Layout, new: Mapping[int, nn.Parameter]) -> None:
     """Replace parameters wherever they are used; `new` is indexed by the ids of the old ones."""
     for param in layout.params:
         param.tensor = new.get(id(param.tensor), param.tensor)
@@ -180,7 +180,7 @@ def fill(
         if said is not None:
             _log.note(said)
     except BaseException:
-        _put(model, layout, replaced)  # a retry must see that these parameters have no values
+        put(model, layout, replaced)  # a retry must see that these parameters have no values
         raise
     finally:
         writer.end()
@@ -335,9 +335,10 @@ def drop(layout: Layout) -> None:
     give_back()
 
 
-def recover(layout: Layout, extents: Extents, store: _core.Store) -> None:
-    """Load every parameter's values back into memory."""
-    for param, values in zip(layout.params, read_params(layout, extents, store), strict=True):
+def recover(layout: Layout, extents: Extents, store: _core.Store, params: Sequence[Param]) -> None:
+    """Load the values of parameters back into memory."""
+    found = read_params(layout, extents, store, params)
+    for param, values in zip(params, found, strict=True):
         param.tensor.data = values
 
 
