@@ -275,9 +275,16 @@ static PyObject *store_commit(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Whether only the creation itself was ever committed: every byte reads as zero. */
+/*
+ * Whether only the creation itself was ever committed: it has no scalars, and every byte reads as
+ * zero. Of a model that is read in place, the store may have scalars only.
+ */
 static bool is_empty(const struct lh_store *store)
 {
+    uint64_t scalar_bytes = 0;
+    (void)lh_store_scalars(store, &scalar_bytes);
+    if (scalar_bytes > 0)
+        return false;
     for (uint32_t i = 0; i < lh_store_extent_count(store); i++) {
         uint32_t slot = lh_store_read_slot(store, lh_store_extent(store, i).group);
         if (!lh_store_is_zero(store, i, slot))

@@ -401,3 +401,15 @@ def test_the_memory_of_a_frozen_base_is_not_touched_before_its_first_use(
     weight_bytes = 3000 * 3000 * 4
     assert arena >= weight_bytes > 4 * opened
     assert taken >= weight_bytes
+
+
+def test_a_store_without_any_values_is_resumed_before_its_first_forward(
+    tmp_path: Path, store_dir: Path
+) -> None:
+    folder, expected = save(tmp_path / "w"), tower()(X)
+    for is_resumed in (False, True):
+        model = tower().requires_grad_(False)
+        model = lohan.wrap(model, store=store_dir / "s", weights=folder, resume=is_resumed)
+        if is_resumed:
+            assert torch.equal(model(X), expected)
+        model.lohan.close()
