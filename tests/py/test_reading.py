@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pathlib
 import threading
@@ -110,6 +111,26 @@ def test_a_file_that_changes_while_it_is_read_is_named(way: str, tmp_path: pathl
             for _ in reading.pieces(param):
                 pass
     reading.end()
+
+
+def test_an_error_of_the_drive_names_the_file(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+    folder = read_folder(tmp_path)
+    param = param_of([*folder.entries.values()][:1])
+
+    def fails(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    reading = _reading.Reading(folder.files, [param])
+    with pytest.raises(
+        StoreError, match=r"model\.safetensors cannot be read: Input/output"
+    ) as error:
+        next(reading.pieces(param))
+    reading.end()
+    assert error.value.errno == errno.EIO
 
 
 def test_reading_can_end_early(tmp_path: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.common import _log
-from lohan.errors import ModelError, StoreError, StoreMismatchError
+from lohan.errors import LohanError, ModelError, StoreError, StoreMismatchError
 from lohan.layout import _experts, _gguf, _integers, _quantized, _resized, _ties
 from lohan.layout._cut import cut
 from lohan.layout._dtypes import NAMES
@@ -270,6 +271,27 @@ def check_descriptor(descriptor: int, file: File) -> None:
             f"{file.path} was changed while it was being read: wait until it is complete, then try"
             " again"
         )
+
+
+@contextlib.contextmanager
+def opened(file: File) -> Iterator[BufferedReader]:
+    """Open a file of weights, and name it in an error of the system while it is read.
+
+    Raises:
+        StoreError: the file cannot be opened or read.
+    """
+    try:
+        with file.path.open("rb") as source:
+            yield source
+    except LohanError:
+        raise
+    except OSError as error:
+        said = error.strerror or str(error)
+        raise StoreError(
+            error.errno or 0,
+            f"{file.path} cannot be read: {said}. If its drive is damaged, copy or download the"
+            " file again, then retry",
+        ) from error
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int, File]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan.errors import StoreError
-from lohan.layout._files import DTYPES, check_descriptor
+from lohan.layout._files import DTYPES, check_descriptor, opened
 from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
@@ -22,15 +22,17 @@ def bytes_at(files: Sequence[File], entry: Entry, skip: int, nbytes: int) -> tor
     Raises:
         StoreError: the file was truncated or changed meanwhile.
     """
-    path = files[entry.file].path
     raw = torch.empty(nbytes, dtype=torch.uint8)
-    with path.open("rb") as file:
+    with opened(files[entry.file]) as file:
         check_descriptor(file.fileno(), files[entry.file])
         file.seek(entry.offset + skip)
         count = file.readinto(bytes_of(raw)) if nbytes > 0 else 0
         check_descriptor(file.fileno(), files[entry.file])
     if count != nbytes:
-        raise StoreError(f"{path} was truncated: it ends inside a tensor of {entry.nbytes} bytes")
+        raise StoreError(
+            f"{files[entry.file].path} was truncated: it ends inside a tensor of"
+            f" {entry.nbytes} bytes"
+        )
     return raw
 
 

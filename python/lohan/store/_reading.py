@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan.errors import StoreError
-from lohan.layout._files import DTYPES, check_descriptor
+from lohan.layout._files import DTYPES, check_descriptor, opened
 from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Reading:
         """Yield the numbers of some elements and their values, which the next step overwrites.
 
         Raises:
-            StoreError: a file was truncated or changed meanwhile.
+            StoreError: a file was truncated or changed meanwhile, or cannot be read.
         """
         assert param.source is not None
         first = 0
@@ -105,7 +105,7 @@ class Reading:
     def _read_place(self, place: Entry, ahead: _Ahead) -> bool:
         """Read a place, piece by piece; return False if end() was called."""
         source = self._files[place.file]
-        with source.path.open("rb", buffering=0) as file:
+        with opened(source) as file:
             check_descriptor(file.fileno(), source)
             for begin, nbytes in _split(place, _PIECE_BYTES):
                 raw = self._free.get()
