@@ -105,10 +105,6 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("ModelError", "needs several micro-batches", "pass accumulate="),
         ),
         (
-            _pairs("states", ["bf16", "8bit"], "world", MANY),
-            ("UnsupportedError", "is not supported in several processes", "omit it"),
-        ),
-        (
             _pairs("commit_every", ["never"], "world", SHARING),
             ("UnsupportedError", "is not supported with commit_every='never'", "share='off'"),
         ),

@@ -17,9 +17,7 @@ import trainer_helper
 import world_lora
 from kit import host_bytes_min
 from lohan.commands import _quantize
-from lohan.errors import LohanError, ModelError, UnsupportedError
-from lohan.opening import _combination
-from lohan.opening._combination import Facts
+from lohan.errors import LohanError, ModelError
 from lohan.store import _snapshot
 from quantize_helper import CONFIG, model
 from world_helper import run
@@ -180,11 +178,6 @@ def test_a_trainer_has_the_bits_of_both_orders(states: str, bases: Path, store_d
         losses.append(trainer_helper.logged(trainer, "loss"))
         session.close()
     assert losses[0] == losses[1]
-
-
-def test_states_of_several_processes_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="not supported in several processes"):
-        _combination.check(Facts(states="8bit", processes=2))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -306,15 +306,6 @@ ROWS = (
     _of_owed("states={f.states!r}", lambda f: f.states != "fp32"),
     _of_owed("schedule='naive'", lambda f: f.config.schedule == "naive"),
     # Several processes.
-    Row(
-        "states={f.states!r}",
-        SEVERAL,
-        lambda f: f.is_several and f.states != "fp32",
-        "not built",
-        "",
-        "omit it there",
-        "{one} is not supported in several processes: {way_out}",
-    ),
     _of_average(SEVERAL, lambda f: f.is_several, "not built"),
     Row(
         "on_nan='skip'",

@@ -105,7 +105,7 @@ class Shared:
         if zeroth is not None:
             facts: list[Fact] = [("method=", "mezo"), ("seed=", zeroth.asked["seed"])]
         else:
-            facts = _join.facts_of(self.config, self._max_grad_norm)
+            facts = _join.facts_of(self.config, self._max_grad_norm, self.states)
             facts += [("groups=", True)] if self.groups is not None else []
         self.run = _join.agree_on_settings(world, store, resumed, open_at, facts)
         if self.config.gather == "auto" and zeroth is None:

@@ -85,7 +85,7 @@ def config_of_groups(config: Config) -> Config:
     return GroupConfig(**values)
 
 
-def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
+def facts_of(config: Config, max_grad_norm: float | None, states: str) -> list[Fact]:
     """Return the settings of an AdamW run that all processes must share."""
     return [
         ("method=", "adamw"),
@@ -96,6 +96,7 @@ def facts_of(config: Config, max_grad_norm: float | None) -> list[Fact]:
         ("gather=", config.gather),
         ("replicas=", config.replicas),
         ("max_grad_norm=", max_grad_norm),
+        ("states=", states),
     ]
 
 

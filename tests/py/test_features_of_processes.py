@@ -1,0 +1,85 @@
+"""Features that change the states of a run, in each way of running several processes.
+
+The bits are those of one process that runs all micro-batches, also after a resume. test_bits.py
+combines those that its table has with all other settings.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import lohan
+import pytest
+import world_adamw
+import world_features
+from world_adamw import WAYS
+from world_helper import run
+
+Row = tuple[str, dict[str, Any]]
+# For each feature: the dtype of a model, and what wrap() is given, also in a resumed run.
+FEATURES: dict[str, Row] = {
+    "states 8bit": ("bfloat16", {"states": "8bit"}),
+    "states bf16": ("float32", {"states": "bf16", "change": "absent"}),
+}
+# What rank 1 passes instead, and the setting that the error names.
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "states 8bit": ({"states": "fp32"}, "states= is '8bit' in rank 0"),
+}
+
+
+def train(
+    folder: pathlib.Path, count: int, steps: int, way: str, **more: Any
+) -> list[list[tuple[int, str]]]:
+    """Train with each feature up to a step; return by process the steps and states of all."""
+    rows = [
+        (str(folder / name), steps, dtype, {**settings, **more})
+        for name, (dtype, settings) in FEATURES.items()
+    ]
+    return run(folder, count, world_adamw.train_all, rows, **WAYS[way])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """Return the states of one process after 4 steps, by feature."""
+    found = train(tmp_path_factory.mktemp("whole"), 1, 4, "replicas")[0]
+    assert len(set(found)) == len(FEATURES)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_of_several_processes_has_the_bits_of_one(
+    way: str, whole: Any, tmp_path: pathlib.Path
+) -> None:
+    count = 4 if way == "machines" else 2
+    train(tmp_path, count, 2, way)
+    assert train(tmp_path, count, 4, way, resume=True) == [whole] * count
+    for name in FEATURES:
+        assert lohan.verify(tmp_path / name).is_whole
+
+
+def test_a_run_of_one_process_continues_in_several_and_back(
+    whole: Any, tmp_path: pathlib.Path
+) -> None:
+    for count, steps in enumerate((1, 3)):
+        train(tmp_path, count + 1, steps, "replicas", resume=count > 0)
+    assert train(tmp_path, 1, 4, "replicas", resume=True) == [whole]
+
+
+def test_divided_states_are_divided_again(whole: Any, tmp_path: pathlib.Path) -> None:
+    train(tmp_path, 2, 2, "divided")
+    (tmp_path / "new").mkdir()
+    for name in FEATURES:
+        lohan.reshard(tmp_path / name, tmp_path / "new" / name, parts=3)
+        assert lohan.verify(tmp_path / "new" / name).is_whole
+    assert train(tmp_path / "new", 3, 4, "divided", resume=True) == [whole] * 3
+
+
+def test_a_setting_that_differs_is_named(tmp_path: pathlib.Path) -> None:
+    rows = []
+    for name, (other, _) in OTHER.items():
+        settings = {key: value for key, value in FEATURES[name][1].items() if key != "change"}
+        rows.append((settings, {**settings, **other}))
+    for told in run(tmp_path, 2, world_features.differing, str(tmp_path / "run"), rows):
+        for said, (_, names) in zip(told, OTHER.values(), strict=True):
+            assert said.startswith("WorldMismatchError: ") and names in said, said
