@@ -14,17 +14,19 @@ import pytest
 import world_adamw
 import world_features
 from world_adamw import WAYS
-from world_helper import run
+from world_helper import Group, run
 
 Row = tuple[str, dict[str, Any]]
 # For each feature: the dtype of a model, and what wrap() is given, also in a resumed run.
 FEATURES: dict[str, Row] = {
     "states 8bit": ("bfloat16", {"states": "8bit"}),
     "states bf16": ("float32", {"states": "bf16", "change": "absent"}),
+    "skip": ("float16", {"on_nan": "skip"}),
 }
 # What rank 1 passes instead, and the setting that the error names.
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "states 8bit": ({"states": "fp32"}, "states= is '8bit' in rank 0"),
+    "skip": ({"on_nan": "raise"}, "on_nan= is 'skip' in rank 0"),
 }
 
 
@@ -83,3 +85,32 @@ def test_a_setting_that_differs_is_named(tmp_path: pathlib.Path) -> None:
     for told in run(tmp_path, 2, world_features.differing, str(tmp_path / "run"), rows):
         for said, (_, names) in zip(told, OTHER.values(), strict=True):
             assert said.startswith("WorldMismatchError: ") and names in said, said
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_by_all(
+    way: str, settings: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    settings = {"on_nan": "skip", **settings}
+    one = run(tmp_path, 1, world_features.skip, str(tmp_path / "one"), settings)
+    assert one[0][:2] == (4, [False, True, False, False, False])
+    count = 4 if way == "machines" else 2
+    found = run(tmp_path, count, world_features.skip, str(tmp_path / "run"), settings, **WAYS[way])
+    assert found == one * count
+
+
+def test_clipping_by_torch_and_a_skipped_step_go_together(tmp_path: pathlib.Path) -> None:
+    for name, count in (("one", 1), ("run", 2)):
+        for _, skipped, _ in run(
+            tmp_path, count, world_features.skip, str(tmp_path / name), {"on_nan": "skip"}, True
+        ):
+            assert skipped == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("way", ["replicas", "shared", "divided"])
+def test_a_process_that_dies_as_all_skip_a_step_is_named(way: str, tmp_path: pathlib.Path) -> None:
+    store = str(tmp_path / "run")
+    other, dead = Group(tmp_path, 2, world_features.die_in_skip, store, **WAYS[way]).wait()
+    assert dead.code == 9
+    assert other.error == "PeerLostError" and "rank 1 (host" in other.text, other

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from lohan.errors import LohanError
-from world_adamw import wrapped
+from world_adamw import one_step, states_digest, wrapped
 from world_worker import rank_and_count
 
 
@@ -20,3 +22,53 @@ def differing(store: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> 
         except LohanError as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def _bad_step(model: Any, before_step: Any = None) -> None:
+    """Make a step in which one gradient of micro-batch 5 of all processes is not finite."""
+    rank, count = rank_and_count()
+    left = 5 // count
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        return gradient * float("nan" if left == -1 else "1")
+
+    handle = model.layers[1].weight.register_hook(spoil) if 5 % count == rank else None
+    one_step(model, before_step=before_step)
+    if handle is not None:
+        handle.remove()
+
+
+def skip(store: str, settings: dict[str, Any], clips: bool = False) -> tuple[int, list[bool], str]:
+    """Make five steps, the second of which is skipped; return what was skipped, and the states.
+
+    Args:
+        store: the store.
+        settings: further settings of wrap().
+        clips: whether torch clips the gradients before each step.
+    """
+    model, skipped = wrapped(store, **settings), []
+
+    def clip() -> None:
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    for attempt in range(5):
+        model.optimizer.was_skipped = False
+        (_bad_step if attempt == 1 else one_step)(model, before_step=clip)
+        skipped.append(model.optimizer.was_skipped)
+    result = model.lohan.step, skipped, states_digest(model)
+    model.lohan.close()
+    return result
+
+
+def die_in_skip(store: str) -> None:
+    """Rank 1 is killed when it discards the step that all skip."""
+    rank, _ = rank_and_count()
+    model = wrapped(store, on_nan="skip")
+    one_step(model)
+    if rank == 1:
+        model.lohan._open_step.discard = lambda: os._exit(9)
+    _bad_step(model)
+    one_step(model)

@@ -307,14 +307,6 @@ ROWS = (
     _of_owed("schedule='naive'", lambda f: f.config.schedule == "naive"),
     # Several processes.
     _of_average(SEVERAL, lambda f: f.is_several, "not built"),
-    Row(
-        "on_nan='skip'",
-        SEVERAL,
-        lambda f: f.is_several and f.config.on_nan == "skip",
-        "not built",
-        "",
-        "leave it out, and a step that is not finite raises an error",
-    ),
     _of_experts(SEVERAL, lambda f: f.is_several),
     Row(
         "groups=",

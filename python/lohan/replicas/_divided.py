@@ -146,12 +146,9 @@ class DividedMate(Whole):
             self._has_learned = True
 
     def given_back(self) -> None:
-        """Take part in what the owners exchange before and during an update."""
-        peers = self.peers
-        if peers.session.optimizer.max_grad_norm is not None:
-            self.share_square_sums()
+        """Take the tags of what the owners exchange during an update."""
         self._has_learned = False
-        peers.exchange.take_tags(self._value_piece_count)
+        self.peers.exchange.take_tags(self._value_piece_count)
 
     def share_square_sums(self) -> None:
         """Take part as the owners tell their sums of squares."""

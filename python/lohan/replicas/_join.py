@@ -97,6 +97,7 @@ def facts_of(config: Config, max_grad_norm: float | None, states: str) -> list[F
         ("replicas=", config.replicas),
         ("max_grad_norm=", max_grad_norm),
         ("states=", states),
+        ("on_nan=", config.on_nan),
     ]
 
 

@@ -11,6 +11,7 @@ only with schedule="serial", and with divided states for the new values.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 import weakref
@@ -95,6 +96,14 @@ class Mate(Replica):
         for extension in session._extensions:
             extension.step_begins(session)
         self._agree(unscale)
+        if session._open_step.needs_norm:
+            self._states.share_square_sums()
+        if session.config.on_nan == "skip":
+            square_sum = self._shared_square_sum(None)
+            if not math.isfinite(square_sum):
+                session._open_step.skip(square_sum)
+                self.abort_ended()
+                return
         session._open_step.gradients.hide()
         everything = [*range(len(session.layout.units))]
         engine = session._engine

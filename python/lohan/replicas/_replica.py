@@ -232,7 +232,11 @@ class Replica(Alone):
         if has_gradients:
             self._check_alone()
             self._agree(unscale)
+        before = session.step
         super().close_step(unscale)
+        if has_gradients and session.step == before:  # skipped, in all processes
+            self.abort_ended()
+            return
         if has_gradients:
             self._count_traffic()
         self.exchange.forget()
@@ -283,6 +287,13 @@ class Replica(Alone):
         """Return the sum of squares over all processes."""
         return self._states.square_sum()
 
+    def is_skipped(self, square_sum: float) -> bool:
+        """Return whether the step is discarded, which mates, who have no sums, learn from owners.
+
+        All processes that have sums know the same square_sum.
+        """
+        return super().is_skipped(self._shared_square_sum(square_sum))
+
     def _shared_square_sum(self, mine: float | None) -> float:
         if self.team is None:
             assert mine is not None
@@ -325,7 +336,9 @@ class Replica(Alone):
                 ("lr", "beta1", "beta2", "eps", "weight_decay"), hyper, strict=True
             )
         ]
-        facts.append(("the factor of the gradients", unscale * session._open_step.scale.factor()))
+        scale = session._open_step.scale
+        if scale.is_finite or session.config.on_nan != "skip":
+            facts.append(("the factor of the gradients", unscale * scale.factor()))
         facts.append(("the number of writes to parameters outside of steps", self._edit_count))
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         began = time.monotonic_ns()

@@ -67,4 +67,4 @@ class Whole:
         """Take part in what the owners exchange before one of them knows the norm."""
 
     def given_back(self) -> None:
-        """Take part in what the owners exchange before and during an update."""
+        """Take the tags of what the owners exchange during an update."""

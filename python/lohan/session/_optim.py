@@ -260,12 +260,10 @@ class Optimizer(StoreOptimizer):
         """
         self.grad_norm = math.sqrt(square_sum) * scale
         if not math.isfinite(self.grad_norm):
-            is_alone = self.session._peers.world is None
-            skip = "; on_nan='skip' does so by itself" if is_alone else ""
             raise NonFiniteError(
                 f"the norm of all gradients is {self.grad_norm}: no update has begun, and step"
                 f" {self.session.step + 1} is not committed. Call model.optimizer.zero_grad() to"
-                f" discard it and continue{skip}"
+                " discard it and continue; on_nan='skip' does so by itself"
             )
         assert self.max_grad_norm is not None
         return scale * min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))

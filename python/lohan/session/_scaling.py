@@ -55,6 +55,11 @@ class StepScale:
         """Whether updates wait for `step()`, so that gradients can be measured and scaled."""
         return self._square_sum is not None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no norm that was requested is infinite or NaN."""
+        return math.isfinite(self._norm)
+
     def reset(self) -> None:
         """Reset the factors and the norm for the next step."""
         self._factors: dict[int, float] = {}
@@ -96,7 +101,7 @@ class StepScale:
             UnsupportedError: gradients have different factors.
             NonFiniteError: a norm that was requested is not finite.
         """
-        if not math.isfinite(self._norm):
+        if not self.is_finite:
             raise NonFiniteError(
                 f"the norm of all gradients is {self._norm}: no update has begun. Call"
                 " model.optimizer.zero_grad() to discard this step"

@@ -70,6 +70,12 @@ class OpenStep:
         """Whether updates wait for `step()`."""
         return self._session.config.schedule in SCHEDULES_AT_STEP
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether step() needs the norm of all gradients."""
+        session = self._session
+        return session.config.on_nan == "skip" or session.optimizer.max_grad_norm is not None
+
     # --- Backward ---------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
@@ -150,11 +156,13 @@ class OpenStep:
             )
         if self.is_waiting:
             self._give()
-            if session.config.on_nan == "skip" and self._is_skipped():
+            square_sum = self._peers.whole_square_sum() if self.needs_norm else 0.0
+            if session.config.on_nan == "skip" and self._peers.is_skipped(square_sum):
+                self.skip(square_sum)
                 return
             scale = self.scale.factor() * unscale
             if session.optimizer.max_grad_norm is not None:
-                scale = session.optimizer.clip_scale(self._peers.whole_square_sum(), scale)
+                scale = session.optimizer.clip_scale(square_sum, scale)
             self._engine.gradient_scale(scale)
         self.gradients.hide()
         more: dict[str, Any] = {}
@@ -175,18 +183,15 @@ class OpenStep:
         for extension in session._extensions:
             extension.closed(session)
 
-    def _is_skipped(self) -> bool:
-        """Discard the open step if a gradient is not finite; return whether it was discarded."""
-        square_sum = self._peers.whole_square_sum()
-        if math.isfinite(square_sum):
-            return False
+    def skip(self, square_sum: float) -> None:
+        """Discard the open step, because a gradient is not finite."""
         self.discard()
         self._session.optimizer.was_skipped = True
-        _log.note(
-            f"step {self._session.step + 1} is skipped, because the norm of its gradients is"
-            f" {math.sqrt(square_sum)}"
-        )
-        return True
+        if self._session.speaks:
+            _log.note(
+                f"step {self._session.step + 1} is skipped, because the norm of its gradients is"
+                f" {math.sqrt(square_sum)}"
+            )
 
     def _await_updates(self) -> None:
         """Wait for the updates of the step that was just closed, if the schedule says so."""
