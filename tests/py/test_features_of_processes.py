@@ -13,6 +13,7 @@ import lohan
 import pytest
 import world_adamw
 import world_features
+from lohan.errors import StoreMismatchError
 from world_adamw import WAYS
 from world_helper import Group, run
 
@@ -21,11 +22,13 @@ Row = tuple[str, dict[str, Any]]
 FEATURES: dict[str, Row] = {
     "states 8bit": ("bfloat16", {"states": "8bit"}),
     "states bf16": ("float32", {"states": "bf16", "change": "absent"}),
+    "ema": ("bfloat16", {"ema": 0.9}),
     "skip": ("float16", {"on_nan": "skip"}),
 }
 # What rank 1 passes instead, and the setting that the error names.
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "states 8bit": ({"states": "fp32"}, "states= is '8bit' in rank 0"),
+    "ema": ({"ema": 0.5}, "ema= is 0.9 in rank 0"),
     "skip": ({"on_nan": "raise"}, "on_nan= is 'skip' in rank 0"),
 }
 
@@ -114,3 +117,28 @@ def test_a_process_that_dies_as_all_skip_a_step_is_named(way: str, tmp_path: pat
     other, dead = Group(tmp_path, 2, world_features.die_in_skip, store, **WAYS[way]).wait()
     assert dead.code == 9
     assert other.error == "PeerLostError" and "rank 1 (host" in other.text, other
+
+
+def _files(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_averages_are_read_and_exported_with_the_bits_of_one_process(
+    way: str, tmp_path: pathlib.Path
+) -> None:
+    one = run(tmp_path, 1, world_features.averages, str(tmp_path / "one"))[0]
+    count = 4 if way == "machines" else 2
+    found = run(tmp_path, count, world_features.averages, str(tmp_path / "run"), **WAYS[way])
+    assert [each[1] for each in found] == [one[1]] * count
+    said = found[0][0]
+    assert said == one[0] if way == "replicas" else said.startswith("UnsupportedError: lohan.ema(")
+    store = tmp_path / "run"
+    if way in ("divided", "machines"):
+        with pytest.raises(StoreMismatchError, match="has part 1 of 2 of the averages"):
+            lohan.export(store, tmp_path / "refused", ema=True)
+        lohan.reshard(store, tmp_path / "new", parts=1)
+        store = tmp_path / "new"
+    for name, path in (("expected", tmp_path / "one"), ("found", store)):
+        lohan.export(path, tmp_path / name, dtype="float32", ema=True)
+    assert _files(tmp_path / "found") == _files(tmp_path / "expected") != {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import lohan
 import torch
 from lohan.errors import LohanError
-from world_adamw import one_step, states_digest, wrapped
+from world_adamw import one_step, states_digest, values_digest, wrapped
 from world_worker import rank_and_count
 
 
@@ -72,3 +73,26 @@ def die_in_skip(store: str) -> None:
         model.lohan._open_step.discard = lambda: os._exit(9)
     _bad_step(model)
     one_step(model)
+
+
+def averages(store: str) -> tuple[str, str]:
+    """Train, and evaluate the averages in rank 0 alone after the third of four steps.
+
+    Returns:
+        A hash of the averages that the model had, and one of all states at the end.
+    """
+    rank, _ = rank_and_count()
+    model, seen = wrapped(store, torch.bfloat16, ema=0.9, commit_every=2), ""
+    for step in range(4):
+        one_step(model, torch.bfloat16)
+        if step != 2:
+            continue
+        try:
+            if rank == 0:
+                with lohan.ema(model):
+                    seen = values_digest(model)
+        except LohanError as error:
+            seen = f"{type(error).__name__}: {error}"
+    result = seen, states_digest(model)
+    model.lohan.close()
+    return result

@@ -159,7 +159,7 @@ class Unit:
     family: int = 0  # trained experts with the same number are parts of the same tensors
     has_states: bool = True  # False: trained, but another process has the optimizer's states
     states: str = "fp32"  # how moments are stored: a key of STATES
-    has_average: bool = False  # whether the store has averages of the parameters (ema=)
+    is_averaged: bool = False  # whether the run has averages of the parameters (ema=)
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
     runs: list[Run] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
@@ -189,6 +189,11 @@ class Unit:
     def moment_bytes(self) -> int:
         """The bytes per element of each of the two moments."""
         return STATES[self.states] if self.trainable and self.has_states else 0
+
+    @property
+    def has_average(self) -> bool:
+        """Whether the store has averages of the parameters, which are where the states are."""
+        return self.is_averaged and self.has_states
 
     @property
     def scale_parts(self) -> list[int]:
@@ -255,8 +260,8 @@ class Layout:
 
     @property
     def has_averages(self) -> bool:
-        """Whether the store has averages of trained parameters."""
-        return any(unit.has_average for unit in self.units)
+        """Whether the run has averages of trained parameters."""
+        return any(unit.is_averaged for unit in self.units)
 
 
 def _own_bytes(module: nn.Module) -> int:

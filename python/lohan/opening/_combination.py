@@ -306,7 +306,6 @@ ROWS = (
     _of_owed("states={f.states!r}", lambda f: f.states != "fp32"),
     _of_owed("schedule='naive'", lambda f: f.config.schedule == "naive"),
     # Several processes.
-    _of_average(SEVERAL, lambda f: f.is_several, "not built"),
     _of_experts(SEVERAL, lambda f: f.is_several),
     Row(
         "groups=",

@@ -98,6 +98,7 @@ def facts_of(config: Config, max_grad_norm: float | None, states: str) -> list[F
         ("max_grad_norm=", max_grad_norm),
         ("states=", states),
         ("on_nan=", config.on_nan),
+        ("ema=", config.ema),
     ]
 
 

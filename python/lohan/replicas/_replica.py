@@ -72,6 +72,7 @@ class Replica(Alone):
         exchange: the exchange of gradients.
     """
 
+    commits_alone = False
     world: World
     exchange: Exchange
 
@@ -391,7 +392,17 @@ class Replica(Alone):
     def check_exclusive(self, changed: list[int]) -> None:
         """Raise an error if units are to be changed that other processes read."""
         if changed:
-            self.session._edits.check()
+            self.check_edit()
+
+    def check_averages(self) -> None:
+        """Reject averages in the places of parameters that mates read, or that lack a part."""
+        if self.team is not None or self.session.layout.part[1] > 1:
+            raise UnsupportedError(
+                "lohan.ema(model) is not supported with share='on' or replicas='parameters':"
+                " lohan.export(model, OUT, ema=True) writes the averages in the process that has"
+                " the store (with replicas='parameters', first run 'lohan reshard STORE NEW --parts"
+                " 1', then 'lohan export NEW OUT --ema')"
+            )
 
     def check_edit(self) -> None:
         """Reject a change of parameters that other processes read where they are."""

@@ -3,10 +3,11 @@
 [Note: Averages in place of parameters] To evaluate averages without a second copy in memory, the
 store exchanges them with the parameters, piece by piece, and the model reads the store as usual.
 The exchange is exact, and doing it twice restores every bit. It is never committed: closed steps
-are committed before (unless commits are manual), all calls that commit are refused until the
-parameters are back, and after that the store, whose contents are the same as before, is committed
-again. So a process that ends in between leaves the last commit, with parameters and averages in
-their own places. If an exchange fails half-way, the session ends there, for the same reason.
+are committed before, all calls that commit are refused until the parameters are back, and after
+that the store, whose contents are the same as before, is committed again. If commits are manual,
+or several processes have to commit the same steps, neither of both commits is made. So a process
+that ends in between leaves the last commit, with parameters and averages in their own places. If an
+exchange fails half-way, the session ends there, for the same reason.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Averages(Extension):
     @property
     def is_on(self) -> bool:
         """Whether there are averages."""
-        return self._session.config.ema is not None and bool(self._units)
+        return self._session.layout.has_averages
 
     def state(self, session: Session) -> Mapping[str, Any]:
         """Return what a commit stores: the decay, and the step after which averages began."""
@@ -108,6 +109,7 @@ class Averages(Extension):
                 what = "none of its parameters is trained (requires_grad)"
             raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
+        self._session._peers.check_averages()
         self._session._edits.check()
         self._session._forwards.end_interrupted()
         self._exchange(holder)
@@ -121,14 +123,14 @@ class Averages(Extension):
         session = self._session
         is_begun = False
         try:
-            with session._exclusive(self._units) as store:
+            with session._exclusive(self._units, commits=session._peers.commits_alone) as store:
                 is_begun = True
                 self._holder = self._holder or holder
                 for index in self._units:
                     unit, places = session.layout.units[index], session.extents.units[index]
                     _average.exchange(unit, places, store)
                 if holder is None:
-                    if not session._commits.by_hand:
+                    if session._peers.commits_alone and not session._commits.by_hand:
                         session._commits.write(store)
                     self._holder = None
         except BaseException as error:

@@ -154,7 +154,7 @@ class Commits:
                 step.discard()
                 if count > 0:
                     self._say_unfinished(count)
-        if not self.by_hand:
+        if not (self.by_hand or session._averages.is_swapped):
             session._idle.settle()
             self._engine.flush(True)
             session._edits.end()

@@ -307,7 +307,7 @@ def _layout_for_budget(
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
         _block.divide_states(layout, config.part, config.part_count)
         for unit in layout.units:
-            unit.has_average = config.ema is not None and unit.trainable
+            unit.is_averaged = config.ema is not None and unit.trainable
         return layout
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())

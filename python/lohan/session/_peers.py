@@ -31,9 +31,11 @@ class Alone:
         uuids: the UUIDs of the stores of all processes, by rank; empty if there is only one.
         world: the processes of the run; None: there is only one.
         session: the session, once it has joined the others.
+        commits_alone: whether this process may commit without the others.
     """
 
     is_mate = False
+    commits_alone = True
     uuids: tuple[str, ...] = ()
     world: World | None = None
     session: Session
@@ -114,6 +116,9 @@ class Alone:
 
     def check_exclusive(self, changed: list[int]) -> None:
         """Raise an error if this process may not use the store, or change these units in it."""
+
+    def check_averages(self) -> None:
+        """Raise an error if averages cannot take the parameters' places in this process alone."""
 
     def check_edit(self) -> None:
         """Raise an error if no process may change parameters between steps."""

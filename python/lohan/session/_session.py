@@ -395,19 +395,21 @@ class Session:
         scope = self._engine.scope([self.layout.params[index].unit])
         return _core.Context(scope.enter, scope.leave)
 
-    def _exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+    def _exclusive(
+        self, changed: list[int], *, commits: bool = True
+    ) -> AbstractContextManager[_core.Store]:
         """Return a context that gives the store, with the engine paused and closed steps written.
 
         If `changed` names units to be changed in the store, closed steps are also committed, unless
-        commits are manual, and the units' copies in memory are discarded afterwards. Other threads
-        wait until the store is returned.
+        commits are manual or `commits` is False, and the units' copies in memory are discarded
+        afterwards. Other threads wait until the store is returned.
         """
         self._peers.check_exclusive(changed)
 
         def enter() -> _core.Store:
             self._check_whole()
-            commits = bool(changed) or self._idle.is_on  # settled values, with their step counts
-            self._engine.pause(changed, commits and not self._commits.by_hand)
+            is_due = bool(changed) or self._idle.is_on  # settled values, with their step counts
+            self._engine.pause(changed, commits and is_due and not self._commits.by_hand)
             return self.store
 
         return _core.Context(enter, lambda: self._engine.resume(changed))

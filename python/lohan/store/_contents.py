@@ -155,7 +155,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
         unit.elements, unit.nbytes = elements, nbytes
         place_values(unit)
         unit.has_states = len(units) not in given
-        unit.has_average = unit.trainable and meta.get("ema", False)
+        unit.is_averaged = unit.trainable and meta.get("ema", False)
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):
         param.first = first

@@ -117,8 +117,7 @@ def export(
         if not overwrite:
             _check_no_model(folder, stem)
         check_not_read(folder, contents.layout, stem=stem)
-        if _DTYPES[dtype]:
-            _check_masters(contents)
+        _check_parts(contents, is_master=_DTYPES[dtype], is_average=ema)
         if ema and not contents.meta.get("ema", False):
             raise UnsupportedError(
                 "the store has no averages of its parameters: the model was wrapped without ema="
@@ -214,11 +213,18 @@ def _opened(source: Any) -> Iterator[Opened]:
         store.close()
 
 
-def _check_masters(contents: Contents) -> None:
-    """Reject fp32 values of parameters whose masters are in another process's store."""
+def _check_parts(contents: Contents, *, is_master: bool, is_average: bool) -> None:
+    """Reject averages, and fp32 values of masters, that are in another process's store."""
     for unit in contents.layout.units:
-        if unit.trainable and not unit.has_states and unit.dtype != torch.float32:
-            part, count = contents.meta["part"]
+        if not unit.trainable or unit.has_states:
+            continue
+        part, count = contents.meta["part"]
+        if is_average:
+            raise StoreMismatchError(
+                f"this store has part {part + 1} of {count} of the averages: write a store with"
+                " all of them, with 'lohan reshard STORE NEW --parts 1', and export NEW"
+            )
+        if is_master and unit.dtype != torch.float32:
             raise StoreMismatchError(
                 f"this store has part {part + 1} of {count} of the optimizer's states, and without"
                 f" the others not all bits of {unit.params[0].name!r} in fp32: export without"
