@@ -66,6 +66,8 @@ class Slices:
     def __init__(self, experts: Sequence[nn.Module], name: str) -> None:
         self._experts = experts
         self._name = name
+        # Returns what is computed with in the place of parameters; None: the parameters themselves.
+        self.lent: Callable[[Sequence[nn.Parameter]], list[nn.Parameter]] | None = None
         # For each adapter that is added: left and right matrices of each expert, and a factor.
         self.adapters: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], float]] = []
 
@@ -78,7 +80,8 @@ class Slices:
     def __getitem__(self, number: Any) -> torch.Tensor:
         """Return one expert's values, by its number or a tensor with the number."""
         at = int(number)
-        found: torch.Tensor = getattr(self._experts[at], self._name)
+        param: nn.Parameter = getattr(self._experts[at], self._name)
+        found: torch.Tensor = param if self.lent is None else self.lent([param])[0]
         with torch.autocast(found.device.type, enabled=False):
             for left, right, factor in self.adapters:
                 found = torch.addmm(found, left[at], right[at], alpha=factor)
@@ -246,6 +249,8 @@ class Apart:
                 if not whole.is_meta:
                     whole.data = _nothing(whole)
             module: Any = split.module()
+            for name in split.wholes:
+                module.__dict__[name].lent = session._runs.lent
             hook: Any = functools.partial(_fuse, split)
             self.handles.append(module.register_state_dict_post_hook(hook))
         return model
@@ -371,6 +376,8 @@ def _activate(module: Any, names: Sequence[str]) -> Iterator[None]:
     if isinstance(param, Slices):
         for name in names:
             if name in module.lora_A:
+                if param.lent is not None:
+                    param.lent([module.lora_A[name].weight, module.lora_B[name].weight])
                 # Copies, because views would keep the adapter in memory until backward.
                 *both, factor = module.get_delta_factors(name)
                 left, right = (each.clone().unbind() for each in both)

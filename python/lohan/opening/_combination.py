@@ -251,7 +251,6 @@ ROWS = (
         "a policy that measures one micro-batch at a time",
         "pass 'recompute', or a dict of patterns",
     ),
-    _of_experts("order={c.order!r}", lambda f: f.config.order != "horizontal"),
     Row(
         VERTICAL,
         SEVERAL,

@@ -33,6 +33,9 @@ class Runs:
     """
 
     order = "horizontal"
+    # Returns what a run computes with in the place of parameters that it reads outside of blocks,
+    # such as an expert's; None: the parameters themselves.
+    lent: Callable[[Sequence[nn.Parameter]], list[nn.Parameter]] | None = None
     session: Session
 
     def join(self, session: Session) -> None:

@@ -19,7 +19,9 @@ alias of each trained parameter, a leaf of its own over the same bytes, which is
 place while the micro-batch visits the block. Gradients are summed in fp32 in the order of the
 micro-batches. The last micro-batch visits each block first, so backward, in reverse, brings them in
 that order, unless micro-batches leave out different blocks; then those that come too early wait for
-the end of the backward. Random numbers are those of the horizontal order, too: see
+the end of the backward. An expert that is a block of its own has no visits: between two visits the
+runs read theirs one after the other, by lent(), so their gradients wait for at most those of the
+layer. Random numbers are those of the horizontal order, too: see
 torch_glue/_random_starts.py.
 """
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,6 +113,9 @@ class Vertical(Runs):
         self._aliases: list[dict[int, nn.Parameter]] = []  # of each run, by the parameter's index
         self._visited: list[list[list[int]]] = []  # the units of each run's visits, in order
         self._arrivals: _Arrivals | None = None  # of the backward that runs
+        self._lent: list[Param] = []  # what a run reads outside of blocks
+        # The runs that read a parameter outside of blocks, by its index.
+        self._users: dict[int, set[int]] = {}
         self._root_units: list[int] = []
         # The units of the modules around blocks, each run's, that the run is inside of.
         self._inside: list[list[list[int]]] = []
@@ -138,7 +143,7 @@ class Vertical(Runs):
 
     # --- Aliases ------------------------------------------------------------------------------
 
-    def _params_of(self, units: Sequence[int]) -> list[Param]:
+    def _params_of(self, units: Collection[int]) -> list[Param]:
         made: list[Param] = []
         for unit in units:
             if self.session.layout.units[unit].trainable:
@@ -173,6 +178,37 @@ class Vertical(Runs):
 
         return hook
 
+    def lent(self, tensors: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return a run's aliases of parameters that it reads outside of blocks.
+
+        They are in memory, and in the places of the parameters, until the run reads such parameters
+        of other units, or enters or leaves a block.
+        """
+        layout, indices = self.session.layout, self.session._param_index
+        params = [layout.params[indices[id(tensor)]] for tensor in tensors]
+        units = {param.unit for param in params}
+        if self._turns is None or not any(layout.units[unit].trainable for unit in units):
+            return list(tensors)
+        if not {param.unit for param in self._lent} <= units:
+            self._give_back()
+        self.session._forwards.make_resident(tensors)
+        who = self._turns.turn
+        self._put(units, who)
+        self._lent += self._params_of(units)
+        for param in params:
+            self._users.setdefault(param.index, set()).add(who)
+        return [self._aliases[who].get(param.index, param.tensor) for param in params]
+
+    def _give_back(self) -> None:
+        """Make the aliases of lent() hollow."""
+        with without_classes():
+            for param in self._lent:
+                self._fill_places(param, param.tensor)
+                for aliases in self._aliases:
+                    if param.index in aliases:
+                        aliases[param.index].data = self._empty(param)
+        self._lent.clear()
+
     def backward_begins(self) -> None:
         """Reject a backward of a function that takes turns."""
         if self._turns is not None:
@@ -186,7 +222,7 @@ class Vertical(Runs):
         if self._arrivals is not None:
             self._arrivals.end()
 
-    def _put(self, units: Sequence[int], who: int) -> None:
+    def _put(self, units: Collection[int], who: int) -> None:
         """Put a run's aliases in the places of the units' parameters, which are in memory."""
         with without_classes():
             for param in self._params_of(units):
@@ -278,6 +314,7 @@ class Vertical(Runs):
 
     def _turn_changed(self, who: int) -> None:
         """Prepare for a run whose turn it is."""
+        self._give_back()
         self._nothing.enter()  # release what the previous run bound between blocks
         if self.session._forwards.depth > 0:
             for units in (self._root_units, *self._inside[who]):
@@ -303,6 +340,7 @@ class Vertical(Runs):
         if turns is None:
             enter()
             return
+        self._give_back()
         turns.visit_begin()
         self._visited[turns.turn].append(units)
         enter()
@@ -314,6 +352,7 @@ class Vertical(Runs):
         if turns is None:
             leave()
             return
+        self._give_back()
         self._remove(units, turns.turn)
         if turns.turn != FIRST:
             leave()
@@ -351,7 +390,7 @@ class Vertical(Runs):
         set_random_states(ends[-1], device)
         is_even = all(each == self._visited[FIRST] for each in self._visited)
         around = {p.index for p in layout.params if layout.units[p.unit].always}
-        self._arrivals = _Arrivals(len(functions), is_even, around)
+        self._arrivals = _Arrivals(len(functions), is_even, around, self._users)
         try:
             torch.autograd.backward([checked_loss(loss) for loss in losses])
         finally:
@@ -414,12 +453,14 @@ class Vertical(Runs):
         self._visited = [[] for _ in functions]
         self._inside = [[] for _ in functions]
         self._led = set()
+        self._users = {}
         before = _buffer_versions(self._model())
         self._turns = turns
         # All runs have new threads, whose counters of nodes begin at 0 and stay near one another.
         try:
             _run_on_thread(lead, turns)
         finally:
+            self._give_back()
             for who in range(len(functions)):
                 self._remove(self._root_units, who)
             self._turns = None
@@ -471,11 +512,18 @@ class _Arrivals:
         is_even: whether all of them visited the same blocks, so that gradients come in order.
         around: the parameters of modules around blocks. Between two visits the first run computes
             last, so that its gradients of these come first.
+        users: the runs that have used a parameter outside of blocks, which is like one of `around`.
     """
 
-    def __init__(self, count: int, is_even: bool, around: Container[int]) -> None:
+    def __init__(
+        self,
+        count: int,
+        is_even: bool,
+        around: Container[int],
+        users: Mapping[int, Container[int]],
+    ) -> None:
         self._last = count - 1
-        self._is_even, self._around = is_even, around
+        self._is_even, self._around, self._users = is_even, around, users
         self._next: dict[int, int] = {}  # the first micro-batch whose gradient is not added yet
         self._early: dict[int, dict[int, Callable[[], None]]] = {}
 
@@ -491,13 +539,17 @@ class _Arrivals:
             take: hands the gradient of a tensor to the engine.
         """
         micro_batch = self._last - who
+        users = self._users.get(index)
+        if users is not None:  # count those alone that have a gradient
+            micro_batch = sum(self._last - each in users for each in range(micro_batch))
         least = self._next.get(index, 0)
         if micro_batch < least:
             raise UnsupportedError(
                 f"gradients of parameter {index} came from micro-batch {micro_batch} after those of"
                 f' micro-batch {least - 1}: wrap with order="horizontal"'
             )
-        if micro_batch == least or (self._is_even and index not in self._around):
+        is_in_order = self._is_even and users is None and index not in self._around
+        if micro_batch == least or is_in_order:
             take(alias)
             self._next[index] = micro_batch + 1
             self._take_early(index)
