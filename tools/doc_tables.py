@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
+import inspect
 import pathlib
 import re
 import sys
 from typing import Any
 
+import lohan
+from lohan import settings
 from lohan.common import _setting
 from lohan.config import Config
 from lohan.opening import _combination
@@ -21,6 +25,12 @@ from lohan.opening._combination import Facts, Row
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
 LIMITS = ROOT / "docs" / "limits.md"
+# The settings that most users need, which the page shows first.
+SECTION_MOST = "What most runs set"
+MOST = (
+    *("store", "resume", "weights", "lr", "weight_decay", "max_grad_norm", "host_bytes", "device"),
+    *("gradient_accumulation_steps", "activations", "activation_offload_bytes", "commit_every"),
+)
 SETTINGS_HEAD = "| setting | default | meaning |\n|---|---|---|\n"
 ROWS_HEAD = "| this | with this | why not | instead |\n|---|---|---|---|\n"
 
@@ -67,14 +77,56 @@ NOTES = {
 }
 
 
+def described(item: Any) -> dict[str, str]:
+    """Return what a docstring says of each argument or attribute, in one line each."""
+    found = re.split(r"^ +\**(\w+): ", inspect.getdoc(item).partition(":\n")[2], flags=re.MULTILINE)
+    texts = (re.split(r"\n\n", text)[0] for text in found[2::2])
+    return dict(zip(found[1::2], (" ".join(text.split()) for text in texts), strict=True))
+
+
+def settings_rows(section: str) -> dict[str, str]:
+    """Return the names of a section of docs/settings.md, each with its name in Config, or ""."""
+    flat = {public: name for name, public in settings.new_names().items()}
+    groups = {made.__name__: group for group, made in settings.GROUPS.items()}
+    if section in groups:
+        names = (field.name for field in dataclasses.fields(getattr(settings, section)))
+        return {name: flat.get(f"{groups[section]}.{name}", "") for name in names}
+    own = inspect.signature(lohan.wrap).parameters
+    known = [*list(own)[1:-1], *settings.Settings.__annotations__]
+    names = MOST if section == SECTION_MOST else [name for name in known if name not in MOST]
+    return {name: "" if name in settings.GROUPS else flat.get(name, name) for name in names}
+
+
 def settings_table(section: str) -> str:
     """Return the table of one section of docs/settings.md, as Markdown."""
-    rows = [
-        f"| `{name}` | {said.default} | {said.meaning} |\n"
-        for name, said in _setting.declared(Config).items()
-        if said.section == section
-    ]
+    said = _setting.declared(Config)
+    item = getattr(settings, section, lohan.wrap)
+    others = {**described(settings.Settings), **described(item)}
+    rows = []
+    for name, flat in settings_rows(section).items():
+        if flat in said:
+            default, meaning = said[flat].default, said[flat].meaning
+        else:
+            meaning, _, default = _linked(others[name]).partition(" None: ")
+            default = default or _default(item, name)
+        rows.append(f"| `{name}` | {default.rstrip('.')} | {meaning.rstrip('.;')} |\n")
     return SETTINGS_HEAD + "".join(rows)
+
+
+def _linked(text: str) -> str:
+    """Return a sentence of a docstring as Markdown: links, and strings as code."""
+    text = re.sub(r"(\w+=)?\"\w+\"", r"`\g<0>`", text)
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", text)
+
+
+def _default(item: Any, name: str) -> str:
+    if item is not lohan.wrap:
+        value = getattr(item(), name)
+    elif name in inspect.signature(item).parameters:
+        value = inspect.signature(item).parameters[name].default
+    else:
+        return f"`lohan.{settings.GROUPS[name].__name__}()`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"
 
 
 def facts_of(*features: dict[str, Any]) -> Facts:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lohan.session._block_swap import block_swap
     from lohan.session._optim import Optimizer
     from lohan.session._session import Session
+    from lohan.settings import IO, Debug, MeZO, Parallel, Settings
     from lohan.store._convert import Converted, convert
     from lohan.store._export import export
     from lohan.store._snapshot import Snapshot, snapshot
@@ -55,6 +56,7 @@ _MODULES = {
     "session._block_swap": ("block_swap",),
     "session._optim": ("Optimizer",),
     "session._session": ("Session",),
+    "settings": ("IO", "Debug", "MeZO", "Parallel", "Settings"),
     "store._convert": ("Converted", "convert"),
     "store._export": ("export",),
     "store._snapshot": ("Snapshot", "snapshot"),
@@ -68,15 +70,20 @@ _PUBLIC_MODULES = ("config", "errors", "losses")
 _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerCopies", "TrainerMixin")
 
 __all__ = [
+    "IO",
     "Config",
     "Converted",
+    "Debug",
     "LohanError",
+    "MeZO",
     "Merged",
     "Optimizer",
     "Origin",
+    "Parallel",
     "ReplicaStats",
     "Resharded",
     "Session",
+    "Settings",
     "Snapshot",
     "StepStats",
     "Traffic",

@@ -247,7 +247,7 @@ _HINTS: dict[int, str] = {
     errno.ENOENT: "pass the directories that store= had, or omit resume=True to create a store",
     errno.EXDEV: "pass exactly the directories that the store was created with",
     errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
-    errno.EUCLEAN: 'start again from the weights; commit_every="never" keeps no committed step',
+    errno.EUCLEAN: "start again from the weights: a store with a single slot keeps no step",
 }
 
 
@@ -261,7 +261,7 @@ def _make(
     message = message.replace(
         "; resume it, or choose", "; pass resume=True to resume it, or choose"
     )
-    message = re.sub(r"\bresume=([01])(?= goes back)", r"resume='step \1'", message)  # not a flag
+    message = re.sub(r"\bresume=(\d+)(?= goes back)", r"resume_step=\1", message)
     text = f"{message}: {hint}" if hint and hint not in message else message
     if issubclass(cls, OSError):
         return cls(-code, text)

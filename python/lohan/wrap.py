@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
 from lohan.common import _arguments, _exit
-from lohan.config import Config
 from lohan.errors import ModelError
 from lohan.layout import _names
 
 if TYPE_CHECKING:
     from lohan.session._guard import Guard
     from lohan.session._session import Session
+    from lohan.settings import MeZO, Settings
 
 PathLike = str | os.PathLike[str]
 
@@ -26,7 +26,8 @@ def wrap(
     model: nn.Module,
     *,
     store: PathLike | Sequence[PathLike] | None = None,
-    resume: bool | int | str = False,
+    resume: bool = False,
+    resume_step: int | None = None,
     lr: float | None = None,
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
@@ -37,20 +38,19 @@ def wrap(
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
-    method: str = "adamw",
-    states: str = "fp32",
-    groups: Mapping[str, Any] | None = None,
+    method: str | MeZO = "adamw",
+    moments: str = "fp32",
     experts: str = "together",
     idle: str = "exact",
-    config: Config | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> nn.Module:
     """Prepare a model for training as by fp32 AdamW, with its parameters and states on SSD.
 
     Args:
         model: a module with parameters on the CPU (fp32, bf16 or fp16), or of `lohan.empty()`.
         store: a directory, or a list of one per disk. None: a temporary store, removed at exit.
-        resume: True to resume the last committed step, or "step N" (docs/checkpoints.md).
+        resume: True to resume the last committed step.
+        resume_step: the step to go back to instead, permanently (docs/checkpoints.md).
         lr: learning rate of groups that do not set their own. None: 1e-3.
         betas: decay rates of the moments. None: (0.9, 0.999).
         eps: added to the root of the second moment. None: 1e-8.
@@ -62,13 +62,13 @@ def wrap(
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
-        method: "adamw", or "mezo" (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
-        states: the moments' format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
-        groups: process groups of modules that some processes lack (docs/several-processes.md).
+        method: "adamw", or "mezo" or a lohan.MeZO (zeroth-order, `model.zo_step(closure)`;
+            docs/zeroth-order.md).
+        moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.
-        config: settings that do not change the numbers.
-        **settings: fields of Config by name (host_bytes=, io=, commit_every=, ...).
+        **settings: keywords that do not change the numbers (host_bytes=, activations=,
+            commit_every=, ...); see lohan.Settings and docs/settings.md.
 
     Returns:
         The same module, with `model.optimizer` (a torch optimizer) and `model.lohan` (the session).
@@ -80,6 +80,13 @@ def wrap(
     from lohan.opening import _opening, _request
 
     return _opening.wrapped(_request.of(wrap, **given))
+
+
+def wrap_flat(model: nn.Module, given: dict[str, Any]) -> nn.Module:
+    """Call wrap() with settings that lohan.settings.flat() has translated."""
+    from lohan.opening import _opening, _request
+
+    return _opening.wrapped(_request.of_flat(wrap, model, given))
 
 
 @torch.inference_mode(False)  # the values are for training

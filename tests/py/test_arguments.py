@@ -45,8 +45,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("resume", 1.0, "the number of the step"),
     ("resume", "step x", "the number of the step"),
     ("resume", "step 9999999999999999999", "the number of the step"),
-    ("resume", 0, r"may mean False or step 0: pass resume=False, or resume='step 0'"),
-    ("resume", 1, r"may mean True or step 1: pass resume=True, or resume='step 1'"),
+    ("resume", 0, r"may mean False or step 0: pass resume=False, or resume_step=0"),
+    ("resume", 1, r"may mean True or step 1: pass resume=True, or resume_step=1"),
+    ("resume_step", True, "the number of a step"),
+    ("resume_step", -1, "the number of a step"),
+    ("resume_step", "step 3", "the number of a step"),
     ("betas", 0.9, r"two numbers.*betas=\(0.9, 0.999\)"),
     ("betas", (0.9, 0.9, 0.9), "two numbers"),
     ("betas", "ab", "two numbers"),
@@ -88,7 +91,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("params", [{"params": "all"}], "'params' is str 'all'"),
     ("params", torch.ones(2), r"model\.parameters\(\)"),
     ("params", [torch.ones(2)], "not a parameter of the model"),
-    ("config", {"host_bytes": "1GB"}, r"lohan\.Config\(\*\*that\)"),
+    ("config", {"host_bytes": "1GB"}, r"lohan\.wrap\(model, \*\*settings\)"),
     ("config", "x", r"lohan\.Config"),
     ("config", lohan.Config, r"lohan\.Config"),
     ("host_bytes", "lots", '"16GB"'),
@@ -122,7 +125,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("host_byte", 3, "did you mean host_bytes="),
     ("learning_rate", 3, "did you mean lr="),
     ("betta", 3, "did you mean betas="),
-    ("zzz", 3, r"help\(lohan\.Config\)"),
+    ("zzz", 3, r"help\(lohan\.wrap\)"),
 ]
 X = torch.ones(2, 4)
 
@@ -299,7 +302,9 @@ def test_the_step_to_resume_at_is_never_a_flag() -> None:
         assert _arguments.resume_of(f"step {step}") == (True, step)
 
 
-@pytest.mark.parametrize(("step", "way_out"), [(1, "resume='step 1' goes"), (12, "resume=12 goes")])
+@pytest.mark.parametrize(
+    ("step", "way_out"), [(1, "resume_step=1 goes"), (12, "resume_step=12 goes")]
+)
 def test_the_way_back_to_a_step_that_a_message_names_is_accepted(step: int, way_out: str) -> None:
     message = f"the step before it, {step}, is intact: resume={step} goes back to it permanently"
     assert way_out in str(errors.store_error(-errno.EILSEQ, message))

@@ -149,7 +149,7 @@ def run_lohan(options: Options, report: Report) -> None:
         init=functools.partial(initialise, names, config.n_layer),
         lr=options.lr,
         host_bytes=options.host_bytes,
-        trace_events=TRACE_EVENTS,
+        debug=lohan.Debug(trace_events=TRACE_EVENTS),
     )
     session: lohan.Session = model.lohan
     status = session.status()

@@ -121,12 +121,12 @@ def resume_of(resume: Any) -> tuple[bool, int | None]:
     step = int(said[1]) if said else resume
     if not isinstance(step, int) or not 0 <= step < 1 << 63:
         raise ModelError(
-            f"resume= {resume!r} must be True, False, or the number of the step to resume at;"
-            " store= names the store to resume"
+            f"resume= {resume!r} must be True or False; store= names the store to resume, and"
+            " resume_step= the number of the step to go back to"
         )
     if step < 2 and said is None:
         raise ModelError(
             f"resume={step} may mean {bool(step)} or step {step}: pass resume={bool(step)}, or"
-            f" resume='step {step}' to go back to step {step} permanently"
+            f" resume_step={step} to go back to step {step} permanently"
         )
     return True, step

@@ -18,22 +18,26 @@ class Declared:
     """What is declared of a setting, beside the type and the default of its field.
 
     Attributes:
-        section: the heading of docs/settings.md whose table has the setting.
-        default: the default in that table, as Markdown.
+        default: the default in docs/settings.md, as Markdown.
         meaning: what the setting does, and why it exists, as Markdown.
         least: the smallest valid number; None if the setting is not a number.
         most: the largest valid number; None: there is no limit.
         multiple: what a number must be a multiple of, in bytes; None: any number is valid.
         what: the words for a valid number, for messages; "": a whole number from least to most.
+        public: the name that users write, "depth" in the group "io" as "io.depth"; "": the field's.
+        flag: the names that mean False and True if users write a bool instead.
+        former: names that are accepted, but that users now write as another setting.
     """
 
-    section: str
     default: str
     meaning: str
     least: int | None = None
     most: int | None = None
     multiple: int | None = None
     what: str = ""
+    public: str = ""
+    flag: tuple[str, str] | None = None
+    former: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +48,16 @@ class _Kind:
     types: frozenset[type]
 
 
-def setting(default: Any, section: str, shown: str, meaning: str, **limits: Any) -> Any:
+def setting(default: Any, shown: str, meaning: str, **limits: Any) -> Any:
     """Return the field of a setting.
 
     Args:
         default: the default.
-        section: see Declared.
         shown: the default as the documentation shows it.
         meaning: see Declared.
         **limits: the other fields of Declared.
     """
-    declared = Declared(section, shown, meaning, **limits)
+    declared = Declared(shown, meaning, **limits)
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
@@ -67,6 +70,12 @@ def declared(settings: type) -> dict[str, Declared]:
 def choices(settings: type, name: str) -> tuple[str, ...]:
     """Return the names that a setting's type allows."""
     return _kinds(settings)[name].choices
+
+
+def public(settings: type, name: str) -> str:
+    """Return the name of a setting as users write it, such as "io.depth"."""
+    said = declared(settings).get(name)
+    return (said and said.public) or name
 
 
 @functools.cache
@@ -97,7 +106,8 @@ def check(settings: Any) -> None:
     for name, said in declared(type(settings)).items():
         wrong = _wrong(getattr(settings, name), name, kinds[name], said)
         if wrong:
-            raise ModelError(f"{name} {getattr(settings, name)!r} must be {wrong}")
+            shown = said.public or name
+            raise ModelError(f"{shown} {getattr(settings, name)!r} must be {wrong}")
 
 
 def _wrong(value: Any, name: str, kind: _Kind, said: Declared) -> str:
@@ -107,8 +117,10 @@ def _wrong(value: Any, name: str, kind: _Kind, said: Declared) -> str:
         return ""
     if said.least is not None:
         return _wrong_number(value, name, kind, said)
-    if kind.choices:
+    if kind.choices and said.flag is None:
         return one_of(kind.choices)
+    if said.flag is not None:
+        return "True or False"
     return "" if kind.types != {bool} or isinstance(value, bool) else "True or False"
 
 
@@ -117,9 +129,8 @@ def _wrong_number(value: Any, name: str, kind: _Kind, said: Declared) -> str:
     is_number = isinstance(value, int | float if float in kind.types else int)
     if isinstance(value, bool) or not is_number or not least <= value <= most:
         if said.what:
-            return ", ".join((*map(repr, kind.choices[:-1]), "")) + " or ".join(
-                (*map(repr, kind.choices[-1:]), said.what)
-            )
+            names = [repr(choice) for choice in kind.choices if choice not in said.former]
+            return ", ".join((*names[:-1], "")) + " or ".join((*names[-1:], said.what))
         also = ', or a size as "16GB"' if name.endswith("_bytes") else ""
         return f"a whole number from {said.least} to {said.most}{also}"
     if said.multiple is not None and value % said.multiple:

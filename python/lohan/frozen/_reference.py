@@ -19,11 +19,12 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
 
+from lohan.config import Config
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout import _in_place_found
 from lohan.opening import _request
@@ -31,10 +32,11 @@ from lohan.session import _division
 from lohan.torch_glue import _peft
 
 if TYPE_CHECKING:
+    from lohan.settings import Settings
     from lohan.wrap import PathLike
 
 
-def reference(model: nn.Module, *, weights: PathLike, **settings: Any) -> nn.Module:
+def reference(model: nn.Module, *, weights: PathLike, **settings: Unpack[Settings]) -> nn.Module:
     """Make a frozen twin of a model, whose parameters stay in the files of weights=.
 
     Call it before the model is wrapped: `DPOTrainer(model, ref_model=lohan.reference(model,
@@ -50,7 +52,7 @@ def reference(model: nn.Module, *, weights: PathLike, **settings: Any) -> nn.Mod
             parameters are not copied.
         weights: the folder or file of safetensors, or GGUF file, that the model was loaded from.
             It must not change while the twin is used.
-        **settings: fields of Config by name (host_bytes=, device=, io=, ...). host_bytes= is in
+        **settings: settings of lohan.wrap (host_bytes=, device=, io=, ...). host_bytes= is in
             addition to that of the trained model; without it, it is the least that the twin needs.
 
     Returns:
@@ -73,9 +75,9 @@ def reference(model: nn.Module, *, weights: PathLike, **settings: Any) -> nn.Mod
             "a model with adapters of peft is its own reference: compute in"
             " `with model.disable_adapter():`, or leave ref_model= out of TRL's trainers"
         )
-    from lohan.wrap import wrap
+    from lohan.wrap import wrap_flat
 
-    config = _request.config_of(None, settings, reference)
+    config = Config(**_request.flat({**settings}, reference))
     twin = _twin(model)
     if config.host_bytes is None:
         found = _in_place_found.of_folder(
@@ -84,7 +86,7 @@ def reference(model: nn.Module, *, weights: PathLike, **settings: Any) -> nn.Mod
         layout = _division.divide(twin, None, config, found, [], {})[1]
         least = _division.least(layout, config)["host_bytes_min"]
         config = dataclasses.replace(config, host_bytes=least)
-    wrap(twin, weights=weights, config=config)
+    wrap_flat(twin, {"weights": weights, "config": config})
     own = twin.__dict__.get("forward")  # of this one model, as libraries of kernels put it there
     forward = functools.partial(_without_gradients, weakref.ref(twin), own)
     forward.__signature__ = inspect.signature(twin.forward)  # type: ignore[attr-defined]

@@ -6,16 +6,15 @@ The plugin for axolotl reads them from its YAML. A key is the name of a setting 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lohan.config import Config
 from lohan.errors import ModelError, UnsupportedError
 from lohan.hf._trainer_args import SAID_BY_ARGS
 from lohan.opening import _request
-from lohan.opening._combination import OF_METHOD, Facts
+from lohan.opening._combination import Facts
+from lohan.settings import GROUPS, Settings, new_names
 
 if TYPE_CHECKING:
     from lohan.hf._trainer import TrainerCallback
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 PREFIX = "lohan_"
 
 # Settings of lohan.TrainerCallback that are neither fields of Config nor Python objects.
-_OTHERS = ("weights", "states", "experts", "idle", "method", "eps", *OF_METHOD)
+_OTHERS = ("weights", "moments", "experts", "idle", "method", "eps")
 
 # Keys with which a configuration places the model or the optimizer's states itself.
 _PLACING = ("deepspeed", "fsdp", "fsdp_config")
@@ -31,10 +30,15 @@ _PLACING = ("deepspeed", "fsdp", "fsdp_config")
 
 def keys() -> list[str]:
     """Return the keys that a configuration file may have, lohan_store first."""
-    fields = [field.name for field in dataclasses.fields(Config)]
-    names = dict.fromkeys(["store", *fields, *_OTHERS])
+    names = ["store", *Settings.__annotations__, *_OTHERS]
     said = set(SAID_BY_ARGS) - set(_OTHERS)
     return [PREFIX + name for name in names if name not in said]
+
+
+def former_keys() -> list[str]:
+    """Return the keys that a configuration file may still have, and whose use is warned of."""
+    names = new_names().keys() - set(SAID_BY_ARGS) - {"groups", *Settings.__annotations__}
+    return sorted(PREFIX + name for name in names)
 
 
 def check_keys(found: Mapping[str, Any], of_args: Mapping[str, str]) -> None:
@@ -48,9 +52,9 @@ def check_keys(found: Mapping[str, Any], of_args: Mapping[str, str]) -> None:
         ModelError: a key is unknown or missing; the message names the key that is meant.
         UnsupportedError: the configuration also uses DeepSpeed or FSDP.
     """
-    known = keys()
+    known, former = keys(), former_keys()
     for key in found:
-        if not key.lower().startswith("lohan") or key in known:
+        if not key.lower().startswith("lohan") or key in known or key in former:
             continue
         name = key.removeprefix(PREFIX)
         if name in of_args:
@@ -75,12 +79,17 @@ def check_keys(found: Mapping[str, Any], of_args: Mapping[str, str]) -> None:
 
 def settings_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of lohan.TrainerCallback that a configuration sets."""
-    known = keys()
-    return {
-        key.removeprefix(PREFIX): found[key]
-        for key in known
-        if key in found and found[key] is not None
-    }
+    made: dict[str, Any] = {}
+    for key in (*keys(), *former_keys()):
+        value = found.get(key)
+        if value is None:
+            continue
+        name = key.removeprefix(PREFIX)
+        group: Any = GROUPS.get(name)
+        if group is not None and isinstance(value, Mapping):  # lohan_io: {depth: 32}
+            value = group(**value)
+        made[name] = value
+    return made
 
 
 def checked(callback: TrainerCallback) -> TrainerCallback:

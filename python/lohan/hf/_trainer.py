@@ -29,7 +29,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import transformers
@@ -58,22 +58,23 @@ from lohan.hf._trainer_folders import (
     trained_past,
     way_back,
 )
-from lohan.opening import _request
 from lohan.session import _wear
 from lohan.session._optim import DEFAULTS
+from lohan.settings import flat
 from lohan.store import _store
 from lohan.store._directories import directories_of
 from lohan.store._stale import stores_of
 from lohan.torch_glue import _device
-from lohan.wrap import wrap
+from lohan.wrap import wrap_flat
 
 if TYPE_CHECKING:
     from lohan.hf._trainer_folders import Reference
     from lohan.session._session import Session
+    from lohan.settings import OfCallback
     from lohan.wrap import PathLike
 
 # Keywords of wrap() that a callback takes as well.
-_OF_WRAP = ("weights", "init", "blocks", "states", "experts", "idle")
+_OF_WRAP = ("weights", "init", "blocks", "states", "experts", "idle")  # moments= is states here
 # The methods of a Trainer that the callback replaces.
 _SHADOWED = (
     *("create_optimizer", "_load_from_checkpoint", "train", "_save_checkpoint", "log"),
@@ -91,9 +92,9 @@ class TrainerCallback(transformers.TrainerCallback):
 
     A model without storage (`lohan.empty()`), or larger than the GPU, needs `lohan.Trainer`, or
     `class T(lohan.TrainerMixin, SFTTrainer)`, because other Trainers first move it to the device.
-    To use a model that is already wrapped, with `lohan.wrap(accumulate=..., schedule="deferred")`,
-    pass it to any Trainer as `Trainer(model, optimizers=(model.optimizer, None))` without the
-    callback.
+    To use a model that is already wrapped, with `lohan.wrap(schedule="deferred",
+    gradient_accumulation_steps=...)`, pass it to any Trainer as `Trainer(model,
+    optimizers=(model.optimizer, None))` without the callback.
 
     Attributes:
         session: the wrapped model's session; None before `train()`.
@@ -102,32 +103,23 @@ class TrainerCallback(transformers.TrainerCallback):
     def __init__(
         self,
         store: PathLike | list[PathLike] | tuple[PathLike, ...] | None = None,
-        *,
-        config: Config | None = None,
-        **settings: Any,
+        **settings: Unpack[OfCallback],
     ) -> None:
         """Set the store and the other arguments of lohan.wrap().
 
         Args:
             store: a directory, or a list with one directory per disk. None: the directory "lohan"
                 in the Trainer's output_dir.
-            config: settings that do not change the numbers.
-            **settings: fields of Config by name (host_bytes=, activations=, ...), weights=, init=,
-                blocks=, states=, experts=, idle=. Without commit_every=, the store commits with the
-                Trainer's checkpoints, or at the end of `train()` if there are none. Updates wait
-                for the norm of all gradients, which a Trainer computes. With max_grad_norm=0 in its
-                arguments, schedule="optimized" or "auto" updates without the norm; grad_norm is
-                then not logged. method="mezo" (eps=, seed=, num_samples=, rng=, storage=) is
-                described in docs/zeroth-order.md.
+            **settings: settings of lohan.wrap (host_bytes=, activations=, ...), weights=, init=,
+                blocks=, moments=, experts=, idle=. Without commit_every=, the store commits with
+                the Trainer's checkpoints, or at the end of `train()` if there are none. Updates
+                wait for the norm of all gradients, which a Trainer computes. With max_grad_norm=0
+                in its arguments, schedule="optimized" or "auto" updates without the norm; grad_norm
+                is then not logged. method= and eps= are described in docs/zeroth-order.md.
 
         Raises:
             ModelError: a setting is unknown, or belongs in TrainingArguments.
         """
-        if "groups" in settings:
-            raise UnsupportedError(
-                "groups= is not supported by a Trainer, whose checkpoints need all modules in every"
-                " process: use lohan.wrap() with a training loop of your own"
-            )
         self._is_zeroth = _zo_trainer.is_asked(settings)
         own = {"eps"} if self._is_zeroth else set()
         for name in sorted(set(settings) & set(_trainer_args.SAID_BY_ARGS) - own):
@@ -135,12 +127,19 @@ class TrainerCallback(transformers.TrainerCallback):
                 f"{name}= cannot be passed to lohan.TrainerCallback: set it in TrainingArguments"
                 f" ({_trainer_args.SAID_BY_ARGS[name]})"
             )
+        made = flat({**settings}, (*_OF_WRAP, "method", "eps"))
+        if "groups" in made:
+            raise UnsupportedError(
+                "parallel.groups is not supported by a Trainer, whose checkpoints need all modules"
+                " in every process: use lohan.wrap() with a training loop of your own"
+            )
         self.session: Session | None = None
         self._store = store
-        self._settings = settings
+        config = made.pop("config", None) or Config()
         others = (*_OF_WRAP, *_zo_trainer.KEYWORDS)
-        fields = {k: v for k, v in settings.items() if k not in others}
-        self._config = _request.config_of(config, fields, wrap)
+        fields = {name: value for name, value in made.items() if name not in others}
+        self._config = dataclasses.replace(config, **fields)
+        self._settings = made
         self._trainer: Any = None
         self._model: nn.Module | None = None
         self._steps: _zo_trainer.Steps | None = None  # for zeroth-order training
@@ -478,7 +477,8 @@ class TrainerCallback(transformers.TrainerCallback):
         settings = {**asked, **self._settings}
         settings["device"] = _device.of_trainer(self._config.device, trainer.args.device)
         with _same_generator(), _hint_of_trainer():
-            wrap(model, store=self._place(), resume=resumes, config=config, **settings)
+            opened = {"store": self._place(), "resume": resumes, "config": config}
+            wrap_flat(model, {**opened, **settings})
         ours: Any = model.optimizer
         if self._is_zeroth:
             self._steps = _zo_trainer.Steps(trainer, model)

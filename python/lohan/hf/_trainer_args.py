@@ -23,10 +23,12 @@ SAID_BY_ARGS = {
     "weight_decay": "weight_decay",
     "max_grad_norm": "max_grad_norm",
     "accumulate": "gradient_accumulation_steps",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
     "loss_scaling": "fp16",
     "params": "weight_decay, or Trainer(optimizers=...)",
     "optimizer": "optim, or Trainer(optimizers=...)",
     "resume": "train(resume_from_checkpoint=...)",
+    "resume_step": "train(resume_from_checkpoint=...)",
 }
 
 

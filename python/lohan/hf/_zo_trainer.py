@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
 from lohan.opening._combination import METHODS, OF_METHOD
+from lohan.settings import MeZO
 from lohan.store import _store
 from lohan.world._rendezvous import process_count
 
@@ -48,13 +49,15 @@ _UNUSED = {
 }
 
 
-def is_asked(settings: dict[str, Any]) -> bool:
+def is_asked(settings: Mapping[str, Any]) -> bool:
     """Return whether the callback's arguments request zeroth-order training.
 
     Raises:
         ModelError: the method is unknown, or an argument is only valid with another method.
     """
     method = settings.get("method", METHODS[0])
+    if isinstance(method, MeZO):
+        return True
     if method not in METHODS:
         raise ModelError(f"method {method!r} must be one of {', '.join(METHODS)}")
     for name in OF_METHOD:

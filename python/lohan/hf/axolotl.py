@@ -29,10 +29,12 @@ _OF_AXOLOTL = {
     "weight_decay": "weight_decay",
     "max_grad_norm": "max_grad_norm",
     "accumulate": "gradient_accumulation_steps",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
     "loss_scaling": "fp16",
     "params": "weight_decay, embedding_lr or lr_groups",
     "optimizer": "optimizer",
     "resume": "resume_from_checkpoint or auto_resume_from_checkpoints",
+    "resume_step": "resume_from_checkpoint",
 }
 
 
@@ -53,7 +55,8 @@ class _Keys(pydantic.BaseModel):
         return data
 
 
-_FIELDS: dict[str, Any] = {key: (Any, None) for key in _prefixed.keys()}
+_KEYS = (*_prefixed.keys(), *_prefixed.former_keys())
+_FIELDS: dict[str, Any] = {key: (Any, None) for key in _KEYS}
 LohanArgs = pydantic.create_model("LohanArgs", __base__=_Keys, __module__=__name__, **_FIELDS)
 LohanArgs.__doc__ = "The keys that the plugin adds to axolotl's configuration."
 

@@ -7,7 +7,6 @@ the caller does not know. Ranges and names of settings are declared in config.py
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import errno
 import inspect
 import os
@@ -26,22 +25,12 @@ from lohan.opening import _combination, _groups, _model_checks
 from lohan.opening._combination import METHODS, OF_METHOD, Facts
 from lohan.planning import _wear
 from lohan.session import _block_swap, _order
+from lohan.settings import flat as translated
 from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
 STATES = ("fp32", "bf16", "8bit")
-# Names of the same settings in other libraries.
-_ELSEWHERE = {
-    "learning_rate": "lr",
-    "gradient_accumulation_steps": "accumulate",
-    "gradient_clipping": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "max_norm": "max_grad_norm",
-    "nvme_path": "store",
-    "offload_folder": "store",
-    "gradient_checkpointing": "activations",
-}
-_NEAR = 0.6
+_FIELDS = {field.name for field in dataclasses.fields(Config)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +104,13 @@ class Request:
 
 
 def of(
-    call: Callable[..., Any],
-    *,
-    model: nn.Module,
-    config: Config | None,
-    settings: dict[str, Any],
-    **given: Any,
+    call: Callable[..., Any], *, model: nn.Module, settings: dict[str, Any], **given: Any
 ) -> Request:
-    """Check the arguments of `lohan.wrap`.
+    """Check the arguments of `lohan.wrap`, under the names that users write.
 
     Args:
         call: `lohan.wrap`, whose parameters are suggested for mistyped keywords.
         model: the model to be wrapped.
-        config: config= of the call.
         settings: the keywords that are not parameters of the call.
         **given: the other arguments, by name.
 
@@ -135,11 +118,24 @@ def of(
         ModelError, UnsupportedError, HyperParameterError, StoreError: an argument is invalid; the
             message names it, its value, and what is valid.
     """
+    return of_flat(call, model, flat({**given, **settings}, call))
+
+
+def flat(given: dict[str, Any], call: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keywords of a call under the names of Config and of of_flat()."""
+    return translated(given, _defaults(call))
+
+
+def of_flat(call: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -> Request:
+    """Check the arguments of `lohan.wrap`, as flat() returns them; see of()."""
     _model_checks.refuse_divided(model)
+    given = {**flat(_defaults(call), call), "config": None, "groups": None, **given}
     hyper = {name: given.pop(name) for name in ("lr", "betas", "eps", "weight_decay")}
+    fields = {name: given.pop(name) for name in _FIELDS & given.keys()}
+    of_method = {name: given.pop(name, None) for name in OF_METHOD}
+    config = given.pop("config")
     _check_types(hyper, config, **given)
-    of_method = {name: settings.pop(name, None) for name in OF_METHOD}
-    made = _block_swap.with_device(model, config_of(config, settings, call))
+    made = _block_swap.with_device(model, dataclasses.replace(config or Config(), **fields))
     is_resumed, open_at = _arguments.resume_of(given.pop("resume"))
     request = Request(
         model, made, given.pop("store"), is_resumed, open_at, hyper, of_method, **given
@@ -153,33 +149,10 @@ def of(
     return dataclasses.replace(request, config=_waiting(made, request.max_grad_norm))
 
 
-def config_of(config: Config | None, settings: dict[str, Any], call: Callable[..., Any]) -> Config:
-    """Merge the config= of a call with the settings that it passed as keywords.
-
-    Args:
-        config: the value of config=; None means the defaults.
-        settings: the keywords that are not parameters of call.
-        call: `lohan.wrap`, whose parameters are suggested for mistyped keywords, too.
-
-    Raises:
-        ModelError: a keyword is unknown; the message names the closest one.
-    """
-    fields = [field.name for field in dataclasses.fields(Config)]
-    own = [
-        name
-        for name, parameter in inspect.signature(call).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    for name in settings:
-        if name in fields:
-            continue
-        near = difflib.get_close_matches(name, [*own, *fields], n=1, cutoff=_NEAR)
-        meant = _ELSEWHERE.get(name, near[0] if near else None)
-        way_out = f"did you mean {meant}=?" if meant else "help(lohan.Config) lists the settings"
-        raise ModelError(
-            f"{name}= is not a keyword of lohan.wrap or a field of lohan.Config: {way_out}"
-        )
-    return dataclasses.replace(config or Config(), **settings)
+def _defaults(call: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keyword-only parameters of a call, with their defaults."""
+    found = inspect.signature(call).parameters.values()
+    return {each.name: each.default for each in found if each.kind is each.KEYWORD_ONLY}
 
 
 def check(facts: Facts) -> None:
@@ -195,7 +168,7 @@ def check(facts: Facts) -> None:
     for part in parts:
         if part not in ("overlap", "reuse", "deferred") or parts is not config.ablate:
             raise ModelError(
-                f"ablate {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
+                f"debug.ablate {part!r} must be a tuple of 'overlap', 'reuse' and 'deferred'"
             )
     if not isinstance(config.device, str | None):
         raise ModelError(
@@ -231,7 +204,7 @@ def _check_names(request: Request) -> None:
     if request.idle not in ("exact", "skip"):
         raise ModelError(f"idle {request.idle!r} must be 'exact' or 'skip'")
     if request.states not in STATES:
-        raise ModelError(f'states={request.states!r}: must be "fp32", "bf16" or "8bit"')
+        raise ModelError(f'moments {request.states!r} must be "fp32", "bf16" or "8bit"')
 
 
 def _check_working_directory() -> None:
@@ -282,9 +255,7 @@ def _check_types(
             f" blocks=list(model.get_submodule({blocks!r}))"
         )
     if not (config is None or isinstance(config, Config)):
-        is_dict = isinstance(config, dict)
-        way_out = "pass config=lohan.Config(**that)" if is_dict else "pass config=lohan.Config(...)"
         raise ModelError(
-            f"config= is {repr(config)[:80]}, not a lohan.Config: {way_out}, or the settings"
-            " themselves as keywords (host_bytes=..., commit_every=...)"
+            f"config= is {repr(config)[:80]}, not a lohan.Config: pass the settings themselves as"
+            " keywords (host_bytes=..., commit_every=...), such as lohan.wrap(model, **settings)"
         )
