@@ -26,7 +26,12 @@ def train(folder: str, epochs: range, resume: bool) -> list[float]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     # Without lohan: optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model = lohan.wrap(
-        model, store=f"{folder}/store", resume=resume, accumulate=2, commit_every="manual", lr=3e-3
+        model,
+        store=f"{folder}/store",
+        resume=resume,
+        gradient_accumulation_steps=2,
+        commit_every="manual",
+        lr=3e-3,
     )
     optimizer = model.optimizer
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)

@@ -371,6 +371,19 @@ def spelled(public: str) -> str:
     return f"{group}=lohan.{GROUPS[group].__name__}({name}=)" if group else f"{name}="
 
 
+def written(flat: Mapping[str, Any]) -> str:
+    """Return settings under their flat names as the keywords of a call that passes them."""
+    tops: dict[str, str] = {}
+    for name, value in flat.items():
+        group, _, field = new_names().get(name, name).rpartition(".")
+        said = f"{field}={value!r}"
+        tops[group or field] = f"{tops[group]}, {said}" if group in tops else said
+    return ", ".join(
+        f"{top}=lohan.{GROUPS[top].__name__}({said})" if top in GROUPS else said
+        for top, said in tops.items()
+    )
+
+
 def new_names() -> dict[str, str]:
     """Return the former names of settings, each with its public name."""
     moved = {name: said.public for name, said in _DECLARED.items() if said.public}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import io
 import json
 import pathlib
@@ -17,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from lohan.cli import main
 from lohan.commands import _answer
+from lohan.config import Config
 from lohan.opening import _request
 from lohan.opening._combination import Facts
 from lohan.planning import _machines, _models, _parts
@@ -43,13 +43,12 @@ def accept(line: str) -> None:
     """Check the settings of a printed call as lohan.wrap does, on a machine without a GPU."""
     call = ast.parse(line.replace("lr=...", "lr=1e-3"), mode="eval").body
     assert isinstance(call, ast.Call)
-    given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    own = inspect.signature(lohan.wrap).parameters
-    settings = {name: value for name, value in given.items() if name not in own}
-    assert settings.pop("device") == "cuda"
-    settings["device"] = "emu"
-    config = _request.config_of(None, settings, lohan.wrap)
-    _request.check(Facts(config))
+    given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+    flat = {str(name): eval(text, {"lohan": lohan}) for name, text in given.items()}
+    assert flat.pop("device") == "cuda"
+    flat = _request.flat({**flat, "device": "emu"}, lohan.wrap)
+    fields = {field.name for field in dataclasses.fields(Config)}
+    _request.check(Facts(Config(**{name: flat[name] for name in fields & flat.keys()})))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_each_change_is_the_simulated_step_with_that_change(found: Any) -> None:
     model, wide = _models.load("opt-1.3b", 2, 512), _models.load("opt-1.3b", 4, 512)
     small, one = Options(states="8bit"), Options()
     for name, step in {
-        'states="8bit"': simulate(model, of_parts(), small),
+        'moments="8bit"': simulate(model, of_parts(), small),
         "2 drives": simulate(model, of_parts(ssd_count=2), one),
         "batch 4": simulate(wide, of_parts(), one),
     }.items():
@@ -180,7 +179,7 @@ def test_wraps_line_has_adapters_and_micro_batches() -> None:
     question = _answer.Question("opt-1.3b", 1, 64, of_parts(), options, load, 1)
     step = simulate(_models.load("opt-1.3b", 1, 64, **load), of_parts(), options)
     line = _answer.wrap_line(question, step)
-    assert 'weights="FOLDER"' in line and "accumulate=4" in line
+    assert 'weights="FOLDER"' in line and "gradient_accumulation_steps=4" in line
     accept(line)
 
 
@@ -243,13 +242,19 @@ def test_a_policy_commits_as_it_is_simulated_and_one_that_wrap_lacks_is_refused(
 @pytest.mark.parametrize(
     ("room", "settings"),
     [
-        ({"host": 0, "transit": 0, "ssd": 0}, "swap_bytes=0)"),
-        ({"host": 150_000_000, "transit": 0, "ssd": 0}, 'swap_bytes="0.2GB", swap_ssd_bytes=0)'),
-        # Three quarters of swap_bytes hold activations, and a quarter passes others on.
-        ({"host": 3 << 30, "transit": 9, "ssd": 10}, 'swap_bytes="4.3GB", swap_ssd_bytes="0.1GB")'),
+        ({"host": 0, "transit": 0, "ssd": 0}, "activation_offload_bytes=0)"),
+        (
+            {"host": 150_000_000, "transit": 0, "ssd": 0},
+            'bytes="0.2GB", io=lohan.IO(activation_ssd_bytes=0))',
+        ),
+        # Three quarters hold activations, and a quarter passes others on.
+        (
+            {"host": 3 << 30, "transit": 9, "ssd": 10},
+            'bytes="4.3GB", io=lohan.IO(activation_ssd_bytes="0.1GB"))',
+        ),
         (
             {"host": 0, "transit": 1 << 30, "ssd": 10**9},
-            'swap_bytes="4.3GB", swap_ssd_bytes="1GB")',
+            'bytes="4.3GB", io=lohan.IO(activation_ssd_bytes="1GB"))',
         ),
     ],
 )
@@ -341,6 +346,6 @@ def test_every_figure_of_an_answer_is_the_simulators(name: str) -> None:
     wide = simulate(_models.load(model, 4, seq, **load), _parts.machine(gpu, ram, ssd), options)
     (row,) = [row for row in asked["changes"] if row["change"] == "batch 4"]
     assert (row["step_s"], row["bound_by"]) == (wide.step_ns / 1e9, wide.bound_by)
-    stated = [f"states='{options.states}'".replace("'", '"')] if options.states != "fp32" else []
+    stated = [f"moments='{options.states}'".replace("'", '"')] if options.states != "fp32" else []
     assert all(text in asked["wrap"] for text in stated)
     accept(asked["wrap"])

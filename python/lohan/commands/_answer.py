@@ -22,6 +22,7 @@ from lohan.common._states import STATES
 from lohan.config import POLICIES, Config
 from lohan.errors import BudgetError, LohanError, MachineError, UnsupportedError
 from lohan.planning import _models, _quick
+from lohan.settings import written
 from lohan.simulate import Options, Step, simulate
 
 if TYPE_CHECKING:
@@ -69,12 +70,12 @@ def _changes(question: Question) -> dict[str, Question]:
         made[name] = dataclasses.replace(question, **fields)
 
     if options.states != "8bit":
-        put('states="8bit"', options=dataclasses.replace(options, states="8bit"))
+        put('moments="8bit"', options=dataclasses.replace(options, states="8bit"))
     if options.commit_every == 1 and options.policy == "auto":
         put('commit_every="auto"', options=dataclasses.replace(options, commit_every=None))
     if options.accumulate == 1:
         several = dataclasses.replace(options, accumulate=_MICRO_BATCHES)
-        put(f"accumulate={_MICRO_BATCHES}", options=several)
+        put(f"gradient_accumulation_steps={_MICRO_BATCHES}", options=several)
     if question.load.get("loss", "logits") == "logits":
         put("lohan.losses.linear_cross_entropy", load={**question.load, "loss": _LOSS})
     put(f"batch {2 * question.batch}", batch=2 * question.batch)
@@ -115,7 +116,7 @@ def _best(question: Question) -> dict[str, Question]:
     made = {}
     for count in (1, _MICRO_BATCHES):
         options = dataclasses.replace(question.options, states=states, accumulate=count)
-        name = f'{_BEST}batch {batch}, states="{states}", accumulate={count}'
+        name = f'{_BEST}batch {batch}, moments="{states}", gradient_accumulation_steps={count}'
         made[name] = dataclasses.replace(question, batch=batch, options=options)
     return made
 
@@ -173,15 +174,14 @@ def wrap_line(question: Question, step: Step) -> str:
     settings |= _swap_settings(step)
     if options.states != "fp32":
         settings["states"] = options.states
-    # With accumulate=, wrap itself makes all updates wait for the end of the step.
+    # With gradient_accumulation_steps=, wrap itself makes all updates wait for the end of the step.
     if step.schedule != ("deferred" if options.accumulate > 1 else Config().schedule):
         settings["schedule"] = step.schedule
     if options.commit_every is not None or options.policy != "auto":
         settings["commit_every"] = step.commit_every
     if options.accumulate > 1:
         settings["accumulate"] = options.accumulate
-    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return f"lohan.wrap(model, lr=..., {said})".replace("'", '"')
+    return f"lohan.wrap(model, lr=..., {written(settings)})".replace("'", '"')
 
 
 def _hours(question: Question, step: Step) -> float:

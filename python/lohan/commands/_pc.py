@@ -193,7 +193,7 @@ def first_line(asked: dict[str, Any], machine: Machine, words: dict[str, Any]) -
     tokens = model.tokens * ranks
     rate = tokens / seconds
     what = "tokens" if words.get("loss") or model.blocks[-1].layers[-1].working_bytes else "patches"
-    several = "" if steps == 1 else f" (without accumulate={steps})"
+    several = "" if steps == 1 else f" (without gradient_accumulation_steps={steps})"
     return (
         f"about {of_number(rate)} {what}/s{several}: {asked['model']} on {machine.name},"
         f" {of_number(asked['tokens'] / rate / 3600)} hours for"
@@ -219,7 +219,7 @@ def table(machine: Machine, words: dict[str, Any]) -> dict[str, Any]:
         lora: dict[str, Any] = {"adapter_params": max(plain.param_count // _LORA_SHARE, 10_000)}
         ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
             ("all parameters", "fp32", {}),
-            ('all, states="8bit"', "8bit", {}),
+            ('all, moments="8bit"', "8bit", {}),
             ("LoRA", "fp32", lora),
         )
         for way, states, more in ways:
