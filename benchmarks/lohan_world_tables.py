@@ -189,10 +189,10 @@ has {own:.0f} TFLOP/s. lohan has not run on several GPUs.
 VERSUS_TEXT = """\
 How much faster a step is than that of each policy (below 1: slower), from the least to the largest
 over GPT-10B to GPT-30B, 8 GPUs a node and micro-batches of 8, as in FCDP V-B. All of it is
-calculated. The first columns are what `lohan.wrap` does with `share="on"`, and with the faster one
-of `replicas="parameters"` and `"all"`. The columns headed "planned, not implemented" add up the
-gradients of a node's GPUs before they are sent, which no setting of `lohan.wrap` does. Steps do not
-have to fit the GPU here, so that all policies can be compared.
+calculated. The first columns are what `lohan.wrap` does with `Parallel(share=True)`, and with the
+faster one of `shard_optimizer=True` and `False`. The columns headed "planned, not implemented" add
+up the gradients of a node's GPUs before they are sent, which no setting of `lohan.wrap` does. Steps
+do not have to fit the GPU here, so that all policies can be compared.
 """
 SCALING_TEXT = """\
 The time of a step on one node over that on several, with as much work for each GPU: GPT-10B, full

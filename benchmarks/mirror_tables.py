@@ -157,8 +157,9 @@ def table(made: list[Row], is_weak: bool) -> str:
 TEXT = """\
 GPT-10B, full fine-tuning on FCDP's cluster, with 100 Gb/s and 5 us between nodes of 8 GPUs. The
 columns with names are efficiencies: the time of a step on one node over that on several, over what
-it would ideally be. `divided` is what `lohan.wrap` does with `share="on", replicas="parameters"`,
-and the others are the papers' policies, all calculated as above.
+it would ideally be. `divided` is what `lohan.wrap` does with
+`Parallel(share=True, shard_optimizer=True)`, and the others are the papers' policies, all
+calculated as above.
 
 The columns headed "planned, not implemented" are of equal shards of states, which no setting of
 `lohan.wrap` offers. They are simulated: the engines of one node run in virtual time, and all other

@@ -51,11 +51,11 @@ LINES: dict[str, dict[str, Any]] = {
     "quantized base": COLUMNS[_BASE],
     "vertical order": COLUMNS[_VERTICAL],
     'an accelerator (`device="emu"`)': {"config": {"device": "emu"}},
-    '`activations="recompute"`, `swap_bytes=`': {
+    '`activations="recompute"`, `activation_offload_bytes=`': {
         "config": {"activations": "recompute", "swap_bytes": 1 << 30}
     },
     "a policy for activations": {"config": {"activations": "auto"}},
-    '`frozen="packed"`': {"config": {"frozen": "packed"}},
+    '`IO(frozen="packed")`': {"config": {"frozen": "packed"}},
     "resume, snapshot": {"open_at": 1},
     "Trainer": {},
     "several processes": {"processes": 2},
@@ -68,12 +68,12 @@ NOTES = {
     ("quantized base", _BASE): "\u2013",
     ("quantized base", _APART): "\u2013",
     ("vertical order", _VERTICAL): "\u2013",
-    ('`frozen="packed"`', _BASE): "yes; `ModelError` if the base is not quantized",
-    ('`frozen="packed"`', _APART): "\u2013",
+    ('`IO(frozen="packed")`', _BASE): "yes; `ModelError` if the base is not quantized",
+    ('`IO(frozen="packed")`', _APART): "\u2013",
     ("resume, snapshot", _STATES): "yes; another kind with `lohan convert`",
     ("resume, snapshot", _VERTICAL): "yes, in another order, too",
     ("resume, snapshot", _APART): "yes, also while experts owe updates",
-    ("several processes", _BASE): 'yes, also with `share="on"`',
+    ("several processes", _BASE): "yes, also with `Parallel(share=True)`",
 }
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lohan.common._decay import no_decay
     from lohan.common._stats import ReplicaStats, StepStats, Traffic
     from lohan.common._version import __version__
-    from lohan.config import Config
+    from lohan.config import Config as Config
     from lohan.errors import LohanError, WearBudgetError
     from lohan.frozen._reference import reference
     from lohan.hf._merge import Merged, merge
@@ -71,7 +71,6 @@ _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerCopies", "TrainerMixin")
 
 __all__ = [
     "IO",
-    "Config",
     "Converted",
     "Debug",
     "LohanError",

@@ -53,7 +53,7 @@ class BudgetError(LohanError, MemoryError):
 
 
 class WearBudgetError(LohanError, RuntimeError):
-    """A further step would write more to the store's drives than `wear_budget` allows."""
+    """A further step would write more to the store's drives than `io.wear_budget` allows."""
 
 
 class DeviceMemoryError(LohanError, MemoryError):
@@ -246,7 +246,7 @@ _HINTS: dict[int, str] = {
     errno.EEXIST: "pass resume=True to resume it",
     errno.ENOENT: "pass the directories that store= had, or omit resume=True to create a store",
     errno.EXDEV: "pass exactly the directories that the store was created with",
-    errno.EMEDIUMTYPE: "or pass allow_tmpfs=True, for tests",
+    errno.EMEDIUMTYPE: "or pass io=lohan.IO(allow_tmpfs=True), for tests",
     errno.EUCLEAN: "start again from the weights: a store with a single slot keeps no step",
 }
 

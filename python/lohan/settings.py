@@ -404,6 +404,7 @@ def flat(given: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
     own, former = {*own, *_SPECIAL}, new_names()
     olds = {name for name in given if name in former}
     olds -= {"io"} if not isinstance(given.get("io"), str) else set()
+    own |= {"groups"}  # a None is no use of the former name
     olds -= {"groups"} if given.get("groups") is None else set()
     names = {public: name for name, public in former.items()}
     made: dict[str, Any] = {}

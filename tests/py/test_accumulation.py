@@ -270,7 +270,10 @@ def test_accumulate_keeps_a_step_open_between_its_functions(workshop: Workshop) 
 
 def test_no_sync_without_memory_for_sums_is_refused(workshop: Workshop) -> None:
     model = workshop.wrap(build(), accumulate=1)
-    with pytest.raises(UnsupportedError, match="accumulate='manual'"), model.no_sync():
+    with (
+        pytest.raises(UnsupportedError, match="gradient_accumulation_steps='manual'"),
+        model.no_sync(),
+    ):
         pass
     assert model.lohan.budget["gradient_waiting_bytes"] == 0
     lohan.unwrap(workshop.made.pop())

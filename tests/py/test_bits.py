@@ -102,11 +102,15 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
         ),
         (
             _pairs("order", ["vertical"], "accumulate", [1]),
-            ("ModelError", "needs several micro-batches", "pass accumulate="),
+            ("ModelError", "needs several micro-batches", "pass gradient_accumulation_steps="),
         ),
         (
             _pairs("commit_every", ["never"], "world", SHARING),
-            ("UnsupportedError", "is not supported with commit_every='never'", "share='off'"),
+            (
+                "UnsupportedError",
+                "is not supported with IO(single_slot=True)",
+                "leave one of them out",
+            ),
         ),
         (
             _pairs("clip", [True], "schedule", ["naive"]),

@@ -305,7 +305,7 @@ def test_a_step_that_is_remembered_in_part_is_left_out(store_dir: pathlib.Path) 
 
 def test_what_is_no_timeline_is_refused_by_name(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(crash_worker.build(), store=store_dir / "s")
-    with pytest.raises(SessionError, match=r"trace_events=100_000"):
+    with pytest.raises(SessionError, match=r"Debug\(trace_events=100_000\)"):
         model.lohan.save_trace(store_dir / "t.json")
     model.lohan.close()
     assert not (store_dir / "t.json").exists()

@@ -159,7 +159,7 @@ def test_an_error_leaves_no_new_store(
 def test_what_cannot_be_converted_is_rejected(store_dir: pathlib.Path) -> None:
     store = make(store_dir, "bf16")
     out: Any = store_dir / "new"
-    with pytest.raises(UnsupportedError, match="states='bf16' already"):
+    with pytest.raises(UnsupportedError, match="moments='bf16' already"):
         lohan.convert(store, out, states="bf16")
     with pytest.raises(ModelError, match="states='int8'"):
         lohan.convert(store, out, states="int8")

@@ -141,7 +141,7 @@ def test_what_a_part_of_the_states_does_not_allow_is_refused_by_name(
         assert said["master"].startswith(f"StoreMismatchError: this store has part {rank + 1} of 2")
         assert said["unwrap"].startswith("UnsupportedError: the optimizer's states cannot be ret")
         assert f"the store has part {rank + 1} of 2 of the optimizer's states, but" in said["all"]
-        assert "replicas='parameters' is not supported with method" in said["mezo"]
+        assert "Parallel(shard_optimizer=True) is not supported with method" in said["mezo"]
 
 
 def test_stores_that_do_not_fit_the_processes_are_refused_by_name(tmp_path: pathlib.Path) -> None:

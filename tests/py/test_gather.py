@@ -143,10 +143,10 @@ def test_slow_links_take_less_time_for_parts(tmp_path: pathlib.Path) -> None:
 
 def test_settings_that_do_not_fit_are_refused_at_wrap(tmp_path: pathlib.Path) -> None:
     for said in run(tmp_path, 2, world_gather.refused, str(tmp_path / "run")):
-        assert said[0].startswith("ModelError: gather='shards' needs share='on'")
-        assert said[1].startswith("ModelError: gather='shards' needs an accelerator")
+        assert said[0].startswith("ModelError: Parallel(gather='shards') needs share=True")
+        assert said[1].startswith("ModelError: Parallel(gather='shards') needs an accelerator")
         assert said[2] == "ModelError: gather 'some' must be 'host', 'shards' or 'auto'"
-        assert said[3].startswith("WorldMismatchError: gather= is 'shards' in rank 0")
+        assert said[3].startswith("WorldMismatchError: Parallel(gather=) is 'shards' in rank 0")
 
 
 def test_the_thread_and_the_connections_of_gathers_end_with_the_session(

@@ -31,9 +31,9 @@ def test_experts_that_no_other_process_has_are_not_sent(tmp_path: pathlib.Path) 
 
 
 REFUSED = {
-    "share": "UnsupportedError: groups= is not supported with share='on'",
-    "replicas": "UnsupportedError: groups= is not supported with replicas='parameters'",
-    "mezo": 'UnsupportedError: groups= is not supported with method="mezo"',
+    "share": "UnsupportedError: Parallel(groups=) is not supported with Parallel(share=True)",
+    "replicas": "is not supported with Parallel(shard_optimizer=True)",
+    "mezo": 'UnsupportedError: Parallel(groups=) is not supported with method="mezo"',
     "mesh": "is a DeviceMesh with 2 dimensions ('dp', 'ep')",
     "kind": "must be a torch.distributed.ProcessGroup or a DeviceMesh of one dimension",
     "dict": "must be a dict from names or patterns",
@@ -173,7 +173,7 @@ def test_the_gradients_of_a_backward_are_a_part_of_the_least_memory(
 
 
 def test_a_trainer_refuses_groups_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"groups= is not supported by a Trainer"):
+    with pytest.raises(UnsupportedError, match=r"parallel.groups is not supported by a Trainer"):
         lohan.TrainerCallback(groups={})
 
 

@@ -219,7 +219,7 @@ def test_a_refusal_on_a_device_names_the_devices_memory(store_dir: pathlib.Path)
     ) as caught:
         recomputed_losses(wrapped)
     wrapped.lohan.close()
-    found = re.search(r"raise device_param_bytes \(with (\d+) bytes", str(caught.value))
+    found = re.search(r"raise debug\.device_param_bytes \(with (\d+) bytes", str(caught.value))
     assert found is not None and int(found[1]) > least
     enough = lohan.wrap(build(), **settings("enough", device_param_bytes=int(found[1])))
     assert len(recomputed_losses(enough)) == 3

@@ -246,7 +246,7 @@ def test_a_view_that_is_in_the_way_is_refused_with_the_way_out(store_dir: pathli
     data = batches(STEPS)
     losses, values = run_of(PassesViews, plain_loss, 1)
     model = wrapped(PassesViews(), store_dir / "a", runs="together")
-    with pytest.raises(LentError, match='runs="apart"'):
+    with pytest.raises(LentError, match=r'MeZO.runs="apart"'):
         model.zo_step(lambda: model(data[0]))
     assert model.lohan.step == 0
     model.lohan.close()

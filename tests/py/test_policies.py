@@ -444,9 +444,11 @@ def test_what_a_policy_cannot_do_is_reported_with_the_memory_that_it_needs(
             model.lohan.close()
 
     settings = {**TIGHT, **NO_SWAP, "device_bytes": 24 * MIB}
-    with pytest.raises(BudgetError, match=r"activations 'zero'.*set swap_bytes=\d+") as caught:
+    with pytest.raises(
+        BudgetError, match=r"activations 'zero'.*set activation_offload_bytes=\d+"
+    ) as caught:
         choose("a", settings)
-    enough = int(re.findall(r"set swap_bytes=(\d+)", str(caught.value))[0])
+    enough = int(re.findall(r"set activation_offload_bytes=(\d+)", str(caught.value))[0])
     settings |= {"swap_bytes": enough, "swap_ssd_bytes": 64 * MIB, "host_bytes": 512 * MIB}
     assert choose("b", settings) == "zero"
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -134,11 +135,11 @@ def test_a_device_too_small_names_what_would_do(store_dir: pathlib.Path) -> None
         return lohan.wrap(crash_worker.build(), store=store, device="emu", **settings)
 
     with pytest.raises(
-        BudgetError, match=r"try device_bytes=\d+, device_param_bytes=\d+"
+        BudgetError, match=r"try device_bytes=\d+, debug=lohan\.Debug\(device_param_bytes=\d+\)"
     ) as caught:
         wrapped(device_bytes=1)
     said = str(caught.value).rsplit("try ", 1)[1]
-    target = {name: int(text) for name, text in (part.split("=") for part in said.split(", "))}
+    target = {name: int(text) for name, text in re.findall(r"(device_\w+)=(\d+)", said)}
     model = wrapped(**target)
     model.lohan.close()
     with pytest.raises(BudgetError, match="device_param_bytes"):
@@ -157,7 +158,7 @@ def test_a_device_that_fills_names_how_much_is_enough(store_dir: pathlib.Path) -
 
     with pytest.raises(DeviceMemoryError, match=r"raise it to at least \d+") as caught:
         step("small", 300_000)
-    assert "swap_bytes=" in str(caught.value)
+    assert "activation_offload_bytes=" in str(caught.value)
     step("large", 16 * int(str(caught.value).split("at least ")[1].split(",")[0].split()[0]))
 
 

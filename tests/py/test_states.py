@@ -177,9 +177,9 @@ def test_an_adopted_optimizer_keeps_its_moments(states: str, store_dir: pathlib.
 
 def test_another_format_on_resume_is_rejected_with_the_remedy(store_dir: pathlib.Path) -> None:
     lohan.wrap(build(), store=store_dir / "s", states="8bit").lohan.close()
-    with pytest.raises(StoreMismatchError, match=r"created with states='8bit', not 'fp32'") as e:
+    with pytest.raises(StoreMismatchError, match=r"created with moments='8bit', not 'fp32'") as e:
         lohan.wrap(build(), store=store_dir / "s", resume=True)
-    assert "states='8bit'" in str(e.value)
+    assert "moments='8bit'" in str(e.value)
     assert "lohan convert STORE OUT --states fp32" in str(e.value)
     lohan.wrap(build(), store=store_dir / "s", resume=True, states="8bit").lohan.close()
 

@@ -68,7 +68,7 @@ def test_a_damaged_newest_step_is_gone_back_from_only_by_naming_the_one_before_i
 ) -> None:
     digests = trained(store_dir, 4)
     damage_newest(store_dir)
-    with pytest.raises(errors.ChecksumError, match=r"step 4 .*manifest.*resume=3 "):
+    with pytest.raises(errors.ChecksumError, match=r"step 4 .*manifest.*resume_step=3 "):
         wrap(store_dir, resume=True)
     for step in (2, 4, 5):
         with pytest.raises(errors.StoreError, match=rf"step {step}; .*are: 3; .*manifest"):

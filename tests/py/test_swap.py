@@ -182,7 +182,7 @@ def test_what_was_changed_in_place_meanwhile_is_noticed(store_dir: pathlib.Path)
 
 
 def test_settings_that_cannot_be_are_refused(store_dir: pathlib.Path) -> None:
-    with pytest.raises(ModelError, match="swap_bytes"):
+    with pytest.raises(ModelError, match="activation_offload_bytes"):
         lohan.wrap(Tower(), store=store_dir / "a", lr=1e-3, swap_ssd_bytes=1 << 20)
     with pytest.raises(ModelError, match="can only be swapped to SSD"):
         lohan.wrap(Tower(), store=store_dir / "c", lr=1e-3, swap_bytes=1 << 20, swap_ssd_bytes=0)
@@ -199,7 +199,8 @@ def test_the_least_budget_that_is_named_counts_offloaded_activations(
     least = int(re.findall(r"at least (\d+)", str(refused.value))[0])
     assert least > 64 << 20
     with pytest.raises(
-        BudgetError, match=rf"host_bytes {least - 1} .* at least {least} .* swap_bytes"
+        BudgetError,
+        match=rf"host_bytes {least - 1} .* at least {least} .* activation_offload_bytes",
     ):
         lohan.wrap(Tower(), store=store_dir / "less", host_bytes=least - 1, **asked)
     lohan.wrap(Tower(), store=store_dir / "least", host_bytes=least, **asked).lohan.close()
@@ -228,7 +229,7 @@ def test_a_disk_without_room_for_it_says_which_setting_asks(
     addresses = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(StoreError, match=r"are missing; free space") as caught:
         lohan.wrap(model, store="a/b", lr=1e-3, swap_bytes=8 << 20, swap_ssd_bytes=1 << 44)
-    assert any("swap_ssd_bytes" in note for note in caught.value.__notes__)
+    assert any("activation_ssd_bytes" in note for note in caught.value.__notes__)
     assert list(store_dir.iterdir()) == [], "nothing is left behind"
     assert addresses == [p.data_ptr() for p in model.parameters()], "no weights were moved"
     assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
@@ -279,7 +280,7 @@ def test_a_default_size_is_halved_until_it_fits_what_other_processes_left(
     left = 0
     with pytest.raises(StoreError) as caught:
         lohan.wrap(Tower(), store=store_dir / "b", swap_bytes=8 << 20)
-    assert caught.value.errno == code and "swap_ssd_bytes" in caught.value.__notes__[0]
+    assert caught.value.errno == code and "activation_ssd_bytes" in caught.value.__notes__[0]
     assert not list(store_dir.glob("b/.swap*"))
 
     sizes.clear()

@@ -50,14 +50,16 @@ def test_what_processes_that_share_parameters_cannot_do_is_refused_by_name(
 def test_a_change_of_a_shared_frozen_parameter_ends_the_training(tmp_path: pathlib.Path) -> None:
     for said in run(tmp_path, 2, world_adamw.frozen_changed, str(tmp_path / "run"), env=ON):
         assert len(said) == 2, said
-        assert said[0].startswith("UnsupportedError: ") and "share='on'" in said[0], said
+        assert said[0].startswith("UnsupportedError: ") and "Parallel(share=True)" in said[0], said
         assert said[1].startswith("StepError: parameters were changed while processes"), said
 
 
 def test_what_shared_parameters_do_not_support_is_refused_at_wrap(tmp_path: pathlib.Path) -> None:
     for said in run(tmp_path, 2, world_adamw.refused_at_wrap, str(tmp_path / "run"), env=ON):
-        assert said[0].startswith("StoreError: share='on' needs store="), said
-        assert said[1].startswith("UnsupportedError: share='on' is not supported with method"), said
+        assert said[0].startswith("StoreError: Parallel(share=True) needs store="), said
+        assert said[1].startswith(
+            "UnsupportedError: Parallel(share=True) is not supported with method"
+        ), said
 
 
 def test_all_processes_may_unwrap_their_models(tmp_path: pathlib.Path) -> None:

@@ -315,7 +315,9 @@ def test_ctrl_c_ends_all_functions(workshop: Workshop) -> None:
 def test_what_is_no_loss_and_what_does_not_fit_is_refused(order: str, workshop: Workshop) -> None:
     model = workshop.wrap(build(), accumulate=COUNT, order=order)
     session: Any = model.lohan
-    with pytest.raises(ModelError, match="got 5 functions, and the step has 0 of accumulate=4"):
+    with pytest.raises(
+        ModelError, match="got 5 functions, and the step has 0 of gradient_accumulation_steps=4"
+    ):
         session.accumulate(some(model, 5))
     with pytest.raises(ModelError, match="got 0 functions"):
         session.accumulate([])

@@ -332,7 +332,7 @@ def test_one_setting_and_temporary_stores_record_nothing(store_dir: pathlib.Path
     assert [path.name for path in (store_dir / "s").iterdir()] == ["lohan.data"]
     answer = run(store_dir / "s")
     assert answer.exit_code == 1 and "step_records=False" in answer.output
-    with pytest.raises(ModelError, match="step_records 0 must be True or False"):
+    with pytest.raises(ModelError, match=r"debug.step_records 0 must be True or False"):
         lohan.wrap(crash_worker.build(), step_records=0)
 
 

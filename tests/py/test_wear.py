@@ -373,8 +373,8 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
         'states="bf16"',
     ]
     assert found == sorted(found) and found[-1][0] < step
-    assert f"with {found[0][1]}: {found[0][0] / 1e6:.3g} MB; states=" in said
-    assert "accumulate=2: " in said and "order=" not in said
+    assert f"with {found[0][1]}: {found[0][0] / 1e6:.3g} MB; moments=" in said
+    assert "gradient_accumulation_steps=2: " in said and "order=" not in said
     train(model, 3)
     assert capfd.readouterr().err == "", "it is said once"
     model.lohan.close()
@@ -394,5 +394,5 @@ def test_a_long_life_is_said_without_advice(
     train(model, 6)
     said = capfd.readouterr().err
     assert "years (after a further 1,000 PB)" in said
-    assert "states=" not in said
+    assert "moments=" not in said
     model.lohan.close()

@@ -148,7 +148,10 @@ def test_the_fastest_setting_is_printed_as_a_call_that_wrap_takes(command: str) 
     assert found["best"] == {"share": best["share"], "replicas": best["replicas"]}
     lohan.Config(**found["best"])  # which checks its arguments
     text = invoke(command, *SMALL, "--nodes", "2", "--gpus", "2", "--net", "10Gb/s").output
-    call = f"lohan.wrap(model, store=..., share={best['share']!r}, replicas={best['replicas']!r})"
+    share, shards = best["share"] == "on", best["replicas"] == "parameters"
+    call = (
+        f"wrap(model, store=..., parallel=lohan.Parallel(share={share}, shard_optimizer={shards}))"
+    )
     assert call in text and "--nnodes=2" in text and "--nproc-per-node=2" in text
     assert max(map(len, text.splitlines()[2:8])) <= 80
 
@@ -175,7 +178,7 @@ def test_adapters_send_only_their_own_gradients() -> None:
         (("--gpus", "2", "--order", "vertical"), "--order cannot be combined"),
         (("--gpus", "2", "--ram", "1GB"), "does not fit"),
         (("--gpus", "2", "--ram", "6GB"), "of 6,000,000,000 bytes (6 GB) of main memory, the sums"),
-        (("--gpus", "2", "--ram", "5GB"), "main memory is too small: with share='on'"),
+        (("--gpus", "2", "--ram", "5GB"), "main memory is too small: with Parallel(share=True"),
     ],
     ids=str,
 )

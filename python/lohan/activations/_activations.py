@@ -117,7 +117,8 @@ def check_layers(config: Config, layout: Layout) -> None:
         swapped = next((name for name, mode in named if mode == "swap"), None)
         if swapped is not None and not config.swap_bytes:
             raise ModelError(
-                f"activations of {swapped!r} cannot be swapped: set swap_bytes, or 'recompute'"
+                f"activations of {swapped!r} cannot be swapped: set activation_offload_bytes, or"
+                " 'recompute'"
             )
     if modes.unused:
         raise ModelError(

@@ -260,7 +260,7 @@ class Swap:
         _log.note(
             f"an activation of {nbytes} bytes is not offloaded and stays on"
             f" {self.device}, because the main memory through which activations pass has"
-            f" {self.largest_bytes} bytes: raise swap_bytes, or use a smaller batch"
+            f" {self.largest_bytes} bytes: raise activation_offload_bytes, or use a smaller batch"
         )
 
     def window_set(self, nbytes: int) -> None:

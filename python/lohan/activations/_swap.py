@@ -51,8 +51,9 @@ def check(config: Config) -> None:
         left = config.host_bytes - config.swap_bytes
         if left <= 0:
             raise ModelError(
-                f"swap_bytes {config.swap_bytes} is taken out of host_bytes {config.host_bytes}:"
-                " raise host_bytes or lower swap_bytes"
+                f"activation_offload_bytes {config.swap_bytes} is taken out of host_bytes"
+                f" {config.host_bytes}:"
+                " raise host_bytes or lower activation_offload_bytes"
             )
 
 
@@ -108,7 +109,8 @@ def way_out(config: Config, device: Device, nbytes: int) -> str:
     least = least_bytes(nbytes)
     now = "it is not set" if config.swap_bytes is None else f"it is {config.swap_bytes}"
     return (
-        f"set swap_bytes={least}, which is part of host_bytes ({now}; a quarter of it is a staging"
+        f"set activation_offload_bytes={least}, which is part of host_bytes ({now}; a quarter of"
+        " it is a staging"
         " buffer), or raise device_bytes"
     )
 
@@ -207,7 +209,9 @@ def _allocate(config: Config, directories: Sequence[str], nbytes: int) -> _core.
             allow_tmpfs=config.allow_tmpfs,
         )
     except StoreError as error:
-        error.add_note("this space is for offloaded activations: swap_ssd_bytes sets its size")
+        error.add_note(
+            "this space is for offloaded activations: io.activation_ssd_bytes sets its size"
+        )
         raise
     finally:
         for folder in folders:

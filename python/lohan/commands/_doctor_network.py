@@ -178,6 +178,6 @@ def _look_together(
             f"the connection of ranks {first} and {second} carries only"
             f" {each['bytes_per_s'] / 1e6:.1f} MB/s in each direction",
             "set GLOO_SOCKET_IFNAME to the interface of a faster network, or train with LoRA, a"
-            ' larger accumulate=, or method="mezo"',
+            ' larger gradient_accumulation_steps=, or method="mezo"',
         )
     return world.rank == 0

@@ -135,7 +135,7 @@ def _show_processes(facts: dict[str, Any] | None, console: Console) -> None:
     console.print("\n[bold]Processes[/]", highlight=False)
     for machine in facts["machines"]:
         ranks = ", ".join(map(str, machine["ranks"]))
-        shares = ' (share="on" gives them one store)' if len(machine["ranks"]) > 1 else ""
+        shares = " (Parallel(share=True) gives them one store)" if len(machine["ranks"]) > 1 else ""
         console.print(f"  {_plain(machine['host'])}: rank {ranks}{shares}", highlight=False)
     table = Table(
         "ranks", "each way, both at once", "latency", "1 billion bf16 gradients", box=None

@@ -205,14 +205,14 @@ def _show(answer: dict[str, Any], param_count: int, machine: Machine, console: C
         say(
             f"{nodes * gpus} GPUs train {ratio:.2f} times as fast as one with the same"
             f" {same['batch'] * same['accumulate']} sequences a step (batch {same['batch']},"
-            f" accumulate={same['accumulate']})"
+            f" gradient_accumulation_steps={same['accumulate']})"
         )
         if ratio < _WORTHWHILE:
             what = _RESOURCES.get(best["bound_by"], best["bound_by"])
             say(f"more GPUs bring little here: a step is bound by the {what}")
     many = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 " if nodes > 1 else ""
     setting = ", ".join(f"{name}={value!r}" for name, value in answer["best"].items())
-    say(f"fastest: model = lohan.wrap(model, store=..., {setting})")
+    say(f"fastest: model = lohan.wrap(model, store=..., parallel=lohan.{setting})")
     say(f"started by: torchrun {many}--nproc-per-node={gpus} train.py")
     if best["ssd_life_days"] is not None:
         say(f"its writes use up the SSDs' rated endurance in {best['ssd_life_days']:,.0f} days")

@@ -186,7 +186,7 @@ class TrainerCallback(transformers.TrainerCallback):
             if self._config.share == "on" and args.load_best_model_at_end:
                 raise UnsupportedError(
                     "load_best_model_at_end=True changes parameters after the training, while other"
-                    " processes read them (share='on'): leave it out, and load the folder"
+                    " processes read them (Parallel(share=True)): leave it out, and load the folder"
                     " trainer.state.best_model_checkpoint with from_pretrained(), or leave share="
                     " out"
                 )

@@ -166,7 +166,8 @@ def take_back(directories: Sequence[str], config: Config, folder: Path, step: in
 def way_out(place: str, step: int) -> str:
     """Return the end of the error message if no checkpoint in the folder matches the store."""
     return (
-        ": parameters of a later step were written since (write_every=), and these cannot be rolled"
+        ": parameters of a later step were written since (MeZO(write_every=)), and these cannot"
+        " be rolled"
         f" back. lohan.export({place!r}, OUT, dtype='float32') exports the parameters of step"
         f" {step}, for a Trainer with a new store; lohan.wrap(model, store={place!r},"
         ' method="mezo", resume=True) resumes from that step in your own training loop'

@@ -103,7 +103,7 @@ class InPlace:
             self.close()
             raise StoreError(
                 f"{buffered[0]}: its file system does not support direct reads: pass"
-                ' allow_buffered=True, or frozen="copy"'
+                ' io=lohan.IO(allow_buffered=True), or IO(frozen="copy")'
             )
         _log.note(
             f"{buffered[0]} is read through the page cache: its file system does not support"

@@ -129,7 +129,7 @@ class MeZO(AdamW):
             views = pins - 1 - (unit in self._turns.held)
             if views > 0:
                 is_alone = self._turns.lockstep is None
-                apart = "" if is_alone else ', or pass runs="apart" to lohan.wrap()'
+                apart = "" if is_alone else ', or pass MeZO(runs="apart") to lohan.wrap()'
                 name = self.session.layout.units[unit].name
                 raise LentError(
                     f"the parameters of block {name!r} cannot be changed:"

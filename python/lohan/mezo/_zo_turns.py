@@ -133,9 +133,9 @@ class Turns(Runs):
         can = not any(self.session.layout.units[unit].always for unit in self.where)
         if asked == "together" and not can:
             raise UnsupportedError(
-                'runs="together" cannot be used with this model: a module that contains other'
+                'MeZO(runs="together") cannot be used with this model: a module that contains other'
                 " blocks has its own parameters, which would have to be on both sides at once:"
-                ' pass runs="apart"'
+                ' pass MeZO(runs="apart")'
             )
         total = sum(unit.place_bytes for unit in self.session.layout.units)
         device, budget = self.session.device, self.session.budget

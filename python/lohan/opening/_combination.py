@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from lohan.common._setting import public
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.torch_glue import _device
@@ -105,10 +106,10 @@ MEZO = 'method="mezo"'
 _MEZO = "method='mezo'"
 SEVERAL = "several processes"
 VERTICAL = "order='vertical'"
-SHARE = "share='on'"
-DIVIDED = "replicas='parameters'"
+SHARE = "Parallel(share=True)"
+DIVIDED = "Parallel(shard_optimizer=True)"
 APART = "experts='apart'"
-SHARDS = "gather='shards'"
+SHARDS = "Parallel(gather='shards')"
 
 _NO_MEANING = "{one} has no meaning with {other}{because}: {way_out}"
 _LEAVE_OUT = "leave it out"
@@ -117,7 +118,7 @@ _PLAIN = Config()
 
 def _of_method(name: str) -> Row:
     return Row(
-        f"{name}=",
+        f"MeZO({name}=)",
         "method='adamw'",
         lambda f: name in f.given and not f.is_mezo,
         "meaning",
@@ -140,7 +141,7 @@ def _of_gradients(name: str) -> Row:
         return f.is_mezo and getattr(f.config, name) != getattr(_PLAIN, name)
 
     because = "which has no gradients"
-    return Row(f"{name}=", MEZO, is_so, "meaning", because, _LEAVE_OUT, _NO_MEANING)
+    return Row(f"{public(Config, name)}=", MEZO, is_so, "meaning", because, _LEAVE_OUT, _NO_MEANING)
 
 
 def _of_average(other: str, is_so: Callable[[Facts], bool], reason: Reason) -> Row:
@@ -178,13 +179,13 @@ ROWS = (
     *map(_of_adamw, ("betas", "max_grad_norm", "optimizer")),
     *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every", "order")),
     Row(
-        "states={f.states!r}",
+        "moments={f.states!r}",
         MEZO,
         lambda f: f.is_mezo and f.states != "fp32",
         "meaning",
         "",
         "leave it out",
-        'states is for AdamW\'s moments, and method="mezo" has none: {way_out}',
+        'moments= is for AdamW\'s moments, and method="mezo" has none: {way_out}',
         ModelError,
     ),
     Row(
@@ -205,7 +206,7 @@ ROWS = (
         "leave it out. This method has no optimizer states",
     ),
     Row(
-        "groups=",
+        "Parallel(groups=)",
         MEZO,
         lambda f: f.is_mezo and "groups" in f.given,
         "not built",
@@ -223,7 +224,7 @@ ROWS = (
     _of_average(_MEZO, lambda f: f.is_mezo, "not built"),
     _of_experts(_MEZO, lambda f: f.is_mezo),
     Row(
-        "resume='step {f.open_at}'",
+        "resume_step={f.open_at}",
         f"{MEZO} in {SEVERAL}",
         lambda f: f.is_mezo and f.is_several and f.open_at is not None,
         "not built",
@@ -235,11 +236,12 @@ ROWS = (
     # The vertical order runs all micro-batches of a block at once.
     Row(
         VERTICAL,
-        "accumulate=1",
+        "gradient_accumulation_steps=1",
         lambda f: f.config.order == "vertical" and f.config.accumulate == 1,
         "meaning",
         "",
-        "pass accumulate= to lohan.wrap(), and run them with model.lohan.accumulate()",
+        "pass gradient_accumulation_steps= to lohan.wrap(), and run them with"
+        " model.lohan.accumulate()",
         "{one} needs several micro-batches in a step: {way_out}",
         ModelError,
     ),
@@ -302,51 +304,51 @@ ROWS = (
         "",
         "pass params= instead, or create the Trainer without optimizers=",
     ),
-    _of_owed("states={f.states!r}", lambda f: f.states != "fp32"),
+    _of_owed("moments={f.states!r}", lambda f: f.states != "fp32"),
     _of_owed("schedule='naive'", lambda f: f.config.schedule == "naive"),
     # Several processes.
     _of_experts(SEVERAL, lambda f: f.is_several),
     Row(
-        "groups=",
+        "Parallel(groups=)",
         SHARE,
         lambda f: "groups" in f.given and f.config.share == "on",
         "not built",
         "whose processes read the parameters of one process",
-        "pass share='off'",
+        "leave share= out",
     ),
     Row(
-        "groups=",
+        "Parallel(groups=)",
         DIVIDED,
         lambda f: "groups" in f.given and f.config.replicas == "parameters",
         "not built",
         "which divides the states of parameters that all processes have",
-        "pass replicas='all'",
+        "leave shard_optimizer= out",
     ),
     # A mate opens the store while its owner has it open: a single slot is unclean then.
     Row(
         SHARE,
-        "commit_every='never'",
+        "IO(single_slot=True)",
         lambda f: f.has_mates and f.config.share == "on" and f.config.commit_steps == 0,
         "meaning",
         "whose store only the process that writes it can open",
-        "pass a number of steps, or share='off'",
+        "leave one of them out",
     ),
     Row(
-        "frozen='packed'",
+        "IO(frozen='packed')",
         SHARE,
         lambda f: f.config.frozen == "packed" and f.config.share == "on",
         "not built",
         "whose processes read the decoded parameters of one process",
-        "pass share='off', or leave frozen= out",
+        "leave one of them out",
     ),
     Row(
         SHARDS,
-        "share='off'",
+        "Parallel(share=False)",
         lambda f: f.config.gather == "shards" and f.config.share != "on",
         "meaning",
         "",
-        "add share='on', or leave gather= out",
-        "{one} needs share='on' and several processes on the machine, which then copy parts of the"
+        "add share=True, or leave gather= out",
+        "{one} needs share=True and several processes on the machine, which then copy parts of the"
         " same parameters: {way_out}",
         ModelError,
     ),
@@ -363,17 +365,17 @@ ROWS = (
     ),
     # Activations on SSD pass through main memory.
     Row(
-        "swap_ssd_bytes {c.swap_ssd_bytes}",
-        "swap_bytes=None",
+        "io.activation_ssd_bytes {c.swap_ssd_bytes}",
+        "activation_offload_bytes=None",
         lambda f: f.config.swap_ssd_bytes and not f.config.swap_bytes,
         "meaning",
         "",
-        "set swap_bytes, too",
+        "set activation_offload_bytes, too",
         "{one}: activations go to SSD through main memory: {way_out}",
         ModelError,
     ),
     Row(
-        "swap_ssd_bytes 0",
+        "io.activation_ssd_bytes 0",
         "device='cpu'",
         lambda f: (
             f.config.swap_bytes
@@ -382,7 +384,7 @@ ROWS = (
         ),
         "meaning",
         "",
-        "set swap_ssd_bytes above 0",
+        "set it above 0",
         "{one}: the model runs on the CPU, so activations are already in main memory and can only"
         " be swapped to SSD: {way_out}",
         ModelError,

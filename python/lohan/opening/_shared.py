@@ -120,7 +120,9 @@ class Shared:
                 zeroth.rule = dataclasses.replace(zeroth.rule, seed=seed)
                 zeroth.run = self.run
         if store is None and self.team is not None:
-            raise StoreError("share='on' needs store=: the directories of the machine's one store")
+            raise StoreError(
+                "Parallel(share=True) needs store=: the directories of the machine's one store"
+            )
         if store is None:
             return None, open_at
         names = _arguments.directories_of(store)

@@ -189,10 +189,11 @@ def pin_remedy(root: Path = ROOT) -> str:
     if is_wsl(root):
         return (
             "WSL2 page-locks about 1 GiB for all programs together, however much memory it has:"
-            " lower host_bytes (and swap_bytes) to that, or run Linux without WSL2"
+            " lower host_bytes (and activation_offload_bytes) to that, or run Linux without WSL2"
         )
     return (
-        "lower host_bytes (and swap_bytes), or give this container or virtual machine more memory"
+        "lower host_bytes (and activation_offload_bytes), or give this container or virtual"
+        " machine more memory"
         " that can be page-locked (ulimit -l unlimited; docker run --ulimit memlock=-1)"
     )
 

@@ -244,7 +244,7 @@ def limit_of(given: Any) -> Limit | None:
     number = _units.parse(size, _units.SIZES)
     if number is None or not 1 <= number < 1 << 63:
         raise ModelError(
-            f"wear_budget {given!r} must be the bytes that may be written to the store's drives,"
+            f"io.wear_budget {given!r} must be the bytes that may be written to the store's drives,"
             ' such as "50TB" (in all), or "1TB/day" (each day)'
         )
     return Limit(round(number), bool(is_daily))

@@ -47,7 +47,8 @@ class Setting(NamedTuple):
     replicas: str
 
     def __str__(self) -> str:
-        return f"share={self.share!r}, replicas={self.replicas!r}"
+        share, shards = self.share == "on", self.replicas == "parameters"
+        return f"Parallel(share={share}, shard_optimizer={shards})"
 
 
 SETTINGS = tuple(

@@ -145,7 +145,8 @@ def _nccl(world: World, ranks: Sequence[int], name: str) -> Any:
     dist: Any = torch.distributed
     if not dist.is_nccl_available():
         raise UnsupportedError(
-            "gather='shards' needs NCCL on GPUs, which this build of torch lacks: leave gather= out"
+            "Parallel(gather='shards') needs NCCL on GPUs, which this build of torch lacks:"
+            " leave gather= out"
         )
     store = world.substore(name)
     options = dist.ProcessGroupNCCL.Options()

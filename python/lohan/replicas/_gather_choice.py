@@ -68,7 +68,8 @@ def choose(world: World, team: Team | None, config: Config) -> Literal["host", "
         chosen = "shards"
     if can_gather and team is not None and not team.is_mate:
         _log.inform(
-            f'gather="auto" chose "{chosen}": {_BYTES >> 20} MiB take {copy_s * 1e3:.3g} ms'
+            f'Parallel(gather="auto") chose "{chosen}": {_BYTES >> 20} MiB take'
+            f" {copy_s * 1e3:.3g} ms"
             f" over each link, or {parts_s * 1e3:.3g} ms in {len(ranks)} parts that are gathered"
         )
     return chosen

@@ -102,7 +102,8 @@ class Groups:
         """
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise ModelError(
-                f"groups= {repr(given)[:80]} must be a dict from names or patterns of modules to"
+                f"Parallel(groups=) {repr(given)[:80]} must be a dict from names or patterns of"
+                " modules to"
                 " process groups, for example {'layers.*.experts': mesh['dp']}"
             )
         ranks = {pattern: _ranks_of(value, pattern) for pattern, value in given.items()}

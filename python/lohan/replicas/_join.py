@@ -89,14 +89,14 @@ def facts_of(config: Config, max_grad_norm: float | None, states: str) -> list[F
     """Return the settings of an AdamW run that all processes must share."""
     return [
         ("method=", "adamw"),
-        ("accumulate=", config.accumulate),
+        ("gradient_accumulation_steps=", config.accumulate),
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
-        ("share=", config.share),
-        ("gather=", config.gather),
-        ("replicas=", config.replicas),
+        ("Parallel(share=)", config.share == "on"),
+        ("Parallel(gather=)", config.gather),
+        ("Parallel(shard_optimizer=)", config.replicas == "parameters"),
         ("max_grad_norm=", max_grad_norm),
-        ("states=", states),
+        ("moments=", states),
         ("on_nan=", config.on_nan),
         ("ema=", config.ema),
     ]
@@ -264,7 +264,8 @@ def _no_part(world: World, directory: str, step: int, base: str, count: int) -> 
     return (
         f"{world.name(world.rank)} has no store of the run at step {step} in {directory}, and no"
         " other one has the same part of the optimizer's states: resume with the number of"
-        " processes that the run had (with share='on', of machines), each with its directories, or"
+        " processes that the run had (with Parallel(share=True), of machines), each with its"
+        " directories, or"
         f" first run 'lohan reshard {base} OUT --parts {count}', and pass OUT as store="
     )
 
@@ -348,7 +349,7 @@ def _reject(
     raise WorldMismatchError(
         f"{one} and {other} {how} step {step}: probably one of them was trained without the other."
         " If it is out of date, move its files to another directory, and resume again: the process"
-        " then copies another store. With replicas='parameters' or groups=, restore all stores from"
+        " then copies another store. With shard_optimizer=True or groups=, restore all stores from"
         " snapshots of the same step"
     )
 

@@ -48,7 +48,7 @@ _POLL_S = 0.001
 # A mate cannot do it, nor can the owner of what mates read.
 EDITED = (
     "parameters cannot be changed outside of steps in processes of a machine that share them"
-    " (share='on'): load the values before lohan.wrap(), or wrap with share='off'"
+    " (Parallel(share=True)): load the values before lohan.wrap(), or wrap without share="
 )
 _DISCARDED = b""  # what a process tells the others that it does in place of step()
 

@@ -141,7 +141,8 @@ class Team:
         who = "its other processes" if rank is None else self._world.name(rank)
         return NetworkError(
             f"{self._world.name(self._world.rank)} cannot share memory with {who}: {error}."
-            " share='on' needs processes that see each other's sockets (one network namespace);"
+            " Parallel(share=True) needs processes that see each other's sockets (one network"
+            " namespace);"
             " otherwise leave it out"
         )
 
@@ -161,7 +162,7 @@ def _check_user(link: socket.socket) -> None:
     if uid != os.geteuid():
         raise NetworkError(
             f"process {pid}, which belongs to user {uid}, answered for a process of this run, whose"
-            f" user is {os.geteuid()}: share='on' needs processes of one user"
+            f" user is {os.geteuid()}: Parallel(share=True) needs processes of one user"
         )
 
 
@@ -179,5 +180,5 @@ def refuse_on_mate(team: Team, what: str) -> UnsupportedError:
     """Return the error for what only the owner of a team can do."""
     return UnsupportedError(
         f"{what} is not supported in a process that reads the parameters of another one"
-        f" (share='on'): do it on rank {team.owner}, or wrap with share='off'"
+        f" (Parallel(share=True)): do it on rank {team.owner}, or wrap without share="
     )

@@ -190,7 +190,7 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
 
     if layout.part[1] > 1:
         raise UnsupportedError(
-            "the optimizer's states cannot be returned: with replicas='parameters' each process has"
+            "the optimizer's states cannot be returned: with shard_optimizer=True each process has"
             " a part of them. Keep the model wrapped, or use lohan.export() for the parameters"
         )
     steps = _scalars.steps(store.describe()["scalars"], len(layout.params))

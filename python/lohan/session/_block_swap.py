@@ -54,7 +54,7 @@ class _Swap:
         if self._is_wrapped():
             raise UnsupportedError(
                 "enable_block_swap() after lohan.wrap(), which has divided the device's memory:"
-                " call it before wrap(), or pass device_param_bytes= to wrap()"
+                " call it before wrap(), or pass Debug(device_param_bytes=) to wrap()"
             )
         self.count, self.device = num_blocks, torch.device(device)
 

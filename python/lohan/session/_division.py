@@ -139,8 +139,9 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     if swapped > 0 and host_bytes < most["host_bytes_min"]:
         raise BudgetError(
             f"host_bytes {host_bytes + swapped} is too small: this model needs at least"
-            f" {most['host_bytes_min'] + swapped}, of which swap_bytes takes {swapped}: raise"
-            " host_bytes, or lower swap_bytes"
+            f" {most['host_bytes_min'] + swapped}, of which activation_offload_bytes takes"
+            f" {swapped}: raise"
+            " host_bytes, or lower activation_offload_bytes"
         )
     kept = layout.in_place.kept_bytes
     budget: dict[str, int] = _core.budget(units, host_bytes - kept, bookkeeping, *waiting, raiser)
@@ -162,7 +163,8 @@ def _keep_packed(layout: Layout, config: Config) -> None:
     total = sum(unit.read_bytes for index, unit in enumerate(layout.units) if index in packed)
     if total == 0:
         raise ModelError(
-            "frozen='packed' keeps quantized parameters in memory, but no parameter is read from"
+            "IO(frozen='packed') keeps quantized parameters in memory, but no parameter is read"
+            " from"
             " weights= in a quantized form: leave frozen= out"
         )
     most = _budget(layout, dataclasses.replace(config, host_bytes=1 << 60))

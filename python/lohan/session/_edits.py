@@ -150,7 +150,7 @@ class Edits:
             return
         is_kept = self._owner.store.describe()["is_single_slot"]
         what = (
-            'is in the store anyway: commit_every="never" keeps one copy of each value. Start again'
+            "is in the store anyway: IO(single_slot=True) keeps one copy of each value. Start again"
             " from the weights if the change was not meant to stay"
             if is_kept
             else f"is not in the store, which stays as it was at step {edit.step}. To keep such a"

@@ -180,7 +180,8 @@ class Forwards:
         elif self._engine.status()["has_gradients"] and not open_step.accumulation.is_open:
             raise SecondBackwardError(
                 "a forward after backward and before optimizer.step(): parameters are already being"
-                " updated. Call model.optimizer.step() first; lohan.wrap(..., accumulate=k) sums"
+                " updated. Call model.optimizer.step() first; lohan.wrap(...,"
+                " gradient_accumulation_steps=k) sums"
                 " the gradients of k backwards. If no step should use the gradients (in a GAN),"
                 ' wrap with schedule="deferred", and call zero_grad() before the forward'
             )

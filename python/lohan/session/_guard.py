@@ -529,7 +529,7 @@ class Guard:
                 raise UnsupportedError(
                     f"parameter {param.name!r} is frozen and read in place, so it cannot be"
                     f" changed: lohan never writes to {session.layout.in_place.path(param)}. Wrap"
-                    ' with frozen="copy" to change it'
+                    ' with IO(frozen="copy") to change it'
                 )
         return left
 

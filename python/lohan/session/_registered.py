@@ -144,7 +144,7 @@ class Registered(Extension):
                 " after=None if it does so more rarely (docs/checkpoints.md)"
             )
         if session._peers.is_mate or session.layout.method is not None:
-            what = "method='mezo'" if session.layout.method is not None else "share='on'"
+            what = "method='mezo'" if session.layout.method is not None else "Parallel(share=True)"
             raise UnsupportedError(
                 f"register() is not supported with {what}: save the state with your own files"
             )

@@ -70,7 +70,8 @@ class Runs:
         if count == 0 or (most != "manual" and made + count > most):
             raise ModelError(
                 f"accumulate() got {count} functions, and the step has {made} of"
-                f" accumulate={most} backwards: pass one for each micro-batch, at least 1"
+                f" gradient_accumulation_steps={most} backwards: pass one for each micro-batch,"
+                " at least 1"
                 " and at most the others"
             )
 

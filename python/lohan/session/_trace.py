@@ -43,7 +43,8 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
     most = session.config.trace_events
     if most == 0:
         raise SessionError(
-            "this session records no timeline: wrap with lohan.wrap(..., trace_events=100_000),"
+            "this session records no timeline: wrap with lohan.wrap(...,"
+            " debug=lohan.Debug(trace_events=100_000)),"
             " which keeps the last 100,000 events, 40 bytes each"
         )
     events = session._trace()
@@ -245,7 +246,12 @@ def show(steps: Sequence[dict[str, Any]], console: Console) -> None:
 
 _ADVICE = {
     "compute": "states arrive in time; a faster device, or less recomputation, would help",
-    "ssd": "a larger batch or accumulate=, more host_bytes, or another SSD would help",
-    "optimizer": "more cores (threads=), or a larger batch or accumulate=, would help",
+    "ssd": (
+        "a larger batch or gradient_accumulation_steps=, more host_bytes, or another SSD would help"
+    ),
+    "optimizer": (
+        "more cores (Debug(threads=)), or a larger batch or gradient_accumulation_steps=, would"
+        " help"
+    ),
     "copies": "a larger batch, or more device_bytes, would help",
 }

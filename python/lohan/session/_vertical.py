@@ -468,7 +468,7 @@ class Vertical(Runs):
             if isinstance(errors[0], MemoryError | torch.OutOfMemoryError):
                 errors[0].add_note(
                     f'order="vertical" keeps the activations of {len(functions)} micro-batches at'
-                    " once: offload or recompute them (swap_bytes=, activations="
+                    " once: offload or recompute them (activation_offload_bytes=, activations="
                     '"recompute"), or pass order="auto" or "horizontal"'
                 )
             raise errors[0]

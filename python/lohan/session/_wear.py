@@ -213,9 +213,9 @@ class Wear(Extension):
         when = "today (UTC)" if self.limit.is_daily else "so far"
         later = ", or continue tomorrow" if self.limit.is_daily else ""
         raise WearBudgetError(
-            f"the next step would exceed wear_budget, {self.limit}: {done} bytes were written to"
+            f"the next step would exceed io.wear_budget, {self.limit}: {done} bytes were written to"
             f" the store's drives {when}, and a step writes up to {self.next_bytes} bytes; {kept}."
-            f" To continue, wrap with resume=True and a larger wear_budget{later}"
+            f" To continue, wrap with resume=True and a larger io.wear_budget{later}"
         )
 
     def summary(self, session: Session) -> str:

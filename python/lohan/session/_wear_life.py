@@ -71,7 +71,7 @@ def changes(session: Session, full: dict[str, int]) -> list[tuple[int, str]]:
         if all_kept < some:
             tried.append((all_kept, f"commit_every={rarer} and {memory}"))
     tried += [
-        (writes_of(session, states=states).mean, f'states="{states}" (rounds moments)')
+        (writes_of(session, states=states).mean, f'moments="{states}" (rounds moments)')
         for states in STATES
         if STATES[states] < STATES[session.layout.states]
     ]
@@ -126,7 +126,8 @@ class Life:
         if not session._commits.by_hand and isinstance(session.config.accumulate, int):
             count = 2 * session.config.accumulate
             less.append(
-                f"accumulate={count}: {_shown.of_bytes(step_bytes / 2)} for each of the batches"
+                f"gradient_accumulation_steps={count}: {_shown.of_bytes(step_bytes / 2)} for each"
+                " of the batches"
                 " that a step has now"
             )
         _log.note(f"{text}. A step writes {_shown.of_bytes(step_bytes)}; with {'; '.join(less)}")

@@ -66,7 +66,7 @@ def _check(contents: Contents, states: str, where: str) -> None:
             f"{where} is from a run with several processes, which keep moments in fp32"
         )
     if contents.layout.states == states:
-        raise UnsupportedError(f"the moments in {where} are in states={states!r} already")
+        raise UnsupportedError(f"the moments in {where} are in moments={states!r} already")
 
 
 class _Target:

@@ -90,6 +90,6 @@ def check_part(theirs: dict[str, Any], layout: Layout) -> None:
         f"the store has {named(has)} of the optimizer's states, but this process needs"
         f" {named(needs)}: resume with"
         f" {f'{has[1]} processes' if has[1] > 1 else 'any number of processes'} and"
-        f" replicas={'parameters' if has[1] > 1 else 'all'!r}, each with its own directories, or"
+        f" Parallel(shard_optimizer={has[1] > 1}), each with its own directories, or"
         f" first run 'lohan reshard STORE OUT --parts {needs[1]}', and pass OUT as store="
     )

@@ -506,7 +506,7 @@ def _refuse(session: Session) -> None:
         )
     if session.store.describe()["is_single_slot"]:
         raise UnsupportedError(
-            'the store keeps one copy of each value (commit_every="never"), which training'
+            "the store keeps one copy of each value (IO(single_slot=True)), which training"
             " overwrites: close the session, then call lohan.snapshot(STORE, OUT)"
         )
     if not os.path.exists(os.path.join(session.directories[0], "lohan.data")):

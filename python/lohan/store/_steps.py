@@ -260,7 +260,8 @@ class Reader:
             raise StoreError(
                 error.errno,
                 f"cannot open {self.path}, which has the records of the store's steps:"
-                f" {error.strerror}. Sessions write it unless step_records=False; copies of a store"
+                f" {error.strerror}. Sessions write it unless Debug(step_records=False); copies"
+                " of a store"
                 " do not have it",
             ) from error
         self.header: dict[str, Any] = {}

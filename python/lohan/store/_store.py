@@ -468,7 +468,8 @@ def check_same_states(theirs: dict[str, Any], layout: Layout) -> None:
     was = theirs.get("states", "fp32")
     if was != layout.states and (theirs.get("method") or layout.method) is None:
         raise StoreMismatchError(
-            f"the store was created with states={was!r}, not {layout.states!r}: pass states={was!r}"
+            f"the store was created with moments={was!r}, not {layout.states!r}: pass"
+            f" moments={was!r}"
             f" to continue with its moments, or make a store with converted ones by lohan convert"
             f" STORE OUT --states {layout.states} (lohan.convert)"
         )
@@ -511,9 +512,10 @@ def check_slots(store: _core.Store, config: Config) -> None:
     """
     if store.describe()["is_single_slot"] and config.commit_every != "never":
         raise StoreMismatchError(
-            'the store was created with commit_every="never" and keeps one copy of each value,'
+            "the store was created with IO(single_slot=True) and keeps one copy of each value,"
             f" which commit_every={config.commit_every!r} would overwrite: pass"
-            ' commit_every="never" here, too. Copies by lohan.snapshot() also keep one copy. For a'
+            " io=lohan.IO(single_slot=True) here, too. Copies by lohan.snapshot() also keep one"
+            " copy. For a"
             " store with two copies, use lohan.export(STORE, OUT, dtype='float32') and start a new"
             " run with weights=OUT (the moments are lost)"
         )

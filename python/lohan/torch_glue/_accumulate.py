@@ -54,7 +54,8 @@ class Accumulation:
         if not self.is_on:
             raise SecondBackwardError(
                 "a second backward before optimizer.step(): the optimizer already has the gradients"
-                " of the first. lohan.wrap(..., accumulate=k) sums the gradients of k backwards"
+                " of the first. lohan.wrap(..., gradient_accumulation_steps=k) sums the"
+                " gradients of k backwards"
             )
         if self.is_given:
             raise SecondBackwardError(
@@ -69,8 +70,9 @@ class Accumulation:
         if self._is_complete:
             raise SecondBackwardError(
                 f"backward {self.count + 1} before optimizer.step(), but a step has"
-                f" {self._accumulate} (accumulate={self._accumulate}): call model.optimizer.step()"
-                " first, or pass a larger accumulate= to lohan.wrap()"
+                f" {self._accumulate} (gradient_accumulation_steps={self._accumulate}): call"
+                " model.optimizer.step()"
+                " first, or pass a larger gradient_accumulation_steps= to lohan.wrap()"
             )
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -78,7 +80,8 @@ class Accumulation:
         if self._accumulate == 1:
             raise UnsupportedError(
                 "model.no_sync() needs memory for sums of gradients, which lohan.wrap() allocates:"
-                " wrap with accumulate='manual', or with the number of backwards per step"
+                " wrap with gradient_accumulation_steps='manual', or with the number of"
+                " backwards per step"
             )
         before: bool | None = None  # None: not entered
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.common import _log
+from lohan.common import _log, _setting
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 from lohan.torch_glue._tensor import has_storage
 
@@ -114,7 +114,7 @@ class Device:
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{self.torch_device} cannot allocate {self.slot_bytes} bytes for parameters: lower"
-                f" device_param_bytes, or free memory there ({error})"
+                f" debug.device_param_bytes, or free memory there ({error})"
             ) from error
         # torch's allocator may return memory that work queued on its stream still uses; copies run
         # on separate streams.
@@ -219,14 +219,18 @@ def check(config: Config) -> None:
     parse(config.device)
     rate = config.emu_alloc_bytes_per_s
     if rate is not None and not (isinstance(rate, int | float) and 0 < rate < 1 << 60):
-        raise ModelError(f"emu_alloc_bytes_per_s {rate!r}: must be a positive rate in bytes/s")
+        raise ModelError(
+            f"debug.emu_alloc_bytes_per_s {rate!r}: must be a positive rate in bytes/s"
+        )
     links = config.emu_bytes_per_s
     if links is not None and not (
         isinstance(links, tuple)
         and len(links) == 2
         and all(isinstance(n, int | float) and 0 <= n < 1 << 60 for n in links)
     ):
-        raise ModelError(f"emu_bytes_per_s {links!r}: must be two rates in bytes/s, in and out")
+        raise ModelError(
+            f"debug.emu_bytes_per_s {links!r}: must be two rates in bytes/s, in and out"
+        )
 
 
 def block_bytes_per_element(layout: Layout, config: Config) -> int:
@@ -290,9 +294,11 @@ def plan(layout: Layout, together: Sequence[int], apart: Sequence[int], config: 
         given = getattr(config, setting)
         if given is not None and given < least:
             raise BudgetError(
-                f"{setting} {given} is too small: the largest block and two of the next size need"
+                f"{_setting.public(type(config), setting)} {given} is too small: the largest"
+                " block and two of the next size need"
                 f" at least {least} bytes for parameters alone, and saved tensors and gradients"
-                f" need room, too: try device_bytes={2 * least}, device_param_bytes={least}"
+                f" need room, too: try device_bytes={2 * least},"
+                f" debug=lohan.Debug(device_param_bytes={least})"
             )
     room, node = every, -1
     if name == "cuda":
@@ -342,7 +348,8 @@ def _usable_bytes(index: int, needed: int) -> int:
         raise BudgetError(
             f"lohan needs {needed} bytes of cuda:{index}, which has {free} free bytes of {total}."
             f" {reserve} of them are reserved for cuBLAS's workspaces and fragmentation, so"
-            f" {max(free - reserve, 0)} are left: pass device_bytes= and device_param_bytes= up to"
+            f" {max(free - reserve, 0)} are left: pass device_bytes= and"
+            " Debug(device_param_bytes=) up to"
             " that, free memory there (nvidia-smi shows who uses it), or pass smaller blocks="
         )
     return free - reserve
@@ -436,7 +443,7 @@ class Meter:
                 f" {self.kept_bytes} of saved tensors (the last one {more}) and {self.held()} of"
                 f" gradients in flight are more than device_bytes {ceiling}: raise it to at"
                 f" least {total}{self._lower()}, use a smaller batch, or recompute activations"
-                ' (activations="recompute") or offload them (swap_bytes=)'
+                ' (activations="recompute") or offload them (activation_offload_bytes=)'
             )
         self.peak_bytes = max(self.peak_bytes, total)
 
@@ -458,7 +465,9 @@ class Meter:
         least = self.device.least_bytes
         if self.device.slot_bytes <= least:
             return ""
-        return f", lower device_param_bytes from {self.device.slot_bytes} (to {least} at least)"
+        return (
+            f", lower debug.device_param_bytes from {self.device.slot_bytes} (to {least} at least)"
+        )
 
     def room(self) -> int:
         """Return the bytes that are left below the ceiling."""

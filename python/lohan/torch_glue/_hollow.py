@@ -146,7 +146,7 @@ def _refuse_sharding(depth: int) -> None:
             raise UnsupportedError(
                 "fully_shard() and FullyShardedDataParallel cannot shard a wrapped model, whose"
                 " parameters are in its store: use the model as it is. Several processes exchange"
-                " gradients themselves, and share= and replicas= of lohan.wrap() divide what they"
+                " gradients themselves, and lohan.Parallel divides what they"
                 " hold (docs/several-processes.md)"
             )
         frame, depth = frame.f_back, depth - 1  # type: ignore[assignment]
@@ -359,7 +359,8 @@ def check_grad_dtype(name: str, dtype: torch.dtype, value: torch.dtype | None) -
         raise UnsupportedError(
             f"parameter {name!r} is {dtype} and would have gradients of grad_dtype {value}, but"
             " lohan's plans and buffers have them in the dtype of the parameter: set its"
-            " grad_dtype to None. Sums over several backwards (accumulate=) are in float32 anyway"
+            " grad_dtype to None. Sums over several backwards (gradient_accumulation_steps=) are"
+            " in float32 anyway"
         )
 
 

@@ -317,7 +317,8 @@ class World:
             raise PeerLostError(
                 f"{who} did not call lohan.wrap() within {limit_s:.0f} s after"
                 f" {self.name(self.rank)}: start {self.size} processes, as WORLD_SIZE says, and"
-                " call lohan.wrap() in each of them. If they take longer, raise peer_timeout_s: the"
+                " call lohan.wrap() in each of them. If they take longer, raise"
+                " parallel.timeout_s: the"
                 " wait is ten times as long"
             )
 
