@@ -359,5 +359,5 @@ def test_a_step_of_several_backwards_moves_the_bytes_that_were_planned(
 
 def test_what_is_no_number_of_backwards_is_refused(workshop: Workshop) -> None:
     for bad in (0, -1, 1.5, "auto", True, None):
-        with pytest.raises(ModelError, match="accumulate"):
+        with pytest.raises(ModelError, match="gradient_accumulation_steps"):
             workshop.wrap(build(), accumulate=bad)

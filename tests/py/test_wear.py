@@ -369,8 +369,8 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     found = _wear_life.changes(model.lohan, full)
     assert [what.partition(" ")[0] for _, what in found] == [
         "commit_every=10",
-        'states="8bit"',
-        'states="bf16"',
+        'moments="8bit"',
+        'moments="bf16"',
     ]
     assert found == sorted(found) and found[-1][0] < step
     assert f"with {found[0][1]}: {found[0][0] / 1e6:.3g} MB; moments=" in said
@@ -379,7 +379,7 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     assert capfd.readouterr().err == "", "it is said once"
     model.lohan.close()
     for states, every in (("8bit", 1), ("fp32", 10)):
-        what = f'states="{states}"' if states != "fp32" else f"commit_every={every}"
+        what = f'moments="{states}"' if states != "fp32" else f"commit_every={every}"
         nbytes = next(n for n, text in found if text.startswith(what))
         given = {"states": states, "commit_every": every}
         model = lohan.wrap(build(), store=store_dir / f"{states}{every}", **given)
