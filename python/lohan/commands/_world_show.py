@@ -13,6 +13,7 @@ from lohan.common._shown import of_bytes as size
 from lohan.common._shown import of_number
 from lohan.errors import BudgetError, MachineError
 from lohan.planning import _models, _several, _world
+from lohan.planning._world_wrap import Setting
 from lohan.simulate import Options
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _show(answer: dict[str, Any], param_count: int, machine: Machine, console: C
             what = _RESOURCES.get(best["bound_by"], best["bound_by"])
             say(f"more GPUs bring little here: a step is bound by the {what}")
     many = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 " if nodes > 1 else ""
-    setting = ", ".join(f"{name}={value!r}" for name, value in answer["best"].items())
+    setting = Setting(**answer["best"])
     say(f"fastest: model = lohan.wrap(model, store=..., parallel=lohan.{setting})")
     say(f"started by: torchrun {many}--nproc-per-node={gpus} train.py")
     if best["ssd_life_days"] is not None:
