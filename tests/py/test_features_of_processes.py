@@ -6,6 +6,8 @@ combines those that its table has with all other settings.
 
 from __future__ import annotations
 
+import functools
+import operator
 import pathlib
 from typing import Any
 
@@ -142,3 +144,35 @@ def test_averages_are_read_and_exported_with_the_bits_of_one_process(
     for name, path in (("expected", tmp_path / "one"), ("found", store)):
         lohan.export(path, tmp_path / name, dtype="float32", ema=True)
     assert _files(tmp_path / "found") == _files(tmp_path / "expected") != {}
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+def test_experts_apart_have_the_bits_of_one_process_also_after_a_resume(
+    trains: bool, tmp_path: pathlib.Path
+) -> None:
+    settings = {"idle": "skip"} if trains else {}
+    call = world_features.experts, str(tmp_path / "one"), 4, trains, settings
+    (_, one, losses), *_ = run(tmp_path, 1, *call)
+    for way in ("replicas", "shared", "machines") if trains else ("replicas", "shared"):
+        count, store = (4 if way == "machines" else 2), str(tmp_path / way)
+        plain = {
+            "share": "on" if way in ("shared", "machines") else "off",
+            "replicas": "parameters" if way in ("divided", "machines") else "all",
+            **settings,
+        }
+        told: list[list[float]] = [[] for _ in range(count)]
+        for steps, more in ((2, {}), (4, {"resume": True})):
+            given = store, steps, trains, {**plain, **more}
+            found = run(tmp_path, count, world_features.experts, *given, **WAYS[way])
+            for rank, each in enumerate(found):
+                told[rank] += each[2]
+        assert [each[:2] for each in found] == [(4, one)] * count, way
+        assert sorted(functools.reduce(operator.iadd, told, [])) == sorted(losses), way
+        assert lohan.verify(store).is_whole
+
+
+def test_experts_that_owe_updates_are_refused_with_the_way_out(tmp_path: pathlib.Path) -> None:
+    given = str(tmp_path / "run"), 1, True, {}
+    for each in Group(tmp_path, 2, world_features.experts, *given).wait():
+        assert "UnsupportedError: experts='apart' with idle='exact' is not supported" in each.said
+        assert "pass idle='skip'" in each.text

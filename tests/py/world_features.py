@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any
 
 import lohan
 import torch
+from experts_helper import HYPER, qwen
+from experts_helper import loss_of as mixed_loss
 from lohan.errors import LohanError
 from world_adamw import one_step, states_digest, values_digest, wrapped
 from world_worker import rank_and_count
+
+MIXED = 4  # micro-batches of a step of a mixture, of all processes together
 
 
 def differing(store: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
@@ -94,5 +99,42 @@ def averages(store: str) -> tuple[str, str]:
         except LohanError as error:
             seen = f"{type(error).__name__}: {error}"
     result = seen, states_digest(model)
+    model.lohan.close()
+    return result
+
+
+def experts(
+    store: str, steps: int, trains: bool, settings: dict[str, Any]
+) -> tuple[int, str, list[float]]:
+    """Train a mixture with experts apart, or the rest of it; return step, values and losses.
+
+    Each micro-batch has tokens for few of the experts.
+    """
+    rank, count = rank_and_count()
+    torch.manual_seed(0)
+    model: Any = qwen().train()
+    for name, param in model.named_parameters():
+        param.requires_grad_(trains or ".experts." not in name)
+    settings = {
+        "accumulate": MIXED // count,
+        "experts": "apart",
+        "peer_timeout_s": 60,
+        **({} if settings.get("resume") else HYPER),
+        **settings,
+    }
+    model, losses = lohan.wrap(model, store=store, **settings), []
+    while model.lohan.step < steps:
+        for number in range(rank, MIXED, count):
+            loss = mixed_loss(model, MIXED * model.lohan.step + number)
+            loss.backward()
+            losses.append(loss.item())
+        model.lohan._open_step.close(unscale=count / MIXED)
+    values = {name: value for name, value in model.state_dict().items()}
+    found = hashlib.sha256()
+    for name in sorted(values):
+        found.update(values[name].contiguous().view(torch.uint8).numpy().tobytes())
+    result = model.lohan.step, found.hexdigest()[:16] + states_digest(model), losses
+    if model.lohan._peers.world is not None:
+        model.lohan.part()
     model.lohan.close()
     return result

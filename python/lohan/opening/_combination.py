@@ -307,7 +307,7 @@ ROWS = (
     _of_owed("moments={f.states!r}", lambda f: f.states != "fp32"),
     _of_owed("schedule='naive'", lambda f: f.config.schedule == "naive"),
     # Several processes.
-    _of_experts(SEVERAL, lambda f: f.is_several),
+    _of_owed(SEVERAL, lambda f: f.is_several),
     Row(
         "Parallel(groups=)",
         SHARE,
