@@ -213,3 +213,11 @@ def test_processes_read_a_base_in_place(share: str, base: str, bases: Path, tmp_
     assert [each[0] for each in found] == [one[0]] * 2
     packed = BLOCKS if form == "nf4" else 0
     assert [each[1] for each in (one, *found)] == [packed] * 3
+
+
+def test_processes_that_share_a_machine_keep_a_packed_base(bases: Path, tmp_path: Path) -> None:
+    base, store = str(bases / "nf4"), str(tmp_path / "run")
+    one = run(tmp_path, 1, world_lora.train, str(tmp_path / "one"), base, 3, "off")[0]
+    found = run(tmp_path, 2, world_lora.train, store, base, 3, "on", SOME_BYTES)
+    assert found == [one] * 2
+    assert _snapshot.is_complete([store]) and lohan.verify(store).is_whole

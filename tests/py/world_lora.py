@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import lohan
 import torch
+from lohan.errors import BudgetError
 from lora_helper import lora
 from quantize_helper import CONFIG
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -37,16 +39,27 @@ def digest(model: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def train(store: str, base: str, steps: int, share: str) -> tuple[str, int]:
+def train(
+    store: str, base: str, steps: int, share: str, spare_bytes: int | None = None, **more: Any
+) -> tuple[str, int]:
     """Train, and return a hash of the adapters and the number of units that stay packed.
 
-    "{rank}" in base is replaced by the rank.
+    "{rank}" in base is replaced by the rank. With spare_bytes, host_bytes is as much above the
+    least, and the base stays packed in memory.
     """
     rank, count = rank_and_count()
     accumulate = MICRO_BATCHES // count
-    settings: dict[str, Any] = {"accumulate": accumulate, "share": share}
+    settings: dict[str, Any] = {"accumulate": accumulate, "share": share, "lr": 1e-2, **more}
     weights = base.format(rank=rank)
-    model = lohan.wrap(build(), store=store, weights=weights, lr=1e-2, **settings)
+    if spare_bytes is not None:
+        settings["frozen"] = "packed"
+        try:
+            lohan.wrap(build(), store=store, weights=weights, host_bytes=1, **settings)
+        except BudgetError as error:
+            found = re.search(r"at least (\d+)", str(error))
+            assert found
+            settings["host_bytes"] = int(found[1]) + spare_bytes
+    model = lohan.wrap(build(), store=store, weights=weights, **settings)
     packed = sum(bool(unit.packs) for unit in model.lohan.layout.units)
     for step in range(steps):
         for number in range(rank, MICRO_BATCHES, count):

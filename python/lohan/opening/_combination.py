@@ -334,14 +334,6 @@ ROWS = (
         "leave one of them out",
     ),
     Row(
-        "IO(frozen='packed')",
-        SHARE,
-        lambda f: f.config.frozen == "packed" and f.config.share == "on",
-        "not built",
-        "whose processes read the decoded parameters of one process",
-        "leave one of them out",
-    ),
-    Row(
         SHARDS,
         "Parallel(share=False)",
         lambda f: f.config.gather == "shards" and f.config.share != "on",

@@ -143,6 +143,7 @@ def _lay_out(
         from lohan.replicas import _join
 
         made = _join.config_of_mate(made)
+        layout.in_place.kept_bytes = 0  # its owner keeps what is packed
         budget = _division.least(layout, made)
     if zeroth is None:
         made, budget = _division.commits_by_cost(layout, made, budget, shared.world)
