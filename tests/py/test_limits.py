@@ -33,7 +33,6 @@ FEATURES: list[dict[str, Any]] = [
     {"config": {"loss_scaling": True}},
     {"config": {"order": "vertical"}},
     {"experts": "together", "idle": "skip"},
-    {"open_at": 7, "processes": 2},
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import world_worker
 from quick_helper import half_quick
-from world_helper import run
+from world_helper import Group, run
 
 COUNTS = (1, 2, 3, 4, 6)
 # Each row is one model: its name, its dtype and the settings of wrap().
@@ -63,6 +63,19 @@ def test_a_run_resumes_with_another_number_of_processes(
         assert all(each == results[0] for each in results)
         seen += results[0][2]
     assert (results[0][0], results[0][1], seen) == whole
+
+
+def test_a_resume_from_an_older_write_has_the_steps_of_the_journal(tmp_path: pathlib.Path) -> None:
+    store = str(tmp_path / "run")
+    Settings(store, 6, {"write_every": 2}).run(tmp_path, 2)
+    resumed = Settings(store, 8, {"resume": "step 4"}).run(tmp_path, 2)
+    whole = Settings(str(tmp_path / "whole"), 8, {"write_every": 2}).run(tmp_path, 1)
+    assert [each[:2] for each in resumed] == [each[:2] for each in whole] * 2
+    rows = [(store, 9, "float32", {"resume": "step 2"})]
+    ended = Group(tmp_path, 2, world_worker.train_all, rows).wait()
+    said = "cannot be opened at step 2; its intact steps are: 8 and "
+    assert any(each.error == "StoreError" and said in each.text for each in ended), ended
+    assert all(each.error in ("StoreError", "PeerStepError") for each in ended), ended
 
 
 class Settings:

@@ -223,16 +223,6 @@ ROWS = (
     ),
     _of_average(_MEZO, lambda f: f.is_mezo, "not built"),
     _of_experts(_MEZO, lambda f: f.is_mezo),
-    Row(
-        "resume_step={f.open_at}",
-        f"{MEZO} in {SEVERAL}",
-        lambda f: f.is_mezo and f.is_several and f.open_at is not None,
-        "not built",
-        "",
-        "pass resume=True, which continues after the last step",
-        "{one} is not supported with several processes (WORLD_SIZE is {f.processes}) and"
-        ' method="mezo": {way_out}',
-    ),
     # The vertical order runs all micro-batches of a block at once.
     Row(
         VERTICAL,
