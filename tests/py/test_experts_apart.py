@@ -364,13 +364,14 @@ def test_what_is_refused_leaves_the_model_as_it_was(
     assert torch.isfinite(loss_of(model, 0))
 
 
-def test_models_without_fused_experts_and_several_processes_are_refused(
-    store_dir: pathlib.Path,
-) -> None:
+def test_models_without_fused_experts_are_refused(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match="blocks="):
         lohan.wrap(helper.llama(), store=store_dir / "run", experts="apart")
-    with pytest.raises(UnsupportedError, match="several processes"):
-        _combination.check(Facts(experts="apart", processes=2))
+
+
+def test_experts_that_owe_updates_in_several_processes_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="several processes: pass idle='skip'"):
+        _combination.check(Facts(experts="apart", trains_experts=True, processes=2))
 
 
 def test_without_the_setting_nothing_changes(store_dir: pathlib.Path) -> None:
