@@ -116,17 +116,19 @@ static void average_update(const struct walk *walk, const struct lh_adam_run *ru
     }
 }
 
-/* Update a tile with a gradient of zeros, once for each of the segment's scalars. */
+/* Update a tile with a gradient of zeros, and its averages, once for each of the segment's scalars. */
 static void zeros_run(const struct walk *walk, const struct lh_adam_segment *segment,
-                      struct lh_adam_run *run)
+                      struct lh_adam_run *run, uint64_t first)
 {
     static const float zeros[LH_ADAM_TILE_ELEMENTS];
 
     LH_ASSERT(run->count <= LH_ADAM_TILE_ELEMENTS);
     run->gradient = zeros;
     run->gradient_dtype = LH_DTYPE_F32;
-    for (uint32_t i = 0; i < segment->zero_count; i++)
+    for (uint32_t i = 0; i < segment->zero_count; i++) {
         walk->kernel->run(run, &segment->zeros[i]);
+        average_update(walk, run, first, segment->zeros[i].average_rest);
+    }
 }
 
 /* Checksum, update, checksum, one tile at a time. segment NULL: a gap, which is left unchanged. */
@@ -141,11 +143,12 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
         if (segment) {
             struct lh_adam_run run = run_make(walk, segment, first, part);
 
-            if (segment->gradient)
+            if (segment->gradient) {
                 walk->kernel->run(&run, &segment->scalars);
-            else
-                zeros_run(walk, segment, &run);
-            average_update(walk, &run, first, segment->scalars.average_rest);
+                average_update(walk, &run, first, segment->scalars.average_rest);
+            } else {
+                zeros_run(walk, segment, &run, first);
+            }
         }
         streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, part);
         streams_chain(walk, STREAM_AVERAGE, STREAM_SCALES_READ, first, part);

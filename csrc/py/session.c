@@ -505,17 +505,18 @@ static PyObject *session_announce(PyObject *object, PyObject *numbers)
     Py_RETURN_NONE;
 }
 
-/* idle_history(step, group, lr, beta1, beta2, eps, weight_decay) */
+/* idle_history(step, group, lr, beta1, beta2, eps, weight_decay, average_rest=0) */
 static PyObject *session_idle_history(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
     uint64_t step = 0;
     uint32_t group = 0;
     struct lh_adam_hyper hyper = {0};
-    if (!self || LHPY_ARGS(args, NULL, LHPY_ARG(step), LHPY_ARG(group), LHPY_ARG_AS("lr", hyper.lr),
-                           LHPY_ARG_AS("beta1", hyper.beta1), LHPY_ARG_AS("beta2", hyper.beta2),
-                           LHPY_ARG_AS("eps", hyper.eps),
-                           LHPY_ARG_AS("weight_decay", hyper.weight_decay)) < 0)
+    if (!self ||
+        LHPY_ARGS(args, NULL, LHPY_ARG(step), LHPY_ARG(group), LHPY_ARG_AS("lr", hyper.lr),
+                  LHPY_ARG_AS("beta1", hyper.beta1), LHPY_ARG_AS("beta2", hyper.beta2),
+                  LHPY_ARG_AS("eps", hyper.eps), LHPY_ARG_AS("weight_decay", hyper.weight_decay),
+                  LHPY_ARG_AS("average_rest", hyper.average_rest, .is_optional = true)) < 0)
         return NULL;
     lh_idle_history_set(self->core->engine, step, group, &hyper);
     Py_RETURN_NONE;
@@ -563,7 +564,8 @@ PyMethodDef lhpy_session_methods[] = {
     {"close_step", session_close_step, METH_O, "close_step(scalars)"},
     {"announce", session_announce, METH_O, "announce(units): these are the next uses, in order."},
     {"idle_history", session_idle_history, METH_VARARGS,
-     "idle_history(step, group, lr, beta1, beta2, eps, weight_decay): those of an earlier step"},
+     "idle_history(step, group, lr, beta1, beta2, eps, weight_decay, average_rest=0): those of an "
+     "earlier step"},
     {"idle_owed", session_idle_owed, METH_O,
      "idle_owed(units): the most updates that one of them owes, which had no gradients."},
     {"idle_settle", session_idle_settle, METH_NOARGS, "Make all updates that units owe."},

@@ -183,22 +183,24 @@ void lhpy_engine_zo_unload(struct lhpy_engine *self)
 }
 
 /* Run ops by launches, or on the CPU. kept->state is NULL: values are updated in place. */
-static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_t count,
-                const struct lh_zo_op *ops, uint32_t op_count, void *stream, struct lh_error *err)
+static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_t first,
+                uint64_t count, const struct lh_zo_op *ops, uint32_t op_count, void *stream,
+                struct lh_error *err)
 {
     struct lh_dev *dev = self->core->dev;
     bool is_launched = dev && dev->ops->launch;
     if (kept->state) /* checked on every machine: ops that a GPU refuses fail on the CPU, too */
         LH_TRY(lh_zo_launch_check(ops, op_count, err));
     if (is_launched && kept->state)
-        return lh_zo_launch_lead(dev, self->zo_kernel, stream, kept, 0, count, ops, op_count, err);
+        return lh_zo_launch_lead(dev, self->zo_kernel, stream, kept, first, count, ops, op_count,
+                                 err);
     if (is_launched)
-        return lh_zo_launch(dev, self->zo_kernel, stream, kept->values, 0, count, ops, op_count,
+        return lh_zo_launch(dev, self->zo_kernel, stream, kept->values, first, count, ops, op_count,
                             err);
     if (kept->state)
-        lh_zo_lead(kept, 0, count, ops, op_count);
+        lh_zo_lead(kept, first, count, ops, op_count);
     else
-        lh_zo_apply(kept->values, kept->values, 0, count, ops, op_count);
+        lh_zo_apply(kept->values, kept->values, first, count, ops, op_count);
     return 0;
 }
 
@@ -206,7 +208,7 @@ static int lead(struct lhpy_engine *self, const struct lh_zo_kept *kept, uint64_
 static PyObject *engine_zo_lead(PyObject *object, PyObject *args)
 {
     struct lhpy_engine *self = lhpy_engine_open(object);
-    uint64_t count = 0;
+    uint64_t count = 0, first = 0;
     struct lh_zo_kept kept = {0};
     struct lh_error err = {0};
     struct lh_zo_op *ops = NULL;
@@ -219,10 +221,12 @@ static PyObject *engine_zo_lead(PyObject *object, PyObject *args)
                   LHPY_ARG_AS("state_format", kept.state_format, .is_optional = true,
                               .names = state_formats),
                   LHPY_ARG_AS("value_format", kept.value_format, .is_optional = true,
-                              .names = value_formats)) < 0)
+                              .names = value_formats),
+                  LHPY_ARG(first, .is_optional = true)) < 0)
         return NULL;
     struct lh_dev *dev = self->core->dev;
-    if (count > LH_ZO_ELEMENT_COUNT_MAX || (dev && dev->ops->launch && !self->zo_kernel)) {
+    bool is_long = first > LH_ZO_ELEMENT_COUNT_MAX || count > LH_ZO_ELEMENT_COUNT_MAX - first;
+    if (is_long || (dev && dev->ops->launch && !self->zo_kernel)) {
         PyErr_SetString(PyExc_ValueError, "zo_lead() takes at most 2^50 elements, after zo_load()");
         return NULL;
     }
@@ -236,7 +240,7 @@ static PyObject *engine_zo_lead(PyObject *object, PyObject *args)
     void *stream = lhpy_device_stream(self);
     int rc;
     Py_BEGIN_ALLOW_THREADS
-    rc = lead(self, &kept, count, ops, op_count, stream, &err);
+    rc = lead(self, &kept, first, count, ops, op_count, stream, &err);
     Py_END_ALLOW_THREADS
     PyMem_Free(ops);
     return rc < 0 ? lhpy_raise_error(self->raiser, &err) : Py_NewRef(Py_None);
@@ -245,8 +249,8 @@ static PyObject *engine_zo_lead(PyObject *object, PyObject *args)
 PyMethodDef lhpy_zo_methods[] = {
     {"zo_load", engine_zo_load, METH_O, "zo_load(image of the device's kernels)"},
     {"zo_lead", engine_zo_lead, METH_VARARGS,
-     "zo_lead(address, count, ops[, state, state_format, value_format]): zo_apply() or zo_lead() "
-     "on the device, which executes it in order."},
+     "zo_lead(address, count, ops[, state, state_format, value_format, first]): zo_apply() or "
+     "zo_lead() on the device, which executes it in order."},
     {NULL, NULL, 0, NULL},
 };
 

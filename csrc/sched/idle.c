@@ -164,10 +164,11 @@ static uint32_t segments_fill(const struct lh_slab *slab,
 static void expect_nothing(struct lh_adam_chunk *chunk)
 {
     LH_ASSERT(chunk->states == LH_ADAM_STATES_F32 && !chunk->scales_expected);
-    LH_ASSERT(!chunk->average); /* lohan.wrap() refuses averages of idle experts */
+    LH_ASSERT(chunk->average || !chunk->average_expected);
     chunk->residual_expected = NULL;
     chunk->moment1_expected = NULL;
     chunk->moment2_expected = NULL;
+    chunk->average_expected = NULL;
 }
 
 /* A pass before the last one leaves what is not written. */
@@ -178,6 +179,7 @@ static void store_nothing(struct lh_adam_chunk *chunk)
     chunk->residual_checksums = NULL;
     chunk->moment1_checksums = NULL;
     chunk->moment2_checksums = NULL;
+    chunk->average_checksums = NULL;
 }
 
 void lh_idle_run(struct lh_exec_job *job)

@@ -78,7 +78,8 @@ void lh_step_abort(struct lh_engine *engine)
 /*
  * [Note: Averages of all steps] An average takes a step's parameter in the pass that updates it, so
  * a parameter without an update would be left out. If it has never been updated, this makes no
- * difference, because it is its own average.
+ * difference, because it is its own average. An idle unit's average takes the step when the unit is
+ * settled ([Note: Idle units] in idle.h).
  */
 static bool averages_check(struct lh_engine *engine)
 {
@@ -87,6 +88,9 @@ static bool averages_check(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->param_count; i++) {
         const struct lh_unit *unit = &engine->units[engine->params[i].unit];
         struct lh_error err = {0};
+        bool is_late = LH_FEATURE_ANY(engine, unit_is_owing, unit);
+        if (is_late || unit->update.gradient_count == unit->desc->param_count)
+            continue;
         if (unit->desc->average_extent == 0 || engine->gradients[i].pointer ||
             engine->param_steps[i] == 0)
             continue;
@@ -529,7 +533,7 @@ static bool closed_pump(struct lh_engine *engine)
         commits = false;
         engine->commit_is_late = true;
     }
-    if (!averages_check(engine))
+    if (!is_reopened && !averages_check(engine))
         return true;
     if (commits && lh_write_back_dirty(engine, engine->step))
         return true;

@@ -142,6 +142,7 @@ class Engine:
         state: int = 0,
         state_format: str = "fp32",
         value_format: str = "fp32",
+        first: int = 0,
         /,
     ) -> None: ...
     # speed of allocating, bytes/s; 0: at once
@@ -170,6 +171,7 @@ class Engine:
         beta2: float,
         eps: float,
         weight_decay: float,
+        average_rest: float = 0.0,
         /,
     ) -> None: ...
     def idle_owed(self, units: Sequence[int], /) -> int: ...

@@ -346,8 +346,7 @@ def test_an_evaluation_and_a_closed_session(store_dir: pathlib.Path) -> None:
     ("settings", "what", "kind"),
     [
         ({"experts": "each"}, "must be 'together' or 'apart'", ModelError),
-        ({"method": "mezo"}, "method='mezo'", UnsupportedError),
-        ({"order": "vertical", "accumulate": 2}, "order='vertical'", UnsupportedError),
+        ({"method": "mezo", "idle": "skip"}, "change every parameter", UnsupportedError),
         ({"host_bytes": 1}, "at least", BudgetError),
     ],
 )

@@ -11,6 +11,9 @@ import lohan
 import pytest
 import torch
 from experts_helper import HYPER, loss_of, qwen
+from lohan.errors import UnsupportedError
+from lohan.mezo import _zo_device
+from lohan.store import _contents, _store
 from peft import LoraConfig, get_peft_model
 
 STEPS = 4
@@ -18,10 +21,10 @@ COUNT = 3  # micro-batches of a step
 Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def build(is_trained: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
+def build(is_trained: bool, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
     """Return a mixture whose own routers choose, so that the order of calls changes nothing."""
     torch.manual_seed(0)
-    made: Any = qwen().to(dtype).train()
+    made: Any = qwen(**sizes).to(dtype).train()
     for name, param in made.named_parameters():
         param.requires_grad_(is_trained or ".mlp.experts." not in name)
     return made
@@ -142,3 +145,161 @@ def test_adapters_of_experts_have_the_gradients_of_every_micro_batch(
         model.lohan.close()
     assert found[0][0] == found[1][0]
     helper.assert_same_state(found[1][1], found[0][1])
+
+
+# An expert has a number of elements that is no multiple of 64, of which z is made at once.
+ODD = {"hidden_size": 36, "moe_intermediate_size": 5}
+ZEROTH: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "least": {"host_bytes": "least"},
+    "together": {"host_bytes": "least", "runs": "together"},
+    "written": {"write_every": 1, "host_bytes": "least"},
+    "emulated": {"device": "emu", "host_bytes": "least"},
+    "launched": {"device": "emu", "host_bytes": "least"},
+    "several directions": {"num_samples": 3},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp8": {"dtype": torch.bfloat16, "storage": "fp8"},
+}
+
+
+def zeroth(store: pathlib.Path, dtype: torch.dtype, **settings: Any) -> Any:
+    given = {"method": "mezo", "seed": 7, **settings}
+    if given.get("host_bytes") == "least":
+        del given["host_bytes"]
+        given["host_bytes"] = helper.host_bytes_min(build(True, dtype, **ODD), store, **given)
+    return lohan.wrap(build(True, dtype, **ODD), store=store, **given)
+
+
+def zeroth_steps(model: Any, steps: int = STEPS) -> list[float]:
+    losses = []
+    while model.lohan.step < steps:
+        number = model.lohan.step
+        losses.append(float(model.zo_step(functools.partial(loss_of, model, number))))
+    return losses
+
+
+@pytest.mark.parametrize("way", ZEROTH)
+def test_zeroth_order_training_has_the_bits_of_experts_that_are_one_parameter(
+    way: str, store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "launched":  # as on a GPU, whose part the emulated accelerator's memory can take
+        monkeypatch.setattr(_zo_device, "is_launched", lambda device: device.name == "emu")
+    given = {"dtype": torch.float32, "lr": 1e-3, **ZEROTH[way]}
+    plain = zeroth(store_dir / "together", **given)
+    losses = zeroth_steps(plain)
+    expected = helper.values(plain)
+    plain.lohan.close()
+    start = build(True, given["dtype"], **ODD).state_dict()
+    fused = [name for name in expected if ".mlp.experts." in name]
+    assert not any(torch.equal(expected[name], start[name]) for name in fused)
+    model = zeroth(store_dir / "run", experts="apart", **given)
+    found = zeroth_steps(model, 2)
+    model.lohan.close()
+    budget = model.lohan.config.host_bytes
+    more = {name: each for name, each in given.items() if name != "lr"} | {"host_bytes": budget}
+    model = zeroth(store_dir / "run", experts="apart", resume=True, **more)
+    assert found + zeroth_steps(model) == losses
+    helper.assert_same_state(helper.values(model), expected)
+    model.lohan.close()
+    written = [param.z_first for param in model.lohan.layout.params]
+    directories = [str(store_dir / "run")]
+    store = _store.open_existing(directories, model.lohan.config, read_only=True)
+    read = _contents.read(store, directories[0])
+    store.close()
+    assert [param.z_first for param in read.layout.params] == written
+    assert any(written)
+    whole = lohan.unwrap(model)
+    helper.assert_same_state(dict(whole.state_dict()), expected)
+    assert all(param.requires_grad for param in whole.parameters())
+
+
+def test_what_has_no_meaning_in_zeroth_order_training_is_refused_by_name(
+    store_dir: pathlib.Path,
+) -> None:
+    cases = ({"idle": "skip"}, "change every parameter"), ({"rng": "torch"}, "as a whole")
+    for settings, what in cases:
+        with pytest.raises(UnsupportedError, match=what):
+            zeroth(store_dir / "run", torch.float32, experts="apart", **settings)
+
+
+def averaged(store: pathlib.Path, dtype: torch.dtype, **settings: Any) -> Any:
+    given = {"ema": 0.9, **settings}
+    if given.get("host_bytes") == "least":
+        del given["host_bytes"]
+        given["host_bytes"] = helper.host_bytes_min(build(True, dtype), store, **given)
+    return lohan.wrap(build(True, dtype), store=store, **given)
+
+
+def averaged_steps(model: Any, steps: int) -> list[float]:
+    """Train with a learning rate that changes from step to step."""
+    losses = []
+    while model.lohan.step < steps:
+        step = model.lohan.step
+        model.optimizer.param_groups[0]["lr"] = HYPER["lr"] / (1 + step)
+        loss = loss_of(model, step)
+        loss.backward()
+        model.optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def averages_of(model: Any) -> dict[str, torch.Tensor]:
+    with lohan.ema(model):
+        return helper.values(model)
+
+
+AVERAGED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "least": {"host_bytes": "least"},
+    "seldom": {"host_bytes": "least", "commit_every": 4},
+    "emulated": {"host_bytes": "least", "device": "emu"},
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def averaged_together(folder: pathlib.Path, dtype: torch.dtype) -> tuple[Any, ...]:
+    model = averaged(folder / str(dtype), dtype, **HYPER)
+    losses = averaged_steps(model, 6)
+    found = losses, helper.values(model), averages_of(model)
+    model.lohan.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", AVERAGED)
+def test_averages_take_every_step_that_an_idle_expert_owes(
+    way: str, dtype: torch.dtype, store_dir: pathlib.Path, tmp_path_factory: Any
+) -> None:
+    losses, values, averages = averaged_together(tmp_path_factory.getbasetemp(), dtype)
+    model = averaged(store_dir / "run", dtype, experts="apart", **AVERAGED[way], **HYPER)
+    found = averaged_steps(model, 3)
+    assert model.lohan._engine.idle_owed(model.lohan._idle._units) > 1
+    model.lohan.snapshot(store_dir / "copy").wait()
+    assert found + averaged_steps(model, 6) == losses
+    helper.assert_same_state(helper.values(model), values)
+    helper.assert_same_state(averages_of(model), averages)
+    helper.assert_same_state(helper.values(model), values)
+    model.lohan.close()
+    more = {"host_bytes": model.lohan.config.host_bytes, "experts": "apart", "resume": True}
+    model = averaged(store_dir / "copy", dtype, **{**AVERAGED[way], **more})
+    assert model.lohan._engine.idle_owed(model.lohan._idle._units) > 1
+    assert found + averaged_steps(model, 6) == losses
+    helper.assert_same_state(averages_of(model), averages)
+    model.lohan.close()
+
+
+def test_averages_need_every_step_of_an_expert(store_dir: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedError, match="idle='skip'"):
+        averaged(store_dir / "run", torch.float32, experts="apart", idle="skip")
+    model = averaged(store_dir / "run", torch.float32, experts="apart")
+    averaged_steps(model, 2)
+    averages, found = averages_of(model), helper.values(model)
+    model.lohan.close()
+    model = averaged(store_dir / "run", torch.float32, experts="apart", resume=True, ema=0.5)
+    averaged_steps(model, 3)
+    now, after = helper.values(model), averages_of(model)
+    for name, value in found.items():
+        if not torch.equal(value, now[name]):
+            torch.testing.assert_close(after[name], (averages[name] + now[name]) / 2)
+    model.lohan.close()

@@ -138,12 +138,12 @@ def test_a_launch_that_fails_leaves_the_step_undone(
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-        def zo_lead(self, address: int, count: int, ops: Any) -> None:
+        def zo_lead(self, address: int, count: int, *rest: Any) -> None:
             calls.append(address)
             if len(calls) == 5:
-                engine.zo_lead(address, count // 2, ops)
+                engine.zo_lead(address, count // 2, *rest)
                 raise OSError("cuLaunchKernel")
-            engine.zo_lead(address, count, ops)
+            engine.zo_lead(address, count, *rest)
 
     session._engine = Failing()
     with pytest.raises(OSError, match="cuLaunchKernel"):
@@ -159,6 +159,8 @@ def test_a_lead_is_checked_before_it_is_made(store_dir: pathlib.Path) -> None:
     engine = model.lohan._engine
     with pytest.raises(ValueError, match="2\\^50"):
         engine.zo_lead(0, 2**50 + 1, [])
+    with pytest.raises(ValueError, match="2\\^50"):
+        engine.zo_lead(0, 2, [], 0, "fp32", "fp32", 2**50 - 1)
     with pytest.raises(ValueError, match="first op"):
         engine.zo_lead(0, 0, [("draw", True, 0, 0, 0, 0, 0.0, 0.0, 0.0)])
     with pytest.raises(ValueError, match="no state"):
@@ -251,18 +253,22 @@ def test_a_copy_in_main_memory_has_the_units_layout() -> None:
 def test_leads_on_the_cpu_have_the_bits_of_zo_apply(store_dir: pathlib.Path) -> None:
     model = wrapped(helper.opt, store_dir)
     ops: list[Any] = [("perturb", False, 3, 0, 1, 2, 0.5, 0.0, 0.0)]
-    values, expected = torch.ones(1000), torch.ones(1000)
-    model.lohan._engine.zo_lead(values.data_ptr(), 1000, ops)
-    _core.zo_apply(expected.data_ptr(), expected.data_ptr(), 0, 1000, ops)
-    assert torch.equal(values, expected)
+    made = []
+    for first in (0, 77):
+        values, expected = torch.ones(1000), torch.ones(1000)
+        model.lohan._engine.zo_lead(values.data_ptr(), 1000, ops, 0, "fp32", "fp32", first)
+        _core.zo_apply(expected.data_ptr(), expected.data_ptr(), first, 1000, ops)
+        assert torch.equal(values, expected)
+        made.append(values)
+    assert torch.equal(made[0][77:], made[1][:-77])
     update: list[Any] = [("round", False, 3, 65535, 1, 2, 0.0, 0.0, 0.0), *ops]
     states = [torch.ones(1000, dtype=torch.float16) for _ in range(2)]
     read = [torch.zeros(1000, dtype=torch.bfloat16) for _ in range(2)]
     model.lohan._engine.zo_lead(
-        read[0].data_ptr(), 1000, [*ops, *update], states[0].data_ptr(), "fp16", "bf16"
+        read[0].data_ptr(), 1000, [*ops, *update], states[0].data_ptr(), "fp16", "bf16", 77
     )
     _core.zo_lead(
-        states[1].data_ptr(), "fp16", read[1].data_ptr(), "bf16", 0, 1000, [*ops, *update]
+        states[1].data_ptr(), "fp16", read[1].data_ptr(), "bf16", 77, 1000, [*ops, *update]
     )
     assert torch.equal(*states) and torch.equal(*read)
     assert float((states[0] - 1).abs().max()) > 0.1

@@ -220,6 +220,8 @@ def _check_method(meta: dict[str, Any]) -> None:
     are_streams = _is_list(streams, lambda s: s is None or _is_count(s, 0, 1 << 32), count)
     _need(are_streams, "method.streams", streams)
     _need(_is_list(decays, lambda d: isinstance(d, bool), count), "method.decays", decays)
+    firsts = method.get("firsts", [0] * count)
+    _need(_is_list(firsts, _is_count, count), "method.firsts", firsts)
     kept = method.get("kept")
     is_kept = kept is None or _is_list(kept, lambda k: k is None or k in list(TYPES), count)
     _need(is_kept, "method.kept", kept)

@@ -84,7 +84,7 @@ class Run:
             )
             return
         for ops in self.passes(param, begin, end):
-            _core.zo_apply(address, address, 0, param.count, ops)
+            _core.zo_apply(address, address, param.z_first, param.count, ops)
 
     def _led_kept(
         self, param: Param, base: torch.Tensor, first: int, dtype: torch.dtype
@@ -99,7 +99,7 @@ class Run:
                 param.kept,
                 values.data_ptr(),
                 _storage_formats.NAMES[dtype],
-                first,
+                param.z_first + first,
                 kept.numel(),
                 ops,
             )
@@ -133,7 +133,7 @@ class Run:
         for piece in pieces:
             at, count = piece.data_ptr(), piece.numel()
             for ops in self.passes(param, begin, end):
-                _core.zo_apply(at, at, first, count, ops)
+                _core.zo_apply(at, at, param.z_first + first, count, ops)
             yield piece
             first += count
 

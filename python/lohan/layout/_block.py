@@ -97,6 +97,7 @@ class Param:
     index: int
     source: Entry | None = None  # the entry in the files of weights=
     stream: int | None = None  # the number of its stream of z; None: no zeroth-order updates
+    z_first: int = 0  # the element of that stream that its first element has
     decays: bool = True  # whether zeroth-order training applies weight decay to the parameter
     kept: str | None = None  # the format of its stored form; None: no separate stored form
     value_first: int = 0  # with `kept`: the offset in bytes of the values for computation

@@ -271,7 +271,9 @@ class Apart:
                 continue
             for name, whole in split.wholes.items():
                 module.__dict__.pop(name, None)
-                module._parameters[name] = _joined(whole, split.values(name))
+                parts = split.values(name)
+                whole.requires_grad_(parts[0].requires_grad)
+                module._parameters[name] = _joined(whole, parts)
             for name in split.order:
                 module._parameters[name] = module._parameters.pop(name)
             for number in range(len(split.experts)):

@@ -194,12 +194,12 @@ class MeZO(AdamW):
     def _launch(self, params: list[Param], address: int, begin: int, end: int) -> None:
         for param in params:
             at = address + param.engine_first
-            formats: tuple[Any, ...] = ()
+            formats: tuple[int, str, str] = (0, "fp32", "fp32")
             if param.kept is not None:
                 dtype = _storage_formats.NAMES[param.tensor.dtype]
                 formats = (address + param.first, param.kept, dtype)
             for ops in self._passes(param, begin, end):
-                self.session._engine.zo_lead(at, param.count, ops, *formats)
+                self.session._engine.zo_lead(at, param.count, ops, *formats, param.z_first)
 
     def _passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
         if param.kept is None:
@@ -544,12 +544,12 @@ def _apply(pieces: list[_Piece]) -> None:
         values = address + param.engine_first + width * first
         if param.kept is None:
             for ops in passes:
-                _core.zo_apply(values, values, first, count, ops)
+                _core.zo_apply(values, values, param.z_first + first, count, ops)
             continue
         kept = address + param.first + _storage_formats.TYPES[param.kept].itemsize * first
         dtype = _storage_formats.NAMES[param.tensor.dtype]
         for ops in passes:
-            _core.zo_lead(kept, param.kept, values, dtype, first, count, ops)
+            _core.zo_lead(kept, param.kept, values, dtype, param.z_first + first, count, ops)
 
 
 def _numbers(losses: Any) -> list[float]:

@@ -26,6 +26,7 @@ from lohan.torch_glue import _device
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
+    from lohan.layout._experts import Apart
     from lohan.world._world import World
 
 RNGS = ("philox", "torch")
@@ -41,6 +42,7 @@ class Zeroth:
     Attributes:
         moved: the parameters that the run trains. They require no gradient during the run.
         streams: the index of each trained parameter in the model, by its id. z is derived from it.
+        firsts: the first element of experts' parts of a parameter, by the ids of the parts.
         rule: the rule that the arguments of wrap() define; after resume(), the journal's rule.
         asked: the arguments of wrap(), with None for each one that was not given.
         device: "cpu", "emu" or "cuda".
@@ -65,6 +67,23 @@ class Zeroth:
     journal: Journal | None = None
     world: World | None = None
     run: str | None = None
+    firsts: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def split(self, apart: Apart) -> None:
+        """Train the experts' parts of parameters that were split, each with its part of z."""
+        for split in apart.splits:
+            for own, whole in split.wholes.items():
+                stream = self.streams.pop(id(whole), None)
+                if stream is None:
+                    continue
+                name = self.names.pop(id(whole))
+                parts = split.values(own)
+                at = next(i for i, param in enumerate(self.moved) if param is whole)
+                self.moved[at : at + 1] = parts
+                for number, part in enumerate(parts):
+                    self.streams[id(part)] = stream
+                    self.firsts[id(part)] = number * part.numel()
+                    self.names[id(part)] = name
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
         """Create the optimizer, and describe the method and its parameters in the layout."""
@@ -86,6 +105,7 @@ class Zeroth:
         for param in layout.params:
             param.stream = self.streams.get(id(param.tensor))
             param.decays = decays.get(id(param.tensor), True)
+            param.z_first = self.firsts.get(id(param.tensor), 0)
         layout.method = {
             "name": "mezo",
             "lr": lr,
@@ -95,6 +115,7 @@ class Zeroth:
             "streams": [param.stream for param in layout.params],
             "decays": [param.decays for param in layout.params],
             "kept": [param.kept for param in layout.params],
+            **({"firsts": [param.z_first for param in layout.params]} if self.firsts else {}),
             **({} if self.run is None else {"run": self.run}),
         }
         return made
@@ -177,12 +198,13 @@ class Zeroth:
         Returns:
             A function that undoes it.
         """
+        moved = [*self.moved]  # without split()
 
         def thaw() -> None:
-            for param in self.moved:
+            for param in moved:
                 param.requires_grad_(True)
 
-        for param in self.moved:
+        for param in moved:
             param.requires_grad_(False)
         return thaw
 

@@ -34,6 +34,7 @@ class Facts:
         open_at: the step to resume; None: the last one.
         processes: how many processes the run has; None: they have not met yet.
         has_mates: whether a machine has several of them.
+        rng: the generator of zeroth-order training that was passed, or None.
         trains_experts: whether the model has experts that are trained and apart.
     """
 
@@ -46,6 +47,7 @@ class Facts:
     open_at: int | None = None
     processes: int | None = 1
     has_mates: bool = False
+    rng: str | None = None
     trains_experts: bool = False
 
     @property
@@ -222,7 +224,23 @@ ROWS = (
         "leave it out, and a step that is not finite raises an error",
     ),
     _of_average(_MEZO, lambda f: f.is_mezo, "not built"),
-    _of_experts(_MEZO, lambda f: f.is_mezo),
+    Row(
+        "idle='skip'",
+        _MEZO,
+        lambda f: f.is_mezo and f.idle == "skip",
+        "meaning",
+        "whose steps change every parameter, with or without tokens",
+        _LEAVE_OUT,
+        _NO_MEANING,
+    ),
+    Row(
+        APART,
+        "MeZO(rng='torch')",
+        lambda f: f.experts == "apart" and f.rng == "torch",
+        "meaning",
+        "with which torch draws the direction of a parameter as a whole",
+        "leave rng= out",
+    ),
     # The vertical order runs all micro-batches of a block at once.
     Row(
         VERTICAL,
@@ -285,7 +303,11 @@ ROWS = (
         "{one} needs experts='apart': a layer's experts are one tensor otherwise: {way_out}",
         ModelError,
     ),
-    _of_average(APART, lambda f: f.experts == "apart", "not built"),
+    _of_average(
+        "experts='apart' and idle='skip'",
+        lambda f: f.trains_experts and f.idle == "skip",
+        "not built",
+    ),
     Row(
         "experts='apart', if they are trained,",
         "optimizer=",

@@ -68,6 +68,8 @@ def wrapped(request: Request) -> nn.Module:
         _combination.check(facts)
         zeroth = _zeroth(request, undo)
         apart, config = _split(model, config, facts, undo)
+        if zeroth is not None:
+            zeroth.split(apart)
         undo.callback(_ties.restorer(model))
         shared = Shared(world, zeroth, config, request)
         store, open_at = shared.enter(request.store, request.is_resumed, request.open_at)

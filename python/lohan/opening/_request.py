@@ -99,6 +99,7 @@ class Request:
             self.idle,
             frozenset(name for name, value in given.items() if value is not None),
             self.open_at,
+            rng=self.of_method["rng"],
             **known,
         )
 

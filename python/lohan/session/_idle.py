@@ -24,40 +24,39 @@ from lohan.store import _scalars
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.common._hyper import Hyper
     from lohan.layout._block import Layout
     from lohan.session._session import Session
 
-_FIELDS = 5  # lr, beta1, beta2, eps, weight_decay
+# A step's numbers for each group: lr, beta1, beta2, eps, weight_decay, and with averages what the
+# step adds of the parameters.
+_Numbers = list[tuple[float, ...]]
+_FIELDS = 5  # without averages
 
 
-def _encoded(steps: Sequence[Sequence[Hyper]]) -> dict[str, Any]:
-    """Return the hyper-parameters of consecutive steps, group by group and number by number."""
+def _encoded(steps: Sequence[_Numbers]) -> dict[str, Any]:
+    """Return the numbers of consecutive steps, group by group and number by number."""
+    fields = len(steps[0][0])
     columns = [
-        hyper[group][field]
+        numbers[group][field]
         for group in range(len(steps[0]))
-        for field in range(_FIELDS)
-        for hyper in steps
+        for field in range(fields)
+        for numbers in steps
     ]
     raw = zlib.compress(struct.pack(f"<{len(columns)}d", *columns), 1)
-    return {"steps": len(steps), "hypers": base64.b64encode(raw).decode()}
+    said = {"steps": len(steps), "hypers": base64.b64encode(raw).decode()}
+    return said if fields == _FIELDS else {**said, "fields": fields}
 
 
-def _decoded(said: dict[str, Any]) -> list[list[Hyper]]:
+def _decoded(said: dict[str, Any]) -> list[_Numbers]:
     """Return what _encoded() was given."""
-    count = int(said["steps"])
+    count, fields = int(said["steps"]), int(said.get("fields", _FIELDS))
     raw = zlib.decompress(base64.b64decode(said["hypers"]))
     numbers = struct.unpack(f"<{len(raw) // 8}d", raw)
-    groups = len(numbers) // (count * _FIELDS)
-    made: list[list[Hyper]] = []
+    groups = len(numbers) // (count * fields)
+    made: list[_Numbers] = []
     for step in range(count):
-        at = [numbers[i * count + step] for i in range(groups * _FIELDS)]
-        made.append(
-            [
-                (at[i], at[i + 1], at[i + 2], at[i + 3], at[i + 4])
-                for i in range(0, len(at), _FIELDS)
-            ]
-        )
+        at = [numbers[i * count + step] for i in range(groups * fields)]
+        made.append([tuple(at[i : i + fields]) for i in range(0, len(at), fields)])
     return made
 
 
@@ -75,7 +74,7 @@ class Idle(Extension):
         self._layout = layout
         self._engine = engine
         self._units = [i for i, u in enumerate(layout.units) if u.family and layout.owes_idle]
-        self._hypers: dict[int, list[Hyper]] = {}  # by step
+        self._hypers: dict[int, _Numbers] = {}  # by step
 
     @property
     def is_on(self) -> bool:
@@ -91,7 +90,8 @@ class Idle(Extension):
         """Return the hyper-parameters of the steps that experts owe, with those of this one."""
         hypers, step = session._open_step.hypers, session.step + 1
         assert hypers is not None
-        self._hypers[step] = hypers
+        rest = (session._averages.rest,) if session._averages.is_on else ()
+        self._hypers[step] = [(*hyper, *rest) for hyper in hypers]
         first = step - self._engine.idle_owed(self._units)
         self._hypers = {at: kept for at, kept in self._hypers.items() if first <= at <= step}
         return {"idle": _encoded([self._hypers[at] for at in sorted(self._hypers)])}

@@ -163,6 +163,8 @@ def _parse(meta: dict[str, Any]) -> Contents:
     if method is not None:
         for param, stream, decays in zip(params, method["streams"], method["decays"], strict=True):
             param.stream, param.decays = stream, decays
+        for param, first in zip(params, method.get("firsts", []), strict=False):
+            param.z_first = first
     layout = Layout(params, units, [])
     layout.in_place = InPlace(_in_place_found.files_of(meta))
     extents = plan_extents(layout, False)
