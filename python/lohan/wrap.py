@@ -139,7 +139,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         param.tensor.data = value
         if param.stream is not None:
             param.tensor.requires_grad_(True)
-    session.apart.undo()
+    joined = session.apart.undo()
+    if joined and origin is not None:
+        _adopt.join(origin, joined)
     session.device.give_buffers(model)
     _names.after_unwrap(model)
     _attached.remove_attributes(model)

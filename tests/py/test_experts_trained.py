@@ -113,6 +113,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "emulated": {"host_bytes": "least", "device": "emu"},
     "deferred": {"host_bytes": "least", "schedule": "deferred"},
     "serial": {"schedule": "serial"},
+    "naive": {"host_bytes": "least", "schedule": "naive"},
+    "emulated naive": {"host_bytes": "least", "schedule": "naive", "device": "emu"},
     "recompute": {"activations": "recompute"},
     "policy": {"activations": "auto"},
     "emulated policy": {"activations": "lohan", "device": "emu"},
@@ -416,8 +418,11 @@ def test_what_is_not_supported_is_refused_by_name(store_dir: pathlib.Path) -> No
     cases: list[tuple[dict[str, Any], type, str]] = [
         ({"idle": "zero"}, ModelError, "'exact' or 'skip'"),
         ({"idle": "skip", "experts": "together"}, ModelError, "needs experts='apart'"),
-        ({"schedule": "naive"}, UnsupportedError, "schedule='naive'"),
-        ({"optimizer": torch.optim.AdamW(made.parameters())}, UnsupportedError, "params="),
+        (
+            {"optimizer": torch.optim.AdamW(made.parameters()), "idle": "skip"},
+            UnsupportedError,
+            "params=",
+        ),
     ]
     for settings, kind, what in cases:
         with pytest.raises(kind, match=what):

@@ -303,3 +303,79 @@ def test_averages_need_every_step_of_an_expert(store_dir: pathlib.Path) -> None:
         if not torch.equal(value, now[name]):
             torch.testing.assert_close(after[name], (averages[name] + now[name]) / 2)
     model.lohan.close()
+
+
+def fresh_optimizer(model: Any) -> torch.optim.AdamW:
+    fused = [param for name, param in model.named_parameters() if ".mlp.experts." in name]
+    rest = [param for name, param in model.named_parameters() if ".mlp.experts." not in name]
+    groups = [{"params": rest}, {"params": fused, "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, **HYPER)
+
+
+def begun(dtype: torch.dtype) -> tuple[Any, torch.optim.AdamW]:
+    """Return a model and torch's optimizer, which has made two steps."""
+    model = build(True, dtype)
+    optimizer = fresh_optimizer(model)
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def continued(model: Any, optimizer: Any, store: pathlib.Path, **settings: Any) -> tuple[Any, ...]:
+    """Continue by lohan for two steps, resume and make one more, then by torch."""
+    parts = [[*group["params"]] for group in optimizer.param_groups]
+    wrapped = lohan.wrap(model, optimizer=optimizer, store=store, **settings)
+    losses = []
+    for step in range(2, 5):
+        if step == 4:
+            wrapped.lohan.close()
+            model = lohan.unwrap(wrapped)
+            for group, params in zip(optimizer.param_groups, parts, strict=True):
+                assert all(map(torch.is_same_size, group["params"], params))
+            store = store.with_name(f"{store.name}-again")
+            wrapped = lohan.wrap(model, optimizer=optimizer, store=store, **settings)
+        loss = loss_of(wrapped, step)
+        loss.backward()
+        wrapped.optimizer.step()
+        losses.append(loss.item())
+    model = lohan.unwrap(wrapped)
+    states = {
+        name: {key: value.clone() for key, value in optimizer.state[param].items()}
+        for name, param in model.named_parameters()
+        if param in optimizer.state
+    }
+    assert len(optimizer.state) == len(states)
+    loss_of(model, 5).backward()
+    optimizer.step()
+    return losses, states, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_an_optimizer_of_torch_is_continued_and_gets_its_moments_back(
+    dtype: torch.dtype, store_dir: pathlib.Path
+) -> None:
+    found = [
+        continued(*begun(dtype), store_dir / experts, experts=experts)
+        for experts in ("together", "apart")
+    ]
+    assert found[0][0] == found[1][0]
+    assert found[0][1].keys() == found[1][1].keys()
+    assert sum("experts" in name for name in found[0][1]) == 4
+    for name, state in found[0][1].items():
+        helper.assert_same_state(found[1][1][name], state)
+    helper.assert_same_state(found[1][2], found[0][2])
+
+
+def test_an_optimizer_is_as_before_if_wrapping_fails(store_dir: pathlib.Path) -> None:
+    model, optimizer = begun(torch.float32)
+    before = [[*group["params"]] for group in optimizer.param_groups]
+    states = dict(optimizer.state)
+    given: dict[str, Any] = {"optimizer": optimizer, "store": store_dir / "s", "experts": "apart"}
+    for more, what in ({"host_bytes": 1}, "at least"), ({"idle": "skip"}, "one count of steps"):
+        with pytest.raises(lohan.LohanError, match=what):
+            lohan.wrap(model, **given, **more)
+        assert [[*group["params"]] for group in optimizer.param_groups] == before
+        assert all(optimizer.state[param] is state for param, state in states.items())
+        assert len(optimizer.state) == len(states)

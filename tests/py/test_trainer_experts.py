@@ -73,3 +73,24 @@ def test_a_trainer_with_experts_apart_is_resumed(
     again = trained(tmp_path / "s", takes, resumes=True, **saving)
     assert again[0] == whole[0]
     assert all(torch.equal(again[1][key], value) for key, value in whole[1].items())
+
+
+def test_a_trainer_continues_with_an_optimizer_that_was_passed(
+    tmp_path: pathlib.Path, store_dir: pathlib.Path
+) -> None:
+    found = []
+    for experts in ("together", "apart"):
+        made = mixture()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+        tokens = torch.arange(4).view(1, 4)
+        made(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        takes = {"store": store_dir / experts, "experts": experts}
+        folder, more = tmp_path / experts, {"optimizers": (optimizer, None)}
+        trainer = helper.make(folder, takes, model=made, trainer_takes=more)
+        trainer.train()
+        found.append((helper.logged(trainer, "loss"), helper.values(trainer.model)))
+        helper.close_all()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][key], value) for key, value in found[0][1].items())

@@ -190,11 +190,7 @@ class Apart:
             params = params(model)
         if not self.splits or isinstance(params, str | bytes | dict | torch.Tensor):
             return params
-        slices = {
-            id(whole): split.values(name)
-            for split in self.splits
-            for name, whole in split.wholes.items()
-        }
+        slices = {id(whole): parts for whole, parts in self.wholes()}
 
         def parts(members: Any) -> Any:
             if isinstance(members, torch.Tensor):
@@ -211,6 +207,12 @@ class Apart:
             return found
 
         return parts(params)
+
+    def wholes(self) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
+        """Yield each fused parameter, and the experts' parameters that make it up."""
+        for split in self.splits:
+            for name, whole in split.wholes.items():
+                yield whole, split.values(name)
 
     @property
     def trained(self) -> str | None:
@@ -255,8 +257,13 @@ class Apart:
             self.handles.append(module.register_state_dict_post_hook(hook))
         return model
 
-    def undo(self) -> None:
-        """Give each module its fused parameters back, with the current values of the experts."""
+    def undo(self) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:
+        """Give each module its fused parameters back, with the current values of the experts.
+
+        Returns:
+            Each fused parameter, and the experts' parameters that made it up.
+        """
+        joined: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -273,12 +280,14 @@ class Apart:
                 module.__dict__.pop(name, None)
                 parts = split.values(name)
                 whole.requires_grad_(parts[0].requires_grad)
-                module._parameters[name] = _joined(whole, parts)
+                module._parameters[name] = now = _joined(whole, parts)
+                joined.append((now, parts))
             for name in split.order:
                 module._parameters[name] = module._parameters.pop(name)
             for number in range(len(split.experts)):
                 del module._modules[str(number)]
             module.__dict__.pop("forward", None)
+        return joined
 
     def unfused(self, state: Mapping[str, Any], root: nn.Module) -> Mapping[str, Any]:
         """Return a state dict with the experts' entries in place of those of fused parameters.

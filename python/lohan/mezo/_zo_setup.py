@@ -71,19 +71,17 @@ class Zeroth:
 
     def split(self, apart: Apart) -> None:
         """Train the experts' parts of parameters that were split, each with its part of z."""
-        for split in apart.splits:
-            for own, whole in split.wholes.items():
-                stream = self.streams.pop(id(whole), None)
-                if stream is None:
-                    continue
-                name = self.names.pop(id(whole))
-                parts = split.values(own)
-                at = next(i for i, param in enumerate(self.moved) if param is whole)
-                self.moved[at : at + 1] = parts
-                for number, part in enumerate(parts):
-                    self.streams[id(part)] = stream
-                    self.firsts[id(part)] = number * part.numel()
-                    self.names[id(part)] = name
+        for whole, parts in apart.wholes():
+            stream = self.streams.pop(id(whole), None)
+            if stream is None:
+                continue
+            name = self.names.pop(id(whole))
+            at = next(i for i, param in enumerate(self.moved) if param is whole)
+            self.moved[at : at + 1] = parts
+            for number, part in enumerate(parts):
+                self.streams[id(part)] = stream
+                self.firsts[id(part)] = number * part.numel()
+                self.names[id(part)] = name
 
     def optimizer(self, layout: Layout, params: Iterable[dict[str, Any]] | None) -> ZerothOptimizer:
         """Create the optimizer, and describe the method and its parameters in the layout."""

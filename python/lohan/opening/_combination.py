@@ -309,15 +309,14 @@ ROWS = (
         "not built",
     ),
     Row(
-        "experts='apart', if they are trained,",
+        "experts='apart' with idle='skip'",
         "optimizer=",
-        lambda f: f.trains_experts and "optimizer" in f.given,
-        "not built",
-        "",
+        lambda f: f.trains_experts and f.idle == "skip" and "optimizer" in f.given,
+        "meaning",
+        "which has one count of steps for all experts of a layer",
         "pass params= instead, or create the Trainer without optimizers=",
     ),
     _of_owed("moments={f.states!r}", lambda f: f.states != "fp32"),
-    _of_owed("schedule='naive'", lambda f: f.config.schedule == "naive"),
     # Several processes.
     _of_owed(SEVERAL, lambda f: f.is_several),
     Row(

@@ -70,6 +70,10 @@ def wrapped(request: Request) -> nn.Module:
         apart, config = _split(model, config, facts, undo)
         if zeroth is not None:
             zeroth.split(apart)
+        if apart.splits and request.optimizer is not None:
+            from lohan.session import _adopt
+
+            undo.callback(_adopt.split(request.optimizer, apart))
         undo.callback(_ties.restorer(model))
         shared = Shared(world, zeroth, config, request)
         store, open_at = shared.enter(request.store, request.is_resumed, request.open_at)

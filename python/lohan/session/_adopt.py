@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,10 @@ from lohan.store import _scalars
 from lohan.torch_glue._classes import check_bytes
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lohan.layout._block import Layout
+    from lohan.layout._experts import Apart
     from lohan.store._store import Extents
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -95,6 +98,69 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
             f" for {len(optimizer.state)} parameters: pass an optimizer that has made no step, or"
             " a new store without resume="
         )
+
+
+def split(origin: torch.optim.Optimizer, apart: Apart) -> Callable[[], None]:
+    """Give an optimizer the experts' parts of parameters that were split, with views of its state.
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        UnsupportedError: the moments have another library's format, which has no slices.
+    """
+    if not is_torchs(origin):
+        raise UnsupportedError(
+            "experts='apart', if they are trained, is not supported with the moments of a"
+            f" {type(origin).__name__}, which have no parts for single experts: leave experts="
+            " out, or pass params= instead of optimizer="
+        )
+    before = [(group, group["params"]) for group in origin.param_groups]
+    states: dict[torch.Tensor, Any] = {}
+    parts = {id(whole): each for whole, each in apart.wholes()}
+    for group, params in before:
+        group["params"] = [part for each in params for part in parts.get(id(each), [each])]
+    for whole, slices in apart.wholes():
+        state = origin.state.pop(whole, None)
+        if not state:
+            continue
+        states[whole] = state
+        for number, part in enumerate(slices):
+            origin.state[part] = {
+                key: value[number] if key in MOMENTS else value for key, value in state.items()
+            }
+
+    def undo() -> None:
+        for group, params in before:
+            group["params"] = params
+        for _, slices in apart.wholes():
+            for part in slices:
+                origin.state.pop(part, None)
+        origin.state.update(states)
+
+    return undo
+
+
+def join(
+    origin: torch.optim.Optimizer, joined: Sequence[tuple[nn.Parameter, list[nn.Parameter]]]
+) -> None:
+    """Give an optimizer fused parameters in the place of their parts, with the state of these.
+
+    Args:
+        origin: the optimizer.
+        joined: what Apart.undo() has returned.
+    """
+    first = {id(parts[0]): whole for whole, parts in joined}
+    others = {id(part) for _, parts in joined for part in parts[1:]}
+    for group in origin.param_groups:
+        params = [first.get(id(each), each) for each in group["params"] if id(each) not in others]
+        group["params"] = params
+    for whole, parts in joined:
+        states = [origin.state.pop(part, None) for part in parts]
+        found = [state for state in states if state]
+        if found:  # all of them have made the same steps
+            moments = {key: torch.stack([state[key] for state in found]) for key in MOMENTS}
+            origin.state[whole] = {"step": found[0]["step"], **moments}
 
 
 def _moment(name: str, key: str, param: torch.Tensor, value: Any) -> torch.Tensor:
