@@ -116,7 +116,7 @@ static void average_update(const struct walk *walk, const struct lh_adam_run *ru
     }
 }
 
-/* Update a tile with a gradient of zeros, and its averages, once for each of the segment's scalars. */
+/* Update a tile and its averages with gradients of zeros, once for each of the scalars. */
 static void zeros_run(const struct walk *walk, const struct lh_adam_segment *segment,
                       struct lh_adam_run *run, uint64_t first)
 {

@@ -33,6 +33,8 @@ FEATURES: list[dict[str, Any]] = [
     {"config": {"loss_scaling": True}},
     {"config": {"order": "vertical"}},
     {"experts": "together", "idle": "skip"},
+    {"experts": "apart", "idle": "skip", "trains_experts": True},
+    {"experts": "apart", "rng": "torch"},
 ]
 
 
