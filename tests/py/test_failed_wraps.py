@@ -62,6 +62,20 @@ def test_a_model_in_memory_has_its_values_after_any_fault(
 
 
 @pytest.mark.parametrize(("owner", "name"), AFTER_FILLING)
+def test_a_resumed_model_can_be_wrapped_again_after_any_fault(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    lohan.wrap(build(), store=store_dir / "s").lohan.close()
+    model = build()
+    with monkeypatch.context() as patch, pytest.raises(InjectedError):
+        fail(patch, owner, name)
+        lohan.wrap(model, store=store_dir / "s", resume=True)
+    for value, expected in zip(model.parameters(), build().parameters(), strict=True):
+        assert torch.equal(value, expected)
+    lohan.wrap(model, store=store_dir / "s", resume=True).lohan.close()
+
+
+@pytest.mark.parametrize(("owner", "name"), AFTER_FILLING)
 def test_an_empty_model_can_be_wrapped_again_after_any_fault(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:

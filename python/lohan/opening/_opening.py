@@ -260,6 +260,8 @@ class Opening:
         undo.callback(self._put_back, before)
         try:
             with contextlib.ExitStack() as parts:  # what the session does not own yet
+                if self._is_read:
+                    parts.callback(self._keep, [param.tensor.data for param in self.in_memory])
                 if self.shared.is_mate:
                     store = self._follow(parts)
                 elif request.is_resumed:
@@ -282,6 +284,11 @@ class Opening:
         """Add to an error that the store has the weights."""
         if error is not None and self.is_filled and not self._is_read and self.where is not None:
             error.add_note("the weights are in the store: wrap again with resume=True")
+
+    def _keep(self, values: Sequence[torch.Tensor]) -> None:
+        """Give the parameters the values that memory had, which a store that is read may lack."""
+        for param, value in zip(self.in_memory, values, strict=True):
+            param.tensor.data = value
 
     def _put_back(self, before: Sequence[torch.Tensor]) -> None:
         """Give the model its parameters without storage again, which another wrap() can fill."""
