@@ -237,7 +237,7 @@ _ENGINE_HINTS: dict[int, str] = {
     errno.ESTALE: _RULE_HINTS[errno.ESTALE],
     errno.EDOM: "the store is at its last commit, without this step: wrap again with resume=True"
     " and other batches, a lower learning rate or max_grad_norm=. on_nan='accept' trains on, as"
-    " torch does; on_nan='skip', in one process, leaves such steps out",
+    " torch does; on_nan='skip' leaves such steps out",
     errno.ENOMSG: "the store is at its last commit, without this step: wrap again with resume=True"
     " and use the parameter in every step (loss + 0 * output of its module), or train without ema=",
 }
