@@ -318,7 +318,18 @@ ROWS = (
     ),
     _of_owed("moments={f.states!r}", lambda f: f.states != "fp32"),
     # Several processes.
+    _of_experts(f"{MEZO} in {SEVERAL}", lambda f: f.is_several and f.is_mezo and f.trains_experts),
     _of_owed(SEVERAL, lambda f: f.is_several),
+    _of_experts(SHARDS, lambda f: f.is_several and f.config.gather == "shards"),
+    _of_average("Parallel(groups=)", lambda f: "groups" in f.given, "not built"),
+    Row(
+        "on_nan='skip'",
+        "Parallel(groups=)",
+        lambda f: f.config.on_nan == "skip" and "groups" in f.given,
+        "not built",
+        "",
+        "leave on_nan= out, and a step that is not finite raises an error",
+    ),
     Row(
         "Parallel(groups=)",
         SHARE,

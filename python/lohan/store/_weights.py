@@ -24,6 +24,7 @@ from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _peft
 from lohan.torch_glue._buffers import Buffers, remember
 from lohan.torch_glue._built import no_storage, uncopied
+from lohan.torch_glue._tensor import give_back
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -330,8 +331,6 @@ def drop(layout: Layout) -> None:
     """Free the values in memory, which are now in the store."""
     for param in layout.params:
         param.tensor.data = no_storage(param.tensor)
-    from lohan.store._initial import give_back  # few need it when they import lohan
-
     give_back()
 
 

@@ -237,3 +237,14 @@ def is_same(other: object, tensor: torch.Tensor) -> bool:
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Return the size of the tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()
+
+
+def give_back() -> None:
+    """Return freed memory to the system; glibc alone keeps freed memory between objects in use.
+
+    Freed tensors of 8 MiB between small live objects kept 700 MB allocated after a model of 1.3
+    billion parameters was wrapped, in excess of every budget.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
