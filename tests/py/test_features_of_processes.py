@@ -92,12 +92,19 @@ def test_a_setting_that_differs_is_named(tmp_path: pathlib.Path) -> None:
             assert said.startswith("WorldMismatchError: ") and names in said, said
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"on_nan": "skip"},
+        {"on_nan": "skip", "max_grad_norm": 0.5},
+        {"on_nan": "raise", "max_grad_norm": 0.5},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_by_all(
+def test_a_gradient_that_is_not_finite_in_one_process_is_discarded_by_all(
     way: str, settings: dict[str, Any], tmp_path: pathlib.Path
 ) -> None:
-    settings = {"on_nan": "skip", **settings}
     one = run(tmp_path, 1, world_features.skip, str(tmp_path / "one"), settings)
     assert one[0][:2] == (4, [False, True, False, False, False])
     count = 4 if way == "machines" else 2

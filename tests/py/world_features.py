@@ -10,7 +10,7 @@ import lohan
 import torch
 from experts_helper import HYPER, qwen
 from experts_helper import loss_of as mixed_loss
-from lohan.errors import LohanError
+from lohan.errors import LohanError, NonFiniteError
 from world_adamw import one_step, states_digest, values_digest, wrapped
 from world_worker import rank_and_count
 
@@ -41,13 +41,17 @@ def _bad_step(model: Any, before_step: Any = None) -> None:
         return gradient * float("nan" if left == -1 else "1")
 
     handle = model.layers[1].weight.register_hook(spoil) if 5 % count == rank else None
-    one_step(model, before_step=before_step)
-    if handle is not None:
-        handle.remove()
+    try:
+        one_step(model, before_step=before_step)
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def skip(store: str, settings: dict[str, Any], clips: bool = False) -> tuple[int, list[bool], str]:
     """Make five steps, the second of which is skipped; return what was skipped, and the states.
+
+    A step that raises NonFiniteError instead is discarded with zero_grad(), as the error says.
 
     Args:
         store: the store.
@@ -62,8 +66,12 @@ def skip(store: str, settings: dict[str, Any], clips: bool = False) -> tuple[int
 
     for attempt in range(5):
         model.optimizer.was_skipped = False
-        (_bad_step if attempt == 1 else one_step)(model, before_step=clip)
-        skipped.append(model.optimizer.was_skipped)
+        try:
+            (_bad_step if attempt == 1 else one_step)(model, before_step=clip)
+            skipped.append(model.optimizer.was_skipped)
+        except NonFiniteError:
+            model.optimizer.zero_grad()
+            skipped.append(True)
     result = model.lohan.step, skipped, states_digest(model)
     model.lohan.close()
     return result

@@ -96,14 +96,9 @@ class Mate(Replica):
         for extension in session._extensions:
             extension.step_begins(session)
         self._agree(unscale)
-        if session._open_step.needs_norm:
-            self._states.share_square_sums()
-        if session.config.on_nan == "skip":
-            square_sum = self._shared_square_sum(None)
-            if not math.isfinite(square_sum):
-                session._open_step.skip(square_sum)
-                self.abort_ended()
-                return
+        if session._open_step.needs_norm and self._ends_at_norm(unscale):
+            self.abort_ended()
+            return
         session._open_step.gradients.hide()
         everything = [*range(len(session.layout.units))]
         engine = session._engine
@@ -119,12 +114,26 @@ class Mate(Replica):
         session._open_step.backward = "none"
         session._open_step.accumulation.reset()
         session._open_step.scale.reset()
-        self._share_norm()
         for extension in session._extensions:
             extension.closed(session)
         self._count_traffic()
         self.exchange.forget()
         self.exchange.take_order()
+
+    def _ends_at_norm(self, unscale: float) -> bool:
+        """Learn the norm of the open step, and return whether it is skipped, as in its owner.
+
+        Raises:
+            NonFiniteError: the norm is not finite. The owner, too, raises this.
+        """
+        step, optimizer = self.session._open_step, self.session.optimizer
+        square_sum = self.square_sum(lambda: 0.0)
+        if self.session.config.on_nan == "skip" and not math.isfinite(square_sum):
+            step.skip(square_sum)
+            return True
+        if optimizer.max_grad_norm is not None:
+            optimizer.clip_scale(square_sum, step.scale.factor() * unscale)
+        return False
 
     def norm_begins(self) -> None:
         """Do nothing: square_sum() learns which parameters have gradients."""

@@ -257,7 +257,6 @@ class Replica(Alone):
 
     def step_closed(self) -> None:
         """Wait until the mates have given back what the step updates."""
-        self._share_norm()
         self._states.pass_values()
         if self._has_mates:
             assert self.team is not None
@@ -288,13 +287,6 @@ class Replica(Alone):
         """Return the sum of squares over all processes."""
         return self._states.square_sum()
 
-    def is_skipped(self, square_sum: float) -> bool:
-        """Return whether the step is discarded, which mates, who have no sums, learn from owners.
-
-        All processes that have sums know the same square_sum.
-        """
-        return super().is_skipped(self._shared_square_sum(square_sum))
-
     def _shared_square_sum(self, mine: float | None) -> float:
         if self.team is None:
             assert mine is not None
@@ -302,17 +294,6 @@ class Replica(Alone):
         said = b"" if mine is None else mine.hex().encode()
         told = self.world.exchange(said, f"the norm of step {self.session.step + 1}")
         return float.fromhex(told[self.team.owner].decode())
-
-    def _share_norm(self) -> None:
-        """Tell the mates the norm that max_grad_norm= has clipped."""
-        optimizer = self.session.optimizer
-        if self.team is None or optimizer.max_grad_norm is None:
-            return
-        norm = optimizer.grad_norm
-        said = b"" if self.team.is_mate or norm is None else norm.hex().encode()
-        told = self.world.exchange(said, f"the norm of step {self.session.step}")
-        if self.team.is_mate:
-            optimizer.grad_norm = float.fromhex(told[self.team.owner].decode())
 
     def _check_alone(self) -> None:
         """Raise what can fail in this process alone, before the others are told that it closes."""

@@ -8,7 +8,6 @@ what it does is what a session does by itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -93,14 +92,6 @@ class Alone:
     def whole_square_sum(self) -> float:
         """Return the sum of squares of the gradients that the engines have received."""
         return float(self.session._engine.gradient_square_sum())
-
-    def is_skipped(self, square_sum: float) -> bool:
-        """Return whether on_nan="skip" discards the open step, the same in all processes.
-
-        Args:
-            square_sum: what whole_square_sum() returns.
-        """
-        return not math.isfinite(square_sum)
 
     def abort_begins(self) -> None:
         """Let the other processes forget the open step, too."""

@@ -156,8 +156,10 @@ class OpenStep:
             )
         if self.is_waiting:
             self._give()
-            square_sum = self._peers.whole_square_sum() if self.needs_norm else 0.0
-            if session.config.on_nan == "skip" and self._peers.is_skipped(square_sum):
+            square_sum = 0.0
+            if self.needs_norm:
+                square_sum = self._peers.square_sum(self._peers.whole_square_sum)
+            if session.config.on_nan == "skip" and not math.isfinite(square_sum):
                 self.skip(square_sum)
                 return
             scale = self.scale.factor() * unscale
