@@ -15,7 +15,7 @@ import lohan
 import pytest
 import world_adamw
 import world_features
-from lohan.errors import StoreMismatchError
+from lohan.errors import StoreMismatchError, UnsupportedError
 from world_adamw import WAYS
 from world_helper import Group, run
 
@@ -80,6 +80,14 @@ def test_divided_states_are_divided_again(whole: Any, tmp_path: pathlib.Path) ->
         lohan.reshard(tmp_path / name, tmp_path / "new" / name, parts=3)
         assert lohan.verify(tmp_path / "new" / name).is_whole
     assert train(tmp_path / "new", 3, 4, "divided", resume=True) == [whole] * 3
+
+
+def test_an_export_of_averages_that_no_part_has_does_not_ask_for_the_parts(
+    tmp_path: pathlib.Path,
+) -> None:
+    run(tmp_path, 2, world_adamw.train, str(tmp_path / "run"), 1, **WAYS["divided"])
+    with pytest.raises(UnsupportedError, match="wrapped without ema="):
+        lohan.export(tmp_path / "run", tmp_path / "out", ema=True)
 
 
 def test_a_setting_that_differs_is_named(tmp_path: pathlib.Path) -> None:

@@ -117,11 +117,11 @@ def export(
         if not overwrite:
             _check_no_model(folder, stem)
         check_not_read(folder, contents.layout, stem=stem)
-        _check_parts(contents, is_master=_DTYPES[dtype], is_average=ema)
         if ema and not contents.meta.get("ema", False):
             raise UnsupportedError(
                 "the store has no averages of its parameters: the model was wrapped without ema="
             )
+        _check_parts(contents, is_master=_DTYPES[dtype], is_average=ema)
         held, pieces = pieces_of(_DTYPES[dtype], ema)
         with held, _bar.Bar(f"the export to {folder}", progress) as bar:
             tensors = _from_meta(contents, buffers, pieces, is_master=_DTYPES[dtype])
