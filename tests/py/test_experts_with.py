@@ -134,13 +134,18 @@ def with_adapters() -> Any:
     return made
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_adapters_of_experts_have_the_gradients_of_every_micro_batch(
-    store_dir: pathlib.Path,
+    recomputes: bool, store_dir: pathlib.Path
 ) -> None:
     found = []
     for number, settings in enumerate(({}, {"experts": "apart", "order": "vertical"})):
         given: dict[str, Any] = {"store": store_dir / str(number), "accumulate": COUNT, **settings}
-        model = lohan.wrap(with_adapters(), **given, **HYPER)
+        model = with_adapters()
+        if recomputes:  # by checkpoints of torch
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = lohan.wrap(model, **given, **HYPER)
         found.append((train(model), helper.values(model)))
         model.lohan.close()
     assert found[0][0] == found[1][0]

@@ -184,10 +184,12 @@ class Vertical(Runs):
         They are in memory, and in the places of the parameters, until the run reads such parameters
         of other units, or enters or leaves a block.
         """
+        if self._turns is None:
+            return list(tensors)
         layout, indices = self.session.layout, self.session._param_index
         params = [layout.params[indices[id(tensor)]] for tensor in tensors]
         units = {param.unit for param in params}
-        if self._turns is None or not any(layout.units[unit].trainable for unit in units):
+        if not any(layout.units[unit].trainable for unit in units):
             return list(tensors)
         if not {param.unit for param in self._lent} <= units:
             self._give_back()
