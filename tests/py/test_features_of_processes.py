@@ -82,6 +82,26 @@ def test_divided_states_are_divided_again(whole: Any, tmp_path: pathlib.Path) ->
     assert train(tmp_path / "new", 3, 4, "divided", resume=True) == [whole] * 3
 
 
+def test_divided_moments_are_converted_as_the_error_says(tmp_path: pathlib.Path) -> None:
+    found = []
+    for count, way in ((1, "replicas"), (2, "divided")):
+        run(tmp_path, count, world_adamw.train, str(tmp_path / way), 2, **WAYS[way])
+        store = tmp_path / way
+        if way == "divided":
+            with pytest.raises(UnsupportedError, match="reshard STORE NEW --parts 1"):
+                lohan.convert(store, tmp_path / "refused", states="8bit")
+            lohan.reshard(store, tmp_path / "whole", parts=1)
+            store = tmp_path / "whole"
+        lohan.convert(store, tmp_path / f"{way}-8bit", states="8bit")
+        store = tmp_path / f"{way}-8bit"
+        if way == "divided":
+            lohan.reshard(store, tmp_path / "parts", parts=2)
+            store = tmp_path / "parts"
+        rows = [(str(store), 3, "float32", {"states": "8bit", "resume": True})]
+        found += run(tmp_path, count, world_adamw.train_all, rows, **WAYS[way])
+    assert found[1:] == [found[0]] * 2
+
+
 def test_an_export_of_averages_that_no_part_has_does_not_ask_for_the_parts(
     tmp_path: pathlib.Path,
 ) -> None:

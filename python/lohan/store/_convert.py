@@ -61,9 +61,17 @@ def _check(contents: Contents, states: str, where: str) -> None:
     """
     if contents.run is not None:
         raise UnsupportedError(f'{where} was trained with method="mezo", which has no moments')
-    if "part" in contents.meta or "groups" in contents.meta:
+    if "groups" in contents.meta:
         raise UnsupportedError(
-            f"{where} is from a run with several processes, which keep moments in fp32"
+            f"{where} is from a run with groups=, whose moments cannot be converted: pass"
+            f" states={contents.layout.states!r} to continue"
+        )
+    if "part" in contents.meta:
+        part, count = contents.meta["part"]
+        raise UnsupportedError(
+            f"{where} has part {part + 1} of {count} of the moments: write a store with all of"
+            f" them, with 'lohan reshard STORE NEW --parts 1', convert NEW, and divide the result"
+            f" with 'lohan reshard RESULT OUT --parts {count}'"
         )
     if contents.layout.states == states:
         raise UnsupportedError(f"the moments in {where} are in moments={states!r} already")
