@@ -82,6 +82,13 @@ def test_divided_states_are_divided_again(whole: Any, tmp_path: pathlib.Path) ->
     assert train(tmp_path / "new", 3, 4, "divided", resume=True) == [whole] * 3
 
 
+def test_a_process_without_a_part_of_the_averages_says_that_they_are_divided(
+    tmp_path: pathlib.Path,
+) -> None:
+    for said in run(tmp_path, 2, world_features.averages_of_one_block, str(tmp_path / "run")):
+        assert said.startswith("UnsupportedError: lohan.ema(model) is not supported with"), said
+
+
 def test_divided_moments_are_converted_as_the_error_says(tmp_path: pathlib.Path) -> None:
     found = []
     for count, way in ((1, "replicas"), (2, "divided")):

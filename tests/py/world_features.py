@@ -11,7 +11,7 @@ import torch
 from experts_helper import HYPER, qwen
 from experts_helper import loss_of as mixed_loss
 from lohan.errors import LohanError, NonFiniteError
-from world_adamw import one_step, states_digest, values_digest, wrapped
+from world_adamw import build, one_step, states_digest, values_digest, wrapped
 from world_worker import rank_and_count
 
 MIXED = 4  # micro-batches of a step of a mixture, of all processes together
@@ -146,3 +146,19 @@ def experts(
         model.lohan.part()
     model.lohan.close()
     return result
+
+
+def averages_of_one_block(store: str) -> str:
+    """Train a model of which one process has all states; return what lohan.ema() says."""
+    model = build()
+    for part in (model.begin, model.end, *model.layers[1:]):
+        part.requires_grad_(False)
+    wrapped_one = lohan.wrap(model, store=store, ema=0.9, replicas="parameters")
+    said = ""
+    try:
+        with lohan.ema(wrapped_one):
+            pass
+    except LohanError as error:
+        said = f"{type(error).__name__}: {error}"
+    wrapped_one.lohan.close()
+    return said

@@ -103,13 +103,14 @@ class Averages(Extension):
             StepError: they are exchanged already, or a step is open.
         """
         self._session._check_open()
+        if self.is_on:  # of which this process may have no part
+            self._session._peers.check_averages()
         if not self._units:
             what = "pass ema=DECAY, such as 0.999, to lohan.wrap()"
             if self._session.config.ema is not None:
                 what = "none of its parameters is trained (requires_grad)"
             raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
-        self._session._peers.check_averages()
         self._session._edits.check()
         self._session._forwards.end_interrupted()
         self._exchange(holder)
