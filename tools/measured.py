@@ -99,7 +99,7 @@ def load_rows() -> list[Row]:
         ),
         Row("memory that this takes", LOADED, "load_dense_memory", "bench-load"),
         Row(
-            'seconds of `wrap(weights=, frozen="copy")` of this base',
+            'seconds of `wrap(weights=, io=lohan.IO(frozen="copy"))` of this base',
             "reading the files and writing as many bytes",
             "load_dense_copied",
             "bench-load",

@@ -467,7 +467,8 @@ static void stuck_set(const struct lh_engine *engine, struct lh_error *err)
                  "in transit has %" PRIu64 " bytes, %" PRIu64
                  " free; for tensors that stay %" PRIu64 " bytes, %" PRIu64 " free; SSD %" PRIu64
                  " bytes, %" PRIu64 " free, where each tensor takes a multiple of %" PRIu64
-                 ": raise swap_bytes or swap_ssd_bytes, or recompute more layers",
+                 ": raise activation_offload_bytes or io.activation_ssd_bytes, or recompute more "
+                 "layers",
                  saved->bytes, is_put ? "out" : "back", area->transit.total_bytes,
                  area->transit.free_bytes, area->staying.total_bytes, area->staying.free_bytes,
                  area->ssd.total_bytes, area->ssd.free_bytes, LH_SAVED_SSD_GRANULE);

@@ -88,6 +88,7 @@ static bool averages_check(struct lh_engine *engine)
     for (uint32_t i = 0; i < engine->param_count; i++) {
         const struct lh_unit *unit = &engine->units[engine->params[i].unit];
         struct lh_error err = {0};
+        LH_ASSERT(unit->update.gradient_count <= unit->desc->param_count);
         bool is_late = LH_FEATURE_ANY(engine, unit_is_owing, unit);
         if (is_late || unit->update.gradient_count == unit->desc->param_count)
             continue;

@@ -30,8 +30,9 @@ static void stale_fail(struct lh_engine *engine, uint32_t index)
     lh_error_set(&err, -ESTALE,
                  "unit %u is read in backward after all its gradients arrived and its update "
                  "began. If a hook runs the model several times in one backward (a cached "
-                 "contrastive loss), use accumulate=\"manual\", which sums their gradients. If "
-                 "several reentrant checkpoints use it, pass them use_reentrant=False. If another "
+                 "contrastive loss), use gradient_accumulation_steps=\"manual\", which sums their "
+                 "gradients. If several reentrant checkpoints use it, pass them "
+                 "use_reentrant=False. If another "
                  "checkpoint reads it without differentiating it, use schedule=\"deferred\", "
                  "whose updates wait for step()",
                  index);

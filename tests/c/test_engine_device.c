@@ -330,8 +330,8 @@ static void test_no_room(const char *kind, const char *setting)
 int main(void)
 {
     test_no_room(NULL, "raise host_bytes, of which");
-    test_no_room("emu", "raise device_param_bytes (with");
-    test_no_room("fake", "raise device_param_bytes (with");
+    test_no_room("emu", "raise debug.device_param_bytes (with");
+    test_no_room("fake", "raise debug.device_param_bytes (with");
     for (uint32_t policy = 0; policy <= (LH_ENGINE_DEVICE_NO_OVERLAP | LH_ENGINE_DEVICE_NO_REUSE);
          policy++) {
         test_moved("emu", policy, false);

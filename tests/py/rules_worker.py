@@ -165,7 +165,7 @@ def fork_frozen(store: str) -> None:
 
 def fork_one_slot(store: str) -> None:
     """The same with a store whose only slot is being written."""
-    fork(store, commit_every="never")
+    fork(store, io=lohan.IO(single_slot=True))
 
 
 def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]:

@@ -63,7 +63,7 @@ def test_backwards_inside_of_a_backward_that_cannot_be_summed_name_the_setting(
     workshop: Workshop,
 ) -> None:
     model = workshop.wrap(build())
-    with pytest.raises(StaleGraphError, match=r'accumulate="manual"'):
+    with pytest.raises(StaleGraphError, match=r'gradient_accumulation_steps="manual"'):
         inside_a_hook(model, 0)
     with pytest.raises(StaleGraphError, match="began"):
         model.lohan.close()

@@ -146,5 +146,5 @@ def test_a_frozen_parameter_may_be_loaded_with_its_own_values_only(store_dir: pa
 
 
 def test_another_word_is_refused(store_dir: pathlib.Path) -> None:
-    with pytest.raises(ModelError, match=r"'auto', 'never', 'manual' or a number"):
+    with pytest.raises(ModelError, match=r"'auto', 'manual' or a number"):
         lohan.wrap(helper.build("llama", torch.float32), store=store_dir / "a", commit_every="hand")

@@ -29,7 +29,7 @@ FEATURES: dict[str, Row] = {
 }
 # What rank 1 passes instead, and the setting that the error names.
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
-    "states 8bit": ({"states": "fp32"}, "states= is '8bit' in rank 0"),
+    "states 8bit": ({"states": "fp32"}, "moments= is '8bit' in rank 0"),
     "ema": ({"ema": 0.5}, "ema= is 0.9 in rank 0"),
     "skip": ({"on_nan": "raise"}, "on_nan= is 'skip' in rank 0"),
 }

@@ -145,7 +145,7 @@ def test_settings_that_do_not_fit_are_refused_at_wrap(tmp_path: pathlib.Path) ->
     for said in run(tmp_path, 2, world_gather.refused, str(tmp_path / "run")):
         assert said[0].startswith("ModelError: Parallel(gather='shards') needs share=True")
         assert said[1].startswith("ModelError: Parallel(gather='shards') needs an accelerator")
-        assert said[2] == "ModelError: gather 'some' must be 'host', 'shards' or 'auto'"
+        assert said[2] == "ModelError: parallel.gather 'some' must be 'host', 'shards' or 'auto'"
         assert said[3].startswith("WorldMismatchError: Parallel(gather=) is 'shards' in rank 0")
 
 

@@ -430,7 +430,7 @@ def test_what_has_no_meaning_is_refused_by_name(store_dir: pathlib.Path) -> None
     for more, error in (
         ({"max_grad_norm": 1.0}, UnsupportedError),
         ({"betas": (0.9, 0.99)}, UnsupportedError),
-        ({"accumulate": 2}, UnsupportedError),
+        ({"gradient_accumulation_steps": 2}, UnsupportedError),
         ({"eps": 0.0}, ModelError),
         ({"num_samples": 0}, ModelError),
         ({"num_samples": True}, ModelError),

@@ -19,7 +19,6 @@ from lohan.errors import (
     ModelError,
     StoreError,
     StoreMismatchError,
-    UnsupportedError,
 )
 from lohan.layout._in_place import InPlace
 from lohan.opening import _request
@@ -188,8 +187,6 @@ def test_what_cannot_be_kept_packed_is_refused_by_name(tmp_path: Path, store_dir
     _, plain = save(tmp_path, nf4)
     with pytest.raises(ModelError, match="no parameter is read from weights= in a quantized form"):
         lohan.wrap(lora(empty()), store=store_dir / "s", weights=plain, frozen="packed")
-    with pytest.raises(UnsupportedError, match=r"not supported with Parallel\(share=True\)"):
-        _request.check(Facts(lohan.Config(frozen="packed", share="on")))
     with pytest.raises(ModelError, match="'in_place', 'packed' or 'copy'"):
         _request.check(Facts(lohan.Config(frozen="pack")))  # type: ignore[arg-type]
 

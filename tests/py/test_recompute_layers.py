@@ -314,7 +314,11 @@ def test_only_blocks_and_layers_that_need_it_have_a_forward_of_ours(
         ({3: "keep"}, ModelError, "activations {3: 'keep'}"),
         ({"*.down": "keep", "*.middle": "recompute"}, ModelError, r"'\*\.middle' matches no layer"),
         ({"*": "keep", "*.up": "recompute"}, ModelError, r"'\*\.up' matches no layer"),
-        ({"*.up": "swap"}, ModelError, r"'blocks\.0\.up' cannot be swapped: set swap_bytes"),
+        (
+            {"*.up": "swap"},
+            ModelError,
+            r"'blocks\.0\.up' cannot be swapped: set activation_offload_bytes",
+        ),
     ],
 )
 def test_choices_that_cannot_be_are_refused_by_name(

@@ -15,7 +15,7 @@ DIFFERENCES = {
     "lr": "lr of parameter group 0 is 0.001 in rank 0",
     "betas": "betas of parameter group 0 is [0.9, 0.999] in rank 0",
     "weight_decay": "weight_decay of parameter group 0 is 0.01 in rank 0",
-    "accumulate": "accumulate= is 2 in rank 0",
+    "accumulate": "gradient_accumulation_steps= is 2 in rank 0",
     "max_grad_norm": "max_grad_norm= is None in rank 0",
     "commit_every": "commit_every= is 'auto' in rank 0",
     "loss_scaling": "loss_scaling= is False in rank 0",
