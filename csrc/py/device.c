@@ -121,11 +121,12 @@ int lhpy_device_find(struct lhpy_core *core, uint8_t *region, struct lh_error *e
     const struct lh_dev_pins *pins = core->pins;
     LH_ASSERT(core->dev && pins && !core->device_base);
     if (core->staging)
-        return lh_error_set(err, -ENOMEM,
-                            "the driver does not page-lock the main memory in which the GPU is to"
-                            " read parameters (CUDA error %" PRId64
-                            "): lower host_bytes, or pass debug=lohan.Debug(device_param_bytes=) to copy them",
-                            pins->refusal.native);
+        return lh_error_set(
+            err, -ENOMEM,
+            "the driver does not page-lock the main memory in which the GPU is to"
+            " read parameters (CUDA error %" PRId64
+            "): lower host_bytes, or pass debug=lohan.Debug(device_param_bytes=) to copy them",
+            pins->refusal.native);
     core->device_base = core->dev->ops->memory_address(core->dev, region, err);
     return core->device_base ? 0 : err->code;
 }

@@ -240,7 +240,8 @@ static void no_room_say(const struct lh_engine *engine, struct lh_error *err)
     bool is_there = engine->copies_units && engine->units[wanted].waiter_count > 0;
     if (is_there)
         snprintf(remedy, sizeof(remedy),
-                 "debug.device_param_bytes (with %" PRIu64 " bytes, all of them stay on the device)",
+                 "debug.device_param_bytes (with %" PRIu64
+                 " bytes, all of them stay on the device)",
                  all_bytes);
     else
         snprintf(remedy, sizeof(remedy),
