@@ -298,7 +298,7 @@ def reshard(
 def convert(
     store: tuple[str, ...], out: str, others: tuple[str, ...], states: str, json_wanted: bool
 ) -> None:
-    """Write a store again with its moments in another format, for wrap(resume=True, states=).
+    """Write a store again with its moments in another format, for wrap(resume=True, moments=).
 
     STORE: the directories it was created with; it is not changed. OUT: a directory for the new
     store.

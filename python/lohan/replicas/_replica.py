@@ -379,9 +379,9 @@ class Replica(Alone):
         """Reject averages in the places of parameters that mates read, or that lack a part."""
         if self.team is not None or self.session.layout.part[1] > 1:
             raise UnsupportedError(
-                "lohan.ema(model) is not supported with share='on' or replicas='parameters':"
+                "lohan.ema(model) is not supported with share=True or shard_optimizer=True:"
                 " lohan.export(model, OUT, ema=True) writes the averages in the process that has"
-                " the store (with replicas='parameters', first run 'lohan reshard STORE NEW --parts"
+                " the store (with shard_optimizer=True, first run 'lohan reshard STORE NEW --parts"
                 " 1', then 'lohan export NEW OUT --ema')"
             )
 

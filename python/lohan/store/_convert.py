@@ -212,7 +212,7 @@ def convert(
     states: str,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write a store again with its moments in another format, for wrap(resume=True, states=).
+    """Write a store again with its moments in another format, for wrap(resume=True, moments=).
 
     The parameters are copied exactly. Moments are rounded to the format; from a narrow format to
     "fp32", their values do not change. `store` is not changed.
