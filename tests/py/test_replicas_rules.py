@@ -164,13 +164,3 @@ def test_the_stats_of_a_step_have_the_network_and_the_waits_for_others(
     assert 0.9 * late_ns < traffic[0].peer_wait_ns <= found[0][0].wall_ns
     assert traffic[1].peer_wait_ns < traffic[0].peer_wait_ns
     assert "for other processes" in found[0][2]
-
-
-def test_on_nan_skip_is_refused_without_naming_settings_that_are_refused_next(
-    tmp_path: pathlib.Path,
-) -> None:
-    for said in run(tmp_path, 2, world_ends.skip_not_finite, str(tmp_path / "run")):
-        assert len(said) == 3
-        for each in said:
-            assert "several processes" in each and "leave it out" in each
-            assert "pass schedule=" not in each

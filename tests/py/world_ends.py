@@ -101,15 +101,3 @@ def die_in_message(store: str, victim: int, number: int) -> None:
     if rank == victim:
         World._wait = wait_or_die  # type: ignore[method-assign]
     wrapped(store)
-
-
-def skip_not_finite(store: str) -> list[str]:
-    """Wrap with on_nan="skip", by itself and as it is recommended to a single process."""
-    said = []
-    rows: tuple[dict[str, Any], ...] = ({}, {"schedule": "deferred"}, {"max_grad_norm": 1.0})
-    for settings in rows:
-        try:
-            wrapped(store, accumulate=1, on_nan="skip", **settings)
-        except UnsupportedError as error:
-            said.append(str(error))
-    return said
