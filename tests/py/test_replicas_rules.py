@@ -8,7 +8,6 @@ import shutil
 import pytest
 import world_adamw
 import world_commits
-import world_ends
 from world_helper import run
 
 DIFFERENCES = {

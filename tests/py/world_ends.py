@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lohan.errors import UnsupportedError
 from lohan.layout import _gradient_pieces
 from lohan.world import _rendezvous, _watch, _wire
 from lohan.world._meeting import Meeting
