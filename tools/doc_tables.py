@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 import lohan
-from lohan import settings
+from lohan.common import _keywords as settings
 from lohan.common import _setting
 from lohan.config import Config
 from lohan.opening import _combination

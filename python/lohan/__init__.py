@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lohan import errors, losses
     from lohan.common._build import build_info
     from lohan.common._decay import no_decay
+    from lohan.common._keywords import IO, Debug, MeZO, Parallel, Settings
     from lohan.common._stats import ReplicaStats, StepStats, Traffic
     from lohan.common._version import __version__
     from lohan.config import Config as Config
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from lohan.session._block_swap import block_swap
     from lohan.session._optim import Optimizer
     from lohan.session._session import Session
-    from lohan.settings import IO, Debug, MeZO, Parallel, Settings
     from lohan.store._convert import Converted, convert
     from lohan.store._export import export
     from lohan.store._snapshot import Snapshot, snapshot
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "common._build": ("build_info",),
     "common._decay": ("no_decay",),
+    "common._keywords": ("IO", "Debug", "MeZO", "Parallel", "Settings"),
     "common._stats": ("ReplicaStats", "StepStats", "Traffic"),
     "common._version": ("__version__",),
     "config": ("Config",),
@@ -56,7 +57,6 @@ _MODULES = {
     "session._block_swap": ("block_swap",),
     "session._optim": ("Optimizer",),
     "session._session": ("Session",),
-    "settings": ("IO", "Debug", "MeZO", "Parallel", "Settings"),
     "store._convert": ("Converted", "convert"),
     "store._export": ("export",),
     "store._snapshot": ("Snapshot", "snapshot"),

@@ -36,7 +36,7 @@ class Config:
     "500MB".
 
     The names are lohan's own. Users write the `public` names of the declarations, as keywords of
-    `lohan.wrap` or in the groups of lohan.settings, whose docstrings describe each setting.
+    `lohan.wrap` or in the groups of lohan.common._keywords, whose docstrings describe each setting.
     """
 
     host_bytes: int | None = setting(

@@ -14,9 +14,9 @@ from lohan.errors import ModelError
 from lohan.layout import _names
 
 if TYPE_CHECKING:
+    from lohan.common._keywords import MeZO, Settings
     from lohan.session._guard import Guard
     from lohan.session._session import Session
-    from lohan.settings import MeZO, Settings
 
 PathLike = str | os.PathLike[str]
 
@@ -83,7 +83,7 @@ def wrap(
 
 
 def wrap_flat(model: nn.Module, given: dict[str, Any]) -> nn.Module:
-    """Call wrap() with settings that lohan.settings.flat() has translated."""
+    """Call wrap() with settings that lohan.common._keywords.flat() has translated."""
     from lohan.opening import _opening, _request
 
     return _opening.wrapped(_request.of_flat(wrap, model, given))

@@ -11,8 +11,8 @@ from typing import Any
 
 import lohan
 import pytest
-from lohan import settings
 from lohan.common import _arguments, _setting
+from lohan.common import _keywords as settings
 from lohan.config import Config
 from lohan.errors import ModelError
 from lohan.opening import _request
@@ -157,13 +157,18 @@ def test_each_setting_is_in_one_place_with_the_default_that_is_declared() -> Non
         assert neutral == ({"method": "mezo"} if group == "method" else {}), "a default differs"
 
 
+# The checker of types would find these mistakes.
+IO: Any = lohan.IO
+PARALLEL: Any = lohan.Parallel
+
+
 @pytest.mark.parametrize(
     ("make", "meant"),
     [
-        (lambda: lohan.IO(dept=3), "depth="),  # type: ignore[call-arg]
-        (lambda: lohan.IO(io_depth=3), "depth="),  # type: ignore[call-arg]
-        (lambda: lohan.Parallel(shard_optimiser=True), "shard_optimizer="),  # type: ignore[call-arg]
-        (lambda: lohan.IO(trace_events=3), "debug=lohan.Debug(trace_events=)"),  # type: ignore[call-arg]
+        (lambda: IO(dept=3), "depth="),
+        (lambda: IO(io_depth=3), "depth="),
+        (lambda: PARALLEL(shard_optimiser=True), "shard_optimizer="),
+        (lambda: IO(trace_events=3), "debug=lohan.Debug(trace_events=)"),
         (lambda: _request.flat({"depth": 3}, lohan.wrap), "io=lohan.IO(depth=)"),
         (lambda: _request.flat({"shard_optimizer": 3}, lohan.wrap), "Parallel(shard_optimizer=)"),
         (lambda: _request.flat({"accumulates": 3}, lohan.wrap), "gradient_accumulation_steps="),
@@ -181,7 +186,7 @@ def test_a_wrong_name_or_group_is_told_the_right_one(make: Any, meant: str) -> N
     ("given", "said"),
     [
         ({"io": lohan.IO(depth=0)}, "io.depth 0 must be"),
-        ({"parallel": lohan.Parallel(share="on")}, "parallel.share 'on' must be True or False"),  # type: ignore[arg-type]
+        ({"parallel": PARALLEL(share="on")}, "parallel.share 'on' must be True or False"),
         ({"debug": lohan.Debug(threads=0)}, "debug.threads 0 must be"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0 must be"),
         ({"activation_offload_bytes": "lots"}, "activation_offload_bytes 'lots' is not a size"),

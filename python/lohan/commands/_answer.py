@@ -16,13 +16,13 @@ from rich.table import Table
 from lohan.activations import _swap
 from lohan.commands._simulate_show import load_of, options_of
 from lohan.common import _progress
+from lohan.common._keywords import written
 from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
 from lohan.common._states import STATES
 from lohan.config import POLICIES, Config
 from lohan.errors import BudgetError, LohanError, MachineError, UnsupportedError
 from lohan.planning import _models, _quick
-from lohan.settings import written
 from lohan.simulate import Options, Step, simulate
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from lohan.session import _division
 from lohan.torch_glue import _peft
 
 if TYPE_CHECKING:
-    from lohan.settings import Settings
+    from lohan.common._keywords import Settings
     from lohan.wrap import PathLike
 
 

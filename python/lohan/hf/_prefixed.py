@@ -10,11 +10,11 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lohan.common._keywords import GROUPS, Settings, new_names
 from lohan.errors import ModelError, UnsupportedError
 from lohan.hf._trainer_args import SAID_BY_ARGS
 from lohan.opening import _request
 from lohan.opening._combination import Facts
-from lohan.settings import GROUPS, Settings, new_names
 
 if TYPE_CHECKING:
     from lohan.hf._trainer import TrainerCallback

@@ -37,6 +37,7 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from lohan.common import _log
+from lohan.common._keywords import flat
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
@@ -60,7 +61,6 @@ from lohan.hf._trainer_folders import (
 )
 from lohan.session import _wear
 from lohan.session._optim import DEFAULTS
-from lohan.settings import flat
 from lohan.store import _store
 from lohan.store._directories import directories_of
 from lohan.store._stale import stores_of
@@ -68,9 +68,9 @@ from lohan.torch_glue import _device
 from lohan.wrap import wrap_flat
 
 if TYPE_CHECKING:
+    from lohan.common._keywords import OfCallback
     from lohan.hf._trainer_folders import Reference
     from lohan.session._session import Session
-    from lohan.settings import OfCallback
     from lohan.wrap import PathLike
 
 # Keywords of wrap() that a callback takes as well.

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.common import _log, _meta
+from lohan.common._keywords import MeZO
 from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
 from lohan.opening._combination import METHODS, OF_METHOD
-from lohan.settings import MeZO
 from lohan.store import _store
 from lohan.world._rendezvous import process_count
 

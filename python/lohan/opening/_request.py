@@ -19,13 +19,13 @@ from torch import nn
 
 from lohan.activations import _activations, _swap
 from lohan.common import _arguments, _setting
+from lohan.common._keywords import flat as translated
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, UnsupportedError
 from lohan.opening import _combination, _groups, _model_checks
 from lohan.opening._combination import METHODS, OF_METHOD, Facts
 from lohan.planning import _wear
 from lohan.session import _block_swap, _order
-from lohan.settings import flat as translated
 from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 

@@ -48,7 +48,7 @@ _ELSEWHERE = {
     "gradient_checkpointing": "activations",
 }
 _NEAR = 0.6
-_HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 def _fields(group: type) -> tuple[dataclasses.Field[Any], ...]:
