@@ -152,7 +152,7 @@ def test_adapters_of_experts_have_the_gradients_of_every_micro_batch(
     helper.assert_same_state(found[1][1], found[0][1])
 
 
-# An expert has a number of elements that is no multiple of 64, of which z is made at once.
+# z is made for 64 elements at once; the number of those of an expert is not a multiple of 64.
 ODD = {"hidden_size": 36, "moe_intermediate_size": 5}
 ZEROTH: dict[str, dict[str, Any]] = {
     "fp32": {},
