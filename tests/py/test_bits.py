@@ -133,10 +133,10 @@ WIDE_ROWS = pairwise.covering(WIDE, set(REFUSED), SEED, [STREAMED])
 
 
 def _quick_parts(row: Row) -> set[Any]:
-    """Return each choice, and those of the three most important factors with each place."""
-    place = row["world"][0]
-    main = {(place, row["activations"]), (place, row["schedule"])}
-    return set(row.items()) | main | {(row["activations"], row["schedule"])}
+    """Return each choice, activations with schedules, and each place with what it keeps in memory."""
+    place, activations = row["world"][0], row["activations"]
+    main = {(activations, row["schedule"]), (place, activations == "keep")}
+    return set(row.items()) | main
 
 
 QUICK = pairwise.some(ROWS, _quick_parts)
