@@ -16,6 +16,7 @@ from typing import Any
 import lohan
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import BudgetError
 from lohan.store import _store
 from parity_cells import Cell
@@ -184,7 +185,7 @@ def master_of(store: _core.Store, unit: Any, places: Any, param: Any) -> torch.T
 
 def state_of(model: nn.Module) -> Values:
     """Return all masters and moments from the store of a closed session."""
-    session = model.lohan
+    session = inside(model)
     layout, extents = session.layout, session.extents
     found: list[Values] = [{}, {}, {}]
     with _store.reopened(session.directories, session.config, layout) as store:
@@ -225,7 +226,7 @@ def settings_of(cell: Cell, folder: pathlib.Path) -> dict[str, Any]:
         made["device_param_bytes"] = least(cell, folder, "device_param_bytes", **made)
     if cell.device == "cpu" and cell.tier == "host":
         whole = lohan.wrap(build(cell), store=folder / "whole", **made)
-        budget = whole.lohan.budget
+        budget = inside(whole).budget
         whole.lohan.close()
         made["host_bytes"] = budget["host_bytes_full"] - budget["slab_bytes"]
     if cell.tier == "ssd":
@@ -328,8 +329,8 @@ def _run(cell: Cell, steps: int, folder: pathlib.Path, began: float) -> Outcome:
         torchs.step(parts)
     model.lohan.flush()
     moved = dict(model.lohan.stats().bytes)
-    schedule = str(model.lohan.config.schedule)
-    kept = int(model.lohan.budget["kept_chunk_count"])
+    schedule = str(inside(model).config.schedule)
+    kept = int(inside(model).budget["kept_chunk_count"])
     model.lohan.close()
     ours = state_of(model)
     return Outcome(

@@ -33,7 +33,8 @@ def main() -> None:
         model = nn.Sequential(*[Block() for _ in range(BLOCKS)]).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as store:
         model = lohan.wrap(model, store=store, init="model", host_bytes=64_000_000, lr=1e-4)
-        parts = {k: v for k, v in model.lohan.budget.items() if k.endswith("bytes")}
+        budget = model.lohan.status()["budget"]
+        parts = {k: v for k, v in budget.items() if k.endswith("bytes")}
         print("main memory:", parts)
         for step in range(3):
             x = torch.randn(16, WIDTH, dtype=torch.bfloat16)

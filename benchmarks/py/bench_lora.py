@@ -26,6 +26,7 @@ from typing import Any
 import lohan
 import lora_nf4
 import torch
+from lohan.common._inside import inside
 from peak_memory import PeakMemory
 from peft import LoraConfig, get_peft_model
 from report import Report
@@ -207,7 +208,7 @@ def measure(folder: Path, base: Path, args: Any, report: Report) -> None:
         times = {place: turns[place]() for place in order}
         model.lohan.flush()
         rounds.append((times[0], times[1], times[2]))
-    units = model.lohan.layout.units
+    units = inside(model).layout.units
     trainable = sum(12 * unit.elements for unit in units if unit.trainable)
     states = stats.bytes["param_write"] + stats.bytes["state_write"]
     report.add(

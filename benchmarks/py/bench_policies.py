@@ -32,6 +32,7 @@ import torch
 from lohan.activations._plan_model import describe
 from lohan.activations._planner import Made
 from lohan.activations._replay import Assigned
+from lohan.common._inside import inside
 from lohan.errors import LohanError
 from lohan.planning import _policies
 from lohan.session._planned import Planned
@@ -113,7 +114,7 @@ class Trial:
         self.step()
         while self.model.lohan.plan() is None:
             self.step()
-        self.planner = self.model.lohan._extensions.get(Planned).planner
+        self.planner = inside(self.model).extensions.get(Planned).planner
         self.shape = self.planner.shape
 
     def step(self) -> None:
@@ -136,7 +137,7 @@ class Trial:
     def amounts(self) -> list[Made]:
         """Plan amounts of swapping from only the activations between blocks to all of them."""
         profile = self.shape.profile
-        model, items = describe(profile, self.planner.activations.places, self.model.lohan.layout)
+        model, items = describe(profile, self.planner.activations.places, inside(self.model).layout)
         ranked = sorted(
             (i for i, item in enumerate(items) if item.names),
             key=lambda i: -model.layers[i].forward_flop / max(model.layers[i].activation_bytes, 1),
@@ -153,7 +154,7 @@ class Trial:
                 layers.update(dict.fromkeys(items[i].names, mode))
             inputs = {item.block: "swap" for item in items if not item.names}
             modes = Assigned(layers, inputs)
-            made.append(self.planner.choice(self.model.lohan, profile, modes, f"amount {step}"))
+            made.append(self.planner.choice(inside(self.model), profile, modes, f"amount {step}"))
         return made
 
     def policies(self) -> list[Made]:
@@ -161,7 +162,7 @@ class Trial:
         made = []
         for policy in _policies.names():
             try:
-                made.append(self.planner.choose(self.model.lohan, self.shape.profile, policy))
+                made.append(self.planner.choose(inside(self.model), self.shape.profile, policy))
             except LohanError as error:
                 note(f"{policy}: {error}")
         return made
@@ -193,7 +194,7 @@ class Sized:
         for rows in BATCHES:
             try:
                 trial.profile(rows)
-                self.made = trial.planner.choose(trial.model.lohan, trial.shape.profile, policy)
+                self.made = trial.planner.choose(inside(trial.model), trial.shape.profile, policy)
             except LohanError as error:
                 note(f"{policy}, {rows} rows: {error}")
                 continue

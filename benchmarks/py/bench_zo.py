@@ -28,6 +28,7 @@ from typing import Any
 import lohan
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.journal._zeroth import Record, Rule, operations
 from report import Report
 from transformers import OPTConfig, OPTForCausalLM
@@ -165,8 +166,8 @@ def measure(folder: Path, args: Any, report: Report) -> None:
     mezo.step()
     alone = statistics.median(mezo.step() for _ in range(3))
     memory = wrapped(args, folder / "memory")
-    units = sorted((unit.nbytes for unit in memory.lohan.layout.units), reverse=True)
-    blocks = statistics.multimode(unit.nbytes for unit in memory.lohan.layout.units)[0]
+    units = sorted((unit.nbytes for unit in inside(memory).layout.units), reverse=True)
+    blocks = statistics.multimode(unit.nbytes for unit in inside(memory).layout.units)[0]
     rate = int(sum(units) / (LINK_SHARE * alone))
     slots = 2 * blocks + sum(nbytes for nbytes in units if nbytes != blocks)
     device = {

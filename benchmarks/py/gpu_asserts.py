@@ -134,6 +134,7 @@ class Asserts:
         """In a forward, parameters are on the device with the right bits; lend() returns them."""
         torch, place = self.torch, self.place
         import lohan
+        from lohan.common._inside import inside
 
         seen: list[Any] = []
         with store_folder() as folder:
@@ -153,7 +154,7 @@ class Asserts:
                 for (device, value), weight in zip(seen, expected, strict=True):
                     assert device.type == place.device.type, f"a weight is on {device}"
                     assert torch.equal(value, weight), "a weight has different bits on the device"
-                lend = model.lohan._parameters.lend(0)
+                lend = inside(model).parameters.lend(0)
                 assert lend.device.type == place.device.type
                 assert torch.equal(lend.cpu(), expected[0])
                 del lend

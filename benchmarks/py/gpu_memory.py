@@ -58,6 +58,7 @@ class Memory:
         """Build the model without storage, and fill it block by block."""
         import lohan
         import torch
+        from lohan.common._inside import inside
 
         room = shutil.disk_usage(self.folder).free - DISK_RESERVE
         if self.place.is_dry:
@@ -86,7 +87,7 @@ class Memory:
             "trained": trained,
             "frozen_layers": frozen,
             "wrap_seconds": time.perf_counter() - begin,
-            "slot_bytes": self.model.lohan.device.slot_bytes,
+            "slot_bytes": inside(self.model).device.slot_bytes,
             "device_bytes": self.device_bytes,
         }
 

@@ -206,6 +206,7 @@ class Models:
         model = self.build(self.torch.float32)
         try:
             import lohan
+            from lohan.common._inside import inside
             from transformers import TrainingArguments
 
             trainer_class = lohan.Trainer
@@ -237,7 +238,7 @@ class Models:
             trainer.train()
             seconds = time.perf_counter() - begin
             log = [entry for entry in trainer.state.log_history if "loss" in entry]
-            device = trainer.model.lohan.device.name
+            device = inside(trainer.model).device.name
             trainer.model.lohan.close()
         losses = [entry["loss"] for entry in log]
         assert len(losses) == STEPS and all(map(math.isfinite, losses)), losses

@@ -21,6 +21,7 @@ import lohan
 import torch
 import transformers
 from datasets import Dataset
+from lohan.common._inside import inside
 from peak_memory import PeakMemory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -136,8 +137,8 @@ def main() -> None:
         "forward_s": forward_seconds(trainer.ref_model, tokens, 3),
     }
     if kind != "torch":
-        found["host_bytes"] = model.lohan.budget["host_bytes"]
-        found["reference_bytes"] = trainer.ref_model.lohan.budget["host_bytes"]
+        found["host_bytes"] = inside(model).budget["host_bytes"]
+        found["reference_bytes"] = inside(trainer.ref_model).budget["host_bytes"]
     print(json.dumps(found))
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from lohan.common import _arguments, _exit
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from lohan.layout import _names
 
 if TYPE_CHECKING:
     from lohan.common._keywords import MeZO, Settings
     from lohan.session._guard import Guard
-    from lohan.session._session import Session
 
 PathLike = str | os.PathLike[str]
 
@@ -107,7 +107,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     from lohan.opening import _attached
 
-    session: Session | None = model.__dict__.get("lohan")
+    session = inside(model)
     guard: Guard | None = model.__dict__.get("_lohan_guard")
     if session is None or guard is None:
         raise ModelError("the model is not wrapped")
@@ -118,7 +118,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         from lohan.session import _adopt
     if not session.closed:
         session.settle()
-    is_late = session._peers.is_mate  # the store is another process's until that has closed it
+    is_late = session.peers.is_mate  # the store is another process's until that has closed it
     if origin is not None and _adopt.is_torchs(origin) and not is_late:
         with session.reading() as store:
             states = _adopt.read_state(layout, extents, store)

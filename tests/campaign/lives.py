@@ -405,7 +405,7 @@ class Mezo(World):
     def extra(self, model: Any, board: Board) -> None:
         """Parameters are written to the store."""
         board.enter("write_back")
-        model.lohan.write_back()
+        model.optimizer.write_back()
 
 
 def worlds() -> list[World]:

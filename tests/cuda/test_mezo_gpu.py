@@ -119,7 +119,7 @@ def test_which_blocks_are_on_the_gpu_changes_no_bit(tmp_path: pathlib.Path) -> N
 def test_what_is_written_back_is_what_the_gpu_has(tmp_path: pathlib.Path) -> None:
     model = wrapped(tmp_path / "store", "cuda", write_every=3)
     _, expected = trained(model, "cuda", is_real=True)
-    model.lohan.write_back()
+    model.optimizer.write_back()
     model.lohan.close()
     for device in ("cuda", "cpu"):
         model = wrapped(tmp_path / "store", device, resume=True)

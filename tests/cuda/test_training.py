@@ -14,6 +14,7 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "python"))
 
 import lohan
+from lohan.common._inside import inside
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
 from lohan.errors import ModelError
 from torch.utils.checkpoint import checkpoint
@@ -150,7 +151,7 @@ def test_parameters_that_are_read_in_main_memory_have_the_same_bits(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: Integrated())
     model = wrap(tmp_path / "unified", schedule=schedule)
     try:
-        assert model.lohan.device.is_unified
+        assert inside(model).device.is_unified
         assert train(model) == losses
         assert_same(state_of(model), state)
         model.lohan.flush()
@@ -324,7 +325,7 @@ def test_views_outlive_the_session_and_unwrap_gives_the_cpu_its_model(
     model(batch(0)).backward()
     model.optimizer.step()
     state = state_of(model)
-    view = model.lohan._parameters.lend(0)
+    view = inside(model).parameters.lend(0)
     lohan.unwrap(model)
     assert view.is_cuda and bool(view.isfinite().all())
     del view

@@ -20,6 +20,7 @@ import safetensors.torch
 import test_late_bits as bits
 import torch
 from lag_models import Task
+from lohan.common._inside import inside
 from patience import HUNG_S
 
 DEPTH = 24
@@ -107,8 +108,8 @@ def test_state_dicts_and_exports_wait_for_nothing(blocks: Blocks, tmp_path: path
     assert has_returned
     assert not waits
     saved = safetensors.torch.load_file(files[0])
-    for param in model.lohan.layout.params:
-        value = model.lohan._parameters.lend(param.index).cpu()
+    for param in inside(model).layout.params:
+        value = inside(model).parameters.lend(param.index).cpu()
         assert torch.equal(state[param.name], value)
         assert torch.equal(saved[param.name], value)
 

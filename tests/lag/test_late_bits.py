@@ -13,6 +13,7 @@ import late
 import pytest
 import torch
 from lag_models import Task
+from lohan.common._inside import inside
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
 from lohan.torch_glue._cast import CastParameter
 from torch import nn
@@ -156,7 +157,7 @@ def test_under_autocast_the_graph_keeps_no_weight(
     with torch.autograd.graph.saved_tensors_hooks(lambda t: hooks.pack(t), lambda t: t):
         assert weights_kept(plain, hooks) > 0
     model = models.wrap(task, tmp_path / "store")
-    assert weights_kept(model, model.lohan._saving.saved) == 0
+    assert weights_kept(model, inside(model).saving.saved) == 0
     model.optimizer.step()
     model.lohan.close()
     assert not any(isinstance(param, CastParameter) for param in model.parameters())

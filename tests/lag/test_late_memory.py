@@ -13,6 +13,7 @@ import lohan
 import pytest
 import torch
 from lag_models import Task
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, DeviceMemoryError
 from lohan.torch_glue import _device
 
@@ -52,7 +53,7 @@ def test_saved_tensors_above_the_ceiling_are_refused_and_the_next_step_is_exact(
     many = torch.zeros(16 * models.ROWS, models.WIDTH).to("cuda")
     with pytest.raises(DeviceMemoryError, match=rf"cuda:0 is full: .* device_bytes {least + MORE}"):
         model(many)
-    meter = model.lohan._saving.meter
+    meter = inside(model).saving.meter
     assert meter.kept_bytes == 0
     found = models.train(TASK, model)
     models.assert_same(found, models.expected(TASK, tuple(found.norms)))
@@ -100,5 +101,5 @@ def test_main_memory_is_on_the_gpus_node(
 
 def test_without_a_ceiling_nothing_is_counted(device: late.Late, tmp_path: pathlib.Path) -> None:
     model = models.wrap(TASK, tmp_path)
-    assert model.lohan._saving.meter is None
+    assert inside(model).saving.meter is None
     model.lohan.close()

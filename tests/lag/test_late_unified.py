@@ -18,6 +18,7 @@ import test_late_ahead as ahead
 import test_late_bits as bits
 import torch
 from lag_models import Task
+from lohan.common._inside import inside
 from test_late_bits import Place
 from torch import nn
 
@@ -81,7 +82,7 @@ def test_no_parameter_is_copied_and_no_slot_is_allocated(
     least = models.least_host(task, tmp_path, {})
     before = integrated.counts.live_bytes
     model = models.wrap(task, tmp_path, host_bytes=least)
-    assert model.lohan.device.is_unified and model.lohan.device.slot_bytes == 0
+    assert inside(model).device.is_unified and inside(model).device.slot_bytes == 0
     params = sum(p.numel() * 4 for p in model.parameters())
     assert integrated.counts.live_bytes - before < params
     moved = counted(model, task)
@@ -101,7 +102,7 @@ def test_a_gpu_with_memory_of_its_own_and_settings_that_need_copies_get_copies(
     }[setting]
     integrated.is_integrated = setting != "other"
     model = models.wrap(task, tmp_path, **settings)
-    assert not model.lohan.device.is_unified and model.lohan.device.slot_bytes > 0
+    assert not inside(model).device.is_unified and inside(model).device.slot_bytes > 0
     if setting != "policy":  # whose profiler needs events that this device lacks
         assert counted(model, task)["copy_in"] > 0
     model.lohan.close()

@@ -14,6 +14,7 @@ import kit
 import lohan
 import torch
 import world_moe
+from lohan.common._inside import inside
 from lohan.errors import BudgetError
 from lohan.layout import _gradient_pieces
 from torch import nn
@@ -187,23 +188,23 @@ def wrapped(row: dict[str, Any], folder: str) -> Any:
         settings["host_bytes"] += sum(p.numel() for p in model.parameters()) * 2 // count
     store = [os.path.join(folder, f"disk{index}") for index in range(row["directories"])]
     model = lohan.wrap(model, store=store, **settings)
-    if _is_mate(model.lohan):  # the rank that has the store also has the budget
+    if _is_mate(inside(model)):  # the rank that has the store also has the budget
         return model
-    budget = model.lohan.budget
+    budget = inside(model).budget
     if row["budget"] != "full":
         assert budget["host_bytes"] < budget["host_bytes_full"], budget
     else:  # all states stay in memory
         assert budget["kept_chunk_count"] == budget["state_chunk_count"], budget
     assert model.lohan.status()["io"] == row["io"]
     if row["model"] == "wide" and row["budget"] == "least" and row["place"] == "alone":
-        units = [unit for unit in model.lohan.layout.units if unit.trainable]
+        units = [unit for unit in inside(model).layout.units if unit.trainable]
         assert budget["chunk_elements"] < min(unit.elements for unit in units)
         assert (budget["slab_count"], budget["kept_chunk_count"]) == (3, 0), budget
     return model
 
 
 def _is_mate(session: Any) -> bool:
-    team = getattr(session._peers, "team", None)
+    team = getattr(session.peers, "team", None)
     return team is not None and team.is_mate
 
 
@@ -212,7 +213,7 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
     rank, count = rank_and_count()
     _gradient_pieces.PIECE_BYTES = row["piece_bytes"]
     model = wrapped(row, folder)
-    session = model.lohan
+    session = inside(model)
     found: dict[str, Any] = {}
     moved = dict.fromkeys(("saved", "gathered"), 0)
     for step in range(STEPS):
@@ -220,7 +221,7 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
         calls = [functools.partial(loss_of, model, row, batches, number) for number in numbers]
         for number, loss in zip(numbers, _backwards(row, session, calls), strict=True):
             found[f"loss {step} {number}"] = loss
-        session._open_step.close(unscale=1 / row["accumulate"])
+        session.open_step.close(unscale=1 / row["accumulate"])
         if row["clip"]:
             found[f"norm {step}"] = float(model.optimizer.grad_norm)
         session.flush()
@@ -233,7 +234,7 @@ def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
     # Where a machine has one process, it gathers nothing.
     assert moved["gathered"] > 0 or row["place"] != "gather" or count == 3, moved
     found |= values(model) | states(model)
-    if getattr(session._peers, "team", None) is not None:
+    if getattr(session.peers, "team", None) is not None:
         session.part()
     session.close()
     return found
@@ -263,11 +264,11 @@ def values(model: Any) -> dict[str, str]:
 
 def states(model: Any) -> dict[str, str]:
     """Return a hash of every parameter, and of its optimizer's states, in this process's store."""
-    session = model.lohan
+    session = inside(model)
     found: dict[str, str] = {}
     if _is_mate(session):
         return found
-    with session._exclusive([]) as store:
+    with session.exclusive([]) as store:
         sizes = store.extents()
         for unit, places in zip(session.layout.units, session.extents.units, strict=True):
             arrays = dataclasses.asdict(places)

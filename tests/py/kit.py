@@ -16,6 +16,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import BudgetError
 from lohan.session._wear import Wear
 from torch import nn
@@ -181,8 +182,8 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def wear_of(model: nn.Module) -> Wear:
     """What counts the writes of a wrapped model's session, which has to count them."""
-    session: Any = model.lohan
-    wear: Wear | None = session._extensions.get(Wear)
+    session: Any = inside(model)
+    wear: Wear | None = session.extensions.get(Wear)
     assert wear is not None
     return wear
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import lohan
 import torch
+from lohan.common._inside import inside
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
@@ -70,12 +71,12 @@ def run_step(store: str, host_bytes: int) -> dict[str, float]:
     model.lohan.flush()
     stats = model.lohan.stats()
     ended = time.monotonic()
-    params = sum(unit.elements for unit in model.lohan.layout.units)
+    params = sum(unit.elements for unit in inside(model).layout.units)
     model.lohan.close()
     return {
         "loss": loss.item(),
         "params": params,
-        "host_bytes": model.lohan.budget["host_bytes"],
+        "host_bytes": inside(model).budget["host_bytes"],
         "wrap_s": wrapped - started,
         "step_s": ended - wrapped,
         "wrapped_peak_bytes": wrapped_peak_bytes,
@@ -111,7 +112,7 @@ def run_steps(store: str, host_bytes: int, swap_bytes: int) -> dict[str, Any]:
         "losses": losses,
         "swapped_bytes": swapped,
         "step_s": seconds,
-        "host_bytes": model.lohan.budget["host_bytes"] + swap_bytes,
+        "host_bytes": inside(model).budget["host_bytes"] + swap_bytes,
         "peak_bytes": peak_bytes(),
     }
 

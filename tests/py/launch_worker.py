@@ -16,6 +16,7 @@ from typing import Any
 import lohan
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.torch_glue import _device
 from torch import nn
 
@@ -28,7 +29,7 @@ class Led:
     """Advances each unit by one position each time, as a session's on_use does."""
 
     def __init__(self, session: Any) -> None:
-        self.engine = session._engine
+        self.engine = session.engine
         self.units = session.layout.units
         self.left: dict[int, list[int]] = {}  # makes, outs, position, position in main memory
         self.seen: list[tuple[int, int, int]] = []
@@ -93,8 +94,8 @@ def main(store: str) -> None:
     model = lohan.wrap(
         model, method="mezo", store=store, device="emu", device_param_bytes=3 * block, seed=7
     )
-    session: Any = model.lohan
-    engine = session._engine
+    session: Any = inside(model)
+    engine = session.engine
     led = Led(session)
     engine.on_use(led.on_use, [])
     try:

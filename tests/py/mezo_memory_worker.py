@@ -45,7 +45,7 @@ def wrap(store: str, host_bytes: str, **more: Any) -> tuple[Any, dict[str, Any]]
     asked = {"method": "mezo", "host_bytes": int(host_bytes), "write_every": WRITE_EVERY}
     model = lohan.wrap(model, store=store, **asked, **more)
     said = {"wrap_s": time.monotonic() - started, "wrap_peak_bytes": peak_bytes()}
-    return model, {**said, "host_bytes": model.lohan.budget["host_bytes"]}
+    return model, {**said, "host_bytes": model.lohan.status()["budget"]["host_bytes"]}
 
 
 def steps(model: Any) -> dict[str, Any]:
@@ -80,11 +80,11 @@ def baseline() -> dict[str, Any]:
 def train(store: str, host_bytes: str) -> dict[str, Any]:
     """Start a new run."""
     model, said = wrap(store, host_bytes, init="model", lr=1e-6, eps=1e-3, seed=1)
-    said["params"] = sum(param.count for param in model.lohan.layout.params)
+    said["params"] = sum(param.numel() for param in model.parameters())
     said.update(steps(model))
     begin_peak()
     started = time.monotonic()
-    model.lohan.write_back()
+    model.optimizer.write_back()
     said.update(write_s=time.monotonic() - started, write_peak_bytes=peak_bytes())
     model.lohan.close()
     return said

@@ -12,6 +12,7 @@ from typing import Any
 import lohan
 import torch
 from conftest import TORCH_THREAD_COUNT
+from lohan.common._inside import inside
 from lohan.errors import SessionError, StoreLockedError
 from lohan.torch_glue._device import Meter
 from rules_helper import Stack, build, train_step, vectors
@@ -132,7 +133,7 @@ def fork(store: str, **settings: Any) -> None:
     child = os.fork()
     if child == 0:
         model.lohan.close()
-        model.lohan.store.close()
+        inside(model).store.close()
         try:
             model(vectors(0))
         except SessionError:
@@ -170,8 +171,8 @@ def fork_one_slot(store: str) -> None:
 
 def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]:
     """Calls that a forked child may make, and that are refused."""
-    session = model.lohan
-    engine = session._engine
+    session = inside(model)
+    engine = session.engine
     return [
         loss.backward,
         lambda: model(vectors(1)),
@@ -183,9 +184,9 @@ def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]
         session.flush,
         session.stats,
         session.status,
-        session._trace,
+        session.trace,
         session.commit,
-        lambda: session._parameters.value(0),
+        lambda: session.parameters.value(0),
         lambda: session.snapshot(store + "-copy"),
         lambda: engine.acquire(0),
         lambda: engine.lend(0),
@@ -209,8 +210,8 @@ def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]
 
 def quiet_calls(model: nn.Module) -> list[Any]:
     """Calls with which a forked child releases things; they must do nothing."""
-    session = model.lohan
-    engine = session._engine
+    session = inside(model)
+    engine = session.engine
     return [
         lambda: engine.release(0),
         engine.scopes_drop,
@@ -248,7 +249,7 @@ def fork_calls(store: str, pid: int | None = None) -> None:
     model = wrap(store, activations="recompute")
     train_step(model, 0)
     loss = model(vectors(1)).square().mean()
-    lend = model.lohan._parameters.lend(0)
+    lend = inside(model).parameters.lend(0)
     params = list(model.parameters())
     loop = iter(model.parameters())
     lent = next(loop)

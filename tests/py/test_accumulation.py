@@ -9,6 +9,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import (
     BudgetError,
     ModelError,
@@ -275,7 +276,7 @@ def test_no_sync_without_memory_for_sums_is_refused(workshop: Workshop) -> None:
         model.no_sync(),
     ):
         pass
-    assert model.lohan.budget["gradient_waiting_bytes"] == 0
+    assert inside(model).budget["gradient_waiting_bytes"] == 0
     lohan.unwrap(workshop.made.pop())
     assert not hasattr(model, "no_sync")
 
@@ -338,7 +339,7 @@ def test_sums_have_their_place_in_the_budget(workshop: Workshop) -> None:
     with pytest.raises(BudgetError, match=f"at least {least}"):
         workshop.wrap(model, accumulate=2, host_bytes=least - 1)
     wrapped = workshop.wrap(model, accumulate=2, host_bytes=least)
-    budget = wrapped.lohan.budget
+    budget = inside(wrapped).budget
     assert budget["gradient_bytes"] >= budget["gradient_waiting_bytes"] >= 4 * elements
     assert wrapped.lohan.status()["arena_bytes"] <= least
 

@@ -9,6 +9,7 @@ import lohan
 import pytest
 import torch
 from lohan.activations._shapes import SHAPE_COUNT_MAX, Shapes
+from lohan.common._inside import inside
 from lohan.errors import FrozenParameterError, ModelError, StaleGraphError, StaleStateError
 from rules_helper import Workshop, assert_same_state, build, train_step
 from torch import nn
@@ -88,7 +89,7 @@ def test_a_module_around_the_model_loads_its_state_dict(workshop: Workshop) -> N
         outer.scale.fill_(2)
     result = outer.load_state_dict(before)
     assert not result.missing_keys and not result.unexpected_keys
-    assert outer.net.lohan._edits.is_pending
+    assert inside(outer.net).edits.is_pending
     assert_same_state(outer.state_dict(), before)
     again = nn.ModuleDict({"a": nn.ModuleDict({"b": outer})})
     doubled = {f"a.b.{name}": value * 2 for name, value in before.items()}

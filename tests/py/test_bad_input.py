@@ -21,6 +21,7 @@ import lohan
 import pytest
 import torch
 from lohan import errors
+from lohan.common._inside import inside
 from lohan.session import _notes
 from notes_helper import notes
 from patience import HUNG_S
@@ -131,7 +132,7 @@ def test_a_budget_too_small_is_refused_with_one_that_fits(store_dir: pathlib.Pat
         wrap(store_dir, host_bytes=least - 1)
     assert list(store_dir.iterdir()) == []
     model = wrap(store_dir, host_bytes=least)
-    assert model.lohan.budget["host_bytes"] <= least
+    assert inside(model).budget["host_bytes"] <= least
     crash_worker.train_step(model, 0)
     crash_worker.train_step(model, 1)
     model.lohan.close()
@@ -304,7 +305,7 @@ class Damage:
 
 def check_failed(model: Any, first: BaseException) -> None:
     """Every later call raises the first error; close() releases everything."""
-    session = model.lohan
+    session = inside(model)
     for call in (
         lambda: crash_worker.train_step(model, 9),
         session.commit,
@@ -330,7 +331,7 @@ def test_a_wrong_bit_in_a_closed_store_is_found_where_it_is(
     model: Any = lohan.wrap(crash_worker.build(dtype), store=store_dir)
     for step in range(2):
         crash_worker.train_step(model, step)
-    damage = Damage(model.lohan, store_dir, array, "blocks.1")
+    damage = Damage(inside(model), store_dir, array, "blocks.1")
     digest = crash_worker.digest(model)
     model.lohan.close()
     damage.flip()
@@ -357,7 +358,7 @@ def test_a_bit_that_rots_while_training_is_found_on_the_next_read(
     for step in range(2):
         crash_worker.train_step(model, step)
     model.lohan.commit()
-    damage = Damage(model.lohan, store_dir, array, block)
+    damage = Damage(inside(model), store_dir, array, block)
     with pytest.raises(errors.ChecksumError, match=damage.message) as caught:
         for step in range(2, 9):
             damage.flip()
@@ -371,7 +372,7 @@ def test_a_file_truncated_while_training_ends_it_with_its_name(store_dir: pathli
     crash_worker.train_step(model, 0)
     model.lohan.commit()
     path = store_dir / FILE_NAME
-    found = places(model.lohan, path)
+    found = places(inside(model), path)
     with pytest.raises(errors.StoreError, match=str(path)) as caught:
         for step in range(1, 9):
             os.truncate(path, min(at for at, _ in found.values()))

@@ -10,6 +10,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import ModelError, UnsupportedError
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -77,7 +78,7 @@ def test_blocks_that_are_away_leave_room_for_the_others_and_change_no_bit(
         expected = bytes_of(model) - sum(bytes_of(block) for block in model.blocks[:count])
         folder = store_dir / str(count)
         model = lohan.wrap(model, store=folder, device="emu", **helper.HYPER)
-        room = model.lohan.device.slot_bytes
+        room = inside(model).device.slot_bytes
         assert 0 <= expected - room < 4096 if count else room >= expected, (room, expected)
         model.move_to_device_except_swap_blocks("cpu")
         model.prepare_block_swap_before_forward()
@@ -99,7 +100,7 @@ def test_blocks_that_are_away_leave_room_for_the_others_and_change_no_bit(
 
 def test_with_every_block_away_the_device_has_the_least_memory(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(swapped(DEPTH), store=store_dir / "run", device="emu")
-    device = model.lohan.device
+    device = inside(model).device
     assert device.slot_bytes == device.least_bytes > bytes_of(model.stem)
 
 
@@ -107,18 +108,18 @@ def test_settings_of_wrap_take_precedence(store_dir: pathlib.Path) -> None:
     given = bytes_of(build())
     settings: dict[str, Any] = {"device": "emu", "device_param_bytes": given - given % 4096}
     model = lohan.wrap(swapped(5), store=store_dir / "room", **settings)
-    assert model.lohan.config.device_param_bytes == settings["device_param_bytes"]
-    most = 2 * model.lohan.device.least_bytes
+    assert inside(model).config.device_param_bytes == settings["device_param_bytes"]
+    most = 2 * inside(model).device.least_bytes
     model = lohan.wrap(swapped(1), store=store_dir / "most", device="emu", device_bytes=most)
-    assert model.lohan.device.slot_bytes == most // 2
+    assert inside(model).device.slot_bytes == most // 2
     model = lohan.wrap(swapped(5, "cuda"), store=store_dir / "cpu", device="cpu")
-    assert model.lohan.config.device == "cpu"
-    assert model.lohan.config.device_param_bytes is None
+    assert inside(model).config.device == "cpu"
+    assert inside(model).config.device_param_bytes is None
 
 
 def test_wrap_computes_on_the_trainers_device(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(swapped(5, torch.device("cpu")), store=store_dir / "run")
-    assert model.lohan.config.device == "cpu"
+    assert inside(model).config.device == "cpu"
     with pytest.raises(ModelError, match="cuda"):
         lohan.wrap(swapped(5, torch.device("cuda")), store=store_dir / "no gpu")
 
@@ -128,7 +129,7 @@ def test_a_base_below_adapters_is_found_and_a_copy_has_the_calls(store_dir: path
     base.enable_block_swap(DEPTH, "cpu")
     tuned = get_peft_model(base, LoraConfig(target_modules=["stem"]))
     model = lohan.wrap(tuned, store=store_dir / "run", device="emu")
-    assert model.lohan.device.slot_bytes == model.lohan.device.least_bytes
+    assert inside(model).device.slot_bytes == inside(model).device.least_bytes
 
 
 @pytest.mark.parametrize("count", [DEPTH + 1, -1, True, 1.5])

@@ -12,6 +12,7 @@ import lohan
 import pytest
 import torch
 from lohan import StepStats
+from lohan.common._inside import inside
 from lohan.config import SCHEDULES, SCHEDULES_AT_STEP
 from quick_helper import half_quick
 from torch import nn
@@ -133,7 +134,7 @@ def wrap(
         host_bytes = helper.host_bytes_min(build(name, dtype), folder, **settings)
     if budget == "middle":
         probe = lohan.wrap(build(name, dtype), store=folder / "probe", **settings)
-        host_bytes = (host_bytes + probe.lohan.budget["host_bytes_full"]) // 2
+        host_bytes = (host_bytes + inside(probe).budget["host_bytes_full"]) // 2
         probe.lohan.close()
     return lohan.wrap(build(name, dtype), store=folder / "run", host_bytes=host_bytes, **settings)
 
@@ -166,7 +167,7 @@ def test_bytes_are_the_plans_in_every_schedule_and_gradients_that_wait_pass_once
 ) -> None:
     name, dtype = row.split("-")
     model = wrap(name, DTYPES[dtype], budget, store_dir, schedule=schedule)
-    waiting = model.lohan.budget["gradient_waiting_bytes"]
+    waiting = inside(model).budget["gradient_waiting_bytes"]
     with contextlib.closing(model.lohan):
         found = list(steps_of(model, name, flushes=True))
     for stats in found[1:]:
@@ -220,7 +221,7 @@ def test_with_nothing_cached_a_step_writes_12_and_reads_14_bytes_a_parameter_of_
 ) -> None:
     smallest = helper.host_bytes_min(wide(DTYPES[dtype]), store_dir)
     model = lohan.wrap(wide(DTYPES[dtype]), store=store_dir / "run", host_bytes=smallest)
-    params = sum(unit.elements for unit in model.lohan.layout.units)
+    params = sum(unit.elements for unit in inside(model).layout.units)
     with contextlib.closing(model.lohan):
         wide_step(model)
         wide_step(model)
@@ -239,7 +240,7 @@ def test_with_nothing_cached_a_step_writes_12_and_reads_14_bytes_a_parameter_of_
 def test_more_memory_reads_less(store_dir: pathlib.Path) -> None:
     smallest = helper.host_bytes_min(build("llama", torch.bfloat16), store_dir)
     probe = lohan.wrap(build("llama", torch.bfloat16), store=store_dir / "probe")
-    full = probe.lohan.budget["host_bytes_full"]
+    full = inside(probe).budget["host_bytes_full"]
     probe.lohan.close()
     read = []
     for part in range(5):
@@ -278,7 +279,7 @@ def test_a_step_that_does_not_commit_writes_no_commit(budget: str, store_dir: pa
 def written(model: nn.Module) -> int:
     """Return the bytes that were written to the SSDs so far, also outside of steps."""
     write = 2  # LH_ENGINE_TRACE_WRITE
-    return sum(event[6] for event in model.lohan._trace() if event[0] == write)
+    return sum(event[6] for event in inside(model).trace() if event[0] == write)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

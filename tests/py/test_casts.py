@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lohan.common._inside import inside
 from lohan.torch_glue._cast import CastParameter
 from rules_helper import Workshop, build, square_loss
 from torch import nn
@@ -58,7 +59,7 @@ def test_under_autocast_the_graph_keeps_activations_and_no_weights(
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             plain_loss = square_loss(plain, 0)
         model = workshop.wrap(build())
-        pack = model.lohan._saving.saved.pack
+        pack = inside(model).saving.saved.pack
 
         def count(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
@@ -66,7 +67,7 @@ def test_under_autocast_the_graph_keeps_activations_and_no_weights(
                 kept[packed.data_ptr()] = packed
             return packed
 
-        model.lohan._saving.saved.pack = count
+        inside(model).saving.saved.pack = count
         loss = square_loss(model, 0)
     assert torch.equal(loss, plain_loss)
     assert {tuple(t.shape) for t in kept.values()}.isdisjoint(shapes)

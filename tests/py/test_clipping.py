@@ -10,6 +10,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import (
     ChecksumError,
@@ -49,7 +50,7 @@ def test_norm_and_parameters_are_the_same_bits_however_blocks_are_split(
         if kinds is not None:
             blocks = [module for module in plain.modules() if isinstance(module, kinds)]
         model = lohan.wrap(plain, store=store_dir / name, blocks=blocks, max_grad_norm=0.5, lr=1e-2)
-        count = len(model.lohan.layout.units)
+        count = len(inside(model).layout.units)
         norms = []
         for step in range(STEP_COUNT):
             helper.language_loss(model, step).backward()
@@ -164,7 +165,7 @@ def test_a_step_whose_gradients_wait_on_the_ssd_can_be_forgotten(store_dir: path
     states = []
     for name, forgets in (("a", False), ("b", True)):
         model = lohan.wrap(build(), store=store_dir / name, **settings)
-        assert model.lohan.budget["gradient_waiting_bytes"] == 0
+        assert inside(model).budget["gradient_waiting_bytes"] == 0
         for step in range(STEP_COUNT):
             if forgets:
                 helper.language_loss(model, 10 + step).backward()

@@ -9,6 +9,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import FrozenParameterError, ModelError, SessionError
 from torch import nn
 
@@ -124,7 +125,7 @@ def test_loading_what_is_there_keeps_the_masters_below_it(store_dir: pathlib.Pat
         steps(model, 3)
         if name == "b":
             model.load_state_dict(state_of(model))
-            assert not model.lohan._edits.is_pending
+            assert not inside(model).edits.is_pending
         losses.append(steps(model, 3))
         model.lohan.close()
     assert losses[0] == losses[1]

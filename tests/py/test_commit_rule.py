@@ -10,6 +10,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.planning import _engine, _machines, _measure, _models, _parts, _wear
 from lohan.planning._wear import DAY_S, Drive
 from lohan.session import _commit_rule, _division
@@ -74,26 +75,26 @@ def _trained(store: pathlib.Path, steps: int = STEPS, **settings: Any) -> tuple[
     for number in range(steps):
         _step(model, number)
         model.lohan.flush()
-        committed.append(model.lohan._method.durable_step())
+        committed.append(inside(model).method.durable_step())
     return committed, model
 
 
 def _committed_in(model: Any, number: int) -> int:
     """Make a step, await it, and return the committed step."""
     _step(model, number)
-    model.lohan._engine.await_steps()
-    return model.lohan._method.durable_step()
+    inside(model).engine.await_steps()
+    return inside(model).method.durable_step()
 
 
 def test_the_number_is_chosen_after_four_steps_and_then_stays(
     store_dir: pathlib.Path, is_costly: None
 ) -> None:
     model = lohan.wrap(_build(), store=store_dir, lr=1e-2)
-    assert Place.COMMITS in model.lohan._extensions and "2.5 s" in model.lohan._commits.rule()
+    assert Place.COMMITS in inside(model).extensions and "2.5 s" in inside(model).commits.rule()
     found = [_committed_in(model, number) for number in range(STEPS)]
     assert found == [0, 0, 0, 0, 0, 6, 6, 6, 9, 9, 9]
-    assert model.lohan.config.commit_every == 3
-    assert model.lohan._commits.rule() == "every 3 steps are committed"
+    assert inside(model).config.commit_every == 3
+    assert inside(model).commits.rule() == "every 3 steps are committed"
     model.lohan.close()
 
 
@@ -115,7 +116,7 @@ def test_the_parameters_are_those_of_a_run_that_commits_each_step(
 def test_a_session_that_resumes_chooses_again(store_dir: pathlib.Path, is_costly: None) -> None:
     _trained(store_dir, 5)[1].lohan.close()
     model = lohan.wrap(_build(), store=store_dir, resume=True)
-    assert model.lohan.step == model.lohan._method.durable_step() == 5  # closing has committed it
+    assert model.lohan.step == inside(model).method.durable_step() == 5  # closing has committed it
     found = [_committed_in(model, number) for number in range(5, 13)]
     assert found == [5, 5, 5, 5, 5, 5, 12, 12]
     model.lohan.close()
@@ -126,10 +127,10 @@ def test_steps_that_write_their_states_anyway_are_all_committed(
 ) -> None:
     model = lohan.wrap(_build(), store=store_dir, lr=1e-2)
     # What commits would save is less than 64 MiB.
-    choice = model.lohan._extensions.get(_commit_rule.CommitChoice)
+    choice = inside(model).extensions.get(_commit_rule.CommitChoice)
     assert choice is None or not isinstance(choice.rule, _commit_rule.Rule)
     assert [_committed_in(model, number) for number in range(3)] == [1, 2, 3]
-    saved = _wear.saved_bytes(model.lohan.layout.units, model.lohan.budget, is_served=False)
+    saved = _wear.saved_bytes(inside(model).layout.units, inside(model).budget, is_served=False)
     assert 0 < saved < _division.SAVED_BYTES_MIN
     model.lohan.close()
 
@@ -139,7 +140,9 @@ def test_a_number_that_is_given_is_kept(
     store_dir: pathlib.Path, is_costly: None, every: Any
 ) -> None:
     _, model = _trained(store_dir, 6, commit_every=every)
-    assert Place.COMMITS not in model.lohan._extensions and model.lohan.config.commit_every == every
+    assert (
+        Place.COMMITS not in inside(model).extensions and inside(model).config.commit_every == every
+    )
     model.lohan.close()
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from lohan import _core
 from lohan.common import _wake
+from lohan.common._inside import inside
 from lohan.common._lock import held
 from lohan.errors import LentError
 
@@ -221,24 +222,24 @@ def test_a_flag_wakes_all_threads_that_wait_for_it() -> None:
 
 def test_the_store_is_given_to_one_thread_at_a_time(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(crash_worker.build(torch.float32), store=store_dir / "s", lr=1e-2)
-    session = model.lohan
+    session = inside(model)
     order: list[str] = []
 
     def other() -> None:
-        with session._exclusive([]):
+        with session.exclusive([]):
             order.append("other")
         session.flush()
 
     thread = threading.Thread(target=other)
-    with session._exclusive([]):
+    with session.exclusive([]):
         thread.start()
         thread.join(0.2)
         order.append("first")
     thread.join(60)
     assert not thread.is_alive()
     assert order == ["first", "other"]
-    with pytest.raises(RuntimeError, match="already paused"), session._exclusive([]):
-        session._exclusive([]).__enter__()
+    with pytest.raises(RuntimeError, match="already paused"), session.exclusive([]):
+        session.exclusive([]).__enter__()
     session.close()
 
 

@@ -11,6 +11,7 @@ import kit
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import StoreDeletedError, StoreError, StoreUncleanError
 from torch import nn
 
@@ -38,7 +39,7 @@ def test_a_deleted_store_ends_the_run_with_an_error(
     with pytest.raises(StoreDeletedError, match=r"run/lohan\.data was deleted while it was open"):
         _train(model, 4)
         model.lohan.close()
-    if not model.lohan.closed:
+    if not inside(model).closed:
         with pytest.raises(StoreDeletedError):
             model.lohan.close()
 
@@ -52,7 +53,7 @@ def test_a_store_that_is_deleted_after_its_last_step_is_missed_at_the_close(
     shutil.rmtree(store_dir / "run")
     with pytest.raises(StoreDeletedError, match=f"/proc/{os.getpid()}/fd/"):
         model.lohan.close()
-    assert model.lohan.closed
+    assert inside(model).closed
 
 
 def test_a_store_that_is_moved_while_a_run_uses_it_resumes_at_its_new_place(
@@ -91,7 +92,7 @@ def test_a_store_whose_weights_were_never_written_is_to_be_copied_again(
     store_dir: pathlib.Path,
 ) -> None:
     model = lohan.wrap(nn.Linear(4, 4), store=store_dir / "run")
-    raw = model.lohan.store
+    raw = inside(model).store
     assert not raw.describe()["is_empty"]
     model.lohan.close()
     from lohan.store import _store
@@ -101,4 +102,4 @@ def test_a_store_whose_weights_were_never_written_is_to_be_copied_again(
             return {"is_empty": True, "files": [("/copy/lohan.data", 1, True)]}
 
     with pytest.raises(StoreUncleanError, match="copy the store again if this is a copy"):
-        _store.check_same_model(Empty(), model.lohan.layout)  # type: ignore[arg-type]
+        _store.check_same_model(Empty(), inside(model).layout)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.config import SCHEDULES
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StepError
 from lohan.torch_glue import _device
@@ -51,7 +52,7 @@ def test_a_model_eight_times_the_device_trains_to_the_same_bits(store_dir: pathl
         lohan.wrap(tower(), store=store_dir / "cpu", lr=1e-3), range(STEPS), loss_of
     )
     model = wrap(store_dir, device_bytes=nbytes // 8)
-    meter = model.lohan._saving.meter
+    meter = inside(model).saving.meter
     trained = helper.train(model, range(STEPS), loss_of)
     helper.assert_same(trained, reference)
     assert 8 * meter.peak_bytes <= nbytes
@@ -63,11 +64,11 @@ def test_what_is_kept_counts_until_autograd_lets_go_of_it(store_dir: pathlib.Pat
     model = wrap(store_dir, tower(3))
     with contextlib.closing(model.lohan):
         loss = loss_of(model, 0)
-        kept = model.lohan._saving.meter.kept_bytes
+        kept = inside(model).saving.meter.kept_bytes
         assert kept >= 6 * ROWS * WIDTH * 4
         loss.backward()
         del loss
-        assert model.lohan._saving.meter.kept_bytes == 0
+        assert inside(model).saving.meter.kept_bytes == 0
 
 
 def test_tensors_that_share_a_storage_count_once(store_dir: pathlib.Path) -> None:
@@ -75,12 +76,12 @@ def test_tensors_that_share_a_storage_count_once(store_dir: pathlib.Path) -> Non
     with contextlib.closing(model.lohan):
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         with_views = [x[:2] * x[2:] for _ in range(3)]
-        meter = model.lohan._saving.meter
-        model.lohan._saving.saved.enter()
+        meter = inside(model).saving.meter
+        inside(model).saving.saved.enter()
         try:
             with_views = [x[:2] * x[2:] for _ in range(3)]
         finally:
-            model.lohan._saving.saved.leave()
+            inside(model).saving.saved.leave()
         assert meter.kept_bytes == x.untyped_storage().nbytes()
         del with_views
         assert meter.kept_bytes == 0
@@ -96,8 +97,8 @@ def test_activations_above_the_ceiling_are_refused_and_the_next_step_is_exact(
             DeviceMemoryError, match=r"device_bytes \d+.*: raise it to at least \d+.*, use"
         ):
             model(torch.randn(4000, WIDTH))
-        assert model.lohan._saving.meter.kept_bytes == 0
-        assert model.lohan._saving.meter.peak_bytes <= least + (2 << 20)
+        assert inside(model).saving.meter.kept_bytes == 0
+        assert inside(model).saving.meter.peak_bytes <= least + (2 << 20)
         trained = helper.train(model, range(STEPS), loss_of)
     reference = lohan.wrap(tower(), store=store_dir / "cpu", lr=1e-3)
     helper.assert_same(trained, helper.train(reference, range(STEPS), loss_of))
@@ -145,7 +146,7 @@ def test_blocks_that_never_change_cross_once_where_there_is_room(store_dir: path
         first = step_of(model, 0)
         step_of(model, 1)  # copies for this step and, after its updates, for the next one
         third = step_of(model, 2)
-        nbytes = [unit.nbytes for unit in model.lohan.layout.units]
+        nbytes = [unit.nbytes for unit in inside(model).layout.units]
         assert first.bytes["copy_in"] == sum(nbytes)
         assert third.bytes["copy_in"] == sum(nbytes[6:])
 

@@ -14,6 +14,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import DeviceMismatchError, ModelError
 from lohan.torch_glue import _device
 from lohan.torch_glue._batch import BatchCheck
@@ -79,7 +80,7 @@ def test_without_device_a_model_computes_on_the_cpu_where_torch_sees_a_gpu(
     store_dir: pathlib.Path, sees_a_gpu: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = wrap(store_dir / "one")
-    assert model.lohan.device.torch_device == CPU
+    assert inside(model).device.torch_device == CPU
     model(here()).backward()
     model.optimizer.step()
     model.lohan.close()

@@ -14,6 +14,7 @@ import lohan
 import pytest
 import torch
 from diffusion_helper import FAMILIES, build
+from lohan.common._inside import inside
 from peft import get_peft_model_state_dict
 from quick_helper import half_quick
 from safetensors.torch import load_file, save_file
@@ -161,7 +162,7 @@ def test_the_base_is_read_in_place_from_one_file_and_adapters_are_saved_as_diffu
 ) -> None:
     family, base = FAMILIES[name], single_file(name, store_dir)
     model = lohan.wrap(empty(name), weights=base, store=store_dir / "run", **helper.HYPER)
-    assert all(unit.runs for unit in model.lohan.layout.units if not unit.trainable)
+    assert all(unit.runs for unit in inside(model).layout.units if not unit.trainable)
     in_memory = build(name, "lora")
     in_memory.load_state_dict(model.state_dict())  # the same adapters
     expected = diffusion.by_hand(in_memory, STEPS, family)
@@ -175,12 +176,12 @@ def test_the_base_is_read_in_place_from_one_file_and_adapters_are_saved_as_diffu
     adapters = get_peft_model_state_dict(in_memory)
 
     read: set[int] = set()
-    values = model.lohan._parameters
+    values = inside(model).parameters
     plain = values.value
     monkeypatch.setattr(values, "value", lambda index: read.add(index) or plain(index))
     model.save_lora_adapter(store_dir / "adapters")
-    units = model.lohan.layout.units
-    assert read == {p.index for p in model.lohan.layout.params if units[p.unit].trainable}
+    units = inside(model).layout.units
+    assert read == {p.index for p in inside(model).layout.params if units[p.unit].trainable}
     saved = load_file(store_dir / "adapters" / ADAPTERS)
     assert saved.keys() == adapters.keys() and saved
     assert all(torch.equal(saved[key], value) for key, value in adapters.items())

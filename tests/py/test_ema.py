@@ -14,6 +14,7 @@ import lohan
 import pytest
 import rules_helper as helper
 import torch
+from lohan.common._inside import inside
 from lohan.errors import (
     GradientError,
     HollowParameterError,
@@ -117,7 +118,7 @@ def test_averages_have_torchs_bits_and_survive_a_resume(
     with lohan.ema(model):
         assert same(masters(model, store_dir / "out"), expected)
         assert model(helper.vectors(0).to(DTYPES[dtype])).isfinite().all()
-        assert model.lohan._averages.is_swapped
+        assert inside(model).averages.is_swapped
     assert same(masters(model, store_dir / "out"), before)
     assert same(masters(model, store_dir / "out", ema=True), expected)
     model.lohan.commit()
@@ -182,7 +183,7 @@ def test_bytes_of_steps_are_as_planned(store_dir: pathlib.Path) -> None:
         assert stats.bytes == stats.planned_bytes
         sizes.append(stats.bytes["state_write"])
         each.lohan.close()
-    elements = sum(unit.elements for unit in model.lohan.layout.units)
+    elements = sum(unit.elements for unit in inside(model).layout.units)
     assert sizes[0] - sizes[1] == 4 * elements
 
 

@@ -12,6 +12,7 @@ import lohan
 import pytest
 import torch
 from experts_helper import EXPERTS, HYPER, SIZES, Zipf, loss_of, qwen
+from lohan.common._inside import inside
 from lohan.errors import (
     BudgetError,
     FrozenParameterError,
@@ -146,7 +147,7 @@ def test_training_has_the_bits_of_torch_with_eager_experts(
     if setting == "checkpointed":
         checkpointed(model)
     model = lohan.wrap(model, store=store_dir / "run", **HYPER, **settings)
-    experts = {unit.name for unit in model.lohan.layout.units if ".experts." in unit.name}
+    experts = {unit.name for unit in inside(model).layout.units if ".experts." in unit.name}
     assert len(experts) % EXPERTS == 0 and experts
     assert helper.losses(model, STEPS, loss_of) == losses
     helper.assert_same_state(adapters(model), expected)
@@ -169,10 +170,10 @@ def test_a_step_reads_the_experts_that_were_routed_to_twice_and_no_others(
     settings: dict[str, Any] = {"experts": "apart", "device": "cpu"}
     settings["host_bytes"] = helper.host_bytes_min(made, store_dir, **settings)
     model = lohan.wrap(made, store=store_dir / "run", **HYPER, **settings)
-    units = model.lohan.layout.units
+    units = inside(model).layout.units
     expert = next(unit.nbytes for unit in units if ".experts." in unit.name)
     dense = sum(unit.nbytes for unit in units if ".experts." not in unit.name)
-    assert model.lohan.budget["region_bytes"] <= 128 * expert / 8
+    assert inside(model).budget["region_bytes"] <= 128 * expert / 8
     batch = torch.randint(0, helper.VOCABULARY, (2, 16))
     shares = []
     for step in range(6):
@@ -220,7 +221,7 @@ def test_experts_are_read_from_the_users_files(
     model = lohan.wrap(made, store=store_dir / "run", **HYPER, **settings)
     said = capsys.readouterr().err
     assert "not used" not in said and "keep their current" not in said, said
-    units = model.lohan.layout.units
+    units = inside(model).layout.units
     experts = [unit for unit in units if ".experts." in unit.name]
     runs = {len(unit.runs) for unit in experts}
     assert runs == ({0} if frozen == "copy" else {2} if is_fused else {1})
@@ -269,7 +270,7 @@ def test_an_expert_whose_parts_are_in_several_files_is_read_in_place(
     settings: dict[str, Any] = {"weights": store_dir / "base", "experts": "apart", **HYPER}
     model = lohan.wrap(made, store=store_dir / "run", **settings)
     assert "copied into the store" not in capsys.readouterr().err
-    assert all(unit.runs for unit in model.lohan.layout.units if not unit.trainable)
+    assert all(unit.runs for unit in inside(model).layout.units if not unit.trainable)
     assert helper.losses(model, STEPS[:2], loss_of) == losses[:2]
     model.lohan.close()
 
@@ -376,6 +377,6 @@ def test_experts_that_owe_updates_in_several_processes_are_refused() -> None:
 def test_without_the_setting_nothing_changes(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(build("qwen"), store=store_dir / "run")
     layer = model.base_model.model.model.layers[0].mlp.experts
-    assert not model.lohan.apart.splits and "apart" not in vars(model.lohan)
+    assert not inside(model).apart.splits and "apart" not in vars(inside(model))
     assert "forward" not in vars(layer) and not list(layer.children())[1:]
     model.lohan.close()

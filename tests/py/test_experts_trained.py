@@ -16,6 +16,7 @@ import lohan
 import pytest
 import torch
 from experts_helper import EXPERTS, HYPER, Zipf, loss_of, qwen
+from lohan.common._inside import inside
 from lohan.errors import (
     ModelError,
     StoreError,
@@ -263,10 +264,10 @@ def test_a_step_moves_the_bytes_of_the_experts_that_were_routed_to(
     settings: dict[str, Any] = {"experts": "apart", "idle": idle, "device": "cpu"}
     settings["host_bytes"] = helper.host_bytes_min(made, store_dir, **settings)
     model = lohan.wrap(made, store=store_dir / "run", **HYPER, **settings)
-    units = model.lohan.layout.units
+    units = inside(model).layout.units
     expert = next(unit.nbytes for unit in units if ".experts." in unit.name)
     dense = [unit.nbytes for unit in units if ".experts." not in unit.name]
-    assert model.lohan.budget["region_bytes"] <= 128 * expert / 8
+    assert inside(model).budget["region_bytes"] <= 128 * expert / 8
     batch = torch.randint(0, helper.VOCABULARY, (2, 16))
     used: dict[tuple[int, int], int] = {}
     shares, alone = [], []
@@ -296,10 +297,10 @@ def test_values_are_settled_wherever_they_are_read(store_dir: pathlib.Path) -> N
     _, expected = together(torch.float32)
     model = wrapped(store_dir, torch.float32, "least")
     train(model)
-    owed = model.lohan._engine.idle_owed(model.lohan._idle._units)
+    owed = inside(model).engine.idle_owed(inside(model).idle._units)
     assert owed > 0
     norms = {name: p.detach().square().sum().item() for name, p in model.named_parameters()}
-    assert model.lohan._engine.idle_owed(model.lohan._idle._units) == 0
+    assert inside(model).engine.idle_owed(inside(model).idle._units) == 0
     name = next(n for n in expected if is_expert(n))
     apart, own = name.rsplit(".", 1)
     assert norms[f"{apart}.3.{own}"] == expected[name][3].square().sum().item()
@@ -338,7 +339,7 @@ def test_a_killed_run_resumes_with_the_same_bits(commits: bool, store_dir: pathl
     model = lohan.wrap(made, store=store_dir / "run", resume=True, experts="apart")
     begun = model.lohan.step
     assert begun in ((4,) if commits else (3, 4))
-    assert model.lohan._engine.idle_owed(model.lohan._idle._units) > 0
+    assert inside(model).engine.idle_owed(inside(model).idle._units) > 0
     for router in routers(model):  # the routes of the steps before
         router.rng.manual_seed(7 + routers(model).index(router))
         for _ in range(begun):
@@ -358,7 +359,7 @@ def test_a_snapshot_has_what_experts_owe(store_dir: pathlib.Path) -> None:
     model.lohan.close()
     with pytest.raises(StoreError, match="owe up to"):
         shut = lohan.wrap(build(), store=store_dir / "copy", resume=True, experts="apart")
-        shut.lohan._release()  # as at the end of a process that is killed
+        inside(shut).release()  # as at the end of a process that is killed
         lohan.unwrap(shut)
 
 

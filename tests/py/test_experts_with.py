@@ -11,6 +11,7 @@ import lohan
 import pytest
 import torch
 from experts_helper import HYPER, loss_of, qwen
+from lohan.common._inside import inside
 from lohan.errors import UnsupportedError
 from lohan.mezo import _zo_device
 from lohan.store import _contents, _store
@@ -106,7 +107,7 @@ def test_the_gradients_of_an_expert_are_added_as_they_come(store_dir: pathlib.Pa
     """An expert that some micro-batches leave out does not keep gradients until the end."""
     model = wrapped(store_dir / "run", accumulate=COUNT, experts="apart", order="vertical")
     train(model, 2)  # the first step learns how many random numbers are drawn
-    runs: Any = model.lohan._runs
+    runs: Any = inside(model).runs
     plain, waiting = runs.backward_ends, []
 
     def ends() -> None:
@@ -200,15 +201,15 @@ def test_zeroth_order_training_has_the_bits_of_experts_that_are_one_parameter(
     model = zeroth(store_dir / "run", experts="apart", **given)
     found = zeroth_steps(model, 2)
     model.lohan.close()
-    budget = model.lohan.config.host_bytes
+    budget = inside(model).config.host_bytes
     more = {name: each for name, each in given.items() if name != "lr"} | {"host_bytes": budget}
     model = zeroth(store_dir / "run", experts="apart", resume=True, **more)
     assert found + zeroth_steps(model) == losses
     helper.assert_same_state(helper.values(model), expected)
     model.lohan.close()
-    written = [param.z_first for param in model.lohan.layout.params]
+    written = [param.z_first for param in inside(model).layout.params]
     directories = [str(store_dir / "run")]
-    store = _store.open_existing(directories, model.lohan.config, read_only=True)
+    store = _store.open_existing(directories, inside(model).config, read_only=True)
     read = _contents.read(store, directories[0])
     store.close()
     assert [param.z_first for param in read.layout.params] == written
@@ -279,16 +280,16 @@ def test_averages_take_every_step_that_an_idle_expert_owes(
     losses, values, averages = averaged_together(tmp_path_factory.getbasetemp(), dtype)
     model = averaged(store_dir / "run", dtype, experts="apart", **AVERAGED[way], **HYPER)
     found = averaged_steps(model, 3)
-    assert model.lohan._engine.idle_owed(model.lohan._idle._units) > 1
+    assert inside(model).engine.idle_owed(inside(model).idle._units) > 1
     model.lohan.snapshot(store_dir / "copy").wait()
     assert found + averaged_steps(model, 6) == losses
     helper.assert_same_state(helper.values(model), values)
     helper.assert_same_state(averages_of(model), averages)
     helper.assert_same_state(helper.values(model), values)
     model.lohan.close()
-    more = {"host_bytes": model.lohan.config.host_bytes, "experts": "apart", "resume": True}
+    more = {"host_bytes": inside(model).config.host_bytes, "experts": "apart", "resume": True}
     model = averaged(store_dir / "copy", dtype, **{**AVERAGED[way], **more})
-    assert model.lohan._engine.idle_owed(model.lohan._idle._units) > 1
+    assert inside(model).engine.idle_owed(inside(model).idle._units) > 1
     assert found + averaged_steps(model, 6) == losses
     helper.assert_same_state(averages_of(model), averages)
     model.lohan.close()

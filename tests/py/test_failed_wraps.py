@@ -10,7 +10,7 @@ import pytest
 import torch
 from lohan.opening import _attached, _opening
 from lohan.session import _engine, _opened
-from lohan.session._session import Session
+from lohan.session._training import Training
 from lohan.store import _average, _store, _weights
 from safetensors.torch import save_file
 from torch import nn
@@ -35,10 +35,10 @@ def fail(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 AFTER_FILLING = [
     pytest.param(_opening.Opening, "_session", id="before-a-session"),
     pytest.param(_engine, "call_back", id="while-a-session-is-made"),
-    pytest.param(Session, "adopt", id="without-an-optimizer"),
+    pytest.param(Training, "adopt", id="without-an-optimizer"),
     pytest.param(_opened, "extend", id="before-extensions"),
     pytest.param(_attached, "attach", id="before-the-model"),
-    pytest.param(Session, "hook", id="half-on-the-model"),
+    pytest.param(Training, "hook", id="half-on-the-model"),
 ]
 
 

@@ -12,6 +12,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import ChecksumError, LohanError
 from lohan.layout._in_place import InPlace
 from test_in_place import Tower, X, save, tower, train
@@ -47,13 +48,13 @@ def wrapped(folder: Path, store: Path, **settings: Any) -> Any:
 
 
 def known(model: Any) -> list[int]:
-    sums = model.lohan.layout.in_place.checksums.values()
+    sums = inside(model).layout.in_place.checksums.values()
     return [value for each in sums for value in each]
 
 
 def actual(model: Any) -> list[int]:
     """The checksums of the files' bytes, in the order of known()."""
-    layout, found = model.lohan.layout, []
+    layout, found = inside(model).layout, []
     for unit in layout.units:
         for run in unit.runs:
             raw = layout.in_place.files[run.file].path.read_bytes()[run.file_offset :]
@@ -86,9 +87,9 @@ def test_wrap_reads_nothing_of_a_base_and_its_first_forward_records_everything(
     with torch.no_grad():
         model(X)
     assert known(model) == actual(model)
-    assert model.lohan.layout.in_place.has_news
+    assert inside(model).layout.in_place.has_news
     train(model, 1)
-    assert not model.lohan.layout.in_place.has_news, "they are in the step's commit"
+    assert not inside(model).layout.in_place.has_news, "they are in the step's commit"
     model.lohan.close()
 
 

@@ -12,6 +12,7 @@ import lohan
 import pytest
 import torch
 from kit import host_bytes_min
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from lora_helper import adapters, logits, lora, train
 from quantize_helper import CONFIG, E2M1, E4M3, largest, nearest, packed_fours, save, spread
@@ -99,7 +100,7 @@ def test_a_base_gives_the_bits_of_the_decoded_one(
     least = host_bytes_min(lora(empty()), store_dir, weights=packed)
     settings: dict[str, Any] = {"store": store_dir / "s", "lr": 1e-2, "host_bytes": least}
     model = lohan.wrap(lora(empty()), weights=packed, **settings)
-    assert len([unit for unit in model.lohan.layout.units if unit.packs]) == 3
+    assert len([unit for unit in inside(model).layout.units if unit.packs]) == 3
     assert torch.equal(logits(model), before)
     assert train(model, 2) == losses[:2]
     model.lohan.close()
@@ -122,7 +123,7 @@ def test_each_form_is_decoded_to_the_values_of_its_definition(
     (tmp_path / "config.json").write_text(said)
     model = nn.Sequential(nn.Linear(288, 200, bias=False, dtype=dtype).requires_grad_(False))
     model = lohan.wrap(model, store=store_dir / "s", weights=tmp_path)
-    assert any(unit.packs for unit in model.lohan.layout.units)
+    assert any(unit.packs for unit in inside(model).layout.units)
     assert torch.equal(model.state_dict()["0.weight"], decoded)
     model.lohan.close()
 
@@ -201,7 +202,7 @@ def test_experts_in_fp8_with_scales_of_their_own(
             frozen=frozen,  # type: ignore[arg-type]
             experts=experts,
         )
-        units = [unit for unit in model.lohan.layout.units if unit.packs]
+        units = [unit for unit in inside(model).layout.units if unit.packs]
         assert bool(units) == (folder == packed)
         found.append((logits(model), train(model, 2), adapters(model)))
         model.lohan.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf_helper import CONFIGS, NUMBERS, header, metadata, save
 from kit import host_bytes_min
+from lohan.common._inside import inside
 from lohan.errors import (
     ChecksumError,
     LohanError,
@@ -58,7 +59,7 @@ def test_a_base_in_gguf_gives_the_bits_of_the_decoded_one(
     if settings.get("host_bytes") == "least":
         settings = {"host_bytes": host_bytes_min(lora(empty(kind)), store_dir, weights=path)}
     model = lohan.wrap(lora(empty(kind)), store=store_dir / "s", weights=path, lr=1e-2, **settings)
-    assert all(unit.runs for unit in model.lohan.layout.units if not unit.trainable)
+    assert all(unit.runs for unit in inside(model).layout.units if not unit.trainable)
     assert torch.equal(logits(model), before)
     assert train(model, 4) == losses
     found = adapters(model)
@@ -83,7 +84,7 @@ def test_each_type_is_decoded_to_the_values_of_its_definition(
     assert state.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(state[name], values.to(dtype)), name
-    layout = model.lohan.layout
+    layout = inside(model).layout
     for param in layout.params:
         if layout.units[param.unit].packs and param.name in expected:
             pieces = [*InPlace.pieces(layout.in_place, layout, param, 1022)]
@@ -131,7 +132,7 @@ def test_copied_trained_and_moved_parameters_are_decoded_once(
             model.requires_grad_(False)
             model.lm_head.requires_grad_(True)
         model = lohan.wrap(model, store=store_dir / name, weights=path, **settings)
-        assert not any(unit.packs for unit in model.lohan.layout.units)
+        assert not any(unit.packs for unit in inside(model).layout.units)
         state = model.state_dict()
         assert all(torch.equal(state[key], values) for key, values in expected.items())
         model.lohan.close()
@@ -151,7 +152,7 @@ def test_a_trained_parameter_keeps_the_bits_of_the_file(tmp_path: Path, store_di
 def test_reads_are_of_the_packed_bytes(base: Any, store_dir: Path) -> None:
     kind, path, _ = base
     model = lohan.wrap(lora(empty(kind)), store=store_dir / "s", weights=path)
-    for unit in model.lohan.layout.units:
+    for unit in inside(model).layout.units:
         if unit.packs and "layers.0" in unit.name:
             assert unit.read_bytes < 0.5 * sum(2 * param.count for param in unit.params)
     model.lohan.close()
@@ -299,7 +300,7 @@ def test_a_folder_of_gguf_files_names_the_file_to_pass(tmp_path: Path, store_dir
 def test_a_store_says_how_its_parameters_are_decoded(tmp_path: Path, store_dir: Path) -> None:
     path, _ = save(tmp_path)
     model = lohan.wrap(lora(empty()), store=store_dir, weights=path)
-    with model.lohan._exclusive([]) as store:
+    with inside(model).exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     assert meta["lohan"] == 3

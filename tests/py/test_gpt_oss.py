@@ -10,6 +10,7 @@ import lohan
 import pytest
 import torch
 from kit import host_bytes_min
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from lora_helper import adapters, logits, lora, train
 from safetensors.torch import load_file, save_file
@@ -93,7 +94,7 @@ def test_experts_in_mxfp4_give_the_bits_of_decoded_ones(
         before, losses, values = logits(model), train(model, 4), adapters(model)
         model.lohan.close()
     model = lohan.wrap(lora(empty()), store=store_dir / "s", weights=folder, lr=1e-2, **settings)
-    units = [unit for unit in model.lohan.layout.units if unit.packs]
+    units = [unit for unit in inside(model).layout.units if unit.packs]
     assert len(units) == (2 * EXPERTS if "experts" in settings else 2)
     assert torch.equal(logits(model), before)
     assert train(model, 4) == losses
@@ -199,7 +200,7 @@ def test_what_cannot_be_decoded_is_refused_by_name(
 
 def test_the_meta_has_the_order_and_the_groups(base: Any, store_dir: Path) -> None:
     model = lohan.wrap(lora(empty()), store=store_dir, weights=base[0])
-    with model.lohan._exclusive([]) as store:
+    with inside(model).exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     said = [place[3] for place in meta["in_place"]["params"] if place is not None and place[3:]]

@@ -13,6 +13,7 @@ import lohan
 import pytest
 import torch
 import transformers
+from lohan.common._inside import inside
 from lohan.errors import UnsupportedError
 from quick_helper import half_quick
 from rules_helper import assert_same_gradients, watch
@@ -185,7 +186,7 @@ def check(
     elif budget == "unsplit":
         whole = lohan.wrap(build(make, dtype), store=folder / "whole")
         whole.lohan.close()
-        settings["host_bytes"] = whole.lohan.budget["host_bytes_min"]
+        settings["host_bytes"] = inside(whole).budget["host_bytes_min"]
     elif budget == "emu":
         settings["device"] = "emu"
         settings["device_param_bytes"] = helper.device_bytes_min(build(make, dtype), folder)

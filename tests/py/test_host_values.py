@@ -12,6 +12,7 @@ import lohan
 import mezo_helper
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.config import SCHEDULES
 from lohan.errors import StepError
 from lohan.store import _export
@@ -61,8 +62,8 @@ def state_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def values_of(model: Any) -> dict[str, torch.Tensor]:
-    params = model.lohan.layout.params
-    return {param.name: model.lohan._parameters.value(param.index) for param in reversed(params)}
+    params = inside(model).layout.params
+    return {param.name: inside(model).parameters.value(param.index) for param in reversed(params)}
 
 
 def exported(model: Any, folder: pathlib.Path) -> dict[str, torch.Tensor]:
@@ -129,10 +130,10 @@ def test_reads_copy_nothing_to_or_from_the_device(
     )
 
     def copies() -> int:
-        return sum(event[0] in COPIES for event in model.lohan._trace())
+        return sum(event[0] in COPIES for event in inside(model).trace())
 
     with contextlib.closing(model.lohan):
-        assert any(unit.runs for unit in model.lohan.layout.units)
+        assert any(unit.runs for unit in inside(model).layout.units)
         loss_of(model, 0).backward()
         model.optimizer.step()
         before = copies()
@@ -156,7 +157,7 @@ def test_a_state_dict_within_a_loops_turn_has_what_the_loop_has_written(
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if name == "blocks.2.weight":
-                    before = model.lohan._parameters.value(model.lohan._param_index[id(param)])
+                    before = inside(model).parameters.value(inside(model).param_index[id(param)])
                     param.mul_(2)
                     assert torch.equal(state_of(model)[name], 2 * before)
         assert torch.equal(state_of(model)["blocks.2.weight"], 2 * before)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import (
     ChecksumError,
     ModelError,
@@ -79,7 +80,7 @@ def train(model: Any, steps: int = 2) -> list[float]:
 
 
 def in_place(model: Any) -> list[str]:
-    layout = model.lohan.layout
+    layout = inside(model).layout
     return [p.name for p in layout.params if layout.units[p.unit].runs]
 
 
@@ -126,7 +127,7 @@ def test_a_layout_in_place_has_every_parameter_s_bytes_aligned() -> None:
 
 def test_parameters_that_lie_together_are_read_together(tmp_path: Path, store_dir: Path) -> None:
     model = lohan.wrap(tower(), store=store_dir, weights=save(tmp_path / "w"))
-    units = [unit for unit in model.lohan.layout.units if unit.runs]
+    units = [unit for unit in inside(model).layout.units if unit.runs]
     waste = sum(unit.nbytes for unit in units) - sum(
         param.count * 4 for unit in units for param in unit.params
     )
@@ -295,7 +296,7 @@ def test_the_store_says_where_the_bytes_of_its_frozen_parameters_are(
     folder = save(tmp_path / "w")
     model = lohan.wrap(tower(), store=store_dir, weights=folder)
     state = model.state_dict()
-    with model.lohan._exclusive([]) as store:
+    with inside(model).exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     said = meta["in_place"]
@@ -338,7 +339,7 @@ def test_a_store_whose_frozen_weights_are_in_place_is_exported_verified_and_copi
         assert all(torch.equal(found[name], state[name]) for name in state), out
     verified = lohan.verify(store_dir / "s")
     assert verified.is_whole and verified.read_bytes > sum(
-        p.count * 4 for p in model.lohan.layout.params
+        p.count * 4 for p in inside(model).layout.params
     )
     again = lohan.wrap(tower(), store=tmp_path / "copy", resume=True)
     assert in_place(again) and again.lohan.step == 2

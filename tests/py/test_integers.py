@@ -11,6 +11,7 @@ import pytest
 import torch
 from integers_helper import FORMS, Integers
 from kit import host_bytes_min
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from lora_helper import adapters, logits, lora, train
 from quantize_helper import CONFIG, save
@@ -50,7 +51,7 @@ def test_a_base_of_integers_gives_the_bits_of_the_decoded_one(
     if "host_bytes" in settings:
         settings = {"host_bytes": host_bytes_min(lora(empty()), store_dir, weights=folder)}
     model = lohan.wrap(lora(empty()), store=store_dir / "s", weights=folder, lr=1e-2, **settings)
-    units = [unit for unit in model.lohan.layout.units if unit.packs]
+    units = [unit for unit in inside(model).layout.units if unit.packs]
     assert len(units) == 3
     # Reads are whole pages: beside its own bytes, a tensor of the files costs one at most. Of four
     # bits that is less than bfloat16's bytes even in layers as small as these.
@@ -119,9 +120,9 @@ def test_each_form_is_decoded_to_the_values_of_its_definition(
     (tmp_path / "config.json").write_text(said)
     model = nn.Sequential(nn.Linear(288, 200, bias=False, dtype=dtype).requires_grad_(False))
     model = lohan.wrap(model, store=store_dir / "s", weights=tmp_path)
-    assert any(unit.packs for unit in model.lohan.layout.units)
+    assert any(unit.packs for unit in inside(model).layout.units)
     assert torch.equal(model.state_dict()["0.weight"], decoded)
-    layout = model.lohan.layout
+    layout = inside(model).layout
     pieces = [*layout.in_place.pieces(layout, layout.params[0], 1022)]
     assert torch.equal(torch.cat(pieces), decoded.view(-1))
     model.lohan.close()

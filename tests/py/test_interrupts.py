@@ -14,10 +14,11 @@ import lohan
 import pytest
 import torch
 from lohan.common import _exit
+from lohan.common._inside import inside
 from lohan.errors import StoreLockedError
 from lohan.layout import _in_place
 from lohan.opening import _attached
-from lohan.session import _session
+from lohan.session import _training
 from lohan.session._guard import Guard
 
 BATCH = 2
@@ -51,7 +52,7 @@ def interrupt_once(
 
 
 CLOSE_PLACES = [
-    pytest.param(_session.Session, "_release", id="before-anything-is-released"),
+    pytest.param(_training.Training, "release", id="before-anything-is-released"),
     pytest.param(_in_place.InPlace, "close", id="between-engine-and-store"),
 ]
 
@@ -94,7 +95,7 @@ class BeforeCommit:
 def interrupt_commits(
     model: Any, count: int = 1, kind: type[BaseException] = KeyboardInterrupt
 ) -> None:
-    model.lohan._engine = BeforeCommit(model.lohan._engine, count, kind)
+    inside(model).engine = BeforeCommit(inside(model).engine, count, kind)
 
 
 def step_of(directory: pathlib.Path) -> int:
@@ -123,7 +124,7 @@ def test_an_error_before_the_commit_of_a_close_releases_the_store(store_dir: pat
     interrupt_commits(model, 1, OSError)
     with pytest.raises(OSError):
         model.lohan.close()
-    assert model.lohan.closed and step_of(store_dir / "s") == 0
+    assert inside(model).closed and step_of(store_dir / "s") == 0
 
 
 def test_a_session_trains_on_after_an_interrupted_close(store_dir: pathlib.Path) -> None:
@@ -154,7 +155,7 @@ def test_a_close_that_nobody_repeats_commits_before_it_raises_a_ctrl_c(
     train(model)
     interrupt_commits(model)
     with pytest.raises(KeyboardInterrupt):
-        _exit.close_quietly(model.lohan)
+        _exit.close_quietly(inside(model))
     assert step_of(store_dir / "s") == 1
 
 
@@ -166,7 +167,7 @@ def test_a_ctrl_c_at_exit_leaves_no_other_session_uncommitted(
         train(model)
     interrupt_commits(models[0], 2)
     with monkeypatch.context() as patch:
-        patch.setattr(_exit, "sessions", [model.lohan for model in models])
+        patch.setattr(_exit, "sessions", [inside(model) for model in models])
         with pytest.raises(KeyboardInterrupt):
             _exit._close_all()
     assert step_of(store_dir / "second") == 1
@@ -175,7 +176,7 @@ def test_a_ctrl_c_at_exit_leaves_no_other_session_uncommitted(
 
 
 WRAP_PLACES = [
-    pytest.param(_session.Session, "restore_scalars", id="session-is-made"),
+    pytest.param(_training.Training, "restore_scalars", id="session-is-made"),
     pytest.param(_attached, "attach", id="between-session-and-model"),
     pytest.param(Guard, "install", id="half-on-the-model"),
 ]
@@ -206,7 +207,7 @@ def test_close_of_a_copy_that_has_no_thread_does_not_wait(
     )
     with pytest.raises(KeyboardInterrupt):
         model.lohan.snapshot(store_dir / "copy")
-    copy = model.lohan._commits.snapshot_now
+    copy = inside(model).commits.snapshot_now
     is_done = copy.is_done
     copy._over.set()  # otherwise the process would wait forever at its end
     assert is_done and not copy.is_whole
@@ -240,14 +241,14 @@ def test_commits_continue_after_an_interrupt_in_taking_a_hold(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     model = wrapped(store_dir / "s")
-    holds = model.lohan._commits.holds
+    holds = inside(model).commits.holds
     engine = holds._engine
     monkeypatch.setattr(holds, "_engine", Interrupted(engine, is_held))
     with pytest.raises(KeyboardInterrupt):
         model.lohan.snapshot(store_dir / "copy")
     train(model)
     model.lohan.flush()
-    step = model.lohan.store.describe()["step"]
+    step = inside(model).store.describe()["step"]
     holders = len(holds._holders)
     holds._holders.clear()  # otherwise a commit below would wait forever
     engine.commit_release()
@@ -285,7 +286,7 @@ def test_another_thread_can_give_after_an_interrupt_at_any_point_of_a_hold(
     store_dir: pathlib.Path, name: str
 ) -> None:
     model = wrapped(store_dir / "s")
-    holds = model.lohan._commits.holds
+    holds = inside(model).commits.holds
     index, is_over = 0, False
     while not is_over:
         holder = object()

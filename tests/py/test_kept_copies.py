@@ -9,6 +9,7 @@ from typing import Any
 import crash_worker
 import lohan
 import pytest
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StoreError, StoreExistsError
 from lohan.store import _snapshot
 
@@ -21,7 +22,7 @@ def trained(folder: pathlib.Path, copies: pathlib.Path, **kept: Any) -> tuple[An
         crash_worker.train_step(model, step)
         model.lohan.keep(copies, **kept)
         digests.append(crash_worker.digest(model))
-    model.lohan._commits.snapshot_now.wait()
+    inside(model).commits.snapshot_now.wait()
     return model, digests
 
 

@@ -11,6 +11,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import BudgetError
 from rules_helper import WIDTH, Workshop, square_loss
 from torch import nn
@@ -68,8 +69,8 @@ def test_a_block_of_several_units_fits_the_least_budget_behind_small_ones(
     workshop: Workshop,
 ) -> None:
     model = workshop.follow(Uneven, square_loss, host_bytes="minimal", steps=3)
-    held = model.lohan.budget["region_bytes"]
-    assert held < sum(unit.nbytes for unit in model.lohan.layout.units), "some have to go"
+    held = inside(model).budget["region_bytes"]
+    assert held < sum(unit.nbytes for unit in inside(model).layout.units), "some have to go"
 
 
 class Headed(nn.Module):
@@ -93,7 +94,7 @@ def test_without_gradients_blocks_are_split_beside_a_parameter_larger_than_they_
     workshop: Workshop,
 ) -> None:
     model: Any = workshop.wrap(Headed(), host_bytes="minimal", method="mezo")
-    sizes = sorted(unit.nbytes for unit in model.lohan.layout.units)
+    sizes = sorted(unit.nbytes for unit in inside(model).layout.units)
     whole = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
     assert sizes[-1] > whole > sizes[-2]
     model.zo_step(lambda: square_loss(model, 0))
@@ -123,7 +124,7 @@ def test_the_refusal_of_a_unit_without_room_names_a_budget_that_is_enough(
         return lohan.wrap(model, store=workshop.folder / name, lr=1e-3, **settings)
 
     large = wrapped("large")
-    least = large.lohan.budget["host_bytes_min"]
+    least = inside(large).budget["host_bytes_min"]
     large.lohan.close()
     tight = wrapped("tight", host_bytes=least)
     with pytest.raises(BudgetError, match=r"in one piece.*delete tensors that are views") as caught:

@@ -13,6 +13,7 @@ import lohan
 import peft
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from lohan.layout import _conversion, _cut, _files, _packed
 from safetensors.torch import load_file, save_file
@@ -99,7 +100,7 @@ def check(make: Make, folder: pathlib.Path, stores: pathlib.Path) -> list[str]:
         model = lohan.wrap(model, store=stores / f"store-{is_frozen}", weights=folder)
         helper.assert_same_state(dict(model.state_dict()), right)
         if is_frozen:
-            layout = model.lohan.layout
+            layout = inside(model).layout
             copied = [param.name for param in layout.params if not layout.units[param.unit].runs]
         model.lohan.close()
         # the files as the store recorded them

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import HollowParameterError
 from rules_helper import Workshop, assert_same_state, build, square_loss, train_step
 from torch import nn
@@ -31,8 +32,8 @@ def test_a_loop_that_reads_no_values_loads_none(
     model = workshop.wrap(build(), host_bytes="minimal")
     train_step(model, 0)
     loads: list[int] = []
-    resident = model.lohan._resident
-    monkeypatch.setattr(model.lohan, "_resident", lambda i: (loads.append(i), resident(i))[1])
+    resident = inside(model).resident
+    monkeypatch.setattr(inside(model), "resident", lambda i: (loads.append(i), resident(i))[1])
     assert [FORMS[name](p) for p in model.parameters()] == [
         FORMS[name](p) for p in build().parameters()
     ]

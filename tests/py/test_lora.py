@@ -13,6 +13,7 @@ import lora_helper as helper
 import pytest
 import torch
 from kit import host_bytes_min
+from lohan.common._inside import inside
 from lohan.errors import UnsupportedError
 from lora_helper import BATCH, CONFIG, adapters, load, logits, lora, train
 from peft import PeftModel
@@ -43,7 +44,7 @@ def empty() -> Any:
 
 
 def frozen_units(model: Any) -> list[Any]:
-    return [unit for unit in model.lohan.layout.units if unit.runs]
+    return [unit for unit in inside(model).layout.units if unit.runs]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_weights_in_place_give_the_bits_of_weights_in_memory(
         settings = {"host_bytes": host_bytes_min(plain, store_dir, weights=base)}
     model = lohan.wrap(plain, store=store_dir / "s", weights=base, lr=1e-2, **settings)
     assert frozen_units(model)
-    assert all(unit.runs for unit in model.lohan.layout.units if not unit.trainable)
+    assert all(unit.runs for unit in inside(model).layout.units if not unit.trainable)
     assert torch.equal(logits(model), before)
     losses, values = expected
     assert train(model) == losses
@@ -87,7 +88,7 @@ def test_tensors_at_any_offset_are_read_in_place(
     for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
         helper.shift(path, nbytes + 2 * number)
     model = lohan.wrap(lora(load(folder)), store=store_dir, weights=folder, lr=1e-2)
-    assert all(unit.runs for unit in model.lohan.layout.units if not unit.trainable)
+    assert all(unit.runs for unit in inside(model).layout.units if not unit.trainable)
     assert train(model) == expected[0]
     model.lohan.close()
 
@@ -98,7 +99,7 @@ def test_nothing_of_the_base_is_written_or_kept_in_the_store(base: Path, store_d
     model = lohan.wrap(
         lora(empty()), store=store_dir / "s", weights=base, lr=1e-2, host_bytes=least
     )
-    session = model.lohan
+    session = inside(model)
     trainable = [unit for unit in session.layout.units if unit.trainable]
     table = session.extents.table
     assert sum(nbytes for nbytes, _ in table) == 4096 + sum(12 * u.elements for u in trainable)
@@ -144,13 +145,13 @@ def test_adapters_saved_by_peft_give_the_same_outputs_on_the_plain_base(
     train(model)
     wanted = logits(model)
     read: list[int] = []
-    values = type(model.lohan._parameters)
+    values = type(inside(model).parameters)
     lend = values.lend
     monkeypatch.setattr(values, "lend", lambda self, index: read.append(index) or lend(self, index))
     model.save_pretrained(store_dir / "adapters")
     monkeypatch.undo()
-    units = model.lohan.layout.units
-    params = model.lohan.layout.params
+    units = inside(model).layout.units
+    params = inside(model).layout.params
     assert read and all(units[params[index].unit].trainable for index in read)
     saved = load_file(store_dir / "adapters" / "adapter_model.safetensors")
     assert saved and all("lora_" in name for name in saved)
@@ -197,7 +198,7 @@ def test_trained_copies_of_modules_get_the_base_s_values(base: Path, store_dir: 
     plain = lora(load(base), **settings)
     wanted = logits(plain)
     model = lohan.wrap(lora(empty(), **settings), store=store_dir, weights=base, lr=1e-2)
-    names = [p.name for p in model.lohan.layout.params if "modules_to_save" in p.name]
+    names = [p.name for p in inside(model).layout.params if "modules_to_save" in p.name]
     assert len(names) == 2 * CONFIG["num_hidden_layers"]
     assert torch.equal(logits(model), wanted)
     train(model, 1)
@@ -213,7 +214,7 @@ def test_a_bare_model_s_files_are_found_with_the_prefix_and_without(
     wanted = logits(load(base))
     model = lohan.wrap(lora(empty()), store=store_dir / "a", weights=tmp_path / "bare")
     assert torch.equal(logits(model), wanted)
-    assert all(unit.runs for unit in model.lohan.layout.units if not unit.trainable)
+    assert all(unit.runs for unit in inside(model).layout.units if not unit.trainable)
     model.lohan.close()
     with lohan.empty():
         again = OPTModel(OPTConfig(**CONFIG)).to(torch.bfloat16)

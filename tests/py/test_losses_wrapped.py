@@ -12,6 +12,7 @@ import lohan
 import pytest
 import torch
 import torch.nn.functional as F
+from lohan.common import _inside
 from lohan.errors import HollowParameterError, SecondBackwardError
 from lohan.losses import linear_cross_entropy
 from rules_helper import WIDTH, Workshop, build, vectors
@@ -281,7 +282,7 @@ def test_a_closed_session_and_a_forward_at_the_wrong_time_are_refused(workshop: 
         linear_cross_entropy(hidden, model.head.weight, targets)
     model.optimizer.step()
     loss = linear_cross_entropy(hidden, model.head.weight, targets)
-    assert not model.lohan._is_underway and loss.isfinite()
+    assert not _inside.inside(model).is_underway and loss.isfinite()
     model.lohan.close()
     with pytest.raises(HollowParameterError, match="its session is closed"):
         linear_cross_entropy(hidden, model.head.weight, targets)
@@ -304,7 +305,7 @@ def test_an_error_in_the_loss_leaves_the_session_usable(workshop: Workshop) -> N
     hidden = torch.ones(4, WIDTH).as_subclass(Failing)
     with pytest.raises(KeyboardInterrupt):
         linear_cross_entropy(hidden, model.head.weight, torch.arange(4))
-    assert not model.lohan._is_underway
+    assert not _inside.inside(model).is_underway
     tower_loss(model, 0).backward()
     model.optimizer.step()
 

@@ -13,6 +13,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import (
     BudgetError,
     HyperParameterError,
@@ -96,7 +97,7 @@ def test_weights_stay_in_the_user_s_files_and_a_step_writes_64_bytes(
     assert differing(model, values) == []
     model.lohan.close()
     assert (store_dir / "lohan.data").stat().st_size == written
-    assert model.lohan.layout.units[0].runs
+    assert inside(model).layout.units[0].runs
     assert (store_dir / NAME).stat().st_size == BYTES * (1 + len(data))
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
@@ -111,7 +112,7 @@ def test_runs_in_turns_have_the_bits_of_runs_one_behind_the_other(
     for runs in RUNS:
         model = wrapped(make(), store_dir / runs, tier, runs=runs, num_samples=2)
         assert steps(model, batches(6)) == losses
-        read[runs] = model.lohan.read_bytes
+        read[runs] = model.optimizer.read_bytes
         assert differing(model, values) == []
         model.lohan.close()
     if tier == "least" and not tied:
@@ -132,7 +133,7 @@ def test_blocks_that_pass_through_a_device_have_the_same_bits(
     runs: str, ablate: tuple[str, ...], store_dir: pathlib.Path
 ) -> None:
     losses, values = plain_run(opt, 6, Settings())
-    layout = wrapped(opt(), store_dir / "sizes").lohan.layout
+    layout = inside(wrapped(opt(), store_dir / "sizes")).layout
     sizes = sorted((unit.nbytes for unit in layout.units), reverse=True)
     slots = sum(sizes[:3])
     model = wrapped(
@@ -144,12 +145,12 @@ def test_blocks_that_pass_through_a_device_have_the_same_bits(
         runs=runs,
         ablate=ablate,
     )
-    assert model.lohan._runs.is_together == (runs == "together")
+    assert inside(model).runs.is_together == (runs == "together")
     assert steps(model, batches(6)) == losses
     assert differing(model, values) == []
     # Every block was brought in again and again, and led from where its last visit left it.
-    assert model.lohan.read_bytes > 4 * sum(sizes)
-    assert model.lohan._method.longest_lead < model.lohan._method.rule.step_length
+    assert model.optimizer.read_bytes > 4 * sum(sizes)
+    assert inside(model).method.longest_lead < inside(model).method.rule.step_length
     model.lohan.close()
 
 
@@ -193,12 +194,12 @@ def test_parameters_that_fit_in_memory_are_never_written_and_others_are(
 ) -> None:
     opt().save_pretrained(tmp_path / "base")
     kept = wrapped(opt(), store_dir / "a", weights=tmp_path / "base")
-    assert kept.lohan._method.zeroth.write_every is None
-    assert all(unit.runs for unit in kept.lohan.layout.units)
+    assert inside(kept).method.zeroth.write_every is None
+    assert all(unit.runs for unit in inside(kept).layout.units)
     kept.lohan.close()
     model = wrapped(opt(), store_dir / "b", "least", weights=tmp_path / "base")
-    assert 1 <= model.lohan._method.zeroth.write_every <= 1024
-    assert not any(unit.runs for unit in model.lohan.layout.units)
+    assert 1 <= inside(model).method.zeroth.write_every <= 1024
+    assert not any(unit.runs for unit in inside(model).layout.units)
     data = batches(4)
     assert steps(model, data) == plain_run(opt, 4, Settings())[0]
     model.lohan.close()
@@ -363,7 +364,7 @@ def test_other_adapters_of_peft_move_are_resumed_and_load_without_lohan(
     losses, values = plain_run(adapted, len(data), Settings())
     model = wrapped(adapted(), store_dir, tier)
     first = steps(model, data[:2])
-    host_bytes = model.lohan.config.host_bytes
+    host_bytes = inside(model).config.host_bytes
     model.lohan.close()
     model = lohan.wrap(
         adapted(), store=store_dir, method="mezo", resume=True, host_bytes=host_bytes

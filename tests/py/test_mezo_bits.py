@@ -11,6 +11,7 @@ from typing import Any
 import lohan
 import pairwise
 import pytest
+from lohan.common._inside import inside
 from lohan.errors import StoreMismatchError
 from mezo_helper import Settings, batches, differing, gpt2, opt, opt_untied, plain_run, steps
 from pairwise import Pair, Row
@@ -79,7 +80,7 @@ def _settings(row: Row, folder: pathlib.Path) -> dict[str, Any]:
     settings = {name: row[name] for name in names if row[name] is not None}
     if row["device"] != "cpu":
         model, blocks = _made(row)
-        sizes = wrapped(model, folder / "sizes", **blocks, **settings).lohan.layout.units
+        sizes = inside(wrapped(model, folder / "sizes", **blocks, **settings)).layout.units
         slots = 2 * sum(sorted(unit.place_bytes for unit in sizes)[-3:])
         settings |= {"device": "emu", "device_param_bytes": slots}
         settings |= {"device_bytes": 2 * slots} if row["device"] == "emu little" else {}
@@ -106,8 +107,8 @@ def test_losses_and_parameters_are_mezo_s_in_every_setting(
     if row["resumes"]:
         every = row["write_every"]
         writes = 0 if every == "never" else count // (every or 1)
-        units = model.lohan.layout.units
-        written = model.lohan.written_bytes
+        units = inside(model).layout.units
+        written = model.optimizer.written_bytes
         assert every is None or written == writes * sum(unit.nbytes for unit in units)
         model.lohan.close()
         verified = lohan.verify(store)

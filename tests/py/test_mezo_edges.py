@@ -10,6 +10,7 @@ import lohan
 import pytest
 import torch
 import torch.nn.functional as F
+from lohan.common._inside import inside
 from lohan.errors import HyperParameterError, LentError, StepError, StoreMismatchError
 from lohan.journal._journal import BYTES, NAME
 from lohan.mezo._zo_turns import Turns
@@ -216,11 +217,13 @@ def test_turns_are_taken_at_the_blocks_inside_a_module_with_frozen_parameters(
     made = Encoded()
     blocks = [made.embed, made.side, *made.encoder.blocks, made.head]
     model = wrapped(made, store_dir, runs="together", blocks=blocks)
-    assert any(unit.always for unit in model.lohan.layout.units)
+    assert any(unit.always for unit in inside(model).layout.units)
     visits: list[bool] = []
     for module in model.modules():
         if isinstance(module, Block):
-            module.register_forward_pre_hook(lambda *_: visits.append(model.lohan._runs.is_other()))
+            module.register_forward_pre_hook(
+                lambda *_: visits.append(inside(model).runs.is_other())
+            )
     model.zo_step(lambda: model(batches(1)[0]))
     assert visits == [False, True] * 4
     model.lohan.close()
@@ -282,7 +285,7 @@ def test_a_ctrl_c_behind_a_lead_is_no_lead_that_is_made_twice(
     found = []
     for step, batch in enumerate(batches(STEPS)):
         for left in range(1, 4) if step else ():
-            model.lohan._method._lost = Interrupting(model.lohan._method._lost, left)
+            inside(model).method._lost = Interrupting(inside(model).method._lost, left)
             with pytest.raises(KeyboardInterrupt):
                 model.zo_step(lambda batch=batch: plain_loss(model, batch))
         found.append(float(model.zo_step(lambda batch=batch: plain_loss(model, batch))))
@@ -378,6 +381,6 @@ def test_runs_take_turns_by_themselves_only_where_none_sees_what_the_other_left(
     torch.manual_seed(3)
     assert [float(model.zo_step(lambda b=b: model(b))) for b in batches(4)] == expected
     assert differing(model, plain.values()) == []
-    assert model.lohan._runs.is_together == (said is None)
+    assert inside(model).runs.is_together == (said is None)
     assert said is None or said in capsys.readouterr().err
     model.lohan.close()

@@ -20,6 +20,7 @@ import mezo_helper as helper
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import ModelError, UnsupportedError
 from lohan.layout._block import Param
 from lohan.mezo import _zo_device, _zo_method
@@ -75,7 +76,7 @@ def test_what_is_launched_is_mezo_in_memory(
     model = wrapped(make, store_dir, runs=runs)
     assert steps(model, data) == losses
     assert differing(model, values) == []
-    assert model.lohan._runs.kept == {}
+    assert inside(model).runs.kept == {}
     model.lohan.close()
 
 
@@ -91,7 +92,7 @@ def test_what_is_launched_is_what_kept_ones_give_in_memory(
     assert differing(model, values) == []
     model.lohan.close()
     model = wrapped(make, store_dir, resume=True)
-    assert model.lohan._method.run.base == 4
+    assert inside(model).method.run.base == 4
     assert differing(model, values) == []
     model.lohan.close()
 
@@ -101,22 +102,22 @@ def test_what_is_written_comes_from_copies(store_dir: pathlib.Path) -> None:
     data = helper.batches(4)
     _, values = plain_run(helper.opt, 4, Settings())
     model = wrapped(helper.opt, store_dir, write_every=2)
-    session = model.lohan
+    session = inside(model)
     places: list[int] = []
-    write = session._method._copy_back
+    write = session.method._copy_back
 
     def copied(unit: int) -> torch.Tensor:
         copy = write(unit)
         places.append(copy.data_ptr())
-        assert copy.data_ptr() != session._runs.where[unit].address
+        assert copy.data_ptr() != session.runs.where[unit].address
         return copy
 
-    session._method._copy_back = copied
+    session.method._copy_back = copied
     steps(model, data)
-    assert len(places) == 2 * len(session._runs.where)
+    assert len(places) == 2 * len(session.runs.where)
     session.close()
     model = wrapped(helper.opt, store_dir, resume=True)
-    assert model.lohan._method.run.base == 4
+    assert inside(model).method.run.base == 4
     assert differing(model, values) == []
     model.lohan.close()
 
@@ -128,9 +129,9 @@ def test_a_launch_that_fails_leaves_the_step_undone(
     data = helper.batches(3)
     losses, values = plain_run(helper.opt, 3, Settings())
     model = wrapped(helper.opt, store_dir)
-    session = model.lohan
+    session = inside(model)
     assert steps(model, data[:1]) == losses[:1]
-    engine, calls = session._engine, []
+    engine, calls = session.engine, []
 
     class Failing:
         """An engine whose fifth lead fails half-way."""
@@ -145,10 +146,10 @@ def test_a_launch_that_fails_leaves_the_step_undone(
                 raise OSError("cuLaunchKernel")
             engine.zo_lead(address, count, *rest)
 
-    session._engine = Failing()
+    session.engine = Failing()
     with pytest.raises(OSError, match="cuLaunchKernel"):
         steps(model, data[1:2])
-    session._engine = engine
+    session.engine = engine
     assert steps(model, data[1:]) == losses[1:]
     assert differing(model, values) == []
     model.lohan.close()
@@ -156,7 +157,7 @@ def test_a_launch_that_fails_leaves_the_step_undone(
 
 def test_a_lead_is_checked_before_it_is_made(store_dir: pathlib.Path) -> None:
     model = wrapped(helper.opt, store_dir)
-    engine = model.lohan._engine
+    engine = inside(model).engine
     with pytest.raises(ValueError, match="2\\^50"):
         engine.zo_lead(0, 2**50 + 1, [])
     with pytest.raises(ValueError, match="2\\^50"):
@@ -256,7 +257,7 @@ def test_leads_on_the_cpu_have_the_bits_of_zo_apply(store_dir: pathlib.Path) -> 
     made = []
     for first in (0, 77):
         values, expected = torch.ones(1000), torch.ones(1000)
-        model.lohan._engine.zo_lead(values.data_ptr(), 1000, ops, 0, "fp32", "fp32", first)
+        inside(model).engine.zo_lead(values.data_ptr(), 1000, ops, 0, "fp32", "fp32", first)
         _core.zo_apply(expected.data_ptr(), expected.data_ptr(), first, 1000, ops)
         assert torch.equal(values, expected)
         made.append(values)
@@ -264,7 +265,7 @@ def test_leads_on_the_cpu_have_the_bits_of_zo_apply(store_dir: pathlib.Path) -> 
     update: list[Any] = [("round", False, 3, 65535, 1, 2, 0.0, 0.0, 0.0), *ops]
     states = [torch.ones(1000, dtype=torch.float16) for _ in range(2)]
     read = [torch.zeros(1000, dtype=torch.bfloat16) for _ in range(2)]
-    model.lohan._engine.zo_lead(
+    inside(model).engine.zo_lead(
         read[0].data_ptr(), 1000, [*ops, *update], states[0].data_ptr(), "fp16", "bf16", 77
     )
     _core.zo_lead(

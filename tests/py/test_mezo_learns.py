@@ -25,6 +25,7 @@ import lohan
 import pytest
 import torch
 from kit import host_bytes_min
+from lohan.common._inside import inside
 from mezo_helper import SEED, Plain, Settings
 from torch import nn
 from torch.nn import functional
@@ -196,8 +197,8 @@ def compare(
     least = host_bytes_min(model, store, method="mezo", **asked)
     model = lohan.wrap(model, store=store / "run", method="mezo", host_bytes=least, **asked)
     curve = curve_of(model, model.zo_step, count, every)
-    nbytes = sum(unit.nbytes for unit in model.lohan.layout.units)
-    assert model.lohan.read_bytes > count * nbytes / 2, "blocks come and go in each step"
+    nbytes = sum(unit.nbytes for unit in inside(model).layout.units)
+    assert model.optimizer.read_bytes > count * nbytes / 2, "blocks come and go in each step"
     print(settings.rng, [round(value, 3) for value in curve])
     model.lohan.close()
     return curve, expected

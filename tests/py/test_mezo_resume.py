@@ -14,6 +14,7 @@ import lohan
 import pytest
 import torch
 from lohan.commands import _inspect
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, StoreMismatchError
 from mezo_helper import (
     EPS,
@@ -100,10 +101,10 @@ def test_blocks_are_split_as_they_were_then_whatever_the_budget(
     losses = [float(torch.tensor(plain.step(lambda b=b: loss_of(plain.model, b)))) for b in data]
     model = wrapped(made(), store_dir, "least")
     assert steps(model, data[:2]) == losses[:2]
-    units = len(model.lohan.layout.units)
+    units = len(inside(model).layout.units)
     model.lohan.close()
     free = wrapped(made(), store_dir / "free")
-    assert units > len(free.lohan.layout.units)
+    assert units > len(inside(free).layout.units)
     free.lohan.close()
     with pytest.raises(BudgetError, match=r"these are the store's blocks\. A new store"):
         lohan.wrap(
@@ -114,7 +115,7 @@ def test_blocks_are_split_as_they_were_then_whatever_the_budget(
             host_bytes=least_of(made()),
         )
     model = lohan.wrap(made(), store=store_dir, method="mezo", resume=True)
-    assert len(model.lohan.layout.units) == units
+    assert len(inside(model).layout.units) == units
     assert steps(model, data[2:]) == losses[2:]
     assert differing(model, plain.values()) == []
     model.lohan.close()

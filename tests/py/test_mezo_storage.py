@@ -14,6 +14,7 @@ import pytest
 import torch
 from lohan.commands import _inspect
 from lohan.common import _storage_formats
+from lohan.common._inside import inside
 from lohan.common._storage_formats import ROUND_SAMPLE, rounded
 from lohan.config import Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
@@ -187,7 +188,7 @@ def test_a_16_bit_model_s_own_files_are_read_in_place(
     bf16().save_pretrained(tmp_path / "base")
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
     model = wrapped(bf16(), store_dir, weights=tmp_path / "base", write_every="never")
-    assert all(unit.runs for unit in model.lohan.layout.units)
+    assert all(unit.runs for unit in inside(model).layout.units)
     assert steps(model, data) == losses
     assert differing(model, values) == []
     model.lohan.close()
@@ -206,7 +207,7 @@ def test_files_of_another_format_are_copied(
     model = wrapped(
         opt(), store_dir, weights=tmp_path / "base", storage="bf16", write_every="never"
     )
-    assert not any(unit.runs for unit in model.lohan.layout.units)
+    assert not any(unit.runs for unit in inside(model).layout.units)
     steps(model, data)
     assert differing(model, values) == []
     model.lohan.close()
@@ -215,16 +216,16 @@ def test_files_of_another_format_are_copied(
 def test_half_the_bits_are_half_the_bytes_on_the_link_and_on_ssd(store_dir: pathlib.Path) -> None:
     moved: dict[str, int] = {}
     for storage in ("fp32", "fp16", "fp8"):
-        units = wrapped(opt(), store_dir / f"{storage}-s", storage=storage).lohan.layout.units
+        units = inside(wrapped(opt(), store_dir / f"{storage}-s", storage=storage)).layout.units
         slots = sum(sorted(unit.place_bytes for unit in units)[-3:])
         device = {"device": "emu", "device_param_bytes": slots, "device_bytes": 2 * slots}
         model = wrapped(opt(), store_dir / storage, storage=storage, **device)
         steps(model, batches(2))
-        before = model.lohan.read_bytes
+        before = model.optimizer.read_bytes
         steps(model, batches(4))
-        moved[storage] = model.lohan.read_bytes - before
+        moved[storage] = model.optimizer.read_bytes - before
         bits = _storage_formats.TYPES[storage].itemsize
-        layout = model.lohan.layout
+        layout = inside(model).layout
         count = sum(param.count for param in layout.params)
         assert sum(unit.nbytes for unit in layout.units) < bits * count + 5000 * len(layout.units)
         model.lohan.close()
@@ -246,7 +247,7 @@ def test_how_often_is_written_goes_by_what_is_kept(
     monkeypatch.setattr(_zo_plan, "best_every", best)
     for make, storage in ((opt, None), (opt, "bf16"), (bf16, None), (bf16, "fp8"), (bf16, "fp32")):
         model = wrapped(make(), store_dir / str(len(asked)), storage=storage, host_bytes=9_000_000)
-        assert model.lohan._method.zeroth.write_every == 7
+        assert inside(model).method.zeroth.write_every == 7
         model.lohan.close()
     assert asked == [4, 2, 2, 1, 4]
 
@@ -307,14 +308,14 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
     losses, values = plain if storage == "fp32" else kept_run(opt, storage, len(data))
     asked: dict[str, Any] = {"storage": storage, "write_every": 4}
     model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
-    session = model.lohan
+    session = inside(model)
     assert steps(model, data[:3]) == losses[:3]
     store = session.store
     session.store = Interrupted(store, *call)
     with pytest.raises(KeyboardInterrupt):
         session.write_back()
     session.store = store
-    assert session._method.run.base == int(store.describe()["step"])
+    assert session.method.run.base == int(store.describe()["step"])
     assert steps(model, data[3:]) == losses[3:]
     assert differing(model, values) == []
     model.lohan.close()
@@ -338,7 +339,7 @@ def test_a_disk_that_takes_no_write_is_named_and_costs_no_bit(store_dir: pathlib
     losses, values = kept_run(opt, "bf16", len(data))
     asked: dict[str, Any] = {"storage": "bf16", "write_every": 4}
     model = wrapped(opt(), store_dir, host_bytes=least_of(opt(), **asked), **asked)
-    session = model.lohan
+    session = inside(model)
     assert steps(model, data[:3]) == losses[:3]
     store = session.store
     session.store = Refusing(store)
@@ -347,7 +348,7 @@ def test_a_disk_that_takes_no_write_is_named_and_costs_no_bit(store_dir: pathlib
     session.store = store
     assert steps(model, data[3:]) == losses[3:]
     assert differing(model, values) == []
-    assert session._method.run.base == 4
+    assert session.method.run.base == 4
     model.lohan.close()
 
 
@@ -361,11 +362,11 @@ def test_an_export_behind_an_interrupted_write_is_of_one_step(
     names = [name for name, _ in plain.model.named_parameters()]
     model = wrapped(bf16(), store_dir, storage="fp32", write_every=9)
     steps(model, batches(3))
-    store = model.lohan.store
-    model.lohan.store = Interrupted(store, "write", 2)
+    store = inside(model).store
+    inside(model).store = Interrupted(store, "write", 2)
     with pytest.raises(KeyboardInterrupt):
-        model.lohan.write_back()
-    model.lohan.store = store
+        model.optimizer.write_back()
+    inside(model).store = store
     lohan.export(model, tmp_path / "out", dtype="float32")
     model.lohan.close()
     wide = load_file(tmp_path / "out" / "model.safetensors")
@@ -437,7 +438,7 @@ def test_a_store_that_says_nothing_of_formats_continues_and_new_ones_name_theirs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_store, "describe", as_before)
         model = wrapped(opt(), store_dir / "old")
-    assert "kept" not in json.loads(model.lohan.store.describe()["meta"])["method"]
+    assert "kept" not in json.loads(inside(model).store.describe()["meta"])["method"]
     assert steps(model, data[:2]) == losses[:2]
     model.lohan.close()
     again = lohan.wrap(opt(), store=store_dir / "old", method="mezo", resume=True)
@@ -447,7 +448,7 @@ def test_a_store_that_says_nothing_of_formats_continues_and_new_ones_name_theirs
     lohan.export(store_dir / "old", tmp_path / "out")
     assert _inspect.describe([str(store_dir / "old")])["storage"] is None
     model = wrapped(opt(), store_dir / "new", storage="fp8")
-    meta = json.loads(model.lohan.store.describe()["meta"])
+    meta = json.loads(inside(model).store.describe()["meta"])
     assert meta["method"]["storage"] == "fp8"
     assert set(meta["method"]["kept"]) == {"fp8"}
     model.lohan.close()
@@ -484,7 +485,7 @@ def test_a_run_that_continues_on_a_gpu_is_refused_what_a_new_one_is() -> None:
 def test_steps_that_a_format_cannot_tell_apart_are_not_lost(store_dir: pathlib.Path) -> None:
     begin = {name: p.data.bfloat16().float() for name, p in opt().named_parameters()}
     model = wrapped(opt(), store_dir, storage="bf16", lr=1e-7, runs="apart")
-    records = model.lohan._method.journal.records
+    records = inside(model).method.journal.records
     steps(model, batches(10))
     moved = {
         name: value - begin[name] for name, value in model.state_dict().items() if name in begin

@@ -11,6 +11,7 @@ import mezo_helper as helper
 import pytest
 import torch
 from kit import device_bytes_min, host_bytes_min
+from lohan.common._inside import inside
 from lohan.errors import StepError
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
@@ -45,16 +46,16 @@ def test_micro_batches_in_turns_have_their_values_and_one_read_for_all(
     for batch in batches[:2]:
         model.zo_step(lambda batch=batch: helper.loss_of(model, batch))
     model.eval()
-    assert model.lohan._runs.is_together
+    assert inside(model).runs.is_together
     reads, values = [], []
     for in_turns in (False, True, False, True):
-        before = model.lohan.read_bytes
+        before = model.optimizer.read_bytes
         functions = answers(model, batches)
         with torch.no_grad():
             values.append(
-                model.lohan.together(functions) if in_turns else [each() for each in functions]
+                model.zo_together(functions) if in_turns else [each() for each in functions]
             )
-        reads.append(model.lohan.read_bytes - before)
+        reads.append(model.optimizer.read_bytes - before)
     for each in values[1:]:
         assert all(torch.equal(a, b) for a, b in zip(values[0], each, strict=True))
     assert 0 < 2 * reads[3] < reads[2]
@@ -86,7 +87,7 @@ def test_generations_of_unlike_lengths_take_turns(store_dir: pathlib.Path) -> No
             for prompt, count in zip(prompts, counts, strict=True)
         ]
         expected = [function() for function in functions]
-        got = model.lohan.together(functions)
+        got = model.zo_together(functions)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     model.lohan.close()
 
@@ -110,8 +111,8 @@ def test_a_first_forward_in_an_order_that_nobody_foresaw_reads_no_block_twice(
 
     model = wrapped(make, store_dir, "ssd", runs="apart")
     model.eval()
-    total = sum(unit.nbytes for unit in model.lohan.layout.units)
-    tied = max(unit.nbytes for unit in model.lohan.layout.units)
+    total = sum(unit.nbytes for unit in inside(model).layout.units)
+    tied = max(unit.nbytes for unit in inside(model).layout.units)
     before = blocks_read()
     with torch.no_grad():
         model(input_ids=helper.batches(1)[0])
@@ -140,8 +141,8 @@ def test_a_model_that_leaves_something_behind_is_called_one_behind_the_other(
     model = wrapped(Counting, store_dir, "ssd")
     model.eval()
     batches = helper.batches(COUNT)
-    got = model.lohan.together(answers(model, batches))
-    assert "calls" in capfd.readouterr().err and not model.lohan._runs.is_together
+    got = model.zo_together(answers(model, batches))
+    assert "calls" in capfd.readouterr().err and not inside(model).runs.is_together
     for number, (each, batch) in enumerate(zip(got, batches, strict=True), 1):
         plain = model(input_ids=batch).logits / (COUNT + number) * number
         assert torch.allclose(each, plain, rtol=1e-5)
@@ -160,8 +161,8 @@ def test_what_the_first_forward_makes_is_nothing_left_behind(store_dir: pathlib.
     model = wrapped(Lazy, store_dir, "ssd")
     model.eval()
     batches = helper.batches(COUNT)
-    got = model.lohan.together(answers(model, batches))
-    assert model.lohan._runs.is_together
+    got = model.zo_together(answers(model, batches))
+    assert inside(model).runs.is_together
     for each, function in zip(got, answers(model, batches), strict=True):
         assert torch.equal(each, function())
     model.lohan.close()
@@ -178,7 +179,7 @@ def test_in_training_mode_random_numbers_are_those_of_one_behind_the_other(
         functions = answers(model, helper.batches(COUNT))
         with torch.no_grad():
             values.append(
-                model.lohan.together(functions) if in_turns else [each() for each in functions]
+                model.zo_together(functions) if in_turns else [each() for each in functions]
             )
     assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
     model.lohan.close()
@@ -195,10 +196,10 @@ def test_an_error_in_one_is_raised_and_the_model_continues(
     wrong = torch.full_like(batches[who], helper.VOCAB)  # this token does not exist
     functions[who] = lambda: model(input_ids=wrong).logits
     with pytest.raises(IndexError):
-        model.lohan.together(functions)
+        model.zo_together(functions)
     functions = answers(model, batches)
     expected = [each() for each in functions]
-    got = model.lohan.together(functions)
+    got = model.zo_together(functions)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert not any(each.requires_grad for each in got)
     model.lohan.close()
@@ -207,6 +208,6 @@ def test_an_error_in_one_is_raised_and_the_model_continues(
 def test_inside_a_step_it_is_refused(store_dir: pathlib.Path) -> None:
     model = wrapped(helper.opt, store_dir, "ssd")
     with pytest.raises(StepError, match="inside a forward, a backward or a step"):
-        model.zo_step(lambda: model.lohan.together([lambda: 1.0])[0])
-    assert model.lohan.together([]) == []
+        model.zo_step(lambda: model.zo_together([lambda: 1.0])[0])
+    assert model.zo_together([]) == []
     model.lohan.close()

@@ -104,7 +104,7 @@ def test_a_trainer_s_steps_are_those_of_a_loop(name: str, store_dir: pathlib.Pat
     assert_is(trainer, loop(store_dir, trainer))
     rates = helper.logged(trainer, "learning_rate")
     assert (len(set(rates)) == 1) == (name == "constant")
-    assert [record.lr for record in helper.session_of(trainer)._method.journal.records] == rates
+    assert [record.lr for record in helper.session_of(trainer).method.journal.records] == rates
     assert helper.logged(trainer, "grad_norm") == []
 
 
@@ -121,7 +121,7 @@ def test_several_directions_decay_and_a_seed_are_the_loop_s(store_dir: pathlib.P
 def test_a_budget_that_holds_a_part_changes_no_bit(store_dir: pathlib.Path) -> None:
     takes = {"host_bytes": 8_000_000, "runs": "together"}
     trainer = train(store_dir, takes=takes, max_steps=3)
-    assert helper.session_of(trainer)._runs.is_together
+    assert helper.session_of(trainer).runs.is_together
     assert_is(trainer, loop(store_dir, trainer))
 
 
@@ -171,7 +171,7 @@ def test_what_data_without_a_length_leave_of_a_step_continues_in_the_next_epoch(
     session = helper.session_of(trainer)
     assert session.step == STEPS == trainer.state.global_step
     logged = helper.logged(trainer, "loss")
-    assert [record.losses[0] for record in session._method.journal.records] == pytest.approx(logged)
+    assert [record.losses[0] for record in session.method.journal.records] == pytest.approx(logged)
 
 
 def smoothed(trainer: Any) -> Parts:

@@ -10,6 +10,7 @@ import kit as helper
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from torch import nn
 from transformers import (
     MixtralConfig,
@@ -182,7 +183,7 @@ def test_of_experts_that_are_given_as_blocks_only_those_routed_to_are_read_and_w
     settings: dict[str, Any] = {"schedule": schedule, "blocks": made.experts()}
     settings["host_bytes"] = helper.host_bytes_min(made, store_dir, **settings)
     model = lohan.wrap(made, store=store_dir / "run", **settings)
-    units = {unit.name: unit for unit in model.lohan.layout.units}
+    units = {unit.name: unit for unit in inside(model).layout.units}
     expert, norm = units["layers.0.experts.0"].nbytes, units["layers.0.norm"].nbytes
     assert len(units) == LAYERS * (EXPERTS + 1)
     for step in range(2):

@@ -9,6 +9,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import ModelError, NonFiniteError, UnsupportedError
 from rules_helper import (
     Workshop,
@@ -130,7 +131,7 @@ def test_the_error_is_raised_once_and_close_ends_the_session_at_its_last_commit(
         bad_step(model, 2, math.nan, flushes=False)
         model.lohan.close()
     model.lohan.close()
-    assert model.lohan.closed
+    assert inside(model).closed
     again = resumed(workshop)
     assert again.lohan.step == 2
     assert_same_state(dict(again.state_dict()), before)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import HollowParameterError, LohanError
 from lohan.torch_glue._hollow import HollowParameter
 from patience import HUNG_S
@@ -82,7 +83,7 @@ def model(workshop: Workshop) -> Iterator[nn.Module]:
 
 def scope_of(model: nn.Module) -> Any:
     """Return the scope of the first unit, which has several parameters."""
-    return model.lohan._forwards.scope_of(list(model.blocks[0].parameters()))
+    return inside(model).forwards.scope_of(list(model.blocks[0].parameters()))
 
 
 def train(model: nn.Module) -> None:
@@ -98,7 +99,7 @@ def test_scopes_are_dropped_after_the_thread_that_leaves_one(
     scope.enter()
     leaving = Paused(scope.leave)
     threading.Timer(WAIT_S, leaving.open).start()
-    model.lohan._engine.scopes_drop()
+    inside(model).engine.scopes_drop()
     assert leaving.opened.is_set()
     leaving.end()
     assert not leaving.errors
@@ -173,7 +174,7 @@ def test_an_operation_on_a_parameter_that_another_thread_then_binds_succeeds_or_
         entering.join(HUNG_S)
         return False
 
-    monkeypatch.setattr(model.lohan._forwards, "load_in_loop", load_in_loop)
+    monkeypatch.setattr(inside(model).forwards, "load_in_loop", load_in_loop)
     if number == 0:
         assert operation().startswith("HollowParameter('blocks.0.norm.weight'")
     elif number == 1:

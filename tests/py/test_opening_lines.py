@@ -16,6 +16,7 @@ import pytest
 import torch
 import world_helper
 from lohan.common import _log
+from lohan.common._inside import inside
 from lohan.session._wear import Wear
 from notes_helper import notes
 
@@ -101,8 +102,8 @@ def test_a_zeroth_order_session_says_what_its_journal_and_its_parameters_take(
     assert "a step writes 64 B to the journal, and 188 kB every 2 steps" in said
     for _ in range(3):
         model.zo_step(lambda: model(torch.ones(2, WIDTH)).square().mean())  # type: ignore[operator]
-    nbytes = model.lohan.written_bytes + 3 * 64
-    commit = model.lohan.store.describe()["commit_bytes"]
+    nbytes = model.optimizer.written_bytes + 3 * 64
+    commit = inside(model).store.describe()["commit_bytes"]
     model.lohan.close()
     assert kit.wear_of(model).written == nbytes + commit
     assert "3 steps in this session, 189 kB written" in capfd.readouterr().err
@@ -113,7 +114,7 @@ def test_the_logger_silences_the_lines_and_then_nothing_is_counted(
 ) -> None:
     logging.getLogger("lohan").setLevel(logging.WARNING)
     model = lohan.wrap(kit.linears(WIDTH, 2), store=store_dir)
-    assert model.lohan._extensions.get(Wear) is None
+    assert inside(model).extensions.get(Wear) is None
     train(model)
     model.lohan.close()
     assert capfd.readouterr().err == ""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lohan.activations import _swap
 from lohan.activations._profile import Profile
+from lohan.common._inside import inside
 from lohan.config import POLICIES
 from lohan.errors import BudgetError, ModelError
 from lohan.session._planned import Planned
@@ -40,7 +41,7 @@ def train(model: nn.Module, shapes: Any = ((8, 128),) * STEPS, begin: int = 0) -
     for step, shape in enumerate(shapes, begin):
         torch.manual_seed(step)
         batch = tokens(step, *shape)
-        meter = model.lohan._saving.meter
+        meter = inside(model).saving.meter
         if meter is not None:
             meter.peak_bytes = 0
         loss = model(input_ids=batch, labels=batch).loss
@@ -167,7 +168,7 @@ def test_the_device_holds_what_the_plan_says(
     plan = model.lohan.plan()
     model.lohan.flush()
     moved = model.lohan.stats().bytes
-    swap = model.lohan._saving._swap
+    swap = inside(model).saving._swap
     window_bytes = swap.window_now if swap is not None else 0
     model.lohan.close()
     assert max(peaks) <= device_bytes
@@ -219,7 +220,7 @@ def test_without_room_on_ssd_nothing_is_offloaded_where_main_memory_computes(
     train(model)
     moved = model.lohan.stats().bytes
     model.lohan.close()
-    assert model.lohan.config.swap_bytes is None
+    assert inside(model).config.swap_bytes is None
     assert moved["saved_out"] == moved["saved_write"] == 0
 
 
@@ -279,7 +280,7 @@ def test_forwards_without_a_backward_do_not_ask_for_a_new_plan_each(
     made = []
     for step in range(14):
         model(input_ids=tokens(step), labels=tokens(step))
-        made.append(model.lohan._extensions.get(Planned).planner.shape.made)
+        made.append(inside(model).extensions.get(Planned).planner.shape.made)
     train(model, [(8, 128)], STEPS)
     model.lohan.close()
     assert made[-1] is made[-2] is made[-5]
@@ -352,8 +353,8 @@ def test_steps_that_are_forgotten_are_in_no_profile(store_dir: pathlib.Path) -> 
             model.train()
         model(batch).backward()
         model.optimizer.step()
-    session = model.lohan
-    profile = session._extensions.get(Planned).planner.shape.profile
+    session = inside(model)
+    profile = session.extensions.get(Planned).planner.shape.profile
     forward_ns = sum(ns for visit in profile.visits for ns in visit.ns)
     assert len(profile.visits) == len({visit.block for visit in profile.visits})
     assert forward_ns < profile.compute_ns < 30 * forward_ns
@@ -363,7 +364,7 @@ def test_steps_that_are_forgotten_are_in_no_profile(store_dir: pathlib.Path) -> 
 def test_a_profile_read_back_is_the_same(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="auto", **TIGHT)
     train(model)
-    profile = model.lohan._extensions.get(Planned).planner.shape.profile
+    profile = inside(model).extensions.get(Planned).planner.shape.profile
     model.lohan.close()
     assert type(profile).from_json(profile.as_json()) == profile
     assert sum(flop for visit in profile.visits for flop in visit.flop) > 0
@@ -375,10 +376,10 @@ def test_a_shape_that_comes_late_is_timed_without_the_waits_of_before(
     model = lohan.wrap(build(), store=store_dir / "a", lr=1e-3, activations="fuyou", **TIGHT)
     train(model, [(8, 128)] * 4)
     waits_ns = [10**18]
-    saving = model.lohan._saving
+    saving = inside(model).saving
     monkeypatch.setattr(saving, "wait_take_ns", lambda: waits_ns.pop() if waits_ns else 0)
     train(model, [(8, 120)], 4)
-    late = model.lohan._extensions.get(Planned).planner.shape
+    late = inside(model).extensions.get(Planned).planner.shape
     model.lohan.close()
     assert waits_ns == []
     assert late.profile is not None or late.held_up is not None
@@ -403,9 +404,9 @@ def test_a_step_that_something_held_up_is_not_what_plans_go_by(
     # Someone looks at gradients, or another process has the machine.
     time.sleep(2.0 + 12 * (time.monotonic() - begin))
     model.optimizer.step()
-    assert model.lohan._extensions.get(Planned).planner.shape.profile is None
+    assert inside(model).extensions.get(Planned).planner.shape.profile is None
     train(model, [(8, 128)] * 2, 2)
-    profile = model.lohan._extensions.get(Planned).planner.shape.profile
+    profile = inside(model).extensions.get(Planned).planner.shape.profile
     model.lohan.close()
     assert len(seen) == 1 and profile.compute_ns < seen[0]
 
@@ -437,8 +438,8 @@ def test_what_a_policy_cannot_do_is_reported_with_the_memory_that_it_needs(
             for _ in range(4):  # a step that the machine delayed is profiled again
                 if model.lohan.plan() is None:
                     train(model, [(8, 128)] * 3)
-            planner = model.lohan._extensions.get(Planned).planner
-            made = planner.choose(model.lohan, planner.shape.profile, "zero")
+            planner = inside(model).extensions.get(Planned).planner
+            made = planner.choose(inside(model), planner.shape.profile, "zero")
             return str(made.plan.policy)
         finally:
             model.lohan.close()

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from lohan.cli import main
 from lohan.commands import _quantize
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StoreError, StoreExistsError
 from lora_helper import lora, train
 from quantize_helper import CONFIG, model, nf4
@@ -139,7 +140,7 @@ def test_lohan_trains_on_what_was_written(
                 LlamaConfig(**CONFIG), dtype=torch.bfloat16
             )
         wrapped = lohan.wrap(lora(made), store=store_dir / str(index), weights=folder, lr=1e-2)
-        units = [unit for unit in wrapped.lohan.layout.units if unit.packs]
+        units = [unit for unit in inside(wrapped).layout.units if unit.packs]
         assert bool(units) == (index == 0)
         losses.append(train(wrapped, 3))
         wrapped.lohan.close()

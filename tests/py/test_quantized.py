@@ -13,6 +13,7 @@ import pytest
 import torch
 from kit import host_bytes_min
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import (
     ChecksumError,
     LohanError,
@@ -38,7 +39,7 @@ def empty(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def packed_units(model: Any) -> list[Any]:
-    return [unit for unit in model.lohan.layout.units if unit.packs]
+    return [unit for unit in inside(model).layout.units if unit.packs]
 
 
 @pytest.fixture(scope="module", params=["fp8", "nf4", "mxfp4", "nvfp4"])
@@ -72,7 +73,7 @@ def test_a_quantized_base_gives_the_bits_of_the_decoded_one(
         settings = {"host_bytes": host_bytes_min(lora(empty()), store_dir, weights=folder)}
     model = lohan.wrap(lora(empty()), store=store_dir / "s", weights=folder, lr=1e-2, **settings)
     assert len(packed_units(model)) == 3
-    assert all(unit.runs for unit in model.lohan.layout.units if not unit.trainable)
+    assert all(unit.runs for unit in inside(model).layout.units if not unit.trainable)
     assert torch.equal(logits(model), before)
     assert train(model, 5) == losses
     found = adapters(model)
@@ -140,12 +141,12 @@ def test_packed_bytes_that_are_kept_are_read_once(
     for frozen in ("in_place", "packed"):
         settings |= {"store": store_dir / frozen, "frozen": frozen, "host_bytes": host_bytes}
         model = lohan.wrap(deep(), lr=1e-2, **settings)
-        assert model.lohan.budget["host_bytes"] <= host_bytes
+        assert inside(model).budget["host_bytes"] <= host_bytes
         assert torch.equal(logits(model), before)
         assert train(model, 4) == losses
-        room = model.lohan.layout.in_place.kept_bytes
+        room = inside(model).layout.in_place.kept_bytes
         assert (room > 0) == (frozen == "packed")
-        kept = model.lohan._engine.status()["kept_bytes"]
+        kept = inside(model).engine.status()["kept_bytes"]
         assert kept <= room and (count != 4 or kept + sizes[-1] > room), "no room is left unused"
         model.lohan.flush()
         stats = model.lohan.stats()
@@ -155,7 +156,7 @@ def test_packed_bytes_that_are_kept_are_read_once(
     # FP8 has half the bytes of bf16, and the accelerator holds about half of the blocks.
     assert reads["packed"] < reads["in_place"] or (device == "emu" and folder.parent.name == "fp8")
     if count == DEEP_LAYERS:
-        others = [u for u in model.lohan.layout.units if not u.trainable and not u.packs]
+        others = [u for u in inside(model).layout.units if not u.trainable and not u.packs]
         assert reads["packed"] <= 2 * sum(unit.read_bytes for unit in others)
 
 
@@ -169,7 +170,7 @@ def test_a_store_may_be_resumed_with_and_without_kept_bytes(
         frozen = ("packed", "in_place")[turn % 2]
         settings = {**source, "host_bytes": least + 200_000, "frozen": frozen}
         model = lohan.wrap(deep(), store=store_dir / "s", lr=1e-2, **settings)
-        assert (model.lohan.layout.in_place.kept_bytes > 0) == (frozen == "packed")
+        assert (inside(model).layout.in_place.kept_bytes > 0) == (frozen == "packed")
         assert train(model, 1) == [expected]
         model.lohan.close()
 
@@ -177,7 +178,7 @@ def test_a_store_may_be_resumed_with_and_without_kept_bytes(
 def test_decoded_blocks_are_kept_if_all_of_them_fit(deep_base: Any, store_dir: Path) -> None:
     folder, (_, losses) = deep_base
     model = lohan.wrap(deep(), store=store_dir / "s", lr=1e-2, weights=folder, frozen="packed")
-    assert packed_units(model) and model.lohan.layout.in_place.kept_bytes == 0
+    assert packed_units(model) and inside(model).layout.in_place.kept_bytes == 0
     assert train(model, 4) == losses
     assert model.lohan.stats().bytes["param_read"] == 0
     model.lohan.close()
@@ -537,7 +538,7 @@ def test_the_layout_decodes_in_place_at_any_alignment(tmp_path: Path, store_dir:
         whole = lohan.wrap(
             nn.Sequential(model), blocks=[model], store=store_dir / str(turn), weights=_inside(path)
         )
-        units = whole.lohan.layout.units
+        units = inside(whole).layout.units
         for unit in units:
             assert unit.nbytes <= sum(2 * p.count + 64 for p in unit.params) + sum(
                 run.nbytes for run in unit.runs
@@ -561,7 +562,7 @@ def _inside(path: Path) -> Path:
 def test_older_versions_must_refuse_a_store_with_packed_units(base: Any, store_dir: Path) -> None:
     folder, _ = base
     model = lohan.wrap(lora(empty()), store=store_dir, weights=folder)
-    with model.lohan._exclusive([]) as store:
+    with inside(model).exclusive([]) as store:
         meta = json.loads(store.describe()["meta"])
     model.lohan.close()
     assert meta["lohan"] == 3
@@ -574,7 +575,7 @@ def test_pieces_of_a_parameter_are_decoded_like_the_whole(
 ) -> None:
     folder, _ = base
     model = lohan.wrap(lora(empty()), store=store_dir, weights=folder)
-    layout = model.lohan.layout
+    layout = inside(model).layout
     for param in layout.params:
         if "up_proj" in param.name:
             whole = layout.in_place.read(layout, param)

@@ -13,6 +13,7 @@ import torch
 from experts_helper import EXPERTS, qwen
 from integers_helper import FORMS as INTEGERS
 from lohan.common import _meta
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StoreMismatchError
 from quantize_helper import FORMS
 from safetensors.torch import load_file, save_file
@@ -98,7 +99,7 @@ def test_experts_that_are_quantized_one_by_one_have_their_decoded_bits(
                 settings["frozen"] = "in_place"
             model = lohan.wrap(made, store=store, weights=weights, lr=1e-2, **settings)
             if weights is folder and is_frozen and what != "copied":
-                packs = [p for unit in model.lohan.layout.units for p in unit.packs.values()]
+                packs = [p for unit in inside(model).layout.units for p in unit.packs.values()]
                 assert any(pack.rest for pack in packs)  # one of its own for each matrix
             found.append(train(model))
             stats = model.lohan.stats()
@@ -166,7 +167,7 @@ def test_a_damaged_description_of_pieces_is_refused(tmp_path: Path, store_dir: P
     folder, _ = save(tmp_path, INTEGERS["words"], qwen(4))
     made = empty(lambda: qwen(4), is_frozen=True)
     model = lohan.wrap(made, store=store_dir / "run", weights=folder, lr=1e-2)
-    text = json.dumps(_meta.of(model.lohan.store))
+    text = json.dumps(_meta.of(inside(model).store))
     model.lohan.close()
     _meta.parse(text, "here")
     for what, damage in DAMAGED.items():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lohan.activations import _blocks
 from lohan.activations._frame import Frame
+from lohan.common._inside import inside
 from lohan.errors import ModelError, RecomputeError, StaleGraphError, UnsupportedError
 from lohan.torch_glue._recompute_state import Surroundings
 from recompute_helper import (
@@ -96,7 +97,7 @@ def test_a_forward_keeps_the_inputs_of_blocks_and_backward_the_rest_of_one(
     kept, peaks = [], []
     for activations in ("keep", "recompute"):
         model = wrap(build(Plain), store_dir, activations, device="emu")
-        meter = model.lohan._saving.meter
+        meter = inside(model).saving.meter
         seen = watch(meter, monkeypatch)
         with contextlib.closing(model.lohan):
             loss = model(batch_of(0))
@@ -184,10 +185,10 @@ def test_a_graph_that_is_never_run_backward_is_freed_with_its_inputs(
         alive = weakref.ref(batch)
         gc.disable()
         loss = model(batch)
-        assert model.lohan._saving.meter.kept_bytes > 0
+        assert inside(model).saving.meter.kept_bytes > 0
         del batch, loss
         assert alive() is None
-        assert model.lohan._saving.meter.kept_bytes == 0
+        assert inside(model).saving.meter.kept_bytes == 0
         assert model.lohan.status()["handles"] == 0
     finally:
         gc.enable()

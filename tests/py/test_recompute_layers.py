@@ -13,6 +13,7 @@ import pytest
 import torch
 from lohan.activations import _offloaded
 from lohan.activations._frame import Frame
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from recompute_helper import (
     KINDS,
@@ -94,7 +95,7 @@ def test_every_choice_trains_to_the_bits_of_activations_that_are_kept(
     said = {key: value for key, value in said.items() if any(n.endswith(key[1:]) for n in names)}
     swap = SWAP if "swap" in said.values() else {}
     model = wrap(model, store_dir, said, device="emu", **swap)
-    meter = model.lohan._saving.meter
+    meter = inside(model).saving.meter
     trained = helper.train(model, STEPS, loss_in(dtype, has_autocast))
     helper.assert_same(trained, expected(kind, mode, store_dir))
     assert meter.kept_bytes == 0
@@ -155,7 +156,7 @@ def test_a_layer_is_skipped_where_its_output_and_what_it_saved_are_there(
     with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         # The loss keeps the block's output as well.
-        assert model.lohan._saving.meter.kept_bytes == (kept + 1) * TENSOR_BYTES
+        assert inside(model).saving.meter.kept_bytes == (kept + 1) * TENSOR_BYTES
         loss.backward()
         assert (block.a.calls, block.b.calls, block.c.calls) == calls
 
@@ -174,7 +175,7 @@ def test_an_output_behind_which_nothing_is_missing_is_not_kept(store_dir: pathli
     with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         # The saved tensors are x, a's result, b's two, and the loss's.
-        assert model.lohan._saving.meter.kept_bytes == 5 * TENSOR_BYTES
+        assert inside(model).saving.meter.kept_bytes == 5 * TENSOR_BYTES
         loss.backward()
         assert [layer.calls for layer in model.blocks[0].children()] == [2, 1, 1]
 
@@ -199,7 +200,7 @@ def test_a_part_that_is_kept_as_a_whole_keeps_its_last_output_alone(
         loss = model(batch_of(0))
         # x; of the part dropout's mask, what its last layer saves, and its output, which nobody
         # does; the loss. Not what its first layer computed.
-        assert model.lohan._saving.meter.kept_bytes == 5 * TENSOR_BYTES
+        assert inside(model).saving.meter.kept_bytes == 5 * TENSOR_BYTES
         loss.backward()
         assert model.blocks[0].part[0].calls == 1
         assert model.blocks[0].last.calls == 2
@@ -216,7 +217,7 @@ def test_what_is_swapped_leaves_once_and_comes_back(
         loss.backward()
         assert len(put) == 3 * 3 + 1
         del loss
-        assert model.lohan._saving.meter.kept_bytes == 0
+        assert inside(model).saving.meter.kept_bytes == 0
 
 
 def test_where_activations_leave_a_block_that_is_computed_again_leaves_its_input_alone(
@@ -235,7 +236,7 @@ def test_where_activations_leave_those_of_a_layer_that_is_kept_stay(
     with contextlib.closing(model.lohan):
         loss = model(batch_of(0))
         assert put == [TENSOR_BYTES]  # saved by the loss
-        assert model.lohan._saving.meter.kept_bytes >= 3 * 5 * TENSOR_BYTES
+        assert inside(model).saving.meter.kept_bytes >= 3 * 5 * TENSOR_BYTES
         del loss
 
 

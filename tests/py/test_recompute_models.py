@@ -14,6 +14,7 @@ import pytest
 import torch
 from diffusers import DiTTransformer2DModel
 from lohan.activations import _frame, _offloaded
+from lohan.common._inside import inside
 from quick_helper import half_quick
 from torch import nn
 from transformers import (
@@ -135,7 +136,7 @@ def test_models_train_to_the_bits_of_kept_activations_in_less_memory(
         )
         if device == "emu":
             loss = MODELS[name][1](model, 0)
-            kept.append(model.lohan._saving.meter.kept_bytes)
+            kept.append(inside(model).saving.meter.kept_bytes)
             del loss
         torch.manual_seed(2)
         runs.append(helper.train(model, STEPS, MODELS[name][1]))
@@ -166,7 +167,7 @@ def test_models_in_which_every_third_layer_is_computed_again_train_to_the_same_b
             model, store=store_dir / str(again), activations=said, device="emu", **helper.HYPER
         )
         loss = MODELS[name][1](model, 0)
-        kept.append(model.lohan._saving.meter.kept_bytes)
+        kept.append(inside(model).saving.meter.kept_bytes)
         del loss
         torch.manual_seed(2)
         runs.append(helper.train(model, STEPS, MODELS[name][1]))
@@ -195,8 +196,8 @@ def test_models_train_under_auto_to_the_bits_of_kept_activations_in_less_memory(
         )
         torch.manual_seed(2)
         runs.append(helper.train(model, range(4), MODELS[name][1]))
-        kept = model.lohan._saving.meter.peak_bytes - model.lohan.device.slot_bytes
-        room = model.lohan.device.slot_bytes + 3 * kept // 4
+        kept = inside(model).saving.meter.peak_bytes - inside(model).device.slot_bytes
+        room = inside(model).device.slot_bytes + 3 * kept // 4
         plans.append(model.lohan.plan())
     assert plans[1].swapped_bytes > 0 or plans[1].recompute_s > 0
     helper.assert_same(runs[1], runs[0])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import trainer_helper as helper
 from lohan.common import _exit
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StepError, UnsupportedError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -141,7 +142,7 @@ def test_a_reference_is_read_in_place_and_has_the_bits_of_the_files(
         with torch.no_grad():
             model.transformer.h[0].mlp.c_fc.weight.zero_()  # type: ignore[union-attr, operator]
     twin: Any = lohan.reference(model, weights=base)
-    layout = twin.lohan.layout
+    layout = inside(twin).layout
     assert all(layout.units[p.unit].runs for p in layout.params), "nothing is in a store"
     assert not twin.training and model.training
     assert type(twin) is type(model) and "lohan" not in model.__dict__
@@ -159,12 +160,12 @@ def test_the_budget_of_a_reference_is_the_least(tmp_path: pathlib.Path) -> None:
     layers: Any = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16)))
     save_file(layers.state_dict(), tmp_path / "model.safetensors")
     twin: Any = lohan.reference(layers, weights=tmp_path)
-    budget = twin.lohan.budget
+    budget = inside(twin).budget
     assert budget["host_bytes"] == budget["host_bytes_min"] < budget["host_bytes_full"]
     x = torch.randn(2, 512)
     assert torch.equal(twin(x), layers(x))
     more: Any = lohan.reference(layers, weights=tmp_path, host_bytes="20MB")
-    assert budget["host_bytes"] < more.lohan.budget["host_bytes"] <= 20_000_000
+    assert budget["host_bytes"] < inside(more).budget["host_bytes"] <= 20_000_000
     assert torch.equal(more(x), layers(x))
 
 
@@ -259,6 +260,6 @@ def test_a_deleted_reference_closes_its_session(base: pathlib.Path) -> None:
     gc.disable()
     try:
         del twin
-        assert session.closed
+        assert "closed" in repr(session)
     finally:
         gc.enable()

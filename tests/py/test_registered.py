@@ -13,6 +13,7 @@ import lohan
 import numpy as np
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StepError, StoreMismatchError, UnsupportedError
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -106,7 +107,7 @@ def train_until_killed(pipe: Connection, folder: pathlib.Path) -> None:
         model(sampler.draw()).backward()
         model.optimizer.step()
         scheduler.step()
-    while model.lohan._method.durable_step() < END:
+    while inside(model).method.durable_step() < END:
         pass
     pipe.send("committed")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -238,7 +239,7 @@ def test_states_that_are_new_or_left_out_are_reported(
 
 def test_a_state_that_another_program_has_changed_is_named(store_dir: pathlib.Path) -> None:
     model: Any = lohan.wrap(crash_worker.build(), store=store_dir / "s", lr=1e-2)
-    model.lohan._registered.restore({"registered": {"sampler": "AAAA"}})
+    inside(model).registered.restore({"registered": {"sampler": "AAAA"}})
     with pytest.raises(StoreMismatchError, match=r"'sampler' cannot be read.*another program"):
         model.lohan.register("sampler", Sampler())
     model.lohan.close()

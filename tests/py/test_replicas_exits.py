@@ -15,6 +15,7 @@ from patience import HUNG_S
 _PROGRAM = """
 import os, signal, sys, time
 import lohan, torch
+from lohan.common._inside import inside
 
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
 torch.manual_seed(0)
@@ -24,7 +25,7 @@ if rank == 1:
 
 
 class Last:
-    other = model.lohan._peers.world.peers[1].pid
+    other = inside(model).peers.world.peers[1].pid
 
     def __del__(self, kill=os.kill, sleep=time.sleep):  # the modules are gone by then
         kill(self.other, 9)

@@ -17,6 +17,7 @@ import lohan
 import pytest
 import torch
 import torch.nn.functional as F
+from lohan.common._inside import inside
 from lohan.errors import HollowParameterError, UnsupportedError
 from rules_helper import (
     WIDTH,
@@ -209,13 +210,13 @@ def test_frozen_parameters_stay_and_are_not_written(make: Any, workshop: Worksho
     initial = build(make).state_dict()
     model = workshop.follow(make)
     model.lohan.flush()
-    layout, stats = model.lohan.layout, model.lohan.stats()
+    layout, stats = inside(model).layout, model.lohan.stats()
     trained = [unit for unit in layout.units if unit.trainable]
     assert 0 < len(trained) < len(layout.units)
     assert stats.updated_params == sum(len(unit.params) for unit in trained)
     assert stats.bytes["param_write"] == sum(unit.nbytes for unit in trained)
     assert stats.bytes["state_write"] == sum(8 * unit.elements for unit in trained)
-    assert len(model.lohan.extents.table) == 3 * len(trained) + len(layout.units) - len(trained)
+    assert len(inside(model).extents.table) == 3 * len(trained) + len(layout.units) - len(trained)
     for param in layout.params:
         same = torch.equal(model.state_dict()[param.name], initial[param.name])
         assert same != layout.units[param.unit].trainable, param.name

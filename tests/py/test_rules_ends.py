@@ -14,6 +14,7 @@ import program_server
 import pytest
 import torch
 from lohan.common import _mounts
+from lohan.common._inside import inside
 from lohan.errors import (
     StaleGraphError,
     StaleStateError,
@@ -183,7 +184,7 @@ def test_an_edit_is_undone_with_nothing_where_a_step_after_it_dies(workshop: Wor
         assert_same_state(model.state_dict(), doubled)
     hook.remove()
     train_step(model, 2)
-    assert model.lohan.step == 3 and not model.lohan._edits.is_pending
+    assert model.lohan.step == 3 and not inside(model).edits.is_pending
 
 
 def test_a_graph_from_before_an_edit_stays_stale(workshop: Workshop) -> None:
@@ -249,7 +250,7 @@ def test_the_older_checkpoint_of_a_resumed_run_is_refused_before_anything_change
         assert line in str(told.value)
     with pytest.raises(StaleStateError, match=r"of step 2, but the session is at step 3.*delete"):
         model.optimizer.load_state_dict(saved["optimizer"])
-    assert not model.lohan._edits.is_pending
+    assert not inside(model).edits.is_pending
     assert_same_state(model.state_dict(), state)
     train_step(model, 3)
     assert_same_state(model.state_dict(), workshop.train(range(4)))
@@ -267,7 +268,7 @@ def test_the_checkpoint_of_the_very_step_is_loaded_without_a_word(
         again = resumed(workshop, workshop.folder / "store0")
         for name in order:
             (again if name == "model" else again.optimizer).load_state_dict(saved[name])
-        assert not again.lohan._edits.is_pending
+        assert not inside(again).edits.is_pending
         again.lohan.close()
     assert "lohan:" not in notes(capfd.readouterr().err)
 
@@ -401,7 +402,7 @@ def test_a_new_store_below_a_missing_place_of_drives_is_refused(
         with pytest.raises(StoreError, match=wanted) as told:
             call()
         assert told.value.errno == errno.ENOENT
-    store = model.lohan.directories[0]
+    store = inside(model).directories[0]
     model.lohan.close()
     for call in (
         lambda: lohan.snapshot(store, missing / "run"),
@@ -491,7 +492,7 @@ def test_parents_elsewhere_are_made(workshop: Workshop, monkeypatch: pytest.Monk
     monkeypatch.chdir(workshop.folder)
     model = lohan.wrap(build(), store="runs/of/today")
     workshop.made.append(model)
-    assert model.lohan.directories == [str(workshop.folder / "runs/of/today")]
+    assert inside(model).directories == [str(workshop.folder / "runs/of/today")]
     workshop.made.append(lohan.wrap(build(), store=workshop.folder / "others" / "second"))
     copy = model.lohan.snapshot("copies/of/it")
     copy.wait()

@@ -8,6 +8,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import (
     BudgetError,
     FrozenParameterError,
@@ -335,7 +336,9 @@ def test_a_read_that_the_budget_refuses_leaves_the_session_as_it_was(workshop: W
     train_step(model, 1)
     lends: list[torch.Tensor] = []
     with pytest.raises(BudgetError):  # only as many as have room, wherever they are placed
-        lends.extend(model.lohan._parameters.lend(i) for i in range(len(model.lohan.layout.params)))
+        lends.extend(
+            inside(model).parameters.lend(i) for i in range(len(inside(model).layout.params))
+        )
     with pytest.raises(BudgetError, match="delete tensors"):
         model(vectors(2))
     del lends
@@ -382,7 +385,7 @@ def test_a_block_that_is_refused_leaves_the_units_of_the_scope_around_it(
     workshop: Workshop,
 ) -> None:
     model = workshop.wrap(Forgiving(), host_bytes="minimal")
-    lends = [model.lohan._parameters.lend(i) for i in (3, 4, 5)]
+    lends = [inside(model).parameters.lend(i) for i in (3, 4, 5)]
     with torch.no_grad():
         y = model(torch.ones(1 << 16))
     del lends

@@ -12,6 +12,7 @@ import lohan
 import pytest
 import torch
 from lohan.common import _meta
+from lohan.common._inside import inside
 from lohan.errors import StoreMismatchError
 from lohan.store import _scalars, _store
 from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step
@@ -225,13 +226,13 @@ def test_blocks_are_as_they_were_then(how: str, workshop: Workshop) -> None:
     if how == "least":
         settings = {"host_bytes": "minimal"}
     model = workshop.wrap(given, **settings)
-    units = [unit.name for unit in model.lohan.layout.units]
-    assert units != [unit.name for unit in plain.lohan.layout.units]
+    units = [unit.name for unit in inside(model).layout.units]
+    assert units != [unit.name for unit in inside(plain).layout.units]
     train_step(model, 0)
     model.lohan.close()
     again = lohan.wrap(build(Deep), store=workshop.folder / "store1", resume=True)
     workshop.made.append(again)
-    assert [unit.name for unit in again.lohan.layout.units] == units
+    assert [unit.name for unit in inside(again).layout.units] == units
     train_step(again, 1)
     for step in range(2):
         train_step(plain, step)

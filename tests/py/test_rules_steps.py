@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lohan.common._inside import inside
 from lohan.errors import StoreMismatchError, UnsupportedError
 from rules_helper import (
     Stack,
@@ -278,7 +279,7 @@ def test_the_optimizers_state_dict_carries_groups_and_its_place(workshop: Worksh
     model = workshop.wrap(build())
     train_step(model, 0)
     state = model.optimizer.state_dict()
-    assert state["lohan"] == {"store": model.lohan._uuid, "step": 1} and state["state"] == {}
+    assert state["lohan"] == {"store": inside(model).uuid, "step": 1} and state["state"] == {}
     state["param_groups"][0]["lr"] = 0.0
     state["param_groups"][0]["weight_decay"] = 0.0
     model.optimizer.load_state_dict(state)

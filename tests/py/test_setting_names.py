@@ -13,6 +13,7 @@ import lohan
 import pytest
 from lohan.common import _arguments, _setting
 from lohan.common import _keywords as settings
+from lohan.common._inside import inside
 from lohan.config import Config
 from lohan.errors import ModelError
 from lohan.opening import _request
@@ -105,7 +106,7 @@ def test_config_still_works_and_its_warning_lists_the_keywords(store_dir: pathli
     config = lohan.Config(accumulate=2, io_depth=3)
     with pytest.warns(DeprecationWarning, match=r"io=lohan\.IO\(depth=\), gradient_accumulat"):
         lohan.wrap(model, store=store_dir / "a", config=config)
-    assert (model.lohan.config.accumulate, model.lohan.config.io_depth) == (2, 3)
+    assert (inside(model).config.accumulate, inside(model).config.io_depth) == (2, 3)
     model.lohan.close()
 
 

@@ -14,6 +14,7 @@ import crash_worker
 import lohan
 import pytest
 from lohan.common import _memory, _setting, _units
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -57,8 +58,8 @@ def test_every_size_of_config_and_the_emulated_links_take_strings() -> None:
 
 def test_wrap_takes_a_string_and_holds_it(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(crash_worker.build(), store=store_dir / "s", host_bytes="64MiB")
-    assert model.lohan.config.host_bytes == 64 << 20
-    assert model.lohan.budget["host_bytes"] <= 64 << 20
+    assert inside(model).config.host_bytes == 64 << 20
+    assert inside(model).budget["host_bytes"] <= 64 << 20
     model.lohan.close()
 
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from lohan import _core
 from lohan.cli import main
 from lohan.common import _loss_pieces
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, LohanError, MachineError, ModelError
 from lohan.losses import _Pass, _Rule
 from lohan.planning import _base, _machines, _models, _pieces, _placement, _plan
@@ -99,8 +100,8 @@ def test_a_session_of_gpt2_moves_the_bytes_that_are_simulated(
         model.optimizer.step()
     model.lohan.flush()
     moved = model.lohan.stats().bytes
-    found = simulated_bytes(model.lohan, states)
-    elements = sum(unit.elements for unit in model.lohan.layout.units)
+    found = simulated_bytes(inside(model), states)
+    elements = sum(unit.elements for unit in inside(model).layout.units)
     model.lohan.close()
     assert {name: moved[name] for name in SSD_LINKS} == found
     assert found["state_write"] == elements * (2 + MOMENTS[states])

@@ -11,6 +11,7 @@ import kit
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.planning import _wear
 from lohan.session import _commit_rule, _wear_life
 from lohan.session._extension import Place
@@ -33,7 +34,7 @@ def _train(model: Any, steps: int) -> None:
 
 def _free(model: Any, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first `steps` steps of a model's next sessions commit, at 10 ms a step."""
-    writes = writes_of(model.lohan)
+    writes = writes_of(inside(model))
     nbytes = writes.committed - writes.between
     monkeypatch.setattr(_wear, "SMALL_FREE_BYTES", steps * nbytes)
     monkeypatch.setattr(_wear, "_SMALL_DAY_BYTES", nbytes * DAY_S * 10)  # one in 0.1 s
@@ -46,7 +47,7 @@ def test_commits_of_a_small_model_become_rare_once_they_have_written_much(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = lohan.wrap(kit.linears(WIDTH, 4), store=tmp_path / "first")
-    assert first.lohan._commits.rule() == "each step is committed"
+    assert inside(first).commits.rule() == "each step is committed"
     _free(first, 7, monkeypatch)
     first.lohan.close()
     capfd.readouterr()
@@ -60,13 +61,13 @@ def test_commits_of_a_small_model_become_rare_once_they_have_written_much(
             torch.manual_seed(number)
             model(torch.randn(2, WIDTH)).square().mean().backward()
             model.optimizer.step()
-            model.lohan._engine.await_steps()
+            inside(model).engine.await_steps()
             stats = model.lohan.stats()
             assert stats.written_bytes == stats.planned_written_bytes
-            committed.append(model.lohan._method.durable_step())
+            committed.append(inside(model).method.durable_step())
         if not settings:
             assert committed == [*range(1, 8), 7, 7, *[10] * 10, *[20] * 3]
-            assert model.lohan.config.commit_every == 10
+            assert inside(model).config.commit_every == 10
             opened, changed = capfd.readouterr().err.splitlines()
             assert "each of the first 7 steps is committed, then at most one in 0.1 s" in opened
             assert "from now on, every 10 steps are committed" in changed and "a day" in changed
@@ -88,7 +89,7 @@ class Waiting:
         return types.SimpleNamespace(gradient_wait_ns=6_000_000)
 
     @property
-    def _commits(self) -> Any:
+    def commits(self) -> Any:
         return self
 
     def set_every(self, steps: int) -> bool:
@@ -120,9 +121,9 @@ def test_a_thousand_steps_of_three_million_parameters_write_few_gigabytes_a_day(
 def test_a_step_that_writes_its_states_anyway_keeps_its_commits(store_dir: pathlib.Path) -> None:
     least = lohan.wrap(kit.linears(600, 4), store=store_dir / "a")
     least.lohan.close()
-    memory = least.lohan.budget["host_bytes_min"]
+    memory = inside(least).budget["host_bytes_min"]
     model = lohan.wrap(kit.linears(600, 4), store=store_dir / "b", host_bytes=memory)
-    assert Place.COMMITS not in model.lohan._extensions
+    assert Place.COMMITS not in inside(model).extensions
     model.lohan.close()
 
 
@@ -132,14 +133,14 @@ def test_a_session_whose_gradients_wait_on_ssd_keeps_its_commits(
     first = lohan.wrap(kit.linears(WIDTH, 4), store=tmp_path / "a", schedule="deferred")
     _free(first, 4, monkeypatch)
     first.lohan.close()
-    memory = first.lohan.budget["host_bytes_min"]
+    memory = inside(first).budget["host_bytes_min"]
     waits = {"schedule": "deferred", "host_bytes": memory}
     model = lohan.wrap(kit.linears(WIDTH, 4), store=tmp_path / "b", **waits)
     _train(model, 2)
-    assert not model.lohan._commits.set_every(3) and model.lohan.config.commit_every == "auto"
+    assert not inside(model).commits.set_every(3) and inside(model).config.commit_every == "auto"
     _train(model, 2)
     model.lohan.commit()
-    assert model.lohan._method.durable_step() == 4
+    assert inside(model).method.durable_step() == 4
     model.lohan.close()
 
 

@@ -22,6 +22,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core, errors
+from lohan.common._inside import inside
 from lohan.errors import (
     ChecksumError,
     SessionError,
@@ -246,7 +247,7 @@ def test_what_cannot_be_copied_is_refused_by_name(store_dir: pathlib.Path, slow:
     with pytest.raises(StoreError, match="no store"):
         lohan.snapshot(store_dir / "nowhere", store_dir / "x")
     assert not list(store_dir.glob("of-none")) + list(store_dir.glob("x"))
-    held = model.lohan._commits.holds._holders | one.lohan._commits.holds._holders
+    held = inside(model).commits.holds._holders | inside(one).commits.holds._holders
     assert held == set(), "commits are still held"
     losses(model, range(1))
     model.lohan.commit()

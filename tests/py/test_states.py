@@ -17,6 +17,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.config import Config
 from lohan.errors import ModelError, StoreMismatchError
 from lohan.store import _contents
@@ -81,7 +82,7 @@ def test_blocks_do_not_change_the_bits(states: str, store_dir: pathlib.Path) -> 
     model = build()
     blocks = [layer for block in model.blocks for layer in (block.sometimes, block.always)]
     model = lohan.wrap(model, store=store_dir / "s", blocks=blocks, states=states, **helper.HYPER)
-    assert len(model.lohan.layout.units) == len(blocks)
+    assert len(inside(model).layout.units) == len(blocks)
     helper.assert_same(helper.train(model, STEPS, loss_of), expected(states, store_dir))
 
 
@@ -94,7 +95,7 @@ def test_a_step_moves_the_bytes_of_its_format(states: str, store_dir: pathlib.Pa
     for step in (0, 2, 4):
         loss_of(model, step).backward()
         model.optimizer.step()
-    elements = sum(unit.elements for unit in model.lohan.layout.units)
+    elements = sum(unit.elements for unit in inside(model).layout.units)
     model.lohan.flush()
     stats = model.lohan.stats()
     model.lohan.close()
@@ -186,7 +187,7 @@ def test_another_format_on_resume_is_rejected_with_the_remedy(store_dir: pathlib
 
 def test_a_store_of_fp32_moments_is_what_it_was(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(build(), store=store_dir / "s")
-    meta = model.lohan.store.describe()["meta"]
+    meta = inside(model).store.describe()["meta"]
     text = meta if isinstance(meta, str) else bytes(meta).decode()
     assert '"lohan": 1,' in text and "states" not in text
     model.lohan.close()
@@ -206,7 +207,7 @@ def test_what_has_no_such_states_is_rejected(settings: dict[str, Any], message: 
 
 def test_a_place_in_the_scales_has_its_parameters_name(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(build(), store=store_dir / "s", states="8bit")
-    extent = model.lohan.extents.units[1].scales
+    extent = inside(model).extents.units[1].scales
     model.lohan.close()
     store = open_to_read([str(store_dir / "s")], Config())
     contents = _contents.read(store, "s")

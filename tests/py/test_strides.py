@@ -9,6 +9,7 @@ from typing import Any
 import lohan
 import pytest
 import torch
+from lohan.common._inside import inside
 from lohan.errors import StoreMismatchError
 from rules_helper import (
     Workshop,
@@ -231,7 +232,7 @@ def test_loading_the_values_that_are_there_is_no_edit(workshop: Workshop) -> Non
     model = workshop.wrap(build(channels_last_bf16))
     train_step(model, 0, images)
     model.load_state_dict(model.state_dict())
-    assert not model.lohan._edits.is_pending
+    assert not inside(model).edits.is_pending
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
@@ -298,7 +299,7 @@ def test_a_store_without_strides_continues_contiguous(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = workshop.wrap(build(ConvNet))
-    assert "strides" not in json.loads(model.lohan.store.describe()["meta"])
+    assert "strides" not in json.loads(inside(model).store.describe()["meta"])
     state = {n: v.clone() for n, v in model.state_dict().items()}
     train_step(model, 0, images)
     model.lohan.close()
@@ -315,7 +316,7 @@ def test_an_older_lohan_does_not_take_a_store_with_strides_for_one_without(
     from lohan.store import _store
 
     model = workshop.wrap(build(channels_last))
-    assert json.loads(model.lohan.store.describe()["meta"])["lohan"] == 2
+    assert json.loads(inside(model).store.describe()["meta"])["lohan"] == 2
     model.lohan.close()
     monkeypatch.setattr(_store, "_take_strides", lambda layout, meta: None)
     with pytest.raises(StoreMismatchError):

@@ -15,6 +15,7 @@ import torch
 from lohan import _core
 from lohan.activations import _offloaded, _swap
 from lohan.common import _timeline
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, DeviceMemoryError, ModelError, StoreError, StoreExistsError
 from patience import slowness
 from torch import nn
@@ -303,8 +304,8 @@ def test_a_timeline_has_what_left_and_came_back_by_name(store_dir: pathlib.Path)
     model.optimizer.step()
     model.lohan.flush()
     moved = model.lohan.stats().bytes
-    names = [unit.name for unit in model.lohan.layout.units]
-    spans = _timeline.spans_of(model.lohan._trace(), names)
+    names = [unit.name for unit in inside(model).layout.units]
+    spans = _timeline.spans_of(inside(model).trace(), names)
     saved = [span for span in spans if span.name == "saved tensors"]
     for lane, link in (("SSD writes", "saved_write"), (_timeline.LANE_OF_KIND[12], "saved_read")):
         assert sum(span.nbytes for span in saved if span.lane == lane) == moved[link] > 0

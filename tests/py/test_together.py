@@ -17,6 +17,7 @@ import trainer_helper
 import world_lora
 from kit import host_bytes_min
 from lohan.commands import _quantize
+from lohan.common._inside import inside
 from lohan.errors import LohanError, ModelError
 from lohan.store import _snapshot
 from quantize_helper import CONFIG, model
@@ -145,7 +146,7 @@ def test_zeroth_order_training_keeps_a_quantized_base(bases: Path, store_dir: Pa
             lr=1e-4,
             frozen=frozen,
         )
-        assert any(unit.packs for unit in wrapped.lohan.layout.units) == (frozen == "in_place")
+        assert any(unit.packs for unit in inside(wrapped).layout.units) == (frozen == "in_place")
         batch = tokens(0, 0)
         losses.append(
             [float(wrapped.zo_step(functools.partial(loss_of, wrapped, batch))) for _ in range(3)]

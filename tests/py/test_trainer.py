@@ -15,8 +15,10 @@ import torch
 import trainer_helper as helper
 import transformers
 from lohan.common import _exit
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, ModelError, StoreError, UnsupportedError
 from lohan.hf import _trainer_args
+from lohan.session._training import Training
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.usefixtures("closed")
@@ -123,7 +125,7 @@ def test_a_training_that_begins_reads_no_values_of_parameters(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, begun = [], []
-    plain = lohan.Session._resident
+    plain = Training.resident
 
     def resident(session: Any, index: int) -> Any:
         shown.append(index)
@@ -134,7 +136,7 @@ def test_a_training_that_begins_reads_no_values_of_parameters(
             begun.append(len(shown))
             assert all(bool(param.isfinite().all()) for param in model.parameters())
 
-    monkeypatch.setattr(lohan.Session, "_resident", resident)
+    monkeypatch.setattr(Training, "resident", resident)
     trainer = helper.make(store_dir, {}, max_steps=1, callbacks=(Reads(),))
     trainer.train()
     count = len(shown)
@@ -204,7 +206,7 @@ def test_bf16_runs_under_autocast_and_no_cast_of_a_weight_is_kept(store_dir: pat
     class Kept(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
             is_cached = torch.is_autocast_cache_enabled()
-            kept.append(model.lohan._forwards.autocast.is_seen and is_cached)
+            kept.append(inside(model).forwards.autocast.is_seen and is_cached)
 
     given: dict[str, Any] = {"bf16": True, "use_cpu": True}
     ours = helper.make(store_dir / "with", {}, callbacks=(Kept(),), **given)

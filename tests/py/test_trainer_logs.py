@@ -150,7 +150,7 @@ def test_the_life_of_a_drive_is_logged_where_it_is_known(
         days = known[-1]["drive_life_days"]
         # The clock is read at each begin and end of a step, and with the figures. The last steps
         # may be counted after the last log.
-        written = session._extensions.get(Wear).written / 1e9
+        written = session.extensions.get(Wear).written / 1e9
         least, most = 3 * 11 / written, 3 * 18 / written
         assert least <= days <= 2 * most
     monkeypatch.setattr(_drives, "of_store", lambda *args: [Drive("x", 1.0, None)])

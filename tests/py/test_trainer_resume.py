@@ -14,6 +14,7 @@ import pytest
 import torch
 import trainer_helper as helper
 import transformers
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StoreError, StoreMismatchError
 from patience import HUNG_S
 from trainer_resume_helper import ARGUMENTS, Dies, checkpoints
@@ -343,7 +344,7 @@ def test_each_checkpoint_that_the_trainer_keeps_has_the_store_of_its_step(
     callbacks = (lohan.TrainerCopies(copies),)
     trainer = helper.make(folder, {}, model=helper.gpt2(), callbacks=callbacks, **arguments)
     trainer.train()
-    trainer.model.lohan._commits.snapshot_now.wait()
+    inside(trainer.model).commits.snapshot_now.wait()
     trainer.model.lohan.close()
     kept = sorted(path.name for path in checkpoints(folder))
     assert sorted(path.name for path in copies.iterdir()) == kept

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import trainer_helper as helper
+from lohan.common._inside import inside
 from peft import LoraConfig, PeftModel
 from trl import SFTConfig, SFTTrainer
 
@@ -78,7 +79,7 @@ def test_adapters_are_trained_saved_and_continued_as_without_lohan(
 def test_adapters_are_trained_without_backward(store_dir: pathlib.Path) -> None:
     takes = {"method": "mezo", "eps": 1e-3}
     ours = train(store_dir / "ours", takes=takes, rate=1e-3)
-    records = ours.model.lohan._method.journal.records
+    records = inside(ours.model).method.journal.records
     assert [record.losses[0] for record in records] == pytest.approx(losses(ours))
     before = helper.example(EXAMPLE).build(helper.example(EXAMPLE).bytes_tokenizer()).state_dict()
     after = ours.model.state_dict()

@@ -15,6 +15,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import DeviceMemoryError, ModelError, SecondBackwardError, UnsupportedError
 from lohan.session import _order
 from lohan.torch_glue import _random_starts
@@ -111,8 +112,8 @@ def test_random_numbers_are_those_of_the_horizontal_order(
         model = workshop.wrap(
             build(lambda: Noisy(is_predictable)), accumulate=COUNT, order=order, lr=1e-2
         )
-        learn = Mock(wraps=getattr(model.lohan._runs, "_learn", None))
-        monkeypatch.setattr(model.lohan._runs, "_learn", learn, raising=False)
+        learn = Mock(wraps=getattr(inside(model).runs, "_learn", None))
+        monkeypatch.setattr(inside(model).runs, "_learn", learn, raising=False)
         losses = run(model, skip)
         results.append((losses, dict(model.state_dict()), torch.get_rng_state()))
     assert results[0][0] == results[1][0]
@@ -174,7 +175,7 @@ def test_parameters_around_blocks_have_their_own_gradients(workshop: Workshop) -
     found = []
     for order in ("horizontal", "vertical"):
         model = workshop.wrap(build(Nested).bfloat16(), accumulate=COUNT, order=order, lr=1e-2)
-        assert sum(unit.always for unit in model.lohan.layout.units) == 4
+        assert sum(unit.always for unit in inside(model).layout.units) == 4
         losses: list[float] = []
         for step in range(STEP_COUNT):
             functions = [
@@ -365,14 +366,14 @@ def test_a_torch_without_a_counter_of_nodes_is_refused_before_there_is_a_store(
 
 def test_steps_that_cannot_be_predicted_are_counted_in_a_row(workshop: Workshop) -> None:
     model = workshop.wrap(build(Noisy), accumulate=2, order="vertical")
-    session: Any = model.lohan
+    session: Any = inside(model)
     torch.manual_seed(3)
     for step in range(12):  # the amounts change in every second step
         skipped = 0 if step % 4 < 2 else -1
         losses = [lambda s=skipped, n=n: model(vectors(n), s) for n in range(2)]
         session.accumulate(losses)
         model.optimizer.step()
-        assert session._runs._miss_count == (step + 1) % 2
+        assert session.runs._miss_count == (step + 1) % 2
 
 
 def test_a_function_that_runs_a_backward_is_refused(workshop: Workshop) -> None:

@@ -20,6 +20,7 @@ import watch_helper
 import world_helper
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from lohan.session import _recorder
 from lohan.store import _steps
@@ -327,7 +328,7 @@ def test_one_setting_and_temporary_stores_record_nothing(store_dir: pathlib.Path
         model: Any = lohan.wrap(crash_worker.build(), **given_settings)  # type: ignore[arg-type]
         step(model)
         model.lohan.note(loss=1.0)
-        assert model.lohan._extensions.get(_recorder.Recorder) is None
+        assert inside(model).extensions.get(_recorder.Recorder) is None
         model.lohan.close()
     assert [path.name for path in (store_dir / "s").iterdir()] == ["lohan.data"]
     answer = run(store_dir / "s")
@@ -405,14 +406,14 @@ def test_the_cost_of_the_records_is_below_half_a_percent_of_a_step(
     for _ in range(3):
         step(model)
     model.lohan.flush()
-    recorder, least = model.lohan._extensions.get(_recorder.Recorder), math.inf
+    recorder, least = inside(model).extensions.get(_recorder.Recorder), math.inf
     assert recorder is not None
     for _ in range(50):
         began = time.perf_counter()
         for _ in range(20):
             recorder._record = recorder._record._replace(is_whole=False)
-            recorder.before_close(model.lohan)
-            recorder.closed(model.lohan)
+            recorder.before_close(inside(model))
+            recorder.closed(inside(model))
         least = min(least, (time.perf_counter() - began) / 20)
     model.lohan.close()
     assert recorder._record.step == 3
@@ -429,7 +430,7 @@ def test_a_zeroth_order_run_has_records_with_its_losses(store_dir: pathlib.Path)
     found = lines(run(store_dir, "--json"))
     assert [each["loss"] for each in found] == pytest.approx(losses, rel=1e-6)
     assert [each["written_bytes"] for each in found[:2]] == [64.0, 64.0]
-    assert found[2]["written_bytes"] > 64 + model.lohan.written_bytes - 1  # those after step 2
+    assert found[2]["written_bytes"] > 64 + model.optimizer.written_bytes - 1  # those after step 2
     assert found[0]["bound_by"] is None and all(each["seconds"] > 0 for each in found)
 
 

@@ -13,6 +13,7 @@ import crash_worker
 import lohan
 import pytest
 import watch_helper
+from lohan.common._inside import inside
 from lohan.session._recorder import Recorder
 from lohan.store import _steps
 from lohan.store._steps import Reader, Writer
@@ -79,7 +80,7 @@ def test_a_forked_child_does_not_count_as_the_run(store_dir: pathlib.Path) -> No
         assert os.read(began, 1) == b"x"
         with Reader([str(store_dir)]) as reader:
             assert reader.is_running
-            model.lohan._extensions.get(
+            inside(model).extensions.get(
                 Recorder
             ).release()  # as the kernel does for a killed process
             assert not reader.is_running

@@ -16,6 +16,7 @@ import torch
 import trainer_helper
 import world_helper
 from lohan.common import _log
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StoreMismatchError
 from lohan.planning import _drives, _wear
 from lohan.session import _wear as _session_wear
@@ -58,19 +59,19 @@ def test_the_bytes_that_are_said_are_those_of_the_engine(
 ) -> None:
     given = {"states": states, "commit_every": every}
     model = lohan.wrap(build(torch.bfloat16), store=store_dir / "a", **given)
-    sizes = [model.lohan.budget[f"host_bytes_{name}"] for name in ("min", "full")]
+    sizes = [inside(model).budget[f"host_bytes_{name}"] for name in ("min", "full")]
     model.lohan.close()
     if room != "full":
         given["host_bytes"] = sizes[0] if room == "least" else sum(sizes) // 2
     model = lohan.wrap(build(torch.bfloat16), store=store_dir / "b", **given)
-    budget = model.lohan.budget
+    budget = inside(model).budget
     kept = {"least": 0, "full": budget["state_chunk_count"]}
     assert room == "half" or budget["kept_chunk_count"] == kept[room]
-    planned = writes_of(model.lohan)
+    planned = writes_of(inside(model))
     assert planned.between < planned.committed
     for step in range(1, 5):
         train(model)
-        model.lohan._engine.await_steps()
+        inside(model).engine.await_steps()
         stats = model.lohan.stats()
         assert stats.written_bytes == stats.planned_written_bytes == planned.of_step(step)
     model.lohan.close()
@@ -88,14 +89,14 @@ def test_the_mean_is_that_of_an_interval_between_commits() -> None:
 
 def _room_for(model: Any, steps: int) -> int:
     """Return a budget in which `steps` steps fit, and one more does not."""
-    return (steps + 1) * writes_of(model.lohan).committed - 1
+    return (steps + 1) * writes_of(inside(model)).committed - 1
 
 
 def _least_bytes(folder: pathlib.Path) -> int:
     """Return the least main memory, with which steps write even if they are not committed."""
     model = lohan.wrap(build(), store=folder / "least")
     model.lohan.close()
-    return int(model.lohan.budget["host_bytes_min"])
+    return int(inside(model).budget["host_bytes_min"])
 
 
 def test_training_stops_at_the_last_committed_step_within_the_budget(
@@ -110,12 +111,12 @@ def test_training_stops_at_the_last_committed_step_within_the_budget(
     with pytest.raises(lohan.WearBudgetError) as caught:
         train(model)
     assert isinstance(caught.value, lohan.LohanError)
-    done = 3 * writes_of(model.lohan).committed
+    done = 3 * writes_of(inside(model)).committed
     assert f"{done} bytes (" in str(caught.value) and f"{limit} bytes (" in str(caught.value)
     assert "step 3 is committed. To continue, wrap with resume=True" in str(caught.value)
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
-    assert model.lohan.step == int(model.lohan.store.describe()["step"]) == 3
+    assert model.lohan.step == int(inside(model).store.describe()["step"]) == 3
     model.lohan.close()
 
 
@@ -124,7 +125,7 @@ def test_a_resumed_run_continues_the_count_also_after_a_kill_and_without_the_set
     every: int, store_dir: pathlib.Path
 ) -> None:
     model = lohan.wrap(build(), store=store_dir, wear_budget="1TB", commit_every=every)
-    writes = writes_of(model.lohan)
+    writes = writes_of(inside(model))
     train(model, 2)
     model.lohan.close()
     done = kit.wear_of(model).count.total
@@ -133,7 +134,7 @@ def test_a_resumed_run_continues_the_count_also_after_a_kill_and_without_the_set
     assert kit.wear_of(model).count.total == done
     train(model, 4)
     model.lohan.commit()
-    model.lohan._release()  # what a kill leaves: nothing is written any more
+    inside(model).release()  # what a kill leaves: nothing is written any more
     model = lohan.wrap(build(), store=store_dir, resume=True, wear_budget=done + 1)
     assert model.lohan.step == 6
     assert kit.wear_of(model).count.total == done + 4 * writes.committed
@@ -146,7 +147,7 @@ def test_a_resumed_run_continues_the_count_also_after_a_kill_and_without_the_set
 def test_a_commit_of_a_stopped_run_has_all_of_its_steps(store_dir: pathlib.Path) -> None:
     given = {"commit_every": 100, "host_bytes": _least_bytes(store_dir)}
     model = lohan.wrap(build(), store=store_dir / "a", **given)
-    writes = writes_of(model.lohan)
+    writes = writes_of(inside(model))
     model.lohan.close()
     limit = writes.committed + 2 * writes.between + 1
     model = lohan.wrap(build(), store=store_dir / "b", wear_budget=limit, **given)
@@ -209,9 +210,9 @@ def test_a_zeroth_order_run_counts_its_journal_and_its_parameters(
         step(model)
     wear = kit.wear_of(model)
     done = wear.count.total
-    assert done == 3 * 64 + model.lohan.written_bytes + wear.commit_bytes
+    assert done == 3 * 64 + model.optimizer.written_bytes + wear.commit_bytes
     model.lohan.close()
-    model = wrap(resume=True, wear_budget=done + 64 + model.lohan.written_bytes)
+    model = wrap(resume=True, wear_budget=done + 64 + model.optimizer.written_bytes)
     assert kit.wear_of(model).count.total == done
     with pytest.raises(lohan.WearBudgetError, match="step 3 is committed"):
         step(model)  # the fourth one writes the parameters
@@ -230,7 +231,7 @@ def _stop(store: str, limit: int) -> tuple[int, int]:
 def test_each_of_several_processes_counts_what_it_writes(store_dir: pathlib.Path) -> None:
     model = lohan.wrap(build(), store=store_dir / "a")
     limit = _room_for(model, 2)
-    step_bytes = writes_of(model.lohan).committed
+    step_bytes = writes_of(inside(model)).committed
     model.lohan.close()
     found = world_helper.run(store_dir, 2, _stop, str(store_dir / "b"), limit)
     assert found == [(2, 2 * step_bytes)] * 2
@@ -277,7 +278,7 @@ def test_a_run_without_the_setting_stores_no_count(store_dir: pathlib.Path) -> N
     model = lohan.wrap(build(), store=store_dir)
     train(model)
     model.lohan.flush()
-    assert _scalars.wear_of(model.lohan.store.describe()) is None
+    assert _scalars.wear_of(inside(model).store.describe()) is None
     model.lohan.close()
 
 
@@ -356,17 +357,17 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     monkeypatch.setattr(_wear_life, "time", type("Clock", (), {"monotonic": lambda: next(seconds)}))
     given: dict[str, Any] = {"ssd_endurance_bytes": "10GB", "io": "threads", "commit_every": 1}
     model = lohan.wrap(build(), store=store_dir / "a", **given)
-    full = model.lohan.budget
+    full = inside(model).budget
     capfd.readouterr()
     train(model, 5)
     assert capfd.readouterr().err == "", "the first steps are not timed"
     train(model, 2)
     (said,) = capfd.readouterr().err.splitlines()
-    step = writes_of(model.lohan).committed
+    step = writes_of(inside(model)).committed
     rate = step / (10 / 3)
     assert f"at 3.33 s a step, training writes {rate * 86_400 / 1e9:.3g} GB a day" in said
     assert f"reaches its rated endurance in {10**10 / rate / 86_400:.3g} days" in said
-    found = _wear_life.changes(model.lohan, full)
+    found = _wear_life.changes(inside(model), full)
     assert [what.partition(" ")[0] for _, what in found] == [
         "commit_every=10",
         'moments="8bit"',
@@ -383,7 +384,7 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
         nbytes = next(n for n, text in found if text.startswith(what))
         given = {"states": states, "commit_every": every}
         model = lohan.wrap(build(), store=store_dir / f"{states}{every}", **given)
-        assert writes_of(model.lohan).mean == nbytes, "it is what a session with them writes"
+        assert writes_of(inside(model)).mean == nbytes, "it is what a session with them writes"
         model.lohan.close()
 
 

@@ -14,6 +14,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import LohanError, ModelError, StoreError
 from lohan.layout._in_place import InPlace
 from lohan.store import _store, _weights
@@ -173,7 +174,7 @@ def test_what_export_writes_weights_reads(
     lohan.export(first, tmp_path)
     first.lohan.close()
     second: Any = lohan.wrap(Model(), store=store_dir / "b", weights=tmp_path)
-    assert any(unit.runs for unit in second.lohan.layout.units), "it is read in place"
+    assert any(unit.runs for unit in inside(second).layout.units), "it is read in place"
     second().backward()
     second.optimizer.step()
     assert torch.equal(second.state_dict()["table"].view(torch.uint8), expected)

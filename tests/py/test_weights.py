@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import ModelError, SessionError, StoreError
 from safetensors.torch import save_file
 from torch import nn
@@ -46,9 +47,9 @@ def test_safetensors_fill_an_empty_model_bit_for_bit(tmp_path: Path) -> None:
 
 def fp16_master(layer: nn.Module) -> torch.Tensor:
     """The first unit's masters, as they are in the store, padding included."""
-    master = torch.empty(layer.lohan.layout.units[0].elements)
-    with layer.lohan._exclusive([]) as store:
-        residual = layer.lohan.extents.units[0].residual
+    master = torch.empty(inside(layer).layout.units[0].elements)
+    with inside(layer).exclusive([]) as store:
+        residual = inside(layer).extents.units[0].residual
         store.read(residual, 0, master.data_ptr(), master.numel() * 4)
     return master
 
@@ -59,10 +60,10 @@ def test_fp32_files_keep_every_bit_of_a_bf16_model_s_master(tmp_path: Path) -> N
     with lohan.empty():
         layer = nn.Linear(24, 40, bias=False).to(torch.bfloat16)
     layer = lohan.wrap(layer, store=tmp_path / "s", weights=tmp_path)
-    session = layer.lohan
+    session = inside(layer)
     places = session.extents.units[0]
     count = session.layout.units[0].elements
-    with session._exclusive([]) as store:
+    with session.exclusive([]) as store:
         param = torch.empty(count, dtype=torch.bfloat16)
         residual = torch.empty(count, dtype=torch.int16)
         store.read(places.param, 0, param.data_ptr(), count * 2)

@@ -12,6 +12,7 @@ import kit
 import lohan
 import torch
 from lohan.common import _exit
+from lohan.common._inside import inside
 from lohan.errors import StoreDeletedError
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -152,7 +153,7 @@ def make(
 
 def session_of(trainer: Any) -> Any:
     """Return the session of the trainer's model."""
-    return trainer.model.lohan
+    return inside(trainer.model)
 
 
 def logged(trainer: Any, name: str) -> list[float]:

@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import lohan
 import transformers
+from lohan.session._training import Training
 
 # Checkpoints are at steps 2, 4, ...; dropout and accumulation make generators and data matter.
 ARGUMENTS: dict[str, Any] = {
@@ -38,7 +38,7 @@ class Dies(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Be there when a checkpoint is saved."""
-        saves, commits = state.save_to_json, lohan.Session.commit
+        saves, commits = state.save_to_json, Training.commit
 
         def save_to_json(json_path: str) -> None:
             is_there = state.global_step == self.step
@@ -50,11 +50,11 @@ class Dies(transformers.TrainerCallback):  # type: ignore[misc]
                     self.end()
                 commits(session)
 
-            lohan.Session.commit = commit  # type: ignore[method-assign]
+            Training.commit = commit  # type: ignore[method-assign]
             try:
                 saves(json_path)
             finally:
-                lohan.Session.commit = commits  # type: ignore[method-assign]
+                Training.commit = commits  # type: ignore[method-assign]
             if is_there and self.where == "saved":
                 self.end()
 

@@ -15,6 +15,7 @@ from typing import Any
 import lohan
 import torch
 from kit import WideGradient
+from lohan.common._inside import inside
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
 from torch import nn
@@ -51,10 +52,10 @@ def batch(step: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 def states_digest(model: Any) -> str:
     """Return a hash of every parameter and optimizer state, in whichever stores they are."""
-    team = getattr(model.lohan._peers, "team", None)
+    team = getattr(inside(model).peers, "team", None)
     arrays = {} if team is not None and team.is_mate else _array_digests(model)
-    if team is not None or model.lohan.layout.part[1] > 1:
-        told = model.lohan._peers.world.exchange(json.dumps(arrays).encode(), "digests")
+    if team is not None or inside(model).layout.part[1] > 1:
+        told = inside(model).peers.world.exchange(json.dumps(arrays).encode(), "digests")
         for each in map(json.loads, told):
             assert all(arrays.get(name, value) == value for name, value in each.items())
             arrays |= each
@@ -63,8 +64,8 @@ def states_digest(model: Any) -> str:
 
 def _array_digests(model: Any) -> dict[str, str]:
     found = {}
-    with model.lohan._exclusive([]) as store:
-        for unit, places in enumerate(model.lohan.extents.units):
+    with inside(model).exclusive([]) as store:
+        for unit, places in enumerate(inside(model).extents.units):
             for array, extent in dataclasses.asdict(places).items():
                 if extent < 0:
                     continue
@@ -77,7 +78,7 @@ def _array_digests(model: Any) -> dict[str, str]:
 def values_digest(model: Any) -> str:
     """Return a hash of every parameter, as this process reads it."""
     found = hashlib.sha256()
-    for values in model.lohan.values():
+    for values in inside(model).values():
         found.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
@@ -141,7 +142,7 @@ def one_step(
     if before_step is not None:
         before_step()
     # The sum of all gradients, times 1/12 with the same rounding for any number of processes.
-    model.lohan._open_step.close(unscale=count / BATCHES)
+    inside(model).open_step.close(unscale=count / BATCHES)
     return total
 
 
@@ -175,9 +176,9 @@ def traffic(store: str, settings: dict[str, Any]) -> tuple[int, dict[str, int]]:
     for _ in range(4):
         one_step(model, torch.bfloat16)
     model.lohan.flush()
-    stats, region = model.lohan.stats(), model.lohan.budget["region_bytes"]
+    stats, region = model.lohan.stats(), inside(model).budget["region_bytes"]
     assert stats.step == 4 and stats.bytes == stats.planned_bytes
-    model.lohan.part()
+    inside(model).part()
     model.lohan.close()
     return region, stats.bytes
 
@@ -200,21 +201,21 @@ def refused(store: str) -> dict[str, str]:
     for name, call in (calls | changes).items():
         for turn in (0, 1):
             before = values_digest(model)
-            model.lohan._peers.world.exchange(b"", f"{name}, before")
+            inside(model).peers.world.exchange(b"", f"{name}, before")
             if turn == rank and (rank == 1 or name in changes):
                 try:
                     call()
                     said[name] = ""
                 except LohanError as error:
                     said[name] = f"{type(error).__name__}: {error}"
-            model.lohan._peers.world.exchange(b"", f"{name}, after")
+            inside(model).peers.world.exchange(b"", f"{name}, after")
             assert values_digest(model) == before
     try:
         one_step(model)
     except LohanError as error:
         said["step"] = f"{type(error).__name__}: {error}"
     assert model.state_dict()["end.bias"].shape == (WIDTH,)
-    model.lohan.part()
+    inside(model).part()
     model.lohan.close()
     return said
 
@@ -232,8 +233,8 @@ def frozen_changed(store: str) -> list[str]:
             call()
         except LohanError as error:
             said.append(f"{type(error).__name__}: {error}")
-        model.lohan._peers.world.exchange(b"", "a call has ended")
-    model.lohan.part()
+        inside(model).peers.world.exchange(b"", "a call has ended")
+    inside(model).part()
     model.lohan.close()
     return said
 
@@ -273,8 +274,8 @@ def die_with_pins(store: str) -> None:
     model = wrapped(store)
     one_step(model)
     if rank == 1:
-        agree = model.lohan._peers._agree
-        model.lohan._peers._agree = lambda unscale: (agree(unscale), os._exit(9))
+        agree = inside(model).peers._agree
+        inside(model).peers._agree = lambda unscale: (agree(unscale), os._exit(9))
     one_step(model)
 
 
@@ -308,10 +309,10 @@ def interrupt_close(store: str) -> tuple[str, int, bool]:
         The error of that step, the store's step, and whether the other processes were told.
     """
     model = wrapped(store, commit_every=5)
-    session, said = model.lohan, ""
+    session, said = inside(model), ""
     for _ in range(2):
         one_step(model)
-    for owner, name in ((session._peers.world, "leave_after"), (session._commits, "_finish")):
+    for owner, name in ((session.peers.world, "leave_after"), (session.commits, "_finish")):
         setattr(owner, name, _interrupted)
         try:
             session.close()
@@ -322,7 +323,7 @@ def interrupt_close(store: str) -> tuple[str, int, bool]:
     except LohanError as error:
         said = f"{type(error).__name__}: {error}"
     session.close()
-    is_told = session._peers.world._is_closed
+    is_told = session.peers.world._is_closed
     again = wrapped(store, resume=True)
     step = again.lohan.step
     again.lohan.close()
@@ -384,7 +385,7 @@ def backwards_differ(store: str, who: int, calls: str) -> str:
             for number in range(rank, BATCHES - count * (rank == who), count):
                 loss_of(model, model.lohan.step, number, torch.float32).backward()
             if rank == who and calls != "step":
-                getattr(model.lohan, calls)()
+                getattr(inside(model), calls)()
             model.optimizer.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -564,13 +565,15 @@ def train_between(store: str, steps: int, folder: str) -> tuple[int, int]:
     one_step(model)  # from the second step on, gradients are sent in the order in which they come
     pathlib.Path(folder, f"ready.{rank}").touch()
     wait_for(pathlib.Path(folder, "go"))
-    before = model.lohan._peers.traffic.sent_bytes
+    before = inside(model).peers.traffic.sent_bytes
     for _ in range(steps):
         one_step(model)
-    sent = model.lohan._peers.traffic.sent_bytes - before
+    sent = inside(model).peers.traffic.sent_bytes - before
     pathlib.Path(folder, f"done.{rank}").touch()
     wait_for(pathlib.Path(folder, "end"))
-    planned = model.lohan._peers.backward_bytes * BATCHES // count + model.lohan._peers.values_bytes
+    planned = (
+        inside(model).peers.backward_bytes * BATCHES // count + inside(model).peers.values_bytes
+    )
     model.lohan.close()
     return sent, planned * steps
 
@@ -606,6 +609,8 @@ def network_stats(store: str) -> tuple[Any, int, str]:
         one_step(model, before_step=functools.partial(time.sleep, late_s))
     model.lohan.flush()
     stats = model.lohan.stats()
-    planned = model.lohan._peers.backward_bytes * BATCHES // count + model.lohan._peers.values_bytes
+    planned = (
+        inside(model).peers.backward_bytes * BATCHES // count + inside(model).peers.values_bytes
+    )
     model.lohan.close()
     return stats, planned, str(stats)

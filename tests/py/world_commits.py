@@ -14,6 +14,7 @@ from typing import Any
 
 import lohan
 import torch
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, LohanError
 from safetensors.torch import save_file
 from world_adamw import (
@@ -40,13 +41,13 @@ def stop_between_commits(store: str) -> int:
     for _ in range(2):
         one_step(model)
     if rank == 1:
-        agree = model.lohan._peers._agree
+        agree = inside(model).peers._agree
 
         def fail(unscale: float) -> Any:
             agree(unscale)
             raise ArithmeticError
 
-        model.lohan._peers._agree = fail
+        inside(model).peers._agree = fail
     with contextlib.suppress(ArithmeticError):
         one_step(model)
     step: int = model.lohan.step
@@ -78,8 +79,8 @@ def change_a_gradient(store: str, who: int) -> tuple[str, int, str]:
             said = f"{type(error).__name__}: {error}"
             model.optimizer.zero_grad()
     found = said, model.lohan.step, values_digest(model)
-    if model.lohan._peers.team is not None:
-        model.lohan.part()
+    if inside(model).peers.team is not None:
+        inside(model).part()
     model.lohan.close()
     return found
 
@@ -108,7 +109,7 @@ def train_with_blocks(store: str, resume: bool) -> tuple[int, int, str]:
     end = model.lohan.step + 2
     while model.lohan.step < end:
         one_step(model)
-    found = len(model.lohan.layout.units), model.lohan.step, values_digest(model)
+    found = len(inside(model).layout.units), model.lohan.step, values_digest(model)
     model.lohan.close()
     return found
 
@@ -140,7 +141,7 @@ def lose_states_in_a_close(store: str) -> str:
     rank, _ = rank_and_count()
     model = wrapped(store, host_bytes=least_bytes(store))
     one_step(model)
-    agree = model.lohan._peers._agree
+    agree = inside(model).peers._agree
 
     def late(unscale: float) -> None:
         agree(unscale)
@@ -153,7 +154,7 @@ def lose_states_in_a_close(store: str) -> str:
             file.write(bytes(path.stat().st_size - (1 << 20)))
             os.fsync(file.fileno())
 
-    model.lohan._peers._agree = late
+    inside(model).peers._agree = late
     try:
         one_step(model)
         one_step(model)
@@ -178,8 +179,8 @@ def wait_for_room(store: str) -> str:
         threading.Timer(4, os._exit, (9,)).start()
         held = []
         with contextlib.suppress(BudgetError):
-            for param in model.lohan.layout.params:  # until the memory is full
-                held.append(model.lohan._parameters.lend(param.index))
+            for param in inside(model).layout.params:  # until the memory is full
+                held.append(inside(model).parameters.lend(param.index))
         time.sleep(60)
     time.sleep(2)
     try:
@@ -202,7 +203,7 @@ def wait_for_an_owner(store: str, interrupts: bool) -> str:
     model = wrapped(store, host_bytes=least_bytes(store))
     one_step(model)
     if rank == 0:
-        with model.lohan._exclusive([]):  # the engine sleeps, and reads nothing for others
+        with inside(model).exclusive([]):  # the engine sleeps, and reads nothing for others
             time.sleep(3)
             os._exit(9)
     if interrupts:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lohan
 import torch
+from lohan.common._inside import inside
 from lohan.layout import _gradient_pieces
 from lohan.replicas import _values
 from lohan.store import _snapshot
@@ -49,15 +50,15 @@ def bytes_of_absent(store: str) -> tuple[int, int]:
     """
     _gradient_pieces.PIECE_BYTES = 20_000
     model = wrapped(store)
-    session, sent = model.lohan, []
+    session, sent = inside(model), []
     for _ in range(3):
         one_step(model, change="absent")
         sent.append(session.stats().traffic.sent_bytes)
     names = [param.name for param in session.layout.params]
     unsent = sum(
         piece.message_bytes
-        for piece in session._peers._states._values.pieces
-        if piece.part == session._peers.world.rank
+        for piece in session.peers._states._values.pieces
+        if piece.part == session.peers.world.rank
         and not any(names[part.param].startswith(("layers.0", "layers.1")) for part in piece.parts)
     )
     session.close()
@@ -169,7 +170,7 @@ def interrupted_between(store: str) -> list[str]:
     model = wrapped(store)
     one_step(model)
     if rank == 1:
-        model.lohan._open_step.scale.reset = _interrupt
+        inside(model).open_step.scale.reset = _interrupt
     said = []
     for call in (lambda: one_step(model), lambda: one_step(model), model.lohan.close):
         try:

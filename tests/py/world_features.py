@@ -10,6 +10,7 @@ import lohan
 import torch
 from experts_helper import HYPER, qwen
 from experts_helper import loss_of as mixed_loss
+from lohan.common._inside import inside
 from lohan.errors import LohanError, NonFiniteError
 from world_adamw import build, one_step, states_digest, values_digest, wrapped
 from world_worker import rank_and_count
@@ -83,7 +84,7 @@ def die_in_skip(store: str) -> None:
     model = wrapped(store, on_nan="skip")
     one_step(model)
     if rank == 1:
-        model.lohan._open_step.discard = lambda: os._exit(9)
+        inside(model).open_step.discard = lambda: os._exit(9)
     _bad_step(model)
     one_step(model)
 
@@ -136,14 +137,14 @@ def experts(
             loss = mixed_loss(model, MIXED * model.lohan.step + number)
             loss.backward()
             losses.append(loss.item())
-        model.lohan._open_step.close(unscale=count / MIXED)
+        inside(model).open_step.close(unscale=count / MIXED)
     values = {name: value for name, value in model.state_dict().items()}
     found = hashlib.sha256()
     for name in sorted(values):
         found.update(values[name].contiguous().view(torch.uint8).numpy().tobytes())
     result = model.lohan.step, found.hexdigest()[:16] + states_digest(model), losses
-    if model.lohan._peers.world is not None:
-        model.lohan.part()
+    if inside(model).peers.world is not None:
+        inside(model).part()
     model.lohan.close()
     return result
 

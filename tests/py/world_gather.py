@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import world_adamw
+from lohan.common._inside import inside
 from lohan.config import Config
 from lohan.errors import LohanError
 from lohan.replicas import _gather, _gather_choice
@@ -51,7 +52,7 @@ def ended(model: Any) -> tuple[int, str, str]:
     """Return the step and hashes of parameters and states, and close the session."""
     result = model.lohan.step, values_digest(model), states_digest(model)
     if rank_and_count()[1] > 1:
-        model.lohan.part()
+        inside(model).part()
     model.lohan.close()
     return result
 
@@ -79,11 +80,11 @@ def counted(store: str, gather: str) -> list[Any]:
     found = {}
     for step in range(100):
         loss_of(model, step, rank, torch.float32).backward()
-        model.lohan._open_step.close()
+        inside(model).open_step.close()
         stats = model.lohan.stats()
         if stats.step > 2 and stats.replans == 0:
             found[stats.step] = (stats.bytes, stats.planned_bytes)
-        counts = model.lohan._peers.world.exchange(str(len(found)).encode(), f"test {step}")
+        counts = inside(model).peers.world.exchange(str(len(found)).encode(), f"test {step}")
         if min(map(int, counts)) > 1:
             break
     ended(model)
@@ -95,7 +96,7 @@ def _copies(model: Any) -> int:
     count = -1
     while True:
         # LH_ENGINE_TRACE_COPY_IN, LH_ENGINE_TRACE_COPY_OUT
-        now = sum(event[0] in (10, 11) for event in model.lohan._trace())
+        now = sum(event[0] in (10, 11) for event in inside(model).trace())
         if now == count:
             return now
         count = now
@@ -125,7 +126,7 @@ def skips(store: str) -> Any:
             layers = [*model.layers, model.begin, model.end]
             order = layers[:: 1 if number % 2 else -1][number % 3 :]
             sum((nn.functional.mse_loss(each(x), y) for each in order), torch.zeros(())).backward()
-        model.lohan._open_step.close(unscale=count / BATCHES)
+        inside(model).open_step.close(unscale=count / BATCHES)
     return ended(model)
 
 
@@ -154,7 +155,7 @@ def meets(store: str) -> tuple[bool, Any]:
             loss.backward()
             if hook is not None:
                 hook.remove()
-        model.lohan._open_step.close(unscale=count / BATCHES)
+        inside(model).open_step.close(unscale=count / BATCHES)
     return all(has_met), ended(model)
 
 
@@ -165,7 +166,7 @@ def dies(store: str, who: int, how: str) -> str:
     for _ in range(2):
         one_step(model)
     if rank == who:
-        group, left = model.lohan._peers._gather._group, [10]
+        group, left = inside(model).peers._gather._group, [10]
 
         class Dying:
             def broadcast(self, *args: Any) -> Any:
@@ -174,7 +175,7 @@ def dies(store: str, who: int, how: str) -> str:
                     os.kill(os.getpid(), getattr(signal, how))
                 return group.broadcast(*args)
 
-        model.lohan._peers._gather._group = Dying()
+        inside(model).peers._gather._group = Dying()
     try:
         for _ in range(3):
             one_step(model)
@@ -192,7 +193,7 @@ def loses_connections(store: str) -> Any:
     for step in range(STEPS):
         one_step(model)
         if step == 2 and rank == 1:
-            model.lohan._peers._gather.cut()
+            inside(model).peers._gather.cut()
     return ended(model)
 
 
@@ -213,7 +214,7 @@ def timed(store: str, gathers: list[str]) -> dict[str, float]:
         for step in range(6):
             began = time.monotonic()
             loss_of(model, step, rank_and_count()[0], torch.float32).backward()
-            model.lohan._open_step.close()
+            inside(model).open_step.close()
             times.append(time.monotonic() - began)
         found[gather] = min(times[2:])
         ended(model)
@@ -227,7 +228,7 @@ def chosen(store: str, rate: int) -> tuple[str, bool, Any]:
     for _ in range(STEPS):
         one_step(model)
         gathered += model.lohan.stats().bytes["gathered"]
-    return model.lohan.config.gather, gathered > 0, ended(model)
+    return inside(model).config.gather, gathered > 0, ended(model)
 
 
 def decides(copy_s: list[float], gather_s: list[float]) -> str:
@@ -284,8 +285,8 @@ def ends(store: str) -> tuple[int, int]:
     """Return the number of threads and groups of gathers after the end of a session."""
     model = made(store)
     one_step(model)
-    model.lohan.part()
-    group = model.lohan._peers._gather._group
+    inside(model).part()
+    group = inside(model).peers._gather._group
     assert group in _wire._groups
     model.lohan.close()
     names = [thread.name for thread in threading.enumerate()]

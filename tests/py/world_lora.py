@@ -8,6 +8,7 @@ from typing import Any
 
 import lohan
 import torch
+from lohan.common._inside import inside
 from lohan.errors import BudgetError
 from lora_helper import lora
 from quantize_helper import CONFIG
@@ -60,12 +61,12 @@ def train(
             assert found
             settings["host_bytes"] = int(found[1]) + spare_bytes
     model = lohan.wrap(build(), store=store, weights=weights, **settings)
-    packed = sum(bool(unit.packs) for unit in model.lohan.layout.units)
+    packed = sum(bool(unit.packs) for unit in inside(model).layout.units)
     for step in range(steps):
         for number in range(rank, MICRO_BATCHES, count):
             batch = tokens(step, number)
             model(input_ids=batch, labels=batch).loss.backward()
-        model.lohan._open_step.close(unscale=count / MICRO_BATCHES)
+        inside(model).open_step.close(unscale=count / MICRO_BATCHES)
     result = digest(model), packed
     model.lohan.close()
     return result

@@ -17,6 +17,7 @@ from typing import Any
 import lohan
 import safetensors.torch
 import torch
+from lohan.common._inside import inside
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
 from lohan.store import _export
@@ -214,9 +215,9 @@ def one_step(model: Any, batches: int, parts: int, *, is_single: bool, skips: bo
 def states(mine: Part, model: Any) -> dict[str, str]:
     """Return a hash of each parameter and of its optimizer states, by the expert's number."""
     found = {}
-    layout = model.lohan.layout
-    with model.lohan._exclusive([]) as store:
-        for unit, places in zip(layout.units, model.lohan.extents.units, strict=True):
+    layout = inside(model).layout
+    with inside(model).exclusive([]) as store:
+        for unit, places in zip(layout.units, inside(model).extents.units, strict=True):
             for array, extent in dataclasses.asdict(places).items():
                 if extent < 0:
                     continue
@@ -303,7 +304,7 @@ def die(store: str, steps: int, where: str) -> None:
     mine = part(2)
     model = wrapped(mine, store, 2)
 
-    agree = model.lohan._peers._agree
+    agree = inside(model).peers._agree
 
     def end(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -313,7 +314,7 @@ def die(store: str, steps: int, where: str) -> None:
             if where == "forward":
                 model.layers[1].register_forward_pre_hook(end)
             else:
-                model.lohan._peers._agree = lambda unscale: (agree(unscale), end())
+                inside(model).peers._agree = lambda unscale: (agree(unscale), end())
         one_step(model, 2, 2, is_single=False)
 
 
@@ -341,15 +342,15 @@ def traffic(store: str) -> tuple[int, int, dict[str, int], dict[str, int]]:
     for _ in range(2):  # in the first one the final order of the gradients is not known
         one_step(model, batches, 2, is_single=False)
     model.lohan.flush()
-    sent, planned = model.lohan.stats().traffic.sent_bytes, model.lohan._peers.backward_bytes
-    layout = model.lohan.layout
+    sent, planned = model.lohan.stats().traffic.sent_bytes, inside(model).peers.backward_bytes
+    layout = inside(model).layout
     for unit in layout.units:  # no unit has parameters that other processes have, too, and others
         assert len({layout.ranks_of.get(param.index) for param in unit.params}) == 1
     sizes = {"experts": 0, "others": 0}
     for param in layout.params:
         sizes["experts" if "experts" in param.name else "others"] += 4 * param.count
     by_kind = {"experts": 0, "others": 0}
-    routes = model.lohan._peers.exchange._routes
+    routes = inside(model).peers.exchange._routes
     for piece, to in zip(routes.pieces, routes.to, strict=True):
         names = {layout.params[each.param].name for each in piece.parts}
         (kind,) = {"experts" if "experts" in name else "others" for name in names}
@@ -433,7 +434,7 @@ def exported(store: str) -> list[str]:
     one_step(model, 2, 2, is_single=False)
     found = [
         said(lambda: lohan.export(model, f"{store}-out")),
-        said(lambda: _export.save_pretrained(model, model.lohan, {}, f"{store}-out")),
+        said(lambda: _export.save_pretrained(model, inside(model), {}, f"{store}-out")),
     ]
     names = sorted({name.split(".")[3] for name in model.state_dict() if "experts" in name})
     model.lohan.close()

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import world_adamw
+from lohan.common._inside import inside
 from lohan.errors import BudgetError, LohanError
 from lohan.layout import _gradient_pieces
 from lohan.planning import _measure, _wear
@@ -45,8 +46,8 @@ def _committed(session: Any) -> int | None:
     """Return the last committed step of a process that has a store."""
     if session.config.commit_steps == 0:
         return None
-    session._engine.await_steps()
-    return int(session._method.durable_step())
+    session.engine.await_steps()
+    return int(session.method.durable_step())
 
 
 def choose(store: str, steps: int, faster: float = 0.0) -> tuple[list[int | None], int, str]:
@@ -62,12 +63,12 @@ def choose(store: str, steps: int, faster: float = 0.0) -> tuple[list[int | None
         rank, _ = rank_and_count()
         costly(commit_interval_s=lambda *_: INTERVALS_S[rank] / faster)
     model = wrapped(store, resume=bool(faster))
-    session, found = model.lohan, []
-    said = session._commits.rule()
+    session, found = inside(model), []
+    said = session.commits.rule()
     for _ in range(steps):
         one_step(model)
         found.append(_committed(session))
-    session._peers.world.exchange(b"", "the end")
+    session.peers.world.exchange(b"", "the end")
     result = found, session.config.commit_every, said
     session.close()
     return result
@@ -87,11 +88,11 @@ def choose_small(store: str, steps: int) -> tuple[list[int | None], Any]:
     made[1]._waited_s = lambda _: 0.0
     made[1]._now = lambda: 2.0 * STEPS_S[rank] * next(ticks)
     model = wrapped(store)
-    session, found = model.lohan, []
+    session, found = inside(model), []
     for _ in range(steps):
         one_step(model)
         found.append(_committed(session))
-    session._peers.world.exchange(b"", "the end")
+    session.peers.world.exchange(b"", "the end")
     result = found, session.config.commit_every
     session.close()
     return result
@@ -116,10 +117,10 @@ def save_little(store: str) -> tuple[bool, int]:
 
     vars(_wear)["saved_bytes"] = saved
     model = wrapped(store)
-    is_chosen = Place.COMMITS in model.lohan._extensions
+    is_chosen = Place.COMMITS in inside(model).extensions
     for _ in range(5):
         one_step(model)
-    assert (model.lohan.config.commit_every == EVERY) == is_chosen
+    assert (inside(model).config.commit_every == EVERY) == is_chosen
     model.lohan.close()
     return is_chosen, found[0]
 
@@ -137,13 +138,13 @@ def cannot_wait(store: str) -> tuple[list[int | None], Any]:
 
     vars(_division)["_budget"] = refused
     model = wrapped(store)
-    choice = model.lohan._extensions.get(_commit_rule.CommitChoice)
+    choice = inside(model).extensions.get(_commit_rule.CommitChoice)
     assert choice is None or not isinstance(choice.rule, _commit_rule.Rule)
     found = []
     for _ in range(3):
         one_step(model)
-        found.append(_committed(model.lohan))
-    result = found, model.lohan.config.commit_every
+        found.append(_committed(inside(model)))
+    result = found, inside(model).config.commit_every
     model.lohan.close()
     return result
 
@@ -152,7 +153,7 @@ def interval_of_wear(store: str) -> float:
     """Return the seconds between commits, which the life of the drives decides."""
     costly(commit_interval_s=_interval_of)
     model = wrapped(store, ssd_endurance_bytes=10**12)
-    choice = model.lohan._extensions.get(_commit_rule.CommitChoice)
+    choice = inside(model).extensions.get(_commit_rule.CommitChoice)
     interval_s = float(choice.rule.interval_s)
     model.lohan.close()
     return interval_s
@@ -163,13 +164,13 @@ def copy_before(store: str, out: str) -> tuple[list[int | None], int]:
     rank, _ = rank_and_count()
     costly(commit_interval_s=lambda *_: 4.0)
     model = wrapped(store)
-    session, found = model.lohan, []
+    session, found = inside(model), []
     for step in range(6):
         one_step(model)
         if step == 0 and rank == 1:
             session.snapshot(out).wait()
-        session._engine.await_steps()
-        found.append(int(session._method.durable_step()))
+        session.engine.await_steps()
+        found.append(int(session.method.durable_step()))
     every = session.config.commit_every
     session.close()
     return found, every
@@ -227,7 +228,9 @@ def slow_train(store: str, steps: int, marker: str) -> Any:
     while model.lohan.step < steps:
         one_step(model)
         chosen = None if model.lohan.step < 4 else EVERY
-        assert Place.COMMITS in model.lohan._extensions or model.lohan.config.commit_every == chosen
+        assert (
+            Place.COMMITS in inside(model).extensions or inside(model).config.commit_every == chosen
+        )
     return model.lohan.step
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import trainer_helper as helper
 import transformers
 import world_helper
+from lohan.common._inside import inside
 from lohan.losses import linear_cross_entropy
 from lohan.replicas._replica import Replica
 from lohan.session._commits import Commits
@@ -312,7 +313,7 @@ def without_reference(folder: str) -> tuple[int, int]:
     trainer = start(folder, {}, cls=_NoOptimizer, **RESUMED)
     trainer.train()
     trainer.save_state()
-    session = trainer.model.lohan
+    session = inside(trainer.model)
     return session.step, session.store.describe()["step"]
 
 

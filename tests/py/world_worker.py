@@ -15,6 +15,7 @@ from typing import Any
 import lohan
 import safetensors.torch
 import torch
+from lohan.common._inside import inside
 from torch import nn
 
 BATCHES = 12  # micro-batches of a step, of all processes together
@@ -64,7 +65,7 @@ def losses(model: Any, step: int, dtype: torch.dtype = torch.float32) -> list[to
 def digest(model: Any) -> str:
     """Return a hash of all parameters."""
     parts = [
-        value.contiguous().view(torch.uint8).numpy().tobytes() for value in model.lohan.values()
+        value.contiguous().view(torch.uint8).numpy().tobytes() for value in inside(model).values()
     ]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 

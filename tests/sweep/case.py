@@ -16,6 +16,7 @@ import lohan
 import repair
 import tiny
 import torch
+from lohan.common._inside import inside
 from torch import nn
 
 ELEMENTS_MAX = 50_000_000
@@ -269,10 +270,12 @@ class Case:
         try:
             count = differences(compute(model, self.given), expected)
             apart = [
-                p for p in model.lohan.layout.params if not model.lohan.layout.units[p.unit].runs
+                p
+                for p in inside(model).layout.params
+                if not inside(model).layout.units[p.unit].runs
             ]
             nbytes = sum(p.count * p.tensor.element_size() for p in apart)
-            whole = sum(p.count * p.tensor.element_size() for p in model.lohan.layout.params)
+            whole = sum(p.count * p.tensor.element_size() for p in inside(model).layout.params)
         finally:
             model.lohan.close()
         return {

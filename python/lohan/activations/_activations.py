@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lohan.activations._swap import Saving
     from lohan.config import Config
     from lohan.layout._block import Layout, Scope
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.torch_glue._device import Device
     from lohan.torch_glue._tensor import SavedTensors
 
@@ -37,9 +37,9 @@ class Owner(Protocol):
     layout: Layout
     device: Device
     config: Config
-    _saving: Saving
-    _engine: _core.Engine
-    _param_index: dict[int, int]
+    saving: Saving
+    engine: _core.Engine
+    param_index: dict[int, int]
 
 
 class Modes(Protocol):
@@ -185,12 +185,12 @@ class Activations:
         self.places: list[Place] = []
         self.blocks: list[Block] = []
         self.tools = Tools(
-            owner._engine.pack,
-            owner._saving.stay,
-            owner._saving.saved,
-            owner._saving.to_ssd,
+            owner.engine.pack,
+            owner.saving.stay,
+            owner.saving.saved,
+            owner.saving.to_ssd,
             owner.device.torch_device,
-            owner._param_index,
+            owner.param_index,
         )
 
     def add(self, owner: Owner, scope: Scope, made: _core.Scope) -> None:
@@ -241,7 +241,7 @@ class Activations:
         self.blocks = []
 
 
-def planner(session: Session, activations: Activations) -> Planner:
+def planner(session: Training, activations: Activations) -> Planner:
     """Make the planner of a session whose activations follow a policy."""
     from lohan.activations._planner import Planner
 

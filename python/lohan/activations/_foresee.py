@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lohan.errors import LohanError
     from lohan.planning._placement import Part
     from lohan.planning._plan import Machine, Model
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
 # The bytes that an update moves for each parameter, as in lohan.simulate.
@@ -55,7 +55,7 @@ def _blocks(
 
 
 def step_s(
-    session: Session,
+    session: Training,
     model: Model,
     machine: Machine,
     fates: Sequence[str],
@@ -76,7 +76,7 @@ def step_s(
         BudgetError: the step does not fit in memory; the message has the numbers.
     """
     config, device = session.config, session.device
-    memory, transit, store, _ = session._saving.options
+    memory, transit, store, _ = session.saving.options
     dtype = _DTYPES[model.residual_bytes]
     workers = min(config.threads or len(os.sched_getaffinity(0)), _WORKERS_MAX)
     every = config.commit_steps or _NEVER

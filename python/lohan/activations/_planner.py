@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lohan.activations._plan_model import Item
     from lohan.activations._replay import Outcome
     from lohan.planning._plan import Model
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 FILE_NAME = "profile.json"
 _ROUNDS_FIRST = 2
@@ -137,7 +137,7 @@ class Planner:
         activations: the session's blocks.
     """
 
-    def __init__(self, session: Session, activations: Activations) -> None:
+    def __init__(self, session: Training, activations: Activations) -> None:
         self.session = weakref.ref(session)
         self.activations = activations
         self.policy = str(session.config.activations)
@@ -161,11 +161,11 @@ class Planner:
         session = self.session()
         if session is None or in_backward() or not torch.is_grad_enabled():
             return
-        if session._forwards.is_alive():
+        if session.forwards.is_alive():
             return
-        session._forwards.refuse_other_thread("the model")
+        session.forwards.refuse_other_thread("the model")
         if in_transform():  # saved tensors can be neither offloaded nor recomputed
-            session._forwards.around = session._saving.stay
+            session.forwards.around = session.saving.stay
             self.step.shapes.add(0)  # so that step_end() takes no profile of this step
             return
         key = _profile_file.key_of(module, args, kwargs)
@@ -185,7 +185,7 @@ class Planner:
         else:
             self._record(session)
 
-    def _choose(self, session: Session, shape: Shape, profile: Profile) -> Made | None:
+    def _choose(self, session: Training, shape: Shape, profile: Profile) -> Made | None:
         """Make the policy's plan. Return None if a profile from the file does not fit the model."""
         try:
             return self.choose(session, profile, self.policy)
@@ -195,19 +195,19 @@ class Planner:
             shape.again()
             return None
 
-    def _use(self, session: Session, made: Made) -> None:
-        session._forwards.around = session._saving.stay
-        session._saving.window_set(made.window_bytes)
+    def _use(self, session: Training, made: Made) -> None:
+        session.forwards.around = session.saving.stay
+        session.saving.window_set(made.window_bytes)
         if self.activations.blocks is not made.blocks:
             self.activations.put(made.blocks)
 
-    def _record(self, session: Session) -> None:
-        step, stay = self.step, session._saving.stay
+    def _record(self, session: Training) -> None:
+        step, stay = self.step, session.saving.stay
         if step.forwards >= _FORWARD_COUNT_MAX:  # the program completes no steps, so begin again
             step = self.step = _Step()
         if step.recorder is None:
             step.recorder = Recorder(session.device.torch_device, has_flops=not self.has_profile)
-            session._saving.wait_take_ns()  # discard the waits of previous steps
+            session.saving.wait_take_ns()  # discard the waits of previous steps
         recorder = step.recorder
         recorder.begin_forward()
         step.forwards += 1
@@ -218,8 +218,8 @@ class Planner:
                 recorder.save_outside(tensor)
             return packed
 
-        session._forwards.around = SavedTensors(pack, stay.unpack)
-        session._saving.window_set(None)
+        session.forwards.around = SavedTensors(pack, stay.unpack)
+        session.saving.window_set(None)
         self.activations.put(self.activations.make(_conservative(session), recorder.frame))
 
     def backward_end(self) -> None:
@@ -230,7 +230,7 @@ class Planner:
         """Discard the recording of the open step, which will not be completed."""
         self.step, self.waiting = _Step(), 0
 
-    def step_end(self, session: Session) -> None:
+    def step_end(self, session: Training) -> None:
         """Handle the end of a step. If the step was recorded, make a profile from the recording."""
         step, self.step, self.waiting = self.step, _Step(), 0
         recorder, shape = step.recorder, self.shape
@@ -244,7 +244,7 @@ class Planner:
         visits = recorder.finish()
         if stats.step == 0 or not visits:
             return
-        waits = session._saving.wait_take_ns() + stats.param_wait_ns + stats.gradient_wait_ns
+        waits = session.saving.wait_take_ns() + stats.param_wait_ns + stats.gradient_wait_ns
         compute_ns = (stats.wall_ns - waits - recorder.again_ns) // step.forwards
         if session.device.name == "cuda":  # waits in the GPU's stream are not visible
             compute_ns = 3 * sum(ns for visit in visits for ns in visit.ns)
@@ -269,7 +269,7 @@ class Planner:
 
     # --- The plan -----------------------------------------------------------------------------
 
-    def choose(self, session: Session, profile: Profile, policy: str) -> Made:
+    def choose(self, session: Training, profile: Profile, policy: str) -> Made:
         """Make a policy's plan for forwards like the one that was profiled.
 
         With an accelerator, `auto` chooses the fastest of several plans. The engine, run in virtual
@@ -291,7 +291,7 @@ class Planner:
         made = [self.choice(session, profile, modes, policy) for modes in tried]
         return min(made, key=lambda one: (not one.is_foreseen, one.plan.step_s))
 
-    def _planned(self, session: Session, profile: Profile, policy: str, planner: str) -> Assigned:
+    def _planned(self, session: Training, profile: Profile, policy: str, planner: str) -> Assigned:
         """Return the modes that a planner assigns for this session's machine."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, planner.partition("/")[0])
@@ -302,13 +302,15 @@ class Planner:
             raise BudgetError(f"activations {policy!r}: {error}; {way_out}") from error
         return assigned(items, plan["layers"], session, policy)
 
-    def choice(self, session: Session, profile: Profile, modes: Assigned, policy: str = "") -> Made:
+    def choice(
+        self, session: Training, profile: Profile, modes: Assigned, policy: str = ""
+    ) -> Made:
         """Make a plan from given modes, which are changed as far as necessary to fit in memory."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, "")
         modes, on_its_way = _fit(session, profile, items, modes, self.at_once)
         outcome = _outcome(session, profile, modes)
-        window_bytes = min(on_its_way, session._saving.window_bytes)
+        window_bytes = min(on_its_way, session.saving.window_bytes)
         fates = _fates(model, machine, items, modes)
         step = predicted(session, model, machine, fates)
         step_s = step["iteration_s"]
@@ -359,7 +361,7 @@ class Planner:
         _profile_file.save(self.path, read)
 
 
-def _fingerprint(session: Session, activations: Activations) -> str:
+def _fingerprint(session: Training, activations: Activations) -> str:
     """Return a hash of the model and of the hardware and software that it runs on."""
     units = [(u.name, str(u.dtype), u.trainable, u.elements) for u in session.layout.units]
     modules = [
@@ -375,7 +377,7 @@ def _fingerprint(session: Session, activations: Activations) -> str:
     return hashlib.sha256(repr((units, modules, machine)).encode()).hexdigest()
 
 
-def _conservative(session: Session) -> Assigned:
+def _conservative(session: Training) -> Assigned:
     """Return the conservative plan: recompute all blocks, and offload their inputs if possible."""
     leaves = bool(session.config.swap_bytes)
     return Assigned({}, {}, usual="recompute", usual_input="swap" if leaves else "keep")
@@ -389,7 +391,7 @@ def _outside_bytes(profile: Profile) -> int:
     return sum(profile.storages[i] for i, before in profile.outside if before < len(profile.visits))
 
 
-def _room_bytes(session: Session) -> int:
+def _room_bytes(session: Training) -> int:
     """Return the bytes of usable memory on the computing device, besides the parameters' slots."""
     device, config = session.device, session.config
     if device.name == "cpu":
@@ -405,18 +407,18 @@ def _room_bytes(session: Session) -> int:
     return max(int(_GPU_SHARE * (free + reserved)) - held, 0)
 
 
-def _gradient_bytes(session: Session) -> int:
+def _gradient_bytes(session: Training) -> int:
     if session.device.name == "cpu":
         return 0
     return max((unit.gradient_bytes for unit in session.layout.units), default=0)
 
 
-def _may_leave(session: Session, nbytes: int) -> bool:
-    memory, transit, *_ = session._saving.options
+def _may_leave(session: Training, nbytes: int) -> bool:
+    memory, transit, *_ = session.saving.options
     return _offloaded.LEAST_BYTES <= nbytes <= (transit or memory) // 3
 
 
-def _outcome(session: Session, profile: Profile, modes: Assigned) -> Outcome:
+def _outcome(session: Training, profile: Profile, modes: Assigned) -> Outcome:
     return replay(profile, modes, lambda nbytes: _may_leave(session, nbytes))
 
 
@@ -436,9 +438,9 @@ def _without(
     return dataclasses.replace(modes, layers=layers, inputs=inputs)
 
 
-def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
+def _has_places(session: Training, outcome: Outcome, at_once: int) -> bool:
     """Return whether main memory and SSD have room for all storages that are offloaded."""
-    memory, transit, store, most = session._saving.options
+    memory, transit, store, most = session.saving.options
     staying = memory - transit if session.device.name != "cpu" else 0
     on_ssd = _swap.room_bytes(store)
     for nbytes, is_for_ssd in at_once * outcome.left:
@@ -450,7 +452,7 @@ def _has_places(session: Session, outcome: Outcome, at_once: int) -> bool:
 
 
 def _fit(
-    session: Session, profile: Profile, items: list[Item], planned: Assigned, at_once: int
+    session: Training, profile: Profile, items: list[Item], planned: Assigned, at_once: int
 ) -> tuple[Assigned, int]:
     """Change a plan as far as necessary to make it fit in memory, to the byte.
 
@@ -490,9 +492,9 @@ def _fit(
     return made, max(room - (at_once - 1) * outcome.kept_bytes - outcome.peak_bytes, 0)
 
 
-def assigned(items: list[Item], fates: list[str], session: Session, policy: str) -> Assigned:
+def assigned(items: list[Item], fates: list[str], session: Training, policy: str) -> Assigned:
     """Convert the fates of a plan to a mode for every layer."""
-    *_, store, _ = session._saving.options
+    *_, store, _ = session.saving.options
     modes = dict(_MODES)
     if policy == "g10" and store is not None:
         modes["ssd"] = "ssd"
@@ -508,7 +510,7 @@ def assigned(items: list[Item], fates: list[str], session: Session, policy: str)
     return Assigned(layers, inputs)
 
 
-def _states(session: Session, model: Model) -> list[dict[str, bool]]:
+def _states(session: Training, model: Model) -> list[dict[str, bool]]:
     """Return which states of each block are in main memory and move no bytes between commits."""
     budget, config = session.budget, session.config
     has_p16 = budget["region_bytes"] >= sum(unit.nbytes for unit in session.layout.units)
@@ -545,20 +547,22 @@ def _fates(model: Model, machine: Machine, items: list[Item], modes: Assigned) -
     return fates
 
 
-def predicted(session: Session, model: Model, machine: Machine, fates: list[str]) -> dict[str, Any]:
+def predicted(
+    session: Training, model: Model, machine: Machine, fates: list[str]
+) -> dict[str, Any]:
     """Predict a step with the timeline of csrc/plan."""
     states = _states(session, model)
     made = _core.plan_step(model.as_core(), machine.as_core(), fates, states, must_fit=False)
     return dict(made["step"])
 
 
-def machine_of(session: Session, profile: Profile, model: Model, policy: str) -> Machine:
+def machine_of(session: Training, profile: Profile, model: Model, policy: str) -> Machine:
     """Return the machine for csrc/plan, in which one FLOP is one nanosecond of profiled forward.
 
     `auto` divides main memory between states and activations, so the machine for `auto` includes
     the memory for states.
     """
-    memory, transit, *_ = session._saving.options
+    memory, transit, *_ = session.saving.options
     write, read = ssd_rates(session.directories, session.stats())
     link_in, link_out = link_rates(session.device)
     resident = memory - transit if session.device.name != "cpu" else 0

@@ -136,6 +136,7 @@ def run_lohan(options: Options, report: Report) -> None:
     from transformers import GPT2LMHeadModel
 
     import lohan
+    from lohan.common._inside import inside
 
     config = model_config(options)
     with lohan.empty():
@@ -151,7 +152,7 @@ def run_lohan(options: Options, report: Report) -> None:
         host_bytes=options.host_bytes,
         debug=lohan.Debug(trace_events=TRACE_EVENTS),
     )
-    session: lohan.Session = model.lohan
+    session: Any = inside(model)
     status = session.status()
     report("ready", params=count, io=status["io"], pages=status["pages"], budget=session.budget)
     marks: list[tuple[str, int, int, int]] = []
@@ -187,7 +188,7 @@ def run_lohan(options: Options, report: Report) -> None:
         bookkeeping_bytes=status["bookkeeping_bytes"],
         stats=seen,
         units=[unit.name for unit in session.layout.units],
-        events=[event for event in session._trace() if event[3] > first],
+        events=[event for event in session.trace() if event[3] > first],
         marks=[mark for mark in marks if mark[1] > first],
     )
     session.close()

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 # The delay before the handler runs again after SIGTERM in a place that swallows exceptions.
 _AGAIN_S = 0.001
 
-sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+sessions: weakref.WeakSet[Training] = weakref.WeakSet()
 _is_set = False
 _end: SystemExit | None = None  # the exception that SIGTERM raises
 _end_count = 0  # how often SIGTERM has arrived
@@ -55,7 +55,7 @@ _has_exited = False  # sys.exit() with a status other than 0 is ending the progr
 _failed_threads: dict[int, int] = {}  # threads that ended with an exception, by identifier
 
 
-def find_session(directories: Sequence[str]) -> Session | None:
+def find_session(directories: Sequence[str]) -> Training | None:
     """Return the open session of this process that uses the store, or None."""
     wanted = {os.path.realpath(directory) for directory in directories}
     for session in sessions:
@@ -152,13 +152,13 @@ def _note_thread(failure: threading.ExceptHookArgs, /) -> None:
     _thread_hook_before(failure)
 
 
-def close_quietly(session: Session) -> bool:
+def close_quietly(session: Training) -> bool:
     """Close a session, and print an exception instead of raising it; return whether it closed.
 
     A Ctrl-C or SIGTERM is raised only after a second attempt, because a session that it has left
     open has no other caller who could close it, and would lose its uncommitted steps.
     """
-    session._commits.is_ending = True
+    session.commits.is_ending = True
     try:
         try:
             session.close()
@@ -210,7 +210,7 @@ def set_handlers() -> bool:
 def _forked() -> None:
     """Make all parameters hollow in a forked child, even those that were in memory."""
     for session in list(sessions):
-        session._forked()
+        session.forked()
 
 
 os.register_at_fork(after_in_child=_forked)

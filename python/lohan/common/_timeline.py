@@ -60,7 +60,7 @@ def spans_of(
 
     Args:
         events: the events of the session.
-        unit_names: the names of `Session.layout.units`.
+        unit_names: the names of the session's units, `layout.units`.
         marks: (name, step, start_ns, end_ns) of what the training thread did, in CLOCK_MONOTONIC
             (`time.monotonic_ns()`).
 
@@ -172,7 +172,7 @@ def write_png(
     Args:
         path: the path of the PNG.
         spans: the spans from `spans_of()`.
-        unit_names: the names of `Session.layout.units`.
+        unit_names: the names of the session's units, `layout.units`.
         steps: the first and the last step to draw.
         title: the title above the picture.
 

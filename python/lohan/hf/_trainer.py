@@ -37,6 +37,7 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from lohan.common import _log
+from lohan.common._inside import inside
 from lohan.common._keywords import flat
 from lohan.common._meta import copied_from
 from lohan.config import SCHEDULES_AT_STEP, Config
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from lohan.common._keywords import OfCallback
     from lohan.hf._trainer_folders import Reference
     from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.wrap import PathLike
 
 # Keywords of wrap() that a callback takes as well.
@@ -134,6 +136,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 " in every process: use lohan.wrap() with a training loop of your own"
             )
         self.session: Session | None = None
+        self._training: Training | None = None
         self._store = store
         config = made.pop("config", None) or Config()
         others = (*_OF_WRAP, *_zo_trainer.KEYWORDS)
@@ -163,7 +166,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if self._is_zeroth:
             _zo_trainer.check(args, trainer, _trainer_args.OPTIMIZERS)
         _trainer_args.check_args(args, trainer)
-        if self.session is not None:
+        if self._training is not None:
             raise UnsupportedError(
                 "this lohan.TrainerCallback has already trained with another Trainer: create a new"
                 " callback, with a separate store, for each Trainer"
@@ -200,7 +203,7 @@ class TrainerCallback(transformers.TrainerCallback):
             UnsupportedError: the callback was not passed to the Trainer's constructor.
         """
         is_mine = self._trainer is not None and args is self._trainer.args
-        if not is_mine or self.session is None:
+        if not is_mine or self._training is None:
             raise UnsupportedError(
                 "lohan.TrainerCallback was added after the Trainer was created, which is too late."
                 " Pass it to the constructor: Trainer(..., callbacks=[lohan.TrainerCallback(...)])"
@@ -239,13 +242,13 @@ class TrainerCallback(transformers.TrainerCallback):
         if self._logs is not None:
             self._logs.step_ends()
         self._tokens.note(self._open(), state)
-        wear = None if self.session is None else self.session._extensions.get(_wear.Wear)
+        wear = None if self._training is None else self._training.extensions.get(_wear.Wear)
         if wear is None or not wear.is_spent or self._group is not None:
             return
         if _trainer_args.has_checkpoints(args):
             control.should_save = True
-        elif self.session is not None and self.session._commits.by_hand:
-            self.session.commit()
+        elif self._training is not None and self._training.commits.by_hand:
+            self._training.commit()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Note the loss that the Trainer logs, for `lohan watch`."""
@@ -253,9 +256,9 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""
-        assert self.session is not None
-        if not _trainer_args.has_checkpoints(args) and self.session._commits.by_hand:
-            self.session.commit()
+        assert self._training is not None
+        if not _trainer_args.has_checkpoints(args) and self._training.commits.by_hand:
+            self._training.commit()
 
     # --- Replacements for the Trainer's methods -------------------------------------------------
 
@@ -298,14 +301,14 @@ class TrainerCallback(transformers.TrainerCallback):
     def _create_optimizer(self, plain: Callable[..., Any], model: Any = None) -> Any:
         trainer = self._trainer
         module = trainer.model
-        is_mine = self._model is module and self.session is not None and not self.session.closed
+        is_mine = self._model is module and self._training is not None and not self._training.closed
         if "lohan" in module.__dict__ and not is_mine:
             raise UnsupportedError(
                 "the model is already wrapped: either do not call lohan.wrap(), which the callback"
                 " does, or omit lohan.TrainerCallback, wrap with schedule='deferred' (a Trainer"
                 " needs the norm of all gradients), and pass optimizers=(model.optimizer, None)"
             )
-        if self.session is not None and not is_mine:
+        if self._training is not None and not is_mine:
             raise UnsupportedError(
                 "train() was called again with another model (model_init=, or a closed session),"
                 f" but the store in {self._directories()[0]} has the first model's states. Create a"
@@ -344,7 +347,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def _save(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the Trainer's _save_checkpoint() in several processes, which commit together."""
         assert self._group is not None
-        return self._group.save(self.session, plain, *args, **kwargs)
+        return self._group.save(self._training, plain, *args, **kwargs)
 
     # --- Helpers --------------------------------------------------------------------------------
 
@@ -376,13 +379,13 @@ class TrainerCallback(transformers.TrainerCallback):
         default = Path(self._trainer.args.output_dir) / "lohan"
         return directories_of(default if self._store is None else self._store)
 
-    def _open(self) -> Session | None:
-        return None if self.session is None or self.session.closed else self.session
+    def _open(self) -> Training | None:
+        return None if self._training is None or self._training.closed else self._training
 
-    def _open_session(self) -> Session | None:
+    def _open_session(self) -> Training | None:
         """Return the session if it is open, as in a second train() of one process."""
         session = self._open()
-        if session is not None and session._edits.is_pending:
+        if session is not None and session.edits.is_pending:
             raise StoreMismatchError(
                 "train(resume_from_checkpoint=...) was called in a process that has changed the"
                 " model's parameters since (load_best_model_at_end does): start a new process"
@@ -393,7 +396,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Return the reference of the store, then of the stores that it was copied from."""
         session = self._open_session()
         if session is not None:
-            return [{"store": session._uuid, "step": session.step}]
+            return [{"store": session.uuid, "step": session.step}]
         directories = self._directories()
         try:
             store = _store.open_existing(directories, self._config, read_only=True)
@@ -488,7 +491,8 @@ class TrainerCallback(transformers.TrainerCallback):
         made.param_groups = ours.param_groups
         made._opt_called = True  # torch's schedulers would warn that it makes no steps
         self._model = model
-        self.session = model.lohan  # type: ignore[assignment]
+        self.session = model.__dict__["lohan"]
+        self._training = inside(model)
         return ours
 
     def _asked(self, made: Any, resumes: bool) -> tuple[Config, dict[str, Any]]:
@@ -530,19 +534,19 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def _saved(self, path: Path, *, only_model: bool) -> None:
         """Commit after the last file of a checkpoint: [Note: A checkpoint and its store]."""
-        assert self.session is not None
+        assert self._training is not None
         folder = path.parent
-        if only_model or path.name != TRAINER_STATE_NAME or self.session.closed:
+        if only_model or path.name != TRAINER_STATE_NAME or self._training.closed:
             return
-        mine = {"store": self.session._uuid, "step": self.session.step}
+        mine = {"store": self._training.uuid, "step": self._training.step}
         is_due = self._group is None or self._group.is_due
         if not is_due or not fits(reference_of(folder), mine):
             return  # a trainer_state.json that is not part of this checkpoint
         sync(folder)
         if self._group is None:
-            self.session.commit()
+            self._training.commit()
         else:
-            self._group.commit(self.session, is_ready=True)
+            self._group.commit(self._training, is_ready=True)
 
 
 class TrainerMixin:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from lohan.common._inside import inside
 from lohan.errors import ModelError, UnsupportedError
 from lohan.store import _kept
 
@@ -39,13 +40,13 @@ class TrainerCopies(transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the copy of a checkpoint's store, and remove those whose checkpoint is gone."""
-        session: Any = getattr(kwargs.get("model"), "__dict__", {}).get("lohan")
+        session = inside(kwargs.get("model"))
         if session is None:
             raise ModelError(
                 "lohan.TrainerCopies found no store: pass lohan.TrainerCallback before it, as in"
                 " callbacks=[lohan.TrainerCallback(store=...), lohan.TrainerCopies(FOLDER)]"
             )
-        if session._peers.world is not None:
+        if session.peers.world is not None:
             raise UnsupportedError(
                 "lohan.TrainerCopies is for one process: with several, copy the stores of all with"
                 " lohan snapshot when the run has ended"
@@ -55,7 +56,7 @@ class TrainerCopies(transformers.TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the copies of checkpoints that a Trainer removes when it has the best one."""
-        session: Any = getattr(kwargs.get("model"), "__dict__", {}).get("lohan")
+        session = inside(kwargs.get("model"))
         if session is not None and not session.closed:
             _kept.remove_old(session, self._folder, _gone(args))
 

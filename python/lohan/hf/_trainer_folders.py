@@ -16,7 +16,7 @@ from lohan.common import _durable
 from lohan.store._stale import stores_of
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-\d+$")
 
@@ -76,7 +76,7 @@ def fitting_beside(folder: Path, found: Reference) -> str | None:
     return str(matching[-1]) if matching else None
 
 
-def trained_past(folder: Path, step: int, session: Session, is_zeroth: bool) -> str:
+def trained_past(folder: Path, step: int, session: Training, is_zeroth: bool) -> str:
     """Return how to resume after an interrupt, while this process has the store open.
 
     Args:
@@ -88,12 +88,12 @@ def trained_past(folder: Path, step: int, session: Session, is_zeroth: bool) -> 
     Returns:
         The end of the error message; "" if no checkpoint can be resumed.
     """
-    if not (is_zeroth or session._commits.by_hand):
+    if not (is_zeroth or session.commits.by_hand):
         return ""  # close() commits the last step
     durable = int(session.store.describe()["step"])
     there: str | None = str(folder)
     if durable != step and not (is_zeroth and durable < step):
-        there = fitting_beside(folder, {"store": session._uuid, "step": durable})
+        there = fitting_beside(folder, {"store": session.uuid, "step": durable})
     if there is None:
         return ""
     return (

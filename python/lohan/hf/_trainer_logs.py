@@ -17,7 +17,7 @@ from lohan.session._wear import Wear
 
 if TYPE_CHECKING:
     from lohan.planning._wear import Drive
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 # lohan/bound_by is an index into this tuple; docs/trainer.md lists it.
 BOUNDS = ("compute", "ssd", "optimizer", "copies", "network")
@@ -27,7 +27,7 @@ _GB = 1e9
 class Logs:
     """Times a Trainer's steps, and adds figures to what it logs."""
 
-    def __init__(self, trainer: Any, session: Callable[[], Session | None]) -> None:
+    def __init__(self, trainer: Any, session: Callable[[], Training | None]) -> None:
         """Replace the Trainer's log().
 
         Args:
@@ -63,7 +63,7 @@ class Logs:
         if self._began is None:
             self._began = self._step_began
             session = self._session()
-            wear = None if session is None else session._extensions.get(Wear)
+            wear = None if session is None else session.extensions.get(Wear)
             if wear is not None:
                 wear.look()
                 self._written = wear.written
@@ -98,20 +98,20 @@ class Logs:
             if days is not None:
                 logs["lohan/drive_life_days"] = days
 
-    def _written_per_s(self, session: Session, last: float) -> float:
+    def _written_per_s(self, session: Training, last: float) -> float:
         """Return the mean since train() began, so that commits of checkpoints count, too.
 
         Args:
             session: the open session.
             last: the rate of the last step, which is used if the session does not count its writes.
         """
-        wear = session._extensions.get(Wear)
+        wear = session.extensions.get(Wear)
         if wear is None or self._began is None:
             return last
         wear.look()
         return (wear.written - self._written) / (time.monotonic() - self._began)
 
-    def _life_days(self, session: Session, bytes_per_s: float) -> float | None:
+    def _life_days(self, session: Training, bytes_per_s: float) -> float | None:
         """Return how long the drive that wears out first lasts; None if that is unknown."""
         if self._drives is None:
             sizes = [nbytes for _, nbytes, _ in session.store.describe()["files"]]

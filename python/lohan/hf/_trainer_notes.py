@@ -6,10 +6,10 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
-def loss(session: Session | None, logs: Any) -> None:
+def loss(session: Training | None, logs: Any) -> None:
     """Note the loss that a Trainer logs: the mean since the step that it logged before."""
     found = logs.get("loss") if isinstance(logs, dict) else None
     if session is not None and isinstance(found, numbers.Real):
@@ -26,7 +26,7 @@ class Tokens:
         """Begin to count: a resumed Trainer has seen tokens."""
         self._seen = state.num_input_tokens_seen
 
-    def note(self, session: Session | None, state: Any) -> None:
+    def note(self, session: Training | None, state: Any) -> None:
         """Note the tokens of the step that has just ended."""
         before, self._seen = self._seen, state.num_input_tokens_seen
         if session is not None and self._seen > before:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from lohan.config import Config
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 # The methods of a Trainer that are replaced.
 REPLACED = ("get_batch_samples", "training_step")
@@ -51,7 +51,7 @@ def check(args: Any, config: Config, *, is_zeroth: bool) -> bool:
 class Turns:
     """The replacements for a Trainer's methods: [Note: A Trainer's micro-batches]."""
 
-    def __init__(self, trainer: Any, session: Callable[[], Session | None]) -> None:
+    def __init__(self, trainer: Any, session: Callable[[], Training | None]) -> None:
         """Replace the methods.
 
         Args:
@@ -104,7 +104,7 @@ class Turns:
         return self._losses.pop(0)
 
     def _make(
-        self, session: Session, step: Callable[[Any], torch.Tensor], batches: Sequence[Any]
+        self, session: Training, step: Callable[[Any], torch.Tensor], batches: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Run all micro-batches of a step; return what training_step() returned for each."""
         losses: dict[int, torch.Tensor] = {}

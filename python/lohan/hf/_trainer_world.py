@@ -116,7 +116,7 @@ class Group:
     def commit(self, session: Any, *, is_ready: bool) -> None:
         """Commit if all processes are ready: [Note: A checkpoint of several processes]."""
         self.is_due = False
-        session._peers.commit_together(is_ready=is_ready)
+        session.peers.commit_together(is_ready=is_ready)
 
     # --- Resuming -------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Group:
     def _store_now(self, session: Any) -> tuple[int, list[Any], str | None]:
         """Return the step of this process's store, its copied_from, and its UUID if it exists."""
         if session is not None:
-            return session.step, copied_from(session.store), session._uuid
+            return session.step, copied_from(session.store), session.uuid
         if not _snapshot.is_complete(self._directories):
             return 0, [], None
         store = _store.open_existing(self._directories, self._config, read_only=True)

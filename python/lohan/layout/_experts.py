@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.common._inside import inside
 from lohan.errors import ModelError
 from lohan.layout import IS_BLOCK
 
@@ -238,7 +239,7 @@ class Apart:
         """Announce experts to the session of a model that was just wrapped; return the model."""
         if not self.splits and not self.adapted:
             return model
-        session: Any = model.__dict__["lohan"]
+        session: Any = inside(model)
         session.apart = self
         units = {param.name: param.unit for param in session.layout.params}
         for split in self.splits:
@@ -252,7 +253,7 @@ class Apart:
                     whole.data = _nothing(whole)
             module: Any = split.module()
             for name in split.wholes:
-                module.__dict__[name].lent = session._runs.lent
+                module.__dict__[name].lent = session.runs.lent
             hook: Any = functools.partial(_fuse, split)
             self.handles.append(module.register_state_dict_post_hook(hook))
         return model
@@ -333,7 +334,7 @@ def _announce(session: weakref.ref[Any], units: list[list[int]], numbers: Sequen
     """Announce the experts that are used next."""
     owner = session()
     if owner is not None and not owner.closed:
-        owner._engine.announce([unit for number in numbers for unit in units[number]])
+        owner.engine.announce([unit for number in numbers for unit in units[number]])
 
 
 def _fuse(split: Split, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:

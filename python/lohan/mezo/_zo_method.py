@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lohan.mezo._zo_peers import Sides
     from lohan.mezo._zo_setup import Zeroth
     from lohan.mezo._zo_turns import T, Turns
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 # The minimum number of elements per thread: less work (about 100 us) does not justify waking one.
 SHARE_ELEMENTS = 1 << 18
@@ -78,25 +78,25 @@ class MeZO(AdamW):
         self._lost: set[int] = set()  # units with invalid bytes in memory, to be read again
         self._rolls_back = False
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Training) -> None:
         """Serve a session, which has its engine."""
         super().join(session)
         base = int(session.store.describe()["step"])
         self.run = _zo_run.make(self.rule, self.journal.records, base, session.layout.params)
         self._turns.wanted = self.rule.clean(self.step())
-        self._workers = max(1, session._workers)  # the number of threads, including the calling one
+        self._workers = max(1, session.workers)  # the number of threads, including the calling one
         self._pool = concurrent.futures.ThreadPoolExecutor(
             max(1, self._workers - 1), "lohan-zeroth"
         )
         self._is_launched = _zo_device.is_launched(session.device)
         if self._is_launched:
-            session._engine.zo_load(_zo_device.image())
+            session.engine.zo_load(_zo_device.image())
         moved = [param.index for param in session.layout.params if param.stream is not None]
-        session._engine.on_use(self._on_use, moved)
+        session.engine.on_use(self._on_use, moved)
         ablated = session.config.ablate
         if ablated:
             rate = int(session.config.emu_alloc_bytes_per_s or 0)
-            session._engine.device_policy("overlap" in ablated, "reuse" in ablated, rate)
+            session.engine.device_policy("overlap" in ablated, "reuse" in ablated, rate)
 
     def trains(self) -> bool:
         """Return True; to the engine, all parameters are frozen."""
@@ -199,7 +199,7 @@ class MeZO(AdamW):
                 dtype = _storage_formats.NAMES[param.tensor.dtype]
                 formats = (address + param.first, param.kept, dtype)
             for ops in self._passes(param, begin, end):
-                self.session._engine.zo_lead(at, param.count, ops, *formats, param.z_first)
+                self.session.engine.zo_lead(at, param.count, ops, *formats, param.z_first)
 
     def _passes(self, param: Param, begin: int, end: int) -> Iterator[list[Op]]:
         if param.kept is None:
@@ -248,10 +248,10 @@ class MeZO(AdamW):
             PeerLostError: another process died or cannot be reached.
             HyperParameterError: the optimizer's groups are invalid.
         """
-        self.session._check_open()
-        if self._is_in_step or in_backward() or self.session._forwards.is_alive():
+        self.session.check_open()
+        if self._is_in_step or in_backward() or self.session.forwards.is_alive():
             raise StepError("zo_step() called inside a forward, a backward or another zo_step()")
-        for extension in self.session._extensions:
+        for extension in self.session.extensions:
             extension.admit(self.session)
         optimizer: Any = self.session.optimizer
         made: ZerothOptimizer = optimizer
@@ -266,7 +266,7 @@ class MeZO(AdamW):
                 losses.append(plus)
             self.journal.append(Record(lr, decay, tuple(gradients), tuple(losses)))
         mean_loss = sum(losses) / len(losses)
-        for extension in self.session._extensions:
+        for extension in self.session.extensions:
             extension.journaled(self.session, began, mean_loss)
         if "deferred" in self.session.config.ablate:
             self._update_all()
@@ -277,7 +277,7 @@ class MeZO(AdamW):
 
     def _step_opened(self) -> AbstractContextManager[None]:
         """Return a context for a step, in evaluation mode: only parameters differ between runs."""
-        around = self.session._forwards.around
+        around = self.session.forwards.around
         model = self._turns.model()
         assert model is not None
         training = [module for module in model.modules() if module.training]
@@ -286,13 +286,13 @@ class MeZO(AdamW):
         def enter() -> None:
             model.eval()
             self._is_in_step, self._step_thread = True, threading.get_ident()
-            self.session._forwards.around = _NOTHING
+            self.session.forwards.around = _NOTHING
             torch.set_grad_enabled(False)
 
         def leave() -> None:
             torch.set_grad_enabled(has_gradients)
             self._is_in_step = False
-            self.session._forwards.around = around
+            self.session.forwards.around = around
             self._turns.wanted = clean = self.rule.clean(self.step())
             # A step that failed leaves some units changed. A complete step leaves none.
             self._lost.update(u for u, where in self._turns.where.items() if where.left > clean)
@@ -331,9 +331,24 @@ class MeZO(AdamW):
         return plus, minus
 
     def together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Run the model several times in turns; see ZerothSession.together."""
-        self.session._check_open()
-        if self._is_in_step or in_backward() or self.session._forwards.is_alive():
+        """Run the model several times without gradients, reading each block once for all runs.
+
+        This is `model.zo_together`. The runs take turns at each block, each on its own thread, so
+        the activations of all runs are in memory at once. The functions run one after the other in
+        training mode and, unless runs="together" was set, if the model fits in memory or its
+        forwards change state.
+
+        Args:
+            functions: each calls the model, for example on its own micro-batch.
+
+        Returns:
+            The result of each function.
+
+        Raises:
+            StepError: it was called inside a forward, a backward or a step.
+        """
+        self.session.check_open()
+        if self._is_in_step or in_backward() or self.session.forwards.is_alive():
             raise StepError("together() called inside a forward, a backward or a step")
         self._roll_back()
         model = self._turns.model()
@@ -356,29 +371,29 @@ class MeZO(AdamW):
     def _update_all(self) -> None:
         """Load every trained unit once more, only to apply its update."""
         for unit in self._turns.where:
-            self.session._engine.acquire(unit)
-            self.session._engine.release(unit)
+            self.session.engine.acquire(unit)
+            self.session.engine.release(unit)
 
     def write_back(self) -> None:
         """Write every trained parameter and commit: the next session starts from these values.
 
         Does nothing if the parameters are never written (`zeroth.write_every` is None).
         """
-        self.session._check_whole()
+        self.session.check_whole()
         if self.zeroth.write_every is None:
             return
         from lohan.mezo._zo_wear import ZerothWear  # which few sessions have
 
-        wear = self.session._extensions.get(ZerothWear)
+        wear = self.session.extensions.get(ZerothWear)
         for unit, where in self._turns.where.items():
             nbytes, extent = (
                 self.session.layout.units[unit].nbytes,
                 self.session.extents.units[unit].param,
             )
-            self.session._engine.acquire(unit)
+            self.session.engine.acquire(unit)
             try:
                 copy = self._copy_back(unit)
-                with self.session._exclusive([]) as store:
+                with self.session.exclusive([]) as store:
                     address = where.address if copy is None else copy.data_ptr()
                     try:  # no commit refers to these bytes yet
                         store.write(extent, 0, address, nbytes)
@@ -388,12 +403,12 @@ class MeZO(AdamW):
                         where.base = self.step()
                         raise
             finally:
-                self.session._engine.release(unit)
+                self.session.engine.release(unit)
             self.written_bytes += nbytes
             if wear is not None:
                 wear.add(nbytes)
-        with self.session._exclusive([]) as store:
-            self.session._commits.holds.wait_none()
+        with self.session.exclusive([]) as store:
+            self.session.commits.holds.wait_none()
             said = store.describe()
             scalars = said["scalars"]
             if wear is not None:
@@ -408,18 +423,18 @@ class MeZO(AdamW):
         if not self._is_launched:
             return None
         here = self.session.layout.units[unit]
-        views = [(param, self.session._engine.lend(param.index)) for param in here.params]
+        views = [(param, self.session.engine.lend(param.index)) for param in here.params]
         return _zo_device.host_bytes(views, here.nbytes)
 
     def _roll_back(self) -> None:
         """Undo the changes of a failed step: evict the units, which are then read again."""
         if not self._lost or self._rolls_back:
             return
-        if self.session._forwards.depth > 0:
-            self.session._forwards.drop()
+        if self.session.forwards.depth > 0:
+            self.session.forwards.drop()
         self._rolls_back = True
         try:
-            with self.session._exclusive(sorted(self._lost)):
+            with self.session.exclusive(sorted(self._lost)):
                 pass
             self._lost.clear()
         finally:
@@ -443,7 +458,7 @@ class MeZO(AdamW):
 
     def forward_begins(self) -> None:
         """Check the thread, and undo the changes of a failed step."""
-        self.session._forwards.refuse_other_thread("the model")
+        self.session.forwards.refuse_other_thread("the model")
         self._roll_back()
 
     def is_underway(self) -> bool:

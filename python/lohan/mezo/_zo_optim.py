@@ -12,7 +12,7 @@ from lohan.errors import HyperParameterError, StepError
 from lohan.session._optim import StoreOptimizer
 
 if TYPE_CHECKING:
-    from lohan.mezo._zo_session import ZerothSession
+    from lohan.mezo._zo_method import MeZO
 
 LR = 1e-6
 DECAY = 0.0
@@ -108,9 +108,30 @@ class ZerothOptimizer(StoreOptimizer):
                 "zeroth-order training has no gradients: call model.zo_step(lambda:"
                 " model(**batch).loss) or model.optimizer.step(closure) for a whole step"
             )
-        session: Any = self.session
-        made: ZerothSession = session
-        return made._method.zo_step(closure)
+        return self._method.zo_step(closure)
+
+    @property
+    def _method(self) -> MeZO:
+        method: Any = self.session.method
+        made: MeZO = method
+        return made
+
+    @property
+    def written_bytes(self) -> int:
+        """The bytes of parameters that this session has written."""
+        return self._method.written_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes of parameters that were loaded into the computing device's memory."""
+        return self._method.read_bytes
+
+    def write_back(self) -> None:
+        """Write every trained parameter and commit: the next session starts from these values.
+
+        Does nothing if the parameters are never written (`write_every` is "never").
+        """
+        self._method.write_back()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing, because there are no gradients."""

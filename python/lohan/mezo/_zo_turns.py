@@ -21,7 +21,7 @@ from lohan.torch_glue._lockstep import FIRST, Lockstep, Visit
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class Turns(Runs):
         self.wanted = 0
         self.model: Callable[[], nn.Module | None] = lambda: None
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Training) -> None:
         """Serve a session, which has its engine."""
         super().join(session)
         moved = {p.unit for p in session.layout.params if p.stream is not None}
@@ -93,7 +93,7 @@ class Turns(Runs):
         self.is_probing = could and session.config.runs == "auto"
         self.is_together = could and not self.is_probing
         self.kept = self._keep_shared() if could else {}
-        self._nothing = session._engine.scope([])
+        self._nothing = session.engine.scope([])
 
     def in_turns(self, functions: Sequence[Callable[[], T]], sides: Sequence[int]) -> list[T]:
         """Call functions in turns, each with the parameters at its own position."""
@@ -203,14 +203,14 @@ class Turns(Runs):
             and (unit not in self.kept or self.kept[unit].position != self.wanted)
         ]
         if ahead:
-            with self.session._exclusive(ahead):
+            with self.session.exclusive(ahead):
                 pass
 
     def operands(self, tensors: Sequence[nn.Parameter]) -> None:
         """Bring the units of parameters to the position of the run that reads them."""
         if self.lockstep is not None:
             self._nothing.enter()
-            indices = [self.session._param_index.get(id(tensor)) for tensor in tensors]
+            indices = [self.session.param_index.get(id(tensor)) for tensor in tensors]
             self._go_back({self.session.layout.params[i].unit for i in indices if i is not None})
 
     def reads(self, unit: int) -> None:
@@ -226,7 +226,7 @@ class Turns(Runs):
         held: list[int] = []
         try:
             for unit in units:
-                self.session._engine.acquire(unit)
+                self.session.engine.acquire(unit)
                 held.append(unit)
             leave()
             self.held.update(held)
@@ -234,4 +234,4 @@ class Turns(Runs):
         finally:
             self.held.difference_update(held)
             for unit in held:
-                self.session._engine.release(unit)
+                self.session.engine.release(unit)

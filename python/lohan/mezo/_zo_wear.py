@@ -15,24 +15,23 @@ from lohan.session._wear import Wear
 from lohan.store import _scalars
 
 if TYPE_CHECKING:
-    from lohan.mezo._zo_session import ZerothSession
     from lohan.planning._wear import Limit
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 class ZerothWear(Wear):
     """What a zeroth-order session has written."""
 
-    def __init__(self, session: ZerothSession) -> None:
+    def __init__(self, session: Training) -> None:
         """Begin to count."""
-        method = session._method
+        method: Any = session.method
         every = method.zeroth.write_every
         self.journal_bytes = BYTES * method.rule.samples
         self.commit_bytes = int(session.store.describe()["commit_bytes"])
         moved = sum(session.layout.units[unit].nbytes for unit in method._turns.where)
         written = 0 if every is None else moved + self.commit_bytes
         writes = StepWrites(written + self.journal_bytes, self.journal_bytes, every or 0)
-        super().__init__(session._engine, session.store, writes)
+        super().__init__(session.engine, session.store, writes)
         self.first_step = self._at = session.step
         self._base = method.run.base
 
@@ -49,7 +48,7 @@ class ZerothWear(Wear):
         """Return 0: a step is written when it is closed."""
         return 0
 
-    def journaled(self, session: Session, began: float, loss: float) -> None:
+    def journaled(self, session: Training, began: float, loss: float) -> None:
         """Count a step of the journal."""
         self.add(self.journal_bytes)
         self._at += 1

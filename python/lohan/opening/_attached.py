@@ -18,16 +18,20 @@ from lohan.common import _exit
 from lohan.errors import OffloadedGradientError
 from lohan.session._guard import Guard
 from lohan.session._optim import StoreOptimizer
+from lohan.session._session import Session
 from lohan.torch_glue import _late
 
 if TYPE_CHECKING:
     from lohan.layout._block import Param
-    from lohan.session._session import Session
+    from lohan.session._training import Training
+
+# What the model has while it is wrapped; the two of zeroth-order training are set by _opening.py.
+_ATTRIBUTES = {"lohan", "optimizer", "no_sync", "zo_step", "zo_together", "_lohan_guard"}
 
 
 def attach(
     model: nn.Module,
-    session: Session,
+    session: Training,
     optimizer: Any,
     in_memory: Sequence[Param],
     undo: contextlib.ExitStack,
@@ -47,7 +51,7 @@ def attach(
 
 
 def give_up(
-    session: Session, in_memory: Sequence[Param], detach: Callable[[], None] = lambda: None
+    session: Training, in_memory: Sequence[Param], detach: Callable[[], None] = lambda: None
 ) -> None:
     """Close a session that wrap() does not return; its model gets the values back.
 
@@ -71,7 +75,7 @@ def give_up(
             param.tensor.data = value
 
 
-def _detach(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
+def _detach(model: nn.Module, session: Training, optimizer: Any, guard: Guard) -> None:
     _exit.sessions.discard(session)
     if guard.closer is not None:
         guard.closer.detach()
@@ -92,20 +96,21 @@ def _save_pretrained(*args: Any, **options: Any) -> None:
 
 def remove_attributes(model: nn.Module) -> None:
     """Remove what attach() has set on the model."""
-    for name in {"lohan", "optimizer", "no_sync", "zo_step", "_lohan_guard"} & {*model.__dict__}:
+    for name in _ATTRIBUTES & {*model.__dict__}:
         object.__delattr__(model, name)
 
 
-def _put_on(model: nn.Module, session: Session, optimizer: Any, guard: Guard) -> None:
+def _put_on(model: nn.Module, session: Training, optimizer: Any, guard: Guard) -> None:
     if session.config.heap == "keep" and session.device.torch_device.type == "cpu":
         _core.heap_keep()
     session.hook(model, _activations.Activations(session), _activations.planner)
     session.device.take_buffers(model)
     guard.install()
-    object.__setattr__(model, "lohan", session)
+    front = Session(session)
+    object.__setattr__(model, "lohan", front)
     object.__setattr__(model, "optimizer", optimizer)
     optimizer.outside = guard.outside
-    object.__setattr__(model, "no_sync", session.no_sync)
+    object.__setattr__(model, "no_sync", front.no_sync)
     object.__setattr__(model, "_lohan_guard", guard)
     guard.closer = weakref.finalize(model, _exit.close_quietly, session)
     _exit.sessions.add(session)

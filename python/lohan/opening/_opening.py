@@ -32,7 +32,7 @@ from lohan.session import (
     _order,
     _replaced,
 )
-from lohan.session._session import Session
+from lohan.session._training import Training
 from lohan.store import _checksums, _directories, _scalars, _store, _temporary, _weights
 from lohan.store._created import remove_remains
 from lohan.torch_glue import _buffers, _device
@@ -82,7 +82,8 @@ def wrapped(request: Request) -> nn.Module:
         session: Any = opening.open(undo)
         _attached.attach(model, session, opening.optimizer, opening.in_memory, undo)
         if zeroth is not None:
-            object.__setattr__(model, "zo_step", session.step_of(model))
+            object.__setattr__(model, "zo_step", session.method.step_of(model))
+            object.__setattr__(model, "zo_together", session.method.together)
         apart.begin(model)
         undo.pop_all()
     return model
@@ -242,7 +243,7 @@ class Opening:
             self.layout, params, asked.hyper, asked.optimizer, self.zeroth, asked.max_grad_norm
         )
 
-    def open(self, undo: contextlib.ExitStack) -> Session:
+    def open(self, undo: contextlib.ExitStack) -> Training:
         """Create, resume or follow a store, and start a session on it."""
         request = self.request
         given = (request.weights is not None, request.init is not None)
@@ -427,20 +428,22 @@ class Opening:
 
     def _session(
         self, extents: _store.Extents, store: _core.Store, directories: list[str]
-    ) -> Session:
-        make: Any = Session
+    ) -> Training:
+        make: Any = Training
         device = _division.plan_device(self.layout, self.config)
         if self.zeroth is not None:
-            from lohan.mezo._zo_session import ZerothSession
+            from lohan.mezo._zo_method import MeZO
+            from lohan.mezo._zo_turns import Turns
 
-            make = functools.partial(ZerothSession, zeroth=self.zeroth)
+            turns = Turns()
+            make = functools.partial(Training, runs=turns, method=MeZO(self.zeroth, turns))
         elif self.shared.world is not None:
-            make = functools.partial(Session, peers=self.shared.peers(self.layout))
+            make = functools.partial(Training, peers=self.shared.peers(self.layout))
         elif _order.is_vertical(self.config, self.layout, self.budget, device):
             from lohan.session._vertical import Vertical
 
-            make = functools.partial(Session, runs=Vertical(self.config.order))
-        session: Session = make(
+            make = functools.partial(Training, runs=Vertical(self.config.order))
+        session: Training = make(
             self.layout,
             extents,
             store,
@@ -457,7 +460,7 @@ class Opening:
         )
         return session
 
-    def _begin(self, session: Session) -> None:
+    def _begin(self, session: Training) -> None:
         """Give the session its optimizer, buffers and extensions, and print what was opened."""
         model, is_resumed = self.request.model, self.request.is_resumed
         is_temporary = self.where is None

@@ -60,7 +60,7 @@ class Divided(Whole):
     def backward_ended(self) -> None:
         """Let the engine expect the values of parameters whose gradients went away."""
         for index in self.peers.exchange.sent_away:
-            self.peers.session._engine.given_expect(index)
+            self.peers.session.engine.given_expect(index)
 
     def learn(self) -> None:
         """Learn which parameters have gradients in the step: their owners say so. Once a step."""
@@ -69,7 +69,7 @@ class Divided(Whole):
             self._present = _learned(self.peers)
             for index in self._present:
                 if not session.layout.units[session.layout.params[index].unit].has_states:
-                    session._engine.given_expect(index)
+                    session.engine.given_expect(index)
 
     def agreed(self) -> None:
         """Handle that all processes close the open step."""
@@ -83,14 +83,14 @@ class Divided(Whole):
     def closing_failed(self) -> None:
         """Let the engine not wait for values that will not come, if it has closed the step."""
         session = self.peers.session
-        if self._closing and not session._engine.is_forked() and session.step >= self._closing:
+        if self._closing and not session.engine.is_forked() and session.step >= self._closing:
             self.peers.exchange.give_up()
-            session._engine.given_never()
+            session.engine.given_never()
 
     def square_sum(self) -> float:
         """Return the sum of squares over all processes, with the bits of one process."""
         session = self.peers.session
-        mine = session._engine.gradient_square_sums()
+        mine = session.engine.gradient_square_sums()
         told = self.peers.world.exchange(mine, f"the norms of step {session.step + 1}")
         return _values.added(told)
 
@@ -99,7 +99,7 @@ class Divided(Whole):
         assert self._present is not None
         present, self._present = self._present, None
         session = self.peers.session
-        engine, params, units = session._engine, session.layout.params, session.layout.units
+        engine, params, units = session.engine, session.layout.params, session.layout.units
         missing = [0] * len(units)  # by unit: parameters whose values have not come
         for index in present:
             missing[params[index].unit] += not units[params[index].unit].has_states

@@ -35,7 +35,7 @@ class Grouped(Whole):
         self.peers = peers
         session, every = peers.session, self._groups.every
         ranks_of = session.layout.ranks_of
-        return GroupExchange(peers.world, session._engine, peers.trained, ranks_of, every)
+        return GroupExchange(peers.world, session.engine, peers.trained, ranks_of, every)
 
     def counts_edit(self) -> bool:
         """Count a change of parameters once a step, since processes have different numbers."""
@@ -47,7 +47,7 @@ class Grouped(Whole):
         peers, layout = self.peers, self.peers.session.layout
         units = {layout.params[index].unit for index in peers.exchange.summed}
         counted = [param.index for param in layout.params if param.unit in units]
-        sums = array.array("d", peers.session._engine.gradient_square_sums())
+        sums = array.array("d", peers.session.engine.gradient_square_sums())
         said = array.array("d")
         for index, value in zip(counted, sums, strict=True):
             if layout.ranks_of.get(index, (0,))[0] == peers.world.rank:

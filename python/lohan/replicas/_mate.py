@@ -60,9 +60,9 @@ class Mate(Replica):
 
     def _team_join(self) -> None:
         os.close(self._memory)  # the engine has its own
-        engine = self.session._engine
+        engine = self.session.engine
         self.team.join(engine, self._bell)
-        self.session._open_step.accumulation.is_on = True  # the owner has the sums
+        self.session.open_step.accumulation.is_on = True  # the owner has the sums
         this = weakref.ref(self)
         engine.team_on_wait(lambda: _check_owner(this))
 
@@ -70,7 +70,7 @@ class Mate(Replica):
 
     def forward_opens(self) -> None:
         """Hide stand-ins: this process has no sums that autograd could add to."""
-        self.session._open_step.gradients.hide()
+        self.session.open_step.gradients.hide()
         super().forward_opens()
 
     def backward_ends(self) -> bool:
@@ -86,22 +86,22 @@ class Mate(Replica):
     def close_step(self, unscale: float) -> None:
         """Wait until the owner has closed the open step; see [Note: A mate's step]."""
         session = self.session
-        session._check_open()
-        session._forwards.refuse_other_thread("step()")
+        session.check_open()
+        session.forwards.refuse_other_thread("step()")
         self._refuse_edited()
         if not (self.exchange.has_begun or self.exchange.is_open):
-            session._open_step.backward = "none"
+            session.open_step.backward = "none"
             return
         self._check_alone()
-        for extension in session._extensions:
+        for extension in session.extensions:
             extension.step_begins(session)
         self._agree(unscale)
-        if session._open_step.needs_norm and self._ends_at_norm(unscale):
+        if session.open_step.needs_norm and self._ends_at_norm(unscale):
             self.abort_ended()
             return
-        session._open_step.gradients.hide()
+        session.open_step.gradients.hide()
         everything = [*range(len(session.layout.units))]
-        engine = session._engine
+        engine = session.engine
         with _core.Context(
             lambda: engine.pause(everything, False), lambda: engine.resume(everything)
         ):
@@ -111,10 +111,10 @@ class Mate(Replica):
         self._await_close(session.step + 1, [self.team.owner])
         self.exchange.waited(began)
         engine.close_step(b"")
-        session._open_step.backward = "none"
-        session._open_step.accumulation.reset()
-        session._open_step.scale.reset()
-        for extension in session._extensions:
+        session.open_step.backward = "none"
+        session.open_step.accumulation.reset()
+        session.open_step.scale.reset()
+        for extension in session.extensions:
             extension.closed(session)
         self._count_traffic()
         self.exchange.forget()
@@ -126,7 +126,7 @@ class Mate(Replica):
         Raises:
             NonFiniteError: the norm is not finite. The owner, too, raises this.
         """
-        step, optimizer = self.session._open_step, self.session.optimizer
+        step, optimizer = self.session.open_step, self.session.optimizer
         square_sum = self.square_sum(lambda: 0.0)
         if self.session.config.on_nan == "skip" and not math.isfinite(square_sum):
             step.skip(square_sum)
@@ -159,7 +159,7 @@ class Mate(Replica):
 
     def lends(self, index: int) -> None:
         """Keep the value of a parameter of the owner."""
-        self._kept = self.session._parameters.value(index)
+        self._kept = self.session.parameters.value(index)
 
     def value_before(self, index: int, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the value that a loop over the parameters has changed."""

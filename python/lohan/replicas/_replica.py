@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lohan.layout._block import Param
     from lohan.replicas._exchange import Exchange
     from lohan.replicas._team import Team
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.world._world import World
 
 
@@ -102,10 +102,10 @@ class Replica(Alone):
         if self.team is not None and self.team.mate_count > 0 and config.gather == "shards":
             self._gather_wait_ms = int(500 * config.peer_timeout_s)
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Training) -> None:
         """Connect a session with those of the other processes."""
         self.session = session
-        engine = session._engine
+        engine = session.engine
         try:
             self._team_join()
             if self._gather_wait_ms > 0:
@@ -113,7 +113,7 @@ class Replica(Alone):
                 device = session.device.torch_device
                 self._gather = Gather(self.world, self.team, engine, device)
             # A state that one process saves is loaded by all: it names the stores of all.
-            told = self.world.exchange(session._uuid.encode(), "the stores")
+            told = self.world.exchange(session.uuid.encode(), "the stores")
             self.uuids = tuple(uuid.decode() for uuid in told)
             self.exchange = self._states.join(self)
             if self._gather is not None:
@@ -127,7 +127,7 @@ class Replica(Alone):
     def _team_join(self) -> None:
         if self.team is None:
             return
-        engine = self.session._engine
+        engine = self.session.engine
         self.team.lead(engine)
         if self.team.mate_count > 0:
             this = weakref.ref(self)
@@ -185,7 +185,7 @@ class Replica(Alone):
 
     def gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook that gives a parameter's gradient to the exchange."""
-        engine, exchange = self.session._engine, self.exchange
+        engine, exchange = self.session.engine, self.exchange
 
         def hook(param: torch.Tensor) -> None:
             gradient = engine.gradient_pull(index, param)
@@ -211,7 +211,7 @@ class Replica(Alone):
             self.exchange.finish(failed=failed)
         finally:
             if self._gather is not None:
-                self.session._engine.gather_round(self.exchange.rounds)
+                self.session.engine.gather_round(self.exchange.rounds)
 
     # --- A step -----------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Replica(Alone):
 
     def _close_step(self, unscale: float) -> None:
         session = self.session
-        session._check_open()
+        session.check_open()
         self._refuse_edited()
         every = session.config.commit_steps  # a number that is chosen now is for the next steps
         has_gradients = self.has_gradients()
@@ -251,8 +251,8 @@ class Replica(Alone):
         if not self._has_copied or every == 0 or session.step % every:
             return
         self.world.say(f"waiting for a snapshot after step {session.step}")
-        session._commits.holds.wait_none()
-        session._engine.flush(True)
+        session.commits.holds.wait_none()
+        session.engine.flush(True)
         self._has_copied = False
 
     def step_closed(self) -> None:
@@ -264,9 +264,9 @@ class Replica(Alone):
 
     def _await_close(self, step: int, ranks: Sequence[int]) -> None:
         """Wait for what these processes do in a close, until the owner's engine announces it."""
-        engine = self.session._engine
+        engine = self.session.engine
         while engine.team_step() < step:
-            self.session._check_open()
+            self.session.check_open()
             try:
                 self.world.check_here(ranks, f"step() of step {step}")
             except LohanError:  # a process may have closed its session after the close
@@ -298,13 +298,13 @@ class Replica(Alone):
     def _check_alone(self) -> None:
         """Raise what can fail in this process alone, before the others are told that it closes."""
         session = self.session
-        session._forwards.refuse_other_thread("step()")
-        if session._open_step.backward == "running":
+        session.forwards.refuse_other_thread("step()")
+        if session.open_step.backward == "running":
             raise StepError(
                 "the backward of this step raised an exception: call"
                 " model.optimizer.zero_grad() to discard the step, or begin the next forward"
             )
-        session._open_step.gradients.check(True)
+        session.open_step.gradients.check(True)
 
     def _agree(self, unscale: float) -> None:
         """Check that all processes close the same step with the same hyper-parameters."""
@@ -318,7 +318,7 @@ class Replica(Alone):
                 ("lr", "beta1", "beta2", "eps", "weight_decay"), hyper, strict=True
             )
         ]
-        scale = session._open_step.scale
+        scale = session.open_step.scale
         if scale.is_finite or session.config.on_nan != "skip":
             facts.append(("the factor of the gradients", unscale * scale.factor()))
         facts.append(("the number of writes to parameters outside of steps", self._edit_count))
@@ -426,7 +426,7 @@ class Replica(Alone):
 
     def leaving_ended(self) -> None:
         """End the gathers that are being made, and once the engine has stopped, the thread."""
-        if self._gather is None or self.session._engine.is_forked():
+        if self._gather is None or self.session.engine.is_forked():
             return
         self._gather.settle()
         if self.session.closed:

@@ -23,7 +23,7 @@ class Whole:
     def join(self, peers: Replica) -> Exchange:
         """Connect to the other processes, and return the exchange of gradients."""
         self.peers = peers
-        engine, owners = peers.session._engine, peers.owners
+        engine, owners = peers.session.engine, peers.owners
         return Exchange(peers.world, engine, peers.trained, owners, peers.part_of())
 
     @property
@@ -49,7 +49,7 @@ class Whole:
 
     def square_sum(self) -> float:
         """Return the sum of squares of the gradients that the engines have received."""
-        return float(self.peers.session._engine.gradient_square_sum())
+        return float(self.peers.session.engine.gradient_square_sum())
 
     def pass_values(self) -> None:
         """Exchange the new values of the step that was just closed."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lohan import _core
+from lohan.common._inside import inside
 from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.session._extension import Extension, Place
 from lohan.store import _average, _scalars
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 class Averages(Extension):
@@ -33,7 +34,7 @@ class Averages(Extension):
 
     place = Place.AVERAGES
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Training) -> None:
         self._session = session
         self._units = [i for i, u in enumerate(session.layout.units) if u.has_average]
         self._first = 0  # the step after which averages begin, as copies
@@ -57,7 +58,7 @@ class Averages(Extension):
         """Whether there are averages."""
         return self._session.layout.has_averages
 
-    def state(self, session: Session) -> Mapping[str, Any]:
+    def state(self, session: Training) -> Mapping[str, Any]:
         """Return what a commit stores: the decay, and the step after which averages began."""
         return {"ema": [session.config.ema, self._first]}
 
@@ -102,17 +103,17 @@ class Averages(Extension):
             UnsupportedError: the model was wrapped without ema=.
             StepError: they are exchanged already, or a step is open.
         """
-        self._session._check_open()
+        self._session.check_open()
         if self.is_on:  # of which this process may have no part
-            self._session._peers.check_averages()
+            self._session.peers.check_averages()
         if not self._units:
             what = "pass ema=DECAY, such as 0.999, to lohan.wrap()"
             if self._session.config.ema is not None:
                 what = "none of its parameters is trained (requires_grad)"
             raise UnsupportedError(f"the model has no averages: {what}")
         self.refuse_swapped("lohan.ema(model)")
-        self._session._edits.check()
-        self._session._forwards.end_interrupted()
+        self._session.edits.check()
+        self._session.forwards.end_interrupted()
         self._exchange(holder)
 
     def swap_back(self, holder: object) -> None:
@@ -124,19 +125,19 @@ class Averages(Extension):
         session = self._session
         is_begun = False
         try:
-            with session._exclusive(self._units, commits=session._peers.commits_alone) as store:
+            with session.exclusive(self._units, commits=session.peers.commits_alone) as store:
                 is_begun = True
                 self._holder = self._holder or holder
                 for index in self._units:
                     unit, places = session.layout.units[index], session.extents.units[index]
                     _average.exchange(unit, places, store)
                 if holder is None:
-                    if session._peers.commits_alone and not session._commits.by_hand:
-                        session._commits.write(store)
+                    if session.peers.commits_alone and not session.commits.by_hand:
+                        session.commits.write(store)
                     self._holder = None
         except BaseException as error:
             if is_begun:
-                session._commits.drop()
+                session.commits.drop()
                 error.add_note(
                     "this interrupted the exchange of parameters and averages, so the session was"
                     " closed; the store is at its last commit: wrap again with resume=True"
@@ -162,7 +163,7 @@ def ema(model: nn.Module, decay: float | None = None) -> AbstractContextManager[
         UnsupportedError: it was wrapped without ema= (on entering the context).
         StepError: between backward and `step()`, or inside another such block.
     """
-    session: Session | None = model.__dict__.get("lohan")
+    session = inside(model)
     if session is None:
         raise ModelError(
             "lohan.ema(model) needs a model that was wrapped with ema=DECAY: call"
@@ -175,5 +176,5 @@ def ema(model: nn.Module, decay: float | None = None) -> AbstractContextManager[
             f" that lohan.wrap() was given, or none. ema={decay!r} in lohan.wrap() is used from"
             " then on, but a store that was created without ema= has no averages"
         )
-    averages, holder = session._averages, object()
+    averages, holder = session.averages, object()
     return _core.Context(lambda: averages.swap(holder), lambda: averages.swap_back(holder))

@@ -42,7 +42,7 @@ from lohan.session._extension import Extension, Place
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.world._world import World
 
 _now = time.monotonic
@@ -51,7 +51,7 @@ _STEPS_TIMED = 2
 _STEPS_SAID_MAX = 1000  # more steps before small commits become rare are not in the opening line
 
 
-def begin(session: Session, world: World | None) -> None:
+def begin(session: Training, world: World | None) -> None:
     """Let a session choose the steps between its commits, if wrap() has left that to it.
 
     Args:
@@ -59,15 +59,15 @@ def begin(session: Session, world: World | None) -> None:
         world: the processes of the run, all of which do the same; None: there is only one.
     """
     if session.config.commit_every == CHOSEN_LATER:
-        session._extensions.add(CommitChoice(Rule(session, world)))
-    elif session.config.commit_every == "auto" and session._trains:
+        session.extensions.add(CommitChoice(Rule(session, world)))
+    elif session.config.commit_every == "auto" and session.trains:
         config, writes = session.config, _wear_life.writes_of(session)
         nbytes = writes.committed - writes.between
         is_small = nbytes > writes.between and config.commit_steps > 0
         mine = [nbytes * config.sharers * is_small, writes.between]
         nbytes, between = max(_told(world, mine, "the bytes of small commits"))
         if nbytes > 0:
-            session._extensions.add(CommitChoice(SmallRule(nbytes, between, world)))
+            session.extensions.add(CommitChoice(SmallRule(nbytes, between, world)))
 
 
 class CommitChoice(Extension):
@@ -86,10 +86,10 @@ class CommitChoice(Extension):
         """Return when steps are committed, for people."""
         return str(self.rule)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Training) -> None:
         """Handle the close of a step, after which the number of steps may be chosen."""
         if self.rule.closed(session):
-            session._extensions.remove(self)
+            session.extensions.remove(self)
 
 
 def _told(world: World | None, mine: Any, what: str) -> list[Any]:
@@ -99,7 +99,7 @@ def _told(world: World | None, mine: Any, what: str) -> list[Any]:
     return [json.loads(each) for each in world.exchange(json.dumps(mine).encode(), what)]
 
 
-def _cost(session: Session) -> tuple[float, int]:
+def _cost(session: Training) -> tuple[float, int]:
     """Return the seconds between commits that a session's store needs, and a commit's bytes."""
     from lohan.planning import _measure
 
@@ -119,7 +119,7 @@ def _cost(session: Session) -> tuple[float, int]:
     return _wear.commit_interval_s(nbytes, rate, drives, assumed), nbytes
 
 
-def _waited_s(session: Session) -> float:
+def _waited_s(session: Training) -> float:
     """Return how long the last finished step waited for the end of others, with their commits."""
     return session.stats().gradient_wait_ns / 1e9
 
@@ -155,7 +155,7 @@ class SmallRule:
             f" {_shown.of_seconds(self.interval_s)} (commit_every=1: each step)"
         )
 
-    def closed(self, session: Session) -> bool:
+    def closed(self, session: Training) -> bool:
         """Handle the close of a step; return whether the number of steps is chosen now."""
         self._count += 1
         if self._count == _STEPS_BEFORE:
@@ -167,7 +167,7 @@ class SmallRule:
         own_s = (_now() - self._began - self._waited_s) / (self._count - _STEPS_BEFORE)
         step_s = max(_told(self._world, own_s, f"the time of small steps after {session.step}"))
         every = math.ceil(self.interval_s / max(step_s, 1e-6))
-        if every > 1 and session._commits.set_every(every) and session.speaks:
+        if every > 1 and session.commits.set_every(every) and session.speaks:
             day = (self._between + self._nbytes) / step_s * _wear.DAY_S
             _log.inform(
                 f"at {step_s:.3g} s a step, committing each one would write"
@@ -187,7 +187,7 @@ class Rule:
             seconds.
     """
 
-    def __init__(self, session: Session, world: World | None) -> None:
+    def __init__(self, session: Training, world: World | None) -> None:
         """Choose the seconds; the processes of a world call this together."""
         self._world = world
         told = _told(world, _cost(session), "the cost of commits")
@@ -202,7 +202,7 @@ class Rule:
             f" further {_shown.of_bytes(self.nbytes)} (commit_every=1: each step)"
         )
 
-    def closed(self, session: Session) -> bool:
+    def closed(self, session: Training) -> bool:
         """Handle the close of a step; return whether the number of steps is chosen now."""
         self._count += 1
         if self._count == _STEPS_BEFORE:
@@ -213,7 +213,7 @@ class Rule:
         what = f"the steps between commits after step {session.step}"
         step_s = max(_told(self._world, own_s, what))
         every = max(2, math.ceil(self.interval_s / max(step_s, 1e-6)))
-        session._commits.set_every(every)
+        session.commits.set_every(every)
         if session.speaks:
             _log.inform(
                 f"at {step_s:.3g} s a step, every {every:,} steps are committed: about every"

@@ -21,7 +21,7 @@ from lohan.store import _checksums, _scalars, _store
 
 if TYPE_CHECKING:
     from lohan.layout._block import Param
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.store._snapshot import Snapshot
 
 
@@ -72,9 +72,9 @@ class Commits:
         is_ending: whether the process ends or the model was deleted, so that no caller closes it.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Training) -> None:
         self._session = session
-        self.holds = Holds(session._engine)
+        self.holds = Holds(session.engine)
         self.snapshot_now: Snapshot | None = None
         self.is_ending = False
         self._has_names = False  # whether the store's files must keep their names: see keep_names()
@@ -82,7 +82,7 @@ class Commits:
 
     @property
     def _engine(self) -> _core.Engine:
-        return self._session._engine
+        return self._session.engine
 
     @property
     def by_hand(self) -> bool:
@@ -94,22 +94,22 @@ class Commits:
         if self._engine.is_forked():
             return  # do not take the lock: a thread that fork() did not copy may hold it
         try:
-            self._session._method.leave()
+            self._session.method.leave()
         finally:
             self._close_with_peers()
-            self._session._method.closed()
+            self._session.method.closed()
 
     def _close_with_peers(self) -> None:
         session = self._session
         try:
-            session._peers.leave()
+            session.peers.leave()
         except Exception:  # not a Ctrl-C: after one, a further call does all of this
             self._close_own()
             raise
         finally:
-            session._peers.leaving_ended()
+            session.peers.leaving_ended()
         self._close_own()
-        session._peers.closed()
+        session.peers.closed()
 
     def _close_own(self) -> None:
         """Finish, commit and release in this process."""
@@ -117,25 +117,25 @@ class Commits:
         said: list[str] = []
         with held(self._close_lock):
             if not session.closed:
-                session._last_step = session.step
+                session.last_step = session.step
                 if self.snapshot_now is not None:
                     self.snapshot_now.end()
                 self.snapshot_now = None
                 try:
                     self._finish_once()
-                    said += [each.summary(session) for each in session._extensions]
-                    for extension in session._extensions:
+                    said += [each.summary(session) for each in session.extensions]
+                    for extension in session.extensions:
                         extension.closing(session)
                 except Exception:  # not a Ctrl-C: nothing may be released before the commit
-                    session._release()
+                    session.release()
                     raise
-            session._release()  # also in a second call: a Ctrl-C may have interrupted the first one
+            session.release()  # also in a second call: a Ctrl-C may have interrupted the first one
             for line in filter(None, said):
                 _log.inform(line)
 
     def _finish_once(self) -> None:
         """Finish, without raising again what ended the session if the program has that error."""
-        has_raised = NonFiniteError in self._session._raised
+        has_raised = NonFiniteError in self._session.raised
         try:
             self._finish()
         except NonFiniteError:
@@ -145,19 +145,19 @@ class Commits:
     def _finish(self) -> None:
         """Discard an open step, and commit the closed ones unless commits are manual."""
         session = self._session
-        if session._peers.is_mate:
+        if session.peers.is_mate:
             return
         with contextlib.suppress(Exception):
             if self._engine.status()["has_gradients"]:
-                step = session._open_step
+                step = session.open_step
                 count = step.accumulation.count if step.backward == "done" else 0
                 step.discard()
                 if count > 0:
                     self._say_unfinished(count)
-        if not (self.by_hand or session._averages.is_swapped):
-            session._idle.settle()
+        if not (self.by_hand or session.averages.is_swapped):
+            session.idle.settle()
             self._engine.flush(True)
-            session._edits.end()
+            session.edits.end()
             self._end_checksums()
         if self._has_names:
             session.store.check_names()
@@ -173,21 +173,21 @@ class Commits:
             _log.note(
                 f"the gradients of {backwards} dropped, because the session was closed before"
                 " model.optimizer.step(): that step is discarded, and the store is at step"
-                f" {self._session._last_step}"
+                f" {self._session.last_step}"
             )
 
     def commit(self) -> None:
         """See Session.commit."""
         session = self._session
-        session._check_open()
-        if not session._peers.is_mate:
-            session._method.commit(self._commit_own)
-        session._peers.committed()
+        session.check_open()
+        if not session.peers.is_mate:
+            session.method.commit(self._commit_own)
+        session.peers.committed()
 
     def _commit_own(self) -> None:
         """Commit in the store of this process."""
         session = self._session
-        session._averages.refuse_swapped("model.lohan.commit()")
+        session.averages.refuse_swapped("model.lohan.commit()")
         before = int(session.store.describe()["step"])
         self._engine.flush(True)
         after = int(session.store.describe()["step"])
@@ -197,10 +197,10 @@ class Commits:
                 " the next step are in the same slot. Call model.optimizer.step() first"
             )
         # Otherwise the flush has committed the edits.
-        if session._edits.is_pending and after == before:
-            with session._exclusive([]) as store:
+        if session.edits.is_pending and after == before:
+            with session.exclusive([]) as store:
                 self.write(store)
-        session._edits.clear()
+        session.edits.clear()
 
     def keep_checksums(self) -> None:
         """Write the checksums of first reads, for the commit of the step whose backward begins.
@@ -214,21 +214,21 @@ class Commits:
             and session.config.commit_every != "never"
             and not self._engine.status()["has_gradients"]
         ):
-            with session._exclusive([]) as store:
+            with session.exclusive([]) as store:
                 _checksums.write(session.layout, session.extents, store)
 
     def _end_checksums(self) -> None:
         """Commit the checksums of first reads that no step has committed."""
         session = self._session
-        if session.layout.in_place.has_news and not session._edits.is_open:
-            with session._exclusive([]) as store:
+        if session.layout.in_place.has_news and not session.edits.is_open:
+            with session.exclusive([]) as store:
                 _checksums.write(session.layout, session.extents, store)
                 self.write(store)
 
     def rule(self) -> str:
         """Return when steps are committed, for people."""
         session = self._session
-        if said := session._method.commit_rule():
+        if said := session.method.commit_rule():
             return said
         named = {
             "manual": "commits are those of commit() and of a Trainer's checkpoints",
@@ -237,7 +237,7 @@ class Commits:
         every = session.config.commit_every
         if isinstance(every, str) and every in named:
             return named[every]
-        for extension in session._extensions:
+        for extension in session.extensions:
             if said := extension.commit_rule():
                 return said
         steps = session.config.commit_steps
@@ -253,7 +253,7 @@ class Commits:
         if session.config.commit_steps > 0 and not self._engine.commit_every(steps):
             return False
         session.config = dataclasses.replace(session.config, commit_every=steps)
-        for extension in session._extensions:
+        for extension in session.extensions:
             extension.commits_every(steps)
         return True
 
@@ -263,7 +263,7 @@ class Commits:
         With manual commits, edits made since the last commit stay uncommitted.
         """
         session = self._session
-        session._averages.refuse_swapped("lohan.unwrap(model)")
+        session.averages.refuse_swapped("lohan.unwrap(model)")
         if self.by_hand and int(session.store.describe()["step"]) == session.step:
             session.flush()
         else:
@@ -274,8 +274,8 @@ class Commits:
         session = self._session
         if session.closed:
             given = session.directories, session.config, session.layout
-            return session._peers.reopened(functools.partial(_store.reopened, *given))
-        return session._exclusive([])
+            return session.peers.reopened(functools.partial(_store.reopened, *given))
+        return session.exclusive([])
 
     def values(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Return the value of each of these parameters in main memory, in its dtype and shape.
@@ -287,9 +287,9 @@ class Commits:
                 values of experts that owe updates.
         """
         session = self._session
-        if session._peers.is_mate or (not session.closed and session._method.lends_values()):
-            return [session._parameters.value(param.index) for param in params]
-        opened = session._exclusive([])
+        if session.peers.is_mate or (not session.closed and session.method.lends_values()):
+            return [session.parameters.value(param.index) for param in params]
+        opened = session.exclusive([])
         if session.closed:
             opened = _store.reopened(session.directories, session.config, session.layout)
         with opened as store:
@@ -301,27 +301,27 @@ class Commits:
                     " commit them"
                 )
             stored = _store.read_params(session.layout, session.extents, store, params)
-            return session._method.values_of(params, stored)
+            return session.method.values_of(params, stored)
 
     def undo_edit(self, index: int) -> None:
         """Restore a parameter in memory whose new value cannot be written to the store."""
-        self._session._method.undo_edit(index, functools.partial(self._undo, index))
+        self._session.method.undo_edit(index, functools.partial(self._undo, index))
 
     def _undo(self, index: int) -> None:
         session = self._session
-        lend, param = session._parameters.lend(index), session.layout.params[index]
+        lend, param = session.parameters.lend(index), session.layout.params[index]
 
         def read() -> torch.Tensor:
-            with session._exclusive([]) as store:
+            with session.exclusive([]) as store:
                 return _store.read_param(session.layout, session.extents, store, param)
 
-        lend.copy_(session._peers.value_before(index, read))
+        lend.copy_(session.peers.value_before(index, read))
 
     def drop(self) -> None:
         """End the session without a commit, because what its store has staged is not consistent."""
         session = self._session
-        session._last_step = session.step
-        session._release()
+        session.last_step = session.step
+        session.release()
 
     def write(self, store: _core.Store) -> None:
         """Commit what was written to the store, and the current buffers, inside exclusive().

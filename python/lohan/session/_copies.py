@@ -9,7 +9,7 @@ from lohan.session._extension import Extension, Place
 from lohan.store._files import REQUEST
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 class Copies(Extension):
@@ -17,7 +17,7 @@ class Copies(Extension):
 
     place = Place.COPIES
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Training) -> None:
         """Begin a copy of the step that was just closed, if there is a request."""
         for directory in session.directories:
             if os.path.lexists(os.path.join(directory, REQUEST)):

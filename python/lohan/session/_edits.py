@@ -29,17 +29,17 @@ class Owner(Protocol):
 
     layout: Layout
     extents: Extents
-    _averages: Averages
+    averages: Averages
     store: _core.Store
-    _method: AdamW
-    _peers: Alone
-    _commits: Commits
+    method: AdamW
+    peers: Alone
+    commits: Commits
 
     @property
     def step(self) -> int:
         """The number of closed steps."""
 
-    def _exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
+    def exclusive(self, changed: list[int]) -> AbstractContextManager[_core.Store]:
         """Return a context that gives the store, in which the engine is paused."""
 
 
@@ -82,28 +82,28 @@ class Edits:
 
     def check(self) -> None:
         """Raise an error if averages are in the parameters' places, or only steps may edit."""
-        self._owner._averages.refuse_swapped("a change of parameters")
-        self._owner._method.check_edit()
-        self._owner._peers.check_edit()
+        self._owner.averages.refuse_swapped("a change of parameters")
+        self._owner.method.check_edit()
+        self._owner.peers.check_edit()
 
     def made(self, store: _core.Store) -> None:
         """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
         owner = self._owner
-        if owner._method.edits_at_once:
-            owner._commits.write(store)
+        if owner.method.edits_at_once:
+            owner.commits.write(store)
             return
         self.is_pending = True
-        if not owner._commits.by_hand:
+        if not owner.commits.by_hand:
             if store.describe()["is_single_slot"]:
-                owner._commits.write(store)
+                owner.commits.write(store)
             if self._edit is None or self._edit.step != owner.step:
                 self._edit = Edit(owner.step, _exit.moment())
-        owner._peers.edited()
+        owner.peers.edited()
 
     def made_of_buffers(self) -> None:
         """Record that only buffers were changed."""
-        self._engine.flush(not self._owner._commits.by_hand)
-        with self._owner._exclusive([]) as store:
+        self._engine.flush(not self._owner.commits.by_hand)
+        with self._owner.exclusive([]) as store:
             self.made(store)
 
     def forget_moments(self) -> None:
@@ -113,11 +113,11 @@ class Edits:
         self.check()
         layout, places = self._owner.layout, self._owner.extents.units
         units = {i: u for i, u in enumerate(layout.units) if u.trainable and u.has_states}
-        with self._owner._exclusive([*units]) as store:
+        with self._owner.exclusive([*units]) as store:
             for index, unit in units.items():
                 _moments.clear(unit, places[index], store)
             self._engine.param_steps(True)
-            self._owner._averages.begin_again()
+            self._owner.averages.begin_again()
             self.made(store)
 
     def refuse(self) -> None:
@@ -131,13 +131,13 @@ class Edits:
 
     def commit(self) -> None:
         """Commit an edit that the program is about to use."""
-        self._owner._averages.refuse_swapped("a backward")
+        self._owner.averages.refuse_swapped("a backward")
         edit = self._edit
         if edit is None:
             return
         if edit.step == self._owner.step:  # otherwise the commit of a step includes it
-            with self._owner._exclusive([]) as store:
-                self._owner._commits.write(store)
+            with self._owner.exclusive([]) as store:
+                self._owner.commits.write(store)
         self.clear()
 
     def end(self) -> None:

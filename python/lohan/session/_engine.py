@@ -12,11 +12,11 @@ from lohan.errors import SessionError, engine_raiser
 from lohan.store._store import param_tuples, unit_tuples
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 def make(
-    session: Session,
+    session: Training,
     group_of: dict[int, int],
     group_count: int,
     team: tuple[int, int, int, int],
@@ -42,12 +42,12 @@ def make(
         group_count=group_count,
         budget=session.budget,
         raiser=engine_raiser(
-            [u.name for u in layout.units], [p.name for p in layout.params], session._raised
+            [u.name for u in layout.units], [p.name for p in layout.params], session.raised
         ),
         types=(_core.Handle, _core.Scope),
         io=config.io,
         directory=os.fsencode(session.directories[0]),
-        threads=session._workers,
+        threads=session.workers,
         nice=device.workers_nice if config.nice is None else config.nice,
         io_depth=config.io_depth,
         transfer_bytes=config.transfer_bytes,
@@ -59,24 +59,24 @@ def make(
         norms=norms,
         sums=sums,
         device=device.options(layout.buffer_bytes),
-        saved=session._saving.options,
+        saved=session.saving.options,
         in_place=layout.in_place.engine_options(layout),
         team=team,
     )
 
 
-def call_back(engine: _core.Engine, session: Session) -> None:
+def call_back(engine: _core.Engine, session: Training) -> None:
     """Let the engine call the session; a strong reference would form a cycle through C."""
     this = weakref.ref(session)
     engine.callbacks(
-        lambda: alive(this)._open_step.backward_begins(),
-        lambda: alive(this)._open_step.gradient_came(),
-        lambda begins: alive(this)._forwards.block_called(begins),
-        lambda: alive(this)._forwards.recompute(),
+        lambda: alive(this).open_step.backward_begins(),
+        lambda: alive(this).open_step.gradient_came(),
+        lambda begins: alive(this).forwards.block_called(begins),
+        lambda: alive(this).forwards.recompute(),
     )
 
 
-def alive(reference: weakref.ref[Session]) -> Session:
+def alive(reference: weakref.ref[Training]) -> Training:
     """Return the session that a reference is to.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 class Place(enum.IntEnum):
@@ -50,17 +50,17 @@ class Extension:
     def forward_ended(self) -> None:
         """Handle the end of a forward, or of one that raised an error."""
 
-    def admit(self, session: Session) -> None:
+    def admit(self, session: Training) -> None:
         """Handle the start of a backward, or of a step of zeroth-order training.
 
         Raises:
             LohanError: no further step is allowed.
         """
 
-    def backward_begins(self, session: Session) -> None:
+    def backward_begins(self, session: Training) -> None:
         """Handle the start of a backward that is allowed."""
 
-    def backward_ended(self, session: Session) -> None:
+    def backward_ended(self, session: Training) -> None:
         """Handle the end of a backward."""
 
     def noted(self, loss: float | None, tokens: float | None, *, is_next: bool) -> None:
@@ -72,23 +72,23 @@ class Extension:
             is_next: whether the note is for the step in progress, not the one closed last.
         """
 
-    def step_begins(self, session: Session) -> None:
+    def step_begins(self, session: Training) -> None:
         """Handle the start of step()."""
 
-    def state(self, session: Session) -> Mapping[str, Any]:
+    def state(self, session: Training) -> Mapping[str, Any]:
         """Return entries for the commit of the step that is being closed, as values for JSON."""
         return {}
 
-    def before_close(self, session: Session) -> None:
+    def before_close(self, session: Training) -> None:
         """Handle step(), just before the engine closes the step."""
 
-    def aborted(self, session: Session) -> None:
+    def aborted(self, session: Training) -> None:
         """Handle the end of a step that is discarded."""
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Training) -> None:
         """Handle the end of step(): the session's step has been closed."""
 
-    def journaled(self, session: Session, began: float, loss: float) -> None:
+    def journaled(self, session: Training, began: float, loss: float) -> None:
         """Handle the end of a step of zeroth-order training.
 
         Args:
@@ -104,11 +104,11 @@ class Extension:
     def commits_every(self, steps: int) -> None:
         """Handle a new number of steps between commits, from the next step on."""
 
-    def summary(self, session: Session) -> str:
+    def summary(self, session: Training) -> str:
         """Return what to print when the session has ended; "" for nothing."""
         return ""
 
-    def closing(self, session: Session) -> None:
+    def closing(self, session: Training) -> None:
         """Handle the end of the session, after its last commit and before the engine stops."""
 
     def release(self) -> None:

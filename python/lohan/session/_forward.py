@@ -28,7 +28,7 @@ from lohan.torch_glue._thread import ForwardThread
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.torch_glue._tensor import (
         SavedTensors,
     )
@@ -56,11 +56,11 @@ class Forwards:
         thread: the thread of the open forward.
     """
 
-    def __init__(self, session: Session, around: SavedTensors) -> None:
+    def __init__(self, session: Training, around: SavedTensors) -> None:
         self._session = session
-        self._engine = session._engine
+        self._engine = session.engine
         self._layout = session.layout
-        self._runs = session._runs
+        self._runs = session.runs
         self.around = around
         self._batch = BatchCheck(session.device.torch_device)
         self.depth = 0
@@ -153,8 +153,8 @@ class Forwards:
         return True
 
     def _begin(self, *, is_root: bool) -> None:
-        self._session._method.forward_begins()
-        self._session._check_open()
+        self._session.method.forward_begins()
+        self._session.check_open()
         refuse_transform()
         for reference in tuple(_running):
             other = reference()
@@ -170,11 +170,11 @@ class Forwards:
             raise
 
     def _open(self, frame: FrameType | None, *, is_root: bool) -> None:
-        self._session._peers.forward_opens()
+        self._session.peers.forward_opens()
         if self.depth > 0:
             self.drop()
             self.thread.claim(frame)
-        open_step = self._session._open_step
+        open_step = self._session.open_step
         if open_step.backward == "running":
             open_step.abort()  # the last backward failed: discard its step
         elif self._engine.status()["has_gradients"] and not open_step.accumulation.is_open:
@@ -197,7 +197,7 @@ class Forwards:
         self.depth = 1
         _running.add(self._reference)
         self._engine.forward(True)
-        for extension in self._session._extensions:
+        for extension in self._session.extensions:
             extension.forward_begins(self._session)
 
     def part_enter(self, module: nn.Module, args: Any) -> None:
@@ -211,7 +211,7 @@ class Forwards:
         """Raise an error if a hollow parameter was written by code that bypasses its class."""
         if self._session.device.torch_device.type != "cpu":
             return  # the check would wait for the device in every forward
-        for dtype, array in self._session._arrays.items():
+        for dtype, array in self._session.arrays.items():
             if dtype not in DTYPE_CODES or bool(array.isnan().all()):
                 continue
             index = int(array.isnan().logical_not().nonzero()[0])
@@ -226,7 +226,7 @@ class Forwards:
         self.depth = 0
         _running.discard(self._reference)
         self.thread.release()
-        for extension in self._session._extensions:
+        for extension in self._session.extensions:
             extension.forward_ended()
         self._engine.forward(False)
         self._changed.update(self._engine.changed_take())
@@ -249,7 +249,7 @@ class Forwards:
             return
         changed, self._changed = self._changed, set()
         try:
-            with self._session._exclusive(sorted({self._layout.params[i].unit for i in changed})):
+            with self._session.exclusive(sorted({self._layout.params[i].unit for i in changed})):
                 pass
         except BaseException:
             self._changed = changed
@@ -285,7 +285,7 @@ class Forwards:
             ThreadError: another thread is inside a forward; the message names both threads.
         """
         self.thread.refuse_others(what)
-        self._session._method.check_thread(what)
+        self._session.method.check_thread(what)
 
     def drop(self) -> None:
         """Close a forward that ended without a call of its closing hooks."""
@@ -303,8 +303,8 @@ class Forwards:
         Returns:
             Whether it was loaded; False if no loop is at this parameter, or a step is in progress.
         """
-        for loop in reversed(tuple(self._session._loops)):
-            if loop.is_at(tensor) and not self._session.closed and not self._session._is_underway:
+        for loop in reversed(tuple(self._session.loops)):
+            if loop.is_at(tensor) and not self._session.closed and not self._session.is_underway:
                 loop.load()
                 return True
         return False
@@ -330,7 +330,7 @@ class Forwards:
 
     def scope_of(self, tensors: Sequence[torch.Tensor]) -> _core.Scope:
         """Return the scope in which this session's parameters among tensors are in memory."""
-        index, params = self._session._param_index, self._layout.params
+        index, params = self._session.param_index, self._layout.params
         indices = [index[id(t)] for t in tensors if id(t) in index]
         return self._engine.scope(sorted({params[each].unit for each in indices}))
 

@@ -33,7 +33,7 @@ from lohan.torch_glue._hollow import NO_DDP, HollowClasses, show
 from lohan.torch_glue._tensor import ReadParameters, is_same, without_classes
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 def _refuse(what: str, way_out: str) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ class Guard:
     """The shadows of one model's methods: this class installs and removes them."""
 
     def __init__(
-        self, model: nn.Module, session: Session, save_pretrained: Callable[..., None]
+        self, model: nn.Module, session: Training, save_pretrained: Callable[..., None]
     ) -> None:
         self.save = save_pretrained
         self.session = session
@@ -184,8 +184,8 @@ class Guard:
             if pair is not None and pair[0] is nn.Parameter:
                 self.plain_hollow = pair[1]
             if pair is not None:
-                self.session._classes(param.index, *pair)
-                self.session._forwards.autocast.mark(param.index, param.tensor, pair[0])
+                self.session.classes_set(param.index, *pair)
+                self.session.forwards.autocast.mark(param.index, param.tensor, pair[0])
 
     def watch(self, module: nn.Module) -> None:
         """Make the module notify the engine when one of its parameters is read."""
@@ -201,7 +201,7 @@ class Guard:
         """Return the function to call when the parameter is read as an attribute of its module."""
         unit = self.session.layout.params[index].unit
         if unit not in self.readers:
-            self.readers[unit] = self.session._reader(unit)
+            self.readers[unit] = self.session.reader(unit)
         return self.readers[unit]
 
     def remove(self) -> None:
@@ -241,13 +241,13 @@ class Guard:
             for name, tensor in plain(owner, prefix, recurse, remove_duplicate):
                 index = self.index.get(id(tensor))
                 is_other = session.closed or self.only_names
-                if index is None or is_other or (not loop.is_begun and session._is_underway):
+                if index is None or is_other or (not loop.is_begun and session.is_underway):
                     loop.end()
                 else:
                     if not loop.is_begun:
                         refuse_read()
                     loop.begin(index, name, tensor)
-                    if type(tensor) is not self.plain_hollow and not session._is_underway:
+                    if type(tensor) is not self.plain_hollow and not session.is_underway:
                         loop.load()
                 yield name, tensor
 
@@ -256,7 +256,7 @@ class Guard:
         owner = _owner(reference)
         self.only_names = False
         tensors = (tensor for _, tensor in type(owner).named_parameters(owner))
-        self.session._open_step.zero_grad(tensors)
+        self.session.open_step.zero_grad(tensors)
 
     def _write_changed(self, index: int, name: str, value: torch.Tensor) -> None:
         """Write what a loop over parameters has changed."""
@@ -266,14 +266,14 @@ class Guard:
         is_fixed = not unit.trainable and not unit.runs and param.stream is None
         try:
             if is_fixed and self.session.config.commit_every != "never":
-                self.session._edits.check()  # in several processes, the others may have read it
+                self.session.edits.check()  # in several processes, the others may have read it
                 raise FrozenParameterError(
                     f"parameter {name!r} was frozen at lohan.wrap() and cannot be written again:"
                     " call lohan.unwrap(model), change it, and wrap the model with a new store"
                 )
             self.write({name: value}, {name: index})
         except (FrozenParameterError, LentError, StepError, UnsupportedError):
-            self.session._commits.undo_edit(index)
+            self.session.commits.undo_edit(index)
             raise
 
     def _save_to_state_dict(
@@ -302,7 +302,7 @@ class Guard:
             if index in self.leaves_out:
                 state[key] = tensor  # hollow: reading it raises an error with its name
                 continue
-            value = self.session._parameters.value(index)
+            value = self.session.parameters.value(index)
             # Compare values: the dict may be another one with the same id, or be older than a step.
             if first_names.get(index) not in state:
                 first_names[index] = key  # the old name is from an earlier dict with the same id
@@ -421,7 +421,7 @@ class Guard:
         news = self.news(given, names)
         self.write(news, names)
         if not news and any(not is_same(old, new) for new, old in before):
-            self.session._edits.made_of_buffers()
+            self.session.edits.made_of_buffers()
         return type(result)(missing, result.unexpected_keys)
 
     def _load_module(self, reference: weakref.ref[nn.Module], *args: Any) -> None:
@@ -439,7 +439,7 @@ class Guard:
             if not isinstance(value, torch.Tensor):
                 continue
             if key in names:
-                mine = self.session._parameters.host_value(names[key])
+                mine = self.session.parameters.host_value(names[key])
             elif key in buffers:
                 mine = buffers[key].detach().cpu()
             else:
@@ -457,7 +457,7 @@ class Guard:
         try:
             _stale.check_weights(self.session, state_dict, name)
         except StaleStateError:
-            self.session._edits.refuse()
+            self.session.edits.refuse()
             raise
 
     def news(self, given: Mapping[str, Any], names: Mapping[str, int]) -> dict[str, Any]:
@@ -471,12 +471,12 @@ class Guard:
         for key, value in self._without_in_place(given, names).items():
             param = layout.params[names[key]]
             is_trainable = layout.units[param.unit].trainable
-            mine = self.session._parameters.host_value(param.index).contiguous()
+            mine = self.session.parameters.host_value(param.index).contiguous()
             theirs = value.detach().cpu() if is_trainable else value.detach().to(mine)
             if is_same(theirs.contiguous(), mine):
                 continue
             if param.stream is not None:
-                self.session._edits.check()
+                self.session.edits.check()
             if not is_trainable:
                 raise FrozenParameterError(
                     f"load_state_dict() has other values for {key!r}, which was frozen at"
@@ -498,10 +498,10 @@ class Guard:
         given = self._without_in_place(given, names)
         if not given:
             return
-        session._edits.check()
-        session._forwards.end_interrupted()
+        session.edits.check()
+        session.forwards.end_interrupted()
         changed = sorted({layout.params[names[key]].unit for key in given})
-        with session._exclusive(changed) as store:
+        with session.exclusive(changed) as store:
             writer = BlockWriter(store)
             for key, value in given.items():
                 param = layout.params[names[key]]
@@ -510,7 +510,7 @@ class Guard:
                 flat = param.flat(value.cpu())
                 _store.write_param(writer, unit, places, param.first, flat, is_fresh=False)
             writer.flush()
-            session._edits.made(store)
+            session.edits.made(store)
 
     def _without_in_place(
         self, given: Mapping[str, Any], names: Mapping[str, int]

@@ -17,7 +17,7 @@ from lohan.session._extension import Extension, Place
 from lohan.store import _scalars
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.world._world import World
 
 _NAME_BYTES = 8
@@ -35,12 +35,12 @@ class History(Extension):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def state(self, session: Session) -> Mapping[str, Any]:
+    def state(self, session: Training) -> Mapping[str, Any]:
         """Add the name to the commit."""
         return {_scalars.HISTORY: self._name}
 
 
-def begin(session: Session, world: World | None) -> None:
+def begin(session: Training, world: World | None) -> None:
     """Name a session that has several processes, or continues one that had.
 
     Args:
@@ -50,4 +50,4 @@ def begin(session: Session, world: World | None) -> None:
     name = os.urandom(_NAME_BYTES).hex()
     if world is not None:
         name = world.first_of(name, "the name of the session")
-    session._extensions.add(History(name))
+    session.extensions.add(History(name))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lohan.activations._activations import Activations
     from lohan.activations._planner import Planner
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 class Hooks:
@@ -50,11 +50,11 @@ class Hooks:
 
 
 def install(
-    session: Session,
+    session: Training,
     hooks: Hooks,
     model: nn.Module,
     activations: Activations,
-    planner: Callable[[Session, Activations], Planner],
+    planner: Callable[[Training, Activations], Planner],
 ) -> None:
     """Put a session's hooks on its model.
 
@@ -65,17 +65,17 @@ def install(
         activations: the hooks of blocks whose activations are kept or recomputed.
         planner: makes the planner of activations; called only if `activations` is a policy.
     """
-    layout, engine, enter = session.layout, session._engine, session._forwards.root_enter
+    layout, engine, enter = session.layout, session.engine, session.forwards.root_enter
     hooks.add_entering(model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
     for part in parts_of(model):
-        hooks.add(part.register_forward_pre_hook(session._forwards.part_enter, prepend=True))
+        hooks.add(part.register_forward_pre_hook(session.forwards.part_enter, prepend=True))
     for scope in layout.scopes:
         plain = engine.scope(scope.units)
-        made = session._visits(scope.units, plain)
+        made = session.visits(scope.units, plain)
         if scope.is_innermost:
             activations.add(session, scope, plain)
         if scope.module is model:
-            session._forwards.root_scopes.append(plain)
+            session.forwards.root_scopes.append(plain)
             continue
         assert scope.module is not None
         hooks.add_entering(scope.module.register_forward_pre_hook(made.enter, prepend=True))
@@ -85,17 +85,17 @@ def install(
     hooks.add(*_cache.leave_out(model))
     if session.config.activations in POLICIES and any(u.trainable for u in layout.units):
         plans = planner(session, activations)
-        session._extensions.add(Planned(plans))
+        session.extensions.add(Planned(plans))
         if session.speaks and not plans.has_profile:
             _log.inform("two steps are profiled with all activations recomputed, then planned")
         hooks.add(model.register_forward_pre_hook(plans.enter, prepend=True, with_kwargs=True))
     for scope in layout.scopes:
         scope.module = None  # holding the session must not keep the model alive
-    leave = session._forwards.root_leave
+    leave = session.forwards.root_leave
     hooks.add(model.register_forward_hook(leave, always_call=True, with_kwargs=True))
     for param in layout.params:
         if layout.units[param.unit].trainable:
             register = param.tensor.register_post_accumulate_grad_hook
-            take = session._gradient_hook(param.index)
+            take = session.gradient_hook(param.index)
             hooks.add(register(take))  # type: ignore[no-untyped-call]
             _gradients.refuse_late_hooks(param.name, param.tensor)

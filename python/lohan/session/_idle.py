@@ -25,7 +25,7 @@ from lohan.store import _scalars
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 # A step's numbers for each group: lr, beta1, beta2, eps, weight_decay, and with averages what the
 # step adds of the parameters.
@@ -86,11 +86,11 @@ class Idle(Extension):
         if self._units:
             self._engine.idle_settle()
 
-    def state(self, session: Session) -> Mapping[str, Any]:
+    def state(self, session: Training) -> Mapping[str, Any]:
         """Return the hyper-parameters of the steps that experts owe, with those of this one."""
-        hypers, step = session._open_step.hypers, session.step + 1
+        hypers, step = session.open_step.hypers, session.step + 1
         assert hypers is not None
-        rest = (session._averages.rest,) if session._averages.is_on else ()
+        rest = (session.averages.rest,) if session.averages.is_on else ()
         self._hypers[step] = [(*hyper, *rest) for hyper in hypers]
         first = step - self._engine.idle_owed(self._units)
         self._hypers = {at: kept for at, kept in self._hypers.items() if first <= at <= step}

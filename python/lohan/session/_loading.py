@@ -79,4 +79,4 @@ def load_module(
     news = guard.news(given, names)
     guard.write(news, names)
     if not news and any(not is_same(old, new) for new, old in before):
-        session._edits.made_of_buffers()
+        session.edits.made_of_buffers()

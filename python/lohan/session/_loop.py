@@ -33,13 +33,13 @@ class Saving(Protocol):
 class Loader(Protocol):
     """The session whose parameters a loop yields."""
 
-    _loops: list[Loop]  # the innermost last
+    loops: list[Loop]  # the innermost last
 
     @property
-    def _saving(self) -> Saving:
+    def saving(self) -> Saving:
         """What it does with saved tensors."""
 
-    def _resident(self, index: int) -> AbstractContextManager[None]:
+    def resident(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the parameter has its real data."""
 
 
@@ -76,9 +76,9 @@ class Loop:
             if self._tensor is not None:
                 self.end()
         finally:
-            if self in session._loops:  # a Ctrl-C may have come before it was added
-                session._loops.remove(self)
-            session._saving.saved.leave()
+            if self in session.loops:  # a Ctrl-C may have come before it was added
+                session.loops.remove(self)
+            session.saving.saved.leave()
 
     def begin(self, index: int, name: str, tensor: nn.Parameter) -> None:
         """End the turn of the parameter before, and begin the next one's."""
@@ -90,8 +90,8 @@ class Loop:
             self._thread = threading.get_ident()
             session = self._session
             # Operations in the loop must save handles: parameters become hollow again.
-            session._saving.saved.enter()
-            session._loops.append(self)
+            session.saving.saved.enter()
+            session.loops.append(self)
 
     def is_at(self, tensor: nn.Parameter) -> bool:
         """Return whether it is the parameter's turn, in a loop of the calling thread."""
@@ -122,7 +122,7 @@ class Loop:
     def load(self) -> None:
         """Load the values, which stay until the end of the turn."""
         # A context may be left that was not entered: [Note: Interrupted contexts].
-        self._context = self._session._resident(self._index)
+        self._context = self._session.resident(self._index)
         self._context.__enter__()
         self._before = self._state()
 

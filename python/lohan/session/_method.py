@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lohan.journal._zo_run import Run
     from lohan.layout._block import Param
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 class AdamW:
@@ -29,9 +29,9 @@ class AdamW:
     """
 
     edits_at_once = False
-    session: Session
+    session: Training
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Training) -> None:
         """Serve a session, which has its engine."""
         self.session = session
 
@@ -41,7 +41,7 @@ class AdamW:
 
     def step(self) -> int:
         """Return the number of closed steps of an open session."""
-        return int(self.session._engine.status()["step"])
+        return int(self.session.engine.status()["step"])
 
     def durable_step(self) -> int:
         """Return the step that a resumed run would begin after."""
@@ -58,8 +58,8 @@ class AdamW:
         session = self.session
         if in_backward():
             return True
-        is_done = session._open_step.backward == "done"
-        return is_done and bool(session._engine.status()["has_gradients"])
+        is_done = session.open_step.backward == "done"
+        return is_done and bool(session.engine.status()["has_gradients"])
 
     def check_thread(self, what: str) -> None:
         """Raise an error if another thread makes a step; `what` is what this one is about to do."""

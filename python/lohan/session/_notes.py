@@ -11,13 +11,13 @@ from lohan.layout import _origins
 from lohan.planning import _hardware
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 _told_of_pins = False
 
 
-def summary(session: Session) -> str:
+def summary(session: Training) -> str:
     """Return a readable summary of a session, with units."""
     layout = session.layout
     state = "closed" if session.closed else "open"
@@ -36,7 +36,7 @@ def complete(status: dict[str, Any]) -> dict[str, Any]:
     return status
 
 
-def _of_pins(session: Session) -> list[str]:
+def _of_pins(session: Training) -> list[str]:
     """Return the note on memory that the GPU's driver refuses, once per process."""
     global _told_of_pins
     note = str(session.status()["device_note"])
@@ -46,7 +46,7 @@ def _of_pins(session: Session) -> list[str]:
     return [note]
 
 
-def lines(session: Session) -> list[str]:
+def lines(session: Training) -> list[str]:
     """Return notes on damaged or slow parts of the store, and on unavailable I/O backends."""
     status = session.status()
     told = str(session.store.describe()["note"]).splitlines()
@@ -60,7 +60,7 @@ def lines(session: Session) -> list[str]:
     return told
 
 
-def _of_strides(session: Session) -> list[str]:
+def _of_strides(session: Training) -> list[str]:
     """Return notes on parameters whose strides differ from the model's.
 
     See [Note: Strides] in layout/_block.py.
@@ -82,10 +82,10 @@ def _of_strides(session: Session) -> list[str]:
     return told
 
 
-def say(session: Session, others: list[str]) -> None:
+def say(session: Training, others: list[str]) -> None:
     """Print the session's notes, and others, to stderr."""
     if session.speaks:
-        _origins.say(session.layout.origins, trains=session._trains)
+        _origins.say(session.layout.origins, trains=session.trains)
     for line in [*lines(session), *_of_pins(session), *_of_strides(session), *others]:
         _log.note(line)
 

@@ -21,21 +21,21 @@ from lohan.session._wear_life import Life, writes_of
 from lohan.store import _scalars
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.world._world import World
 
 
-def extend(session: Session, world: World | None) -> None:
+def extend(session: Training, world: World | None) -> None:
     """Let the session name and choose its commits, note phases, and make copies.
 
     Args:
         session: the session.
         world: the processes of the run; None: there is only one.
     """
-    if not session._peers.is_mate:  # otherwise another process has the store
-        session._extensions.add(Copies())
+    if not session.peers.is_mate:  # otherwise another process has the store
+        session.extensions.add(Copies())
     if session.config.trace_events > 0:
-        session._extensions.add(Phases())
+        session.extensions.add(Phases())
     if world is not None or _scalars.history_of(session.store.describe()):
         from lohan.session import _history  # not needed by one process
 
@@ -44,7 +44,7 @@ def extend(session: Session, world: World | None) -> None:
 
 
 def opened(
-    session: Session,
+    session: Training,
     wear: Callable[[Any], Wear] | None,
     full: Callable[[], dict[str, int]],
     *,
@@ -66,27 +66,27 @@ def opened(
     if not speaks and limit is None and found is None:
         return
     made = (wear or _adamw)(session)
-    session._extensions.add(made)
+    session.extensions.add(made)
     if limit is not None or found is not None:
         made.keep(found, limit)
     if speaks:
         sizes = [nbytes for _, nbytes, _ in session.store.describe()["files"]]
         rated = session.config.ssd_endurance_bytes
         made.drives = _drives.of_store(session.directories, sizes, rated)
-        if session._trains:
+        if session.trains:
             assumed = _budgets.assumed_bytes(session.directories[0])
             made.life = Life(made.drives, full, assumed)
         said = _opening(session, made, is_resumed=is_resumed, is_temporary=is_temporary)
         _log.inform(said)
 
 
-def _adamw(session: Session) -> Wear:
-    return Wear(session._engine, session.store, writes_of(session))
+def _adamw(session: Training) -> Wear:
+    return Wear(session.engine, session.store, writes_of(session))
 
 
-def _opening(session: Session, wear: Wear, *, is_resumed: bool, is_temporary: bool) -> str:
+def _opening(session: Training, wear: Wear, *, is_resumed: bool, is_temporary: bool) -> str:
     kind, tail = "resumed" if is_resumed else "new", ""
-    trains = session._trains
+    trains = session.trains
     if is_temporary:
         kind, tail = "temporary", ", removed at exit"
         tail += "; pass store= to keep it" if trains else ""
@@ -96,7 +96,7 @@ def _opening(session: Session, wear: Wear, *, is_resumed: bool, is_temporary: bo
         kind = f"frozen model, whose parameters are read from {folder}; temporary"
     status, files = session.status(), session.store.describe()["files"]
     size = _shown.of_bytes(sum(nbytes for _, nbytes, _ in files))
-    rule = f"{session._commits.rule()}; {wear.rule()}" if trains else "nothing is trained"
+    rule = f"{session.commits.rule()}; {wear.rule()}" if trains else "nothing is trained"
     return (
         f"{kind} store {', '.join(session.directories)} ({size}{tail}) at step {session.step};"
         f" up to {_shown.of_bytes(session.budget['host_bytes'])} of main memory, I/O by"

@@ -17,7 +17,7 @@ from lohan.errors import HyperParameterError, NonFiniteError, UnsupportedError
 if TYPE_CHECKING:
     from lohan.session._outside import Outside
     from lohan.session._replaced import Replaced
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -83,12 +83,12 @@ class StoreOptimizer(torch.optim.Optimizer):
     The groups are fixed, and `state_dict()` records the store and the step that it belongs to.
     """
 
-    _session: Session | None = None
+    _session: Training | None = None
     outside: Outside | None = None  # the model's parameters that the session does not have
     begins_without_moments = False  # whether all moments were zeros at step 0
     replaced: Replaced | None = None  # optimizers that trained the model before
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: Training) -> None:
         """Connect the optimizer to its session. lohan.wrap calls this."""
         self._session = session
 
@@ -107,7 +107,7 @@ class StoreOptimizer(torch.optim.Optimizer):
         self._members = self._members_now()
 
     @property
-    def session(self) -> Session:
+    def session(self) -> Training:
         """The session that computes the updates."""
         if self._session is None:
             raise UnsupportedError("a lohan.Optimizer can only be created by lohan.wrap()")
@@ -158,9 +158,9 @@ class StoreOptimizer(torch.optim.Optimizer):
         state = dict(state_dict)
         owner = state.pop(_stale.KEY, None)
         if _stale.is_beginning(self.session, owner) and self.begins_without_moments:
-            self.session._edits.forget_moments()
+            self.session.edits.forget_moments()
         elif not _stale.is_current(self.session, owner):
-            self.session._edits.refuse()
+            self.session.edits.refuse()
             raise _stale.optimizer_mismatch(self.session, owner)
         groups = self.param_groups
         super().load_state_dict(state)
@@ -274,7 +274,7 @@ class Optimizer(StoreOptimizer):
 
         If updates do not wait for `step()`, the scaler unscales p.grad, which raises an error.
         """
-        return self._session is not None and self._session._open_step.is_waiting
+        return self._session is not None and self._session.open_step.is_waiting
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the step: each parameter with a gradient is updated before its next use.
@@ -310,11 +310,11 @@ class Optimizer(StoreOptimizer):
         self.was_skipped = found_inf is not None and float(found_inf) > 0
         try:
             if self.was_skipped:
-                self.session._open_step.zero_grad(())
+                self.session.open_step.zero_grad(())
             elif grad_scale is not None:
-                self.session._open_step.close(float(grad_scale.double().reciprocal().float()))
+                self.session.open_step.close(float(grad_scale.double().reciprocal().float()))
             else:
-                self.session._open_step.close()
+                self.session.open_step.close()
         except BaseException:
             self.__dict__.pop("grad_scale", None)  # it must not affect the next step
             raise
@@ -330,4 +330,4 @@ class Optimizer(StoreOptimizer):
         Raises:
             ZeroGradError: backward has finished and updates have begun.
         """
-        self.session._open_step.zero_grad(p for group in self.param_groups for p in group["params"])
+        self.session.open_step.zero_grad(p for group in self.param_groups for p in group["params"])

@@ -31,7 +31,7 @@ from lohan.activations import _swap
 if TYPE_CHECKING:
     from lohan.config import Config
     from lohan.layout._block import Layout
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.torch_glue._device import Device
 
 
@@ -55,16 +55,16 @@ def is_vertical(config: Config, layout: Layout, budget: dict[str, int], device: 
     return int(room) < sum(unit.place_bytes for unit in layout.units)
 
 
-def fits(session: Session, kept_bytes: int) -> bool:
+def fits(session: Training, kept_bytes: int) -> bool:
     """Return whether all micro-batches may keep this at once: [Note: The choice of the order]."""
-    memory, _, store, _ = session._saving.options
+    memory, _, store, _ = session.saving.options
     return kept_bytes <= _free_bytes(session) // 2 + memory + _swap.room_bytes(store)
 
 
-def _free_bytes(session: Session) -> int:
+def _free_bytes(session: Training) -> int:
     """Return the free memory where the model computes, when no forward keeps anything."""
-    if session._saving.meter is not None:
-        return session._saving.meter.room()
+    if session.saving.meter is not None:
+        return session.saving.meter.room()
     device = session.device.torch_device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

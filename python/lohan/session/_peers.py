@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.common._stats import StepStats
     from lohan.config import Config
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.world._world import World
 
 
@@ -37,13 +37,13 @@ class Alone:
     commits_alone = True
     uuids: tuple[str, ...] = ()
     world: World | None = None
-    session: Session
+    session: Training
 
     def options(self, config: Config) -> tuple[int, int, int, int]:
         """Return the engine's part in a team of processes that share parameters."""
         return 0, 0, -1, 0
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Training) -> None:
         """Connect a session, which has its engine, with those of the other processes."""
         self.session = session
 
@@ -51,7 +51,7 @@ class Alone:
 
     def gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook that takes a parameter's gradient from autograd."""
-        hook: Callable[[torch.Tensor], None] = self.session._engine.gradient_hook(index)
+        hook: Callable[[torch.Tensor], None] = self.session.engine.gradient_hook(index)
         return hook
 
     def forward_opens(self) -> None:
@@ -69,11 +69,11 @@ class Alone:
 
     def has_gradients(self) -> bool:
         """Return whether the open step has gradients."""
-        return bool(self.session._engine.status()["has_gradients"])
+        return bool(self.session.engine.status()["has_gradients"])
 
     def close_step(self, unscale: float) -> None:
         """Close the open step in all processes; see OpenStep.close."""
-        self.session._open_step.close_here(unscale)
+        self.session.open_step.close_here(unscale)
 
     def step_closed(self) -> None:
         """Exchange what the step that was just closed updates."""
@@ -91,7 +91,7 @@ class Alone:
 
     def whole_square_sum(self) -> float:
         """Return the sum of squares of the gradients that the engines have received."""
-        return float(self.session._engine.gradient_square_sum())
+        return float(self.session.engine.gradient_square_sum())
 
     def abort_begins(self) -> None:
         """Let the other processes forget the open step, too."""

@@ -10,7 +10,7 @@ from lohan.session._extension import Extension, Place
 
 if TYPE_CHECKING:
     from lohan.session._extension import Steps
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 _PHASE_COUNT_MAX = 4096
 
@@ -48,18 +48,18 @@ class Phases(Extension):
         """End a forward."""
         self._end()
 
-    def backward_begins(self, session: Session) -> None:
+    def backward_begins(self, session: Training) -> None:
         """Begin a backward."""
         self._begin("backward", session)
 
-    def backward_ended(self, session: Session) -> None:
+    def backward_ended(self, session: Training) -> None:
         """End a backward."""
         self._end()
 
-    def step_begins(self, session: Session) -> None:
+    def step_begins(self, session: Training) -> None:
         """Begin a call of step()."""
         self._begin("step", session)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Training) -> None:
         """End a call of step()."""
         self._end()

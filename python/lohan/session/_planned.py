@@ -8,7 +8,7 @@ from lohan.session._extension import Extension, Place
 
 if TYPE_CHECKING:
     from lohan.activations._planner import Plan, Planner
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 class Planned(Extension):
@@ -23,15 +23,15 @@ class Planned(Extension):
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
 
-    def backward_ended(self, session: Session) -> None:
+    def backward_ended(self, session: Training) -> None:
         """See Planner.backward_end."""
         self.planner.backward_end()
 
-    def aborted(self, session: Session) -> None:
+    def aborted(self, session: Training) -> None:
         """See Planner.forget."""
         self.planner.forget()
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Training) -> None:
         """See Planner.step_end."""
         self.planner.step_end(session)
 

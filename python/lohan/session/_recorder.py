@@ -21,7 +21,7 @@ from lohan.store import _steps
 
 if TYPE_CHECKING:
     from lohan.common._stats import StepStats
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 _NAN = math.nan
 
@@ -57,7 +57,7 @@ class Recorder(Extension):
 
     place = Place.RECORDS
 
-    def __init__(self, session: Session, file: _steps.Writer) -> None:
+    def __init__(self, session: Training, file: _steps.Writer) -> None:
         """Describe the session in the file.
 
         Raises:
@@ -81,7 +81,7 @@ class Recorder(Extension):
             _say(self._file.path, error)
             self.release()
 
-    def before_close(self, session: Session) -> None:
+    def before_close(self, session: Training) -> None:
         """Complete the record of the step that was closed last, if its writes have ended."""
         if self._record.is_whole or self._file is None:
             return
@@ -90,7 +90,7 @@ class Recorder(Extension):
             self._record = _completed(self._record, stats)
             self._try("put", self._record)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Training) -> None:
         """Record the step that was just closed."""
         now = time.monotonic()
         self._noted, self._noted_next = self._noted_next, Noted()
@@ -109,12 +109,12 @@ class Recorder(Extension):
             self._header["about"]["plan"] = str(plan)
             self._try("describe", self._header)
 
-    def journaled(self, session: Session, began: float, loss: float) -> None:
+    def journaled(self, session: Training, began: float, loss: float) -> None:
         """Record a step of zeroth-order training, whose writes have ended."""
         now = time.monotonic()
         self._noted, self._noted_next = self._noted_next, Noted()
         self._noted.known_loss = loss
-        written, wear = _NAN, session._extensions.get(Wear)
+        written, wear = _NAN, session.extensions.get(Wear)
         if wear is not None:
             written, self._written = wear.written - self._written, wear.written
         self._record = _steps.Record(
@@ -140,7 +140,7 @@ class Recorder(Extension):
         self._record = made
         self._try("put", made)
 
-    def closing(self, session: Session) -> None:
+    def closing(self, session: Training) -> None:
         """Complete the last record, and describe the session as closed."""
         self.before_close(session)
         self._header["state"] = "closed"
@@ -170,7 +170,7 @@ def _completed(record: _steps.Record, stats: StepStats) -> _steps.Record:
     )
 
 
-def _header(session: Session) -> dict[str, Any]:
+def _header(session: Training) -> dict[str, Any]:
     """Return the description of a session."""
     layout, config, plain = session.layout, session.config, Config()
     trained = sum(param.count for param in layout.params if layout.units[param.unit].trainable)
@@ -181,9 +181,9 @@ def _header(session: Session) -> dict[str, Any]:
         "main memory": f"up to {_shown.of_bytes(session.budget['host_bytes'])}",
         "device": session.device.name,
         "I/O": str(session.status()["io"]),
-        "commits": session._commits.rule(),
+        "commits": session.commits.rule(),
     }
-    wear = session._extensions.get(Wear)
+    wear = session.extensions.get(Wear)
     if wear is not None:
         about["writes"] = wear.rule()
     for field in dataclasses.fields(Config):
@@ -195,7 +195,7 @@ def _header(session: Session) -> dict[str, Any]:
     return {
         "session": time.time_ns(),
         "first_step": session.step,
-        "uuid": session._uuid,
+        "uuid": session.uuid,
         "state": "running",
         "about": encodable,
         "drives": [] if wear is None else [[*drive] for drive in wear.drives],
@@ -210,7 +210,7 @@ def _say(path: str, error: OSError) -> None:
     )
 
 
-def begin(session: Session, *, is_resumed: bool) -> None:
+def begin(session: Training, *, is_resumed: bool) -> None:
     """Begin to record the steps of a session, if its settings say so; a new store has none yet.
 
     Args:
@@ -222,12 +222,12 @@ def begin(session: Session, *, is_resumed: bool) -> None:
     if not (session.speaks and session.config.step_records):
         return
     try:
-        file = _steps.Writer(session.directories, session._uuid, is_resumed=is_resumed)
+        file = _steps.Writer(session.directories, session.uuid, is_resumed=is_resumed)
     except OSError as error:
         _say(os.path.join(session.directories[0], _steps.NAME), error)
         return
     try:
-        session._extensions.add(Recorder(session, file))
+        session.extensions.add(Recorder(session, file))
     except OSError as error:
         _say(file.path, error)
         file.close()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import EllipsisType
 
     from lohan.common._hyper import Hyper
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
     After = Callable[[], Any] | EllipsisType | None  # ...: not given
 
@@ -78,7 +78,7 @@ class Registered(Extension):
 
     place = Place.REGISTERED
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Training) -> None:
         self._session = session
         self._objects: dict[str, Any] = {}
         self._found: dict[str, str] = {}  # states of the resumed commit that nobody has taken yet
@@ -87,10 +87,10 @@ class Registered(Extension):
     def add(self, name: str, registered: Any, after: After = ...) -> None:
         """Implement Commits.register()."""
         session = self._session
-        session._check_open()
+        session.check_open()
         self._check(name, registered, after)
-        if self.place not in session._extensions:
-            session._extensions.add(self)
+        if self.place not in session.extensions:
+            session.extensions.add(self)
         self._objects[name] = registered
         is_found = name in self._found
         try:
@@ -143,7 +143,7 @@ class Registered(Extension):
                 " that: pass after=scheduler.step if the loop calls it after each step(), or"
                 " after=None if it does so more rarely (docs/checkpoints.md)"
             )
-        if session._peers.is_mate or session.layout.method is not None:
+        if session.peers.is_mate or session.layout.method is not None:
             what = "method='mezo'" if session.layout.method is not None else "Parallel(share=True)"
             raise UnsupportedError(
                 f"register() is not supported with {what}: save the state with your own files"
@@ -178,7 +178,7 @@ class Registered(Extension):
             group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
             group["betas"] = (beta1, beta2)
 
-    def state(self, session: Session) -> Mapping[str, Any]:
+    def state(self, session: Training) -> Mapping[str, Any]:
         """Return what a commit stores.
 
         Raises:

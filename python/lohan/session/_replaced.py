@@ -23,7 +23,7 @@ from lohan.errors import HyperParameterError
 from lohan.session._optim import StoreOptimizer
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 
 def _subclasses(base: type[Any]) -> set[type[Any]]:
@@ -33,7 +33,9 @@ def _subclasses(base: type[Any]) -> set[type[Any]]:
     return kinds
 
 
-def _is_replaced(optimizer: object, session: Session, origin: torch.optim.Optimizer | None) -> bool:
+def _is_replaced(
+    optimizer: object, session: Training, origin: torch.optim.Optimizer | None
+) -> bool:
     """Return whether an optimizer updated parameters that the session updates now."""
     if optimizer is origin or isinstance(optimizer, StoreOptimizer):
         return False
@@ -56,7 +58,7 @@ class Replaced:
         notes: a sentence about each of their schedulers.
     """
 
-    def __init__(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, session: Training, optimizer: torch.optim.Optimizer) -> None:
         """Look for the optimizers and their schedulers.
 
         Args:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lohan import _core
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 Loss = Callable[[], torch.Tensor]
 
@@ -36,9 +36,9 @@ class Runs:
     # Returns what a run computes with in the place of parameters that it reads outside of blocks,
     # such as an expert's; None: the parameters themselves.
     lent: Callable[[Sequence[nn.Parameter]], list[nn.Parameter]] | None = None
-    session: Session
+    session: Training
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Training) -> None:
         """Serve a session, which has its engine."""
         self.session = session
 
@@ -52,7 +52,7 @@ class Runs:
         self.check(functions)
         losses = []
         is_manual = self.session.config.accumulate == "manual"
-        accumulation = self.session._open_step.accumulation
+        accumulation = self.session.open_step.accumulation
         for left, function in zip(reversed(range(len(functions))), functions, strict=True):
             loss = checked_loss(function())
             with accumulation.no_sync() if is_manual and left else nullcontext():
@@ -62,7 +62,7 @@ class Runs:
 
     def check(self, functions: Sequence[Loss]) -> None:
         """Raise an error if the open step cannot have that many further micro-batches."""
-        most, accumulation = self.session.config.accumulate, self.session._open_step.accumulation
+        most, accumulation = self.session.config.accumulate, self.session.open_step.accumulation
         count = len(functions)
         if count > 0:
             accumulation.check_may_add()

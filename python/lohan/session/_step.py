@@ -21,7 +21,7 @@ from lohan.torch_glue._tensor import at_backward_end, in_backward
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.common._hyper import Hyper
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.torch_glue._accumulate import Accumulation
 
 
@@ -41,10 +41,10 @@ class OpenStep:
         hypers: the hyper-parameters that updates use, by group; None: no gradient has come.
     """
 
-    def __init__(self, session: Session, engine: _core.Engine, accumulation: Accumulation) -> None:
+    def __init__(self, session: Training, engine: _core.Engine, accumulation: Accumulation) -> None:
         self._session = session
         self._engine = engine
-        self._peers = session._peers
+        self._peers = session.peers
         self.accumulation = accumulation
         self.backward = "none"
         self.hypers: list[Hyper] | None = None
@@ -81,26 +81,26 @@ class OpenStep:
     def backward_begins(self) -> None:
         """Handle the start of a backward, detected at its first saved parameter or gradient."""
         session = self._session
-        session._runs.backward_begins()
-        for extension in session._extensions:
+        session.runs.backward_begins()
+        for extension in session.extensions:
             extension.admit(session)
-        session._forwards.thread.backward_begin()
-        session._forwards.changed_drop()
-        session._edits.commit()
-        session._commits.keep_checksums()
+        session.forwards.thread.backward_begin()
+        session.forwards.changed_drop()
+        session.edits.commit()
+        session.commits.keep_checksums()
         self.backward = "running"
-        for extension in session._extensions:
+        for extension in session.extensions:
             extension.backward_begins(session)
         if in_backward():
-            at_backward_end(session._forwards.thread.backward_end(self.backward_ended))
+            at_backward_end(session.forwards.thread.backward_end(self.backward_ended))
 
     def backward_ended(self) -> None:
         """Handle the end of a backward."""
         session = self._session
-        session._runs.backward_ends()
+        session.runs.backward_ends()
         is_elsewhere = self._peers.backward_ends()
         self.backward = "done"
-        for extension in session._extensions:
+        for extension in session.extensions:
             extension.backward_ended(session)
         if self._engine.backward_end() or is_elsewhere:
             self.accumulation.backward_end()
@@ -115,7 +115,7 @@ class OpenStep:
     def _hyper_set(self, hypers: list[Hyper]) -> None:
         for index, hyper in enumerate(hypers):
             check_hyper(hyper)
-            self._engine.hyper(index, *hyper, self._session._averages.rest)
+            self._engine.hyper(index, *hyper, self._session.averages.rest)
         self.hypers = hypers
 
     # --- step() -----------------------------------------------------------------------------
@@ -131,9 +131,9 @@ class OpenStep:
     def close_here(self, unscale: float) -> None:
         """Close the open step in this process, once all processes agree on it."""
         session = self._session
-        session._check_open()
-        session._forwards.refuse_other_thread("step()")
-        for extension in session._extensions:
+        session.check_open()
+        session.forwards.refuse_other_thread("step()")
+        for extension in session.extensions:
             extension.step_begins(session)
         if self.backward == "running" and not in_backward():
             raise StepError(
@@ -168,13 +168,13 @@ class OpenStep:
             self._engine.gradient_scale(scale)
         self.gradients.hide()
         more: dict[str, Any] = {}
-        for extension in session._extensions:
+        for extension in session.extensions:
             more |= extension.state(session)
         device = session.device.torch_device
         scalars, tail = _scalars.pack(session.optimizer, session.buffers, device, more)
         if tail is not None:
             self._engine.post_tail(tail.data_ptr(), tail.numel())
-        for extension in session._extensions:
+        for extension in session.extensions:
             extension.before_close(session)
         self._engine.close_step(scalars)
         self._tail = tail  # not before: the engine may have been copying the previous one
@@ -182,7 +182,7 @@ class OpenStep:
         self.accumulation.reset()
         self.scale.reset()
         self._await_updates()
-        for extension in session._extensions:
+        for extension in session.extensions:
             extension.closed(session)
 
     def skip(self, square_sum: float) -> None:
@@ -209,7 +209,7 @@ class OpenStep:
 
     def _square_sum(self) -> float:
         """Return the sum of squares of all gradients; the step accepts no others after that."""
-        self._session._check_open()
+        self._session.check_open()
         is_done = self.backward == "done"
         if is_done:
             self._peers.norm_begins()
@@ -229,7 +229,7 @@ class OpenStep:
 
     def zero_grad(self, tensors: Iterable[torch.Tensor]) -> None:
         """Clear p.grad of the given tensors; see Optimizer.zero_grad."""
-        self._session._check_open()
+        self._session.check_open()
         if not in_backward() and (
             self.backward == "running" or (self.is_waiting and self._peers.has_gradients())
         ):
@@ -249,14 +249,14 @@ class OpenStep:
         """Forget the open step, in all processes."""
         self._peers.abort_begins()
         if self.backward == "running" and not in_backward():
-            self._session._forwards.thread.refuse_backward("the model, step() or zero_grad()")
+            self._session.forwards.thread.refuse_backward("the model, step() or zero_grad()")
         self.discard()
         self._peers.abort_ended()
 
     def discard(self) -> None:
         """Forget the open step in this process."""
         session = self._session
-        for extension in session._extensions:
+        for extension in session.extensions:
             extension.aborted(session)
         self.gradients.hide()
         self._engine.abort()

@@ -16,7 +16,7 @@ from lohan.session._phases import Phases
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 IN_USE = LANE_OF_KIND[6]
 OPTIMIZER = LANE_OF_KIND[3]
@@ -34,7 +34,7 @@ _OF_JSON = (OverflowError, RecursionError)
 Interval = tuple[int, int]
 
 
-def save(path: str | os.PathLike[str], session: Session) -> None:
+def save(path: str | os.PathLike[str], session: Training) -> None:
     """Write the recorded events of a session, except those of a step whose first ones are lost.
 
     Raises:
@@ -47,15 +47,15 @@ def save(path: str | os.PathLike[str], session: Session) -> None:
             " debug=lohan.Debug(trace_events=100_000)),"
             " which keeps the last 100,000 events, 40 bytes each"
         )
-    events = session._trace()
+    events = session.trace()
     if len(events) >= most:
         first = min(event[3] for event in events)
         events = [event for event in events if event[3] > first]
     steps = {event[3] for event in events}
-    phases = session._extensions.get(Phases)
+    phases = session.extensions.get(Phases)
     marks = [mark for mark in (phases.marks if phases else ()) if mark[1] in steps]
     spans = _timeline.spans_of(events, [unit.name for unit in session.layout.units], marks)
-    threads = session._workers
+    threads = session.workers
     _timeline.write_perfetto(path, spans, {"lohan": 1, "threads": threads})
 
 

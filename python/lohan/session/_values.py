@@ -30,19 +30,19 @@ class Owner(Protocol):
 
     layout: Layout
     device: Device
-    _loops: list[Loop]
+    loops: list[Loop]
 
     @property
     def step(self) -> int:
         """The number of closed steps."""
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
         """Raise an error if parameters cannot be read now; make what they still owe."""
 
-    def _check_lend(self, index: int) -> None:
+    def check_lend(self, index: int) -> None:
         """Prepare to lend a parameter, with the same checks."""
 
-    def _has_moved(self, index: int) -> bool:
+    def has_moved(self, index: int) -> bool:
         """Return whether the newest value of a parameter is where the model computes."""
 
 
@@ -63,7 +63,7 @@ class Values:
 
         They are where the model computes.
         """
-        self._owner._check_lend(index)
+        self._owner.check_lend(index)
         lend: torch.Tensor = self._engine.lend(index)
         return lend
 
@@ -104,7 +104,7 @@ class Values:
 
     def _read(self, param: Param, first: int, count: int) -> torch.Tensor:
         """Read elements of a parameter in the unit's order, from main memory."""
-        self._owner._check_whole()
+        self._owner.check_whole()
         dtype = param.tensor.dtype
         values = torch.empty(count, dtype=dtype)
         nbytes = nbytes_of(values)
@@ -115,9 +115,9 @@ class Values:
         """Return whether main memory has the newest value, and the device only a copy of it."""
         device = self._owner.device
         has_copies = device.name != "cpu" and not device.is_unified
-        is_here = self._owner._has_moved(index)
+        is_here = self._owner.has_moved(index)
         return (
             has_copies
             and not is_here
-            and not any(loop.has_loaded(index) for loop in self._owner._loops)
+            and not any(loop.has_loaded(index) for loop in self._owner.loops)
         )

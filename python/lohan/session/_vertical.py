@@ -47,7 +47,7 @@ from lohan.torch_glue._tensor import hollow, version_of, without_classes
 
 if TYPE_CHECKING:
     from lohan.layout._block import Param
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 # After this many steps in a row whose random numbers could not be predicted, no step tries to.
 _MISS_COUNT_MAX = 3
@@ -124,15 +124,15 @@ class Vertical(Runs):
         self._miss_count = 0  # in a row
         self._model: Callable[[], nn.Module | None] = lambda: None
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Training) -> None:
         """Serve a session, which has its engine."""
         super().join(session)
-        self._nothing = session._engine.scope([])
+        self._nothing = session.engine.scope([])
 
     def hook(self, model: nn.Module) -> None:
         """Find where the parameters of a model are, for their aliases."""
         layout = self.session.layout
-        indices, units = self.session._param_index, layout.units
+        indices, units = self.session.param_index, layout.units
         self._root_units = [u for s in layout.scopes if s.module is model for u in s.units]
         self._model = weakref.ref(model)
         for module in model.modules():
@@ -151,24 +151,24 @@ class Vertical(Runs):
         return made
 
     def _empty(self, param: Param) -> torch.Tensor:
-        return hollow(self.session._arrays[param.tensor.dtype], param.index, param.tensor.shape)
+        return hollow(self.session.arrays[param.tensor.dtype], param.index, param.tensor.shape)
 
     def _alias(self, who: int, param: Param) -> nn.Parameter:
         found = self._aliases[who].get(param.index)
         if found is None:
             found = self._aliases[who][param.index] = nn.Parameter(self._empty(param))
             # Neither recomputation nor the guard may take the alias for a parameter of the user's.
-            self.session._param_index[id(found)] = param.index
+            self.session.param_index[id(found)] = param.index
             model = self._model()
             assert model is not None
             model.__dict__["_lohan_guard"].index[id(found)] = param.index
             hook = self._alias_hook(who, param.index)
             register = found.register_post_accumulate_grad_hook
-            self.session._hooks.add(register(hook))  # type: ignore[no-untyped-call]
+            self.session.hooks.add(register(hook))  # type: ignore[no-untyped-call]
         return found
 
     def _alias_hook(self, who: int, index: int) -> Callable[[torch.Tensor], None]:
-        take = self.session._engine.gradient_hook(index)
+        take = self.session.engine.gradient_hook(index)
         reference = weakref.ref(self)  # the garbage collector does not see what a hook refers to
 
         def hook(alias: torch.Tensor) -> None:
@@ -186,14 +186,14 @@ class Vertical(Runs):
         """
         if self._turns is None:
             return list(tensors)
-        layout, indices = self.session.layout, self.session._param_index
+        layout, indices = self.session.layout, self.session.param_index
         params = [layout.params[indices[id(tensor)]] for tensor in tensors]
         units = {param.unit for param in params}
         if not any(layout.units[unit].trainable for unit in units):
             return list(tensors)
         if not {param.unit for param in self._lent} <= units:
             self._give_back()
-        self.session._forwards.make_resident(tensors)
+        self.session.forwards.make_resident(tensors)
         who = self._turns.turn
         self._put(units, who)
         self._lent += self._params_of(units)
@@ -299,7 +299,7 @@ class Vertical(Runs):
         return False if not begins and self.parts() else None
 
     def _lead(self, who: int) -> None:
-        self.session._forwards.around.enter()  # hooks for saved tensors belong to a thread
+        self.session.forwards.around.enter()  # hooks for saved tensors belong to a thread
         self._led.add(who)
 
     def parts(self) -> bool:
@@ -307,7 +307,7 @@ class Vertical(Runs):
         if self._turns is None or self._turns.turn not in self._led:
             return False
         self._led.remove(self._turns.turn)
-        self.session._forwards.around.leave()
+        self.session.forwards.around.leave()
         return True
 
     def is_other(self) -> bool:
@@ -318,7 +318,7 @@ class Vertical(Runs):
         """Prepare for a run whose turn it is."""
         self._give_back()
         self._nothing.enter()  # release what the previous run bound between blocks
-        if self.session._forwards.depth > 0:
+        if self.session.forwards.depth > 0:
             for units in (self._root_units, *self._inside[who]):
                 self._put(units, who)
 
@@ -362,13 +362,13 @@ class Vertical(Runs):
         held: list[int] = []
         try:
             for unit in units:
-                self.session._engine.acquire(unit)
+                self.session.engine.acquire(unit)
                 held.append(unit)
             leave()
             turns.visit_end()
         finally:
             for unit in held:
-                self.session._engine.release(unit)
+                self.session.engine.release(unit)
 
     # --- A step -------------------------------------------------------------------------------
 
@@ -398,12 +398,12 @@ class Vertical(Runs):
         finally:
             self._arrivals = None
         for _ in losses[1:]:
-            session._open_step.accumulation.backward_end()
+            session.open_step.accumulation.backward_end()
         return [loss.detach() for loss in losses]
 
     def _choose(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """Run the functions one after the other, and choose the order of the next steps."""
-        counter = self.session._saving.counter
+        counter = self.session.saving.counter
         assert counter is not None
         before = _buffer_versions(self._model())
 

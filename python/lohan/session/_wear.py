@@ -25,7 +25,7 @@ from lohan.session._extension import Extension, Place
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.planning._wear import Drive, Limit, StepWrites
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.session._wear_life import Life
 
 _OF_SPILLS = ("gradient_write", "saved_write")
@@ -136,7 +136,7 @@ class Wear(Extension):
         self.written += nbytes
         self.count.add(nbytes)
 
-    def state(self, session: Session) -> Mapping[str, Any]:
+    def state(self, session: Training) -> Mapping[str, Any]:
         """Return the count for the commit of the next step, which is being closed."""
         self.look()
         if not self.keeps:
@@ -148,12 +148,12 @@ class Wear(Extension):
         """Return the bytes of the closed steps, up to `step`, that the engine is still at."""
         return sum(map(self._writes.of_step, range(self._seen + 1, step + 1)))
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: Training) -> None:
         """Commit the step that was just closed if it is the last one that the budget allows."""
         if self.limit is not None:
             self.look()
             self.is_spent = self._exceeds(self._open_bytes(session.step))
-            if self.is_spent and not session._commits.by_hand:
+            if self.is_spent and not session.commits.by_hand:
                 self._engine.flush(True)
         if self.life is not None and self.life.closed(session, self.mean_bytes):
             self.life = None
@@ -193,7 +193,7 @@ class Wear(Extension):
         """The bytes that a further step, and a commit after it, write at most."""
         return self._writes.committed + self._spill_max
 
-    def admit(self, session: Session) -> None:
+    def admit(self, session: Training) -> None:
         """Raise an error if the next step is not allowed.
 
         Raises:
@@ -206,7 +206,7 @@ class Wear(Extension):
         if not self.is_spent:
             return
         done = self.count.of_day if self.limit.is_daily else self.count.total
-        step, committed = session.step, session._method.durable_step()
+        step, committed = session.step, session.method.durable_step()
         kept = f"step {step} is committed"
         if committed != step:
             kept = f"step {committed} is committed, and model.lohan.commit() commits step {step}"
@@ -218,12 +218,12 @@ class Wear(Extension):
             f" To continue, wrap with resume=True and a larger io.wear_budget{later}"
         )
 
-    def summary(self, session: Session) -> str:
+    def summary(self, session: Training) -> str:
         """Return what the session has done, if it prints that."""
-        if not session.speaks or not session._trains or not _log.informs():
+        if not session.speaks or not session.trains or not _log.informs():
             return ""
         self.look()
-        step, durable = session.step, session._method.durable_step()
+        step, durable = session.step, session.method.durable_step()
         done = step - self.first_step
         later = f" ({step - durable} later steps are not committed)" if durable != step else ""
         return (

@@ -15,7 +15,7 @@ from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
     from lohan.planning._wear import Drive
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 _STEPS_BEFORE = 3  # the first step allocates, and policies profile two
 _STEPS_TIMED = 3
@@ -25,7 +25,7 @@ _FEWER_COMMITS = 10  # the change of commit_every= that is computed, as in docs/
 
 
 def writes_of(
-    session: Session,
+    session: Training,
     budget: dict[str, int] | None = None,
     every: int | None = None,
     states: str | None = None,
@@ -50,7 +50,7 @@ def writes_of(
     )
 
 
-def changes(session: Session, full: dict[str, int]) -> list[tuple[int, str]]:
+def changes(session: Training, full: dict[str, int]) -> list[tuple[int, str]]:
     """Return settings with which a step writes less, with its mean bytes; the best one is first.
 
     All bytes are those of the plan, without what spills to SSD. order="vertical" is not among them,
@@ -64,7 +64,7 @@ def changes(session: Session, full: dict[str, int]) -> list[tuple[int, str]]:
     now = writes_of(session).mean
     memory = f'host_bytes="{_shown.of_bytes(full["host_bytes"])}"'
     tried = [(writes_of(session, full).mean, memory)]
-    if 0 < every and not session._commits.by_hand:
+    if 0 < every and not session.commits.by_hand:
         rarer = every * _FEWER_COMMITS
         some, all_kept = (writes_of(session, kept, rarer).mean for kept in (None, full))
         tried.append((some, f"commit_every={rarer}"))
@@ -100,14 +100,14 @@ class Life:
         self._count = 0
         self._began = 0.0
 
-    def closed(self, session: Session, step_bytes: int) -> bool:
+    def closed(self, session: Training, step_bytes: int) -> bool:
         """Handle the close of a step; return whether the line has been printed.
 
         Args:
             session: the session.
             step_bytes: what a step writes.
         """
-        if Place.COMMITS in session._extensions:  # a step will write less
+        if Place.COMMITS in session.extensions:  # a step will write less
             return False
         self._count += 1
         if self._count == _STEPS_BEFORE:
@@ -123,7 +123,7 @@ class Life:
             return True
         found = changes(session, self._full())[:_CHANGES_MAX]
         less = [f"{what}: {_shown.of_bytes(nbytes)}" for nbytes, what in found]
-        if not session._commits.by_hand and isinstance(session.config.accumulate, int):
+        if not session.commits.by_hand and isinstance(session.config.accumulate, int):
             count = 2 * session.config.accumulate
             less.append(
                 f"gradient_accumulation_steps={count}: {_shown.of_bytes(step_bytes / 2)} for each"

@@ -24,6 +24,7 @@ from lohan.common import _bar, _storage_formats
 from lohan.common._arguments import directories_of
 from lohan.common._exit import find_session
 from lohan.common._exit import sessions as open_sessions
+from lohan.common._inside import inside
 from lohan.config import Config
 from lohan.errors import (
     ModelError,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.layout._names import Saved
     from lohan.layout._safetensors import Progress
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 PathLike = str | os.PathLike[str]
 Pieces = Callable[[Origin], Iterable[torch.Tensor]]
@@ -183,16 +184,15 @@ def _opened(source: Any) -> Iterator[Opened]:
     The arguments of this function say whether the values should be the fp32 master copies, and
     whether those of trained parameters should be their averages.
     """
-    session: Any = source.__dict__.get("lohan") if isinstance(source, nn.Module) else source
-    if isinstance(source, nn.Module) and session is None:
+    is_store = isinstance(source, str | os.PathLike | list | tuple)
+    session = find_session(directories_of(source)) if is_store else inside(source)
+    if session is None and is_store:
+        directories, config = directories_of(source), Config(allow_buffered=True)
+    elif session is None and isinstance(source, nn.Module):
         raise ModelError(
             "the model is not wrapped: save it like any other model, or export its store"
         )
-    if isinstance(session, str | os.PathLike | list | tuple):
-        session = find_session(directories_of(session)) or session
-    if isinstance(session, str | os.PathLike | list | tuple):
-        directories, config = directories_of(session), Config(allow_buffered=True)
-    elif not isinstance(getattr(session, "closed", None), bool):
+    elif session is None:
         raise ModelError(
             f"{repr(source)[:80]} must be a store's directories, a wrapped model, or its session"
         )
@@ -256,22 +256,22 @@ def _of_store(
     return pieces
 
 
-def _of_session(session: Session, is_master: bool, is_average: bool = False) -> Held:
+def _of_session(session: Training, is_master: bool, is_average: bool = False) -> Held:
     """Return a function for an open session's values, as the next forward would see them."""
     layout = session.layout
     is_copied = all(_storage_formats.is_copied(p.tensor.dtype, p.kept) for p in layout.params)
     if is_average:
-        session._averages.refuse_swapped("lohan.export(ema=True)")
+        session.averages.refuse_swapped("lohan.export(ema=True)")
     # Only the store has the masters and averages.
     if is_average or (is_master and (layout.method is None or not is_copied)):
-        session._method.finish_writes()
-        contents = Contents(layout, session.extents, {}, session._method.run_now())
-        return session._exclusive([]), _of_store(session.store, contents, is_master, is_average)
+        session.method.finish_writes()
+        contents = Contents(layout, session.extents, {}, session.method.run_now())
+        return session.exclusive([]), _of_store(session.store, contents, is_master, is_average)
 
     def pieces(source: Origin) -> Iterator[torch.Tensor]:
         for index in source.parts or (source.index,):
             assert index is not None
-            for piece in session._parameters.pieces(index, PIECE_ELEMENTS):
+            for piece in session.parameters.pieces(index, PIECE_ELEMENTS):
                 yield piece.float() if is_master and piece.is_floating_point() else piece
 
     return contextlib.nullcontext(), pieces
@@ -387,7 +387,7 @@ def _is_hollow(state_dict: Mapping[str, Any] | None, index: Mapping[int, int]) -
 
 
 def save_pretrained(
-    model: Any, session: Session, index: Mapping[int, int], out: PathLike, **options: Any
+    model: Any, session: Training, index: Mapping[int, int], out: PathLike, **options: Any
 ) -> None:
     """Write a wrapped model as its own save_pretrained does, one piece at a time.
 
@@ -398,7 +398,7 @@ def save_pretrained(
         out: the folder.
         **options: the options of the model's own save_pretrained.
     """
-    session._check_open()
+    session.check_open()
     _process.check_has_all(session.layout.groups, "save_pretrained")
     plain = type(model).save_pretrained
     stem = _names.stem(model)

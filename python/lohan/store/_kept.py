@@ -24,7 +24,7 @@ from lohan.store import _store
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.store._snapshot import PathLike, Snapshot
 
 _STEP = re.compile(r"step-(\d+)")
@@ -32,7 +32,7 @@ _FILES = ("lohan.data", "journal.lohan", "steps.lohan", "profile.json")
 
 
 def keep(
-    session: Session, folder: PathLike, *, last: int | None = None, name: str | None = None
+    session: Training, folder: PathLike, *, last: int | None = None, name: str | None = None
 ) -> Snapshot:
     """Implement Commits.keep()."""
     is_number = isinstance(last, int) and not isinstance(last, bool)
@@ -52,7 +52,7 @@ def keep(
 
 
 def copy_to(
-    session: Session, folder: PathLike, name: str, old: Callable[[Sequence[str]], Sequence[str]]
+    session: Training, folder: PathLike, name: str, old: Callable[[Sequence[str]], Sequence[str]]
 ) -> Snapshot:
     """Begin to copy a session's store to a folder, and remove old copies once that is complete.
 
@@ -87,7 +87,7 @@ def copy_to(
         _remove_old(root, line, lambda names: [each for each in old(names) if each != name])
 
     try:
-        return session._copy_begin(into, changed)
+        return session.copy_begin(into, changed)
     except StoreExistsError as error:
         raise StoreExistsError(
             f"{target} has a store that is in use, that was trained since it was copied, or that is"
@@ -110,14 +110,14 @@ def _put(made: Path, target: Path, line: set[str]) -> None:
     _remove(made)  # it is empty, unless others put files there
 
 
-def _wait(session: Session) -> None:
+def _wait(session: Training) -> None:
     """Wait for the copy in progress, if any; raise its error if nobody has seen it."""
-    if session._commits.snapshot_now is not None and not session._commits.snapshot_now.is_told:
-        session._commits.snapshot_now.wait()
+    if session.commits.snapshot_now is not None and not session.commits.snapshot_now.is_told:
+        session.commits.snapshot_now.wait()
 
 
 def remove_old(
-    session: Session, folder: PathLike, old: Callable[[Sequence[str]], Sequence[str]]
+    session: Training, folder: PathLike, old: Callable[[Sequence[str]], Sequence[str]]
 ) -> None:
     """Wait for the copy in progress, if any, and remove old copies as copy_to() does."""
     root = Path(os.fspath(folder)).expanduser().absolute()

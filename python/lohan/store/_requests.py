@@ -27,7 +27,7 @@ from lohan.store._files import REQUEST
 
 if TYPE_CHECKING:
     from lohan.layout._safetensors import Progress
-    from lohan.session._session import Session
+    from lohan.session._training import Training
     from lohan.store._snapshot import Snapshot
 
 ANSWER = "lohan.answer-"
@@ -223,7 +223,7 @@ def _result(said: dict[str, Any]) -> dict[str, Any]:
 # --- The training process ---------------------------------------------------------------------
 
 
-def answer(session: Session, directory: str) -> None:
+def answer(session: Training, directory: str) -> None:
     """Start the copy that is requested in a directory; errors never affect the session."""
     _take(session, directory, os.path.join(directory, REQUEST))
 
@@ -274,7 +274,7 @@ def _taken(path: str) -> dict[str, Any] | None:
     return wish
 
 
-def _take(session: Session, directory: str, path: str) -> None:
+def _take(session: Training, directory: str, path: str) -> None:
     wish = _taken(path)
     if wish is None:
         return
@@ -302,7 +302,7 @@ def _take(session: Session, directory: str, path: str) -> None:
         out = [os.fspath(directory) for directory in wish["out"]]
         if not all(os.path.isabs(directory) for directory in out):
             raise StoreError(errno.EINVAL, f"the directories of a copy must be absolute: {out}")
-        session._copy_begin(out, _teller(say), is_behind_step=True)
+        session.copy_begin(out, _teller(say), is_behind_step=True)
     except Exception as error:  # training continues, whatever was requested
         say("failed", None, error)
 

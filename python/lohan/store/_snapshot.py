@@ -49,7 +49,7 @@ from lohan.torch_glue._tensor import in_backward
 if TYPE_CHECKING:
     from lohan.journal._zo_run import Run
     from lohan.layout._safetensors import Progress
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 PathLike = str | os.PathLike[str]
 
@@ -444,7 +444,7 @@ def _is_never_committed(directory: str) -> bool:
 
 
 def begin(
-    session: Session,
+    session: Training,
     out: PathLike | Sequence[PathLike],
     on_change: OnChange | None = None,
     *,
@@ -466,26 +466,26 @@ def begin(
         UnsupportedError: the store keeps one copy of each value, or is temporary.
         StoreError: the copy cannot be created in these directories.
     """
-    session._check_open()
-    session._averages.refuse_swapped("a snapshot")
+    session.check_open()
+    session.averages.refuse_swapped("a snapshot")
     _refuse(session)
-    is_between = not is_behind_step and not session._is_underway and not in_backward()
-    if is_between and not session._commits.by_hand:
+    is_between = not is_behind_step and not session.is_underway and not in_backward()
+    if is_between and not session.commits.by_hand:
         session.commit()
     copy: _Copy | None = None
     holder = object()
-    give = functools.partial(session._commits.holds.give, holder)
+    give = functools.partial(session.commits.holds.give, holder)
     try:
-        session._commits.holds.take(holder)
+        session.commits.holds.take(holder)
         source = _store.open_existing(session.directories, session.config, is_held=True)
         try:
             copy = _Copy(
-                source, new_directories(out), session.config, on_change, session._method.run_now()
+                source, new_directories(out), session.config, on_change, session.method.run_now()
             )
         except BaseException:
             source.close()
             raise
-        session._commits.snapshot_now = copy.handle
+        session.commits.snapshot_now = copy.handle
         copy.handle.run(copy.run, give)
     except BaseException:  # a Ctrl-C may arrive at any point
         if copy is None:
@@ -496,8 +496,8 @@ def begin(
     return copy.handle
 
 
-def _refuse(session: Session) -> None:
-    running = session._commits.snapshot_now
+def _refuse(session: Training) -> None:
+    running = session.commits.snapshot_now
     if running is not None and not running.is_done:
         raise SessionError(
             f"a snapshot to {running.directories[0]} is in progress"

@@ -16,7 +16,7 @@ from lohan.common._meta import copied_from
 from lohan.errors import StaleStateError, StoreMismatchError
 
 if TYPE_CHECKING:
-    from lohan.session._session import Session
+    from lohan.session._training import Training
 
 KEY = "lohan"  # in a state dict's metadata, and in an optimizer's state
 
@@ -26,11 +26,11 @@ _DELETE = (
 )
 
 
-def stamp(session: Session) -> dict[str, Any]:
+def stamp(session: Training) -> dict[str, Any]:
     """Return the store and step to record in a state dict, and the stores of other processes."""
-    uuids = session._peers.uuids
+    uuids = session.peers.uuids
     replicas = {"replicas": list(uuids)} if uuids else {}
-    return {"store": session._uuid, "step": session.step, **replicas}
+    return {"store": session.uuid, "step": session.step, **replicas}
 
 
 def stores_of(owner: Any) -> list[str]:
@@ -42,32 +42,32 @@ def stores_of(owner: Any) -> list[str]:
     return [each for each in found if isinstance(each, str)]
 
 
-def is_current(session: Session, owner: Any) -> bool:
+def is_current(session: Training, owner: Any) -> bool:
     """Return whether a stamp is of the session's step, in its store or a store it is a copy of."""
     if not isinstance(owner, dict) or owner.get("step") != session.step:
         return False
     copied, stores = copied_from(session.store), stores_of(owner)
-    return session._uuid in stores or any([each, owner["step"]] in copied for each in stores)
+    return session.uuid in stores or any([each, owner["step"]] in copied for each in stores)
 
 
-def is_beginning(session: Session, owner: Any) -> bool:
+def is_beginning(session: Training, owner: Any) -> bool:
     """Return whether a stamp is of step 0 of a later step's store, made by this session."""
-    is_made_here = session.resumed_step is None and session._uuid in stores_of(owner)
+    is_made_here = session.resumed_step is None and session.uuid in stores_of(owner)
     return is_made_here and owner.get("step") == 0 and session.step > 0
 
 
-def _is_related(session: Session, owner: Any) -> bool:
+def _is_related(session: Training, owner: Any) -> bool:
     """Return whether a stamp is of the session's store, or of a store that it is a copy of."""
-    known = [session._uuid, *(uuid for uuid, _ in copied_from(session.store))]
+    known = [session.uuid, *(uuid for uuid, _ in copied_from(session.store))]
     return any(each in known for each in stores_of(owner))
 
 
-def is_fresh(session: Session) -> bool:
+def is_fresh(session: Training) -> bool:
     """Return whether the session was resumed and has made no step since."""
     return session.resumed_step is not None and session.resumed_step == session.step
 
 
-def check_weights(session: Session, state_dict: Mapping[str, Any], name: str) -> None:
+def check_weights(session: Training, state_dict: Mapping[str, Any], name: str) -> None:
     """Reject values of another step right after a resume; print a warning about all others.
 
     Args:
@@ -97,14 +97,14 @@ def check_weights(session: Session, state_dict: Mapping[str, Any], name: str) ->
     )
 
 
-def optimizer_mismatch(session: Session, owner: Any) -> StoreMismatchError:
+def optimizer_mismatch(session: Training, owner: Any) -> StoreMismatchError:
     """Make the error for an optimizer state that is not of the session's step."""
     if _is_related(session, owner) and session.resumed_step is not None:
         return StaleStateError(
             f"the optimizer state is of step {owner['step']}, but the session is at step"
             f" {session.step}: " + _DELETE.format(step=session.step)
         )
-    if session._uuid in stores_of(owner):
+    if session.uuid in stores_of(owner):
         return StaleStateError(
             f"the optimizer state is of step {owner['step']}, but the session is at step"
             f" {session.step}, and the store has the moments of its last commit only. To return to"
@@ -114,7 +114,7 @@ def optimizer_mismatch(session: Session, owner: Any) -> StoreMismatchError:
     if isinstance(owner, dict):
         return StoreMismatchError(
             f"the optimizer state is of step {owner.get('step')} of the store {owner.get('store')},"
-            f" but the session is at step {session.step} of the store {session._uuid}. The moments"
+            f" but the session is at step {session.step} of the store {session.uuid}. The moments"
             " are in the former store: pass its directories as store=, and resume=True"
         )
     way_out = (
@@ -125,5 +125,5 @@ def optimizer_mismatch(session: Session, owner: Any) -> StoreMismatchError:
     )
     return StoreMismatchError(
         "the optimizer state is not that of a wrapped model, whose moments are in its store; the"
-        f" session is at step {session.step} of the store {session._uuid}: {way_out}"
+        f" session is at step {session.step} of the store {session.uuid}: {way_out}"
     )

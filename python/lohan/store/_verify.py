@@ -180,11 +180,11 @@ def verify(store: PathLike | Sequence[PathLike], *, progress: Progress | None = 
             return _verify(directories, Config(allow_buffered=True), False, bar)
     holder = object()
     try:
-        session._commits.holds.take(holder)
+        session.commits.holds.take(holder)
         with _bar.Bar(f"verifying {directories[0]}", progress) as bar:
             return _verify(session.directories, session.config, True, bar)
     finally:
-        session._commits.holds.give(holder)
+        session.commits.holds.give(holder)
 
 
 def _verify(directories: list[str], config: Config, is_held: bool, progress: Progress) -> Verified:

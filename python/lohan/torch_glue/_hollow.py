@@ -49,11 +49,11 @@ class Owner(Protocol):
     closed: bool
 
     @property
-    def _forwards(self) -> Reader:
+    def forwards(self) -> Reader:
         """What loads parameters."""
 
     @property
-    def _is_underway(self) -> bool:
+    def is_underway(self) -> bool:
         """Whether a forward or backward runs, or step() has to be called after a backward."""
 
     def param_names(self) -> dict[int, str]:
@@ -214,7 +214,7 @@ class HollowParameter(nn.Parameter):
         kind, tensor = missing[0]
         session: Owner | None = kind.owner()
         # Pass all parameters: those loaded for the previous operation would otherwise be evicted.
-        if session is None or func == _SET_DATA or not session._forwards.make_resident(given):
+        if session is None or func == _SET_DATA or not session.forwards.make_resident(given):
             what, writes = _what(func)
             is_target = not args or any(tensor is t for t in _parameters_in(args[:1]))
             kind.refuse(tensor, what, writes and is_target)
@@ -224,7 +224,7 @@ class HollowParameter(nn.Parameter):
     def _load_in_loop(cls, tensor: Any) -> bool:
         """Return whether a loop is at a parameter; it is then loaded, and a plain one."""
         session: Owner | None = cls.owner()
-        return session is not None and session._forwards.load_in_loop(tensor)
+        return session is not None and session.forwards.load_in_loop(tensor)
 
     @classmethod
     def refuse(cls, tensor: Any, what: str, writes: bool = False) -> NoReturn:
@@ -251,7 +251,7 @@ class HollowParameter(nn.Parameter):
                 " in a loop over model.named_parameters() before the forward or after step(), or"
                 " with model.load_state_dict()"
             )
-        elif session._is_underway:
+        elif session.is_underway:
             text = (
                 f"{what} reads {name} between its forward and step(), when it is not in memory:"
                 " read it in the forward of the module that owns it, or after"
@@ -441,5 +441,5 @@ def scope_of(what: str, tensors: Sequence[torch.Tensor]) -> _core.Scope | None:
             session: Owner | None = kind.owner()
             if session is None or session.closed:
                 kind.refuse(tensor, what)
-            return session._forwards.scope_of(tensors)
+            return session.forwards.scope_of(tensors)
     return None
