@@ -187,7 +187,7 @@ def refused_calls(model: nn.Module, loss: torch.Tensor, store: str) -> list[Any]
         session.trace,
         session.commit,
         lambda: session.parameters.value(0),
-        lambda: session.snapshot(store + "-copy"),
+        lambda: model.lohan.snapshot(store + "-copy"),
         lambda: engine.acquire(0),
         lambda: engine.lend(0),
         lambda: engine.begin(True),

@@ -313,7 +313,7 @@ def test_a_ctrl_c_behind_a_write_leaves_the_bits_as_they_are(
     store = session.store
     session.store = Interrupted(store, *call)
     with pytest.raises(KeyboardInterrupt):
-        session.write_back()
+        model.optimizer.write_back()
     session.store = store
     assert session.method.run.base == int(store.describe()["step"])
     assert steps(model, data[3:]) == losses[3:]
@@ -344,7 +344,7 @@ def test_a_disk_that_takes_no_write_is_named_and_costs_no_bit(store_dir: pathlib
     store = session.store
     session.store = Refusing(store)
     with pytest.raises(StoreError, match="no write is taken"):
-        session.write_back()
+        model.optimizer.write_back()
     session.store = store
     assert steps(model, data[3:]) == losses[3:]
     assert differing(model, values) == []

@@ -168,7 +168,7 @@ def copy_before(store: str, out: str) -> tuple[list[int | None], int]:
     for step in range(6):
         one_step(model)
         if step == 0 and rank == 1:
-            session.snapshot(out).wait()
+            model.lohan.snapshot(out).wait()
         session.engine.await_steps()
         found.append(int(session.method.durable_step()))
     every = session.config.commit_every
