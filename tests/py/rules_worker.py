@@ -101,9 +101,9 @@ def interrupt_exits(store: str) -> None:
         model = wrap(os.path.join(store, name), commit_every=10)
         for step in range(3):
             train_step(model, step)
-        close = model.lohan.close
+        close = inside(model).close
         calls = iter([_interrupted, close])
-        model.lohan.close = lambda calls=calls, close=close: next(calls, close)()
+        inside(model).close = lambda calls=calls, close=close: next(calls, close)()
         KEPT.append(model)  # so that only the end of the process closes it
     report(model, 3)
 
