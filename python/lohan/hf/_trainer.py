@@ -163,9 +163,7 @@ class TrainerCallback(transformers.TrainerCallback):
             UnsupportedError: names the argument of the Trainer that lohan does not support.
         """
         trainer = _trainer_args.calling_trainer()
-        if self._is_zeroth:
-            _zo_trainer.check(args, trainer, _trainer_args.OPTIMIZERS)
-        _trainer_args.check_args(args, trainer)
+        _trainer_args.check_args(args, trainer, self._config, is_zeroth=self._is_zeroth)
         if self._training is not None:
             raise UnsupportedError(
                 "this lohan.TrainerCallback has already trained with another Trainer: create a new"
@@ -186,13 +184,6 @@ class TrainerCallback(transformers.TrainerCallback):
         trainer.train = functools.partial(self._train, trainer.train)
         self._group = None
         if args.world_size > 1:
-            if self._config.share == "on" and args.load_best_model_at_end:
-                raise UnsupportedError(
-                    "load_best_model_at_end=True changes parameters after the training, while other"
-                    " processes read them (Parallel(share=True)): leave it out, and load the folder"
-                    " trainer.state.best_model_checkpoint with from_pretrained(), or leave share="
-                    " out"
-                )
             self._group = _trainer_world.Group(trainer, self._directories(), self._config)
             trainer._save_checkpoint = functools.partial(self._save, trainer._save_checkpoint)
 

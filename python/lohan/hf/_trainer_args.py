@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import transformers
 
-from lohan.config import SCHEDULES_AT_STEP
+from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import UnsupportedError
 from lohan.session._optim import DEFAULTS, RULE, check_rule
 from lohan.world._rendezvous import process_count
@@ -50,75 +52,158 @@ def calling_trainer() -> Any:
     )
 
 
-def check_args(args: Any, trainer: Any) -> None:
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a Trainer asks for.
+
+    Attributes:
+        args: its TrainingArguments.
+        trainer: the Trainer.
+        config: the settings of its session.
+        is_zeroth: whether it trains without backward.
+    """
+
+    args: Any
+    trainer: Any
+    config: Config
+    is_zeroth: bool = False
+
+    @property
+    def optim(self) -> str:
+        """The name of the optimizer."""
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the Trainer was given an optimizer, or its class."""
+        trainer = self.trainer
+        return trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+
+    @property
+    def process_count(self) -> int:
+        """The number of processes of the run."""
+        return process_count()
+
+    @property
+    def plan(self) -> Any:
+        """The axes of processes that accelerate was given, or None."""
+        return getattr(self.trainer.accelerator, "parallelism_config", None)
+
+
+# Whether a Trainer asks for something, and the message that refuses it; {f...} is one of the facts.
+_Row = tuple[Callable[[Asked], Any], str]
+
+
+def _of_placing(name: str) -> _Row:
+    return (
+        lambda f: getattr(f.args, name, None),
+        f"{name}= places parameters and optimizer states itself, as lohan does: omit either"
+        f" {name}= or the callback",
+    )
+
+
+def _of_launch(name: str) -> _Row:  # a configuration of `accelerate launch` sets it, too
+    return (
+        lambda f: getattr(f.trainer, f"is_{name}_enabled", False),
+        f"accelerate was started with {name}, which places parameters and optimizer states itself,"
+        " as lohan does: leave it out of the configuration of `accelerate launch`",
+    )
+
+
+def _of_evaluation(name: str) -> _Row:
+    return (
+        lambda f: getattr(f.args, name, False),
+        f"{name}=True changes the dtype of the parameters, which are in the store: leave it out;"
+        " evaluation already runs under the autocast of bf16= or fp16=",
+    )
+
+
+def _of_axis(name: str) -> _Row:
+    return (
+        lambda f: f.plan is not None and getattr(f.plan, name, 1) > 1,
+        f"{name}={{f.plan.{name}}} in parallelism_config divides a model or its batches among"
+        " processes, but with lohan each process trains the whole model on batches of its own:"
+        " leave it out",
+    )
+
+
+_ROWS: tuple[_Row, ...] = (
+    # What needs a backward or an optimizer.
+    (
+        lambda f: f.is_zeroth and f.process_count > 1,
+        'WORLD_SIZE is {f.process_count}, but a Trainer with method="mezo" trains in one process:'
+        " call model.zo_step() in your own training loop, which works in several",
+    ),
+    (
+        lambda f: f.is_zeroth and f.args.load_best_model_at_end,
+        'load_best_model_at_end=True: with method="mezo" only steps can change parameters. Leave it'
+        ' out. With save_strategy="best" and metric_for_best_model=, the best checkpoint is kept,'
+        " and from_pretrained(trainer.state.best_model_checkpoint) loads it",
+    ),
+    (
+        lambda f: f.is_zeroth and f.has_optimizer,
+        "optimizers= and optimizer_cls_and_kwargs= of the Trainer cannot be used with"
+        ' method="mezo", which has its own update rule: leave them out, and set the learning rate'
+        " and weight decay in TrainingArguments",
+    ),
+    (
+        lambda f: f.is_zeroth and f.optim not in OPTIMIZERS,
+        'optim={f.optim!r} cannot be used with method="mezo", which has its own update rule: leave'
+        " optim out",
+    ),
+    # What changes parameters where lohan does not see it.
+    (
+        lambda f: f.args.torch_compile,
+        "torch_compile=True is not supported: lohan loads and evicts parameters during a step,"
+        " which torch.compile cannot trace. Leave torch_compile out",
+    ),
+    *map(_of_placing, ("deepspeed", "fsdp")),
+    *map(_of_evaluation, ("bf16_full_eval", "fp16_full_eval")),
+    # What several processes cannot do, and processes that the Trainer does not know.
+    *map(_of_launch, ("deepspeed", "fsdp")),
+    (
+        lambda f: f.args.world_size != f.process_count,
+        "WORLD_SIZE is {f.process_count}, but the Trainer runs in {f.args.world_size} process(es):"
+        " start the script with torchrun, which sets RANK, LOCAL_RANK and the other variables that"
+        " the Trainer needs",
+    ),
+    *map(_of_axis, ("tp_size", "cp_size", "sp_size")),
+    (
+        lambda f: f.args.world_size > 1 and f.args.enable_jit_checkpoint,
+        "enable_jit_checkpoint=True saves when a process receives SIGTERM, so several processes"
+        " would save different steps: leave it out, or start one process",
+    ),
+    (
+        lambda f: (
+            f.args.world_size > 1 and f.config.share == "on" and f.args.load_best_model_at_end
+        ),
+        "load_best_model_at_end=True changes parameters after the training, while other processes"
+        " read them (Parallel(share=True)): leave it out, and load the folder"
+        " trainer.state.best_model_checkpoint with from_pretrained(), or leave share= out",
+    ),
+    (
+        lambda f: f.args.n_gpu > 1,
+        "the Trainer would run on {f.args.n_gpu} GPUs (DataParallel); lohan trains on one: set"
+        " CUDA_VISIBLE_DEVICES=0",
+    ),
+    (
+        lambda f: not f.has_optimizer and f.optim not in OPTIMIZERS,
+        "optim={f.optim!r} is not supported: lohan runs AdamW in fp32, on SSD. Use"
+        f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default",
+    ),
+)
+
+
+def check_args(args: Any, trainer: Any, config: Config, *, is_zeroth: bool) -> None:
     """Reject arguments that lohan does not support.
 
     Raises:
         UnsupportedError: names the argument, the reason, and what to do instead.
     """
-    if args.torch_compile:
-        raise UnsupportedError(
-            "torch_compile=True is not supported: lohan loads and evicts parameters during a step,"
-            " which torch.compile cannot trace. Leave torch_compile out"
-        )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise UnsupportedError(
-                f"{name}= places parameters and optimizer states itself, as lohan does: omit either"
-                f" {name}= or the callback"
-            )
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name, False):
-            raise UnsupportedError(
-                f"{name}=True changes the dtype of the parameters, which are in the store: leave it"
-                " out; evaluation already runs under the autocast of bf16= or fp16="
-            )
-    check_processes(args, trainer)
-    if args.n_gpu > 1:
-        raise UnsupportedError(
-            f"the Trainer would run on {args.n_gpu} GPUs (DataParallel); lohan trains on one: set"
-            " CUDA_VISIBLE_DEVICES=0"
-        )
-    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    optim = getattr(args.optim, "value", args.optim)
-    if not is_given and optim not in OPTIMIZERS:
-        raise UnsupportedError(
-            f"optim={str(optim)!r} is not supported: lohan runs AdamW in fp32, on SSD. Use"
-            f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default"
-        )
-
-
-def check_processes(args: Any, trainer: Any) -> None:
-    """Reject what several processes cannot do, and processes that the Trainer does not know.
-
-    Raises:
-        UnsupportedError: names the argument or the variable, and what to do instead.
-    """
-    for name in ("deepspeed", "fsdp"):  # a configuration of `accelerate launch` sets them, too
-        if getattr(trainer, f"is_{name}_enabled", False):
-            raise UnsupportedError(
-                f"accelerate was started with {name}, which places parameters and optimizer states"
-                " itself, as lohan does: leave it out of the configuration of `accelerate launch`"
-            )
-    if args.world_size != process_count():
-        raise UnsupportedError(
-            f"WORLD_SIZE is {process_count()}, but the Trainer runs in {args.world_size}"
-            " process(es): start the script with torchrun, which sets RANK, LOCAL_RANK and the"
-            " other variables that the Trainer needs"
-        )
-    plan = getattr(trainer.accelerator, "parallelism_config", None)
-    for kind in ("tp", "cp", "sp"):
-        if plan is not None and getattr(plan, f"{kind}_size", 1) > 1:
-            raise UnsupportedError(
-                f"{kind}_size={getattr(plan, f'{kind}_size')} in parallelism_config divides a model"
-                " or its batches among processes, but with lohan each process trains the whole"
-                " model on batches of its own: leave it out"
-            )
-    if args.world_size > 1 and args.enable_jit_checkpoint:
-        raise UnsupportedError(
-            "enable_jit_checkpoint=True saves when a process receives SIGTERM, so several processes"
-            " would save different steps: leave it out, or start one process"
-        )
+    asked = Asked(args, trainer, config, is_zeroth)
+    for is_so, text in _ROWS:
+        if is_so(asked):
+            raise UnsupportedError(text.format(f=asked))
 
 
 def prepare_alone(accelerator: Any) -> None:

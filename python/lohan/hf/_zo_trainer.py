@@ -30,7 +30,6 @@ from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
 from lohan.opening._combination import METHODS, OF_METHOD
 from lohan.store import _store
-from lohan.world._rendezvous import process_count
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -64,42 +63,6 @@ def is_asked(settings: Mapping[str, Any]) -> bool:
         if name in settings and method != "mezo":
             raise ModelError(f'{name}= is only valid with method="mezo"')
     return bool(method == "mezo")
-
-
-def check(args: Any, trainer: Any, optimizers: tuple[str, ...]) -> None:
-    """Reject arguments of a Trainer that need a backward or an optimizer.
-
-    Args:
-        args: the TrainingArguments.
-        trainer: the Trainer.
-        optimizers: the values of optim= that are accepted and ignored.
-
-    Raises:
-        UnsupportedError: names the argument, the reason, and what to do instead.
-    """
-    if process_count() > 1:
-        raise UnsupportedError(
-            f'WORLD_SIZE is {process_count()}, but a Trainer with method="mezo" trains in one'
-            " process: call model.zo_step() in your own training loop, which works in several"
-        )
-    if args.load_best_model_at_end:
-        raise UnsupportedError(
-            'load_best_model_at_end=True: with method="mezo" only steps can change parameters.'
-            ' Leave it out. With save_strategy="best" and metric_for_best_model=, the best'
-            " checkpoint is kept, and from_pretrained(trainer.state.best_model_checkpoint) loads it"
-        )
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        raise UnsupportedError(
-            "optimizers= and optimizer_cls_and_kwargs= of the Trainer cannot be used with"
-            ' method="mezo", which has its own update rule: leave them out, and set the learning'
-            " rate and weight decay in TrainingArguments"
-        )
-    optim = getattr(args.optim, "value", args.optim)
-    if optim not in optimizers:
-        raise UnsupportedError(
-            f'optim={str(optim)!r} cannot be used with method="mezo", which has its own update'
-            " rule: leave optim out"
-        )
 
 
 def asked(args: Any, made: torch.optim.Optimizer, *, resumes: bool) -> dict[str, Any]:

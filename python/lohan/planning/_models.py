@@ -390,8 +390,7 @@ def load(
     name = _hub.own_name(name)
     is_class = name.isidentifier() and name[0].isupper()
     if (name in _shapes.MIXTURES or name in _shapes.DIFFUSION) and min(batch, seq) >= 1:
-        if loss != "logits" and not _sketch.has_head(_shapes.ALL[name]):
-            raise UnsupportedError(f"{name} has no head with logits: leave loss= out")
+        _sketch.check_loss(name, _shapes.ALL[name], loss)
         return _sketch.of_config(_shapes.ALL[name], name, batch, seq, loss)
     if (name in _COUNTED or is_class) and min(batch, seq) >= 1:
         return _from_transformers(name, None, batch, seq, loss)

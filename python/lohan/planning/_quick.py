@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from lohan.errors import MachineError, UnsupportedError
+from lohan.errors import MachineError
 from lohan.planning import _base, _hub, _plan, _policies, _sketch
 from lohan.planning._pieces import capacity_check
 
@@ -76,8 +76,7 @@ def sketch(
             return None
         model = _plan.named_model(name, batch=batch, seq=seq, loss=loss)
     else:
-        if loss != "logits" and not _sketch.has_head(config):
-            raise UnsupportedError(f"{name} has no head with logits: leave loss= out")
+        _sketch.check_loss(name, config, loss)
         if "text_config" in config and "vocab_size" not in config and "projection_dim" in config:
             return None  # towers of images and texts, as CLIP's
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from lohan.errors import MachineError
+from lohan.errors import MachineError, UnsupportedError
 from lohan.planning import _plan, _shapes
 from lohan.planning._plan import HALF_BYTES, Block, Layer, Model
 
@@ -222,6 +222,16 @@ def of_config(config: dict[str, Any], name: str, batch: int, seq: int, loss: str
 def has_head(config: dict[str, Any]) -> bool:
     """Return whether a model predicts entries of a vocabulary, so that its loss has logits."""
     return "vocab_size" in config or "vocab_size" in (config.get("text_config") or {})
+
+
+def check_loss(name: str, config: dict[str, Any], loss: str) -> None:
+    """Reject a loss of a head that a model does not have.
+
+    Raises:
+        UnsupportedError: the loss is that of a head with logits, and the model has none.
+    """
+    if loss != "logits" and not has_head(config):
+        raise UnsupportedError(f"{name} has no head with logits: leave loss= out")
 
 
 def longest(config: dict[str, Any]) -> int | None:
