@@ -133,7 +133,7 @@ WIDE_ROWS = pairwise.covering(WIDE, set(REFUSED), SEED, [STREAMED])
 
 
 def _quick_parts(row: Row) -> set[Any]:
-    """Return each choice, activations with schedules, and each place with what it keeps in memory."""
+    """Return each choice, activations with schedules, and places with what they keep in memory."""
     place, activations = row["world"][0], row["activations"]
     main = {(activations, row["schedule"]), (place, activations == "keep")}
     return set(row.items()) | main

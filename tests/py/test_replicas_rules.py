@@ -71,6 +71,30 @@ def test_a_gradient_that_one_process_changed_is_rejected_and_the_step_forgotten_
     assert told[0][2] == told[1][2]
 
 
+@pytest.mark.parametrize("way", ["replicas", "divided"])
+def test_a_state_too_large_for_a_commit_in_one_process_is_an_error_before_any_closes_the_step(
+    tmp_path: pathlib.Path, way: str
+) -> None:
+    store = str(tmp_path / "run")
+    whole = run(tmp_path, 1, world_adamw.train, str(tmp_path / "whole"), 3)[0]
+    found = run(tmp_path, 2, world_commits.register_too_much, store, **world_adamw.WAYS[way])
+    zero, one = (said for said, _ in found)
+    assert zero.startswith("PeerStepError: rank 1 (host") and "discarded step 3" in zero, zero
+    assert one.startswith("UnsupportedError: the registered states take"), one
+    assert [states for _, states in found] == [whole[1]] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_wrap_that_fails_in_one_process_gives_the_model_of_each_its_values(
+    tmp_path: pathlib.Path, who: int
+) -> None:
+    found = run(tmp_path, 2, world_commits.fail_in_wrap, str(tmp_path / "run"), who)
+    for rank, each in enumerate(found):
+        for said, has_values in each:
+            expected = "ArithmeticError: " if rank == who else ""
+            assert said.startswith(expected) and has_values, (rank, each)
+
+
 def test_a_close_that_was_interrupted_before_its_commit_can_only_be_repeated(
     tmp_path: pathlib.Path,
 ) -> None:

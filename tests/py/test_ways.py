@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import world_adamw
+import world_commits
 from test_world_ends import KILLS, kill_each
 from world_adamw import GATHERED, WAYS
 from world_helper import run
@@ -30,14 +31,18 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("way", "where", "count"),
     [
         ("replicas", "backward", 2),
+        ("replicas", "between", 2),
         ("replicas", "step", 2),
         ("divided", "backward", 2),
         ("divided", "backward", 3),
+        ("divided", "between", 2),
         ("divided", "step", 2),
         ("shared", "backward", 2),
         ("shared", "backward", 3),
+        ("shared", "between", 3),
         ("shared", "step", 3),
         ("machines", "backward", 4),
+        ("machines", "between", 4),
         ("machines", "step", 4),
     ],
 )
@@ -48,9 +53,35 @@ def test_a_step_that_fails_in_one_process_is_forgotten_in_all(
     found = run(tmp_path, count, world_adamw.fail_once, store, where, **WAYS[way])
     assert [each[1] for each in found] == [one(world_adamw.train, 4)[1]] * count
     assert found[1][0] == ["ValueError: this batch is bad"]
-    failed = "the backward of rank 1 (host" if where == "backward" else "rank 1 (host"
+    failed = "rank 1 (host" if where == "step" else "the backward of rank 1 (host"
     for (said,), _ in (found[0], *found[2:]):
         assert said.startswith(f"PeerStepError: {failed}") and "step 3" in said
+
+
+@pytest.mark.parametrize(
+    ("way", "who", "count"),
+    [
+        ("replicas", 1, 2),
+        ("divided", 1, 2),
+        ("shared", 0, 2),
+        ("shared", 1, 3),
+        pytest.param("machines", 2, 4, marks=pytest.mark.slow),
+        pytest.param("machines", 3, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_fails_while_the_others_close_a_step_is_named_at_once(
+    tmp_path: pathlib.Path, way: str, who: int, count: int
+) -> None:
+    store = str(tmp_path / "run")
+    fails = world_commits.fail_alone_in_a_close
+    for rank, said in enumerate(run(tmp_path, count, fails, store, who, **WAYS[way])):
+        if rank == who:
+            assert said[0].startswith("ArithmeticError") and said[1].startswith("StepError"), said
+        else:
+            assert f"rank {who} (host" in said[0] and "in step() of step 3" in said[0], said
+            assert said[0].startswith("PeerStepError: "), said
+    found = run(tmp_path, count, world_adamw.resume_for, store, 4, **WAYS[way])
+    assert found == [found[0]] * count
 
 
 @pytest.mark.parametrize("way", ["replicas", "divided", "shared"])

@@ -18,6 +18,7 @@ from kit import WideGradient
 from lohan.common._inside import inside
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
+from patience import HUNG_S
 from torch import nn
 from world_worker import WIDTH, Model, rank_and_count
 
@@ -335,7 +336,7 @@ def _interrupted(*args: Any) -> None:
 
 
 def fail_once(store: str, where: str, who: int = 1) -> tuple[list[str], str]:
-    """One rank fails once, in the middle of a backward or before step(); all continue."""
+    """One rank fails once, in or after its first backward or before step(); all continue."""
     rank, _ = rank_and_count()
     _gradient_pieces.PIECE_BYTES = 20_000
     model = wrapped(store)
@@ -350,7 +351,11 @@ def fail_once(store: str, where: str, who: int = 1) -> tuple[list[str], str]:
         if is_bad and where == "backward":
             handle = model.layers[1].weight.register_hook(fail)
         try:
-            one_step(model, before_step=fail if is_bad and where == "step" else None)
+            one_step(
+                model,
+                before_step=fail if is_bad and where == "step" else None,
+                between=fail if is_bad and where == "between" else lambda: None,
+            )
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
             model.optimizer.zero_grad()
@@ -379,7 +384,7 @@ def discard(store: str) -> str:
 def backwards_differ(store: str, who: int, calls: str) -> str:
     """One rank calls this instead of its last backward."""
     rank, count = rank_and_count()
-    model = wrapped(store, peer_timeout_s=3)
+    model = wrapped(store, peer_timeout_s=HUNG_S)
     try:
         for _ in range(3):
             for number in range(rank, BATCHES - count * (rank == who), count):

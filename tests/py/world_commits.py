@@ -10,12 +10,18 @@ import re
 import signal
 import threading
 import time
+import unittest.mock
 from typing import Any
 
 import lohan
 import torch
 from lohan.common._inside import inside
 from lohan.errors import BudgetError, LohanError
+from lohan.opening import _attached
+from lohan.opening._opening import Opening
+from lohan.session import _opened
+from lohan.session._training import Training
+from patience import HUNG_S
 from safetensors.torch import save_file
 from world_adamw import (
     BATCHES,
@@ -54,6 +60,36 @@ def stop_between_commits(store: str) -> int:
     with contextlib.suppress(LohanError):
         model.lohan.close()
     return step
+
+
+def fail_alone_in_a_close(store: str, who: int) -> list[str]:
+    """One process fails after all have agreed on step 3, and tries to discard and repeat it.
+
+    Returns:
+        The errors, of which the last ends the session.
+    """
+    model, said = wrapped(store, peer_timeout_s=HUNG_S), []
+    agree = inside(model).peers._agree
+
+    def fail(unscale: float) -> Any:
+        agree(unscale)
+        if model.lohan.step == 2:
+            raise ArithmeticError
+
+    if rank_and_count()[0] == who:
+        inside(model).peers._agree = fail
+    for _ in range(4):
+        try:
+            one_step(model)
+            continue
+        except (ArithmeticError, LohanError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        if rank_and_count()[0] != who or len(said) == 2:
+            break
+        model.optimizer.zero_grad()
+    with contextlib.suppress(LohanError):
+        model.lohan.close()
+    return said
 
 
 def change_a_gradient(store: str, who: int) -> tuple[str, int, str]:
@@ -234,6 +270,62 @@ def unwrap_with_states(store: str) -> tuple[str, int]:
         for value in (param.detach(), state["exp_avg"], state["exp_avg_sq"]):
             found.update(value.contiguous().numpy().tobytes())
     return found.hexdigest(), int(state["step"])
+
+
+def fail_in_wrap(store: str, who: int) -> list[tuple[str, bool]]:
+    """Wrap models, each time with another part of wrap() that fails in one process.
+
+    Returns:
+        The errors, and whether the model had its values afterwards.
+    """
+    rank, count = rank_and_count()
+    found = []
+    for number, (owner, name) in enumerate(
+        [(Opening, "_session"), (Training, "adopt"), (_opened, "extend"), (_attached, "attach")]
+    ):
+        model: Any = build()
+        settings = {"lr": 1e-3, "accumulate": BATCHES // count, "share": "on"}
+
+        def fail(*args: Any, **keywords: Any) -> None:
+            raise ArithmeticError("this part fails")
+
+        said = ""
+        with unittest.mock.patch.object(owner, name, fail if rank == who else getattr(owner, name)):
+            try:
+                lohan.wrap(model, store=f"{store}-{number}", peer_timeout_s=60, **settings)
+            except (ArithmeticError, LohanError) as error:
+                said = f"{type(error).__name__}: {error}"
+        same = zip(model.parameters(), build().parameters(), strict=True)
+        found.append((said, all(torch.equal(one, other) for one, other in same)))
+    return found
+
+
+class _Growing:
+    """An object whose state is too large for a commit in the third step."""
+
+    size = 1
+
+    def state_dict(self) -> dict[str, str]:
+        return {"data": "x" * self.size}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        raise AssertionError
+
+
+def register_too_much(store: str) -> tuple[str, str]:
+    """One process has a registered state that is too large once; return the error and states."""
+    model, registered, said = wrapped(store), _Growing(), ""
+    model.lohan.register("growing", registered)
+    for attempt in range(4):
+        registered.size = 1 << 17 if attempt == 2 and rank_and_count()[0] == 1 else 1
+        try:
+            one_step(model)
+        except LohanError as error:
+            said = f"{type(error).__name__}: {error}"
+            model.optimizer.zero_grad()
+    found = said, states_digest(model)
+    model.lohan.close()
+    return found
 
 
 class Shifted(torch.nn.Module):

@@ -259,10 +259,10 @@ class Opening:
         before = [param.tensor for param in self.layout.params]
         undo.push(self._note)
         undo.callback(self._put_back, before)
+        if self._is_read:
+            undo.callback(self._keep, [param.tensor.data for param in self.in_memory])
         try:
             with contextlib.ExitStack() as parts:  # what the session does not own yet
-                if self._is_read:
-                    parts.callback(self._keep, [param.tensor.data for param in self.in_memory])
                 if self.shared.is_mate:
                     store = self._follow(parts)
                 elif request.is_resumed:

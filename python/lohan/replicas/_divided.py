@@ -38,7 +38,6 @@ class Divided(Whole):
 
     def __init__(self) -> None:
         self._present: set[int] | None = None  # parameters with gradients, once all have said so
-        self._closing = 0  # the step that all have agreed to close
 
     def join(self, peers: Replica) -> Exchange:
         """Connect to the other processes, and return the exchange of gradients."""
@@ -71,21 +70,9 @@ class Divided(Whole):
                 if not session.layout.units[session.layout.params[index].unit].has_states:
                     session.engine.given_expect(index)
 
-    def agreed(self) -> None:
-        """Handle that all processes close the open step."""
-        self.learn()
-        self._closing = self.peers.session.step + 1
-
-    def closing_begins(self) -> None:
-        """Handle the start of step()."""
-        self._closing = 0
-
     def closing_failed(self) -> None:
-        """Let the engine not wait for values that will not come, if it has closed the step."""
-        session = self.peers.session
-        if self._closing and not session.engine.is_forked() and session.step >= self._closing:
-            self.peers.exchange.give_up()
-            session.engine.given_never()
+        """Let the engine not wait for values that will not come."""
+        self.peers.session.engine.given_never()
 
     def square_sum(self) -> float:
         """Return the sum of squares over all processes, with the bits of one process."""

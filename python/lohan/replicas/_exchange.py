@@ -15,7 +15,8 @@ must not wait: it gets further buffers.
 [Note: A backward that fails] The last piece waits for the end of the backward, and says whether its
 sender's backward has failed. Those that add it learn so who has failed, and tell the others: mates,
 and with divided states most processes. So all processes end a backward in the same way, and none
-begins another one whose pieces nobody would take.
+begins another one whose pieces nobody would take. A process that discards a step before its
+last backward takes part in the next one, too, as one that has failed: the others may wait there.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Exchange:
         is_open: whether the exchange of a backward is in progress.
         on_wait: called with True when a thread begins to wait for other processes, then with False.
         rounds: the number of backwards that have ended, which all processes count alike.
+        has_failed: whether a backward of the open step has failed in any process.
         wire: the connections to the other processes.
     """
 
@@ -157,6 +159,7 @@ class Exchange:
     def forget(self) -> None:
         """Begin the next step, or begin the open step again."""
         self.is_open = False  # a backward's exchange is in progress
+        self.has_failed = False
         self._micro = 0
         self._summed: set[int] = set()  # parameters that have a sum of earlier backwards
 
@@ -177,9 +180,14 @@ class Exchange:
             return Traffic(self._sent_bytes, self._received_bytes, busy_ns, self._peer_wait_ns)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of the open step were exchanged."""
+        return self._micro > 0
+
+    @property
     def has_begun(self) -> bool:
         """Whether gradients of the open step were exchanged, and none was given up."""
-        return self._micro > 0 and not (self._is_broken or self._is_closed)
+        return self.has_gradients and not (self._is_broken or self._is_closed)
 
     @property
     def summed(self) -> set[int]:
@@ -219,9 +227,15 @@ class Exchange:
             if self._sends == 0:
                 self._send_busy_ns += now - self._sends_since
 
-    def give_up(self) -> None:
-        """Refuse further steps: other messages are still on their way."""
+    def give_up(self, error: BaseException, what: str) -> None:
+        """Refuse further steps, and tell the other processes, which may wait for this one.
+
+        Args:
+            error: the error.
+            what: what it has ended.
+        """
         self._is_broken = True
+        self._world.fail(error, what)
 
     def take_order(self) -> None:
         """Use the order in which rank 0's gradients came, from the next step on.
@@ -306,17 +320,32 @@ class Exchange:
         self.is_open = False
         self._sequence += self._routes.tag_count + 1
         self.rounds += 1
+        self._world.backwards = self.rounds
         self._micro += 1
+        self.has_failed = failed or bool(self._failed)
         self._summed |= self._present
         if failed:
             return
         if self._failed:
             who = ", ".join(self._world.name(rank) for rank in sorted(self._failed))
             raise PeerStepError(
-                f"the backward of {who} failed in {what}. All processes have forgotten the step,"
-                " and the parameters are unchanged: continue with model.optimizer.zero_grad()"
+                f"the backward of {who} failed in {what}, or was left out. All processes have"
+                " forgotten the step, and the parameters are unchanged: continue with"
+                " model.optimizer.zero_grad()"
             )
         self._world.say(f"after a backward of step {self._step + 1}")
+
+    def leave_out(self, step: int) -> None:
+        """Take part in a backward that the others may have begun, as one that has failed.
+
+        Args:
+            step: the step that is open, from 0.
+
+        Raises:
+            The errors of finish().
+        """
+        self._enter(step)
+        self.finish(failed=True)
 
     def _hear(self, teller: int, what: str) -> None:
         """Wait until the teller says which backwards have failed. All pieces have come before."""
@@ -487,8 +516,8 @@ class Exchange:
         self.on_wait(True)
         try:
             self._wait_for(is_done, what)
-        except LohanError:
-            self._is_broken = True
+        except LohanError as error:
+            self.give_up(error, what)
             raise
         finally:
             self.on_wait(False)

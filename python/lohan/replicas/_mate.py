@@ -81,20 +81,16 @@ class Mate(Replica):
 
     def has_gradients(self) -> bool:
         """Return whether the owner has gradients of this process."""
-        return self.exchange.has_begun
+        return self.exchange.has_gradients
 
-    def close_step(self, unscale: float) -> None:
+    def _close_step(self, unscale: float) -> None:
         """Wait until the owner has closed the open step; see [Note: A mate's step]."""
         session = self.session
-        session.check_open()
-        session.forwards.refuse_other_thread("step()")
         self._refuse_edited()
-        if not (self.exchange.has_begun or self.exchange.is_open):
+        if not (self.exchange.has_gradients or self.exchange.is_open):
             session.open_step.backward = "none"
             return
         self._check_alone()
-        for extension in session.extensions:
-            extension.step_begins(session)
         self._agree(unscale)
         if session.open_step.needs_norm and self._ends_at_norm(unscale):
             self.abort_ended()

@@ -25,7 +25,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lohan.common._stats import ReplicaStats, Traffic
-from lohan.errors import LohanError, PeerStepError, StepError, UnsupportedError
+from lohan.errors import (
+    HyperParameterError,
+    LohanError,
+    NonFiniteError,
+    PeerStepError,
+    StepError,
+    UnsupportedError,
+)
 from lohan.layout._block import parts_of
 from lohan.replicas._gather import Gather
 from lohan.replicas._whole import Whole
@@ -82,6 +89,7 @@ class Replica(Alone):
         self._states = states
         self._gather: Gather | None = None  # with gather="shards"
         self._gather_wait_ms = 0  # how long a thread waits for a process that does not gather
+        self._closing = 0  # the step that all have agreed to close, in step()
         self._is_discarded = False  # whether the others know that the open step is forgotten
         self._has_edited = False  # a refused change of parameters that others may have read
         # A snapshot has begun since the last commit that it may have held back.
@@ -205,10 +213,13 @@ class Replica(Alone):
             self._states.backward_ended()
         return False
 
-    def _exchange_finish(self, *, failed: bool = False) -> None:
+    def _exchange_finish(self, *, failed: bool = False, begins: bool = False) -> None:
         """Wait until the gradients of all processes are added; see Exchange.finish()."""
         try:
-            self.exchange.finish(failed=failed)
+            if begins:
+                self.exchange.leave_out(self.session.step)
+            else:
+                self.exchange.finish(failed=failed)
         finally:
             if self._gather is not None:
                 self.session.engine.gather_round(self.exchange.rounds)
@@ -217,16 +228,32 @@ class Replica(Alone):
 
     def close_step(self, unscale: float) -> None:
         """Close the open step in all processes, once they agree on it."""
-        self._states.closing_begins()
+        self._closing = 0
         try:
             self._close_step(unscale)
-        except BaseException:
-            self._states.closing_failed()
+        except BaseException as error:
+            if self._closing:
+                self._closing_failed(error)
             raise
+
+    def _closing_failed(self, error: BaseException) -> None:
+        """Tell the others, which close the step, that this process cannot: no step may follow.
+
+        Hyper-parameters that are invalid, and a norm that is not finite, are the same in all of
+        them: all raise that error, and can discard the step.
+        """
+        session = self.session
+        if session.engine.is_forked():
+            return
+        is_closed = session.step >= self._closing
+        if isinstance(error, HyperParameterError | NonFiniteError) and not is_closed:
+            return
+        self.exchange.give_up(error, f"step() of step {self._closing}")
+        if is_closed:
+            self._states.closing_failed()
 
     def _close_step(self, unscale: float) -> None:
         session = self.session
-        session.check_open()
         self._refuse_edited()
         every = session.config.commit_steps  # a number that is chosen now is for the next steps
         has_gradients = self.has_gradients()
@@ -298,7 +325,6 @@ class Replica(Alone):
     def _check_alone(self) -> None:
         """Raise what can fail in this process alone, before the others are told that it closes."""
         session = self.session
-        session.forwards.refuse_other_thread("step()")
         if session.open_step.backward == "running":
             raise StepError(
                 "the backward of this step raised an exception: call"
@@ -331,6 +357,7 @@ class Replica(Alone):
             way_out = ": all processes must make the same changes. No process keeps the step"
             agree(self.world, what, facts, way_out)
         self.world.say(f"after {what}")
+        self._closing = session.step + 1
         self._states.agreed()
 
     def check_discarded(self, told: Sequence[bytes], what: str) -> None:
@@ -345,9 +372,13 @@ class Replica(Alone):
 
     def abort_begins(self) -> None:
         """Let all processes forget the open step: those that close it now raise an error."""
-        if self.exchange.is_open:
+        exchange = self.exchange
+        is_complete = self.session.open_step.accumulation.is_complete
+        if exchange.is_open:
             self._exchange_finish(failed=True)
-        if self.exchange.has_begun and not self._is_discarded:
+        elif exchange.has_begun and not (is_complete or exchange.has_failed or self._is_discarded):
+            self._exchange_finish(begins=True)  # [Note: A backward that fails] in _exchange.py
+        if exchange.has_begun and not self._is_discarded:
             self.world.exchange(_DISCARDED, f"step {self.session.step + 1}")
 
     def abort_ended(self) -> None:

@@ -41,11 +41,8 @@ class Whole:
         """Handle that all processes close the open step."""
         self.learn()
 
-    def closing_begins(self) -> None:
-        """Handle the start of step()."""
-
     def closing_failed(self) -> None:
-        """Handle a step() that raises an error."""
+        """Handle an error after the engine has closed a step."""
 
     def square_sum(self) -> float:
         """Return the sum of squares of the gradients that the engines have received."""

@@ -73,7 +73,11 @@ class Extension:
         """
 
     def step_begins(self, session: Training) -> None:
-        """Handle the start of step()."""
+        """Handle the start of step(), before other processes learn that this one closes a step.
+
+        Raises:
+            LohanError: this process cannot close the step; its gradients are kept.
+        """
 
     def state(self, session: Training) -> Mapping[str, Any]:
         """Return entries for the commit of the step that is being closed, as values for JSON."""

@@ -81,6 +81,7 @@ class Registered(Extension):
     def __init__(self, session: Training) -> None:
         self._session = session
         self._objects: dict[str, Any] = {}
+        self._taken: dict[str, str] = {}  # their states when step() was called
         self._found: dict[str, str] = {}  # states of the resumed commit that nobody has taken yet
         self._hypers: list[Hyper] = []  # the groups' hyper-parameters in it
 
@@ -178,12 +179,17 @@ class Registered(Extension):
             group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
             group["betas"] = (beta1, beta2)
 
-    def state(self, session: Training) -> Mapping[str, Any]:
-        """Return what a commit stores.
+    def step_begins(self, session: Training) -> None:
+        """Take the states for the commit of the step that is closed next.
 
         Raises:
             UnsupportedError: a state has become too large, or has values that cannot be loaded.
         """
+        if session.peers.has_gradients():
+            self._taken = self._states()
+
+    def state(self, session: Training) -> Mapping[str, Any]:
+        """Return what a commit stores."""
         if not self._objects:
             return {}
         if self._found:
@@ -193,7 +199,7 @@ class Registered(Extension):
                 " does not have them"
             )
             self._found = {}
-        return {"registered": self._states()}
+        return {"registered": self._taken}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Keep the states of the last commit for objects that will be registered.

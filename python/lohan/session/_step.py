@@ -126,15 +126,16 @@ class OpenStep:
         Args:
             unscale: a factor for the gradients, applied before clipping.
         """
-        self._peers.close_step(unscale)
-
-    def close_here(self, unscale: float) -> None:
-        """Close the open step in this process, once all processes agree on it."""
         session = self._session
         session.check_open()
         session.forwards.refuse_other_thread("step()")
         for extension in session.extensions:
             extension.step_begins(session)
+        self._peers.close_step(unscale)
+
+    def close_here(self, unscale: float) -> None:
+        """Close the open step in this process, once all processes agree on it."""
+        session = self._session
         if self.backward == "running" and not in_backward():
             raise StepError(
                 "the backward of this step raised an exception: call"

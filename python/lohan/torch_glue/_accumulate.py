@@ -17,6 +17,7 @@ class Accumulation:
     Attributes:
         is_on: whether gradients are summed.
         count: the number of the open step's backwards that produced gradients.
+        is_complete: whether the step has all of its backwards.
         is_given: whether the engine has received the sums, so that no backward can be added.
     """
 
@@ -29,7 +30,7 @@ class Accumulation:
     def reset(self) -> None:
         """Begin the next step."""
         self.count = 0
-        self._is_complete = False
+        self.is_complete = False
         self.is_given = False
 
     @property
@@ -41,9 +42,9 @@ class Accumulation:
         """Count a backward that produced gradients."""
         self.count += 1
         if self._accumulate == "manual":
-            self._is_complete = not self._is_no_sync
+            self.is_complete = not self._is_no_sync
         else:
-            self._is_complete = self.count >= self._accumulate
+            self.is_complete = self.count >= self._accumulate
 
     def check_may_add(self) -> None:
         """Reject a backward that cannot belong to the current step.
@@ -62,12 +63,12 @@ class Accumulation:
                 "a backward after the gradients of this step were clipped or unscaled: call"
                 " model.optimizer.step() first, and clip after the last backward"
             )
-        if self._is_complete and self._accumulate == "manual":
+        if self.is_complete and self._accumulate == "manual":
             raise SecondBackwardError(
                 "a backward outside model.no_sync() has completed this step: call"
                 " model.optimizer.step() first, or run the earlier backwards in model.no_sync()"
             )
-        if self._is_complete:
+        if self.is_complete:
             raise SecondBackwardError(
                 f"backward {self.count + 1} before optimizer.step(), but a step has"
                 f" {self._accumulate} (gradient_accumulation_steps={self._accumulate}): call"

@@ -132,7 +132,7 @@ class Watch:
         self._wanted: tuple[str, ...] = ()  # keys that an exchange waits for
         self.absent: frozenset[int] = frozenset()  # ended ranks whose key is not there
         self._next_keys: tuple[str, ...] = ()  # keys of the next exchange, while bytes are awaited
-        self.early: frozenset[int] = frozenset()  # other ranks whose next key is there
+        self.early: dict[int, bytes] = {}  # what other ranks have written to their next keys
         self._released: list[tuple[str, str]] = []  # keys to write, and their marks
         self._found: list[End] = []  # ends of others to record
         self._own_end: End | None = None  # why this process no longer takes part
@@ -184,7 +184,7 @@ class Watch:
 
     def look_for(self, keys: Sequence[str]) -> None:
         """Set the keys, one of each rank, that no process should have written yet."""
-        self.early = self.early if keys else frozenset()
+        self.early = self.early if keys else {}
         self._next_keys = tuple(keys)
 
     def ask(self) -> None:
@@ -336,7 +336,7 @@ class Watch:
                 self.absent = absent
         if keys := self._next_keys:
             found = [rank for rank, key in enumerate(keys) if self._store.check([key])]
-            self.early = frozenset(found) - {self._rank}
+            self.early = {r: self._store.get(keys[r]) for r in found if r != self._rank}
         if self._is_asked:
             self._is_asked = False
             values = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])

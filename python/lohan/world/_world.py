@@ -8,7 +8,9 @@ timeout if a process dies in the middle of it. A wait on the store ends when _wa
 process is gone, and the error says which. A call of the store can itself block if the network is
 down, so calls are made by a thread, and the caller stops waiting for the thread.
 
-[Note: Rounds] In round n each process writes x/n/RANK and waits for the keys of all. A process that
+[Note: Rounds] In round n each process writes x/n/RANK and waits for the keys of all. A message
+begins with the number of backwards whose gradients its process has exchanged, so that one that
+still waits for gradients knows whether they are on their way. A process that
 gives up writes a mark to the keys that are missing, which ends the wait of its own thread and of
 all others: a thread that still waits when the interpreter ends would end the process with an abort.
 
@@ -25,6 +27,7 @@ import json
 import os
 import queue
 import socket
+import struct
 import sys
 import threading
 import time
@@ -58,6 +61,8 @@ _SLICE_S = 0.1
 _LATE_S = 0.3
 _TEXT_MAX = 400
 _MESSAGE, _GIVEN_UP = b"+", "-"  # what a key begins with: see [Note: Rounds]
+_HEAD = struct.Struct("<cQ")  # _MESSAGE, and the number of backwards
+_LOOK_AFTER_S = 1.0  # how long a wait for gradients lasts before it looks for messages
 # How long an error of the store waits for the watch to find its cause.
 _CAUSE_S = 2.0
 # How long rank 0 stays after it has given up the meeting: two beats of each process, and a margin.
@@ -89,7 +94,10 @@ class World:
         rank: this process's rank.
         size: the number of processes, at least 2.
         peers: all processes, by rank.
+        backwards: how many exchanges of gradients this process has ended.
     """
+
+    backwards = 0
 
     def __init__(self, base: Any, rank: int, size: int, timeout_s: float) -> None:
         global _count
@@ -192,7 +200,7 @@ class World:
         """Hand a message to the thread, and wait for all messages or for a reason to give up."""
         if self._broken:
             raise StepError(f"{self._broken}: close the session, and restart all processes")
-        job = _Job(payload, self._number)
+        job = _Job(_HEAD.pack(_MESSAGE, self.backwards) + payload, self._number)
         self._number += 1
         self._broken = f"an exchange was interrupted ({what})"
         watch = self._watch
@@ -235,13 +243,13 @@ class World:
                 if self._store is None and not self._have_met(job):
                     continue
                 store, keys = self._store, self._keys(job.number)
-                store.set(keys[self.rank], _MESSAGE + job.payload)
+                store.set(keys[self.rank], job.payload)
                 if self._watch is None and not self._has_polled(keys, job):
                     continue
                 store.wait(keys, _FOREVER)
                 values = store.multi_get(keys)
                 job.is_given_up = any(value[:1] != _MESSAGE for value in values)
-                job.values = [value[1:] for value in values]
+                job.values = [value[_HEAD.size :] for value in values]
                 if job.number > 0:  # whoever has written in this round has read the one before
                     store.delete_key(self._keys(job.number - 1)[self.rank])
             except Exception as error:
@@ -353,14 +361,27 @@ class World:
             if end is not None and (end.how != "closed" or seconds > self._timeout_s):
                 if seconds > _LATE_S:
                     raise self._end_error(end, what)
-            elif rank in watch.early and seconds > self._timeout_s:
+            elif rank in watch.early and self._is_past(watch.early[rank], seconds):
                 self._broken = "the processes are at different points of the program"
+                other = watch.early[rank][_HEAD.size :].partition(b"\0")[0].decode()
                 raise WorldMismatchError(
-                    f"{self.name(rank)} waits in another call, but {self.name(self.rank)} is at"
+                    f"{self.name(rank)} is at {other!r}, but {self.name(self.rank)} is at"
                     f" {what!r}: all processes must run the same number of backwards per step"
                 )
         longest = max(missing.values(), default=0.0)
-        watch.look_for(self._keys(self._number) if longest > SAY_AFTER_S / 2 else ())
+        watch.look_for(self._keys(self._number) if longest > _LOOK_AFTER_S else ())
+
+    def _is_past(self, message: bytes, seconds: float) -> bool:
+        """Return whether a process that has sent a message has left out what this one waits for.
+
+        Args:
+            message: the message.
+            seconds: for how long nothing has come from the process.
+        """
+        if seconds > self._timeout_s or message[:1] != _MESSAGE:
+            return seconds > self._timeout_s
+        their: int = _HEAD.unpack_from(message)[1]
+        return their <= self.backwards  # it has not ended the backward that this one waits in
 
     def check_here(self, ranks: Collection[int], what: str, *, may_close: bool = False) -> None:
         """Raise an error if one of several processes no longer takes part, or any is lost.
@@ -490,6 +511,18 @@ class World:
         return True
 
     # --- The end ----------------------------------------------------------------------------
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Tell the other processes that this one cannot continue, although its session is open.
+
+        Args:
+            error: the error.
+            what: what it has ended.
+        """
+        self._broken = self._broken or f"this process failed in {what}"
+        if self._watch is not None and not self._is_closed:
+            end = End(self.rank, "failed", _end_text(error, f"in {what}"))
+            self._watch.release(self._keys(self._number), _GIVEN_UP, end)
 
     def leave_after(self, step: int) -> None:
         """Tell the other processes that the session is closed, and why the program ends, if so."""
