@@ -65,17 +65,24 @@ def test_a_run_resumes_with_another_number_of_processes(
     assert (results[0][0], results[0][1], seen) == whole
 
 
-def test_a_resume_from_an_older_write_has_the_steps_of_the_journal(tmp_path: pathlib.Path) -> None:
+def test_a_run_goes_back_to_a_step_with_the_bits_of_one_that_stopped_there(
+    tmp_path: pathlib.Path,
+) -> None:
     store = str(tmp_path / "run")
     Settings(store, 6, {"write_every": 2}).run(tmp_path, 2)
-    resumed = Settings(store, 8, {"resume": "step 4"}).run(tmp_path, 2)
+    for step in (5, 4):  # the parameters of steps 6 and 4 were written
+        stopped = Settings(str(tmp_path / f"{step}"), step, {"write_every": 2}).run(tmp_path, 1)
+        resumed = Settings(store, step, {"resume": f"step {step}"}).run(tmp_path, 2)
+        assert [each[:2] for each in resumed] == [each[:2] for each in stopped] * 2
+    resumed = Settings(store, 8, {"resume": True}).run(tmp_path, 2)
     whole = Settings(str(tmp_path / "whole"), 8, {"write_every": 2}).run(tmp_path, 1)
     assert [each[:2] for each in resumed] == [each[:2] for each in whole] * 2
-    rows = [(store, 9, "float32", {"resume": "step 2"})]
-    ended = Group(tmp_path, 2, world_worker.train_all, rows).wait()
-    said = "cannot be opened at step 2; its intact steps are: 8 and "
-    assert any(each.error == "StoreError" and said in each.text for each in ended), ended
-    assert all(each.error in ("StoreError", "PeerStepError") for each in ended), ended
+    assert len(resumed[0][2]) == 4, "steps 5 to 8 are made again"
+    for step, said in ((2, "cannot go back to step 2: it has the"), (9, "its journal is 8")):
+        rows = [(store, 9, "float32", {"resume": f"step {step}"})]
+        ended = Group(tmp_path, 2, world_worker.train_all, rows).wait()
+        assert any(each.error == "StoreError" and said in each.text for each in ended), ended
+        assert all(each.error in ("StoreError", "PeerStepError") for each in ended), ended
 
 
 class Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.common import _meta, _storage_formats
+from lohan.common import _log, _meta, _storage_formats
 from lohan.config import Config
-from lohan.errors import ModelError, StoreMismatchError, UnsupportedError
+from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from lohan.journal import _journal
 from lohan.journal._journal import Journal
 from lohan.journal._zeroth import Rule
@@ -21,6 +22,7 @@ from lohan.journal._zo_run import PASS_POSITIONS, check_base, uuid_of
 from lohan.layout._in_place import Found
 from lohan.mezo import _zo_device, _zo_plan, _zo_replicas
 from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
+from lohan.store import _store
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Zeroth:
         moved: the parameters that the run trains. They require no gradient during the run.
         streams: the index of each trained parameter in the model, by its id. z is derived from it.
         firsts: the first element of experts' parts of a parameter, by the ids of the parts.
+        last: the step that a resumed run goes back to; None: its last.
         rule: the rule that the arguments of wrap() define; after resume(), the journal's rule.
         asked: the arguments of wrap(), with None for each one that was not given.
         device: "cpu", "emu" or "cuda".
@@ -68,6 +71,7 @@ class Zeroth:
     world: World | None = None
     run: str | None = None
     firsts: dict[int, int] = dataclasses.field(default_factory=dict)
+    last: int | None = None
 
     def split(self, apart: Apart) -> None:
         """Train the experts' parts of parameters that were split, each with its part of z."""
@@ -122,10 +126,36 @@ class Zeroth:
         """Start a new run. Its journal is created before any weight is written."""
         self.journal = Journal.create(directories[0], uuid_of(store), self.rule)
 
+    def go_back(self, directories: Sequence[str], config: Config, step: int) -> int:
+        """Let resume() go back to a step.
+
+        Returns:
+            The step to open the store at: the last one of those whose parameters it has, from
+            which the journal leads to the step.
+
+        Raises:
+            StoreError: there is none, or the store cannot be opened.
+        """
+        store = _store.open_existing(directories, config, read_only=True)
+        said = store.describe()
+        store.close()
+        written = sorted({int(said["older_step"]), int(said["step"])})
+        found = [each for each in written if each <= step]
+        if not found:
+            raise StoreError(
+                errno.EINVAL,
+                f"{directories[0]} cannot go back to step {step}: it has the parameters of"
+                f" {' and '.join(f'step {each}' for each in written)}, and its journal leads from"
+                f" there to later steps only. resume_step= takes a step from {written[0]} on",
+            )
+        self.last = step
+        return found[-1]
+
     def resume(self, directories: Sequence[str], store: _core.Store) -> None:
         """Open the journal of a run to resume it, and adopt the journal's rule.
 
         Raises:
+            StoreError: the run does not have the step to go back to.
             StoreMismatchError: wrap() got a different rule, or the journal is an old copy.
         """
         self.journal = Journal.open(_journal.place(directories), uuid_of(store))
@@ -156,6 +186,27 @@ class Zeroth:
                 " write parameters: leave it out, or start a new store"
             )
         self.write_every = was_every if every == "auto" else None if every == "never" else every
+        self._cut(directories, store)
+
+    def _cut(self, directories: Sequence[str], store: _core.Store) -> None:
+        """Remove the steps after the one to go back to from the journal, which is open."""
+        assert self.journal is not None
+        count, last = len(self.journal.records), self.last
+        if last is None or last == count:
+            return
+        if last > count:
+            raise StoreError(
+                errno.EINVAL,
+                f"{directories[0]} cannot be opened at step {last}: the last step of its journal"
+                f" is {count}",
+            )
+        self.journal.close()
+        _, kept = _journal.cut(directories, uuid_of(store), last)
+        self.journal = Journal.open(_journal.place(directories), uuid_of(store))
+        _log.note(
+            f"the run goes back from step {count} to step {last}; its previous journal is kept as"
+            f" {kept}"
+        )
 
     def keep_storage(self, meta: dict[str, Any]) -> None:
         """Adopt the storage format of the store that is resumed.

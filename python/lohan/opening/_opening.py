@@ -77,6 +77,9 @@ def wrapped(request: Request) -> nn.Module:
         undo.callback(_ties.restorer(model))
         shared = Shared(world, zeroth, config, request)
         store, open_at = shared.enter(request.store, request.is_resumed, request.open_at)
+        if zeroth is not None and open_at is not None and store is not None:
+            places = _directories.directories_of(store)
+            open_at = zeroth.go_back(places, shared.config, open_at)
         opening = _lay_out(request, shared, zeroth, store, open_at)
         opening.set_optimizer(apart.groups(request.params, model))
         session: Any = opening.open(undo)
