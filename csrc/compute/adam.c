@@ -36,21 +36,23 @@ struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, u
 /* All kernels, best first. */
 static const struct lh_adam_kernel kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", lh_adam_avx512, lh_adam_avx512_folding, lh_adam_avx512_roots, lh_adam_avx512_stored,
-     &lh_adam_states_avx512},
-    {"avx512_pclmul", lh_adam_avx512, lh_adam_avx512_pclmul, lh_adam_avx512_roots,
+    {"avx512", lh_adam_avx512, lh_rule_ref, lh_adam_avx512_folding, lh_adam_avx512_roots,
      lh_adam_avx512_stored, &lh_adam_states_avx512},
-    {"avx512_tiles", lh_adam_avx512, NULL, lh_adam_avx512_roots, lh_adam_avx512_stored,
+    {"avx512_pclmul", lh_adam_avx512, lh_rule_ref, lh_adam_avx512_pclmul, lh_adam_avx512_roots,
+     lh_adam_avx512_stored, &lh_adam_states_avx512},
+    {"avx512_tiles", lh_adam_avx512, lh_rule_ref, NULL, lh_adam_avx512_roots, lh_adam_avx512_stored,
      &lh_adam_states_avx512},
-    {"avx2", lh_adam_avx2, lh_adam_avx2_folding, lh_adam_avx2_roots, NULL, &lh_adam_states_avx2},
-    {"avx2_pclmul", lh_adam_avx2, lh_adam_avx2_pclmul, lh_adam_avx2_roots, NULL,
+    {"avx2", lh_adam_avx2, lh_rule_ref, lh_adam_avx2_folding, lh_adam_avx2_roots, NULL,
      &lh_adam_states_avx2},
-    {"avx2_tiles", lh_adam_avx2, NULL, lh_adam_avx2_roots, NULL, &lh_adam_states_avx2},
+    {"avx2_pclmul", lh_adam_avx2, lh_rule_ref, lh_adam_avx2_pclmul, lh_adam_avx2_roots, NULL,
+     &lh_adam_states_avx2},
+    {"avx2_tiles", lh_adam_avx2, lh_rule_ref, NULL, lh_adam_avx2_roots, NULL, &lh_adam_states_avx2},
 #elif defined(__aarch64__)
-    {"neon", lh_adam_neon, lh_adam_neon_folding, lh_adam_neon_roots, NULL, &lh_adam_states_neon},
-    {"neon_tiles", lh_adam_neon, NULL, lh_adam_neon_roots, NULL, &lh_adam_states_neon},
+    {"neon", lh_adam_neon, lh_rule_ref, lh_adam_neon_folding, lh_adam_neon_roots, NULL,
+     &lh_adam_states_neon},
+    {"neon_tiles", lh_adam_neon, lh_rule_ref, NULL, lh_adam_neon_roots, NULL, &lh_adam_states_neon},
 #endif
-    {"ref", lh_adam_ref, NULL, lh_adam_ref_roots, NULL, &lh_adam_states_ref},
+    {"ref", lh_adam_ref, lh_rule_ref, NULL, lh_adam_ref_roots, NULL, &lh_adam_states_ref},
 };
 
 /* The kernels that this machine can run. */

@@ -54,6 +54,7 @@
 
 #include "base/dtype.h"
 #include "compute/adam_states.h"
+#include "compute/rule.h"
 
 /*
  * The number of elements per tile where checksums are computed separately from the update: all
@@ -71,8 +72,12 @@ struct lh_adam_scalars {
     float step_size;    /* lr / (1 - beta1^step) */
     float decay;        /* 1 - lr * weight_decay */
     float average_rest; /* 1 - decay of the average of parameters; kernels do not use it */
+    /* Of other rules than AdamW (rule.h): */
+    float beta1;
+    float coupled; /* weight decay that is added to the gradient */
 };
 
+/* What the numbers mean under other rules is in rule.h. */
 struct lh_adam_hyper {
     double lr, beta1, beta2, eps, weight_decay;
     double average_rest; /* as in struct lh_adam_scalars; 1: the average becomes the parameter */
@@ -102,7 +107,7 @@ struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, u
 struct lh_adam_run {
     void *param;    /* float, or bits of bf16 or fp16 */
     void *residual; /* bf16: int16_t; fp16: the master, float; fp32: NULL */
-    float *moment1;
+    float *moment1; /* NULL: the rule has none, as moment2 */
     float *moment2;
     const void *gradient; /* like param, but of type gradient_dtype */
     uint64_t count;
@@ -148,13 +153,20 @@ typedef void (*lh_adam_stored_fn)(const struct lh_adam_run *run,
 struct lh_adam_kernel {
     /* "avx512", "avx2", each also with "_pclmul" and "_tiles"; "neon", "neon_tiles"; "ref" */
     const char *name;
-    lh_adam_fn run;
+    lh_adam_fn run;                   /* AdamW, as all functions but those of rules */
+    const lh_adam_fn *rules;          /* the other rules, by enum lh_rule */
     lh_adam_checking_fn run_checking; /* NULL: checksums are computed tile by tile */
     /* Like run, but moment2 receives the root of the second moment, which 8-bit states store. */
     lh_adam_fn run_roots;
     lh_adam_stored_fn run_stored; /* NULL: moments are decoded before run, and encoded after it */
     const struct lh_adam_states_ops *states;
 };
+
+/* A kernel's function for a rule, with moments in fp32. */
+static inline lh_adam_fn lh_adam_kernel_run(const struct lh_adam_kernel *kernel, enum lh_rule rule)
+{
+    return rule == LH_RULE_ADAMW ? kernel->run : kernel->rules[rule];
+}
 
 /* The kernels this machine can run, best first ("ref" last). For tests, benchmarks and doctor. */
 int lh_adam_kernels(const struct lh_adam_kernel **kernels_out);
@@ -211,13 +223,14 @@ struct lh_adam_segment {
 struct lh_adam_chunk {
     void *param;
     void *residual; /* as in struct lh_adam_run */
-    void *moment1;  /* float, or as in struct lh_adam_moments */
+    void *moment1;  /* float, or as in struct lh_adam_moments; NULL: the rule has none */
     void *moment2;
     struct lh_adam_scales *scales; /* 8BIT only */
     float *average; /* of the masters, updated after them as lh_adam_average(); NULL: none */
     uint64_t count; /* elements */
     enum lh_dtype param_dtype;
     enum lh_adam_states states;
+    enum lh_rule rule;
     const struct lh_adam_segment *segments; /* sorted by first, disjoint */
     uint32_t segment_count;
     /* The expected checksums of the bytes read; NULL: the array is not checked. */

@@ -16,6 +16,7 @@
  * in parts, through two arrays of fp32 moments that stay in the first-level cache.
  */
 #include <fenv.h>
+#include <string.h>
 
 #include "base/assert.h"
 #include "base/crc32c.h"
@@ -53,6 +54,7 @@ struct stream {
 
 struct walk {
     const struct lh_adam_kernel *kernel;
+    lh_adam_fn run; /* the kernel's for the chunk's rule */
     const struct lh_adam_chunk *chunk;
     bool checksums; /* whether any checksums are checked or stored; if not, none are computed */
     uint64_t align; /* pieces begin and end at multiples: of a block, or 1 if moments are fp32 */
@@ -82,8 +84,8 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
         .residual = chunk->residual ? (char *)chunk->residual +
                                           first * lh_adam_residual_bytes(chunk->param_dtype)
                                     : NULL,
-        .moment1 = walk->align == 1 ? (float *)chunk->moment1 + first : NULL,
-        .moment2 = walk->align == 1 ? (float *)chunk->moment2 + first : NULL,
+        .moment1 = walk->align == 1 && chunk->moment1 ? (float *)chunk->moment1 + first : NULL,
+        .moment2 = walk->align == 1 && chunk->moment2 ? (float *)chunk->moment2 + first : NULL,
         .gradient = segment->gradient ? (const char *)segment->gradient +
                                             (first - segment->first) * gradient_bytes
                                       : NULL,
@@ -126,7 +128,7 @@ static void zeros_run(const struct walk *walk, const struct lh_adam_segment *seg
     run->gradient = zeros;
     run->gradient_dtype = LH_DTYPE_F32;
     for (uint32_t i = 0; i < segment->zero_count; i++) {
-        walk->kernel->run(run, &segment->zeros[i]);
+        walk->run(run, &segment->zeros[i]);
         average_update(walk, run, first, segment->zeros[i].average_rest);
     }
 }
@@ -144,7 +146,7 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
             struct lh_adam_run run = run_make(walk, segment, first, part);
 
             if (segment->gradient) {
-                walk->kernel->run(&run, &segment->scalars);
+                walk->run(&run, &segment->scalars);
                 average_update(walk, &run, first, segment->scalars.average_rest);
             } else {
                 zeros_run(walk, segment, &run, first);
@@ -218,6 +220,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
 {
     float moment1[PART_ELEMENTS] __attribute__((aligned(64)));
     float moment2[PART_ELEMENTS] __attribute__((aligned(64)));
+    uint16_t absent[PART_ELEMENTS]; /* in place of a second moment that the rule lacks: zeros */
     const struct lh_adam_chunk *chunk = walk->chunk;
     const struct lh_adam_states_ops *states = walk->kernel->states;
     uint64_t end = lh_min_u64(first + count, segment->first + segment->count);
@@ -225,7 +228,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     const struct lh_adam_moments moments = {
         .states = chunk->states,
         .moment1 = (char *)chunk->moment1 + first * moment_bytes,
-        .moment2 = (char *)chunk->moment2 + first * moment_bytes,
+        .moment2 = chunk->moment2 ? (char *)chunk->moment2 + first * moment_bytes : (char *)absent,
         .scales = chunk->scales ? chunk->scales + first / LH_ADAM_STATES_BLOCK : NULL,
     };
     struct lh_adam_run run = run_make(walk, segment, first, end - first);
@@ -233,18 +236,22 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     uint64_t param_first = segment->param_first + (first - segment->first);
 
     run.moment1 = moment1;
-    run.moment2 = moment2;
-    if (walk->kernel->run_stored && run.count == count) {
+    run.moment2 = chunk->moment2 ? moment2 : NULL;
+    if (walk->kernel->run_stored && run.count == count && chunk->rule == LH_RULE_ADAMW) {
         stored_update(walk, &run, segment, &moments, param_first);
         average_update(walk, &run, first, segment->scalars.average_rest);
         return;
     }
     part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
+    if (!chunk->moment2)
+        memset(absent, 0, sizeof(absent));
     lh_adam_states_decode(states, &moments, moment1, moment2, count);
-    if (chunk->states == LH_ADAM_STATES_8BIT)
+    if (chunk->states == LH_ADAM_STATES_8BIT && chunk->rule == LH_RULE_ADAMW) {
         walk->kernel->run_roots(&run, &segment->scalars);
-    else
-        walk->kernel->run(&run, &segment->scalars);
+    } else {
+        walk->run(&run, &segment->scalars);
+        lh_adam_states_root(chunk->states, moment2, count);
+    }
     lh_adam_states_encode(states, &moments, moment1, moment2, param_first, count, &segment->random);
     average_update(walk, &run, first, segment->scalars.average_rest);
 }
@@ -290,14 +297,14 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
     /* Updates that idle units owe have no gradient. They go tile by tile, like short pieces and
      * chunks with averages, whose masters are then still in cache. */
     bool has_pass = segment->gradient && walk->kernel->run_checking && words_first < words_end &&
-                    !walk->chunk->average;
+                    !walk->chunk->average && walk->chunk->rule == LH_RULE_ADAMW;
 
     if (walk->align > 1) {
         piece_by_blocks(walk, segment, first, end - first);
     } else if (segment->gradient && !walk->checksums && !walk->chunk->average) {
         struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
-        walk->kernel->run(&run, &segment->scalars);
+        walk->run(&run, &segment->scalars);
     } else if (!has_pass) {
         piece_by_tiles(walk, segment, first, end - first);
     } else {
@@ -407,6 +414,9 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
     uint64_t end = 0;
 
     LH_ASSERT((chunk->scales != NULL) == (chunk->states == LH_ADAM_STATES_8BIT));
+    LH_ASSERT((chunk->moment1 != NULL) == lh_rules[chunk->rule].has_moment1);
+    LH_ASSERT((chunk->moment2 != NULL) == lh_rules[chunk->rule].has_moment2);
+    LH_ASSERT(chunk->moment1 || chunk->states == LH_ADAM_STATES_F32);
     LH_ASSERT(chunk->average || (!chunk->average_expected && !chunk->average_checksums));
     LH_ASSERT(lh_is_aligned(chunk->count, align));
     LH_ASSERT(chunk->param_dtype <= LH_DTYPE_F16);
@@ -484,6 +494,7 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
     chunk_assert(chunk, walk.align);
     if (!kernel)
         lh_adam_kernels(&walk.kernel);
+    walk.run = lh_adam_kernel_run(walk.kernel, chunk->rule);
     *mismatch_out = (struct lh_adam_mismatch){0};
     for (int i = 0; i < STREAM_COUNT; i++)
         walk.checksums |= walk.streams[i].expected || walk.streams[i].checksums;

@@ -52,6 +52,9 @@ void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_sc
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 #endif
 
+/* The rules beside AdamW, by enum lh_rule: rule_core.h on one element at a time. */
+extern const lh_adam_fn lh_rule_ref[LH_RULE_COUNT];
+
 /* lh_adam_average() for a part of a chunk, in the default floating-point environment. */
 void lh_adam_average_ref(float *average, const float *values, uint64_t count, float rest);
 #if defined(__x86_64__)
@@ -77,8 +80,8 @@ static inline struct lh_adam_run lh_adam_run_from(const struct lh_adam_run *run,
     part.residual = run->residual
                         ? (char *)run->residual + first * lh_adam_residual_bytes(run->param_dtype)
                         : NULL;
-    part.moment1 = run->moment1 + first;
-    part.moment2 = run->moment2 + first;
+    part.moment1 = run->moment1 ? run->moment1 + first : NULL;
+    part.moment2 = run->moment2 ? run->moment2 + first : NULL;
     part.gradient = (const char *)run->gradient + first * lh_dtype_bytes(run->gradient_dtype);
     part.count = run->count - first;
     return part;

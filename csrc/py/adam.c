@@ -34,6 +34,7 @@ struct work {
     struct lh_adam_moments moments; /* with states other than F32, instead of the run's */
     struct lh_adam_random random;
     struct lh_adam_scalars scalars;
+    enum lh_rule rule;
     const struct lh_adam_kernel *kernel; /* NULL: only move the bytes */
     const struct seal *expected;         /* one per chunk; NULL: nothing is checked */
     struct seal *made;                   /* one per chunk; NULL: no checksums */
@@ -49,8 +50,8 @@ static struct lh_adam_run chunk_run(const struct lh_adam_run *run, uint64_t firs
     part.residual = run->residual
                         ? (char *)run->residual + first * lh_adam_residual_bytes(run->param_dtype)
                         : NULL;
-    part.moment1 += first;
-    part.moment2 += first;
+    part.moment1 = run->moment1 ? run->moment1 + first : NULL;
+    part.moment2 = run->moment2 ? run->moment2 + first : NULL;
     part.gradient = (const char *)run->gradient + first * lh_dtype_bytes(run->gradient_dtype);
     part.count = lh_min_u64(CHUNK_ELEMENTS, run->count - first);
     return part;
@@ -75,12 +76,13 @@ static int chunk_update(const struct work *work, const struct lh_adam_run *run, 
     struct lh_adam_chunk chunk = {
         .param = run->param,
         .residual = run->residual,
-        .moment1 = (char *)moments->moment1 + first * moment_bytes,
-        .moment2 = (char *)moments->moment2 + first * moment_bytes,
+        .moment1 = moments->moment1 ? (char *)moments->moment1 + first * moment_bytes : NULL,
+        .moment2 = moments->moment2 ? (char *)moments->moment2 + first * moment_bytes : NULL,
         .scales = has_scales ? moments->scales + first / LH_ADAM_STATES_BLOCK : NULL,
         .count = run->count,
         .param_dtype = run->param_dtype,
         .states = moments->states,
+        .rule = work->rule,
         .segments = &segment,
         .segment_count = 1,
         .residual_expected = expected ? expected->residual : NULL,
@@ -113,7 +115,7 @@ static void *work_run(void *context)
         if (!work->kernel)
             (void)lh_adam_stream(&run);
         else if (!work->made && work->moments.states == LH_ADAM_STATES_F32)
-            work->kernel->run(&run, &work->scalars);
+            lh_adam_kernel_run(work->kernel, work->rule)(&run, &work->scalars);
         else if (chunk_update(work, &run, index) < 0)
             atomic_store(&work->wrong_chunk, index);
     }
@@ -158,6 +160,26 @@ static int work_on_threads(struct work *work, unsigned thread_count)
 static const char *const dtype_names[] = {"float32", "bfloat16", "float16", NULL};
 
 static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
+
+/* Read the name of a rule, and check that it has the moments of a run. */
+static int rule_take(struct work *work, const char *name)
+{
+    const struct lh_rule_row *row = lh_rules;
+
+    while (name && row < lh_rules + LH_RULE_COUNT && strcmp(row->name, name) != 0)
+        row++;
+    if (row == lh_rules + LH_RULE_COUNT) {
+        PyErr_Format(PyExc_ValueError, "there is no rule '%s'", name);
+        return -1;
+    }
+    work->rule = (enum lh_rule)(row - lh_rules);
+    if ((work->run.moment1 != NULL) == row->has_moment1 &&
+        (work->run.moment2 != NULL) == row->has_moment2)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "rule '%s' has %s first and %s second moment", row->name,
+                 row->has_moment1 ? "a" : "no", row->has_moment2 ? "a" : "no");
+    return -1;
+}
 
 /* The arguments common to both functions over a whole run. */
 #define RUN_ARGS(run)                                                                              \
@@ -236,7 +258,7 @@ static PyObject *adam_update(PyObject *Py_UNUSED(module), PyObject *args, PyObje
 {
     struct lh_adam_hyper hyper = {0};
     struct work work = {.kernel = NULL};
-    const char *kernel = NULL;
+    const char *kernel = NULL, *rule = NULL;
     uint64_t step = 0;
     double gradient_scale = 0;
     uint32_t threads = 1;
@@ -253,14 +275,15 @@ static PyObject *adam_update(PyObject *Py_UNUSED(module), PyObject *args, PyObje
             LHPY_ARG(threads, .min = 1, .max = THREAD_COUNT_MAX, .is_optional = true),
             LHPY_ARG(checksums, .is_optional = true), LHPY_ARG(expected, .is_optional = true),
             LHPY_ARG_AS("states", work.moments.states, .names = states_names, .is_optional = true),
-            LHPY_ARG_AS("scales_ptr", scales, .is_optional = true)) < 0 ||
-        run_check(&work.run) < 0 || moments_take(&work, scales) < 0)
+            LHPY_ARG_AS("scales_ptr", scales, .is_optional = true),
+            LHPY_ARG(rule, .is_optional = true)) < 0 ||
+        run_check(&work.run) < 0 || rule_take(&work, rule) < 0 || moments_take(&work, scales) < 0)
         return NULL;
     work.random.step = (uint32_t)step;
     work.kernel = kernel_by_name(kernel);
     if (!work.kernel)
         return NULL;
-    work.scalars = lh_adam_scalars_make(&hyper, step, gradient_scale);
+    work.scalars = lh_rules[work.rule].scalars(&hyper, step, gradient_scale);
     if (checksums || expected != Py_None) {
         made = seals_make(&work, expected);
         if (!made)
@@ -385,9 +408,25 @@ static PyObject *crc32c_copy(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(value);
 }
 
+static PyObject *rules(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    PyObject *made = PyTuple_New(LH_RULE_COUNT);
+
+    for (Py_ssize_t i = 0; made && i < LH_RULE_COUNT; i++) {
+        const struct lh_rule_row *row = &lh_rules[i];
+        PyObject *item = Py_BuildValue("(sNN)", row->name, PyBool_FromLong(row->has_moment1),
+                                       PyBool_FromLong(row->has_moment2));
+
+        if (!item || PyTuple_SetItem(made, i, item) < 0)
+            Py_CLEAR(made);
+    }
+    return made;
+}
+
 PyMethodDef lhpy_adam_functions[] = {
     {"adam_update", LHPY_KEYWORDS(adam_update),
-     "One AdamW update; with checksums returns them, to be `expected` by the next."},
+     "One update; with checksums returns them, to be `expected` by the next."},
+    {"rules", rules, METH_NOARGS, "(name, has_moment1, has_moment2) of every rule, in order."},
     {"adam_split", adam_split, METH_VARARGS, "(master, param, residual, count), addresses."},
     {"adam_join", adam_join, METH_VARARGS, "(param, residual, master, count), addresses."},
     {"adam_decode", adam_decode, METH_VARARGS,

@@ -15,6 +15,8 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
     LHPY_FIELD(struct lh_engine_unit, residual_extent, .is_index = true),
     LHPY_FIELD(struct lh_engine_unit, moment1_extent, .is_index = true),
     LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
+    LHPY_FIELDS(struct lh_engine_unit, is_given),
+    LHPY_FIELD(struct lh_engine_unit, rule, .max = LH_RULE_COUNT - 1),
     LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
     LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
     LHPY_FIELDS(struct lh_engine_unit, average_extent),
@@ -56,16 +58,19 @@ struct waiting {
 static struct lh_budget_unit budget_unit(const struct demand *demand, const struct waiting *waiting)
 {
     const struct lh_engine_unit *unit = &demand->unit;
-    bool has_states = unit->moment1_extent != LH_ENGINE_EXTENT_NONE;
-    uint64_t moment_bytes = lh_adam_moment_bytes(unit->states);
-    uint32_t state_bytes =
-        has_states ? (uint32_t)(2 * moment_bytes + lh_adam_residual_bytes(unit->dtype)) : 0;
-    state_bytes += unit->average_extent > 0 ? (uint32_t)sizeof(float) : 0;
+    const struct lh_rule_row *rule = &lh_rules[unit->rule];
+    uint64_t moment_count = (uint64_t)rule->has_moment1 + rule->has_moment2;
+    bool has_states = !unit->is_given;
+    uint64_t state_bytes = 0;
+    if (has_states)
+        state_bytes =
+            moment_count * lh_adam_moment_bytes(unit->states) + lh_adam_residual_bytes(unit->dtype);
+    state_bytes += unit->average_extent > 0 ? sizeof(float) : 0;
     return (struct lh_budget_unit){
         .bytes = unit->bytes,
         .elements = unit->elements,
         .gradient_bytes = demand->gradient_bytes,
-        .state_bytes_per_element = unit->elements == 0 ? 0 : state_bytes,
+        .state_bytes_per_element = unit->elements == 0 ? 0 : (uint32_t)state_bytes,
         .has_scales = unit->elements > 0 && unit->states == LH_ADAM_STATES_8BIT,
         .waiting_bytes_per_element =
             waiting->is_any && unit->elements > 0

@@ -155,8 +155,7 @@ static PyObject *session_gradient_square_sums(PyObject *object, PyObject *Py_UNU
     Py_ssize_t count = 0;
     for (uint32_t i = 0; i < self->param_count; i++) {
         uint32_t unit = self->engine_params[i].unit;
-        if (self->unit_states[unit].has_gradients &&
-            self->units[unit].moment1_extent != LH_ENGINE_EXTENT_NONE)
+        if (self->unit_states[unit].has_gradients && !self->units[unit].is_given)
             mine[count++] = sums[i];
     }
     PyObject *made =

@@ -23,7 +23,7 @@ enum sum_state {
 /* Whether another process has the sums and the states of a trained unit. */
 static bool is_given(const struct lh_engine_unit *unit)
 {
-    return unit->moment1_extent == LH_ENGINE_EXTENT_NONE;
+    return unit->is_given || unit->elements == 0;
 }
 
 static enum lh_dtype place_dtype(const struct lh_engine_unit *unit)

@@ -184,8 +184,9 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
             .gradient = read_gradients ? read_gradients + read_offset
                                        : lh_gradient_at(engine, index, first),
             .gradient_dtype = gradient->dtype,
-            .scalars = lh_adam_scalars_make(&hypers[param->group], engine->param_steps[index] + 1,
-                                            engine->gradient_scales[lh_core_step(engine) % 2]),
+            .scalars = lh_rules[unit->desc->rule].scalars(
+                &hypers[param->group], engine->param_steps[index] + 1,
+                engine->gradient_scales[lh_core_step(engine) % 2]),
             .param_first = first - param->first,
             .random = {LH_ADAM_SEED, param->number, (uint32_t)lh_core_step(engine)},
         };
@@ -274,7 +275,7 @@ static void computed(struct lh_engine *engine, struct lh_job *job)
         lh_write_back_chunk(engine, chunk);
 }
 
-/* Describe a chunk in its slab to the AdamW kernel. */
+/* Describe a chunk in its slab to the kernel of its rule. */
 static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, struct lh_slab *slab)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
@@ -301,6 +302,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .count = chunk->count,
         .param_dtype = unit->desc->dtype,
         .states = unit->desc->states,
+        .rule = unit->desc->rule,
         .segments = slab->segments,
         .segment_count = segments_fill(engine, chunk, slab->segments),
         .residual_expected = expected[0],
@@ -359,24 +361,31 @@ static uint32_t kept_before(const struct lh_engine *engine, uint32_t index)
                       (index - first_count) * (kept_count - first_count) / (count - first_count));
 }
 
-/* Describe the arrays of a unit's states. Returns the bytes of a moment, 0 if it has none. */
-static uint64_t states_describe(struct lh_unit *unit)
+/* Describe the arrays of a unit's states. Returns whether it has any. */
+static bool states_describe(struct lh_unit *unit)
 {
     const struct lh_engine_unit *desc = unit->desc;
+    const struct lh_rule_row *rule = &lh_rules[desc->rule];
     bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
     uint64_t moment_bytes = lh_unit_is_given(unit) ? 0 : lh_adam_moment_bytes(desc->states);
     bool has_scales = desc->states == LH_ADAM_STATES_8BIT && moment_bytes > 0;
+    bool has_states = false;
     unit->states[0] = (struct lh_unit_state_array){
         desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0, 0};
-    unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, moment_bytes, 0};
-    unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, moment_bytes, 0};
+    unit->states[1] =
+        (struct lh_unit_state_array){desc->moment1_extent, rule->has_moment1 ? moment_bytes : 0, 0};
+    unit->states[2] =
+        (struct lh_unit_state_array){desc->moment2_extent, rule->has_moment2 ? moment_bytes : 0, 0};
     unit->states[3] = (struct lh_unit_state_array){
         desc->scales_extent, has_scales ? sizeof(struct lh_adam_scales) : 0, BLOCK_SHIFT};
     unit->states[4] = (struct lh_unit_state_array){desc->average_extent,
                                                    desc->average_extent ? sizeof(float) : 0, 0};
-    LH_ASSERT(desc->elements == 0 || moment_bytes == 0 ||
-              desc->moment2_extent != LH_ENGINE_EXTENT_NONE);
-    return moment_bytes;
+    for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {
+        LH_ASSERT(desc->elements == 0 || unit->states[i].bytes == 0 ||
+                  unit->states[i].extent != LH_ENGINE_EXTENT_NONE);
+        has_states |= unit->states[i].bytes > 0;
+    }
+    return has_states;
 }
 
 int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
@@ -392,11 +401,11 @@ int lh_chunk_create(struct lh_engine *engine, struct lh_error *err)
         return lh_error_set(err, -ENOMEM, "no memory for %" PRIu64 " chunks", count);
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        uint64_t moment_bytes = states_describe(unit);
+        bool has_states = states_describe(unit);
         unit->chunk_first = engine->chunk_count;
         for (uint64_t first = 0; first < unit->desc->elements; first += elements_max) {
             uint32_t before = state_count;
-            state_count += moment_bytes > 0;
+            state_count += has_states;
             engine->chunks[engine->chunk_count++] = (struct lh_chunk){
                 .unit = i,
                 .slab = LH_CHUNK_NONE,

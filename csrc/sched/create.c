@@ -55,9 +55,8 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
                                 ": not multiples of %" PRIu64,
                                 i, unit->elements, opts->budget->chunk_elements,
                                 (uint64_t)LH_ENGINE_SCALED_ALIGN);
-        bool is_given = unit->elements > 0 && unit->moment1_extent == LH_ENGINE_EXTENT_NONE;
         bool is_mate = opts->team && opts->team->mate > 0;
-        if (is_given && !is_mate &&
+        if (unit->is_given && !is_mate &&
             (opts->schedule != LH_ENGINE_SCHEDULE_SERIAL || !opts->gradients_in_memory))
             return lh_error_set(err, -EINVAL,
                                 "unit %u: states in another process require schedule serial and"

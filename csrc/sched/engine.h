@@ -81,8 +81,10 @@ struct lh_engine_unit {
     uint32_t param_count;
     uint32_t param_extent;    /* LH_ENGINE_EXTENT_NONE: the unit is read in place */
     uint32_t residual_extent; /* LH_ENGINE_EXTENT_NONE: the unit has no residual */
-    uint32_t moment1_extent;  /* LH_ENGINE_EXTENT_NONE: another process has the unit's states */
+    uint32_t moment1_extent;  /* LH_ENGINE_EXTENT_NONE: the rule has none, or is_given */
     uint32_t moment2_extent;
+    bool is_given;              /* it is trained, but another process has its states */
+    enum lh_rule rule;          /* how it is updated; all trainable units have the same */
     enum lh_adam_states states; /* how moments are stored; all trainable units have the same */
     /*
      * 8BIT: the first of consecutive extents, each with the scales of LH_ADAM_SCALES_ELEMENTS

@@ -32,10 +32,11 @@ int lh_idle_create(struct lh_engine *engine, struct lh_error *err)
         if (desc->family == 0)
             continue;
         if (desc->elements == 0 || desc->param_count > LH_IDLE_PARAMS_MAX ||
-            desc->states != LH_ADAM_STATES_F32 || desc->family > engine->opts.unit_count)
+            desc->states != LH_ADAM_STATES_F32 || desc->family > engine->opts.unit_count ||
+            desc->rule != LH_RULE_ADAMW)
             return lh_error_set(err, -EINVAL,
-                                "unit %u of family %u: a trained unit of at most %d parameters with"
-                                " fp32 states is needed",
+                                "unit %u of family %u: a unit of at most %d parameters that AdamW"
+                                " trains with fp32 states is needed",
                                 i, desc->family, LH_IDLE_PARAMS_MAX);
         if (desc->family > idle->family_count)
             idle->family_count = desc->family;

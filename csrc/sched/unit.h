@@ -177,7 +177,7 @@ struct lh_unit_state_place lh_unit_state_place(const struct lh_unit *unit, uint3
 /* Whether the unit is trained, but another process has its states. */
 static inline bool lh_unit_is_given(const struct lh_unit *unit)
 {
-    return unit->desc->elements > 0 && unit->desc->moment1_extent == LH_ENGINE_EXTENT_NONE;
+    return unit->desc->is_given;
 }
 
 static inline uint32_t lh_unit_pins(const struct lh_unit *unit)

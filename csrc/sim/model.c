@@ -284,6 +284,7 @@ void lh_sim_model_give(struct lh_sim_model *model, const bool *is_given)
     for (uint32_t i = 0; i < model->unit_count; i++) {
         struct lh_engine_unit *unit = &model->units[i];
         LH_ASSERT(unit->states == LH_ADAM_STATES_F32 && model->packed_count == 0);
+        unit->is_given = is_given[i] && unit->elements > 0;
         uint32_t *const targets[LH_SIM_ARRAY_COUNT] = {&unit->param_extent, &unit->residual_extent,
                                                        &unit->moment1_extent,
                                                        &unit->moment2_extent};
@@ -301,8 +302,7 @@ void lh_sim_model_give(struct lh_sim_model *model, const bool *is_given)
 bool lh_sim_model_is_given(const struct lh_sim_model *model, uint32_t unit)
 {
     LH_ASSERT(unit < model->unit_count);
-    return model->units[unit].elements > 0 &&
-           model->units[unit].moment1_extent == LH_ENGINE_EXTENT_NONE;
+    return model->units[unit].is_given;
 }
 
 enum lh_dtype lh_sim_model_gradient_dtype(const struct lh_sim_model *model, uint32_t param)

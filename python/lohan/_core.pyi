@@ -306,7 +306,9 @@ def adam_update(
     expected: bytes | None = None,
     states: _States = "fp32",
     scales_ptr: int = 0,
+    rule: str = "adamw",
 ) -> bytes | None: ...
+def rules() -> tuple[tuple[str, bool, bool], ...]: ...
 
 # The stored moments of whole blocks of 64 elements, then the same in fp32.
 def adam_decode(

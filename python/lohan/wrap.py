@@ -32,6 +32,9 @@ def wrap(
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
     weight_decay: float | None = None,
+    momentum: float | None = None,
+    dampening: float | None = None,
+    nesterov: bool | None = None,
     max_grad_norm: float | None = None,
     params: Iterable[dict[str, Any]] | Callable[[nn.Module], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -44,17 +47,20 @@ def wrap(
     idle: str = "exact",
     **settings: Unpack[Settings],
 ) -> nn.Module:
-    """Prepare a model for training as by fp32 AdamW, with its parameters and states on SSD.
+    """Prepare a model for training as by an fp32 optimizer, with parameters and states on SSD.
 
     Args:
         model: a module with parameters on the CPU (fp32, bf16 or fp16), or of `lohan.empty()`.
         store: a directory, or a list of one per disk. None: a temporary store, removed at exit.
         resume: True to resume the last committed step.
         resume_step: the step to go back to instead, permanently (docs/checkpoints.md).
-        lr: learning rate of groups that do not set their own. None: 1e-3.
-        betas: decay rates of the moments. None: (0.9, 0.999).
+        lr: learning rate of groups that do not set their own. None: 1e-3 (method="lion": 1e-4).
+        betas: decay rates of the moments. None: (0.9, 0.999) (method="lion": (0.9, 0.99)).
         eps: added to the root of the second moment. None: 1e-8.
-        weight_decay: decoupled weight decay. None: 1e-2.
+        weight_decay: weight decay. None: 1e-2 (other methods than "adamw": 0).
+        momentum: with method="sgd", the factor of the last steps' gradients. None: 0.
+        dampening: with momentum=, 1 minus the factor of the gradient. None: 0.
+        nesterov: with momentum=, whether it is Nesterov's. None: False.
         max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
         params: parameter groups, or a function of the model that returns them; None: one group.
         optimizer: a torch.optim.AdamW or Adam to continue from, instead of lr to params. It is
@@ -62,8 +68,8 @@ def wrap(
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
-        method: "adamw", or "mezo" or a lohan.MeZO (zeroth-order, `model.zo_step(closure)`;
-            docs/zeroth-order.md).
+        method: "adamw", "adam", "lion" or "sgd" (docs/update-rules.md), or "mezo" or a lohan.MeZO
+            (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.

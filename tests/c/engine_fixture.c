@@ -44,14 +44,13 @@ static void model_init(struct rig *rig)
             dtypes[unit_of[i]] = trainable[lh_test_random(&seed) % 3];
     }
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
-        rig->units[i] = (struct lh_engine_unit){
-            .dtype = dtypes[i],
-            .always = i == 0,
-            .is_announced = (rig->opts.announced >> i) % 2 != 0,
-            .family = (rig->opts.family >> i) % 2,
-            .param_first = UINT32_MAX,
-            .moment1_extent = rig->opts.given & (1u << i) ? LH_ENGINE_EXTENT_NONE : 0,
-            .store_group = i};
+        rig->units[i] = (struct lh_engine_unit){.dtype = dtypes[i],
+                                                .always = i == 0,
+                                                .is_announced = (rig->opts.announced >> i) % 2 != 0,
+                                                .family = (rig->opts.family >> i) % 2,
+                                                .param_first = UINT32_MAX,
+                                                .is_given = (rig->opts.given >> i) % 2 != 0,
+                                                .store_group = i};
     uint64_t at = 0;
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
         struct lh_engine_unit *unit = &rig->units[unit_of[i]];

@@ -9,8 +9,7 @@
 
 uint64_t rig_array_bytes(const struct lh_engine_unit *unit, enum rig_array array)
 {
-    bool is_given = unit->moment1_extent == LH_ENGINE_EXTENT_NONE;
-    if (array != RIG_ARRAY_PARAM && is_given)
+    if (array != RIG_ARRAY_PARAM && unit->is_given)
         return 0;
     switch (array) {
     case RIG_ARRAY_PARAM:
@@ -64,9 +63,9 @@ void rig_reference_init(struct rig *rig)
         const struct lh_engine_param *param = &rig->params[i];
         const struct lh_engine_unit *unit = &rig->units[param->unit];
         uint8_t *target = rig_array_at(rig, rig->state, param->unit, RIG_ARRAY_PARAM);
-        bool is_given = unit->moment1_extent == LH_ENGINE_EXTENT_NONE;
-        void *residual =
-            is_given ? scratch : rig_array_at(rig, rig->state, param->unit, RIG_ARRAY_RESIDUAL);
+        void *residual = unit->is_given
+                             ? scratch
+                             : rig_array_at(rig, rig->state, param->unit, RIG_ARRAY_RESIDUAL);
         for (uint64_t j = 0; j < param->count; j++) {
             float value = (float)((double)(int32_t)lh_test_random(&seed) / 4e9);
             if (unit->dtype == LH_DTYPE_BF16)
@@ -92,7 +91,7 @@ void rig_reference_update(struct rig *rig, uint32_t index)
     const struct lh_adam_kernel *kernels = NULL;
     int kernel_count = lh_adam_kernels(&kernels);
     uint64_t residual_bytes = lh_adam_residual_bytes(unit->dtype);
-    if (unit->moment1_extent == LH_ENGINE_EXTENT_NONE) {
+    if (unit->is_given) {
         uint64_t bytes = lh_dtype_bytes(unit->dtype);
         memcpy(rig_array_at(rig, rig->state, param->unit, RIG_ARRAY_PARAM) + param->first * bytes,
                rig->gradients[index], param->count * bytes);

@@ -85,6 +85,16 @@ static void array_set(const struct arrays *arrays, int array, uint64_t index, ui
     memcpy((char *)array_of(arrays, array) + index * 4, &bits, 4);
 }
 
+/* The run, without the moments that a rule lacks. */
+static struct lh_adam_run rule_run_of(const struct lh_adam_run *run, const struct lh_rule_row *rule)
+{
+    struct lh_adam_run made = *run;
+
+    made.moment1 = rule->has_moment1 ? run->moment1 : NULL;
+    made.moment2 = rule->has_moment2 ? run->moment2 : NULL;
+    return made;
+}
+
 static struct lh_adam_run run_of(const struct arrays *arrays, uint64_t count, size_t mode)
 {
     return (struct lh_adam_run){
@@ -149,31 +159,40 @@ static bool has_nan(const struct arrays *arrays, uint64_t first, uint64_t count,
     return false;
 }
 
-/* Run every kernel on copies of start, guards included. */
-static void kernels_check(const struct arrays *start, uint64_t count, size_t mode)
+/* Run every kernel of a rule on copies of start, guards included. */
+static void rule_check(enum lh_rule rule, const struct arrays *start, uint64_t count, size_t mode)
 {
-    const struct lh_adam_scalars scalars = scalars_any(0.75);
+    const struct lh_adam_hyper hyper = {3e-3, 0.9, 0.999, 1e-8, 0.01, 0};
+    const struct lh_adam_scalars scalars = lh_rules[rule].scalars(&hyper, 3, 0.75);
     struct arrays expected = arrays_copy(start);
     struct lh_adam_run run = run_of(&expected, count, mode);
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
 
-    kernel_ref()->run(&run, &scalars);
+    run = rule_run_of(&run, &lh_rules[rule]);
+    lh_adam_kernel_run(kernel_ref(), rule)(&run, &scalars);
     for (int k = 0; k < kernel_count; k++) {
         struct arrays actual = arrays_copy(start);
 
         bool is_found = false;
         run = run_of(&actual, count, mode);
+        run = rule_run_of(&run, &lh_rules[rule]);
         run.has_nan = &is_found;
-        kernels[k].run(&run, &scalars);
+        lh_adam_kernel_run(kernels + k, rule)(&run, &scalars);
         LH_CHECK(is_found == has_nan(&expected, 0, count, dtypes[mode][0]));
         if (!arrays_equal(&expected, &actual))
-            fprintf(stderr, "kernel %s, mode %zu, count %" PRIu64 "\n", kernels[k].name, mode,
-                    count);
+            fprintf(stderr, "kernel %s, rule %s, mode %zu, count %" PRIu64 "\n", kernels[k].name,
+                    lh_rules[rule].name, mode, count);
         LH_CHECK(arrays_equal(&expected, &actual));
         free(actual.memory);
     }
     free(expected.memory);
+}
+
+static void kernels_check(const struct arrays *start, uint64_t count, size_t mode)
+{
+    for (enum lh_rule rule = LH_RULE_ADAMW; rule < LH_RULE_COUNT; rule++)
+        rule_check(rule, start, count, mode);
 }
 
 static void test_kernels_counts_and_alignments(void)

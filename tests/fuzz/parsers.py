@@ -32,7 +32,7 @@ from lohan.journal._zeroth import Record, Rule
 from lohan.layout import _block, _files, _index, _safetensors
 from lohan.planning import _machines
 from lohan.session import _trace
-from lohan.store import _contents, _requests, _scalars, _store
+from lohan.store import _contents, _requests, _same, _scalars, _store
 from lohan.torch_glue import _buffers
 from torch import nn
 
@@ -441,7 +441,7 @@ def meta_run(data: bytes, folder: pathlib.Path) -> None:
     cut: Any = FakeStore(data, folder)
     cut.is_short = True
     empty: Any = FakeStore(data, folder, is_empty=True)
-    refuses(lambda: _store.check_same_model(empty, layout_of(tiny())))
+    refuses(lambda: _same.check_same_model(empty, layout_of(tiny())))
     refuses(lambda: _contents.read(empty, str(folder)))
     if not (folder / _journal.NAME).exists():
         _journal.Journal.create(folder, UUID, Rule(7, 1e-3, 1)).close()
@@ -450,8 +450,8 @@ def meta_run(data: bytes, folder: pathlib.Path) -> None:
     wrong = None
     try:
         for reader in (
-            lambda: _store.check_same_model(store, layout_of(tiny())),
-            lambda: _store.check_same_model(store, zeroth_layout()),
+            lambda: _same.check_same_model(store, layout_of(tiny())),
+            lambda: _same.check_same_model(store, zeroth_layout()),
             lambda: _inspect.describe([str(folder)]),
             lambda: _contents.read(store, str(folder)),
             lambda: _contents.read(cut, str(folder)),
@@ -577,7 +577,7 @@ TARGETS = [
             _contents._check_table,
             _contents.read,
             _inspect._params,
-            _store.check_same_model,
+            _same.check_same_model,
         ),
     ),
     Target(

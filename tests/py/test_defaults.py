@@ -11,7 +11,7 @@ import time
 import kit as helper
 import lohan
 import torch
-from lohan.session._optim import DEFAULTS
+from lohan.common._rules import ADAMW
 from torch import nn
 
 STEPS = 4
@@ -21,7 +21,7 @@ WAIT_S = 1.0
 def test_hyper_parameters_are_adamws_and_nothing_is_clipped(store_dir: pathlib.Path) -> None:
     """Run without any setting: AdamW on unchanged gradients, with torch's own defaults."""
     torchs = inspect.signature(torch.optim.AdamW).parameters
-    assert {name: torchs[name].default for name in DEFAULTS} == DEFAULTS
+    assert {name: torchs[name].default for name in ADAMW.defaults} == ADAMW.defaults
     plain, model = helper.build("gpt2", torch.float32), helper.build("gpt2", torch.float32)
     model = lohan.wrap(model, store=store_dir / "run")
     states = {name: helper.State.of(param.data) for name, param in plain.named_parameters()}
@@ -31,7 +31,7 @@ def test_hyper_parameters_are_adamws_and_nothing_is_clipped(store_dir: pathlib.P
             (100 * helper.language_loss(each, step)).backward()
         norms.append(float(nn.utils.get_total_norm([p.grad for p in plain.parameters()])))
         for name, param in plain.named_parameters():
-            states[name].update(param.grad, **DEFAULTS)
+            states[name].update(param.grad, **ADAMW.defaults)
             param.grad = None
         model.optimizer.step()
     assert min(norms) > 10, "clipping at 1 would not have been seen"
@@ -46,7 +46,7 @@ def test_no_setting_of_config_is_part_of_the_rule() -> None:
     given = inspect.signature(lohan.wrap).parameters
     assert all(given[name].default is None for name in rule)
     settings = {field.name for field in dataclasses.fields(lohan.Config)}
-    assert not settings & (rule | set(DEFAULTS)), "a setting that is part of the rule"
+    assert not settings & (rule | set(ADAMW.defaults)), "a setting that is part of the rule"
 
 
 def ticks_while_training_waits(store: pathlib.Path) -> int:

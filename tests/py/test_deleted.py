@@ -95,11 +95,11 @@ def test_a_store_whose_weights_were_never_written_is_to_be_copied_again(
     raw = inside(model).store
     assert not raw.describe()["is_empty"]
     model.lohan.close()
-    from lohan.store import _store
+    from lohan.store import _same
 
     class Empty:
         def describe(self) -> dict[str, Any]:
             return {"is_empty": True, "files": [("/copy/lohan.data", 1, True)]}
 
     with pytest.raises(StoreUncleanError, match="copy the store again if this is a copy"):
-        _store.check_same_model(Empty(), inside(model).layout)  # type: ignore[arg-type]
+        _same.check_same_model(Empty(), inside(model).layout)  # type: ignore[arg-type]

@@ -240,7 +240,8 @@ def test_an_invalid_description_is_refused_by_every_reader(
 @pytest.mark.parametrize(
     ("kind", "at", "value", "key"),
     [
-        ("adamw", ("lohan",), 5, "lohan is 5"),
+        ("adamw", ("lohan",), 6, "lohan is 6"),
+        ("adamw", ("rule",), "lion", "rule is 'lion'"),
         ("adamw", ("states",), "int8", "states is 'int8'"),
         ("adamw", ("states",), "8bit", "states is '8bit'"),
         ("adamw", ("params",), {}, "params is {}"),

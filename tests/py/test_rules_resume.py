@@ -14,7 +14,7 @@ import torch
 from lohan.common import _meta
 from lohan.common._inside import inside
 from lohan.errors import StoreMismatchError
-from lohan.store import _scalars, _store
+from lohan.store import _same, _scalars, _store
 from rules_helper import WIDTH, Workshop, assert_same_state, build, train_step
 from torch import nn
 from torch.optim import AdamW
@@ -266,9 +266,10 @@ def test_a_store_with_the_same_parameters_is_refused_with_what_differs(
     change(theirs)
     said = {"is_empty": False, "files": [["/nvme0/lohan.data", 1, True]]}
     monkeypatch.setattr(_meta, "of", lambda store: theirs)
-    monkeypatch.setattr(_store, "_take_strides", lambda layout, meta: None)
+    monkeypatch.setattr(_same, "take_strides", lambda layout, meta: None)
     monkeypatch.setattr(_store, "describe", lambda layout: ours)
     store: Any = types.SimpleNamespace(describe=lambda: said)
-    layout: Any = types.SimpleNamespace(method=None, groups=None, states="fp32", has_averages=False)
+    kind = {"rule": "adamw", "states": "fp32", "has_averages": False}
+    layout: Any = types.SimpleNamespace(method=None, groups=None, **kind)
     with pytest.raises(StoreMismatchError, match=message):
-        _store.check_same_model(store, layout)
+        _same.check_same_model(store, layout)

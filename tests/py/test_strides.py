@@ -313,12 +313,12 @@ def test_a_store_without_strides_continues_contiguous(
 def test_an_older_lohan_does_not_take_a_store_with_strides_for_one_without(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lohan.store import _store
+    from lohan.store import _same
 
     model = workshop.wrap(build(channels_last))
     assert json.loads(inside(model).store.describe()["meta"])["lohan"] == 2
     model.lohan.close()
-    monkeypatch.setattr(_store, "_take_strides", lambda layout, meta: None)
+    monkeypatch.setattr(_same, "take_strides", lambda layout, meta: None)
     with pytest.raises(StoreMismatchError):
         lohan.wrap(build(ConvNet), store=workshop.folder / "store0", resume=True)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lohan.common import _meta, _shown
+from lohan.common._rules import RULES
 from lohan.config import Config
 from lohan.planning import _wear
 from lohan.store import _scalars
@@ -21,6 +22,7 @@ def _update_bytes(
 ) -> int:
     """Return the bytes that an update of all trained parameters writes, without the commit."""
     found, first = [], 0
+    moments = len(RULES[meta.get("rule", "adamw")].moments)
     states, average = meta.get("states", "fp32"), 4 * meta.get("ema", False)
     for unit in units:
         head = params[first]
@@ -29,7 +31,7 @@ def _update_bytes(
             elements = unit["elements"] if unit["has_states"] else 0
             residual = _wear.RESIDUALS[head["dtype"]]
             sizes = unit["bytes"], elements, residual, states
-            found.append(_wear.Written(*sizes, average=average))
+            found.append(_wear.Written(*sizes, average=average, moments=moments))
     return _wear.update_bytes(found)
 
 
@@ -106,9 +108,10 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
     else:
         every = method["write_every"]
         written = 0 if every is None else written + _moved_bytes(units, method["streams"])
+    rule = RULES[meta.get("rule", "adamw")]
     scalars, _ = _scalars.parse(raw["caller_scalars"])
     groups = [
-        dict(zip(("lr", "beta1", "beta2", "eps", "weight_decay"), group, strict=True))
+        {name: value for name, value in zip(rule.slots, group, strict=True) if name is not None}
         for group in scalars.get("groups", [])
     ]
     files = [
@@ -123,7 +126,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         "file_bytes": sum(file["bytes"] for file in files),
         "commit_bytes": raw["commit_bytes"],
         "written_bytes_per_step": written,
-        "method": "adamw" if method is None else method["name"],
+        "method": rule.name if method is None else method["name"],
         "write_every": None if method is None else method["write_every"],
         "storage": None if method is None else method.get("storage"),
         "part": meta.get("part", [0, 1]),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lohan.common._rules import RULES
 from lohan.common._storage_formats import TYPES
 from lohan.errors import StoreMismatchError
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from lohan import _core
 
 # 2: some parameters are not contiguous. 3: moments are not in fp32, or some parameters are decoded
-# from files. 4: there are averages of parameters.
-_FORMATS = (1, 2, 3, 4)
+# from files. 4: there are averages of parameters. 5: the rule is not AdamW.
+_FORMATS = (1, 2, 3, 4, 5)
 _STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
 # The formats of quantized parameters: the elements and bytes of a grain.
@@ -137,7 +138,11 @@ def _check(meta: Any) -> None:
     _need(_is_text(states) and states in _STATES, "states", states)
     _need(version >= 3 or "states" not in meta, "states", states)
     is_averaged = meta.get("ema", False)
-    _need(type(is_averaged) is bool and (version == 4) == is_averaged, "ema", is_averaged)
+    is_right = version == 5 if version > 4 else (version == 4) == is_averaged
+    _need(type(is_averaged) is bool and is_right, "ema", is_averaged)
+    rule = meta.get("rule", "adamw")
+    _need(_is_text(rule) and rule in RULES, "rule", rule)
+    _need((version == 5) == (rule != "adamw"), "rule", rule)
     _check_params(meta)
     _check_strides(meta.get("strides", {}), meta["params"])
     _check_method(meta)

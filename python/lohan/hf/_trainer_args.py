@@ -10,9 +10,9 @@ from typing import Any
 
 import transformers
 
+from lohan.common._rules import ADAMW
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import UnsupportedError
-from lohan.session._optim import DEFAULTS, RULE, check_rule
 from lohan.world._rendezvous import process_count
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -245,8 +245,8 @@ def groups_of(optimizer: Any, *, with_numbers: bool) -> list[dict[str, Any]]:
         UnsupportedError: a group uses another update rule.
     """
     for group in optimizer.param_groups:
-        check_rule(group)
-    dropped = RULE if with_numbers else (*DEFAULTS, *RULE)
+        ADAMW.check_options(group)
+    dropped = ADAMW.fixed if with_numbers else (*ADAMW.defaults, *ADAMW.fixed)
     return [
         {key: value for key, value in group.items() if key not in dropped}
         for group in optimizer.param_groups

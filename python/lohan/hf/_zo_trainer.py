@@ -57,6 +57,11 @@ def is_asked(settings: Mapping[str, Any]) -> bool:
     method = settings.get("method", METHODS[0])
     if isinstance(method, MeZO):
         return True
+    if method in METHODS and method not in ("adamw", "mezo"):
+        raise UnsupportedError(
+            f"method={method!r} is not supported by the Trainer's callback: call lohan.wrap() in a"
+            " training loop of your own, or leave method= out"
+        )
     if method not in METHODS:
         raise ModelError(f"method {method!r} must be one of {', '.join(METHODS)}")
     for name in OF_METHOD:

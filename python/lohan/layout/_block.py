@@ -30,6 +30,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.common import _storage_formats
+from lohan.common._rules import RULES
 from lohan.common._states import SCALED_ELEMENTS as SCALED_ELEMENTS
 from lohan.common._states import STATES as STATES
 from lohan.errors import ModelError
@@ -160,6 +161,7 @@ class Unit:
     family: int = 0  # trained experts with the same number are parts of the same tensors
     has_states: bool = True  # False: trained, but another process has the optimizer's states
     states: str = "fp32"  # how moments are stored: a key of STATES
+    rule: str = "adamw"  # how it is updated: a key of RULES
     is_averaged: bool = False  # whether the run has averages of the parameters (ema=)
     # The sources of the bytes if the unit is read in place (_in_place.py); empty: the store has it.
     runs: list[Run] = dataclasses.field(default_factory=list)
@@ -188,8 +190,13 @@ class Unit:
 
     @property
     def moment_bytes(self) -> int:
-        """The bytes per element of each of the two moments."""
+        """The bytes per element of each moment."""
         return STATES[self.states] if self.trainable and self.has_states else 0
+
+    @property
+    def moments(self) -> list[str]:
+        """The moments that the store has: those of the rule, if this process has the states."""
+        return [*RULES[self.rule].moments] if self.moment_bytes else []
 
     @property
     def has_average(self) -> bool:
@@ -258,6 +265,11 @@ class Layout:
     def states(self) -> str:
         """How moments are stored: a key of STATES."""
         return self.units[0].states if self.units else "fp32"
+
+    @property
+    def rule(self) -> str:
+        """The update rule: a key of RULES."""
+        return self.units[0].rule if self.units else "adamw"
 
     @property
     def has_averages(self) -> bool:

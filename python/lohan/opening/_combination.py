@@ -10,14 +10,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from lohan.common._rules import RULES
 from lohan.common._setting import public
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.torch_glue import _device
 
-METHODS = ("adamw", "mezo")
+METHODS = ("adamw", "adam", "lion", "sgd", "mezo")
 # The keywords of wrap() that only method="mezo" accepts.
 OF_METHOD = ("num_samples", "rng", "seed", "storage")
+
+
+def rule_of(method: str, momentum: float | None) -> str:
+    """Return the key of RULES that a method= and its momentum= choose."""
+    if method == "sgd" and momentum:
+        return "sgd_momentum"
+    return method if method in RULES else "adamw"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +34,8 @@ class Facts:
 
     Attributes:
         config: the settings.
-        method: "adamw" or "mezo".
-        states: the format of AdamW's moments.
+        method: one of METHODS.
+        states: the format of moments.
         experts: "together" or "apart".
         idle: "exact" or "skip".
         given: the names of the arguments that were passed and are not None.
@@ -113,6 +121,7 @@ DIVIDED = "Parallel(shard_optimizer=True)"
 APART = "experts='apart'"
 SHARDS = "Parallel(gather='shards')"
 
+_OF_SGD = ("momentum", "dampening", "nesterov")
 _NO_MEANING = "{one} has no meaning with {other}{because}: {way_out}"
 _LEAVE_OUT = "leave it out"
 _PLAIN = Config()
@@ -144,6 +153,33 @@ def _of_gradients(name: str) -> Row:
 
     because = "which has no gradients"
     return Row(f"{public(Config, name)}=", MEZO, is_so, "meaning", because, _LEAVE_OUT, _NO_MEANING)
+
+
+def _of_rule(name: str) -> Row:
+    """A hyper-parameter that some rules lack."""
+
+    def is_so(f: Facts) -> bool:
+        rule = "sgd_momentum" if f.method == "sgd" else f.method
+        return name in f.given and name not in RULES[rule].defaults
+
+    return Row(
+        f"{name}=",
+        "method={f.method!r}",
+        lambda f: not f.is_mezo and is_so(f),
+        "meaning",
+        "",
+        _LEAVE_OUT,
+        _NO_MEANING,
+    )
+
+
+def _of_others(other: str, is_so: Callable[[Facts], Any], way_out: str) -> Row:
+    """What only AdamW has been built for."""
+
+    def both(f: Facts) -> bool:
+        return not f.is_mezo and f.method != "adamw" and is_so(f)
+
+    return Row("method={f.method!r}", other, both, "not built", "", way_out)
 
 
 def _of_average(other: str, is_so: Callable[[Facts], bool], reason: Reason) -> Row:
@@ -178,7 +214,7 @@ def _of_owed(other: str, is_so: Callable[[Facts], bool]) -> Row:
 ROWS = (
     # Zeroth-order training has neither gradients nor moments.
     *map(_of_method, OF_METHOD),
-    *map(_of_adamw, ("betas", "max_grad_norm", "optimizer")),
+    *map(_of_adamw, ("betas", "max_grad_norm", "optimizer", *_OF_SGD)),
     *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every", "order")),
     Row(
         "moments={f.states!r}",
@@ -240,6 +276,15 @@ ROWS = (
         "meaning",
         "with which torch draws the direction of a parameter as a whole",
         "leave rng= out",
+    ),
+    # Other rules than AdamW.
+    *map(_of_rule, ("betas", "eps", *_OF_SGD)),
+    _of_others("moments={f.states!r}", lambda f: f.states != "fp32", "leave moments= out"),
+    _of_others("optimizer=", lambda f: "optimizer" in f.given, "pass lr= and params= instead"),
+    _of_others(SEVERAL, lambda f: f.is_several, 'use one process, or method="adamw"'),
+    _of_others("ema={c.ema}", lambda f: f.config.ema is not None, "leave ema= out"),
+    _of_others(
+        "experts='apart'", lambda f: f.trains_experts, "leave experts= out, or freeze the experts"
     ),
     # The vertical order runs all micro-batches of a block at once.
     Row(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lohan.common._rules import ADAMW, Rule
 from lohan.errors import HyperParameterError, ModelError
-from lohan.session._optim import DEFAULTS, Optimizer
+from lohan.session._optim import Optimizer
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout
@@ -30,12 +31,14 @@ def is_number(value: Any) -> bool:
 
 
 def check_hyper(group: dict[str, Any]) -> None:
-    """Reject lr, betas, eps and weight_decay that are not numbers; they may be missing.
+    """Reject hyper-parameters that are not numbers; they may be missing.
 
     Raises:
         HyperParameterError: one of them is not a number; the message names it.
     """
-    for name in ("lr", "eps", "weight_decay"):
+    if not isinstance(group.get("nesterov"), bool | None):
+        raise HyperParameterError(f"nesterov {group['nesterov']!r} must be True or False")
+    for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
         value = group.get(name)
         if value is None or isinstance(value, str):  # hyper_of() has a message for text
             continue
@@ -113,6 +116,7 @@ def make_optimizer(
     origin: torch.optim.Optimizer | None,
     zeroth: Zeroth | None,
     max_grad_norm: float | None,
+    rule: Rule = ADAMW,
 ) -> tuple[Any, dict[int, int]]:
     """Make the optimizer, and find the group of each parameter."""
     if zeroth is not None:
@@ -121,7 +125,7 @@ def make_optimizer(
     name = "params=" if origin is None else "optimizer="
     if origin is not None:
         groups = origin.param_groups
-        defaults = {key: origin.defaults[key] for key in DEFAULTS}
+        defaults = {key: origin.defaults[key] for key in rule.defaults}
     elif params is None:
         groups = [{"params": [p.tensor for p in trainable]}]
     else:
@@ -144,7 +148,7 @@ def make_optimizer(
                 )
             seen.add(id(tensor))
     given = {name: value for name, value in defaults.items() if value is not None}
-    optimizer = Optimizer(groups or [{"params": []}], given)
+    optimizer = Optimizer(groups or [{"params": []}], given, rule)
     optimizer.max_grad_norm = max_grad_norm
     if origin is not None:
         optimizer.origin = origin

@@ -19,6 +19,7 @@ from torch import nn
 
 from lohan.activations import _activations, _swap
 from lohan.common import _durable
+from lohan.common._rules import RULES
 from lohan.errors import StoreError
 from lohan.layout import _experts, _names, _ties
 from lohan.layout._experts import Apart
@@ -146,7 +147,14 @@ def _lay_out(
     model = request.model
     found, rows = _find(request, zeroth, shared.config, store, open_at)
     made, layout, budget = _division.divide(
-        model, request.blocks, shared.config, found, rows, shared.ranks_of, shared.states
+        model,
+        request.blocks,
+        shared.config,
+        found,
+        rows,
+        shared.ranks_of,
+        shared.states,
+        shared.rule,
     )
     layout.groups = shared.described
     if shared.is_mate:
@@ -243,7 +251,13 @@ class Opening:
         """Make the optimizer, and find the group of each parameter."""
         asked = self.request
         self.optimizer, self.group_of = _groups.make_optimizer(
-            self.layout, params, asked.hyper, asked.optimizer, self.zeroth, asked.max_grad_norm
+            self.layout,
+            params,
+            asked.hyper,
+            asked.optimizer,
+            self.zeroth,
+            asked.max_grad_norm,
+            RULES[asked.rule],
         )
 
     def open(self, undo: contextlib.ExitStack) -> Training:
@@ -398,9 +412,11 @@ class Opening:
 
     def _compare(self, extents: _store.Extents, store: _core.Store) -> None:
         """Check that the store fits the model, and that files read in place are unchanged."""
-        _store.check_same_model(store, self.layout)
-        _store.check_slots(store, self.config)
-        _store.check_table(store, extents)
+        from lohan.store import _same
+
+        _same.check_same_model(store, self.layout)
+        _same.check_slots(store, self.config)
+        _same.check_table(store, extents)
         _checksums.read(self.layout, extents, store)
         if self.found is not None:
             from lohan.common import _meta

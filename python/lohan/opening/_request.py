@@ -30,6 +30,7 @@ from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
 STATES = ("fp32", "bf16", "8bit")
+_HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
 _FIELDS = {field.name for field in dataclasses.fields(Config)}
 
 
@@ -43,7 +44,7 @@ class Request:
         store: one or several paths, as the caller named them; None: a temporary store.
         is_resumed: whether the store exists.
         open_at: the step to resume; None: the last one.
-        hyper: lr, betas, eps and weight_decay; None for those not given.
+        hyper: the hyper-parameters of any rule; None for those not given.
         of_method: the arguments that only method="mezo" accepts; None for those not given.
         max_grad_norm: the norm that gradients are clipped to, or None.
         params: the parameter groups, or a function of the model that returns them, or None.
@@ -51,8 +52,8 @@ class Request:
         blocks: the modules to use as blocks, or None.
         weights: the path of safetensors or GGUF files, or None.
         init: "model", a function of a module, or None.
-        method: "adamw" or "mezo".
-        states: the format of AdamW's moments.
+        method: one of METHODS.
+        states: the format of moments.
         groups: the process groups of modules, or None.
         experts: "together" or "apart".
         idle: "exact" or "skip".
@@ -81,6 +82,11 @@ class Request:
     def is_filled(self) -> bool:
         """Whether parameters without storage get their values from elsewhere."""
         return self.is_resumed or self.weights is not None or self.init is not None
+
+    @property
+    def rule(self) -> str:
+        """The update rule: a key of RULES in common/_rules.py; AdamW's with method="mezo"."""
+        return _combination.rule_of(self.method, self.hyper["momentum"])
 
     def facts(self, **known: Any) -> Facts:
         """Return the facts for the table of combinations; `known` are the others of Facts."""
@@ -131,7 +137,7 @@ def of_flat(call: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -
     """Check the arguments of `lohan.wrap`, as flat() returns them; see of()."""
     _model_checks.refuse_divided(model)
     given = {**flat(_defaults(call), call), "config": None, "groups": None, **given}
-    hyper = {name: given.pop(name) for name in ("lr", "betas", "eps", "weight_decay")}
+    hyper = {name: given.pop(name) for name in _HYPER}
     fields = {name: given.pop(name) for name in _FIELDS & given.keys()}
     of_method = {name: given.pop(name, None) for name in OF_METHOD}
     config = given.pop("config")

@@ -33,7 +33,8 @@ class Shared:
     Attributes:
         world: the processes; None if there is only one.
         config: the settings of the session.
-        states: how AdamW's moments are stored.
+        rule: the update rule; with zeroth-order training, AdamW.
+        states: how moments are stored.
         run: the identifier of a new run of several processes.
         team: the processes of this machine, if they share parameters.
         groups: the groups of this process's modules; None without groups=, or in one process.
@@ -54,7 +55,7 @@ class Shared:
             config: the settings.
             request: what wrap() was asked for.
         """
-        self.states = request.states
+        self.rule, self.states = request.rule, request.states
         self.world = world
         self.run = ""
         self._zeroth = zeroth
@@ -105,7 +106,7 @@ class Shared:
         if zeroth is not None:
             facts: list[Fact] = [("method=", "mezo"), ("seed=", zeroth.asked["seed"])]
         else:
-            facts = _join.facts_of(self.config, self._max_grad_norm, self.states)
+            facts = _join.facts_of(self.config, self._max_grad_norm, self.rule, self.states)
             facts += [("groups=", True)] if self.groups is not None else []
         self.run = _join.agree_on_settings(world, store, resumed, open_at, facts)
         if self.config.gather == "auto" and zeroth is None:
@@ -224,7 +225,7 @@ class Shared:
         from lohan.replicas import _join
 
         if self._zeroth is None:
-            return _join.facts_of_groups(optimizer.param_groups)
+            return _join.facts_of_groups(optimizer)
         rule, said = self._zeroth.rule, layout.method or {}
         return [
             ("eps=", rule.eps),

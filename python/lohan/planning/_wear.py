@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lohan import _core
 from lohan.common import _units
+from lohan.common._rules import RULES
 from lohan.errors import ModelError
 from lohan.layout._block import RESIDUAL_BYTES, SCALED_ELEMENTS, STATES, elements_with
 
@@ -41,6 +42,7 @@ class Written(NamedTuple):
         states: how moments are stored: a key of STATES.
         always: whether its parameters stay in main memory.
         average: the bytes per element of averages of the parameters.
+        moments: the number of moments of the update rule.
     """
 
     nbytes: int
@@ -49,12 +51,14 @@ class Written(NamedTuple):
     states: str
     always: bool = False
     average: int = 0
+    moments: int = 2
 
     def state_bytes(self, count: int) -> int:
         """Return the bytes of the states of `count` elements."""
         moment = count * STATES[self.states]
         scales = count // SCALED_ELEMENTS if self.states == "8bit" else 0
-        arrays = (count * self.residual, moment, moment, scales, count * self.average)
+        moments = self.moments * [moment]
+        arrays = (count * self.residual, *moments, scales, count * self.average)
         return sum(-(-n // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for n in arrays)
 
     @property
@@ -77,14 +81,17 @@ def written_of(units: Iterable[Unit], states: str | None = None) -> list[Written
             continue
         kept = states or unit.states
         elements = elements_with(unit, kept)
+        moments, residual = len(RULES[unit.rule].moments), RESIDUAL_BYTES[unit.dtype]
+        has_any = unit.has_states and bool(moments or residual or unit.has_average)
         found.append(
             Written(
                 elements * unit.dtype.itemsize,
-                elements if unit.has_states else 0,
-                RESIDUAL_BYTES[unit.dtype],
+                elements if has_any else 0,
+                residual,
                 kept,
                 unit.always,
                 4 * unit.has_average,
+                moments,
             )
         )
     return found

@@ -30,7 +30,6 @@ from lohan.config import (
 from lohan.errors import StoreError, WorldMismatchError
 from lohan.replicas import _places
 from lohan.replicas._groups import agree_on
-from lohan.session._optim import DEFAULTS
 from lohan.store import _process, _store
 from lohan.world._agree import Fact, agree
 
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.replicas._groups import Groups
     from lohan.replicas._team import Team
+    from lohan.session._optim import Optimizer
     from lohan.store._store import Extents
     from lohan.world._world import World
 
@@ -85,10 +85,10 @@ def config_of_groups(config: Config) -> Config:
     return GroupConfig(**values)
 
 
-def facts_of(config: Config, max_grad_norm: float | None, states: str) -> list[Fact]:
-    """Return the settings of an AdamW run that all processes must share."""
+def facts_of(config: Config, max_grad_norm: float | None, rule: str, states: str) -> list[Fact]:
+    """Return the settings of a run with gradients that all processes must share."""
     return [
-        ("method=", "adamw"),
+        ("method=", rule),
         ("gradient_accumulation_steps=", config.accumulate),
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
@@ -102,11 +102,12 @@ def facts_of(config: Config, max_grad_norm: float | None, states: str) -> list[F
     ]
 
 
-def facts_of_groups(groups: Sequence[dict[str, Any]]) -> list[Fact]:
+def facts_of_groups(optimizer: Optimizer) -> list[Fact]:
     """Return the hyper-parameters of parameter groups, which all processes must share."""
+    groups, names = optimizer.param_groups, optimizer.rule.defaults
     facts: list[Fact] = [("the number of parameter groups", len(groups))]
     for number, group in enumerate(groups):
-        facts += [(f"{key} of parameter group {number}", group[key]) for key in DEFAULTS]
+        facts += [(f"{key} of parameter group {number}", group[key]) for key in names]
     return facts
 
 

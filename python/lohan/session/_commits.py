@@ -273,8 +273,10 @@ class Commits:
         """Return a context that gives the store for reading, also after the session is closed."""
         session = self._session
         if session.closed:
+            from lohan.store import _same
+
             given = session.directories, session.config, session.layout
-            return session.peers.reopened(functools.partial(_store.reopened, *given))
+            return session.peers.reopened(functools.partial(_same.reopened, *given))
         return session.exclusive([])
 
     def values(self, params: Sequence[Param]) -> list[torch.Tensor]:
@@ -291,7 +293,9 @@ class Commits:
             return [session.parameters.value(param.index) for param in params]
         opened = session.exclusive([])
         if session.closed:
-            opened = _store.reopened(session.directories, session.config, session.layout)
+            from lohan.store import _same
+
+            opened = _same.reopened(session.directories, session.config, session.layout)
         with opened as store:
             owed = _scalars.owed(session.layout, store.describe()) if session.closed else 0
             if owed > 0:

@@ -212,6 +212,7 @@ def divide(
     rows: Sequence[Any],
     ranks_of: Mapping[int, tuple[int, ...]],
     states: str = "fp32",
+    rule: str = "adamw",
 ) -> tuple[Config, Layout, dict[str, int]]:
     """Lay the model out, and divide main memory.
 
@@ -225,6 +226,7 @@ def divide(
         rows: the units of the store to resume; empty for a new store.
         ranks_of: the processes that have a parameter, by its id, if not all have it.
         states: how moments are stored: a key of _block.STATES.
+        rule: the update rule: a key of RULES in common/_rules.py.
 
     Returns:
         The config, with that reserve if it was made; the layout; and the division of main memory.
@@ -236,12 +238,12 @@ def divide(
     _refuse_more_than_there_is(config)
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
-        layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states)
+        layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states, rule)
         return _divided(model, layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
-    layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states)
+    layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states, rule)
     return _divided(model, layout, config)
 
 
@@ -297,6 +299,7 @@ def _layout_for_budget(
     rows: Sequence[Any],
     ranks_of: Mapping[int, tuple[int, ...]],
     states: str,
+    rule: str,
 ) -> Layout:
     """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
@@ -310,6 +313,7 @@ def _layout_for_budget(
         _block.divide_states(layout, config.part, config.part_count)
         for unit in layout.units:
             unit.is_averaged = config.ema is not None and unit.trainable
+            unit.rule = rule
         return layout
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -11,46 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.common._hyper import Hyper, check_hyper, hyper_of, numbers
+from lohan.common._rules import ADAMW, Hyper, Rule
 from lohan.errors import HyperParameterError, NonFiniteError, UnsupportedError
 
 if TYPE_CHECKING:
     from lohan.session._outside import Outside
     from lohan.session._replaced import Replaced
     from lohan.session._training import Training
-
-DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-}
-
-# Options of torch's optimizers that may change the update rule, and the values that do not.
-RULE: dict[str, Any] = {
-    "amsgrad": False,
-    "maximize": False,
-    "differentiable": False,
-    "decoupled_weight_decay": True,
-    "momentum": 0,
-    "nesterov": False,
-}
-
-
-def check_rule(group: dict[str, Any]) -> None:
-    """Reject options of a group that would change its update rule to something but AdamW.
-
-    Raises:
-        UnsupportedError: there is such an option; the message names it.
-    """
-    for name, value in RULE.items():
-        if group.get(name, value) != value:
-            if name == "decoupled_weight_decay" and group["weight_decay"] == 0:
-                continue  # without weight decay, Adam and AdamW are the same
-            raise UnsupportedError(
-                f"{name}={group[name]!r} in a parameter group is not supported: lohan's optimizer"
-                f" is AdamW with {name}={value!r}"
-            )
 
 
 class NoState(defaultdict[Any, Any]):
@@ -173,12 +140,13 @@ class StoreOptimizer(torch.optim.Optimizer):
 
 
 class Optimizer(StoreOptimizer):
-    """AdamW for a wrapped model: the rule of torch.optim.AdamW, in fp32, on lohan's CPU workers.
+    """The optimizer of a wrapped model: a rule such as AdamW, in fp32, on lohan's CPU workers.
 
     By default, updates run during backward, with the hyper-parameters that the groups have when
     backward begins. `step()` then closes the step without waiting for them; the next forward waits.
 
     Attributes:
+        rule: the update rule.
         max_grad_norm: the argument of wrap(); may be changed if wrap() was given a number.
         grad_norm: the norm of the last step's gradients before clipping, if max_grad_norm is set.
         was_skipped: whether the last `step()` was skipped, because a GradScaler found an overflow,
@@ -198,8 +166,12 @@ class Optimizer(StoreOptimizer):
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        rule: Rule = ADAMW,
     ) -> None:
+        self.rule = rule
         self.origin: torch.optim.Optimizer | None = None
         self.begins_without_moments = True
         self.max_grad_norm: float | None = None
@@ -209,14 +181,14 @@ class Optimizer(StoreOptimizer):
         # The hyper-parameters that were given explicitly; a resumed run takes the others from its
         # store.
         self.given = [
-            set(DEFAULTS) & {*defaults, *(group if isinstance(group, dict) else ())}
+            set(rule.defaults) & {*defaults, *(group if isinstance(group, dict) else ())}
             for group in groups
         ]
-        super().__init__(groups, {**DEFAULTS, **defaults})
+        super().__init__(groups, {**rule.defaults, **defaults})
         for group in self.param_groups:
-            check_rule(group)
-            check_hyper(hyper_of(group))
-        self.wrapped = [numbers(group) for group in self.param_groups]
+            rule.check_options(group)
+            rule.check(rule.hyper_of(group))
+        self.wrapped = [rule.numbers(group) for group in self.param_groups]
         self._members = self._members_now()
 
     def hypers(self) -> list[Hyper]:
@@ -242,8 +214,8 @@ class Optimizer(StoreOptimizer):
                 " of its group to 0"
             )
         for group in self.param_groups:
-            check_rule(group)
-        return [hyper_of(group) for group in self.param_groups]
+            self.rule.check_options(group)
+        return [self.rule.hyper_of(group) for group in self.param_groups]
 
     def clip_scale(self, square_sum: float, scale: float) -> float:
         """Return the factor for the step's gradients, and store their norm in grad_norm.

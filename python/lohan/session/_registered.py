@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import EllipsisType
 
-    from lohan.common._hyper import Hyper
-    from lohan.session._training import Training
+    from lohan.common._rules import Hyper
+    from lohan.session.session import Session
 
     After = Callable[[], Any] | EllipsisType | None  # ...: not given
 
@@ -174,10 +174,9 @@ class Registered(Extension):
         return states
 
     def _restore_groups(self) -> None:
-        groups = self._session.optimizer.param_groups
-        for group, hyper in zip(groups, self._hypers, strict=False):
-            group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
-            group["betas"] = (beta1, beta2)
+        optimizer = self._session.optimizer
+        for group, hyper in zip(optimizer.param_groups, self._hypers, strict=False):
+            optimizer.rule.put(group, hyper)
 
     def step_begins(self, session: Training) -> None:
         """Take the states for the commit of the step that is closed next.

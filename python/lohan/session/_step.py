@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.common import _log
-from lohan.common._hyper import check_hyper
 from lohan.config import SCHEDULES_AT_STEP
 from lohan.errors import HyperParameterError, SessionError, StepError, ZeroGradError
 from lohan.session import _gradients
@@ -20,8 +19,8 @@ from lohan.torch_glue._tensor import at_backward_end, in_backward
 
 if TYPE_CHECKING:
     from lohan import _core
-    from lohan.common._hyper import Hyper
-    from lohan.session._training import Training
+    from lohan.common._rules import Hyper
+    from lohan.session.session import Session
     from lohan.torch_glue._accumulate import Accumulation
 
 
@@ -114,7 +113,7 @@ class OpenStep:
 
     def _hyper_set(self, hypers: list[Hyper]) -> None:
         for index, hyper in enumerate(hypers):
-            check_hyper(hyper)
+            self._session.optimizer.rule.check(hyper)
             self._engine.hyper(index, *hyper, self._session.averages.rest)
         self.hypers = hypers
 

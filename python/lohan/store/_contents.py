@@ -133,7 +133,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
     rows = iter(meta["params"])
     formats = (meta.get("method") or {}).get("kept")
     given = set(meta.get("given", ()))
-    states = meta.get("states", "fp32")
+    states, rule = meta.get("states", "fp32"), meta.get("rule", "adamw")
     for unit_name, count, elements, nbytes in meta["units"]:
         unit: Unit | None = None
         for _ in range(count):
@@ -155,6 +155,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
         unit.elements, unit.nbytes = elements, nbytes
         place_values(unit)
         unit.has_states = len(units) not in given
+        unit.rule = rule
         unit.is_averaged = unit.trainable and meta.get("ema", False)
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):

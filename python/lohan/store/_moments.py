@@ -1,4 +1,7 @@
-"""AdamW's moments of a parameter, read from a store and written to one, in fp32.
+"""The moments of a parameter, read from a store and written to one, in fp32.
+
+A rule may have fewer than two (common/_rules.py): what is read of the others is zeros, and nothing
+is written of them.
 
 A store may keep moments in another format: csrc/compute/adam_states.h describes it.
 """
@@ -39,9 +42,9 @@ class _Part:
         self.count = min(param.count - begin, room)
         blocks = -(-self.count // _BLOCK)
         self.stored: list[tuple[int, int, torch.Tensor]] = []
-        for extent in (places.moment1, places.moment2):
+        for extent in (places.moment1, places.moment2):  # -1: bytes that are not stored
             offset, nbytes = self.first * unit.moment_bytes, blocks * _BLOCK * unit.moment_bytes
-            self.stored.append((extent, offset, torch.empty(nbytes, dtype=torch.uint8)))
+            self.stored.append((extent, offset, torch.zeros(nbytes, dtype=torch.uint8)))
         if places.scales >= 0:
             extent = places.scales + self.first // _core.SCALES_ELEMENTS
             offset = self.first % _core.SCALES_ELEMENTS // _BLOCK * 4
@@ -67,14 +70,16 @@ def read(
     store: _core.Store, unit: Unit, places: UnitExtents, param: Param
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both moments of a parameter, fp32, in the unit's order, of shape (count,)."""
-    moments = torch.empty(param.count), torch.empty(param.count)
+    moments = torch.zeros(param.count), torch.zeros(param.count)
     if unit.states == "fp32":
         for values, extent in zip(moments, (places.moment1, places.moment2), strict=True):
-            store.read(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
+            if extent >= 0:
+                store.read(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
         return moments
     for part in _parts(unit, places, param):
         for extent, offset, values in part.stored:
-            store.read(extent, offset, values.data_ptr(), nbytes_of(values))
+            if extent >= 0:
+                store.read(extent, offset, values.data_ptr(), nbytes_of(values))
         decoded = torch.empty(part.padded), torch.empty(part.padded)
         pointers = decoded[0].data_ptr(), decoded[1].data_ptr()
         _core.adam_decode(unit.states, *part.pointers, *pointers, part.padded)
@@ -103,7 +108,8 @@ def write(
     """
     if unit.states == "fp32":
         for values, extent in zip(moments, (places.moment1, places.moment2), strict=True):
-            store.write(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
+            if extent >= 0:
+                store.write(extent, param.first * 4, values.data_ptr(), nbytes_of(values))
         return
     for part in _parts(unit, places, param):
         padded = torch.zeros(part.padded), torch.zeros(part.padded)
@@ -116,14 +122,16 @@ def write(
             unit.states, *part.pointers, *pointers, first, part.padded, param.number, 0
         )
         for extent, offset, values in part.stored:
-            store.write(extent, offset, values.data_ptr(), nbytes_of(values))
+            if extent >= 0:
+                store.write(extent, offset, values.data_ptr(), nbytes_of(values))
 
 
 def clear(unit: Unit, places: UnitExtents, store: _core.Store) -> None:
     """Write zeros to a unit's moments and their scales, which are then those of a new store."""
-    sizes = dict.fromkeys((places.moment1, places.moment2), unit.elements * unit.moment_bytes)
+    extents = [getattr(places, moment) for moment in unit.moments]
+    sizes = dict.fromkeys(extents, unit.elements * unit.moment_bytes)
     sizes |= {places.scales + i: nbytes for i, nbytes in enumerate(unit.scale_parts)}
-    zeros = torch.zeros(min(max(sizes.values()), _ZEROS_BYTES), dtype=torch.uint8)
+    zeros = torch.zeros(min(max(sizes.values(), default=0), _ZEROS_BYTES), dtype=torch.uint8)
     for extent, nbytes in sizes.items():
         for offset in range(0, nbytes, _ZEROS_BYTES):
             store.write(extent, offset, zeros.data_ptr(), min(nbytes - offset, _ZEROS_BYTES))

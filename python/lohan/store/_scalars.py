@@ -15,7 +15,6 @@ import torch
 
 from lohan import _core
 from lohan.common import _log
-from lohan.common._hyper import hyper_of, numbers
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue import _buffers
 from lohan.torch_glue._classes import check_bytes
@@ -114,11 +113,11 @@ def _random(device: torch.device) -> dict[str, Any]:
 
 def _groups(optimizer: Optimizer) -> dict[str, Any]:
     """Return the part of a commit's state that has the groups and their hyper-parameters."""
-    groups = optimizer.param_groups
+    groups, rule = optimizer.param_groups, optimizer.rule
     state: dict[str, Any] = {
-        "groups": [list(hyper_of(group)) for group in groups],
+        "groups": [list(rule.hyper_of(group)) for group in groups],
         "wrapped": [
-            {name: value for name, value in then.items() if value != numbers(group)[name]}
+            {name: value for name, value in then.items() if value != rule.numbers(group)[name]}
             for group, then in zip(groups, optimizer.wrapped, strict=True)
         ],
     }
@@ -259,22 +258,21 @@ def restore(
 
 
 def _restore_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
-    groups = optimizer.param_groups
+    groups, rule = optimizer.param_groups, optimizer.rule
     if len(state["groups"]) != len(groups):
         raise StoreMismatchError(
             f"the store was trained with {len(state['groups'])} parameter groups, but params= has"
             f" {len(groups)}: pass the same number, in the same order",
         )
     for index, (group, hyper) in enumerate(zip(groups, state["groups"], strict=True)):
-        asked = numbers(group)
-        group["lr"], beta1, beta2, group["eps"], group["weight_decay"] = hyper
-        group["betas"] = (beta1, beta2)
+        asked = rule.numbers(group)
+        rule.put(group, hyper)
         initial_lr = state.get("initial_lr", [None] * len(groups))[index]
         if initial_lr is not None:
             group["initial_lr"] = initial_lr
         if "wrapped" not in state:  # written by a version that did not store it
             continue
-        then = {**numbers(group), **state["wrapped"][index]}
+        then = {**rule.numbers(group), **state["wrapped"][index]}
         for name in sorted(optimizer.given[index]):
             if asked[name] != then[name]:
                 _overrule(group, index, name, asked[name], then[name])

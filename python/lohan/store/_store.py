@@ -14,18 +14,16 @@ from torch import nn
 
 from lohan import _core
 from lohan.common import _durable, _log
+from lohan.common._rules import RULES
 from lohan.common._storage_formats import narrowed
 from lohan.errors import (
     ChecksumError,
     LohanError,
     StoreError,
-    StoreMismatchError,
-    StoreUncleanError,
     store_error,
 )
-from lohan.layout import _experts
 from lohan.layout._block import BYTES_CODE, DTYPE_CODES, STATES, checksum_bytes
-from lohan.store import _average, _process
+from lohan.store import _process
 from lohan.torch_glue._buffers import Buffers
 from lohan.torch_glue._tensor import nbytes_of
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 Raiser = Callable[[int, str, bool], LohanError]
 
-SAME_KEYS = ("lohan", "params", "units")  # keys of meta that must be equal for the same model
 SCALAR_BYTES_MAX = 64 << 10  # the room for Python's part; groups and RNG state take 8 KiB
 IDLE_BYTES_MAX = 128 << 10  # 11 KiB a group of parameters, if its learning rate always changes
 BUFFER_SAID_BYTES = 1 << 20  # the room for names and shapes of persistent buffers, if any
@@ -47,7 +44,7 @@ class UnitExtents:
     """The extent numbers of a unit's arrays; -1: no extent.
 
     A unit without an extent for param is read in place. The states of a trained unit without
-    extents for the moments are in another process's store.
+    extents are in another process's store, as `Unit.has_states` says.
     """
 
     param: int
@@ -79,6 +76,8 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
                 places.residual,
                 places.moment1,
                 places.moment2,
+                unit.trainable and not unit.has_states,
+                [*RULES].index(unit.rule),
                 [*STATES].index(unit.states),
                 places.scales,
                 max(places.average, 0),
@@ -131,8 +130,8 @@ def plan_extents(layout: Layout, single_slot: bool) -> Extents:
         if unit.residual_bytes:
             places.residual = add(unit.elements * unit.residual_bytes)
         if unit.trainable and unit.has_states:
-            places.moment1 = add(unit.elements * unit.moment_bytes)
-            places.moment2 = add(unit.elements * unit.moment_bytes)
+            for moment in unit.moments:
+                setattr(places, moment, add(unit.elements * unit.moment_bytes))
             places.scales = ([add(nbytes) for nbytes in unit.scale_parts] or [-1])[0]
         if unit.has_average:
             places.average = add(unit.elements * 4)
@@ -153,10 +152,13 @@ def describe(layout: Layout) -> dict[str, Any]:
     """Return the description that a store must have to belong to this model."""
     strides = {str(p.index): list(p.strides) for p in layout.params if p.strides is not None}
     is_narrow = layout.states != "fp32"
+    is_other = layout.rule != "adamw"
     is_packed = any(unit.packs for unit in layout.units)
+    # A reader that lacks any of these must reject the store.
+    needed = (True, strides, is_narrow or is_packed, layout.has_averages, is_other)
     return {
-        # A reader that lacks averages, strides, states or packed units must reject the store.
-        "lohan": 4 if layout.has_averages else 3 if is_narrow or is_packed else 2 if strides else 1,
+        "lohan": max(version for version, is_so in enumerate(needed, start=1) if is_so),
+        **({"rule": layout.rule} if is_other else {}),
         **({"ema": True} if layout.has_averages else {}),
         **({"strides": strides} if strides else {}),
         **({"states": layout.states} if is_narrow else {}),
@@ -353,29 +355,6 @@ def say_fallback(store: _core.Store) -> None:
         _log.note(said["note"])
 
 
-@contextlib.contextmanager
-def reopened(directories: Sequence[str], config: Config, layout: Layout) -> Iterator[_core.Store]:
-    """Return a context with the store of a closed session, for reading.
-
-    Raises:
-        StoreError: the store does not exist, cannot be opened, or belongs to a different model.
-    """
-    for directory in directories:
-        path = os.path.join(directory, "lohan.data")
-        if not os.path.exists(path):
-            raise StoreError(
-                f"the session is closed, and {path}, which has the parameters, does not exist (a"
-                " temporary store is removed with its session): restore the file, or build the"
-                " model again"
-            )
-    store = open_existing(directories, config, read_only=True)
-    try:
-        check_same_model(store, layout)
-        yield store
-    finally:
-        store.close()
-
-
 def remove(directories: Sequence[str]) -> None:
     """Remove the files of a store that was never filled."""
     for directory in directories:
@@ -383,167 +362,10 @@ def remove(directories: Sequence[str]) -> None:
             os.unlink(os.path.join(directory, "lohan.data"))
 
 
-def check_same_model(store: _core.Store, layout: Layout) -> None:
-    """Reject a store that was never filled, or that belongs to a different model.
-
-    Raises:
-        StoreUncleanError: the store's creation was interrupted before the weights were written.
-        StoreMismatchError: the models differ; the message names the first difference.
-    """
-    from lohan.common import _meta
-
-    if store.describe()["is_empty"]:
-        path = store.describe()["files"][0][0]
-        raise StoreUncleanError(
-            f"{path} was created, but its weights were never written, because its creation, or a"
-            " copy to this place, was interrupted: copy the store again if this is a copy,"
-            " otherwise delete it and start again from the weights"
-        )
-    theirs = _meta.of(store)
-    _process.check_groups(theirs, layout.groups, store.describe()["files"][0][0])
-    _take_strides(layout, theirs)
-    check_same_states(theirs, layout)
-    _average.check_same(theirs, layout)
-    ours = describe(layout)
-    check_same_name(theirs.get("method"), layout.method)
-    if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
-        raise StoreMismatchError(
-            "the store has the same parameters in other blocks: omit blocks= to use the blocks that"
-            " the store was created with"
-        )
-    check_same_method(theirs.get("method"), layout.method)
-    if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
-        _process.check_part(theirs, layout)
-        return
-    is_reordered = sorted(theirs["params"]) == sorted(ours["params"])
-    for index, (a, b) in enumerate(zip(theirs["params"], ours["params"], strict=False)):
-        if a != b and is_reordered:
-            raise StoreMismatchError(
-                f"the store has the same {len(ours['params'])} parameters in another order: number"
-                f" {index} is {a[0]!r} in the store and {b[0]!r} in this model: define the modules"
-                " in the order that they had when the store was created"
-            )
-        if a != b:
-            raise StoreMismatchError(
-                "the store belongs to another model: it has parameter"
-                f" {a[0]!r} {a[1]} {a[2]} trainable={a[3]}, this model has"
-                f" {b[0]!r} {b[1]} {b[2]} trainable={b[3]}{_experts.advice(a[0], b[0])}"
-            )
-    count = len(theirs["params"]), len(ours["params"])
-    if count[0] != count[1]:
-        raise StoreMismatchError(
-            f"the store belongs to another model: {count[0]} parameters, this model has {count[1]}"
-        )
-    raise StoreMismatchError(
-        f"{store.describe()['files'][0][0]}: the store's description (meta) has version"
-        f" {theirs['lohan']}, but its parameters are described by version {ours['lohan']}: it is"
-        " damaged, or from another version of lohan: go back to a snapshot, or use the version that"
-        " created it"
-    )
-
-
 def strides_of(meta: dict[str, Any], index: int) -> tuple[int, ...] | None:
     """Return a parameter's strides from a store's meta; None if the parameter is contiguous."""
     strides = meta.get("strides", {}).get(str(index))
     return None if strides is None else tuple(strides)
-
-
-def _take_strides(layout: Layout, meta: dict[str, Any]) -> None:
-    """Set the parameters' strides to those in the store's meta, in whose order it stores bytes."""
-    if len(meta["params"]) != len(layout.params):
-        return  # a different model, which is rejected elsewhere
-    for param in layout.params:
-        strides = strides_of(meta, param.index)
-        if strides != param.strides:
-            layout.other_strides.append(param.name)
-            param.strides = strides
-
-
-def check_same_states(theirs: dict[str, Any], layout: Layout) -> None:
-    """Reject states= other than the one that the store was created with.
-
-    Raises:
-        StoreMismatchError: the formats differ; the message names both.
-    """
-    was = theirs.get("states", "fp32")
-    if was != layout.states and (theirs.get("method") or layout.method) is None:
-        raise StoreMismatchError(
-            f"the store was created with moments={was!r}, not {layout.states!r}: pass"
-            f" moments={was!r}"
-            f" to continue with its moments, or make a store with converted ones by lohan convert"
-            f" STORE OUT --states {layout.states} (lohan.convert)"
-        )
-
-
-def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Reject a training method other than the one that the store was created with.
-
-    Raises:
-        StoreMismatchError: the methods differ; the message names both.
-    """
-    was, now = ((m or {}).get("name", "adamw") for m in (theirs, ours))
-    if was != now:
-        raise StoreMismatchError(
-            f"the store was created with method={was!r}, not {now!r}: pass the former, or start a"
-            " new store with lohan.export(STORE, OUT) and weights=OUT"
-        )
-
-
-def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Reject a different method, or different sets of trainable or weight-decayed parameters.
-
-    Raises:
-        StoreMismatchError: one of these differs; the message names it.
-    """
-    check_same_name(theirs, ours)
-    for key, what in (("streams", "that require a gradient"), ("decays", "with weight decay")):
-        if theirs is not None and ours is not None and theirs[key] != ours[key]:
-            raise StoreMismatchError(
-                f"the store was created with other parameters {what}, and the journal's steps"
-                " depend on them: use the same ones"
-            )
-
-
-def check_slots(store: _core.Store, config: Config) -> None:
-    """Reject commits for a store that was created with a single slot.
-
-    Raises:
-        StoreMismatchError: the store has a single slot, but commit_every requires commits.
-    """
-    if store.describe()["is_single_slot"] and config.commit_every != "never":
-        raise StoreMismatchError(
-            "the store was created with IO(single_slot=True) and keeps one copy of each value,"
-            f" which commit_every={config.commit_every!r} would overwrite: pass"
-            " io=lohan.IO(single_slot=True) here, too. Copies by lohan.snapshot() also keep one"
-            " copy. For a"
-            " store with two copies, use lohan.export(STORE, OUT, dtype='float32') and start a new"
-            " run with weights=OUT (the moments are lost)"
-        )
-
-
-def check_table(store: _core.Store, extents: Extents) -> None:
-    """Reject a store whose extents do not match the layout, since its description is then wrong.
-
-    Raises:
-        StoreMismatchError: the extents differ; the message states the sizes of both.
-    """
-    is_single = store.describe()["is_single_slot"]
-    has = [(nbytes, group) for nbytes, group, _, _ in store.extents()]
-    is_other = has != extents.table
-    if not is_other and not is_single:
-        # Stores that have all checksums of files read in place never write these again.
-        sums = extents.table[extents.checksums][1] if extents.checksums >= 0 else -1
-        is_other = any(
-            slots < (1 if group == sums else extents.groups[group])
-            for _, group, slots, _ in store.extents()
-        )
-    if is_other:
-        raise StoreMismatchError(
-            f"{store.describe()['files'][0][0]}: the store's description (meta) is damaged, or from"
-            f" another version of lohan: it lists {len(extents.table)} extents of"
-            f" {sum(n for n, _ in extents.table):,} bytes, but the store has {len(has)} of"
-            f" {sum(n for n, _ in has):,}, or fewer slots: go back to a snapshot"
-        )
 
 
 def write_param(

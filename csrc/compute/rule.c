@@ -1,0 +1,60 @@
+/* The table of rules, and the scalars of their steps. */
+#include "compute/rule.h"
+
+#include "base/assert.h"
+#include "compute/adam.h"
+
+/* Decay is coupled: it is a part of the gradient. */
+static struct lh_adam_scalars adam_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                           double gradient_scale)
+{
+    struct lh_adam_scalars scalars = lh_adam_scalars_make(hyper, step, gradient_scale);
+
+    scalars.decay = 1;
+    scalars.coupled = (float)hyper->weight_decay;
+    return scalars;
+}
+
+static struct lh_adam_scalars lion_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                           double gradient_scale)
+{
+    LH_ASSERT(step >= 1);
+    return (struct lh_adam_scalars){
+        .gradient_scale = (float)gradient_scale,
+        .beta1 = (float)hyper->beta1,
+        .beta1_rest = (float)(1.0 - hyper->beta1),
+        .beta2 = (float)hyper->beta2,
+        .beta2_rest = (float)(1.0 - hyper->beta2),
+        .step_size = (float)hyper->lr,
+        .decay = (float)(1.0 - hyper->lr * hyper->weight_decay),
+        .average_rest = (float)hyper->average_rest,
+    };
+}
+
+static struct lh_adam_scalars sgd_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                          double gradient_scale)
+{
+    double momentum = hyper->beta1, dampening = hyper->beta2;
+    bool is_nesterov = hyper->eps != 0;
+
+    LH_ASSERT(step >= 1);
+    return (struct lh_adam_scalars){
+        .gradient_scale = (float)gradient_scale,
+        .beta1 = (float)momentum,
+        .beta1_rest = step == 1 ? 1 : (float)(1.0 - dampening),
+        .beta2 = is_nesterov ? 1 : 0,
+        .eps = is_nesterov ? (float)momentum : 1,
+        .step_size = (float)hyper->lr,
+        .decay = 1,
+        .coupled = (float)hyper->weight_decay,
+        .average_rest = (float)hyper->average_rest,
+    };
+}
+
+const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
+    [LH_RULE_ADAMW] = {"adamw", true, true, lh_adam_scalars_make},
+    [LH_RULE_ADAM] = {"adam", true, true, adam_scalars},
+    [LH_RULE_LION] = {"lion", true, false, lion_scalars},
+    [LH_RULE_SGD] = {"sgd", false, false, sgd_scalars},
+    [LH_RULE_SGD_MOMENTUM] = {"sgd_momentum", true, false, sgd_scalars},
+};

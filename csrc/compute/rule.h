@@ -1,0 +1,68 @@
+/*
+ * Update rules: one row each. The rest of lohan asks the row, not the name.
+ *
+ * A row says which arrays of states a rule has and how its scalars follow from the hyper-parameters
+ * of a step. What a rule computes is defined by its function in adam_ref.c (AdamW) or rule_ref.c
+ * (the others); other kernels of a rule produce the same bits. `g` below is the gradient times
+ * gradient_scale, every product and sum is fp32, and a fused multiply-add rounds once:
+ *
+ *      adamw          adam.h
+ *      adam           g = fma(p, coupled, g), then AdamW with decay 1
+ *      lion           c = fma(g, beta1_rest, m * beta1)
+ *                     p = fma(-step_size, fma(c, 0, sign(c)), p * decay)
+ *                     m = fma(g, beta2_rest, m * beta2)
+ *      sgd            g = fma(p, coupled, g)
+ *                     p = fma(-step_size, fma(g, 0, g), p)
+ *      sgd_momentum   g = fma(p, coupled, g)
+ *                     m = fma(g, beta1_rest, m * beta1)
+ *                     d = fma(m, eps, g * beta2)
+ *                     p = fma(-step_size, fma(d, 0, d), p)
+ *
+ * The order is that of torch.optim.SGD and Adam, and of lion-pytorch, on a machine whose additions
+ * with a factor are fused. fma(x, 0, x) is x if x is finite and NaN otherwise, so that a gradient
+ * that is not finite makes the parameter NaN under every rule ([Note: Gradients that are not
+ * finite] in adam.h). sign(c) is 1, -1 or 0. sgd_momentum: m is torch's momentum_buffer, which is g
+ * after the first step; with Nesterov, d = g + momentum m, otherwise m.
+ *
+ * What a rule makes of the five hyper-parameters (struct lh_adam_hyper):
+ *
+ *      adamw, adam    lr, beta1, beta2, eps, weight_decay
+ *      lion           lr, beta1, beta2, -, weight_decay
+ *      sgd            lr, -, -, -, weight_decay
+ *      sgd_momentum   lr, momentum, dampening, 1 with Nesterov or 0, weight_decay
+ *
+ * Thread: pure functions over the caller's memory.
+ * Source: torch.optim.Adam, torch.optim.SGD; Chen et al. 2023, Symbolic Discovery of Optimization
+ *         Algorithms (Lion).
+ */
+#ifndef LH_COMPUTE_RULE_H
+#define LH_COMPUTE_RULE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* The values are those of the engine's descriptions; a new rule is added at the end. */
+enum lh_rule {
+    LH_RULE_ADAMW = 0,
+    LH_RULE_ADAM,
+    LH_RULE_LION,
+    LH_RULE_SGD,
+    LH_RULE_SGD_MOMENTUM,
+    LH_RULE_COUNT
+};
+
+struct lh_adam_hyper;
+struct lh_adam_scalars;
+
+struct lh_rule_row {
+    const char *name; /* as stores and python/lohan/common/_rules.py name it */
+    bool has_moment1; /* signed; in 8 bits: by its magnitude */
+    bool has_moment2; /* never negative; in 8 bits: by its root */
+    /* Compute the scalars of a step (1, 2, ...) in double, and round each of them once. */
+    struct lh_adam_scalars (*scalars)(const struct lh_adam_hyper *hyper, uint64_t step,
+                                      double gradient_scale);
+};
+
+extern const struct lh_rule_row lh_rules[LH_RULE_COUNT];
+
+#endif

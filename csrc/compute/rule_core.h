@@ -1,0 +1,63 @@
+/*
+ * The arithmetic of every rule but AdamW, with every rounding explicit: rule.h has the formulas. It
+ * is written once, for floats and for vectors of any width. The including file defines `values`,
+ * INLINE, fma_of(), root_of(), sign_of() (1, -1 or 0; 0 for NaN) and splat().
+ */
+#ifndef LH_COMPUTE_RULE_CORE_H
+#define LH_COMPUTE_RULE_CORE_H
+
+#include "compute/adam.h"
+
+/* Elements: parameters, gradients times gradient_scale, and moments, 0 where a rule has none. */
+struct element {
+    values p, g, m, v;
+};
+
+/* The value itself where it is finite, otherwise NaN. */
+static INLINE values finite_of(values a)
+{
+    return fma_of(a, splat(0), a);
+}
+
+/* Adam, whose weight decay is a part of the gradient. */
+static INLINE void adam(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values g = fma_of(e->p, splat(scalars->coupled), e->g);
+    values d;
+
+    e->m = fma_of(g - e->m, splat(scalars->beta1_rest), e->m);
+    e->v = fma_of(e->v, splat(scalars->beta2), (g * splat(scalars->beta2_rest)) * g);
+    d = fma_of(root_of(e->v), splat(scalars->bias2_sqrt_inverse), splat(scalars->eps));
+    e->p = fma_of(splat(-scalars->step_size), e->m / d, e->p);
+}
+
+/* Lion: a step of the same size for every element. */
+static INLINE void lion(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values c = fma_of(e->g, splat(scalars->beta1_rest), e->m * splat(scalars->beta1));
+    values moved = fma_of(c, splat(0), sign_of(c)); /* NaN where c is not finite */
+
+    e->p = fma_of(splat(-scalars->step_size), moved, e->p * splat(scalars->decay));
+    e->m = fma_of(e->g, splat(scalars->beta2_rest), e->m * splat(scalars->beta2));
+}
+
+/* SGD without momentum. */
+static INLINE void sgd(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values g = fma_of(e->p, splat(scalars->coupled), e->g);
+
+    e->p = fma_of(splat(-scalars->step_size), finite_of(g), e->p);
+}
+
+/* SGD with momentum. */
+static INLINE void sgd_momentum(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values g = fma_of(e->p, splat(scalars->coupled), e->g);
+    values d;
+
+    e->m = fma_of(g, splat(scalars->beta1_rest), e->m * splat(scalars->beta1));
+    d = fma_of(e->m, splat(scalars->eps), g * splat(scalars->beta2));
+    e->p = fma_of(splat(-scalars->step_size), finite_of(d), e->p);
+}
+
+#endif

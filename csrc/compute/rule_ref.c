@@ -1,0 +1,87 @@
+/*
+ * The definition of every rule but AdamW: rule_core.h, one element at a time. This file is compiled
+ * with -ffp-contract=off.
+ */
+#include "base/assert.h"
+#include "compute/rule_element.h"
+
+#define INLINE inline __attribute__((always_inline))
+
+typedef float values;
+
+static INLINE values fma_of(values a, values b, values c)
+{
+    return fmaf(a, b, c);
+}
+
+static INLINE values root_of(values a)
+{
+    return sqrtf(a);
+}
+
+static INLINE values sign_of(values a)
+{
+    return (float)(a > 0) - (float)(a < 0);
+}
+
+static INLINE values splat(float a)
+{
+    return a;
+}
+
+#include "compute/rule_core.h"
+
+typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars);
+
+static INLINE void update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
+                          rule_fn rule)
+{
+    LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
+    bool has_nan = false;
+
+    for (uint64_t i = 0; i < run->count; i++) {
+        struct element e = {
+            .p = param_load(run, i),
+            .g = gradient_load(run, i) * scalars->gradient_scale,
+            .m = run->moment1 ? float_from_bits(load_u32(run->moment1, i)) : 0,
+            .v = run->moment2 ? float_from_bits(load_u32(run->moment2, i)) : 0,
+        };
+
+        rule(&e, scalars);
+        if (run->moment1)
+            store_u32(run->moment1, i, bits_to_write(e.m));
+        if (run->moment2)
+            store_u32(run->moment2, i, bits_to_write(e.v));
+        param_store(run, i, bits_to_write(e.p));
+        has_nan |= isnan(e.p);
+    }
+    if (has_nan && run->has_nan)
+        *run->has_nan = true;
+}
+
+static void adam_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    update(run, scalars, adam);
+}
+
+static void lion_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    update(run, scalars, lion);
+}
+
+static void sgd_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    update(run, scalars, sgd);
+}
+
+static void sgd_momentum_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
+{
+    update(run, scalars, sgd_momentum);
+}
+
+const lh_adam_fn lh_rule_ref[LH_RULE_COUNT] = {
+    [LH_RULE_ADAM] = adam_run,
+    [LH_RULE_LION] = lion_run,
+    [LH_RULE_SGD] = sgd_run,
+    [LH_RULE_SGD_MOMENTUM] = sgd_momentum_run,
+};

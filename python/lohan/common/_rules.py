@@ -1,0 +1,164 @@
+"""The table of update rules: hyper-parameters and states, without torch.
+
+What a rule computes, and what it makes of the five numbers that the engine takes, is in
+csrc/compute/rule.h, whose rows are in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from lohan.errors import HyperParameterError, UnsupportedError
+
+# lr, beta1, beta2, eps and weight_decay of AdamW, or what another rule has in their places.
+Hyper = tuple[float, float, float, float, float]
+
+
+# Options of torch's optimizers that change their rule, with the values that do not.
+_PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
+_NO_MOMENTUM = {"momentum": 0, "nesterov": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule, as `wrap(method=)` or its arguments choose it.
+
+    Attributes:
+        name: the rule's name in the core and in stores.
+        title: its name for people.
+        moments: its arrays of states by the names of UnitExtents, each with its key in the `state`
+            of torch's optimizer.
+        defaults: the hyper-parameters of a group, with the values that wrap() gives them.
+        slots: the hyper-parameters that are the five numbers of the engine; None: 0.
+        fixed: options of torch's optimizers that would change the rule, and the values that do not.
+    """
+
+    name: str
+    title: str
+    moments: dict[str, str]
+    defaults: dict[str, Any]
+    slots: tuple[str | None, ...]
+    fixed: dict[str, Any]
+
+    def hyper_of(self, group: dict[str, Any]) -> Hyper:
+        """Return the numbers of one parameter group, in the form that the engine takes.
+
+        Raises:
+            HyperParameterError: one of them is text; the message names it.
+        """
+        for name in self.defaults:
+            if isinstance(group[name], str):  # multiplying it, as schedulers do, would fail
+                raise HyperParameterError(
+                    f"{name} {group[name]!r} is text, not a number (YAML reads 2e-5 as text, but"
+                    " 2.0e-5 as a number)"
+                )
+        flat = {**group}
+        if "betas" in self.defaults:
+            flat["beta1"], flat["beta2"] = group["betas"]
+        lr, second, third, fourth, weight_decay = (
+            0.0 if name is None else float(flat[name]) for name in self.slots
+        )
+        return lr, second, third, fourth, weight_decay
+
+    def put(self, group: dict[str, Any], hyper: Hyper) -> None:
+        """Set the hyper-parameters of a group to numbers that hyper_of() returned."""
+        flat: dict[str, Any] = {
+            name: value for name, value in zip(self.slots, hyper, strict=True) if name is not None
+        }
+        if "betas" in self.defaults:
+            flat["betas"] = flat.pop("beta1"), flat.pop("beta2")
+        if "nesterov" in flat:
+            flat["nesterov"] = bool(flat["nesterov"])
+        group.update(flat)
+
+    def numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the hyper-parameters of a group, by name, in a form that JSON has."""
+        made: dict[str, Any] = dict.fromkeys(self.defaults)
+        self.put(made, self.hyper_of(group))
+        return {n: [*value] if n == "betas" else value for n, value in made.items()}
+
+    def check_options(self, group: dict[str, Any]) -> None:
+        """Reject options of a group that would change its update rule.
+
+        Raises:
+            UnsupportedError: there is such an option; the message names it.
+        """
+        for name, value in self.fixed.items():
+            if group.get(name, value) != value:
+                if name == "decoupled_weight_decay" and group["weight_decay"] == 0:
+                    continue  # without weight decay, Adam and AdamW are the same
+                raise UnsupportedError(
+                    f"{name}={group[name]!r} in a parameter group is not supported: lohan's"
+                    f" optimizer is {self.title} with {name}={value!r}"
+                )
+
+    def check(self, hyper: Hyper) -> None:
+        """Reject values for which the rule is not defined, as torch's optimizers do.
+
+        Raises:
+            HyperParameterError: a value is out of range; the message names the value and the limit.
+        """
+        named = {name: value for name, value in zip(self.slots, hyper, strict=True) if name}
+        for name, value in named.items():
+            least = -math.inf if name == "dampening" else 0.0
+            if name not in ("beta1", "beta2") and not value >= least:
+                said = "is not a number" if math.isnan(value) else "is below 0"
+                raise HyperParameterError(f"{name} {value} {said}: it must be at least 0")
+        if "beta1" in named:
+            beta1, beta2 = named["beta1"], named["beta2"]
+            if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+                raise HyperParameterError(f"betas ({beta1}, {beta2}) are not in [0, 1)")
+        if named.get("nesterov") and not (named["momentum"] > 0 and named["dampening"] == 0):
+            raise HyperParameterError(
+                f"nesterov=True with momentum {named['momentum']} and dampening"
+                f" {named['dampening']}: it needs a momentum above 0 and dampening=0"
+            )
+
+
+ADAMW = Rule(
+    "adamw",
+    "AdamW",
+    {"moment1": "exp_avg", "moment2": "exp_avg_sq"},
+    {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
+    ("lr", "beta1", "beta2", "eps", "weight_decay"),
+    {**_PLAIN, "decoupled_weight_decay": True, **_NO_MOMENTUM},
+)
+_ROWS = (
+    ADAMW,
+    Rule(
+        "adam",
+        "Adam",
+        ADAMW.moments,
+        {**ADAMW.defaults, "weight_decay": 0.0},
+        ADAMW.slots,
+        {**_PLAIN, "decoupled_weight_decay": False, **_NO_MOMENTUM},
+    ),
+    Rule(
+        "lion",
+        "Lion",
+        {"moment1": "exp_avg"},
+        {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+        ("lr", "beta1", "beta2", None, "weight_decay"),
+        {**_PLAIN, **_NO_MOMENTUM},
+    ),
+    Rule(
+        "sgd",
+        "SGD without momentum",
+        {},
+        {"lr": 1e-3, "weight_decay": 0.0},
+        ("lr", None, None, None, "weight_decay"),
+        {**_PLAIN, **_NO_MOMENTUM},
+    ),
+    Rule(
+        "sgd_momentum",
+        "SGD with momentum",
+        {"moment1": "momentum_buffer"},
+        {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
+        ("lr", "momentum", "dampening", "nesterov", "weight_decay"),
+        _PLAIN,
+    ),
+)
+# In the order of the core's enum lh_rule.
+RULES = {rule.name: rule for rule in _ROWS}

@@ -1,0 +1,323 @@
+"""Update rules other than AdamW: their bits, their bytes, and stores that say which one they have.
+
+What a rule computes is written out here once more, in torch, with fused multiply-adds that are
+rounded once on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import kit as helper
+import lohan
+import pytest
+import torch
+from lohan import _core
+from lohan.common import _meta
+from lohan.common._rules import RULES
+from lohan.errors import (
+    HyperParameterError,
+    NonFiniteError,
+    StoreMismatchError,
+    UnsupportedError,
+)
+from quick_helper import half_quick
+from torch import nn
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS = 6
+# The arguments of wrap() for each rule, and for each of its forms.
+CASES: dict[str, dict[str, Any]] = {
+    "adam": {"method": "adam", "lr": 1e-3, "weight_decay": 0.1},
+    "lion": {"method": "lion", "lr": 1e-3, "weight_decay": 0.1, "betas": (0.8, 0.95)},
+    "sgd": {"method": "sgd", "lr": 0.1, "weight_decay": 0.01},
+    "momentum": {"method": "sgd", "lr": 0.1, "momentum": 0.9, "dampening": 0.3},
+    "nesterov": {
+        "method": "sgd",
+        "lr": 0.1,
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": 0.01,
+    },
+}
+Tensor = torch.Tensor
+
+
+def fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """Return a * b + c of fp32 values, rounded once; `b` is rounded to fp32 first."""
+    factor = torch.as_tensor(b, dtype=torch.float32).double()
+    product, addend = a.double() * factor, c.double()  # the product is exact
+    total = product + addend
+    part = total - product
+    lost = (product - (total - part)) + (addend - part)
+    # Round to odd: the second rounding, to fp32, then is that of the exact sum.
+    is_even = total.view(torch.int64) % 2 == 0
+    towards = torch.nextafter(total, torch.copysign(torch.tensor(torch.inf).double(), lost))
+    return torch.where((lost != 0) & is_even, towards, total).float()
+
+
+class Reference:
+    """A parameter, its fp32 master and its moments, updated as a rule is documented."""
+
+    def __init__(self, param: nn.Parameter, **given: Any) -> None:
+        self.param = param
+        self.master = param.detach().float().clone()
+        self.m, self.v = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.given = given
+        self.step = 0
+
+    def update(self) -> None:
+        assert self.param.grad is not None
+        self.step += 1
+        getattr(self, self.given["method"])(self.param.grad.float(), **self.given)
+        master = self.master.contiguous()
+        value = torch.empty_like(self.param)
+        if self.param.dtype == torch.bfloat16:
+            residual = torch.empty(value.shape, dtype=torch.int16)
+            addresses = master.data_ptr(), value.data_ptr(), residual.data_ptr()
+            _core.adam_split(*addresses, value.numel())
+        else:
+            value.copy_(master)
+        self.param.data.copy_(value)
+        self.param.grad = None
+
+    def adam(self, g: Tensor, lr: float, weight_decay: float, **_: Any) -> None:
+        beta1, beta2 = helper.BETAS
+        g = fma(self.master, weight_decay, g)
+        self.m = fma(g - self.m, 1 - beta1, self.m)
+        self.v = fma(self.v, beta2, g * (1 - beta2) * g)
+        scale = torch.full_like(g, 1 / (1 - beta2**self.step) ** 0.5)
+        # Roots and quotients of fp64 numbers, rounded to fp32, are those of fp32.
+        root = fma(self.v.double().sqrt().float(), scale, torch.full_like(g, helper.EPS))
+        moved = (self.m.double() / root.double()).float()
+        self.master = fma(moved, -lr / (1 - beta1**self.step), self.master)
+
+    def lion(self, g: Tensor, lr: float, weight_decay: float, betas: Any, **_: Any) -> None:
+        beta1, beta2 = betas
+        moved = fma(g, 1 - beta1, self.m * beta1).sign()
+        self.master = fma(moved, -lr, self.master * (1 - lr * weight_decay))
+        self.m = fma(g, 1 - beta2, self.m * beta2)
+
+    def sgd(
+        self,
+        g: Tensor,
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        **_: Any,
+    ) -> None:
+        g = fma(self.master, weight_decay, g)
+        if momentum:
+            self.m = g if self.step == 1 else fma(g, 1 - dampening, self.m * momentum)
+            g = fma(self.m, momentum, g) if nesterov else self.m
+        self.master = fma(g, -lr, self.master)
+
+
+def train_plainly(model: nn.Module, **given: Any) -> helper.Trained:
+    """Torch's forward and backward, and the rule on each gradient when backward is over."""
+    states = [Reference(param, **given) for param in model.parameters()]
+    losses = []
+    for step in range(STEPS):
+        loss = helper.language_loss(model, step)
+        loss.backward()
+        for state in states:
+            state.update()
+        losses.append(loss.item())
+    return helper.Trained(losses, model.state_dict())
+
+
+def test_a_fused_product_and_sum_is_rounded_once() -> None:
+    a = torch.tensor([1 + 2.0**-12, 1 + 2.0**-12, 3.0])
+    b = torch.tensor([1 - 2.0**-12, 1 + 2.0**-12, 5.0])
+    c = torch.tensor([-1.0, -1.0, -15.0])
+    assert fma(a, b, c).tolist() == [-(2.0**-24), 2.0**-11 + 2.0**-24, 0.0]
+    # Rounded to 53 bits first, the sum would be halfway between two fp32 numbers.
+    tie = fma(torch.tensor([2.0**-30]), 2.0**-30, torch.tensor([1.0]) + 2.0**-23)
+    assert tie.item() == 1 + 2.0**-23
+    near = fma(torch.tensor([-(2.0**-40)]), 2.0**-40, torch.tensor([1.0]))
+    assert near.item() == 1.0
+
+
+@pytest.mark.parametrize(("case", "dtype", "memory"), half_quick(CASES, DTYPES, ["least", "full"]))
+def test_a_wrapped_model_is_the_documented_rule_applied_to_the_gradients_of_a_plain_one(
+    case: str, dtype: str, memory: str, store_dir: pathlib.Path
+) -> None:
+    given = CASES[case]
+    build = lambda: helper.build("gpt2", DTYPES[dtype])  # noqa: E731
+    expected = train_plainly(build(), **given)
+    least = helper.host_bytes_min(build(), store_dir, **given) if memory == "least" else None
+    model = lohan.wrap(build(), store=store_dir / "run", host_bytes=least, **given)
+    helper.assert_same(helper.train(model, range(STEPS), helper.language_loss), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_continues_with_its_rule_hyper_parameters_and_states(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    build = lambda: helper.build("gpt2", torch.bfloat16)  # noqa: E731
+    given = {**CASES[case], "store": store_dir / "run"}
+    model = lohan.wrap(build(), **given)
+    first = helper.losses(model, range(2), helper.language_loss)
+    for group in model.optimizer.param_groups:
+        group["lr"] *= 0.5
+    second = helper.losses(model, range(2, 4), helper.language_loss)
+    expected = helper.losses(model, range(4, STEPS), helper.language_loss)
+    state = helper.values(model)
+    model.lohan.close()
+    names = ("method", "momentum", "dampening", "nesterov")
+    rule = {name: given[name] for name in names if name in given}
+    model = lohan.wrap(build(), store=store_dir / "again", **CASES[case])
+    assert helper.losses(model, range(2), helper.language_loss) == first
+    for group in model.optimizer.param_groups:
+        group["lr"] *= 0.5
+    assert helper.losses(model, range(2, 4), helper.language_loss) == second
+    model.lohan.close()
+    model = lohan.wrap(build(), store=store_dir / "again", resume=True, **rule)
+    for name, value in CASES[case].items():
+        if name != "method":
+            assert model.optimizer.param_groups[0][name] == value * (0.5 if name == "lr" else 1)
+    assert helper.losses(model, range(4, STEPS), helper.language_loss) == expected
+    helper.assert_same_state(helper.values(model), state)
+    model.lohan.close()
+
+
+# The bytes of states per element of a bf16 unit: R, and 4 for each moment.
+STATE_BYTES = {"adamw": 10, "adam": 10, "lion": 6, "sgd": 2, "momentum": 6, "nesterov": 6}
+
+
+@pytest.mark.parametrize("case", STATE_BYTES)
+def test_a_step_reads_and_writes_the_states_of_its_rule_only(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    given = CASES.get(case, {})
+    build = lambda: helper.linears(512, 4, torch.bfloat16)  # noqa: E731
+    least = helper.host_bytes_min(build(), store_dir, **given)
+    model = lohan.wrap(build(), store=store_dir / "s", host_bytes=least, **given)
+    for _ in range(3):
+        model(torch.ones(2, 512, dtype=torch.bfloat16)).float().square().mean().backward()
+        model.optimizer.step()
+    model.lohan.flush()
+    stats, units = model.lohan.stats(), model.lohan.layout.units
+    extents, elements = model.lohan.extents, sum(unit.elements for unit in units)
+    model.lohan.close()
+    assert stats.bytes == stats.planned_bytes
+    moved = stats.bytes["state_read"] + stats.bytes["state_write"]
+    assert moved == 2 * STATE_BYTES[case] * elements
+    assert extents.nbytes == 2 * (2 + STATE_BYTES[case]) * elements
+
+
+def test_fp32_parameters_under_sgd_have_no_states_at_all(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(helper.linears(64, 4), store=store_dir / "s", method="sgd")
+    for _ in range(2):
+        model(torch.ones(2, 64)).square().mean().backward()
+        model.optimizer.step()
+    model.lohan.flush()
+    stats = model.lohan.stats()
+    units = model.lohan.layout.units
+    assert model.lohan.extents.nbytes == 2 * sum(unit.nbytes for unit in units)
+    model.lohan.close()
+    assert stats.bytes == stats.planned_bytes
+    assert stats.bytes["state_read"] == stats.bytes["state_write"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_refused_before_it_is_committed(
+    case: str, value: float, store_dir: pathlib.Path
+) -> None:
+    model = lohan.wrap(helper.linears(8, 2), store=store_dir / "s", **CASES[case])
+    with pytest.raises(NonFiniteError, match="gradient that is not finite"):
+        for scale in (1.0, value):
+            (model(torch.ones(2, 8)).sum() * scale).backward()
+            model.optimizer.step()
+        model.lohan.flush()
+    model.lohan.close()
+
+
+def meta_of(folder: pathlib.Path, **given: Any) -> dict[str, Any]:
+    model = lohan.wrap(helper.linears(8, 2), store=folder, **given)
+    text = model.lohan.store.describe()["meta"]
+    model.lohan.close()
+    meta: dict[str, Any] = json.loads(text)
+    return meta
+
+
+def test_a_store_names_its_rule_in_a_version_that_older_builds_refuse(
+    store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "rule" not in (plain := meta_of(store_dir / "adamw")) and plain["lohan"] == 1
+    meta = meta_of(store_dir / "lion", method="lion")
+    assert (meta["lohan"], meta["rule"]) == (5, "lion")
+    for wrong in ({"lohan": 1}, {"rule": "adamw"}, {"rule": "tiger"}, {"rule": 1}):
+        with pytest.raises(StoreMismatchError, match=next(iter({**wrong, "rule": 0}))):
+            _meta.parse(json.dumps({**meta, **wrong}), "here")
+    monkeypatch.setattr(_meta, "_FORMATS", (1, 2, 3, 4))
+    with pytest.raises(StoreMismatchError, match=r"another version of lohan \(lohan is 5\)"):
+        lohan.wrap(helper.linears(8, 2), store=store_dir / "lion", resume=True, method="lion")
+
+
+def test_another_rule_on_resume_is_rejected_with_both_names(store_dir: pathlib.Path) -> None:
+    meta_of(store_dir / "s", method="lion")
+    for given in ({}, {"method": "sgd"}, {"method": "sgd", "momentum": 0.9}, {"method": "adam"}):
+        with pytest.raises(StoreMismatchError, match=r"created for Lion \(lion\), not ") as error:
+            lohan.wrap(helper.linears(8, 2), store=store_dir / "s", resume=True, **given)
+        assert "lohan.export(STORE, OUT)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "lion", "eps": 1e-8}, "eps= has no meaning with method='lion'"),
+        ({"method": "sgd", "betas": (0.9, 0.99)}, "betas= has no meaning with method='sgd'"),
+        ({"momentum": 0.9}, "momentum= has no meaning with method='adamw'"),
+        ({"method": "lion", "nesterov": True}, "nesterov= has no meaning with method='lion'"),
+        ({"method": "lion", "moments": "8bit"}, "method='lion' is not supported with moments="),
+        ({"method": "lion", "ema": 0.9}, "method='lion' is not supported with ema=0.9"),
+    ],
+)
+def test_what_a_rule_lacks_is_refused_with_the_way_out(
+    given: dict[str, Any], message: str, store_dir: pathlib.Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        lohan.wrap(helper.linears(8, 2), store=store_dir / "s", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"momentum": -0.1}, "momentum -0.1 is below 0"),
+        ({"momentum": float("nan")}, "momentum nan"),
+        ({"momentum": 0.9, "dampening": float("nan")}, "dampening nan is not a number"),
+        ({"momentum": "0.9"}, "momentum '0.9' is text"),
+        ({"nesterov": True, "momentum": 0.9, "dampening": 0.5}, "needs a momentum above 0 and"),
+        ({"nesterov": 1, "momentum": 0.9}, "nesterov 1 must be True or False"),
+    ],
+)
+def test_hyper_parameters_for_which_sgd_is_not_defined_are_refused(
+    given: dict[str, Any], message: str, store_dir: pathlib.Path
+) -> None:
+    with pytest.raises(HyperParameterError, match=message):
+        lohan.wrap(helper.linears(8, 2), store=store_dir / "s", method="sgd", **given)
+
+
+def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
+    store_dir: pathlib.Path,
+) -> None:
+    model = helper.linears(8, 2)
+    groups = [{"params": [*model.parameters()], "momentum": 0.9}]
+    with pytest.raises(UnsupportedError, match=r"momentum=0\.9 .* is SGD without momentum"):
+        lohan.wrap(model, store=store_dir / "s", method="sgd", params=groups)
+
+
+def test_the_table_of_python_is_that_of_the_core() -> None:
+    ours = [(r.name, "moment1" in r.moments, "moment2" in r.moments) for r in RULES.values()]
+    assert tuple(ours) == _core.rules()
+    for rule in RULES.values():
+        group = {**rule.defaults, "lr": 0.25}
+        rule.put(again := {}, rule.hyper_of(group))
+        assert again == {name: again[name] for name in rule.defaults}
+        assert rule.hyper_of(again) == rule.hyper_of(group)
