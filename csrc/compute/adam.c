@@ -36,17 +36,18 @@ struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, u
 /* All kernels, best first. */
 static const struct lh_adam_kernel kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", lh_adam_avx512, lh_rule_ref, lh_adam_avx512_folding, lh_adam_avx512_roots,
+    {"avx512", lh_adam_avx512, lh_rule_avx512, lh_adam_avx512_folding, lh_adam_avx512_roots,
      lh_adam_avx512_stored, &lh_adam_states_avx512},
-    {"avx512_pclmul", lh_adam_avx512, lh_rule_ref, lh_adam_avx512_pclmul, lh_adam_avx512_roots,
+    {"avx512_pclmul", lh_adam_avx512, lh_rule_avx512, lh_adam_avx512_pclmul, lh_adam_avx512_roots,
      lh_adam_avx512_stored, &lh_adam_states_avx512},
-    {"avx512_tiles", lh_adam_avx512, lh_rule_ref, NULL, lh_adam_avx512_roots, lh_adam_avx512_stored,
-     &lh_adam_states_avx512},
-    {"avx2", lh_adam_avx2, lh_rule_ref, lh_adam_avx2_folding, lh_adam_avx2_roots, NULL,
+    {"avx512_tiles", lh_adam_avx512, lh_rule_avx512, NULL, lh_adam_avx512_roots,
+     lh_adam_avx512_stored, &lh_adam_states_avx512},
+    {"avx2", lh_adam_avx2, lh_rule_avx2, lh_adam_avx2_folding, lh_adam_avx2_roots, NULL,
      &lh_adam_states_avx2},
-    {"avx2_pclmul", lh_adam_avx2, lh_rule_ref, lh_adam_avx2_pclmul, lh_adam_avx2_roots, NULL,
+    {"avx2_pclmul", lh_adam_avx2, lh_rule_avx2, lh_adam_avx2_pclmul, lh_adam_avx2_roots, NULL,
      &lh_adam_states_avx2},
-    {"avx2_tiles", lh_adam_avx2, lh_rule_ref, NULL, lh_adam_avx2_roots, NULL, &lh_adam_states_avx2},
+    {"avx2_tiles", lh_adam_avx2, lh_rule_avx2, NULL, lh_adam_avx2_roots, NULL,
+     &lh_adam_states_avx2},
 #elif defined(__aarch64__)
     {"neon", lh_adam_neon, lh_rule_ref, lh_adam_neon_folding, lh_adam_neon_roots, NULL,
      &lh_adam_states_neon},

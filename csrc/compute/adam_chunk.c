@@ -456,10 +456,12 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
                                                  has_residual ? chunk->residual_checksums : NULL},
                 [LH_ADAM_STREAM_MOMENT1] = {.array = (char *)chunk->moment1,
                                             .element_bytes = moment_bytes,
-                                            .checksums = chunk->moment1_checksums},
+                                            .checksums =
+                                                chunk->moment1 ? chunk->moment1_checksums : NULL},
                 [LH_ADAM_STREAM_MOMENT2] = {.array = (char *)chunk->moment2,
                                             .element_bytes = moment_bytes,
-                                            .checksums = chunk->moment2_checksums},
+                                            .checksums =
+                                                chunk->moment2 ? chunk->moment2_checksums : NULL},
                 [LH_ADAM_STREAM_RESIDUAL_READ] = {.array = chunk->residual,
                                                   .element_bytes = residual_bytes,
                                                   .expected = has_residual
@@ -467,10 +469,14 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
                                                                   : NULL},
                 [LH_ADAM_STREAM_MOMENT1_READ] = {.array = (char *)chunk->moment1,
                                                  .element_bytes = moment_bytes,
-                                                 .expected = chunk->moment1_expected},
+                                                 .expected = chunk->moment1
+                                                                 ? chunk->moment1_expected
+                                                                 : NULL},
                 [LH_ADAM_STREAM_MOMENT2_READ] = {.array = (char *)chunk->moment2,
                                                  .element_bytes = moment_bytes,
-                                                 .expected = chunk->moment2_expected},
+                                                 .expected = chunk->moment2
+                                                                 ? chunk->moment2_expected
+                                                                 : NULL},
                 [STREAM_AVERAGE] = {.array = (char *)chunk->average,
                                     .element_bytes = sizeof(float),
                                     .checksums = chunk->average_checksums},

@@ -52,8 +52,13 @@ void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_sc
                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
 #endif
 
-/* The rules beside AdamW, by enum lh_rule: rule_core.h on one element at a time. */
+/* The rules beside AdamW, by enum lh_rule: rule_core.h on one element at a time, or on vectors. */
 extern const lh_adam_fn lh_rule_ref[LH_RULE_COUNT];
+#if defined(__x86_64__)
+/* Need AVX2, FMA and F16C, or AVX-512 F, BW, VL and DQ. */
+extern const lh_adam_fn lh_rule_avx2[LH_RULE_COUNT];
+extern const lh_adam_fn lh_rule_avx512[LH_RULE_COUNT];
+#endif
 
 /* lh_adam_average() for a part of a chunk, in the default floating-point environment. */
 void lh_adam_average_ref(float *average, const float *values, uint64_t count, float rest);

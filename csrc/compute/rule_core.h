@@ -13,6 +13,15 @@ struct element {
     values p, g, m, v;
 };
 
+typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars);
+
+/* The rules below, each with the moments that its row in rule.c has: first, second. */
+#define RULES_EACH(X)                                                                              \
+    X(LH_RULE_ADAM, adam, true, true)                                                              \
+    X(LH_RULE_LION, lion, true, false)                                                             \
+    X(LH_RULE_SGD, sgd, false, false)                                                              \
+    X(LH_RULE_SGD_MOMENTUM, sgd_momentum, true, false)
+
 /* The value itself where it is finite, otherwise NaN. */
 static INLINE values finite_of(values a)
 {

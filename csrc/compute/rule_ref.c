@@ -31,8 +31,6 @@ static INLINE values splat(float a)
 
 #include "compute/rule_core.h"
 
-typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars);
-
 static INLINE void update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
                           rule_fn rule)
 {
@@ -59,29 +57,12 @@ static INLINE void update(const struct lh_adam_run *run, const struct lh_adam_sc
         *run->has_nan = true;
 }
 
-static void adam_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
-{
-    update(run, scalars, adam);
-}
+#define KERNEL(rule, name, has_moment1, has_moment2)                                               \
+    static void name##_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)   \
+    {                                                                                              \
+        update(run, scalars, name);                                                                \
+    }
+RULES_EACH(KERNEL)
 
-static void lion_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
-{
-    update(run, scalars, lion);
-}
-
-static void sgd_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
-{
-    update(run, scalars, sgd);
-}
-
-static void sgd_momentum_run(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars)
-{
-    update(run, scalars, sgd_momentum);
-}
-
-const lh_adam_fn lh_rule_ref[LH_RULE_COUNT] = {
-    [LH_RULE_ADAM] = adam_run,
-    [LH_RULE_LION] = lion_run,
-    [LH_RULE_SGD] = sgd_run,
-    [LH_RULE_SGD_MOMENTUM] = sgd_momentum_run,
-};
+#define ENTRY(rule, name, has_moment1, has_moment2) [rule] = name##_run,
+const lh_adam_fn lh_rule_ref[LH_RULE_COUNT] = {RULES_EACH(ENTRY)};

@@ -22,6 +22,8 @@ static const struct lh_adam_scalars scalars = {
     .eps = 1e-8f,
     .step_size = 1.25e-2f,
     .decay = 0.99997f,
+    .beta1 = 0.9f,
+    .coupled = 0.01f,
 };
 
 /* The values are as in training; one in eight has random bits, and one in eight is a denormal. */
@@ -50,13 +52,16 @@ static void golden_compare(const char *what, uint32_t crc, uint32_t golden)
 }
 
 /* Update the run as a chunk whose checksums are checked and made. */
-static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_run *run)
+static void chunk_update(const struct lh_adam_kernel *kernel, enum lh_rule rule,
+                         const struct lh_adam_run *run)
 {
     const uint64_t residual_bytes = COUNT * lh_adam_residual_bytes(run->param_dtype);
     const uint64_t param_bytes = COUNT * lh_dtype_bytes(run->param_dtype);
     const uint32_t residual_expected = lh_crc32c(0, run->residual, residual_bytes);
-    const uint32_t moment1_expected = lh_crc32c(0, run->moment1, COUNT * 4);
-    const uint32_t moment2_expected = lh_crc32c(0, run->moment2, COUNT * 4);
+    const uint64_t moment1_bytes = run->moment1 ? COUNT * 4 : 0;
+    const uint64_t moment2_bytes = run->moment2 ? COUNT * 4 : 0;
+    const uint32_t moment1_expected = lh_crc32c(0, run->moment1, moment1_bytes);
+    const uint32_t moment2_expected = lh_crc32c(0, run->moment2, moment2_bytes);
     const struct lh_adam_segment segment = {.count = COUNT,
                                             .gradient = run->gradient,
                                             .gradient_dtype = run->gradient_dtype,
@@ -68,6 +73,7 @@ static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
                                   .moment2 = run->moment2,
                                   .count = COUNT,
                                   .param_dtype = run->param_dtype,
+                                  .rule = rule,
                                   .segments = &segment,
                                   .segment_count = 1,
                                   .residual_expected = &residual_expected,
@@ -82,21 +88,21 @@ static void chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
     LH_CHECK(lh_adam_chunk_update(kernel, &chunk, &mismatch) == 0);
     LH_CHECK(param == lh_crc32c(0, run->param, param_bytes));
     LH_CHECK(residual == lh_crc32c(0, run->residual, residual_bytes));
-    LH_CHECK(moment1 == lh_crc32c(0, run->moment1, COUNT * 4));
-    LH_CHECK(moment2 == lh_crc32c(0, run->moment2, COUNT * 4));
+    LH_CHECK(moment1 == lh_crc32c(0, run->moment1, moment1_bytes));
+    LH_CHECK(moment2 == lh_crc32c(0, run->moment2, moment2_bytes));
 }
 
 /* Run three steps: a plain one, and two that also compute checksums. */
-static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_dtype param,
-                           enum lh_dtype gradient)
+static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rule,
+                           enum lh_dtype param, enum lh_dtype gradient)
 {
     static float params[COUNT], residuals[COUNT], moment1[COUNT], moment2[COUNT];
     static float gradients[COUNT];
     uint64_t residual_bytes = lh_adam_residual_bytes(param);
     struct lh_adam_run run = {.param = params,
                               .residual = residual_bytes > 0 ? residuals : NULL,
-                              .moment1 = moment1,
-                              .moment2 = moment2,
+                              .moment1 = lh_rules[rule].has_moment1 ? moment1 : NULL,
+                              .moment2 = lh_rules[rule].has_moment2 ? moment2 : NULL,
                               .gradient = gradients,
                               .count = COUNT,
                               .param_dtype = param,
@@ -108,10 +114,10 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_dtype pa
     fill(moment1, 3, UINT32_MAX);
     fill(moment2, 4, INT32_MAX);
     fill(gradients, 5, UINT32_MAX);
-    kernel->run(&run, &scalars);
+    lh_adam_kernel_run(kernel, rule)(&run, &scalars);
     for (uint64_t seed = 6; seed < 8; seed++) {
         fill(gradients, seed, UINT32_MAX);
-        chunk_update(kernel, &run);
+        chunk_update(kernel, rule, &run);
     }
     crc = lh_crc32c(0, params, COUNT * lh_dtype_bytes(param));
     crc = lh_crc32c(crc, residuals, COUNT * residual_bytes);
@@ -136,9 +142,33 @@ static void test_updates(void)
                 char what[64];
 
                 snprintf(what, sizeof(what), "param %d, gradient %d", (int)param, (int)gradient);
-                golden_compare(what, update_crc(kernels + k, param, gradient),
+                golden_compare(what, update_crc(kernels + k, LH_RULE_ADAMW, param, gradient),
                                goldens[param][gradient]);
             }
+    }
+}
+
+static void test_rules(void)
+{
+    static const uint32_t goldens[LH_RULE_COUNT] = {
+        [LH_RULE_ADAM] = 0x012E209E,
+        [LH_RULE_LION] = 0xDA7B0E51,
+        [LH_RULE_SGD] = 0xFAF9A9B4,
+        [LH_RULE_SGD_MOMENTUM] = 0x8CB6C2AC,
+    };
+    const struct lh_adam_kernel *kernels;
+    int kernel_count = lh_adam_kernels(&kernels);
+
+    for (int k = 0; k < kernel_count; k++) {
+        lh_test_name("kernel %s has the same bits under every rule", kernels[k].name);
+        for (enum lh_rule rule = LH_RULE_ADAM; rule < LH_RULE_COUNT; rule++) {
+            uint32_t crcs[3][3];
+
+            for (enum lh_dtype param = LH_DTYPE_F32; param <= LH_DTYPE_F16; param++)
+                for (enum lh_dtype gradient = LH_DTYPE_F32; gradient <= LH_DTYPE_F16; gradient++)
+                    crcs[param][gradient] = update_crc(kernels + k, rule, param, gradient);
+            golden_compare(lh_rules[rule].name, lh_crc32c(0, crcs, sizeof(crcs)), goldens[rule]);
+        }
     }
 }
 
@@ -202,6 +232,7 @@ static void test_sums(void)
 int main(void)
 {
     test_updates();
+    test_rules();
     test_halves();
     test_split();
     test_sums();
