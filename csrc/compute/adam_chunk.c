@@ -434,60 +434,48 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
     LH_ASSERT(end <= chunk->count);
 }
 
+/* Describe what is read and written of an array, which is nothing if the chunk has none. */
+static void array_describe(struct walk *walk, int read, int written, const void *array,
+                           uint64_t element_bytes, const uint32_t *expected, uint32_t *checksums)
+{
+    struct stream stream = {.array = array, .element_bytes = array ? element_bytes : 0};
+
+    walk->streams[read] = stream;
+    walk->streams[read].expected = array ? expected : NULL;
+    walk->streams[written] = stream;
+    walk->streams[written].checksums = array ? checksums : NULL;
+}
+
+static void streams_describe(struct walk *walk)
+{
+    const struct lh_adam_chunk *chunk = walk->chunk;
+    const uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
+
+    walk->streams[LH_ADAM_STREAM_PARAM] = (struct stream){
+        .array = chunk->param,
+        .element_bytes = lh_dtype_bytes(chunk->param_dtype),
+        .checksums = chunk->param_checksums,
+    };
+    array_describe(walk, LH_ADAM_STREAM_RESIDUAL_READ, LH_ADAM_STREAM_RESIDUAL, chunk->residual,
+                   lh_adam_residual_bytes(chunk->param_dtype), chunk->residual_expected,
+                   chunk->residual_checksums);
+    array_describe(walk, LH_ADAM_STREAM_MOMENT1_READ, LH_ADAM_STREAM_MOMENT1, chunk->moment1,
+                   moment_bytes, chunk->moment1_expected, chunk->moment1_checksums);
+    array_describe(walk, LH_ADAM_STREAM_MOMENT2_READ, LH_ADAM_STREAM_MOMENT2, chunk->moment2,
+                   moment_bytes, chunk->moment2_expected, chunk->moment2_checksums);
+    array_describe(walk, STREAM_AVERAGE_READ, STREAM_AVERAGE, chunk->average, sizeof(float),
+                   chunk->average_expected, chunk->average_checksums);
+    array_describe(walk, STREAM_SCALES_READ, STREAM_SCALES, chunk->scales, 0,
+                   chunk->scales_expected, chunk->scales_checksums);
+}
+
 int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_adam_chunk *chunk,
                          struct lh_adam_mismatch *mismatch_out)
 {
-    uint64_t param_bytes = lh_dtype_bytes(chunk->param_dtype);
-    uint64_t residual_bytes = lh_adam_residual_bytes(chunk->param_dtype);
-    uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
-    bool has_residual = chunk->residual != NULL;
     struct walk walk = {
         .kernel = kernel,
         .chunk = chunk,
         .align = chunk->states == LH_ADAM_STATES_F32 ? 1 : LH_ADAM_STATES_BLOCK,
-        .streams =
-            {
-                [LH_ADAM_STREAM_PARAM] = {.array = chunk->param,
-                                          .element_bytes = param_bytes,
-                                          .checksums = chunk->param_checksums},
-                [LH_ADAM_STREAM_RESIDUAL] = {.array = chunk->residual,
-                                             .element_bytes = residual_bytes,
-                                             .checksums =
-                                                 has_residual ? chunk->residual_checksums : NULL},
-                [LH_ADAM_STREAM_MOMENT1] = {.array = (char *)chunk->moment1,
-                                            .element_bytes = moment_bytes,
-                                            .checksums =
-                                                chunk->moment1 ? chunk->moment1_checksums : NULL},
-                [LH_ADAM_STREAM_MOMENT2] = {.array = (char *)chunk->moment2,
-                                            .element_bytes = moment_bytes,
-                                            .checksums =
-                                                chunk->moment2 ? chunk->moment2_checksums : NULL},
-                [LH_ADAM_STREAM_RESIDUAL_READ] = {.array = chunk->residual,
-                                                  .element_bytes = residual_bytes,
-                                                  .expected = has_residual
-                                                                  ? chunk->residual_expected
-                                                                  : NULL},
-                [LH_ADAM_STREAM_MOMENT1_READ] = {.array = (char *)chunk->moment1,
-                                                 .element_bytes = moment_bytes,
-                                                 .expected = chunk->moment1
-                                                                 ? chunk->moment1_expected
-                                                                 : NULL},
-                [LH_ADAM_STREAM_MOMENT2_READ] = {.array = (char *)chunk->moment2,
-                                                 .element_bytes = moment_bytes,
-                                                 .expected = chunk->moment2
-                                                                 ? chunk->moment2_expected
-                                                                 : NULL},
-                [STREAM_AVERAGE] = {.array = (char *)chunk->average,
-                                    .element_bytes = sizeof(float),
-                                    .checksums = chunk->average_checksums},
-                [STREAM_AVERAGE_READ] = {.array = (char *)chunk->average,
-                                         .element_bytes = sizeof(float),
-                                         .expected = chunk->average_expected},
-                [STREAM_SCALES] = {.array = (char *)chunk->scales,
-                                   .checksums = chunk->scales_checksums},
-                [STREAM_SCALES_READ] = {.array = (char *)chunk->scales,
-                                        .expected = chunk->scales_expected},
-            },
     };
     fenv_t environment;
     bool has_nan = false;
@@ -498,6 +486,7 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
         walk.has_nan = &has_nan;
     }
     chunk_assert(chunk, walk.align);
+    streams_describe(&walk);
     if (!kernel)
         lh_adam_kernels(&walk.kernel);
     walk.run = lh_adam_kernel_run(walk.kernel, chunk->rule);

@@ -29,7 +29,7 @@ struct form {
     enum lh_dtype param, gradient;
 };
 
-/* Load floats of any alignment, and store them. */
+/* Load floats of any alignment. */
 static INLINE values floats_load(const void *array, uint64_t i)
 {
     values loaded;
@@ -38,12 +38,13 @@ static INLINE values floats_load(const void *array, uint64_t i)
     return loaded;
 }
 
+/* Store floats at any alignment. */
 static INLINE void floats_store(void *array, uint64_t i, values stored)
 {
     memcpy((float *)array + i, &stored, sizeof(stored));
 }
 
-/* Load elements of 2 bytes as the upper halves of words, and store the lower halves of words. */
+/* Load elements of 2 bytes as the upper halves of words. */
 static INLINE words uppers_load(const void *array, uint64_t i)
 {
     shorts loaded;
@@ -52,6 +53,7 @@ static INLINE words uppers_load(const void *array, uint64_t i)
     return __builtin_convertvector(loaded, words) << 16;
 }
 
+/* Store the lower halves of words. */
 static INLINE void lowers_store(void *array, uint64_t i, words stored)
 {
     shorts narrow = __builtin_convertvector(stored, shorts);
@@ -59,6 +61,7 @@ static INLINE void lowers_store(void *array, uint64_t i, words stored)
     memcpy((uint16_t *)array + i, &narrow, sizeof(narrow));
 }
 
+/* Load gradients, not yet multiplied by gradient_scale. */
 static INLINE values gradient_load(const struct lh_adam_run *run, uint64_t i,
                                    const enum lh_dtype dtype)
 {
@@ -69,7 +72,7 @@ static INLINE values gradient_load(const struct lh_adam_run *run, uint64_t i,
     return floats_load(run->gradient, i);
 }
 
-/* Load masters, and store them with what they are rounded to: [Note: 12P], [Note: 14P]. */
+/* Load masters: [Note: 12P], [Note: 14P]. */
 static INLINE values param_load(const struct lh_adam_run *run, uint64_t i,
                                 const enum lh_dtype dtype)
 {
@@ -81,6 +84,7 @@ static INLINE values param_load(const struct lh_adam_run *run, uint64_t i,
     return (values)(uppers_load(run->param, i) + (words) __builtin_convertvector(residual, ints));
 }
 
+/* Store masters, and what they are rounded to. */
 static INLINE void param_store(const struct lh_adam_run *run, uint64_t i, values p,
                                const enum lh_dtype dtype)
 {
@@ -147,6 +151,7 @@ static INLINE uint64_t body(const struct lh_adam_run *run, const struct lh_adam_
     return count;
 }
 
+/* The body for the gradients' dtype. */
 static INLINE uint64_t body_by_gradient(const struct lh_adam_run *run,
                                         const struct lh_adam_scalars *scalars, struct form form)
 {
@@ -190,6 +195,7 @@ static INLINE void update(const struct lh_adam_run *run, const struct lh_adam_sc
     {                                                                                              \
         update(run, scalars, (rule), (struct form){name, has_moment1, has_moment2, 0, 0});         \
     }
+/* A function of each rule, and the table of them. */
 RULES_EACH(KERNEL)
 
 #define ENTRY(rule, name, has_moment1, has_moment2) [rule] = name##_run,

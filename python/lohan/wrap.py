@@ -63,7 +63,7 @@ def wrap(
         nesterov: with momentum=, whether it is Nesterov's. None: False.
         max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
         params: parameter groups, or a function of the model that returns them; None: one group.
-        optimizer: a torch.optim.AdamW or Adam to continue from, instead of lr to params. It is
+        optimizer: a torch.optim.AdamW, Adam or SGD to continue from, instead of lr to params. It is
             emptied; its scheduler keeps working. With resume=, only its groups are used.
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.

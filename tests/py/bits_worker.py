@@ -39,6 +39,13 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "offload": {"activations": {"*": "swap"}, "swap_bytes": 16 << 20, "swap_ssd_bytes": 256 << 20},
     "policy": {"activations": "lohan"},
 }
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3},
+    "adam": {"method": "adam", "lr": 1e-3},
+    "lion": {"method": "lion", "lr": 1e-4},
+    "sgd": {"method": "sgd", "lr": 0.1},
+    "momentum": {"method": "sgd", "lr": 0.1, "momentum": 0.9},
+}
 # Rows and width of a batch: what operations save has the 64 KiB from which on it is offloaded.
 SHAPES: dict[str, tuple[int, ...]] = {
     "dense": (256, 128),
@@ -140,7 +147,7 @@ def loss_of(model: Any, row: dict[str, Any], batches: int, number: int) -> torch
 def settings_of(row: dict[str, Any], part: world_moe.Part | None = None) -> dict[str, Any]:
     """Return the settings of wrap() for a row, except those whose least value must be found."""
     settings: dict[str, Any] = {
-        "lr": 1e-3,
+        **RULES[row["rule"]],
         "weight_decay": 0.1,
         "peer_timeout_s": 60,
         "accumulate": row["accumulate"],

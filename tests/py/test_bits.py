@@ -50,6 +50,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "order": ("horizontal", "vertical"),
     "model": tuple(bits_worker.SHAPES),
     "dtype": tuple(bits_worker.DTYPES),
+    "rule": tuple(bits_worker.RULES),
     "states": ("fp32", "bf16", "8bit"),
     "accumulate": (1, 2, 4),
     "clip": (False, True),
@@ -74,7 +75,7 @@ THREES: tuple[tuple[str, ...], ...] = (
 )
 STREAMED = ("device", "schedule", "budget", "dtype")
 # What the numbers depend on, besides the number of batches of a step.
-JOB = ("model", "dtype", "states", "clip", "gradients")
+JOB = ("model", "dtype", "rule", "states", "clip", "gradients")
 EVERYTHING_IN_MEMORY: Row = {
     **{name: choices[0] for name, choices in FACTORS.items()},
     "commit_every": "never",
@@ -111,6 +112,10 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
                 "is not supported with IO(single_slot=True)",
                 "leave one of them out",
             ),
+        ),
+        (
+            _pairs("rule", ["sgd"], "states", ["bf16", "8bit"]),
+            ("UnsupportedError", "has no meaning with method='sgd'", "leave it out"),
         ),
         (
             _pairs("clip", [True], "schedule", ["naive"]),

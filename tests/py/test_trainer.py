@@ -435,12 +435,25 @@ def test_what_training_arguments_say_is_not_the_callback_s(name: str) -> None:
 
 def test_another_optimizer_is_refused_by_name(store_dir: pathlib.Path) -> None:
     model = helper.llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
     trainer = helper.make(
         store_dir, {}, model=model, trainer_takes={"optimizers": (optimizer, None)}
     )
-    with pytest.raises(UnsupportedError, match=r"SGD, but lohan's rule is AdamW"):
+    with pytest.raises(UnsupportedError, match=r"RMSprop, but lohan can only continue from"):
         trainer.train()
+
+
+def test_an_sgd_that_the_trainer_was_given_trains_as_without_lohan(store_dir: pathlib.Path) -> None:
+    values = []
+    for name, takes in (("plain", None), ("lohan", {})):
+        model = helper.llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        more = {"optimizers": (optimizer, None)}
+        trainer = helper.make(store_dir / name, takes, model=model, trainer_takes=more)
+        trainer.train()
+        values.append(helper.logged(trainer, "loss"))
+    assert len(values[0]) == 6
+    assert values[1] == pytest.approx(values[0], rel=1e-4)
 
 
 class Uploads(transformers.Trainer):  # type: ignore[misc]

@@ -16,9 +16,11 @@ import pytest
 import torch
 from lohan import _core
 from lohan.common import _meta
+from lohan.common._inside import inside
 from lohan.common._rules import RULES
 from lohan.errors import (
     HyperParameterError,
+    ModelError,
     NonFiniteError,
     StoreMismatchError,
     UnsupportedError,
@@ -58,6 +60,18 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     return torch.where((lost != 0) & is_even, towards, total).float()
 
 
+def stored(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return moments as they are after a step in which they are stored in 8 bits."""
+    count, padded = m.numel(), -(-m.numel() // 64) * 64
+    fp32 = [torch.nn.functional.pad(each.reshape(-1), (0, padded - count)) for each in (m, v)]
+    bytes_of = [torch.zeros(size, dtype=torch.uint8) for size in (padded, padded, padded // 16)]
+    addresses = *(each.data_ptr() for each in bytes_of), *(each.data_ptr() for each in fp32)
+    _core.adam_encode("8bit", *addresses, 0, padded, 0, 0)
+    _core.adam_decode("8bit", *addresses, padded)
+    found = [each[:count].reshape(m.shape) for each in fp32]
+    return found[0], found[1]
+
+
 class Reference:
     """A parameter, its fp32 master and its moments, updated as a rule is documented."""
 
@@ -72,6 +86,8 @@ class Reference:
         assert self.param.grad is not None
         self.step += 1
         getattr(self, self.given["method"])(self.param.grad.float(), **self.given)
+        if self.given.get("moments") == "8bit":
+            self.m, self.v = stored(self.m, self.v)
         master = self.master.contiguous()
         value = torch.empty_like(self.param)
         if self.param.dtype == torch.bfloat16:
@@ -154,6 +170,17 @@ def test_a_wrapped_model_is_the_documented_rule_applied_to_the_gradients_of_a_pl
     helper.assert_same(helper.train(model, range(STEPS), helper.language_loss), expected)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case != "sgd"])
+def test_moments_in_8_bits_are_those_of_the_rule_rounded_after_each_step(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    given = {**CASES[case], "moments": "8bit"}
+    build = lambda: helper.build("gpt2", torch.bfloat16)  # noqa: E731
+    expected = train_plainly(build(), **given)
+    model = lohan.wrap(build(), store=store_dir / "run", **given)
+    helper.assert_same(helper.train(model, range(STEPS), helper.language_loss), expected)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_continues_with_its_rule_hyper_parameters_and_states(
     case: str, store_dir: pathlib.Path
@@ -186,14 +213,23 @@ def test_a_resumed_run_continues_with_its_rule_hyper_parameters_and_states(
 
 
 # The bytes of states per element of a bf16 unit: R, and 4 for each moment.
-STATE_BYTES = {"adamw": 10, "adam": 10, "lion": 6, "sgd": 2, "momentum": 6, "nesterov": 6}
+STATE_BYTES: dict[str, float] = {
+    "adamw": 10,
+    "adam": 10,
+    "lion": 6,
+    "sgd": 2,
+    "momentum": 6,
+    "nesterov": 6,
+}
+STATE_BYTES["lion 8bit"] = 2 + 1 + 1 / 16
 
 
 @pytest.mark.parametrize("case", STATE_BYTES)
 def test_a_step_reads_and_writes_the_states_of_its_rule_only(
     case: str, store_dir: pathlib.Path
 ) -> None:
-    given = CASES.get(case, {})
+    name, _, moments = case.partition(" ")
+    given = {**CASES.get(name, {}), "moments": moments or "fp32"}
     build = lambda: helper.linears(512, 4, torch.bfloat16)  # noqa: E731
     least = helper.host_bytes_min(build(), store_dir, **given)
     model = lohan.wrap(build(), store=store_dir / "s", host_bytes=least, **given)
@@ -201,8 +237,8 @@ def test_a_step_reads_and_writes_the_states_of_its_rule_only(
         model(torch.ones(2, 512, dtype=torch.bfloat16)).float().square().mean().backward()
         model.optimizer.step()
     model.lohan.flush()
-    stats, units = model.lohan.stats(), model.lohan.layout.units
-    extents, elements = model.lohan.extents, sum(unit.elements for unit in units)
+    stats, units = model.lohan.stats(), inside(model).layout.units
+    extents, elements = inside(model).extents, sum(unit.elements for unit in units)
     model.lohan.close()
     assert stats.bytes == stats.planned_bytes
     moved = stats.bytes["state_read"] + stats.bytes["state_write"]
@@ -217,8 +253,8 @@ def test_fp32_parameters_under_sgd_have_no_states_at_all(store_dir: pathlib.Path
         model.optimizer.step()
     model.lohan.flush()
     stats = model.lohan.stats()
-    units = model.lohan.layout.units
-    assert model.lohan.extents.nbytes == 2 * sum(unit.nbytes for unit in units)
+    units = inside(model).layout.units
+    assert inside(model).extents.nbytes == 2 * sum(unit.nbytes for unit in units)
     model.lohan.close()
     assert stats.bytes == stats.planned_bytes
     assert stats.bytes["state_read"] == stats.bytes["state_write"] == 0
@@ -238,9 +274,64 @@ def test_a_gradient_that_is_not_finite_is_refused_before_it_is_committed(
     model.lohan.close()
 
 
+# Optimizers of torch's, and their hyper-parameters.
+ADOPTED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("case", ADOPTED)
+def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_and_scheduler(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    make, hyper = ADOPTED[case]
+    models = [helper.linears(64, 3) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        groups = [{"params": [*model[:2].parameters()]}, {"params": [*model[2].parameters()]}]
+        groups[1]["lr"] = hyper["lr"] / 2
+        optimizers.append(make(groups, **hyper))
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in optimizers]
+    numbers = iter(range(100))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            x = helper.normal(next(numbers), 4, 64)
+            for model, plain, scheduler in zip(models, optimizers, schedulers, strict=True):
+                optimizer = getattr(model, "optimizer", plain)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+
+    steps(3)
+    lohan.wrap(models[0], store=store_dir / "s", optimizer=optimizers[0])
+    assert not optimizers[0].state
+    steps(3)
+    lohan.unwrap(models[0])
+    keys = [{*state} for state in optimizers[1].state.values()]
+    assert [{*state} for state in optimizers[0].state.values()] == keys
+    steps(2)
+    assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
+    start = helper.linears(64, 3).parameters()
+    for ours, theirs, at in zip(*(model.parameters() for model in models), start, strict=True):
+        moved = (theirs - at).detach().norm()
+        assert (ours - theirs).detach().norm() <= 1e-5 * moved
+
+
+def test_a_method_that_is_not_the_optimizer_s_is_refused(store_dir: pathlib.Path) -> None:
+    model = helper.linears(8, 2)
+    for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters())):
+        with pytest.raises(ModelError, match="method='lion' is not the rule of optimizer=, a "):
+            lohan.wrap(model, store=store_dir / "s", optimizer=optimizer, method="lion")
+
+
 def meta_of(folder: pathlib.Path, **given: Any) -> dict[str, Any]:
     model = lohan.wrap(helper.linears(8, 2), store=folder, **given)
-    text = model.lohan.store.describe()["meta"]
+    text = inside(model).store.describe()["meta"]
     model.lohan.close()
     meta: dict[str, Any] = json.loads(text)
     return meta
@@ -275,8 +366,8 @@ def test_another_rule_on_resume_is_rejected_with_both_names(store_dir: pathlib.P
         ({"method": "sgd", "betas": (0.9, 0.99)}, "betas= has no meaning with method='sgd'"),
         ({"momentum": 0.9}, "momentum= has no meaning with method='adamw'"),
         ({"method": "lion", "nesterov": True}, "nesterov= has no meaning with method='lion'"),
-        ({"method": "lion", "moments": "8bit"}, "method='lion' is not supported with moments="),
-        ({"method": "lion", "ema": 0.9}, "method='lion' is not supported with ema=0.9"),
+        ({"method": "sgd", "moments": "8bit"}, "moments='8bit' has no meaning with method='sgd', "),
+        ({"method": "lion", "ema": 0.9}, r"another rule .*'lion'\) is not supported with ema=0.9"),
     ],
 )
 def test_what_a_rule_lacks_is_refused_with_the_way_out(

@@ -40,7 +40,6 @@ from lohan.common import _log
 from lohan.common._inside import inside
 from lohan.common._keywords import flat
 from lohan.common._meta import copied_from
-from lohan.common._rules import ADAMW
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from lohan.hf import (
@@ -477,7 +476,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if self._is_zeroth:
             self._steps = _zo_trainer.Steps(trainer, model)
         else:
-            ours.defaults.update({name: made.defaults[name] for name in ADAMW.defaults})
+            ours.defaults.update({name: made.defaults[name] for name in ours.rule.defaults})
         # Some frameworks make the scheduler for the optimizer that their own method has made.
         made.param_groups = ours.param_groups
         made._opt_called = True  # torch's schedulers would warn that it makes no steps

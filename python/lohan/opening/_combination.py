@@ -44,6 +44,7 @@ class Facts:
         has_mates: whether a machine has several of them.
         rng: the generator of zeroth-order training that was passed, or None.
         trains_experts: whether the model has experts that are trained and apart.
+        rule: the update rule that the method is.
     """
 
     config: Config = dataclasses.field(default_factory=Config)
@@ -57,6 +58,7 @@ class Facts:
     has_mates: bool = False
     rng: str | None = None
     trains_experts: bool = False
+    rule: str = "adamw"
 
     @property
     def is_mezo(self) -> bool:
@@ -167,7 +169,7 @@ def _of_rule(name: str) -> Row:
         "method={f.method!r}",
         lambda f: not f.is_mezo and is_so(f),
         "meaning",
-        "",
+        "whose rule has none",
         _LEAVE_OUT,
         _NO_MEANING,
     )
@@ -177,9 +179,10 @@ def _of_others(other: str, is_so: Callable[[Facts], Any], way_out: str) -> Row:
     """What only AdamW has been built for."""
 
     def both(f: Facts) -> bool:
-        return not f.is_mezo and f.method != "adamw" and is_so(f)
+        return f.rule != "adamw" and is_so(f)
 
-    return Row("method={f.method!r}", other, both, "not built", "", way_out)
+    one = "another rule than AdamW (method={f.method!r})"
+    return Row(one, other, both, "not built", "", way_out)
 
 
 def _of_average(other: str, is_so: Callable[[Facts], bool], reason: Reason) -> Row:
@@ -279,9 +282,15 @@ ROWS = (
     ),
     # Other rules than AdamW.
     *map(_of_rule, ("betas", "eps", *_OF_SGD)),
-    _of_others("moments={f.states!r}", lambda f: f.states != "fp32", "leave moments= out"),
-    _of_others("optimizer=", lambda f: "optimizer" in f.given, "pass lr= and params= instead"),
-    _of_others(SEVERAL, lambda f: f.is_several, 'use one process, or method="adamw"'),
+    Row(
+        "moments={f.states!r}",
+        "method={f.method!r}",
+        lambda f: f.states != "fp32" and not RULES[f.rule].moments,
+        "meaning",
+        "which has none without momentum=",
+        _LEAVE_OUT,
+        _NO_MEANING,
+    ),
     _of_others("ema={c.ema}", lambda f: f.config.ema is not None, "leave ema= out"),
     _of_others(
         "experts='apart'", lambda f: f.trains_experts, "leave experts= out, or freeze the experts"

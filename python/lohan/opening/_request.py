@@ -20,6 +20,7 @@ from torch import nn
 from lohan.activations import _activations, _swap
 from lohan.common import _arguments, _setting
 from lohan.common._keywords import flat as translated
+from lohan.common._rules import RULES
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, UnsupportedError
 from lohan.opening import _combination, _groups, _model_checks
@@ -52,7 +53,8 @@ class Request:
         blocks: the modules to use as blocks, or None.
         weights: the path of safetensors or GGUF files, or None.
         init: "model", a function of a module, or None.
-        method: one of METHODS.
+        method: one of METHODS; with an optimizer, its method.
+        rule: the update rule, a key of RULES in common/_rules.py; AdamW's with method="mezo".
         states: the format of moments.
         groups: the process groups of modules, or None.
         experts: "together" or "apart".
@@ -73,6 +75,7 @@ class Request:
     weights: Any
     init: Any
     method: str
+    rule: str
     states: str
     groups: Any
     experts: str
@@ -82,11 +85,6 @@ class Request:
     def is_filled(self) -> bool:
         """Whether parameters without storage get their values from elsewhere."""
         return self.is_resumed or self.weights is not None or self.init is not None
-
-    @property
-    def rule(self) -> str:
-        """The update rule: a key of RULES in common/_rules.py; AdamW's with method="mezo"."""
-        return _combination.rule_of(self.method, self.hyper["momentum"])
 
     def facts(self, **known: Any) -> Facts:
         """Return the facts for the table of combinations; `known` are the others of Facts."""
@@ -106,6 +104,7 @@ class Request:
             frozenset(name for name, value in given.items() if value is not None),
             self.open_at,
             rng=self.of_method["rng"],
+            rule=self.rule,
             **known,
         )
 
@@ -144,6 +143,11 @@ def of_flat(call: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -
     _check_types(hyper, config, **given)
     made = _block_swap.with_device(model, dataclasses.replace(config or Config(), **fields))
     is_resumed, open_at = _arguments.resume_of(given.pop("resume"))
+    given["rule"] = _combination.rule_of(given["method"], hyper["momentum"])
+    if given["optimizer"] is not None and given["method"] in RULES:
+        from lohan.session import _adopt
+
+        given["method"], given["rule"] = _adopt.rule_of(given["optimizer"], given["method"])
     request = Request(
         model, made, given.pop("store"), is_resumed, open_at, hyper, of_method, **given
     )

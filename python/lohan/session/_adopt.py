@@ -1,4 +1,4 @@
-"""`wrap(optimizer=...)`: training continues where another AdamW stopped."""
+"""`wrap(optimizer=...)`: training continues where another optimizer stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan import _core
+from lohan.common._rules import ADAMW, RULES, Rule
 from lohan.errors import ModelError, UnsupportedError
 from lohan.session._optim import NoState
 from lohan.store import _scalars
@@ -41,13 +42,42 @@ _SHADOWED = ("state_dict", "load_state_dict", "add_param_group")
 
 
 def is_torchs(optimizer: object) -> bool:
-    """Return whether an optimizer is torch's AdamW or Adam."""
+    """Return whether an optimizer is torch's AdamW, Adam or SGD."""
     # Not isinstance: a subclass may have a different rule.
-    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+def rule_of(optimizer: Any, method: str) -> tuple[str, str]:
+    """Return the method= and the rule of an optimizer; AdamW for those that check() rejects.
+
+    Without weight decay, Adam has the rule of AdamW.
+
+    Args:
+        optimizer: the optimizer= of wrap().
+        method: the method= of wrap(), "adamw" by default.
+
+    Raises:
+        ModelError: the method is not that of the optimizer.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    found = "adamw", "adamw"
+    if type(optimizer) is torch.optim.SGD:
+        has_momentum = any(group["momentum"] != 0 for group in groups)
+        found = "sgd", "sgd_momentum" if has_momentum else "sgd"
+    elif type(optimizer) is torch.optim.Adam and any(
+        group["weight_decay"] != 0 and not group.get("decoupled_weight_decay") for group in groups
+    ):
+        found = "adam", "adam"
+    if method not in ("adamw", found[0]):
+        raise ModelError(
+            f"method={method!r} is not the rule of optimizer=, a {type(optimizer).__qualname__}:"
+            " leave one of them out"
+        )
+    return found
 
 
 def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
-    """Reject an optimizer from which lohan's AdamW cannot continue with the same numbers.
+    """Reject an optimizer from which none of lohan's rules can continue with the same numbers.
 
     Args:
         optimizer: the optimizer= of wrap(), or None.
@@ -74,10 +104,9 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
         _adopt_8bit.check(optimizer)
     elif not is_torchs(optimizer):
         raise UnsupportedError(
-            f"optimizer= is a {kind}, but lohan's rule is AdamW and can only continue from a"
-            " torch.optim.AdamW, from a torch.optim.Adam without weight decay, or from an AdamW of"
-            " bitsandbytes or torchao. To train with AdamW from here on, omit optimizer= and pass"
-            " lr=, weight_decay= and params= instead"
+            f"optimizer= is a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam"
+            " or SGD, or from an AdamW of bitsandbytes or torchao. To begin with a rule of lohan's,"
+            " omit optimizer= and pass method=, lr=, weight_decay= and params= instead"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     given = [name for name, value in besides.items() if value is not None]
@@ -179,6 +208,15 @@ def _moment(name: str, key: str, param: torch.Tensor, value: Any) -> torch.Tenso
     return value.detach().to("cpu", torch.float32).resolve_neg().contiguous()
 
 
+def _values_of(rule: Rule, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the moments of a parameter by the names of a rule's arrays, decoded to fp32."""
+    from lohan.session import _adopt_8bit
+
+    if rule.moments == ADAMW.moments:
+        return dict(zip(rule.moments, _adopt_8bit.moments(state), strict=True))
+    return {name: state.get(key) for name, key in rule.moments.items()}
+
+
 def write_state(
     optimizer: torch.optim.Optimizer, layout: Layout, extents: Extents, store: _core.Store
 ) -> bytes:
@@ -190,23 +228,27 @@ def write_state(
         The data for the store's first commit, with the number of updates of each parameter.
 
     Raises:
-        ModelError: the state is not that of AdamW.
+        ModelError: the state is not that of the rule.
     """
-    from lohan.session import _adopt_8bit
     from lohan.store import _moments
 
-    steps = [0] * len(layout.params)
+    steps, rule = [0] * len(layout.params), RULES[layout.rule]
     for param in layout.params:
         state = optimizer.state.get(param.tensor)
         if not state or not layout.units[param.unit].trainable:
             continue
-        steps[param.index] = int(state["step"])
+        found = _values_of(rule, state)
+        if found and all(value is None for value in found.values()):
+            continue  # SGD's buffer before the first step
+        steps[param.index] = int(state.get("step", 1))  # SGD does not count steps
         if not layout.units[param.unit].has_states:
             continue  # the process that has them writes them
         places = extents.units[param.unit]
         m, v = (
-            param.flat(_moment(param.name, key, param.tensor, value))
-            for key, value in zip(MOMENTS, _adopt_8bit.moments(state), strict=True)
+            param.flat(_moment(param.name, rule.moments[name], param.tensor, found[name]))
+            if name in found
+            else torch.zeros(param.count)
+            for name in ("moment1", "moment2")
         )
         _moments.write(store, layout.units[param.unit], places, param, (m, v))
     return _core.scalars_make(steps, b"")
@@ -239,7 +281,7 @@ def retire(origin: torch.optim.Optimizer, layout: Layout) -> None:
 
 
 def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int, dict[str, Any]]:
-    """Return the state that a torch.optim.AdamW would have, in the parameters' dtypes.
+    """Return the state that torch's optimizer of the rule would have, in the parameters' dtypes.
 
     Args:
         layout: the model's layout.
@@ -260,15 +302,19 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
             " a part of them. Keep the model wrapped, or use lohan.export() for the parameters"
         )
     steps = _scalars.steps(store.describe()["scalars"], len(layout.params))
+    rule = RULES[layout.rule]
     found: dict[int, dict[str, Any]] = {}
     for param in layout.params:
-        if not layout.units[param.unit].trainable or steps[param.index] == 0:
+        if not layout.units[param.unit].trainable or steps[param.index] == 0 or not rule.moments:
             continue
         state: dict[str, Any] = {"step": torch.tensor(float(steps[param.index]))}
+        if "momentum_buffer" in rule.moments.values():
+            state.clear()
         places = extents.units[param.unit]
         moments = _moments.read(store, layout.units[param.unit], places, param)
-        for key, values in zip(MOMENTS, moments, strict=True):
-            state[key] = param.shaped(values).to(param.tensor.dtype)
+        for name, values in zip(("moment1", "moment2"), moments, strict=True):
+            if name in rule.moments:
+                state[rule.moments[name]] = param.shaped(values).to(param.tensor.dtype)
         found[param.index] = state
     return found
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import EllipsisType
 
     from lohan.common._rules import Hyper
-    from lohan.session.session import Session
+    from lohan.session._training import Training
 
     After = Callable[[], Any] | EllipsisType | None  # ...: not given
 

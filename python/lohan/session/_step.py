@@ -20,7 +20,7 @@ from lohan.torch_glue._tensor import at_backward_end, in_backward
 if TYPE_CHECKING:
     from lohan import _core
     from lohan.common._rules import Hyper
-    from lohan.session.session import Session
+    from lohan.session._training import Training
     from lohan.torch_glue._accumulate import Accumulation
 
 

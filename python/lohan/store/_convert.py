@@ -22,6 +22,7 @@ from torch import nn
 from lohan import _core
 from lohan.common import _bar
 from lohan.common._arguments import directories_of
+from lohan.common._rules import RULES
 from lohan.config import Config
 from lohan.errors import ModelError, StoreExistsError, UnsupportedError, store_error
 from lohan.layout._block import STATES, Param, place
@@ -61,6 +62,8 @@ def _check(contents: Contents, states: str, where: str) -> None:
     """
     if contents.run is not None:
         raise UnsupportedError(f'{where} was trained with method="mezo", which has no moments')
+    if not RULES[contents.layout.rule].moments:
+        raise UnsupportedError(f"{where} was trained with {RULES[contents.layout.rule].title}")
     if "groups" in contents.meta:
         raise UnsupportedError(
             f"{where} is from a run with groups=, whose moments cannot be converted: pass"
@@ -166,7 +169,10 @@ class _Target:
     def total_bytes(self) -> int:
         """The number of bytes that fill() writes, without padding and scales."""
         units = self.layout.units
-        moments = sum(2 * units[p.unit].moment_bytes * p.count for p, _ in self._pieces())
+        moments = sum(
+            len(units[p.unit].moments) * units[p.unit].moment_bytes * p.count
+            for p, _ in self._pieces()
+        )
         return sum(nbytes for _, nbytes in self.moves.values()) + moments
 
     def fill(self, advance: Callable[[int], None]) -> None:
@@ -183,7 +189,7 @@ class _Target:
             moments = _moments.read(self.source, old, self.old.extents.units[param.unit], param)
             places = self.extents.units[param.unit]
             _moments.write(self.store, new, places, param, moments, begin)
-            advance(2 * new.moment_bytes * param.count)
+            advance(len(new.moments) * new.moment_bytes * param.count)
         self.store.commit(int(self.said["step"]), self.said["scalars"])
 
     def close(self, *, keep: bool) -> None:
