@@ -36,14 +36,15 @@ static struct lh_adam_scalars sgd_scalars(const struct lh_adam_hyper *hyper, uin
 {
     double momentum = hyper->beta1, dampening = hyper->beta2;
     bool is_nesterov = hyper->eps != 0;
+    bool has_momentum = momentum != 0; /* without it, as in torch, the buffer stays as it is */
 
     LH_ASSERT(step >= 1);
     return (struct lh_adam_scalars){
         .gradient_scale = (float)gradient_scale,
-        .beta1 = (float)momentum,
-        .beta1_rest = step == 1 ? 1 : (float)(1.0 - dampening),
-        .beta2 = is_nesterov ? 1 : 0,
-        .eps = is_nesterov ? (float)momentum : 1,
+        .beta1 = has_momentum ? (float)momentum : 1,
+        .beta1_rest = !has_momentum ? 0 : step == 1 ? 1 : (float)(1.0 - dampening),
+        .beta2 = is_nesterov || !has_momentum ? 1 : 0,
+        .eps = is_nesterov || !has_momentum ? (float)momentum : 1,
         .step_size = (float)hyper->lr,
         .decay = 1,
         .coupled = (float)hyper->weight_decay,

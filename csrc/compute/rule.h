@@ -12,17 +12,20 @@
  *                     p = fma(-step_size, fma(c, 0, sign(c)), p * decay)
  *                     m = fma(g, beta2_rest, m * beta2)
  *      sgd            g = fma(p, coupled, g)
- *                     p = fma(-step_size, fma(g, 0, g), p)
+ *                     q = fma(-step_size, g, p)
+                     p = fma(q, 0, q)
  *      sgd_momentum   g = fma(p, coupled, g)
  *                     m = fma(g, beta1_rest, m * beta1)
  *                     d = fma(m, eps, g * beta2)
- *                     p = fma(-step_size, fma(d, 0, d), p)
+ *                     q = fma(-step_size, d, p)
+                     p = fma(q, 0, q)
  *
  * The order is that of torch.optim.SGD and Adam, and of lion-pytorch, on a machine whose additions
  * with a factor are fused. fma(x, 0, x) is x if x is finite and NaN otherwise, so that a gradient
  * that is not finite makes the parameter NaN under every rule ([Note: Gradients that are not
- * finite] in adam.h). sign(c) is 1, -1 or 0. sgd_momentum: m is torch's momentum_buffer, which is g
- * after the first step; with Nesterov, d = g + momentum m, otherwise m.
+ * finite] in adam.h), and so does an update by SGD that is too large for fp32. sign(c) is 1, -1 or
+ * 0. sgd_momentum: m is torch's momentum_buffer, which is g after the first step; with Nesterov,
+ * d = g + momentum m, otherwise m. With momentum 0, m keeps its value and d = g.
  *
  * What a rule makes of the five hyper-parameters (struct lh_adam_hyper):
  *

@@ -55,7 +55,7 @@ static INLINE void sgd(struct element *e, const struct lh_adam_scalars *scalars)
 {
     values g = fma_of(e->p, splat(scalars->coupled), e->g);
 
-    e->p = fma_of(splat(-scalars->step_size), finite_of(g), e->p);
+    e->p = finite_of(fma_of(splat(-scalars->step_size), g, e->p));
 }
 
 /* SGD with momentum. */
@@ -66,7 +66,7 @@ static INLINE void sgd_momentum(struct element *e, const struct lh_adam_scalars 
 
     e->m = fma_of(g, splat(scalars->beta1_rest), e->m * splat(scalars->beta1));
     d = fma_of(e->m, splat(scalars->eps), g * splat(scalars->beta2));
-    e->p = fma_of(splat(-scalars->step_size), finite_of(d), e->p);
+    e->p = finite_of(fma_of(splat(-scalars->step_size), d, e->p));
 }
 
 #endif

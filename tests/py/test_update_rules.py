@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import kit as helper
@@ -354,9 +356,73 @@ def test_a_store_names_its_rule_in_a_version_that_older_builds_refuse(
 def test_another_rule_on_resume_is_rejected_with_both_names(store_dir: pathlib.Path) -> None:
     meta_of(store_dir / "s", method="lion")
     for given in ({}, {"method": "sgd"}, {"method": "sgd", "momentum": 0.9}, {"method": "adam"}):
-        with pytest.raises(StoreMismatchError, match=r"created for Lion \(lion\), not ") as error:
+        with pytest.raises(
+            StoreMismatchError, match=r"created for Lion, not .*: pass (.*), or start"
+        ):
             lohan.wrap(helper.linears(8, 2), store=store_dir / "s", resume=True, **given)
-        assert "lohan.export(STORE, OUT)" in str(error.value)
+    with pytest.raises(StoreMismatchError, match='with method="lion", not method="mezo": pass the'):
+        lohan.wrap(helper.linears(8, 2), store=store_dir / "s", resume=True, method="mezo")
+    found = json.loads(cli("inspect", store_dir / "s", "--json"))
+    assert (found["method"], found["rule"]) == ("lion", "Lion")
+    assert 'Lion (method="lion")' in cli("inspect", store_dir / "s")
+
+
+def cli(*words: Any) -> str:
+    command = [sys.executable, "-m", "lohan", *map(str, words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(
+    "momenta", [(0.0, 0.0, 0.9, 0.9), (0.9, 0.0, 0.9, 0.5), (0.5, 0.9, 0.0, 0.0)]
+)
+def test_a_group_whose_momentum_is_0_for_some_steps_keeps_its_buffer_as_torch_does(
+    momenta: tuple[float, ...], store_dir: pathlib.Path
+) -> None:
+    plain = helper.linears(8, 2)
+    wrapped = lohan.wrap(
+        helper.linears(8, 2), store=store_dir / "s", method="sgd", lr=0.1, momentum=0.9
+    )
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step, momentum in enumerate(momenta):
+        for model, optimizer in ((plain, sgd), (wrapped, wrapped.optimizer)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            model(torch.full((4, 8), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # Both round each operation once; where additions are not fused, torch rounds twice.
+    for name, value in lohan.unwrap(wrapped).named_parameters():
+        torch.testing.assert_close(value, plain.get_parameter(name), rtol=1e-4, atol=1e-6)
+
+
+def test_dampening_without_momentum_is_refused_where_torch_would_ignore_it(
+    store_dir: pathlib.Path,
+) -> None:
+    model = helper.linears(8, 2)
+    params = [*model.parameters()]
+    groups = [{"params": params[:2]}, {"params": params[2:], "momentum": 0.0}]
+    given: dict[str, Any] = {"method": "sgd", "momentum": 0.9, "dampening": 0.5}
+    with pytest.raises(HyperParameterError, match=r"dampening 0\.5 with momentum 0 .*Pass dampen"):
+        lohan.wrap(model, store=store_dir / "s", params=groups, **given)
+
+
+def test_an_update_by_sgd_that_exceeds_fp32_is_refused_before_it_is_committed(
+    store_dir: pathlib.Path,
+) -> None:
+    model = lohan.wrap(nn.Linear(4, 4, bias=False), store=store_dir / "s", method="sgd", lr=1e3)
+    (model(torch.full((1, 4), 1e30)).sum() * 1e8).backward()
+    with pytest.raises(NonFiniteError):
+        model.optimizer.step()
+        model.lohan.close()
+
+
+def test_adam_without_weight_decay_is_adopted_by_the_rule_that_is_named(
+    store_dir: pathlib.Path,
+) -> None:
+    for method, name in (("adam", "Adam"), ("adamw", "AdamW")):
+        model = helper.linears(8, 2)
+        adam = torch.optim.Adam(model.parameters())
+        lohan.wrap(model, store=store_dir / method, optimizer=adam, method=method).lohan.close()
+        assert json.loads(cli("inspect", store_dir / method, "--json"))["rule"] == name
 
 
 @pytest.mark.parametrize(
@@ -400,7 +466,9 @@ def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
 ) -> None:
     model = helper.linears(8, 2)
     groups = [{"params": [*model.parameters()], "momentum": 0.9}]
-    with pytest.raises(UnsupportedError, match=r"momentum=0\.9 .* is SGD without momentum"):
+    with pytest.raises(
+        UnsupportedError, match=r"momentum=0\.9 .* is SGD without .* pass .* momentum= to "
+    ):
         lohan.wrap(model, store=store_dir / "s", method="sgd", params=groups)
 
 

@@ -110,10 +110,13 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         written = 0 if every is None else written + _moved_bytes(units, method["streams"])
     rule = RULES[meta.get("rule", "adamw")]
     scalars, _ = _scalars.parse(raw["caller_scalars"])
-    groups = [
+    groups: list[dict[str, Any]] = [
         {name: value for name, value in zip(rule.slots, group, strict=True) if name is not None}
         for group in scalars.get("groups", [])
     ]
+    for group in groups:
+        if "nesterov" in group:
+            group["nesterov"] = bool(group["nesterov"])
     files = [
         {"path": path, "bytes": nbytes, "direct": bool(direct)}
         for path, nbytes, direct in raw["files"]
@@ -126,7 +129,8 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         "file_bytes": sum(file["bytes"] for file in files),
         "commit_bytes": raw["commit_bytes"],
         "written_bytes_per_step": written,
-        "method": rule.name if method is None else method["name"],
+        "method": rule.method if method is None else method["name"],
+        "rule": rule.title if method is None else None,
         "write_every": None if method is None else method["write_every"],
         "storage": None if method is None else method.get("storage"),
         "part": meta.get("part", [0, 1]),
@@ -148,6 +152,8 @@ def _written(found: dict[str, Any]) -> str:
             )
         steps /= found["write_every"]
         what = f'method="mezo": every {found["write_every"]} steps, a step'
+    elif found["method"] != "adamw":
+        what = f'{found["rule"]} (method="{found["method"]}"): {what}'
     return (
         f"{what} writes {written:,} bytes: {_shown.of_bytes(steps * written)} of the SSDs' rated"
         " endurance (TBW) in 1,000 steps"

@@ -18,7 +18,14 @@ Hyper = tuple[float, float, float, float, float]
 
 # Options of torch's optimizers that change their rule, with the values that do not.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
+_COUPLED = {**_PLAIN, "decoupled_weight_decay": False}
 _NO_MOMENTUM = {"momentum": 0, "nesterov": False}
+_WAYS_OUT = {
+    "momentum": '. For SGD with momentum, pass method="sgd" and momentum= to lohan.wrap()',
+    "nesterov": ". Nesterov's form needs a momentum: pass momentum= to lohan.wrap()",
+    "decoupled_weight_decay": '. lohan.wrap(method="adamw") decouples weight decay, method="adam"'
+    " does not; a store keeps its rule",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Rule:
         defaults: the hyper-parameters of a group, with the values that wrap() gives them.
         slots: the hyper-parameters that are the five numbers of the engine; None: 0.
         fixed: options of torch's optimizers that would change the rule, and the values that do not.
+        call: the arguments of wrap() that choose the rule.
     """
 
     name: str
@@ -41,6 +49,12 @@ class Rule:
     defaults: dict[str, Any]
     slots: tuple[str | None, ...]
     fixed: dict[str, Any]
+    call: str
+
+    @property
+    def method(self) -> str:
+        """The method= of wrap() that chooses the rule, alone or with other arguments."""
+        return self.call.split('"')[1]
 
     def hyper_of(self, group: dict[str, Any]) -> Hyper:
         """Return the numbers of one parameter group, in the form that the engine takes.
@@ -91,7 +105,7 @@ class Rule:
                     continue  # without weight decay, Adam and AdamW are the same
                 raise UnsupportedError(
                     f"{name}={group[name]!r} in a parameter group is not supported: lohan's"
-                    f" optimizer is {self.title} with {name}={value!r}"
+                    f" optimizer is {self.title} with {name}={value!r}{_WAYS_OUT.get(name, '')}"
                 )
 
     def check(self, hyper: Hyper) -> None:
@@ -102,14 +116,21 @@ class Rule:
         """
         named = {name: value for name, value in zip(self.slots, hyper, strict=True) if name}
         for name, value in named.items():
-            least = -math.inf if name == "dampening" else 0.0
-            if name not in ("beta1", "beta2") and not value >= least:
+            if name == "dampening" and math.isnan(value):
+                raise HyperParameterError(f"dampening {value} is not a number")
+            if name not in ("beta1", "beta2", "dampening") and not value >= 0.0:
                 said = "is not a number" if math.isnan(value) else "is below 0"
                 raise HyperParameterError(f"{name} {value} {said}: it must be at least 0")
         if "beta1" in named:
             beta1, beta2 = named["beta1"], named["beta2"]
             if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
                 raise HyperParameterError(f"betas ({beta1}, {beta2}) are not in [0, 1)")
+        if named.get("momentum") == 0 and named["dampening"] != 0:
+            raise HyperParameterError(
+                f"dampening {named['dampening']} with momentum 0 in a parameter group: torch"
+                " ignores the dampening of such a group until it has momentum. Pass dampening=0"
+                " for it"
+            )
         if named.get("nesterov") and not (named["momentum"] > 0 and named["dampening"] == 0):
             raise HyperParameterError(
                 f"nesterov=True with momentum {named['momentum']} and dampening"
@@ -124,6 +145,7 @@ ADAMW = Rule(
     {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
     ("lr", "beta1", "beta2", "eps", "weight_decay"),
     {**_PLAIN, "decoupled_weight_decay": True, **_NO_MOMENTUM},
+    'method="adamw"',
 )
 _ROWS = (
     ADAMW,
@@ -133,7 +155,8 @@ _ROWS = (
         ADAMW.moments,
         {**ADAMW.defaults, "weight_decay": 0.0},
         ADAMW.slots,
-        {**_PLAIN, "decoupled_weight_decay": False, **_NO_MOMENTUM},
+        {**_COUPLED, **_NO_MOMENTUM},
+        'method="adam"',
     ),
     Rule(
         "lion",
@@ -142,6 +165,7 @@ _ROWS = (
         {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
         ("lr", "beta1", "beta2", None, "weight_decay"),
         {**_PLAIN, **_NO_MOMENTUM},
+        'method="lion"',
     ),
     Rule(
         "sgd",
@@ -149,7 +173,8 @@ _ROWS = (
         {},
         {"lr": 1e-3, "weight_decay": 0.0},
         ("lr", None, None, None, "weight_decay"),
-        {**_PLAIN, **_NO_MOMENTUM},
+        {**_COUPLED, **_NO_MOMENTUM},
+        'method="sgd" without momentum=',
     ),
     Rule(
         "sgd_momentum",
@@ -157,7 +182,8 @@ _ROWS = (
         {"moment1": "momentum_buffer"},
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
         ("lr", "momentum", "dampening", "nesterov", "weight_decay"),
-        _PLAIN,
+        _COUPLED,
+        'method="sgd" and momentum=',
     ),
 )
 # In the order of the core's enum lh_rule.

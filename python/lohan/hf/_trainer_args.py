@@ -188,8 +188,9 @@ _ROWS: tuple[_Row, ...] = (
     ),
     (
         lambda f: not f.has_optimizer and f.optim not in OPTIMIZERS,
-        "optim={f.optim!r} is not supported: lohan runs AdamW in fp32, on SSD. Use"
-        f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default",
+        "optim={f.optim!r} is not supported: with optim= lohan runs AdamW in fp32, on SSD. Use"
+        f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default; for Adam or SGD, pass"
+        " optimizers=(torch.optim.SGD(...), None) to the Trainer",
     ),
 )
 

@@ -18,6 +18,7 @@ from torch import nn
 from lohan import _core
 from lohan.common import _log, _meta
 from lohan.common._arguments import directories_of
+from lohan.common._rules import RULES
 from lohan.common._version import __version__
 from lohan.config import (
     SCHEDULES_AT_STEP,
@@ -88,7 +89,7 @@ def config_of_groups(config: Config) -> Config:
 def facts_of(config: Config, max_grad_norm: float | None, rule: str, states: str) -> list[Fact]:
     """Return the settings of a run with gradients that all processes must share."""
     return [
-        ("method=", rule),
+        ("the update rule", RULES[rule].title),
         ("gradient_accumulation_steps=", config.accumulate),
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),

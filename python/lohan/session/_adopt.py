@@ -50,7 +50,7 @@ def is_torchs(optimizer: object) -> bool:
 def rule_of(optimizer: Any, method: str) -> tuple[str, str]:
     """Return the method= and the rule of an optimizer; AdamW for those that check() rejects.
 
-    Without weight decay, Adam has the rule of AdamW.
+    Without weight decay, Adam has the rule of AdamW, unless the method says "adam".
 
     Args:
         optimizer: the optimizer= of wrap().
@@ -64,10 +64,11 @@ def rule_of(optimizer: Any, method: str) -> tuple[str, str]:
     if type(optimizer) is torch.optim.SGD:
         has_momentum = any(group["momentum"] != 0 for group in groups)
         found = "sgd", "sgd_momentum" if has_momentum else "sgd"
-    elif type(optimizer) is torch.optim.Adam and any(
-        group["weight_decay"] != 0 and not group.get("decoupled_weight_decay") for group in groups
+    elif type(optimizer) is torch.optim.Adam and not any(
+        group.get("decoupled_weight_decay") for group in groups
     ):
-        found = "adam", "adam"
+        has_decay = any(group["weight_decay"] != 0 for group in groups)
+        found = ("adam", "adam") if has_decay or method == "adam" else found
     if method not in ("adamw", found[0]):
         raise ModelError(
             f"method={method!r} is not the rule of optimizer=, a {type(optimizer).__qualname__}:"

@@ -67,7 +67,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
     check_same_states(theirs, layout)
     _average.check_same(theirs, layout)
     ours = _store.describe(layout)
-    check_same_name(theirs.get("method"), layout.method)
+    check_same_name(theirs, layout)
     if theirs["units"] != ours["units"] and sorted(theirs["params"]) == sorted(ours["params"]):
         raise StoreMismatchError(
             "the store has the same parameters in other blocks: omit blocks= to use the blocks that"
@@ -123,11 +123,10 @@ def check_same_rule(theirs: dict[str, Any], layout: Layout) -> None:
     """
     was = theirs.get("rule", "adamw")
     if was != layout.rule and (theirs.get("method") or layout.method) is None:
-        named = [f"{RULES[name].title} ({name})" for name in (was, layout.rule)]
         raise StoreMismatchError(
-            f"the store was created for {named[0]}, not {named[1]}: pass the former's"
-            " method=, or start a new store with lohan.export(STORE, OUT) and weights=OUT (the"
-            " moments are lost)"
+            f"the store was created for {RULES[was].title}, not {RULES[layout.rule].title}: pass"
+            f" {RULES[was].call}, or start a new store with lohan.export(STORE, OUT) and"
+            " weights=OUT (the moments are lost)"
         )
 
 
@@ -147,27 +146,30 @@ def check_same_states(theirs: dict[str, Any], layout: Layout) -> None:
         )
 
 
-def check_same_name(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+def check_same_name(theirs: dict[str, Any], layout: Layout) -> None:
     """Reject a training method other than the one that the store was created with.
 
     Raises:
-        StoreMismatchError: the methods differ; the message names both.
+        StoreMismatchError: one of the methods is "mezo" and the other is not; it names both.
     """
-    was, now = ((m or {}).get("name", "adamw") for m in (theirs, ours))
-    if was != now:
+    was, now = theirs.get("method"), layout.method
+    if (was is None) != (now is None):
+        rule = RULES[layout.rule if was is not None else theirs.get("rule", "adamw")]
+        calls = [rule.call, 'method="mezo"']
+        if was is not None:
+            calls.reverse()
         raise StoreMismatchError(
-            f"the store was created with method={was!r}, not {now!r}: pass the former, or start a"
+            f"the store was created with {calls[0]}, not {calls[1]}: pass the former, or start a"
             " new store with lohan.export(STORE, OUT) and weights=OUT"
         )
 
 
 def check_same_method(theirs: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-    """Reject a different method, or different sets of trainable or weight-decayed parameters.
+    """Reject different sets of trainable or weight-decayed parameters of method="mezo".
 
     Raises:
         StoreMismatchError: one of these differs; the message names it.
     """
-    check_same_name(theirs, ours)
     for key, what in (("streams", "that require a gradient"), ("decays", "with weight decay")):
         if theirs is not None and ours is not None and theirs[key] != ours[key]:
             raise StoreMismatchError(

@@ -120,7 +120,7 @@ def optimizer_mismatch(session: Training, owner: Any) -> StoreMismatchError:
     way_out = (
         _DELETE.format(step=session.step)
         if session.resumed_step is not None
-        else "to continue from a torch.optim.AdamW with its moments, load its state into that"
+        else "to continue from an optimizer of torch with its moments, load its state into that"
         " optimizer and pass it to lohan.wrap(optimizer=...)"
     )
     return StoreMismatchError(
