@@ -17,6 +17,7 @@ import lohan
 import pytest
 import torch
 from lohan import _core
+from lohan.commands import _inspect
 from lohan.common import _meta
 from lohan.common._inside import inside
 from lohan.common._rules import RULES
@@ -322,6 +323,41 @@ def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_a
     for ours, theirs, at in zip(*(model.parameters() for model in models), start, strict=True):
         moved = (theirs - at).detach().norm()
         assert (ours - theirs).detach().norm() <= 1e-5 * moved
+
+
+@pytest.mark.parametrize("case", ["lion", "sgd", "momentum"])
+def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    build = lambda: helper.linears(64, 3, torch.bfloat16)  # noqa: E731
+    model = lohan.wrap(build(), store=store_dir / "s", **CASES[case])
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        y: torch.Tensor = model(helper.normal(step, 2, 64).bfloat16())
+        return y.float().square().mean()
+
+    helper.losses(model, range(2), loss_of)
+    model.lohan.snapshot(store_dir / "snapshot")
+    first = helper.losses(model, range(2, 4), loss_of)
+    model.lohan.close()
+    rule = {name: CASES[case][name] for name in ("method", "momentum") if name in CASES[case]}
+    lohan.reshard(store_dir / "snapshot", store_dir / "parts", parts=2)
+    lohan.reshard(store_dir / "parts", store_dir / "whole", parts=1)
+    model = lohan.wrap(build(), store=store_dir / "whole", resume=True, **rule)
+    assert helper.losses(model, range(2, 4), loss_of) == first
+    model.lohan.close()
+    said = _inspect.describe([str(store_dir / "s")])
+    assert said["method"] == model.lohan.layout.rule
+    assert said["groups"][0]["lr"] == CASES[case]["lr"] and "eps" not in said["groups"][0]
+    if case == "sgd":
+        with pytest.raises(UnsupportedError, match="which has no moments"):
+            lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
+        return
+    lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
+    model = lohan.wrap(build(), store=store_dir / "8bit", resume=True, moments="8bit", **rule)
+    assert model.lohan.step == 4
+    helper.losses(model, range(4, 5), loss_of)
+    model.lohan.close()
 
 
 def test_a_method_that_is_not_the_optimizer_s_is_refused(store_dir: pathlib.Path) -> None:

@@ -63,7 +63,10 @@ def _check(contents: Contents, states: str, where: str) -> None:
     if contents.run is not None:
         raise UnsupportedError(f'{where} was trained with method="mezo", which has no moments')
     if not RULES[contents.layout.rule].moments:
-        raise UnsupportedError(f"{where} was trained with {RULES[contents.layout.rule].title}")
+        title = RULES[contents.layout.rule].title
+        raise UnsupportedError(
+            f"{where} was trained with {title}, which has no moments: there is nothing to convert"
+        )
     if "groups" in contents.meta:
         raise UnsupportedError(
             f"{where} is from a run with groups=, whose moments cannot be converted: pass"
