@@ -77,6 +77,16 @@ def test_training_alone_is_noticed_where_blocks_are_divided_in_other_ways(
     assert run(tmp_path, 2, world_adamw.resume_for, str(store), 0) == [(2, alone)] * 2
 
 
+def test_an_edit_of_one_process_alone_is_noticed_where_blocks_are_divided_in_other_ways(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = str(tmp_path / "run")
+    run(tmp_path, 2, world_commits.train_with_blocks, store, False)
+    run(tmp_path, 1, world_commits.edit_alone, store)
+    for said in run(tmp_path, 2, world_commits.resume_with_blocks, store):
+        assert said.startswith("WorldMismatchError: ") and "were trained apart" in said, said
+
+
 def test_processes_whose_blocks_are_divided_in_other_ways_resume_together(
     tmp_path: pathlib.Path,
 ) -> None:

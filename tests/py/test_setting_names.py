@@ -87,6 +87,11 @@ def test_a_former_name_has_the_effect_of_the_new_one_and_one_warning_that_names_
         ),
         ({"resume": "step 1"}, {"resume_step": 1}, "resume='step 1' is now resume_step=1"),
         ({"resume": 41}, {"resume_step": 41}, "resume=41 is now resume_step=41"),
+        (
+            {"share": True},
+            {"parallel": lohan.Parallel(share=True)},
+            "share= is now parallel=lohan.Parallel(share=)",
+        ),
     ],
 )
 def test_a_former_value_has_the_effect_of_the_new_setting(

@@ -131,6 +131,14 @@ def train_alone(store: str, which: str, steps: int) -> str:
     return found
 
 
+def edit_alone(store: str) -> None:
+    """Change parameters of a store, and commit that without a step."""
+    model = wrapped(store, resume=True)
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    model.lohan.commit()
+    model.lohan.close()
+
+
 def train_with_blocks(store: str, resume: bool) -> tuple[int, int, str]:
     """Train two steps more; rank 1 has one block.
 

@@ -425,7 +425,10 @@ def flat(given: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
     for name in sorted(olds):
         _check_once(name, former[name], given)
         _warn(f"{name}= is now {spelled(former[name])}")
-        made[name] = given[name]
+        value, said = given[name], _DECLARED.get(name)
+        if said is not None and said.flag is not None and isinstance(value, bool):
+            value = said.flag[value]
+        made[name] = value
     _translate(made, given)
     return made
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -330,6 +330,8 @@ class Commits:
     def write(self, store: _core.Store) -> None:
         """Commit what was written to the store, and the current buffers, inside exclusive().
 
+        Changed parameters make it a commit of this session: see [Note: Histories] in _history.py.
+
         This waits for snapshots first, since the preceding flush does not wait for a copy of the
         same step.
         """
@@ -337,4 +339,8 @@ class Commits:
         self.holds.wait_none()
         blob, count = store.describe()["caller_scalars"], len(session.layout.params)
         scalars = _core.scalars_make(self._engine.param_steps(False), blob)
-        store.commit(session.step, _scalars.with_buffers(scalars, blob, count, session.buffers))
+        more: dict[str, Any] = {}
+        for extension in session._extensions if session._edits.has_values else ():
+            more |= extension.state_of_edit()
+        given = scalars, blob, count, session.buffers, more
+        store.commit(session.step, _scalars.with_buffers(*given))

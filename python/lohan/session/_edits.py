@@ -67,13 +67,14 @@ class Edits:
 
     Attributes:
         is_pending: whether parameters or buffers have uncommitted changes that no step made.
+        has_values: whether these are changes of parameters.
     """
 
     def __init__(self, owner: Owner, engine: _core.Engine) -> None:
         self._owner = owner
         self._engine = engine
         self._edit: Edit | None = None  # always None if commits are manual
-        self.is_pending = False
+        self.is_pending = self.has_values = False
 
     @property
     def is_open(self) -> bool:
@@ -86,11 +87,17 @@ class Edits:
         self._owner.method.check_edit()
         self._owner.peers.check_edit()
 
-    def made(self, store: _core.Store) -> None:
-        """Record that parameters were written to the store, in exclusive(). See [Note: Edits]."""
+    def made(self, store: _core.Store, *, has_values: bool = True) -> None:
+        """Record that parameters were written to the store, in exclusive(). See [Note: Edits].
+
+        Args:
+            store: the store.
+            has_values: False if only buffers were changed.
+        """
         owner = self._owner
-        if owner.method.edits_at_once:
-            owner.commits.write(store)
+        self.has_values |= has_values
+        if owner._method.edits_at_once:
+            owner._commits.write(store)
             return
         self.is_pending = True
         if not owner.commits.by_hand:
@@ -102,9 +109,9 @@ class Edits:
 
     def made_of_buffers(self) -> None:
         """Record that only buffers were changed."""
-        self._engine.flush(not self._owner.commits.by_hand)
-        with self._owner.exclusive([]) as store:
-            self.made(store)
+        self._engine.flush(not self._owner._commits.by_hand)
+        with self._owner._exclusive([]) as store:
+            self.made(store, has_values=False)
 
     def forget_moments(self) -> None:
         """Make all moments and their step counts 0, as before the first step."""
@@ -127,7 +134,7 @@ class Edits:
 
     def clear(self) -> None:
         """Record that there is no edit that is not committed."""
-        self._edit, self.is_pending = None, False
+        self._edit, self.is_pending, self.has_values = None, False, False
 
     def commit(self) -> None:
         """Commit an edit that the program is about to use."""

@@ -83,6 +83,10 @@ class Extension:
         """Return entries for the commit of the step that is being closed, as values for JSON."""
         return {}
 
+    def state_of_edit(self) -> Mapping[str, Any]:
+        """Return entries for a commit of parameters that no step has changed."""
+        return {}
+
     def before_close(self, session: Training) -> None:
         """Handle step(), just before the engine closes the step."""
 

@@ -4,7 +4,7 @@
 the others had. When all of them resume, the checksums of their parameters tell, if their stores
 divide the blocks alike. Otherwise this does: each commit of several processes has a name that they
 have agreed on when they opened their sessions, and a process that continues such a store alone
-gives its commits another one.
+gives its commits another one, also those of parameters that it changes without a step.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class History(Extension):
         self._name = name
 
     def state(self, session: Training) -> Mapping[str, Any]:
+        """Add the name to the commit."""
+        return self.state_of_edit()
+
+    def state_of_edit(self) -> Mapping[str, Any]:
         """Add the name to the commit."""
         return {_scalars.HISTORY: self._name}
 

@@ -67,7 +67,13 @@ def _found(buffers: Buffers) -> tuple[list[Any], list[torch.Tensor]]:
     return buffers.found()
 
 
-def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers | None) -> bytes:
+def with_buffers(
+    scalars: bytes,
+    blob: bytes,
+    param_count: int,
+    buffers: Buffers | None,
+    more: Mapping[str, Any] = _NOTHING,
+) -> bytes:
     """Return the data for a commit without a step: the previous data with current buffers.
 
     Args:
@@ -75,11 +81,12 @@ def with_buffers(scalars: bytes, blob: bytes, param_count: int, buffers: Buffers
         blob: Python's part alone.
         param_count: the number of parameters in the layout.
         buffers: the model's buffers.
+        more: entries that take the places of previous ones.
     """
-    if buffers is None or buffers.kept_bytes == 0:
+    if not more and (buffers is None or buffers.kept_bytes == 0):
         return scalars
-    said, found = _found(buffers)
-    state = _join(parse(blob)[0], said, _buffers.joined(found))
+    said, found = _found(buffers) if buffers is not None else ([], [])
+    state = _join({**parse(blob)[0], **more}, said, _buffers.joined(found))
     return _core.scalars_make(steps(scalars, param_count), state)
 
 
