@@ -340,7 +340,7 @@ class Commits:
         blob, count = store.describe()["caller_scalars"], len(session.layout.params)
         scalars = _core.scalars_make(self._engine.param_steps(False), blob)
         more: dict[str, Any] = {}
-        for extension in session._extensions if session._edits.has_values else ():
+        for extension in session.extensions if session.edits.has_values else ():
             more |= extension.state_of_edit()
         given = scalars, blob, count, session.buffers, more
         store.commit(session.step, _scalars.with_buffers(*given))

@@ -96,8 +96,8 @@ class Edits:
         """
         owner = self._owner
         self.has_values |= has_values
-        if owner._method.edits_at_once:
-            owner._commits.write(store)
+        if owner.method.edits_at_once:
+            owner.commits.write(store)
             return
         self.is_pending = True
         if not owner.commits.by_hand:
@@ -109,8 +109,8 @@ class Edits:
 
     def made_of_buffers(self) -> None:
         """Record that only buffers were changed."""
-        self._engine.flush(not self._owner._commits.by_hand)
-        with self._owner._exclusive([]) as store:
+        self._engine.flush(not self._owner.commits.by_hand)
+        with self._owner.exclusive([]) as store:
             self.made(store, has_values=False)
 
     def forget_moments(self) -> None:
