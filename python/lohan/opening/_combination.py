@@ -291,7 +291,6 @@ ROWS = (
         _LEAVE_OUT,
         _NO_MEANING,
     ),
-    _of_others("ema={c.ema}", lambda f: f.config.ema is not None, "leave ema= out"),
     _of_others(
         "experts='apart'", lambda f: f.trains_experts, "leave experts= out, or freeze the experts"
     ),
