@@ -42,7 +42,9 @@ static struct lh_adam_scalars sgd_scalars(const struct lh_adam_hyper *hyper, uin
     return (struct lh_adam_scalars){
         .gradient_scale = (float)gradient_scale,
         .beta1 = has_momentum ? (float)momentum : 1,
-        .beta1_rest = !has_momentum ? 0 : step == 1 ? 1 : (float)(1.0 - dampening),
+        .beta1_rest = !has_momentum ? 0
+                      : step == 1   ? 1
+                                    : (float)(1.0 - dampening),
         .beta2 = is_nesterov || !has_momentum ? 1 : 0,
         .eps = is_nesterov || !has_momentum ? (float)momentum : 1,
         .step_size = (float)hyper->lr,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lohan.common import _meta, _shown
-from lohan.common._rules import RULES
+from lohan.common._rules import RULES, Rule
 from lohan.config import Config
 from lohan.planning import _wear
 from lohan.store import _scalars
@@ -70,6 +70,12 @@ def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
     return params
 
 
+def _group(rule: Rule, hyper: Sequence[float]) -> dict[str, Any]:
+    """Return the hyper-parameters of a parameter group as wrap() names them."""
+    named = {name: value for name, value in zip(rule.slots, hyper, strict=True) if name is not None}
+    return {n: bool(value) if n == "nesterov" else value for n, value in named.items()}
+
+
 def describe(directories: Sequence[str]) -> dict[str, Any]:
     """Open a store read-only and describe its contents.
 
@@ -110,13 +116,7 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         written = 0 if every is None else written + _moved_bytes(units, method["streams"])
     rule = RULES[meta.get("rule", "adamw")]
     scalars, _ = _scalars.parse(raw["caller_scalars"])
-    groups: list[dict[str, Any]] = [
-        {name: value for name, value in zip(rule.slots, group, strict=True) if name is not None}
-        for group in scalars.get("groups", [])
-    ]
-    for group in groups:
-        if "nesterov" in group:
-            group["nesterov"] = bool(group["nesterov"])
+    groups = [_group(rule, group) for group in scalars.get("groups", [])]
     files = [
         {"path": path, "bytes": nbytes, "direct": bool(direct)}
         for path, nbytes, direct in raw["files"]

@@ -26,7 +26,7 @@ from lohan.errors import ModelError, StoreError, UnsupportedError
 from lohan.opening import _combination, _groups, _model_checks
 from lohan.opening._combination import METHODS, OF_METHOD, Facts
 from lohan.planning import _wear
-from lohan.session import _block_swap, _order
+from lohan.session import _order
 from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
@@ -141,7 +141,9 @@ def of_flat(call: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -
     of_method = {name: given.pop(name, None) for name in OF_METHOD}
     config = given.pop("config")
     _check_types(hyper, config, **given)
-    made = _block_swap.with_device(model, dataclasses.replace(config or Config(), **fields))
+    made = dataclasses.replace(config or Config(), **fields)
+    if swap := sys.modules.get("lohan.session._block_swap"):  # lohan.block_swap() loads it
+        made = swap.with_device(model, made)
     is_resumed, open_at = _arguments.resume_of(given.pop("resume"))
     given["rule"] = _combination.rule_of(given["method"], hyper["momentum"])
     if given["optimizer"] is not None and given["method"] in RULES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from lohan.config import CHOSEN_LATER, SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError
 from lohan.layout import _block, _experts, _layout
 from lohan.planning import _wear
-from lohan.session import _block_swap
 from lohan.store import _store
 from lohan.torch_glue import _device
 
@@ -250,7 +250,8 @@ def divide(
 def _divided(
     model: nn.Module, layout: Layout, config: Config
 ) -> tuple[Config, Layout, dict[str, int]]:
-    config = _block_swap.with_room(model, config, functools.partial(plan_device, layout, config))
+    if swap := sys.modules.get("lohan.session._block_swap"):  # lohan.block_swap() loads it
+        config = swap.with_room(model, config, functools.partial(plan_device, layout, config))
     _keep_packed(layout, config)
     return config, layout, _budget(layout, config)
 
