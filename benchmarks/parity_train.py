@@ -18,7 +18,7 @@ import torch
 from lohan import _core
 from lohan.common._inside import inside
 from lohan.errors import BudgetError
-from lohan.store import _store
+from lohan.store import _same
 from parity_cells import Cell
 from torch import nn
 
@@ -188,7 +188,7 @@ def state_of(model: nn.Module) -> Values:
     session = inside(model)
     layout, extents = session.layout, session.extents
     found: list[Values] = [{}, {}, {}]
-    with _store.reopened(session.directories, session.config, layout) as store:
+    with _same.reopened(session.directories, session.config, layout) as store:
         for param in layout.params:
             unit, places = layout.units[param.unit], extents.units[param.unit]
             if not unit.trainable:
