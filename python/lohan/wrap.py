@@ -15,7 +15,7 @@ from lohan.errors import ModelError
 from lohan.layout import _names
 
 if TYPE_CHECKING:
-    from lohan.common._keywords import MeZO, Settings
+    from lohan.common._keywords import SGD, MeZO, Settings
     from lohan.session._guard import Guard
 
 PathLike = str | os.PathLike[str]
@@ -32,16 +32,13 @@ def wrap(
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
     weight_decay: float | None = None,
-    momentum: float | None = None,
-    dampening: float | None = None,
-    nesterov: bool | None = None,
     max_grad_norm: float | None = None,
     params: Iterable[dict[str, Any]] | Callable[[nn.Module], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
-    method: str | MeZO = "adamw",
+    method: str | MeZO | SGD = "adamw",
     moments: str = "fp32",
     experts: str = "together",
     idle: str = "exact",
@@ -58,9 +55,6 @@ def wrap(
         betas: decay rates of the moments. None: (0.9, 0.999) (method="lion": (0.9, 0.99)).
         eps: added to the root of the second moment. None: 1e-8.
         weight_decay: weight decay. None: 1e-2 (other methods than "adamw": 0).
-        momentum: with method="sgd", the factor of the last steps' gradients. None: 0.
-        dampening: with momentum=, 1 minus the factor of the gradient. None: 0.
-        nesterov: with momentum=, whether it is Nesterov's. None: False.
         max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
         params: parameter groups, or a function of the model that returns them; None: one group.
         optimizer: a torch.optim.AdamW, Adam or SGD to continue from, instead of lr to params. It is
@@ -68,8 +62,8 @@ def wrap(
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
-        method: "adamw", "adam", "lion" or "sgd" (docs/update-rules.md), or "mezo" or a lohan.MeZO
-            (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
+        method: "adamw", "adam", "lion", "sgd" or a lohan.SGD (docs/update-rules.md), or "mezo" or
+            a lohan.MeZO (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.

@@ -455,7 +455,7 @@ def test_a_folder_that_was_never_finished_is_passed_over_or_refused(
 def test_a_store_of_the_other_method_is_refused(store_dir: pathlib.Path) -> None:
     train_until(store_dir, 4, "done")
     other = {"learning_rate": LR, "model": helper.gpt2(), **SAVED}
-    with pytest.raises(StoreMismatchError, match="method='mezo', not 'adamw'"):
+    with pytest.raises(StoreMismatchError, match='method="mezo", not method="adamw"'):
         helper.make(store_dir, {}, **other).train(resume_from_checkpoint=True)
 
 

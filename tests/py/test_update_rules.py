@@ -38,12 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
     "adam": {"method": "adam", "lr": 1e-3, "weight_decay": 0.1},
     "lion": {"method": "lion", "lr": 1e-3, "weight_decay": 0.1, "betas": (0.8, 0.95)},
     "sgd": {"method": "sgd", "lr": 0.1, "weight_decay": 0.01},
-    "momentum": {"method": "sgd", "lr": 0.1, "momentum": 0.9, "dampening": 0.3},
+    "momentum": {"method": lohan.SGD(momentum=0.9, dampening=0.3), "lr": 0.1},
     "nesterov": {
-        "method": "sgd",
+        "method": lohan.SGD(momentum=0.9, nesterov=True),
         "lr": 0.1,
-        "momentum": 0.9,
-        "nesterov": True,
         "weight_decay": 0.01,
     },
 }
@@ -73,6 +71,14 @@ def stored(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     _core.adam_decode("8bit", *addresses, padded)
     found = [each[:count].reshape(m.shape) for each in fp32]
     return found[0], found[1]
+
+
+def named(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of wrap() with the hyper-parameters of a lohan.SGD among them."""
+    if not isinstance(method := given["method"], lohan.SGD):
+        return given
+    own = {name: value for name, value in vars(method).items() if value is not None}
+    return {**given, "method": "sgd", **own}
 
 
 class Reference:
@@ -138,7 +144,7 @@ class Reference:
 
 def train_plainly(model: nn.Module, **given: Any) -> helper.Trained:
     """Torch's forward and backward, and the rule on each gradient when backward is over."""
-    states = [Reference(param, **given) for param in model.parameters()]
+    states = [Reference(param, **named(given)) for param in model.parameters()]
     losses = []
     for step in range(STEPS):
         loss = helper.language_loss(model, step)
@@ -223,16 +229,15 @@ def test_a_resumed_run_continues_with_its_rule_hyper_parameters_and_states(
     expected = helper.losses(model, range(4, STEPS), helper.language_loss)
     state = helper.values(model)
     model.lohan.close()
-    names = ("method", "momentum", "dampening", "nesterov")
-    rule = {name: given[name] for name in names if name in given}
+    method = given["method"]
     model = lohan.wrap(build(), store=store_dir / "again", **CASES[case])
     assert helper.losses(model, range(2), helper.language_loss) == first
     for group in model.optimizer.param_groups:
         group["lr"] *= 0.5
     assert helper.losses(model, range(2, 4), helper.language_loss) == second
     model.lohan.close()
-    model = lohan.wrap(build(), store=store_dir / "again", resume=True, **rule)
-    for name, value in CASES[case].items():
+    model = lohan.wrap(build(), store=store_dir / "again", resume=True, method=method)
+    for name, value in named(CASES[case]).items():
         if name != "method":
             assert model.optimizer.param_groups[0][name] == value * (0.5 if name == "lr" else 1)
     assert helper.losses(model, range(4, STEPS), helper.language_loss) == expected
@@ -365,10 +370,10 @@ def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     model.lohan.snapshot(store_dir / "snapshot")
     first = helper.losses(model, range(2, 4), loss_of)
     model.lohan.close()
-    rule = {name: CASES[case][name] for name in ("method", "momentum") if name in CASES[case]}
+    method = CASES[case]["method"]
     lohan.reshard(store_dir / "snapshot", store_dir / "parts", parts=2)
     lohan.reshard(store_dir / "parts", store_dir / "whole", parts=1)
-    model = lohan.wrap(build(), store=store_dir / "whole", resume=True, **rule)
+    model = lohan.wrap(build(), store=store_dir / "whole", resume=True, method=method)
     assert helper.losses(model, range(2, 4), loss_of) == first
     model.lohan.close()
     said = _inspect.describe([str(store_dir / "s")])
@@ -379,7 +384,9 @@ def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
             lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
         return
     lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
-    model = lohan.wrap(build(), store=store_dir / "8bit", resume=True, moments="8bit", **rule)
+    model = lohan.wrap(
+        build(), store=store_dir / "8bit", resume=True, moments="8bit", method=method
+    )
     assert model.lohan.step == 4
     helper.losses(model, range(4, 5), loss_of)
     model.lohan.close()
@@ -416,7 +423,7 @@ def test_a_store_names_its_rule_in_a_version_that_older_builds_refuse(
 
 def test_another_rule_on_resume_is_rejected_with_both_names(store_dir: pathlib.Path) -> None:
     meta_of(store_dir / "s", method="lion")
-    for given in ({}, {"method": "sgd"}, {"method": "sgd", "momentum": 0.9}, {"method": "adam"}):
+    for given in ({}, {"method": "sgd"}, {"method": lohan.SGD(momentum=0.9)}, {"method": "adam"}):
         with pytest.raises(
             StoreMismatchError, match=r"created for Lion, not .*: pass (.*), or start"
         ):
@@ -441,7 +448,7 @@ def test_a_group_whose_momentum_is_0_for_some_steps_keeps_its_buffer_as_torch_do
 ) -> None:
     plain = helper.linears(8, 2)
     wrapped = lohan.wrap(
-        helper.linears(8, 2), store=store_dir / "s", method="sgd", lr=0.1, momentum=0.9
+        helper.linears(8, 2), store=store_dir / "s", method=lohan.SGD(momentum=0.9), lr=0.1
     )
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step, momentum in enumerate(momenta):
@@ -461,9 +468,9 @@ def test_dampening_without_momentum_is_refused_where_torch_would_ignore_it(
     model = helper.linears(8, 2)
     params = [*model.parameters()]
     groups = [{"params": params[:2]}, {"params": params[2:], "momentum": 0.0}]
-    given: dict[str, Any] = {"method": "sgd", "momentum": 0.9, "dampening": 0.5}
+    method = lohan.SGD(momentum=0.9, dampening=0.5)
     with pytest.raises(HyperParameterError, match=r"dampening 0\.5 with momentum 0 .*Pass dampen"):
-        lohan.wrap(model, store=store_dir / "s", params=groups, **given)
+        lohan.wrap(model, store=store_dir / "s", params=groups, method=method)
 
 
 def test_an_update_by_sgd_that_exceeds_fp32_is_refused_before_it_is_committed(
@@ -491,8 +498,6 @@ def test_adam_without_weight_decay_is_adopted_by_the_rule_that_is_named(
     [
         ({"method": "lion", "eps": 1e-8}, "eps= has no meaning with method='lion'"),
         ({"method": "sgd", "betas": (0.9, 0.99)}, "betas= has no meaning with method='sgd'"),
-        ({"momentum": 0.9}, "momentum= has no meaning with method='adamw'"),
-        ({"method": "lion", "nesterov": True}, "nesterov= has no meaning with method='lion'"),
         ({"method": "sgd", "moments": "8bit"}, "moments='8bit' has no meaning with method='sgd', "),
     ],
 )
@@ -518,7 +523,7 @@ def test_hyper_parameters_for_which_sgd_is_not_defined_are_refused(
     given: dict[str, Any], message: str, store_dir: pathlib.Path
 ) -> None:
     with pytest.raises(HyperParameterError, match=message):
-        lohan.wrap(helper.linears(8, 2), store=store_dir / "s", method="sgd", **given)
+        lohan.wrap(helper.linears(8, 2), store=store_dir / "s", method=lohan.SGD(**given))
 
 
 def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
@@ -527,7 +532,7 @@ def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
     model = helper.linears(8, 2)
     groups = [{"params": [*model.parameters()], "momentum": 0.9}]
     with pytest.raises(
-        UnsupportedError, match=r"momentum=0\.9 .* is SGD without .* pass .* momentum= to "
+        UnsupportedError, match=r"momentum=0\.9 .* is SGD without .* pass .*SGD\(momentum=.* to "
     ):
         lohan.wrap(model, store=store_dir / "s", method="sgd", params=groups)
 

@@ -239,6 +239,23 @@ class MeZO:
     runs: Literal["auto", "together", "apart"] = _of("runs")
 
 
+@_group
+class SGD:
+    """Stochastic gradient descent: `lohan.wrap(model, method=lohan.SGD(momentum=0.9), lr=0.1)`.
+
+    method="sgd" is the same as method=lohan.SGD(). See docs/update-rules.md.
+
+    Attributes:
+        momentum: the factor of the last steps' gradients. None: 0, and there are no states.
+        dampening: with a momentum, 1 minus the factor of the gradient. None: 0.
+        nesterov: with a momentum, whether it is Nesterov's. None: False.
+    """
+
+    momentum: float | None = _of("momentum")
+    dampening: float | None = _of("dampening")
+    nesterov: bool | None = _of("nesterov")
+
+
 class Settings(TypedDict, total=False):
     """The keywords of `lohan.wrap` that do not change the numbers, with their types.
 
@@ -358,7 +375,9 @@ class OfCallback(Settings, total=False):
 
 
 GROUPS: dict[str, type] = {"io": IO, "parallel": Parallel, "debug": Debug, "method": MeZO}
-_ALL = tuple(GROUPS.values())
+# What else method= may be, with the method's name.
+_METHODS: dict[type, str] = {MeZO: "mezo", SGD: "sgd"}
+_ALL = (*GROUPS.values(), SGD)
 # Keywords whose value is a group and nothing else.
 _GROUPED = ("io", "parallel", "debug")
 # Keywords of wrap() that _translate() and _check_once() know, in every call.
@@ -410,7 +429,7 @@ def flat(given: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name in given.keys() - olds:
         value = given[name]
-        if name in GROUPS and isinstance(value, GROUPS[name]):
+        if name in GROUPS and isinstance(value, (MeZO, SGD) if name == "method" else GROUPS[name]):
             made |= _of_group(name, value)
         elif name in _GROUPED:
             if value is not None:
@@ -435,7 +454,7 @@ def flat(given: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
 
 def _of_group(group: str, given: Any) -> dict[str, Any]:
     """Return the settings of a group that differ from their defaults, under their flat names."""
-    made: dict[str, Any] = {"method": "mezo"} if group == "method" else {}
+    made: dict[str, Any] = {"method": _METHODS[type(given)]} if group == "method" else {}
     for field in dataclasses.fields(given):
         name, value = field.metadata.get(_FLAT, field.name), getattr(given, field.name)
         if value == field.default and isinstance(value, type(field.default)):
@@ -501,6 +520,7 @@ def _meant(name: str, own: Iterable[str]) -> str:
     """Return how a call writes the setting that a wrong name is closest to; "": none is close."""
     words = {former: spelled(public) for former, public in new_names().items()}
     words |= {f.name: spelled(f"{g}.{f.name}") for g, c in GROUPS.items() for f in _fields(c)}
+    words |= {f.name: f"method=lohan.SGD({f.name}=)" for f in _fields(SGD)}
     words |= {each: spelled(each) for each in (*Settings.__annotations__, *own)}
     words.pop("config", None)
     name = _ELSEWHERE.get(name, name)

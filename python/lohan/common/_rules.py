@@ -21,8 +21,8 @@ _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 _COUPLED = {**_PLAIN, "decoupled_weight_decay": False}
 _NO_MOMENTUM = {"momentum": 0, "nesterov": False}
 _WAYS_OUT = {
-    "momentum": '. For SGD with momentum, pass method="sgd" and momentum= to lohan.wrap()',
-    "nesterov": ". Nesterov's form needs a momentum: pass momentum= to lohan.wrap()",
+    "momentum": ". For SGD with momentum, pass method=lohan.SGD(momentum=...) to lohan.wrap()",
+    "nesterov": ". Nesterov's form needs a momentum: lohan.SGD(momentum=..., nesterov=True)",
     "decoupled_weight_decay": '. lohan.wrap(method="adamw") decouples weight decay, method="adam"'
     " does not; a store keeps its rule",
 }
@@ -54,7 +54,7 @@ class Rule:
     @property
     def method(self) -> str:
         """The method= of wrap() that chooses the rule, alone or with other arguments."""
-        return self.call.split('"')[1]
+        return self.name.partition("_")[0]
 
     def hyper_of(self, group: dict[str, Any]) -> Hyper:
         """Return the numbers of one parameter group, in the form that the engine takes.
@@ -174,7 +174,7 @@ _ROWS = (
         {"lr": 1e-3, "weight_decay": 0.0},
         ("lr", None, None, None, "weight_decay"),
         {**_COUPLED, **_NO_MOMENTUM},
-        'method="sgd" without momentum=',
+        'method="sgd"',
     ),
     Rule(
         "sgd_momentum",
@@ -183,7 +183,7 @@ _ROWS = (
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
         ("lr", "momentum", "dampening", "nesterov", "weight_decay"),
         _COUPLED,
-        'method="sgd" and momentum=',
+        "method=lohan.SGD(momentum=...)",
     ),
 )
 # In the order of the core's enum lh_rule.

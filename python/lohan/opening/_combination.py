@@ -123,7 +123,6 @@ DIVIDED = "Parallel(shard_optimizer=True)"
 APART = "experts='apart'"
 SHARDS = "Parallel(gather='shards')"
 
-_OF_SGD = ("momentum", "dampening", "nesterov")
 _NO_MEANING = "{one} has no meaning with {other}{because}: {way_out}"
 _LEAVE_OUT = "leave it out"
 _PLAIN = Config()
@@ -159,15 +158,10 @@ def _of_gradients(name: str) -> Row:
 
 def _of_rule(name: str) -> Row:
     """A hyper-parameter that some rules lack."""
-
-    def is_so(f: Facts) -> bool:
-        rule = "sgd_momentum" if f.method == "sgd" else f.method
-        return name in f.given and name not in RULES[rule].defaults
-
     return Row(
         f"{name}=",
         "method={f.method!r}",
-        lambda f: not f.is_mezo and is_so(f),
+        lambda f: not f.is_mezo and name in f.given and name not in RULES[f.method].defaults,
         "meaning",
         "whose rule has none",
         _LEAVE_OUT,
@@ -217,7 +211,7 @@ def _of_owed(other: str, is_so: Callable[[Facts], bool]) -> Row:
 ROWS = (
     # Zeroth-order training has neither gradients nor moments.
     *map(_of_method, OF_METHOD),
-    *map(_of_adamw, ("betas", "max_grad_norm", "optimizer", *_OF_SGD)),
+    *map(_of_adamw, ("betas", "max_grad_norm", "optimizer")),
     *map(_of_gradients, ("accumulate", "loss_scaling", "commit_every", "order")),
     Row(
         "moments={f.states!r}",
@@ -281,13 +275,13 @@ ROWS = (
         "leave rng= out",
     ),
     # Other rules than AdamW.
-    *map(_of_rule, ("betas", "eps", *_OF_SGD)),
+    *map(_of_rule, ("betas", "eps")),
     Row(
         "moments={f.states!r}",
         "method={f.method!r}",
         lambda f: f.states != "fp32" and not RULES[f.rule].moments,
         "meaning",
-        "which has none without momentum=",
+        "which has none without momentum",
         _LEAVE_OUT,
         _NO_MEANING,
     ),

@@ -136,7 +136,7 @@ def of_flat(call: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -
     """Check the arguments of `lohan.wrap`, as flat() returns them; see of()."""
     _model_checks.refuse_divided(model)
     given = {**flat(_defaults(call), call), "config": None, "groups": None, **given}
-    hyper = {name: given.pop(name) for name in _HYPER}
+    hyper = {name: given.pop(name, None) for name in _HYPER}
     fields = {name: given.pop(name) for name in _FIELDS & given.keys()}
     of_method = {name: given.pop(name, None) for name in OF_METHOD}
     config = given.pop("config")
