@@ -44,8 +44,9 @@ RULES: dict[str, dict[str, Any]] = {
     "adam": {"method": "adam", "lr": 1e-3},
     "lion": {"method": "lion", "lr": 1e-4},
     "sgd": {"method": "sgd", "lr": 0.1},
-    "momentum": {"method": "sgd", "lr": 0.1, "momentum": 0.9},
+    "momentum": {"method": lohan.SGD(momentum=0.9), "lr": 0.1},
 }
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 # Rows and width of a batch: what operations save has the 64 KiB from which on it is offloaded.
 SHAPES: dict[str, tuple[int, ...]] = {
     "dense": (256, 128),
@@ -192,7 +193,8 @@ def wrapped(row: dict[str, Any], folder: str) -> Any:
         settings["host_bytes"] = _least(row, folder, **settings, host_bytes=asked)
     if row["budget"] == "middle":  # room for a part of the states
         count = 1 if row["place"] == "alone" else rank_and_count()[1]
-        settings["host_bytes"] += sum(p.numel() for p in model.parameters()) * 2 // count
+        elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        settings["host_bytes"] += elements * MOMENT_BYTES[row["states"]] // 2 // count
     store = [os.path.join(folder, f"disk{index}") for index in range(row["directories"])]
     model = lohan.wrap(model, store=store, **settings)
     if _is_mate(inside(model)):  # the rank that has the store also has the budget
