@@ -13,7 +13,7 @@ from lohan.common._inside import inside
 from lohan.layout import _gradient_pieces
 from lohan.replicas import _values
 from lohan.store import _snapshot
-from world_adamw import batch, build, one_step, states_digest, wrapped
+from world_adamw import BATCHES, batch, build, one_step, states_digest, wrapped
 from world_worker import rank_and_count
 
 
@@ -151,7 +151,8 @@ def clip_alone(store: str) -> list[str]:
     model = wrapped(store)
     said = []
     for turn in range(2):
-        model(batch(0, rank, torch.float32)[0]).sum().backward()
+        for _ in range(BATCHES // 2):  # all backwards of a step
+            model(batch(0, rank, torch.float32)[0]).sum().backward()
         if rank == 1 and turn == 0:
             model.optimizer.zero_grad()
         elif rank == 0:

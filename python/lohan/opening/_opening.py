@@ -23,7 +23,7 @@ from lohan.common._rules import RULES
 from lohan.errors import StoreError
 from lohan.layout import _experts, _names, _ties
 from lohan.layout._experts import Apart
-from lohan.opening import _attached, _combination, _groups
+from lohan.opening import _attached, _combination, _groups, _request
 from lohan.opening._model_checks import check_model
 from lohan.opening._shared import Shared
 from lohan.session import (
@@ -67,6 +67,7 @@ def wrapped(request: Request) -> nn.Module:
         check_model(model, request.is_filled)
         facts = _facts(request, world)
         _combination.check(facts)
+        config = _request.waiting(config, request.max_grad_norm)
         zeroth = _zeroth(request, undo)
         apart, config = _split(model, config, facts, undo)
         if zeroth is not None:

@@ -159,7 +159,7 @@ def of_flat(call: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -
         from lohan.session import _adopt
 
         _adopt.check(request.optimizer, {**hyper, "params": request.params}, resume=is_resumed)
-    return dataclasses.replace(request, config=_waiting(made, request.max_grad_norm))
+    return request
 
 
 def _defaults(call: Callable[..., Any]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def check(facts: Facts) -> None:
     _swap.check(config)
 
 
-def _waiting(config: Config, max_grad_norm: float | None) -> Config:
+def waiting(config: Config, max_grad_norm: float | None) -> Config:
     """Make updates wait for step() if they need gradient norms or sums.
 
     Both are known only after the last backward.

@@ -89,7 +89,7 @@ def config_of_groups(config: Config) -> Config:
 def facts_of(config: Config, max_grad_norm: float | None, rule: str, states: str) -> list[Fact]:
     """Return the settings of a run with gradients that all processes must share."""
     return [
-        ("the update rule", RULES[rule].title),
+        ("method=", RULES[rule].call.partition("=")[2].strip('"')),
         ("gradient_accumulation_steps=", config.accumulate),
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
