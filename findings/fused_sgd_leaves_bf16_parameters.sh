@@ -6,8 +6,8 @@
 # Seen with torch 2.13.0 (CPU): of a parameter in bf16 or fp16, only the elements after the last whole
 # vector register change. From 100 elements of value 0 with gradients of 1 and lr=1, foreach moves 100
 # and fused 4; with momentum=0.9 likewise, although the momentum is updated in all of them. There is
-# no warning, and nothing is wrong in fp32 or in fp64, or for AdamW in bf16. PyTorch's issue 191763
-# describes it; its correction is in later releases.
+# no warning, and nothing is wrong in fp32 or in fp64, or for AdamW in bf16. It has been reported to
+# PyTorch's developers.
 # What follows: SGD is compared with the for-loop or the foreach form. A test of an optimizer needs
 # parameters longer than a vector register, and gradients that are not zero.
 set -euo pipefail

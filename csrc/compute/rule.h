@@ -13,12 +13,12 @@
  *                     m = fma(g, beta2_rest, m * beta2)
  *      sgd            g = fma(p, coupled, g)
  *                     q = fma(-step_size, g, p)
-                     p = fma(q, 0, q)
+ *                     p = fma(q, 0, q)
  *      sgd_momentum   g = fma(p, coupled, g)
  *                     m = fma(g, beta1_rest, m * beta1)
  *                     d = fma(m, eps, g * beta2)
  *                     q = fma(-step_size, d, p)
-                     p = fma(q, 0, q)
+ *                     p = fma(q, 0, q)
  *
  * The order is that of torch.optim.SGD and Adam, and of lion-pytorch, on a machine whose additions
  * with a factor are fused. fma(x, 0, x) is x if x is finite and NaN otherwise, so that a gradient

@@ -40,7 +40,7 @@ static INLINE void adam(struct element *e, const struct lh_adam_scalars *scalars
     e->p = fma_of(splat(-scalars->step_size), e->m / d, e->p);
 }
 
-/* Lion: a step of the same size for every element. */
+/* Lion: every element changes by step_size, in the direction of the sign of c. */
 static INLINE void lion(struct element *e, const struct lh_adam_scalars *scalars)
 {
     values c = fma_of(e->g, splat(scalars->beta1_rest), e->m * splat(scalars->beta1));

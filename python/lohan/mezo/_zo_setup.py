@@ -134,7 +134,8 @@ class Zeroth:
             which the journal leads to the step.
 
         Raises:
-            StoreError: there is none, or the store cannot be opened.
+            StoreError: the store has no parameters from which the journal leads to the step, or it
+                cannot be opened.
         """
         store = _store.open_existing(directories, config, read_only=True)
         said = store.describe()

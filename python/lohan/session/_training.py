@@ -1,4 +1,4 @@
-"""The object behind a session: it owns the engine and the hooks, and checks calls of a step."""
+"""The implementation of a session: it owns the engine and the hooks, and validates calls."""
 
 from __future__ import annotations
 
