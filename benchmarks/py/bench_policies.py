@@ -50,11 +50,13 @@ MODELS = {
     "wide": (12, 1024, 16, 8192),
     "small": (8, 1024, 8, 1024),
 }
+# Device memory in MiB. GPT-2's logits and their gradient alone take 196 MiB with 8 rows of 128.
+DEVICE_MIB = {"gpt2": 704, "wide": 448, "small": 448}
 # Main memory in MiB: for activations that stay there, and for those in transit to SSD.
 SIZES = (11, 16, 64)
 TRANSIT_MIB = 64
 BATCHES = (32, 24, 16)
-SIZED_POLICIES = ("zero", "capuchin", "g10", "checkmate", "lohan", "auto")
+SIZED_POLICIES = ("zero", "capuchin", "g10", "lohan", "auto")
 AMOUNT_COUNT = 8
 STEPS = 2  # after one that is not counted
 
@@ -95,12 +97,13 @@ class Trial:
             resume=resume,
             activations="lohan",
             device="emu",
-            device_bytes=options.device_mib * MIB,
-            device_param_bytes=options.slot_mib * MIB,
+            device_bytes=(options.device_mib or DEVICE_MIB[options.model]) * MIB,
             host_bytes=options.host_mib * MIB,
-            swap_bytes=options.swap_mib * MIB,
-            swap_ssd_bytes=4096 * MIB,
-            emu_bytes_per_s=(link, link),
+            activation_offload_bytes=options.swap_mib * MIB,
+            io=lohan.IO(activation_ssd_bytes=4096 * MIB),
+            debug=lohan.Debug(
+                device_param_bytes=options.slot_mib * MIB, emu_bytes_per_s=(link, link)
+            ),
             schedule=options.schedule,
             commit_every=options.commit_every,
             **HYPER,
@@ -252,7 +255,7 @@ def main() -> None:
     parser.add_argument("--host-mib", type=int, default=4096)
     parser.add_argument("--swap-mib", type=int, default=512)
     parser.add_argument("--slot-mib", type=int, default=192)
-    parser.add_argument("--device-mib", type=int, default=448)
+    parser.add_argument("--device-mib", type=int, default=None)
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--commit-every", type=int, default=1000)
     parser.add_argument("--schedule", default="optimized")
@@ -270,6 +273,11 @@ def main() -> None:
         every = [*amounts, *policies]
         said = [(made.plan.layers, made.plan.inputs) for made in every]
         first = [said.index(one) for one in said]  # equal plans are measured once
+        if len(set(first[:AMOUNT_COUNT])) == 1:
+            sys.exit(
+                f"All {AMOUNT_COUNT} amounts of swapping give one plan, {amounts[0].plan}: the"
+                " device has no room for more. Pass a larger --device-mib."
+            )
         times: list[list[float]] = [[] for _ in every]
         for round_ in range(options.rounds):
             for index, made in enumerate(every):
