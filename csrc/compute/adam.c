@@ -49,9 +49,10 @@ static const struct lh_adam_kernel kernels[] = {
     {"avx2_tiles", lh_adam_avx2, lh_rule_avx2, NULL, lh_adam_avx2_roots, NULL,
      &lh_adam_states_avx2},
 #elif defined(__aarch64__)
-    {"neon", lh_adam_neon, lh_rule_ref, lh_adam_neon_folding, lh_adam_neon_roots, NULL,
+    {"neon", lh_adam_neon, lh_rule_neon, lh_adam_neon_folding, lh_adam_neon_roots, NULL,
      &lh_adam_states_neon},
-    {"neon_tiles", lh_adam_neon, lh_rule_ref, NULL, lh_adam_neon_roots, NULL, &lh_adam_states_neon},
+    {"neon_tiles", lh_adam_neon, lh_rule_neon, NULL, lh_adam_neon_roots, NULL,
+     &lh_adam_states_neon},
 #endif
     {"ref", lh_adam_ref, lh_rule_ref, NULL, lh_adam_ref_roots, NULL, &lh_adam_states_ref},
 };

@@ -58,6 +58,9 @@ extern const lh_adam_fn lh_rule_ref[LH_RULE_COUNT];
 /* Need AVX2, FMA and F16C, or AVX-512 F, BW, VL and DQ. */
 extern const lh_adam_fn lh_rule_avx2[LH_RULE_COUNT];
 extern const lh_adam_fn lh_rule_avx512[LH_RULE_COUNT];
+#elif defined(__aarch64__)
+/* Runs on every ARMv8-A. */
+extern const lh_adam_fn lh_rule_neon[LH_RULE_COUNT];
 #endif
 
 /* lh_adam_average() for a part of a chunk, in the default floating-point environment. */
