@@ -102,7 +102,8 @@ def run(row: Model) -> list[Step | None]:
     return steps
 
 
-def _life(days: float | None) -> str:
+def life(days: float | None) -> str:
+    """Return how long drives last, in words."""
     if days is None or days > YEARS_MAX * DAYS_PER_YEAR:
         return f"over {YEARS_MAX} years"
     years = days / DAYS_PER_YEAR
@@ -114,7 +115,7 @@ def text(step: Step | None) -> str:
     if step is None:
         return "does not fit"
     hours = TOKENS / step.tokens_per_s / 3600
-    return f"{step.tokens_per_s:,.0f}; {hours:,.3g} h; {_life(step.ssd_life_days)}"
+    return f"{step.tokens_per_s:,.0f}; {hours:,.3g} h; {life(step.ssd_life_days)}"
 
 
 def line(row: Model, steps: list[Step | None]) -> str:

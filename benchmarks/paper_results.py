@@ -190,7 +190,7 @@ def largest(runs: Runs) -> Iterator[list[str]]:
 def largest_run(policy: str, batch: int, host_gb: int) -> str:
     machine = dataclasses.replace(_machines.load(MACHINE), host_bytes=host_gb * GB)
     try:
-        found = _largest.find("gpt", machine, batch, 1024, policy)
+        found = _largest.find("gpt", machine, batch, 1024, Options(policy))
     except LohanError:
         return "none"
     return str(found["largest"]).removeprefix("gpt-").upper()

@@ -34,6 +34,8 @@ from report import Report
 from served import Served, answer_all, answers, deepspeed_environment
 
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# The same numbers as the core takes them: lr, beta1, beta2, eps and weight_decay.
+FIVE = (1e-4, 0.9, 0.999, 1e-8, 0.01)
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -69,7 +71,10 @@ class Values:
 
 
 class Ours:
-    """lohan's update with and without checksums, and the bound, on one set of arrays."""
+    """lohan's update with and without checksums, and the bound, on one set of arrays.
+
+    hyper has the numbers of another rule than AdamW in the form that the core takes.
+    """
 
     def __init__(
         self,
@@ -79,14 +84,17 @@ class Ours:
         threads: int,
         kernel: str | None,
         states: str = "fp32",
+        rule: str = "adamw",
+        hyper: tuple[float, ...] = FIVE,
     ) -> None:
         count = values.param.numel()
-        self.core, self.threads, self.kernel = core, threads, kernel
-        self.states: dict[str, object] = {}
+        self.core, self.threads, self.kernel, self.hyper = core, threads, kernel, hyper
+        self.states: dict[str, object] = {"rule": rule}
         if states == "fp32":
             self.moment1, self.moment2 = huge_like(values.moment1), huge_like(values.moment2)
         else:
             self._encode(values, states)
+        (has,) = (moments for name, *moments in core.rules() if name == rule)
         self.gradient = values.gradient16 if bf16 else values.gradient
         self.residual = huge_tensor(count, torch.int16) if bf16 else None
         if bf16:
@@ -99,8 +107,8 @@ class Ours:
         self.place = (
             self.param.data_ptr(),
             self.residual.data_ptr() if bf16 else 0,
-            self.moment1.data_ptr(),
-            self.moment2.data_ptr(),
+            self.moment1.data_ptr() if has[0] else 0,
+            self.moment2.data_ptr() if has[1] else 0,
             self.gradient.data_ptr(),
             count,
             "bfloat16" if bf16 else "float32",
@@ -118,16 +126,13 @@ class Ours:
         stored = (self.moment1.data_ptr(), self.moment2.data_ptr(), scales)
         decoded = (values.moment1.clone(), values.moment2.clone())
         self.core.adam_encode(states, *stored, *(m.data_ptr() for m in decoded), 0, count, 0, 0)
-        self.states = {"states": states, "scales_ptr": scales}
+        self.states |= {"states": states, "scales_ptr": scales}
 
     def _update(self, **kwargs) -> bytes | None:
         return self.core.adam_update(
             self.kernel,
             *self.place,
-            HYPER["lr"],
-            *HYPER["betas"],
-            HYPER["eps"],
-            HYPER["weight_decay"],
+            *self.hyper,
             10,
             1.0,
             threads=self.threads,
@@ -169,10 +174,12 @@ class Peer:
         self.optimizer = make([self.param])
         self.optimizer.step()
         state = self.optimizer.state[self.param]
-        if type(state.get("exp_avg")) is not torch.Tensor:
-            return  # 8-bit states in a format of its own
-        state["exp_avg"] = ours.moment1 if ours else huge_like(values.moment1)
-        state["exp_avg_sq"] = ours.moment2 if ours else huge_like(values.moment2)
+        for key, mine, theirs in (
+            ("exp_avg", "moment1", values.moment1),
+            ("exp_avg_sq", "moment2", values.moment2),
+        ):
+            if type(state.get(key)) is torch.Tensor:  # 8-bit states have a format of their own
+                state[key] = getattr(ours, mine) if ours else huge_like(theirs)
 
     def step(self) -> None:
         """Take a step, with casts before and after it if gradients are bf16."""

@@ -11,7 +11,9 @@ The lines have the processor seconds of a step by kind of thread, and those of t
     python benchmarks/py/bench_step.py [--rounds 5] [--steps 4] [--host-bytes 300000000]
                                        [--schedule optimized] [--disk-rate 400000000]
 
-With --device emu, it measures a step on an emulated accelerator instead (emulated.py).
+With --device emu, it measures a step on an emulated accelerator instead (emulated.py). With --rules
+lion_8bit sgd, contestants are AdamW with moments in fp32 and these update rules, with the format of
+their moments.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import emulated
 import lohan
 import torch
 from disk import Disk
+from lohan.common._rules import RULES
 from lohan.config import SCHEDULES
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -92,10 +96,9 @@ def torch_masters() -> Callable[[Batch], None]:
 class Wrapped:
     """A wrapped model."""
 
-    def __init__(self, store: Path, schedule: str, host_bytes: int) -> None:
-        self.model = lohan.wrap(
-            build(torch.bfloat16), store=store, schedule=schedule, host_bytes=host_bytes, **HYPER
-        )
+    def __init__(self, store: Path, schedule: str, host_bytes: int, **rule: str) -> None:
+        sizes: dict[str, Any] = {"schedule": schedule, "host_bytes": host_bytes}
+        self.model = lohan.wrap(build(torch.bfloat16), store=store, **sizes, **HYPER, **rule)
 
     def step(self, batch: Batch) -> None:
         """Take a training step."""
@@ -160,6 +163,58 @@ def take_turns(
     return seconds, used
 
 
+def kinds() -> dict[str, dict[str, str]]:
+    """Return the arguments of wrap() that choose a rule and the format of its moments, by name."""
+    return {
+        rule.name + ("" if states == "fp32" else f"_{states}"): {
+            "method": rule.method,
+            "moments": states,
+        }
+        for rule in RULES.values()
+        if rule.method == rule.name
+        for states in rule.formats
+    }
+
+
+def compare_rules(options: argparse.Namespace, directory: Path, batches: list[Batch]) -> None:
+    """Compare the steps of update rules with AdamW's, in turn."""
+    made: dict[str, Wrapped] = {}
+    for name in dict.fromkeys(["adamw", *options.rules]):
+        sizes = directory / name, options.schedule, options.host_bytes
+        made[name] = Wrapped(*sizes, **kinds()[name])
+    steps: Steps = {name: (one.step, one.flush) for name, one in made.items()}
+    for step, flush in steps.values():
+        timed(step, batches[:2], flush)
+    stats = {name: one.model.lohan.stats() for name, one in made.items()}
+    moved = {name: (each.read_bytes, each.written_bytes) for name, each in stats.items()}
+    disk = Disk(directory, max(max(each) for each in moved.values()))
+    last = moved[options.rules[-1]]
+    seconds, _ = take_turns(steps, batches, options.rounds, lambda: disk.seconds(*last))
+    report = Report(options.history)
+    for name in made:
+        stats[name] = made[name].model.lohan.stats()
+        made[name].model.lohan.close()
+    for name in options.rules:
+        bound = {"bound": "disk alone, a step's bytes", "bound_values": seconds["disk"]}
+        report.add(
+            name_of(options).replace("step", f"rule_{name}", 1),
+            seconds[name],
+            "s",
+            peer="AdamW, moments in fp32",
+            peer_values=seconds["adamw"],
+            **(bound if name == options.rules[-1] else {}),
+            host_bytes=options.host_bytes,
+            read_bytes=stats[name].read_bytes,
+            written_bytes=stats[name].written_bytes,
+            peer_read_bytes=stats["adamw"].read_bytes,
+            peer_written_bytes=stats["adamw"].written_bytes,
+            bound_by=stats[name].bound_by,
+            peer_bound_by=stats["adamw"].bound_by,
+            batch=[options.batch, options.length],
+            disk_bytes_per_s=options.disk_rate,
+        )
+
+
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -170,6 +225,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=SCHEDULES, default="optimized")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
+    parser.add_argument("--rules", nargs="+", choices=[*kinds()], metavar="RULE[_FORMAT]")
     disk_limits.add_arguments(parser)
     parser.add_argument("--history", action="store_true")
     return parser.parse_args()
@@ -187,6 +243,9 @@ def main() -> None:
     batches = [torch.randint(0, 50257, shape, generator=generator) for _ in range(options.steps)]
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         directory = Path(name)
+        if options.rules:
+            compare_rules(options, directory, batches)
+            return
         overlapped = Wrapped(directory / "a", options.schedule, options.host_bytes)
         serial = Wrapped(directory / "b", "serial", options.host_bytes)
         steps: Steps = {

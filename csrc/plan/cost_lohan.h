@@ -25,7 +25,8 @@ struct lh_cost_lohan {
     uint64_t forward_flop; /* FLOP_f */
     /*
      * What the paper does not have, or 0: frozen parameters (bytes, and those that a load reads),
-     * FLOP that backward saves because of them, and bytes that moments have less than in fp32.
+     * FLOP that backward saves because of them, and bytes that moments have less than AdamW's in
+     * fp32.
      */
     uint64_t frozen_bytes;
     uint64_t frozen_read_bytes;

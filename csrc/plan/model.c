@@ -6,8 +6,8 @@
 #define SUM_MAX (UINT64_C(1) << 60)
 #define COUNT_MAX (UINT32_C(1) << 20)
 #define ELEMENT_BYTES_MAX 8
-/* Both moments of a parameter in fp32. */
-#define MOMENT_BYTES_F32 8
+/* AdamW's moments of a parameter in fp32. */
+#define MOMENT_BYTES_F32 (LH_PLAN_MOMENT_BLOCK_BYTES_F32 / LH_PLAN_MOMENT_BLOCK)
 
 int lh_plan_model_init(struct lh_plan_model *model, uint32_t block_count, uint32_t layer_count,
                        struct lh_alloc *alloc, struct lh_error *err)
@@ -22,6 +22,7 @@ int lh_plan_model_init(struct lh_plan_model *model, uint32_t block_count, uint32
     }
     model->layer_count = layer_count;
     model->block_count = block_count;
+    model->moment_block_bytes = LH_PLAN_MOMENT_BLOCK_BYTES_F32;
     return 0;
 }
 
@@ -69,10 +70,10 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
                             "param_bytes %u must be from 1 to %d, and residual_bytes %u no larger"
                             " than that limit",
                             model->param_bytes, ELEMENT_BYTES_MAX, model->residual_bytes);
-    if (model->moment_block_bytes > MOMENT_BYTES_F32 * LH_PLAN_MOMENT_BLOCK)
+    if (model->moment_block_bytes > LH_PLAN_MOMENT_BLOCK_BYTES_F32)
         return lh_error_set(err, -EINVAL,
-                            "moment_block_bytes %u exceeds %d, the bytes of moments in fp32",
-                            model->moment_block_bytes, MOMENT_BYTES_F32 * LH_PLAN_MOMENT_BLOCK);
+                            "moment_block_bytes %u exceeds %d, the bytes of two moments in fp32",
+                            model->moment_block_bytes, LH_PLAN_MOMENT_BLOCK_BYTES_F32);
     LH_TRY(blocks_check(model, err));
     unsigned __int128 sums[6] = {0};
     for (uint32_t i = 0; i < model->layer_count; i++) {
@@ -125,8 +126,6 @@ uint64_t lh_plan_block_frozen_read_bytes(const struct lh_plan_model *model, uint
 
 uint64_t lh_plan_moment_bytes(const struct lh_plan_model *model, uint64_t param_count)
 {
-    if (model->moment_block_bytes == 0)
-        return MOMENT_BYTES_F32 * param_count;
     return lh_div_ceil(param_count * model->moment_block_bytes, LH_PLAN_MOMENT_BLOCK);
 }
 

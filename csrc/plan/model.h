@@ -27,6 +27,8 @@
 
 /* The parameters whose moments share scales, if they have 8 bits (compute/adam_states.h). */
 #define LH_PLAN_MOMENT_BLOCK 64
+/* AdamW's moments of them in fp32: the most that a rule has, and what the papers count. */
+#define LH_PLAN_MOMENT_BLOCK_BYTES_F32 (8 * LH_PLAN_MOMENT_BLOCK)
 
 struct lh_plan_layer {
     uint64_t param_count;       /* trained parameters */
@@ -52,7 +54,7 @@ struct lh_plan_model {
     uint32_t block_count;
     uint32_t param_bytes;    /* per parameter, in the compute dtype: 2, or 4 (fp32) */
     uint32_t residual_bytes; /* what each fp32 master needs in addition: 2 (bf16), 4 (fp16), 0 */
-    /* Both moments of LH_PLAN_MOMENT_BLOCK parameters, with their scales; 0: of fp32. */
+    /* The moments of LH_PLAN_MOMENT_BLOCK parameters, with their scales; 0: the rule has none. */
     uint32_t moment_block_bytes;
 };
 
@@ -63,7 +65,7 @@ struct lh_plan_totals {
     uint64_t frozen_read_bytes;
     uint64_t forward_flop; /* FLOP_f */
     uint64_t backward_flop;
-    uint64_t moments_less_bytes;           /* what moments have less than those of fp32 */
+    uint64_t moments_less_bytes;           /* what moments have less than AdamW's in fp32 */
     uint64_t activation_bytes;             /* A_all */
     uint64_t inter_block_activation_bytes; /* A_interBlock */
     uint64_t block_param_count_max;
@@ -73,7 +75,8 @@ struct lh_plan_totals {
 };
 
 /*
- * Make a model of zeroed layers and blocks, for the caller to fill in.
+ * Make a model of zeroed layers and blocks, for the caller to fill in; its moments are AdamW's in
+ * fp32.
  *
  * Owns:   *model owns its tables; release with lh_plan_model_deinit() and the same alloc.
  * Errors: -ENOMEM; nothing is owned then.
@@ -97,7 +100,7 @@ uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t b
 /* The bytes of one block's frozen parameters, and what a load of them reads. */
 uint64_t lh_plan_block_frozen_bytes(const struct lh_plan_model *model, uint32_t block);
 uint64_t lh_plan_block_frozen_read_bytes(const struct lh_plan_model *model, uint32_t block);
-/* The bytes of both moments of param_count parameters, rounded up. */
+/* The bytes of the moments of param_count parameters, rounded up. */
 uint64_t lh_plan_moment_bytes(const struct lh_plan_model *model, uint64_t param_count);
 
 #endif

@@ -161,8 +161,7 @@ static const char *const dtype_names[] = {"float32", "bfloat16", "float16", NULL
 
 static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
 
-/* Read the name of a rule, and check that it has the moments of a run. */
-static int rule_take(struct work *work, const char *name)
+int lhpy_rule_of(const char *name, enum lh_rule *rule_out)
 {
     const struct lh_rule_row *row = lh_rules;
 
@@ -172,7 +171,16 @@ static int rule_take(struct work *work, const char *name)
         PyErr_Format(PyExc_ValueError, "there is no rule '%s'", name);
         return -1;
     }
-    work->rule = (enum lh_rule)(row - lh_rules);
+    *rule_out = (enum lh_rule)(row - lh_rules);
+    return 0;
+}
+
+/* Read the name of a rule, and check that it has the moments of a run. */
+static int rule_take(struct work *work, const char *name)
+{
+    if (lhpy_rule_of(name, &work->rule) < 0)
+        return -1;
+    const struct lh_rule_row *row = &lh_rules[work->rule];
     if ((work->run.moment1 != NULL) == row->has_moment1 &&
         (work->run.moment2 != NULL) == row->has_moment2)
         return 0;

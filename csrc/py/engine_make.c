@@ -58,19 +58,12 @@ struct waiting {
 static struct lh_budget_unit budget_unit(const struct demand *demand, const struct waiting *waiting)
 {
     const struct lh_engine_unit *unit = &demand->unit;
-    const struct lh_rule_row *rule = &lh_rules[unit->rule];
-    uint64_t moment_count = (uint64_t)rule->has_moment1 + rule->has_moment2;
     bool has_states = !unit->is_given;
-    uint64_t state_bytes = 0;
-    if (has_states)
-        state_bytes =
-            moment_count * lh_adam_moment_bytes(unit->states) + lh_adam_residual_bytes(unit->dtype);
-    state_bytes += unit->average_extent > 0 ? sizeof(float) : 0;
     return (struct lh_budget_unit){
         .bytes = unit->bytes,
         .elements = unit->elements,
         .gradient_bytes = demand->gradient_bytes,
-        .state_bytes_per_element = unit->elements == 0 ? 0 : (uint32_t)state_bytes,
+        .state_bytes_per_element = lh_engine_state_bytes(unit),
         .has_scales = unit->elements > 0 && unit->states == LH_ADAM_STATES_8BIT,
         .waiting_bytes_per_element =
             waiting->is_any && unit->elements > 0

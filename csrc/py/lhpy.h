@@ -23,6 +23,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/waker.h"
+#include "compute/rule.h"
 #include "dev/pins.h"
 #include "mem/arena.h"
 #include "py/dlpack_abi.h"
@@ -430,6 +431,8 @@ uint64_t lhpy_store_live_bytes(PyObject *object);
  * documents.
  */
 extern PyMethodDef lhpy_adam_functions[];
+/* Find a rule by its name; NULL: AdamW. 0, or -1 with a Python error. */
+int lhpy_rule_of(const char *name, enum lh_rule *rule_out);
 extern PyMethodDef lhpy_doctor_functions[];
 extern PyMethodDef lhpy_sequence_functions[];
 extern PyMethodDef lhpy_plan_functions[];

@@ -33,7 +33,7 @@ static const struct lhpy_table block_table =
                LHPY_ROWS("layers", struct block, layers, layer_count, layer_table),
                LHPY_FIELD(struct block, shared_block, .is_index = true, .max = INT32_MAX));
 
-/* What plan() and plan_step() read of their first two arguments. */
+/* What plan() and plan_step() read of their first two arguments, from INPUT_INIT on. */
 struct input {
     uint32_t param_bytes;
     uint32_t residual_bytes;
@@ -48,6 +48,7 @@ static const struct lhpy_table model_table = LHPY_TABLE(
     LHPY_FIELD(struct input, moment_block_bytes, .is_optional = true),
     LHPY_ROWS("blocks", struct input, blocks, block_count, block_table));
 
+#define INPUT_INIT {.moment_block_bytes = LH_PLAN_MOMENT_BLOCK_BYTES_F32}
 #define INPUT_ARGS(input)                                                                          \
     LHPY_ARG_STRUCT("model", input, model_table),                                                  \
         LHPY_ARG_STRUCT("machine", (input).machine, machine_table)
@@ -140,7 +141,7 @@ static PyObject *plan_dict(const struct lh_plan *plan)
 
 static PyObject *plan_call(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    struct input input = {0};
+    struct input input = INPUT_INIT;
     const char *policy = NULL;
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_plan_model model;
@@ -208,7 +209,7 @@ static PyObject *step_run(const struct step_ask *ask, const struct lh_plan_model
 
 static PyObject *plan_step(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
-    struct input input = {0};
+    struct input input = INPUT_INIT;
     struct step_ask ask = {.master_bytes = UINT32_MAX, .must_fit = true};
     struct lh_alloc alloc = LH_ALLOC_INIT;
     struct lh_plan_model model;

@@ -128,6 +128,7 @@ struct input {
     uint32_t unit_count;
     struct block *blocks;
     uint32_t block_count;
+    enum lh_rule rule;
     enum lh_adam_states states;
     bool has_sums;
 };
@@ -200,8 +201,10 @@ static void unit_add(const struct input *input, const struct unit *unit, struct 
                                     .count = 1,
                                     .packs = unit->pack_count > 0 ? unit->packs : NULL,
                                     .pack_count = unit->pack_count};
-    if (unit->dtype != LH_DTYPE_BYTES)
+    if (unit->dtype != LH_DTYPE_BYTES) {
+        desc.rule = input->rule;
         desc.states = input->states;
+    }
     (void)lh_sim_model_unit_add(model, &desc);
 }
 
@@ -318,6 +321,7 @@ PyObject *lhpy_simulate(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
     struct lh_sim_timing_opts opts = {0};
     struct lh_sim_cluster_opts cluster = {0};
     PyObject *raiser = NULL;
+    const char *rule = NULL;
     if (LHPY_ARGS(
             args, kwargs, LHPY_ARG_ROWS("units", input.units, input.unit_count, unit_table),
             LHPY_ARG_ROWS("blocks", input.blocks, input.block_count, block_table),
@@ -335,19 +339,23 @@ PyObject *lhpy_simulate(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
             LHPY_ARG_AS("micro_steps", opts.micro.step_count, .is_optional = true,
                         .max = MICRO_STEP_COUNT_MAX),
             LHPY_ARG_AS("visits", opts.micro.visit_count, .is_optional = true, .min = 1,
-                        .max = MICRO_STEP_COUNT_MAX)) < 0)
+                        .max = MICRO_STEP_COUNT_MAX),
+            LHPY_ARG(rule, .is_optional = true)) < 0)
         return NULL;
     PyObject *made = NULL;
+    bool has_rule = lhpy_rule_of(rule, &input.rule) == 0;
     input.has_sums = opts.micro.step_count > 0;
     machine_complete(&opts.machine);
     cluster.card.queue_depth = CARD_QUEUE_DEPTH;
     opts.cluster = cluster;
-    if (cluster.node_count > 0 && (input.states != LH_ADAM_STATES_F32 || input.has_sums))
-        PyErr_SetString(PyExc_ValueError, "a cluster has moments in fp32 and its own micro_steps");
-    else if (opts.transfer_bytes % LH_MIB != 0)
+    bool is_plain = input.rule == LH_RULE_ADAMW && input.states == LH_ADAM_STATES_F32;
+    if (has_rule && cluster.node_count > 0 && (!is_plain || input.has_sums))
+        PyErr_SetString(PyExc_ValueError,
+                        "a cluster has AdamW, moments in fp32 and its own micro_steps");
+    else if (has_rule && opts.transfer_bytes % LH_MIB != 0)
         PyErr_Format(PyExc_ValueError, "transfer_bytes is %llu: must be a multiple of 1 MiB",
                      (unsigned long long)opts.transfer_bytes);
-    else
+    else if (has_rule)
         made = run(&input, &opts, raiser);
     lhpy_free(&unit_table, input.units, input.unit_count);
     lhpy_free(&block_table, input.blocks, input.block_count);

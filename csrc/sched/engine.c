@@ -350,3 +350,17 @@ void *lh_engine_thread_run(void *context)
     }
     return NULL;
 }
+
+uint32_t lh_engine_state_bytes(const struct lh_engine_unit *unit)
+{
+    const struct lh_rule_row *rule = &lh_rules[unit->rule];
+    if (unit->elements == 0)
+        return 0;
+    uint64_t bytes = unit->average_extent > 0 ? sizeof(float) : 0;
+    if (!unit->is_given) {
+        uint64_t moment_count = (uint64_t)rule->has_moment1 + rule->has_moment2;
+        bytes += moment_count * lh_adam_moment_bytes(unit->states);
+        bytes += lh_adam_residual_bytes(unit->dtype);
+    }
+    return (uint32_t)bytes;
+}

@@ -95,6 +95,9 @@ struct lh_engine_unit {
     uint32_t store_group;
 };
 
+/* The bytes of R, M, V and E that this process has for an element of a unit; 0: frozen. */
+uint32_t lh_engine_state_bytes(const struct lh_engine_unit *unit);
+
 enum lh_engine_mode {
     LH_ENGINE_MODE_TRAIN = 0, /* forward, backward, close */
     LH_ENGINE_MODE_EVAL = 1,  /* forward only */

@@ -48,6 +48,12 @@ void lh_sim_model_deinit(struct lh_sim_model *model)
     *model = (struct lh_sim_model){0};
 }
 
+static bool has_moment(const struct lh_engine_unit *unit, enum lh_sim_array array)
+{
+    const struct lh_rule_row *rule = &lh_rules[unit->rule];
+    return array == LH_SIM_ARRAY_MOMENT1 ? rule->has_moment1 : rule->has_moment2;
+}
+
 uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t index,
                                   enum lh_sim_array array)
 {
@@ -58,7 +64,7 @@ uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t ind
     case LH_SIM_ARRAY_RESIDUAL:
         return unit->elements * lh_adam_residual_bytes(unit->dtype);
     default:
-        return unit->elements * lh_adam_moment_bytes(unit->states);
+        return has_moment(unit, array) ? unit->elements * lh_adam_moment_bytes(unit->states) : 0;
     }
 }
 
@@ -208,6 +214,7 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
                                     .always = desc->always,
                                     .param_first = model->param_count,
                                     .param_count = desc->count,
+                                    .rule = desc->rule,
                                     .states = desc->states,
                                     .store_group = index};
     for (uint32_t i = 0; i < desc->count; i++) {
@@ -390,10 +397,7 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
             .bytes = unit->bytes,
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
-            .state_bytes_per_element = has_states
-                                           ? (uint32_t)(2 * lh_adam_moment_bytes(unit->states) +
-                                                        lh_adam_residual_bytes(unit->dtype))
-                                           : 0,
+            .state_bytes_per_element = lh_engine_state_bytes(unit),
             .has_scales = has_states && unit->states == LH_ADAM_STATES_8BIT,
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(waiting) : 0,

@@ -107,7 +107,8 @@ struct lh_sim_unit_desc {
     bool always;
     const uint64_t *counts;
     uint32_t count;
-    enum lh_adam_states states;    /* of a trained unit: the same for all of them */
+    enum lh_rule rule;             /* of a trained unit: the same for all of them */
+    enum lh_adam_states states;    /* the same */
     const struct lh_unpack *packs; /* NULL: the store has the unit */
     uint32_t pack_count;           /* at most LH_SIM_PACK_COUNT_MAX; counts is then ignored */
 };

@@ -241,7 +241,15 @@ def _load() -> tuple[Callable[..., Any], ...]:
             " [default: horizontal]",
         ),
         click.option(
+            "--method",
+            type=OneOf("lohan.common._rules", "RULES"),
+            help="Update rule, as in lohan.wrap, such as lion; sgd_momentum is"
+            " lohan.SGD(momentum=...). [default: adamw]",
+        ),
+        click.option(
+            "--moments",
             "--states",
+            "states",
             type=OneOf("lohan.layout._block", "STATES"),
             help="Moments, as in lohan.wrap: fp32, bf16 or 8bit. [default: fp32]",
         ),
@@ -293,7 +301,7 @@ def _predict(machine: Any, words: dict[str, Any], console: Console | None) -> di
     load = _world_show.Load(
         **shape, micro_steps=words["accumulate"] or 1, more=_simulate_show.load_of(words)
     )
-    options = _simulate_show.options_of({"states": words["states"]})
+    options = _simulate_show.options_of({name: words[name] for name in ("states", "method")})
     return _world_show.run(load, machine, console, options)
 
 
@@ -380,9 +388,8 @@ def _largest_of(
             raise click.UsageError("--largest cannot be combined with --adapter-params")
         if options.accumulate > 1:
             raise click.UsageError("--largest cannot be combined with --accumulate")
-        settings = {"policy": options.policy, "states": options.states}
         loss = load.get("loss", "logits")
-        answer = _largest.find(name, here, batch or 1, seq, **settings, loss=loss)
+        answer = _largest.find(name, here, batch or 1, seq, options, loss)
         if console is not None:
             _largest.show(answer, console)
         return answer

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from lohan import _core
+from lohan.common import _keywords
+from lohan.common._rules import RULES
 from lohan.common._stats import READS, WRITES
 from lohan.errors import BudgetError, MachineError
 from lohan.layout._block import RESIDUAL_BYTES, STATES
+from lohan.opening._combination import rule_of
 from lohan.planning import _base, _machines, _models, _simulate_timeline
 from lohan.planning._engine import (
     RARELY,
@@ -62,7 +65,9 @@ class Options:
             the order of decreasing benefit; the rest is recomputed. None: the policy decides.
         without: the features to disable, of those that `auto` adds to the paper's policy
             (SWITCHES).
-        states: how AdamW's moments are stored, as in `lohan.wrap`: "fp32", "bf16" or "8bit".
+        states: how moments are stored, as `moments=` of `lohan.wrap`: "fp32", "bf16" or "8bit".
+        method: the update rule, as in `lohan.wrap`: "adamw", "lion", lohan.SGD(momentum=0.9), ...
+            The names of `lohan plan --method` are accepted, too.
         accumulate: the number of micro-batches in a step; the model is at the size of one.
         order: the order of the micro-batches, "horizontal" or "vertical", as in `lohan.wrap`.
     """
@@ -73,8 +78,22 @@ class Options:
     swap_share: float | None = None
     without: tuple[str, ...] = ()
     states: str = "fp32"
+    method: str | _keywords.SGD = "adamw"
     accumulate: int = 1
     order: str = "horizontal"
+
+    @property
+    def rule(self) -> str:
+        """The update rule: a key of RULES, unless _check_options() refuses the method."""
+        if isinstance(self.method, str):
+            return self.method
+        named = _keywords.flat({"method": self.method})
+        method: str = named["method"]
+        return rule_of(method, named.get("momentum")) if method in RULES else method
+
+    def of(self, model: Model) -> Model:
+        """Return the model with the moments of the run."""
+        return dataclasses.replace(model, states=self.states, rule=self.rule)
 
     @property
     def turns(self) -> Turns:
@@ -237,6 +256,15 @@ def _check_options(options: Options) -> None:
         raise MachineError(f"commit_every = {options.commit_every}: must be at least 1")
     if options.states not in STATES:
         raise MachineError(f"states {options.states!r}: must be one of {', '.join(STATES)}")
+    if options.rule not in RULES:
+        raise MachineError(f"method {options.method!r}: must be one of {', '.join(RULES)}")
+    rule = RULES[options.rule]
+    if options.states not in rule.formats:
+        kept = f"whose moments may be {', '.join(rule.formats)}"
+        raise MachineError(
+            f"moments {options.states!r} cannot be combined with {rule.title},"
+            f" {kept if rule.moments else 'which has none'}: leave it out"
+        )
     if options.accumulate < 1:
         raise MachineError(f"accumulate = {options.accumulate}: must be at least 1")
     if options.order not in ORDERS:
@@ -280,7 +308,7 @@ def _run(
 ) -> tuple[Placement, dict[str, Any]]:
     # First check with the smallest possible states: if the SSDs have no room for them, an error of
     # place() would suggest more of another memory, instead of SSD space.
-    model = dataclasses.replace(model, states=options.states)
+    model = options.of(model)
     capacity_check(model, machine, 0)
     turns = options.turns
     placement = place(model, machine, options.policy, options.swap_share, options.without, turns)

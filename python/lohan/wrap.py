@@ -38,7 +38,7 @@ def wrap(
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
-    method: str | MeZO | SGD = "adamw",
+    method: str | MeZO | SGD | None = None,
     moments: str = "fp32",
     experts: str = "together",
     idle: str = "exact",
@@ -63,7 +63,8 @@ def wrap(
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
         method: "adamw", "adam", "lion", "sgd" or a lohan.SGD (docs/update-rules.md), or "mezo" or
-            a lohan.MeZO (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
+            a lohan.MeZO (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md). None: the
+            rule of optimizer=, or "adamw".
         moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.

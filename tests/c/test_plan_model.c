@@ -128,12 +128,15 @@ static void totals_are_sums(void)
     LH_CHECK(totals.block_bytes_max == 2 * (1 + 2) + 100);
     LH_CHECK(totals.block_param_count_max == 11);
 
-    lh_test_name("moments have 8 bytes, or a share of a block's, rounded up");
+    lh_test_name("moments have AdamW's 8 bytes, or a share of a block's, rounded up, or none");
     LH_CHECK(lh_plan_moment_bytes(&model, 65) == 520);
     model.moment_block_bytes = 132;
     LH_CHECK(lh_plan_moment_bytes(&model, 64) == 132 && lh_plan_moment_bytes(&model, 65) == 135);
     totals = lh_plan_model_totals(&model);
     LH_CHECK(totals.moments_less_bytes == 8 * 21 - 44);
+    model.moment_block_bytes = 0;
+    LH_CHECK(lh_plan_moment_bytes(&model, 65) == 0);
+    LH_CHECK(lh_plan_model_totals(&model).moments_less_bytes == 8 * 21);
     lh_plan_model_deinit(&model, &alloc);
 }
 

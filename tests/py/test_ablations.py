@@ -74,7 +74,7 @@ def test_updates_in_backward_pay_and_one_to_three_ssds_are_nearly_as_many_times_
 def test_with_little_main_memory_activations_on_ssd_make_a_larger_model_fit(batch: int) -> None:
     machine = dataclasses.replace(_machines.load("paper-4090"), host_bytes=64 * 10**9)
     sizes = {
-        policy: _largest.find("gpt", machine, batch, 1024, policy)["param_count"]
+        policy: _largest.find("gpt", machine, batch, 1024, Options(policy))["param_count"]
         for policy in ("cpu_act", "lohan", "auto")
     }
     assert 2 * sizes["cpu_act"] <= sizes["lohan"] <= sizes["auto"]

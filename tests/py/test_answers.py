@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from lohan.cli import main
 from lohan.commands import _answer
+from lohan.common._shown import of_number
 from lohan.config import Config
 from lohan.opening import _request
 from lohan.opening._combination import Facts
@@ -79,6 +80,12 @@ def test_each_change_is_the_simulated_step_with_that_change(found: Any) -> None:
         'moments="8bit"': simulate(model, of_parts(), small),
         "2 drives": simulate(model, of_parts(ssd_count=2), one),
         "batch 4": simulate(wide, of_parts(), one),
+        'method="lion"': simulate(model, of_parts(), Options(method="lion")),
+        "method=lohan.SGD(momentum=0.9)": simulate(model, of_parts(), Options(method="lion")),
+        'method="sgd"': simulate(model, of_parts(), Options(method="sgd")),
+        'method="lion", moments="8bit"': simulate(
+            model, of_parts(), Options(method="lion", states="8bit")
+        ),
     }.items():
         assert changes[name]["step_s"] == step.step_ns / 1e9, name
         assert changes[name]["ssd_life_days"] == step.ssd_life_days
@@ -122,6 +129,25 @@ def test_an_answer_fits_on_a_screen(found: Any) -> None:
     for part in ("tokens/s", "bound by", "the drives last", "lohan.wrap(", "with one change"):
         assert part in screen.getvalue()
     assert all(row["change"] in screen.getvalue() for row in found["changes"])
+
+
+def test_drives_that_wear_out_fast_are_answered_with_the_rules_of_the_fewest_bytes() -> None:
+    options = Options(states="bf16", commit_every=1)
+    question = _answer.Question("llama-1b", 2, 512, of_parts(host_bytes=8 * 10**9), options, {}, 1)
+    asked = _answer.answer(question, lambda what: None)
+    screen = io.StringIO()
+    _answer.show(asked, question, Console(file=screen, width=80))
+    rows = {row["change"]: row for row in asked["changes"] if row["fits"]}
+    (said,) = [line for line in screen.getvalue().splitlines() if "of fewer bytes" in line]
+    assert asked["ssd_life_days"] < 365
+    for call, states in (('method="lion", moments="8bit"', "8bit"), ('method="sgd"', "fp32")):
+        rule, life = call[8:].partition('"')[0], rows[call]["ssd_life_days"]
+        kind = dataclasses.replace(options, method=rule, states=states)
+        step = simulate(_models.load("llama-1b", 2, 512), question.machine, kind)
+        assert life == step.ssd_life_days
+        more = life * step.tokens_per_s / (asked["ssd_life_days"] * asked["tokens_per_s"])
+        assert more > 1.2
+        assert f"{call}: {life:,.0f} days, for {of_number(more)} times as many tokens" in said
 
 
 def test_parts_are_read_with_their_units() -> None:

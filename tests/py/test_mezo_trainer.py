@@ -502,8 +502,6 @@ def test_what_cannot_be_had_is_refused_by_name_before_anything_is_made(
     ):
         with pytest.raises(ModelError, match=name):
             train(store_dir, takes=takes)
-    with pytest.raises(UnsupportedError, match="method='lion' is not supported by the Trainer's"):
-        train(store_dir, takes={"method": "lion"})
     with pytest.raises(ModelError, match="seed= is only valid with"):
         lohan.TrainerCallback(seed=1)
     assert not (store_dir / "out" / "lohan").exists()

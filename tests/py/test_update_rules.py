@@ -397,6 +397,11 @@ def test_a_method_that_is_not_the_optimizer_s_is_refused(store_dir: pathlib.Path
     for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters())):
         with pytest.raises(ModelError, match="method='lion' is not the rule of optimizer=, a "):
             lohan.wrap(model, store=store_dir / "s", optimizer=optimizer, method="lion")
+    decays = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    plain = torch.optim.SGD(model.parameters())
+    for optimizer, own in ((plain, "sgd"), (decays, "adam")):
+        with pytest.raises(ModelError, match=f"method='adamw' is not .*method='{own}'.*leave"):
+            lohan.wrap(model, store=store_dir / "s", optimizer=optimizer, method="adamw")
 
 
 def meta_of(folder: pathlib.Path, **given: Any) -> dict[str, Any]:

@@ -368,22 +368,24 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     assert f"at 3.33 s a step, training writes {rate * 86_400 / 1e9:.3g} GB a day" in said
     assert f"reaches its rated endurance in {10**10 / rate / 86_400:.3g} days" in said
     found = _wear_life.changes(inside(model), full)
-    assert [what.partition(" ")[0] for _, what in found] == [
+    assert [what.partition(" (")[0] for _, what in found] == [
         "commit_every=10",
+        'method="sgd"',
+        'method="lion", moments="8bit"',
         'moments="8bit"',
         'moments="bf16"',
     ]
     assert found == sorted(found) and found[-1][0] < step
-    assert f"with {found[0][1]}: {found[0][0] / 1e6:.3g} MB; moments=" in said
+    for nbytes, what in found[:3]:  # the drive then lasts for as many steps more
+        days = 10**10 / (rate * nbytes / step) / 86_400
+        assert f"{what}: {nbytes / 1e6:.3g} MB, which lasts {days:.3g} days; " in said
     assert "gradient_accumulation_steps=2: " in said and "order=" not in said
     train(model, 3)
     assert capfd.readouterr().err == "", "it is said once"
     model.lohan.close()
-    for states, every in (("8bit", 1), ("fp32", 10)):
-        what = f'moments="{states}"' if states != "fp32" else f"commit_every={every}"
-        nbytes = next(n for n, text in found if text.startswith(what))
-        given = {"states": states, "commit_every": every}
-        model = lohan.wrap(build(), store=store_dir / f"{states}{every}", **given)
+    for number, (nbytes, what) in enumerate(found):
+        given = {"commit_every": 1, **eval(f"dict({what.partition(' (')[0]})")}
+        model = lohan.wrap(build(), store=store_dir / str(number), **given)
         assert writes_of(inside(model)).mean == nbytes, "it is what a session with them writes"
         model.lohan.close()
 

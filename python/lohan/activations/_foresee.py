@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lohan.session._training import Training
 
 _DTYPES = {0: "float32", 2: "bfloat16", 4: "float16"}
-# The bytes that an update moves for each parameter, as in lohan.simulate.
-_UPDATE_BYTES = {"float32": 24, "bfloat16": 24, "float16": 28}
+# The bytes that an update moves for each parameter, besides moments, as in lohan.simulate.
+_UPDATE_BYTES = {"float32": 8, "bfloat16": 8, "float16": 12}
 # The maximum number of workers of a simulated machine (csrc/py/simulate.c).
 _WORKERS_MAX = 64
 _SSD_LATENCY_NS = 80_000
@@ -80,6 +80,8 @@ def step_s(
     dtype = _DTYPES[model.residual_bytes]
     workers = min(config.threads or len(os.sched_getaffinity(0)), _WORKERS_MAX)
     every = config.commit_steps or _NEVER
+    rate = machine.adam_params_per_s
+    moved = rate * _UPDATE_BYTES[dtype] + 2 * model.moment_bytes(rate)
     raw = _core.simulate(
         units=[(dtype, False, n) for n in map(block_params, model.blocks) if n],
         blocks=_blocks(model, machine, fates, again_ns),
@@ -92,9 +94,7 @@ def step_s(
             "ssd_queue_depth": 64,
             "ssd_sync_ns": _SSD_SYNC_NS,
             "worker_count": workers,
-            "worker_bytes_per_s": max(
-                machine.adam_params_per_s * _UPDATE_BYTES[dtype] // workers, 1
-            ),
+            "worker_bytes_per_s": max(moved // workers, 1),
             "device_bytes": device.slot_bytes,
             "copy_in_bytes_per_s": machine.link_in_bytes_per_s,
             "copy_out_bytes_per_s": machine.link_out_bytes_per_s,
@@ -113,6 +113,8 @@ def step_s(
         io_depth=config.io_depth,
         transfer_bytes=config.transfer_bytes,
         only_checks=False,
+        states=model.states,
+        rule=model.rule,
         raiser=_raiser,
     )
     step_ns = raw["step_ns"] + raw["commit_ns"] / max(every, 1)

@@ -211,8 +211,8 @@ def describe(profile: Profile, places: Sequence[Place], layout: Layout) -> tuple
         blocks.append(Block(tuple(layers), shared[0] if shared else None))
     dtypes = [unit.dtype for unit in layout.units if unit.trainable]
     dtype = max(dtypes, key=dtypes.count)
-    model = Model("profiled", tuple(blocks), 0, dtype.itemsize, RESIDUAL_BYTES[dtype])
-    return model, items
+    sizes = dtype.itemsize, RESIDUAL_BYTES[dtype], layout.states, layout.rule
+    return Model("profiled", tuple(blocks), 0, *sizes), items
 
 
 def _given(block: _Sums) -> Layer:

@@ -576,7 +576,7 @@ def machine_of(session: Training, profile: Profile, model: Model, policy: str) -
         link_in_bytes_per_s=link_in,
         link_out_bytes_per_s=link_out,
         host_bytes=max(host, buffer_bytes(model)) + resident,
-        adam_params_per_s=update_rate(workers),
+        adam_params_per_s=update_rate(workers, model.rule, model.states),
         ssd_count=len(session.directories),
         ssd_read_bytes_per_s=read,
         ssd_write_bytes_per_s=write,

@@ -22,8 +22,8 @@ def _update_bytes(
 ) -> int:
     """Return the bytes that an update of all trained parameters writes, without the commit."""
     found, first = [], 0
-    moments = len(RULES[meta.get("rule", "adamw")].moments)
-    states, average = meta.get("states", "fp32"), 4 * meta.get("ema", False)
+    rule, states = meta.get("rule", "adamw"), meta.get("states", "fp32")
+    average = 4 * meta.get("ema", False)
     for unit in units:
         head = params[first]
         first += unit["params"]
@@ -31,7 +31,7 @@ def _update_bytes(
             elements = unit["elements"] if unit["has_states"] else 0
             residual = _wear.RESIDUALS[head["dtype"]]
             sizes = unit["bytes"], elements, residual, states
-            found.append(_wear.Written(*sizes, average=average, moments=moments))
+            found.append(_wear.Written(*sizes, average=average, rule=rule))
     return _wear.update_bytes(found)
 
 

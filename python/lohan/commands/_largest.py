@@ -29,8 +29,7 @@ def find(
     machine: Machine,
     batch: int,
     seq: int,
-    policy: str = "auto",
-    states: str = "fp32",
+    options: Options | None = None,
     loss: str = "logits",
 ) -> dict[str, Any]:
     """Find the largest model that fits, by bisection over the family's sizes.
@@ -40,8 +39,7 @@ def find(
         machine: the machine; its rates do not matter.
         batch: the number of sequences, or images.
         seq: the number of tokens in each sequence.
-        policy: the policy that must fit (docs/planning.md).
-        states: how moments are stored (docs/low-precision-states.md).
+        options: the settings that must fit; None: the defaults.
         loss: how the head and the loss are computed (docs/losses.md).
 
     Returns:
@@ -58,7 +56,7 @@ def find(
     names = [name for name in _plan.model_names() if name.startswith(f"{family}-")]
     sizes = {name: _plan.named_model(name, batch=1).param_count for name in names}
     names.sort(key=lambda name: sizes[name])
-    options = Options(policy, states=states)
+    options = options or Options()
     shape = {"batch": batch, "seq": seq, "loss": loss}
     why_not = {names[0]: _why_not(names[0], machine, shape, options)}
     if why_not[names[0]]:

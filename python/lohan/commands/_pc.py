@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lohan.common._rules import ADAMW, RULES
 from lohan.common._shown import RESOURCES, of_days, of_number
 from lohan.errors import BudgetError, LohanError, MachineError
 from lohan.planning import _machines, _parts, _quick, _several, _shapes, _sketch
@@ -171,22 +172,22 @@ def first_line(asked: dict[str, Any], machine: Machine, words: dict[str, Any]) -
     model = _quick.sketch(asked["model"], batch, seq, **load)
     if model is None:
         return ""
-    states, steps = words.get("states") or "fp32", words.get("accumulate") or 1
+    kind = words.get("states") or "fp32", words.get("method") or ADAMW.name
+    steps = words.get("accumulate") or 1
     ranks = machine.gpu_count
     try:
         if ranks > 1:
             whole = {**load, "adapter_params": None, "base": None}
-            works = _several.works_of(
-                _quick.sketch(asked["model"], batch, seq, **whole) or model,
-                load.get("adapter_params"),
-            )
+            trained = _quick.sketch(asked["model"], batch, seq, **whole) or model
+            trained = dataclasses.replace(trained, states=kind[0], rule=kind[1])
+            works = _several.works_of(trained, load.get("adapter_params"))
             found = _several.rows(
-                model, works, machine, lambda model, here: _quick.step(model, here, states)
+                model, works, machine, lambda model, here: _quick.step(model, here, *kind)
             )
             best = min(found, key=lambda row: row.step_s)
             seconds, bound = best.step_s, best.bound_by
         else:
-            step = _quick.step(model, machine, states)
+            step = _quick.step(model, machine, *kind)
             seconds, bound = step.step_s, step.bound_by
     except BudgetError as error:
         return f"{asked['model']} probably does not fit {machine.name}: {error}"
@@ -210,6 +211,7 @@ def table(machine: Machine, words: dict[str, Any]) -> dict[str, Any]:
         words: the options of a step.
     """
     one = _several.one_of(machine)
+    rule = words.get("method") or ADAMW.name
     rows = []
     for name, config in _shapes.ALL.items():
         has_head = "vocab_size" in config
@@ -223,11 +225,13 @@ def table(machine: Machine, words: dict[str, Any]) -> dict[str, Any]:
             ("LoRA", "fp32", lora),
         )
         for way, states, more in ways:
+            if states not in RULES[rule].formats:
+                continue
             row: dict[str, Any] = {"model": name, "way": way, "fits": True}
             try:
                 model = _quick.sketch(name, 8, words["seq"], loss, **more)
                 assert model is not None
-                step = _quick.step(model, one, states)
+                step = _quick.step(model, one, states, rule)
             except LohanError:
                 rows.append({**row, "fits": False})
                 continue
@@ -299,7 +303,7 @@ def run(
             words["accumulate"] or 1,
             _simulate_show.load_of(words),
         )
-        options = _simulate_show.options_of({"states": words["states"]})
+        options = _simulate_show.options_of({n: words[n] for n in ("states", "method")})
         one = _parts.alone(machine)
         return _world_show.run(load, machine, console, options, one)
     return _answer.run(_answer.question_of(asked, machine, words), console)

@@ -57,7 +57,7 @@ _OF_MODELS = ("loss", "base", "adapter_params")
 
 def options_of(words: dict[str, Any]) -> Options:
     """Return the settings of a run, from the arguments of the command line; None means default."""
-    names = ("policy", "schedule", "commit_every", "states", "accumulate", "order")
+    names = ("policy", "schedule", "commit_every", "states", "method", "accumulate", "order")
     return Options(**{name: words[name] for name in names if words.get(name) is not None})
 
 

@@ -149,7 +149,7 @@ def run(
             " --net with the rate of a node's network card, for example --net 10Gb/s"
         )
     options = options or Options()
-    model = _models.load(load.model, load.batch, load.seq, **load.more)
+    model = options.of(_models.load(load.model, load.batch, load.seq, **load.more))
     # Several processes exchange gradients before updates: wrap() lets these wait for the step.
     waits = dataclasses.replace(options, schedule="deferred", accumulate=load.micro_steps)
 
@@ -159,7 +159,7 @@ def run(
     ranks = _world.rank_count(machine)
     tokens = model.tokens * load.micro_steps * ranks
     whole = _models.load(load.model, load.batch, load.seq, load.more.get("loss", "logits"))
-    works = _several.works_of(whole, load.adapter_params, load.micro_steps)
+    works = _several.works_of(options.of(whole), load.adapter_params, load.micro_steps)
     found = _several.rows(model, works, machine, predict)
     rows = [_figures("lohan", row, tokens, machine) for row in found]
     best = min(rows, key=lambda row: float(row["step_s"]))

@@ -370,7 +370,7 @@ class OfCallback(Settings, total=False):
     moments: Literal["fp32", "bf16", "8bit"]
     experts: Literal["together", "apart"]
     idle: Literal["exact", "skip"]
-    method: str | MeZO
+    method: str | MeZO | SGD
     eps: float
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
+from lohan.common._states import SCALED_ELEMENTS, STATES
 from lohan.errors import HyperParameterError, UnsupportedError
 
 # lr, beta1, beta2, eps and weight_decay of AdamW, or what another rule has in their places.
@@ -55,6 +56,27 @@ class Rule:
     def method(self) -> str:
         """The method= of wrap() that chooses the rule, alone or with other arguments."""
         return self.name.partition("_")[0]
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of moments= that the rule may have: keys of STATES."""
+        return tuple(STATES) if self.moments else ("fp32",)
+
+    def moment_arrays(self, count: int, states: str) -> tuple[int, ...]:
+        """Return the bytes of each array of the moments of elements, and of their scales.
+
+        Whatever predicts bytes asks this, so that predictions follow the rule.
+
+        Args:
+            count: the number of elements.
+            states: how moments are stored: a key of STATES.
+        """
+        arrays = tuple(STATES[states] * count for _ in self.moments)
+        return (*arrays, -(-count // SCALED_ELEMENTS)) if arrays and states == "8bit" else arrays
+
+    def moment_bytes(self, count: int, states: str) -> int:
+        """Return the bytes of all moments of elements; see moment_arrays()."""
+        return sum(self.moment_arrays(count, states))
 
     def hyper_of(self, group: dict[str, Any]) -> Hyper:
         """Return the numbers of one parameter group, in the form that the engine takes.

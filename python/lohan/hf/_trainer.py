@@ -40,6 +40,7 @@ from lohan.common import _log
 from lohan.common._inside import inside
 from lohan.common._keywords import flat
 from lohan.common._meta import copied_from
+from lohan.common._rules import RULES
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from lohan.hf import (
@@ -60,7 +61,8 @@ from lohan.hf._trainer_folders import (
     trained_past,
     way_back,
 )
-from lohan.session import _wear
+from lohan.opening import _combination
+from lohan.session import _adopt, _wear
 from lohan.store import _store
 from lohan.store._directories import directories_of
 from lohan.store._stale import stores_of
@@ -116,7 +118,9 @@ class TrainerCallback(transformers.TrainerCallback):
                 the Trainer's checkpoints, or at the end of `train()` if there are none. Updates
                 wait for the norm of all gradients, which a Trainer computes. With max_grad_norm=0
                 in its arguments, schedule="optimized" or "auto" updates without the norm; grad_norm
-                is then not logged. method= and eps= are described in docs/zeroth-order.md.
+                is then not logged. method= is an update rule
+                (docs/update-rules.md) that TrainingArguments do not have, or zeroth-order training,
+                whose eps= is described in docs/zeroth-order.md.
 
         Raises:
             ModelError: a setting is unknown, or belongs in TrainingArguments.
@@ -129,6 +133,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 f" ({_trainer_args.SAID_BY_ARGS[name]})"
             )
         made = flat({**settings}, (*_OF_WRAP, "method", "eps"))
+        self._method: str | None = made.get("method")
         if "groups" in made:
             raise UnsupportedError(
                 "parallel.groups is not supported by a Trainer, whose checkpoints need all modules"
@@ -138,7 +143,8 @@ class TrainerCallback(transformers.TrainerCallback):
         self._training: Training | None = None
         self._store = store
         config = made.pop("config", None) or Config()
-        others = (*_OF_WRAP, *_zo_trainer.KEYWORDS)
+        of_rules = [name for rule in RULES.values() for name in rule.defaults]
+        others = (*_OF_WRAP, *_zo_trainer.KEYWORDS, *of_rules)
         fields = {name: value for name, value in made.items() if name not in others}
         self._config = dataclasses.replace(config, **fields)
         self._settings = made
@@ -162,7 +168,9 @@ class TrainerCallback(transformers.TrainerCallback):
             UnsupportedError: names the argument of the Trainer that lohan does not support.
         """
         trainer = _trainer_args.calling_trainer()
-        _trainer_args.check_args(args, trainer, self._config, is_zeroth=self._is_zeroth)
+        _trainer_args.check_args(
+            args, trainer, self._config, is_zeroth=self._is_zeroth, method=self._method
+        )
         if self._training is not None:
             raise UnsupportedError(
                 "this lohan.TrainerCallback has already trained with another Trainer: create a new"
@@ -476,7 +484,9 @@ class TrainerCallback(transformers.TrainerCallback):
         if self._is_zeroth:
             self._steps = _zo_trainer.Steps(trainer, model)
         else:
-            ours.defaults.update({name: made.defaults[name] for name in ours.rule.defaults})
+            same = {"lr", "weight_decay"} if self._method else made.defaults.keys()
+            names = ours.rule.defaults.keys() & same
+            ours.defaults.update({name: made.defaults[name] for name in names})
         # Some frameworks make the scheduler for the optimizer that their own method has made.
         made.param_groups = ours.param_groups
         made._opt_called = True  # torch's schedulers would warn that it makes no steps
@@ -486,7 +496,7 @@ class TrainerCallback(transformers.TrainerCallback):
         return ours
 
     def _asked(self, made: Any, resumes: bool) -> tuple[Config, dict[str, Any]]:
-        """Translate the Trainer's arguments and its AdamW into arguments of lohan.wrap()."""
+        """Translate the Trainer's arguments and its optimizer into arguments of lohan.wrap()."""
         args = self._trainer.args
         asked: dict[str, Any] = {}
         if self._config.commit_every == Config().commit_every:
@@ -500,14 +510,28 @@ class TrainerCallback(transformers.TrainerCallback):
         else:
             asked["schedule"] = _trainer_args.schedule_at_step(config.schedule)
         self._is_fused = bool(made.defaults.get("fused"))
-        is_ours = type(made) is torch.optim.AdamW and not self._has_optimizer and not made.state
+        is_ours = _adopt.is_torchs(made) and not self._has_optimizer and not made.state
         is_split = self._settings.get("experts") == "apart"  # the groups' members are replaced
-        if is_ours and (resumes or is_split):
+        if is_ours and (resumes or is_split or self._method):
             # The checkpoint's hyper-parameters take precedence, as without lohan.
-            asked["params"] = _trainer_args.groups_of(made, with_numbers=not resumes)
+            asked |= self._groups(made, with_numbers=not resumes)
         else:
             asked["optimizer"] = made  # the user's scheduler may refer to it
         return config, asked
+
+    def _groups(self, made: Any, *, with_numbers: bool) -> dict[str, Any]:
+        """Return the groups of a Trainer's own optimizer, and the rule, as wrap() takes them."""
+        name, kind = _adopt.rule_of(made, None)
+        if self._method is None:
+            groups = _trainer_args.groups_of(made, RULES[kind], with_numbers=with_numbers)
+            momentum = {"momentum": made.param_groups[0]["momentum"]} if kind != name else {}
+            return {"params": groups, "method": name, **momentum}
+        rule, args = RULES[_combination.rule_of(self._method, 0)], self._trainer.args
+        groups = _trainer_args.groups_of(made, RULES[kind], with_numbers=with_numbers, other=rule)
+        asked = {"params": groups}
+        if with_numbers:
+            asked |= _trainer_args.numbers_of(args, rule)
+        return asked
 
     def _is_without_norm(self, args: Any) -> bool:
         """Return whether updates may precede `step()`: the user chose such a schedule."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import transformers
 
-from lohan.common._rules import ADAMW
+from lohan.common._rules import RULES, Rule
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import UnsupportedError
 from lohan.world._rendezvous import process_count
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+ADAMWS = ("adamw_torch", "adamw_torch_fused")
+# The values of optim= for which a Trainer makes an optimizer of torch whose rule lohan has.
+OPTIMIZERS = (*ADAMWS, *(name for name in ("sgd", "adagrad", "rmsprop") if name in RULES))
 
 # Arguments of lohan.wrap() that the callback rejects, and the TrainingArguments to use instead.
 SAID_BY_ARGS = {
@@ -61,12 +63,14 @@ class Asked:
         trainer: the Trainer.
         config: the settings of its session.
         is_zeroth: whether it trains without backward.
+        method: the update rule that the callback was given; None: it was not.
     """
 
     args: Any
     trainer: Any
     config: Config
     is_zeroth: bool = False
+    method: str | None = None
 
     @property
     def optim(self) -> str:
@@ -78,6 +82,12 @@ class Asked:
         """Whether the Trainer was given an optimizer, or its class."""
         trainer = self.trainer
         return trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+
+    @property
+    def chooses_rule(self) -> bool:
+        """Whether the Trainer was given the kind of an optimizer that it makes."""
+        is_made = not self.has_optimizer and self.optim not in ADAMWS
+        return is_made or self.trainer.optimizer_cls_and_kwargs is not None
 
     @property
     def process_count(self) -> int:
@@ -147,7 +157,7 @@ _ROWS: tuple[_Row, ...] = (
         " and weight decay in TrainingArguments",
     ),
     (
-        lambda f: f.is_zeroth and f.optim not in OPTIMIZERS,
+        lambda f: f.is_zeroth and f.optim not in ADAMWS,
         'optim={f.optim!r} cannot be used with method="mezo", which has its own update rule: leave'
         " optim out",
     ),
@@ -188,20 +198,28 @@ _ROWS: tuple[_Row, ...] = (
     ),
     (
         lambda f: not f.has_optimizer and f.optim not in OPTIMIZERS,
-        "optim={f.optim!r} is not supported: with optim= lohan runs AdamW in fp32, on SSD. Use"
-        f" optim={OPTIMIZERS[0]!r} or {OPTIMIZERS[1]!r}, the default; for Adam or SGD, pass"
-        " optimizers=(torch.optim.SGD(...), None) to the Trainer",
+        "optim={f.optim!r} is not supported: lohan runs the optimizer itself, in fp32 and on SSD."
+        f" Use one of {', '.join(map(repr, OPTIMIZERS))}; for the other rules of"
+        ' docs/update-rules.md, leave optim= out and pass lohan.TrainerCallback(method="lion"), for'
+        " example",
+    ),
+    (
+        lambda f: f.method is not None and f.chooses_rule,
+        "method={f.method!r} of the callback, and optim={f.optim!r} or optimizer_cls_and_kwargs= of"
+        " the Trainer, both choose the update rule: pass one of them",
     ),
 )
 
 
-def check_args(args: Any, trainer: Any, config: Config, *, is_zeroth: bool) -> None:
+def check_args(
+    args: Any, trainer: Any, config: Config, *, is_zeroth: bool, method: str | None
+) -> None:
     """Reject arguments that lohan does not support.
 
     Raises:
         UnsupportedError: names the argument, the reason, and what to do instead.
     """
-    asked = Asked(args, trainer, config, is_zeroth)
+    asked = Asked(args, trainer, config, is_zeroth, None if is_zeroth else method)
     for is_so, text in _ROWS:
         if is_so(asked):
             raise UnsupportedError(text.format(f=asked))
@@ -235,23 +253,45 @@ def most_backwards(args: Any) -> int:
     return 2 * int(args.gradient_accumulation_steps) - 1
 
 
-def groups_of(optimizer: Any, *, with_numbers: bool) -> list[dict[str, Any]]:
-    """Return the parameter groups of an AdamW for wrap(params=).
+def groups_of(
+    optimizer: Any, rule: Rule, *, with_numbers: bool, other: Rule | None = None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer for wrap(params=).
 
     Args:
-        optimizer: an AdamW that has made no step.
+        optimizer: an optimizer of torch that has made no step.
+        rule: its update rule.
         with_numbers: whether the groups keep their hyper-parameters.
+        other: the rule of the run, if it is not the optimizer's: of the hyper-parameters, only
+            learning rate and weight decay mean the same.
 
     Raises:
         UnsupportedError: a group uses another update rule.
     """
     for group in optimizer.param_groups:
-        ADAMW.check_options(group)
-    dropped = ADAMW.fixed if with_numbers else (*ADAMW.defaults, *ADAMW.fixed)
+        rule.check_options(group)
+    dropped = {*rule.fixed} if with_numbers else {*rule.defaults, *rule.fixed}
+    if other is not None:
+        dropped |= rule.defaults.keys() - {"lr", "weight_decay"}
     return [
         {key: value for key, value in group.items() if key not in dropped}
         for group in optimizer.param_groups
     ]
+
+
+def numbers_of(args: Any, rule: Rule) -> dict[str, Any]:
+    """Return the betas and eps of a Trainer's arguments that are for a rule of method=.
+
+    The defaults of TrainingArguments are those of AdamW; the rule's own take their place.
+    """
+    fields = type(args).__dataclass_fields__
+    names = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
+    found: dict[str, Any] = {}
+    for name in names.keys() & rule.defaults.keys():
+        values = tuple(getattr(args, each) for each in names[name])
+        if values != tuple(fields[each].default for each in names[name]):
+            found[name] = values if name == "betas" else values[0]
+    return found
 
 
 def has_checkpoints(args: Any) -> bool:

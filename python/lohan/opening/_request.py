@@ -145,11 +145,13 @@ def of_flat(call: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -
     if swap := sys.modules.get("lohan.session._block_swap"):  # lohan.block_swap() loads it
         made = swap.with_device(model, made)
     is_resumed, open_at = _arguments.resume_of(given.pop("resume"))
+    method = given["method"]
+    given["method"] = METHODS[0] if method is None else method
     given["rule"] = _combination.rule_of(given["method"], hyper["momentum"])
     if given["optimizer"] is not None and given["method"] in RULES:
         from lohan.session import _adopt
 
-        given["method"], given["rule"] = _adopt.rule_of(given["optimizer"], given["method"])
+        given["method"], given["rule"] = _adopt.rule_of(given["optimizer"], method)
     request = Request(
         model, made, given.pop("store"), is_resumed, open_at, hyper, of_method, **given
     )

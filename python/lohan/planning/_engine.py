@@ -75,6 +75,7 @@ def arguments(model: Model, machine: Machine, placement: Placement) -> dict[str,
     return {
         "units": _units(model, placement.dtype),
         "states": model.states,
+        "rule": model.rule,
         "blocks": placement.blocks,
         "machine": _core_machine(machine, placement),
         "saved": {

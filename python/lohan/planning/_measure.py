@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan import _core
+from lohan.common._rules import ADAMW, RULES
 from lohan.errors import StoreError, store_error
 
 if TYPE_CHECKING:
+    from lohan.common._rules import Rule
     from lohan.common._stats import StepStats
     from lohan.torch_glue._device import Device
 
@@ -131,7 +133,7 @@ def measure(
         link_in_bytes_per_s=copies[0],
         link_out_bytes_per_s=copies[1],
         host_bytes=int(_HOST_SHARE * (available if has_gpu else available // 2)),
-        adam_params_per_s=_adam_rate(workers),
+        adam_params_per_s=_rate_of(workers, ADAMW, "fp32"),
         ssd_count=len(directories),
         ssd_write_bytes_per_s=min(write for write, _ in measured.alone),
         ssd_read_bytes_per_s=min(read for _, read in measured.alone),
@@ -199,9 +201,15 @@ def link_rates(device: Device) -> tuple[int, int]:
 
 
 @functools.cache
-def update_rate(workers: int) -> int:
-    """Return the parameters per second that `workers` threads update, measured once per process."""
-    return _adam_rate(workers)
+def update_rate(workers: int, rule: str = "adamw", states: str = "fp32") -> int:
+    """Return the parameters per second that threads update, measured once per process.
+
+    Args:
+        workers: the number of threads.
+        rule: the update rule: a key of RULES.
+        states: the format of its moments.
+    """
+    return _rate_of(workers, RULES[rule], states)
 
 
 def _seconds(run: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:
@@ -239,32 +247,35 @@ def memory_rate() -> int:
     return int(_COPY_BYTES / _seconds(lambda: b.copy_(a)))
 
 
-def _adam_rate(workers: int) -> int:
+def _rate_of(workers: int, rule: Rule, states: str) -> int:
     """Return the parameters per second that all workers update in bf16, checksums included."""
     param, gradient = (torch.zeros(_ADAM_COUNT, dtype=torch.bfloat16) for _ in range(2))
     residual = torch.zeros(_ADAM_COUNT, dtype=torch.int16)
-    moments = [torch.zeros(_ADAM_COUNT) for _ in range(2)]
+    arrays = [torch.zeros(n, dtype=torch.uint8) for n in rule.moment_arrays(_ADAM_COUNT, states)]
+    moments = dict(zip(rule.moments, arrays, strict=False))
+    places = {name: array.data_ptr() for name, array in moments.items()}
+    scales = arrays[-1].data_ptr() if len(arrays) > len(moments) else 0
+    kind: dict[str, Any] = {"rule": rule.name, "states": states, "scales_ptr": scales}
+    momentum = {"momentum": 0.9} if "momentum" in rule.defaults else {}
+    hyper = rule.hyper_of({**rule.defaults, **momentum})
 
     def update() -> None:
         _core.adam_update(
             None,
             param.data_ptr(),
             residual.data_ptr(),
-            moments[0].data_ptr(),
-            moments[1].data_ptr(),
+            places.get("moment1", 0),
+            places.get("moment2", 0),
             gradient.data_ptr(),
             _ADAM_COUNT,
             "bfloat16",
             "bfloat16",
-            1e-3,
-            0.9,
-            0.999,
-            1e-8,
-            0.0,
+            *hyper,
             1,
             1.0,
             threads=workers,
             checksums=True,
+            **kind,
         )
 
     return int(_ADAM_COUNT / _seconds(update))

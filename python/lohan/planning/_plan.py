@@ -6,7 +6,7 @@
               adam_params_per_s, ssd_count, ssd_bytes, ssd_read_bytes_per_s,
               ssd_write_bytes_per_s, ssd_total_bytes_per_s
     model     param_bytes, residual_bytes, blocks: a list in forward order of (and, if it is not
-              that of fp32, moment_block_bytes)
+              that of AdamW in fp32, moment_block_bytes; 0: the update rule has no moments)
       block   shared_block: None, or the index of a block whose parameters this one also uses;
               layers: a list in forward order of
         layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool),
@@ -30,7 +30,7 @@ import dataclasses
 from typing import Any
 
 from lohan.common import _loss_pieces
-from lohan.common._states import SCALED_ELEMENTS, STATES
+from lohan.common._rules import RULES
 from lohan.errors import ModelError
 from lohan.planning import _base
 
@@ -43,7 +43,7 @@ DIT_TOKENS = 1024
 DIT_PATCH_VALUES = 16
 DIT_FREQUENCIES = 256
 DIT_CLASSES = 1001
-# csrc/plan/model.h: both moments of as many parameters have a whole number of bytes.
+# csrc/plan/model.h: the moments of as many parameters have a whole number of bytes.
 _MOMENT_BLOCK = 64
 # How a head and its loss are computed: with all logits, or some tokens at a time.
 LOSSES = ("logits", "linear_cross_entropy")
@@ -144,7 +144,8 @@ class Model:
         param_bytes: the size of a parameter in computation.
         residual_bytes: the bytes that extend a parameter to its fp32 master: 2 (bf16), 4 (fp16)
             or 0 (fp32).
-        states: how moments are stored, as lohan.wrap(states=) names it.
+        states: how moments are stored, as lohan.wrap(moments=) names it.
+        rule: the update rule: a key of RULES.
         base: the format of packed frozen parameters: one of _base.NAMES.
     """
 
@@ -154,6 +155,7 @@ class Model:
     param_bytes: int = HALF_BYTES
     residual_bytes: int = RESIDUAL_BYTES
     states: str = "fp32"
+    rule: str = "adamw"
     base: str = _base.PLAIN
 
     def as_core(self) -> dict[str, Any]:
@@ -180,9 +182,8 @@ class Model:
         }
 
     def moment_bytes(self, count: int) -> int:
-        """Return the bytes of both moments of parameters, with the scales of 8-bit moments."""
-        scales = -(-count // SCALED_ELEMENTS) if self.states == "8bit" else 0
-        return 2 * STATES[self.states] * count + scales
+        """Return the bytes of the rule's moments of parameters, with the scales of 8-bit ones."""
+        return RULES[self.rule].moment_bytes(count, self.states)
 
     def frozen_bytes(self, packed_count: int, plain_count: int) -> int:
         """Return the memory of frozen parameters: the decoded ones, and their scales."""

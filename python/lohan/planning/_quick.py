@@ -88,18 +88,19 @@ def sketch(
     return _base.adapt(model, base or _base.PLAIN, adapter_params)
 
 
-def step(model: _plan.Model, machine: Machine, states: str = "fp32") -> Step:
+def step(model: _plan.Model, machine: Machine, states: str = "fp32", rule: str = "adamw") -> Step:
     """Predict a step of policy `auto`.
 
     Args:
         model: the model at one batch size.
         machine: a machine with one GPU.
         states: how moments are stored.
+        rule: the update rule: a key of RULES.
 
     Raises:
         BudgetError: the model does not fit; the message has the numbers.
     """
-    model = dataclasses.replace(model, states=states)
+    model = dataclasses.replace(model, states=states, rule=rule)
     capacity_check(model, machine, model.residual_bytes)
     found: dict[str, Any] = _policies.make(model, machine, "auto")["step"]
     seconds = found["iteration_s"]

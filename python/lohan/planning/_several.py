@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from lohan.planning._world import Work
 
 _SUM_BYTES = 4
-# What AdamW reads and writes in main memory for a parameter, and what the sum of a gradient does.
-_ADAM_MOVED_BYTES, _SUM_MOVED_BYTES = 28, 10
+# What AdamW in fp32 reads and writes in main memory for a parameter, what its moments are of that,
+# and what the sum of a gradient does.
+_ADAM_MOVED_BYTES, _ADAM_MOMENT_BYTES, _SUM_MOVED_BYTES = 28, 16, 10
 
 
 class Predicted(Protocol):
@@ -166,9 +167,9 @@ def row(
         more = (gpus - 1) * found.swapped[1]
         rates = machine.ssd_count * engine.ssd_write_bytes_per_s
         seconds += more / rates + more / (machine.ssd_count * engine.ssd_read_bytes_per_s)
-    moved = model.param_count * (
-        _ADAM_MOVED_BYTES + _SUM_MOVED_BYTES * works[0].micro_steps * gpus // stores
-    )
+    others = _ADAM_MOVED_BYTES - _ADAM_MOMENT_BYTES
+    others += _SUM_MOVED_BYTES * works[0].micro_steps * gpus // stores
+    moved = model.param_count * others + 2 * model.moment_bytes(model.param_count)
     cpu_s = moved / (_ADAM_MOVED_BYTES * engine.adam_params_per_s)
     bound_by = found.bound_by if cpu_s <= seconds else "cpu"
     seconds = max(seconds, cpu_s)

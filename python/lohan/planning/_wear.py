@@ -20,7 +20,7 @@ from lohan import _core
 from lohan.common import _units
 from lohan.common._rules import RULES
 from lohan.errors import ModelError
-from lohan.layout._block import RESIDUAL_BYTES, SCALED_ELEMENTS, STATES, elements_with
+from lohan.layout._block import RESIDUAL_BYTES, elements_with
 
 if TYPE_CHECKING:
     from lohan.layout._block import Unit
@@ -42,7 +42,7 @@ class Written(NamedTuple):
         states: how moments are stored: a key of STATES.
         always: whether its parameters stay in main memory.
         average: the bytes per element of averages of the parameters.
-        moments: the number of moments of the update rule.
+        rule: the update rule: a key of RULES.
     """
 
     nbytes: int
@@ -51,14 +51,12 @@ class Written(NamedTuple):
     states: str
     always: bool = False
     average: int = 0
-    moments: int = 2
+    rule: str = "adamw"
 
     def state_bytes(self, count: int) -> int:
         """Return the bytes of the states of `count` elements."""
-        moment = count * STATES[self.states]
-        scales = count // SCALED_ELEMENTS if self.states == "8bit" else 0
-        moments = self.moments * [moment]
-        arrays = (count * self.residual, *moments, scales, count * self.average)
+        moments = RULES[self.rule].moment_arrays(count, self.states)
+        arrays = (count * self.residual, *moments, count * self.average)
         return sum(-(-n // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for n in arrays)
 
     @property
@@ -68,12 +66,15 @@ class Written(NamedTuple):
         return params + self.state_bytes(self.elements)
 
 
-def written_of(units: Iterable[Unit], states: str | None = None) -> list[Written]:
+def written_of(
+    units: Iterable[Unit], states: str | None = None, rule: str | None = None
+) -> list[Written]:
     """Return what updates of a layout's trained units write.
 
     Args:
         units: the layout's units.
         states: the format of moments; None: the units' own.
+        rule: the update rule; None: the units' own.
     """
     found = []
     for unit in units:
@@ -81,8 +82,9 @@ def written_of(units: Iterable[Unit], states: str | None = None) -> list[Written
             continue
         kept = states or unit.states
         elements = elements_with(unit, kept)
-        moments, residual = len(RULES[unit.rule].moments), RESIDUAL_BYTES[unit.dtype]
-        has_any = unit.has_states and bool(moments or residual or unit.has_average)
+        name, residual = rule or unit.rule, RESIDUAL_BYTES[unit.dtype]
+        has_moments = RULES[name].moment_bytes(elements, kept) > 0
+        has_any = unit.has_states and bool(has_moments or residual or unit.has_average)
         found.append(
             Written(
                 elements * unit.dtype.itemsize,
@@ -91,7 +93,7 @@ def written_of(units: Iterable[Unit], states: str | None = None) -> list[Written
                 kept,
                 unit.always,
                 4 * unit.has_average,
-                moments,
+                name,
             )
         )
     return found
@@ -178,6 +180,44 @@ class StepWrites:
     def of_step(self, step: int) -> int:
         """Return the bytes of a step."""
         return self.committed if self.every and step % self.every == 0 else self.between
+
+
+# --- Update rules with fewer bytes ---------------------------------------------------------------
+
+_BLOCK = 64  # elements whose moments have a whole number of bytes in every format
+
+
+def kind_call(rule: str, states: str) -> str:
+    """Return the arguments of wrap() that choose an update rule and the format of its moments.
+
+    A momentum is 0.9.
+    """
+    return RULES[rule].call.replace("...", "0.9") + (
+        f', moments="{states}"' if states != "fp32" else ""
+    )
+
+
+def fewest_kinds(rule: str, states: str) -> list[tuple[str, str]]:
+    """Return the update rules with the fewest bytes, each with the format of its moments.
+
+    The first of them has moments, the second has the fewest bytes of all; both are left out if they
+    have no fewer bytes than the given ones.
+
+    Args:
+        rule: the rule in use.
+        states: the format of its moments in use.
+    """
+    found = [
+        (RULES[name].moment_bytes(_BLOCK, kept), (name, kept))
+        for name, row in RULES.items()
+        for kept in row.formats
+    ]
+    now = RULES[rule].moment_bytes(_BLOCK, states)
+    fewest = [
+        min((each for each in found if each[0] > 0), key=lambda each: each[0]),
+        min(found, key=lambda each: each[0]),
+    ]
+    return [kind for nbytes, kind in fewest if nbytes < now]
 
 
 # --- Commits by cost -----------------------------------------------------------------------------

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lohan.planning._plan import Model
 
 HALF_BYTES = 2  # of a parameter or a gradient in 16 bits
+# The states of as many parameters have a whole number of bytes: csrc/plan/model.h.
+STATE_BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class Work:
         unit_params: the number of parameters of the largest unit.
         first_params: the number of trainable parameters of the first unit in forward order.
         micro_steps: the number of micro-batches of this GPU in a step.
+        state_block_bytes: the bytes of the states of 64 trained parameters: of bf16 ones and AdamW,
+            the rest of the fp32 master and both moments.
     """
 
     param_count: int
@@ -55,6 +59,11 @@ class Work:
     unit_params: int
     first_params: int
     micro_steps: int = 1
+    state_block_bytes: int = 640
+
+    def state_bytes(self, count: int) -> int:
+        """Return the bytes of the states of `count` parameters."""
+        return count * self.state_block_bytes // STATE_BLOCK
 
     @property
     def frozen_count(self) -> int:
@@ -106,6 +115,7 @@ def work_of(
         unit_params=max(sizes),
         first_params=sizes[0] if adapter_params is None else adapter_params,
         micro_steps=micro_steps,
+        state_block_bytes=STATE_BLOCK * model.residual_bytes + model.moment_bytes(STATE_BLOCK),
     )
 
 

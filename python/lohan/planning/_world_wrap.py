@@ -2,15 +2,15 @@
 
 benchmarks/lab plans what an exchange between nodes could do at best; this module counts what the
 settings share= and replicas= do. W = N G processes run, N nodes of G GPUs. A node has S stores: one
-with share="on", else G. P is the number of parameters, T that of the trained ones, and k the number
-of micro-batches of a process.
+with share="on", else G. P is the number of parameters, T that of the trained ones, k the number of
+micro-batches of a process, and B the bytes of a parameter's states: 10 with AdamW in fp32.
 
 | of a node | replicas="all" | replicas="parameters" |
 | --- | --- | --- |
 | gradients that its card sends | 2 T k G S (N - 1) | 2 T k G (N - 1) / N |
 | new parameters that its card sends | 0 | 2 T S (N - 1) / N |
-| states read from SSD | 10 T S | 10 T / N |
-| states written | 12 T S | 2 T S + 10 T / N |
+| states read from SSD | B T S | B T / N |
+| states written | (2 + B) T S | 2 T S + B T / N |
 | parameters read, in forward and again in backward | 2 P S k | 2 P S k |
 | parameters that AdamW updates | T S | T / N |
 | sums of gradients in main memory | 4 T S | 4 T / N |
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from lohan.planning._machines import Machine
 
 _FP32_BYTES = 4
-# Of a bf16 parameter: the rest of the fp32 master, and both moments.
-_STATE_BYTES = 10
 # The shares of updates that are tried in the next forward.
 _SHARES = 16
 
@@ -101,19 +99,19 @@ def _moved(work: Work, machine: Machine, setting: Setting) -> tuple[_world_lohan
     if _world.rank_count(machine) == 1:
         sums = 0  # a process alone passes each gradient to its update
     p16 = HALF_BYTES * work.param_count
-    in_memory = stores * p16 + sums + _STATE_BYTES * updated
+    in_memory = stores * p16 + sums + work.state_bytes(updated)
     buffers = 2 * HALF_BYTES * work.unit_params * stores
     swapped = gpus * work.swapped_bytes
     is_on_ssd = in_memory + buffers + swapped > machine.host_bytes
     held = sums + buffers if is_on_ssd else in_memory + buffers
     spilled = min(swapped, max(0, held + swapped - machine.host_bytes))
-    rewritten = HALF_BYTES * trained * stores + _STATE_BYTES * updated
+    rewritten = HALF_BYTES * trained * stores + work.state_bytes(updated)
     moved = _world_lohan.Moved(
         p16=p16 * work.micro_steps,
         gathered=0,
         reduced=sent(work, machine, setting).gradients,
         pass_read=p16 * stores * work.micro_steps if is_on_ssd else 0,
-        state_read=_STATE_BYTES * updated if is_on_ssd else 0,
+        state_read=work.state_bytes(updated) if is_on_ssd else 0,
         state_written=rewritten if is_on_ssd else 0,
         spilled=spilled,
         updated=updated,

@@ -47,14 +47,14 @@ def is_torchs(optimizer: object) -> bool:
     return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
-def rule_of(optimizer: Any, method: str) -> tuple[str, str]:
+def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
     """Return the method= and the rule of an optimizer; AdamW for those that check() rejects.
 
     Without weight decay, Adam has the rule of AdamW, unless the method says "adam".
 
     Args:
         optimizer: the optimizer= of wrap().
-        method: the method= of wrap(), "adamw" by default.
+        method: the method= of wrap(); None: it was not given.
 
     Raises:
         ModelError: the method is not that of the optimizer.
@@ -69,10 +69,11 @@ def rule_of(optimizer: Any, method: str) -> tuple[str, str]:
     ):
         has_decay = any(group["weight_decay"] != 0 for group in groups)
         found = ("adam", "adam") if has_decay or method == "adam" else found
-    if method not in ("adamw", found[0]):
+    if method not in (None, found[0]):
         raise ModelError(
-            f"method={method!r} is not the rule of optimizer=, a {type(optimizer).__qualname__}:"
-            " leave one of them out"
+            f"method={method!r} is not the rule of optimizer=, a {type(optimizer).__qualname__}"
+            f" (method={found[0]!r}): leave method= out to continue with the optimizer's rule, or"
+            " optimizer= to begin with that of method="
         )
     return found
 

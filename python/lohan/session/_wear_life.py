@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lohan.common import _log, _shown
+from lohan.common._rules import RULES
 from lohan.layout._block import STATES
 from lohan.planning import _wear
 from lohan.planning._wear import DAY_S, StepWrites, host_sizes
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 _STEPS_BEFORE = 3  # the first step allocates, and policies profile two
 _STEPS_TIMED = 3
-_CHANGES_MAX = 3
+_CHANGES_MAX = 4
+_NEW = " (another update rule, in a new run)"
 BYTES_UNTIL_SAID = 10**10  # what is written before an endurance that is only assumed is reported
 _FEWER_COMMITS = 10  # the change of commit_every= that is computed, as in docs/checkpoints.md
 
@@ -29,6 +31,7 @@ def writes_of(
     budget: dict[str, int] | None = None,
     every: int | None = None,
     states: str | None = None,
+    rule: str | None = None,
 ) -> StepWrites:
     """Return what the plan says that a step writes, apart from what spills to SSD.
 
@@ -37,9 +40,10 @@ def writes_of(
         budget: a division of main memory; None: the session's.
         every: steps between commits; None: the session's.
         states: the format of moments; None: the session's.
+        rule: the update rule; None: the session's.
     """
     layout = session.layout
-    units = _wear.written_of(layout.units, states)
+    units = _wear.written_of(layout.units, states, rule)
     is_served = _device.parse(session.config.device)[0] != "cpu"
     return StepWrites(
         _wear.update_bytes(units) + int(session.store.describe()["commit_bytes"]),
@@ -72,8 +76,15 @@ def changes(session: Training, full: dict[str, int]) -> list[tuple[int, str]]:
             tried.append((all_kept, f"commit_every={rarer} and {memory}"))
     tried += [
         (writes_of(session, states=states).mean, f'moments="{states}" (rounds moments)')
-        for states in STATES
+        for states in RULES[session.layout.rule].formats
         if STATES[states] < STATES[session.layout.states]
+    ]
+    tried += [
+        (
+            writes_of(session, states=states, rule=rule).mean,
+            f"{_wear.kind_call(rule, states)}{_NEW}",
+        )
+        for rule, states in _wear.fewest_kinds(session.layout.rule, session.layout.states)
     ]
     return sorted((nbytes, what) for nbytes, what in tried if nbytes < now)
 
@@ -122,7 +133,13 @@ class Life:
                 _log.inform(text)
             return True
         found = changes(session, self._full())[:_CHANGES_MAX]
-        less = [f"{what}: {_shown.of_bytes(nbytes)}" for nbytes, what in found]
+        spilled = step_bytes - writes_of(session).mean
+        less = [
+            f"{what}: {_shown.of_bytes(nbytes + spilled)}, which lasts"
+            f" {_shown.of_days(days * step_bytes / (nbytes + spilled))}"
+            for nbytes, what in found
+            if nbytes + spilled > 0
+        ]
         if not session.commits.by_hand and isinstance(session.config.accumulate, int):
             count = 2 * session.config.accumulate
             less.append(

@@ -1,0 +1,259 @@
+"""What predicts bytes follows the update rule: plans, the simulator, a session's planner, wear.
+
+The rules are those of RULES, so a row that a prediction ignores fails here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+import kit
+import lohan
+import pytest
+import torch
+from click.testing import CliRunner
+from lohan import _core
+from lohan.activations._plan_model import describe
+from lohan.cli import main
+from lohan.commands import _inspect
+from lohan.common._inside import inside
+from lohan.common._rules import RULES
+from lohan.errors import LohanError, MachineError
+from lohan.planning import _machines, _plan, _quick, _several, _wear, _world
+from lohan.session._planned import Planned
+from lohan.session._wear_life import writes_of
+from lohan.simulate import Options, check, simulate
+from quick_helper import half_quick
+from torch import nn
+
+WIDTH, DEPTH, STEPS = 256, 4, 3  # matrices without padding, so that gradients have none either
+SSD_LINKS = ("param_read", "state_read", "param_write", "state_write")
+KINDS = {
+    f"{rule}-{states}": (rule, states) for rule, row in RULES.items() for states in row.formats
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# The links' rates do not change a step's bytes.
+RATES = {
+    "ssd_count": 1,
+    "ssd_read_bytes_per_s": 10**9,
+    "ssd_write_bytes_per_s": 10**9,
+    "ssd_total_bytes_per_s": 0,
+    "ssd_latency_ns": 80_000,
+    "ssd_queue_depth": 64,
+    "ssd_sync_ns": 200_000,
+    "worker_count": 2,
+    "worker_bytes_per_s": 10**9,
+    "device_bytes": 0,
+    "copy_in_bytes_per_s": 1,
+    "copy_out_bytes_per_s": 1,
+    "copy_latency_ns": 0,
+}
+NOTHING_SAVED = dict.fromkeys(
+    ("memory_bytes", "transit_bytes", "ssd_bytes", "out_bytes", "ahead_bytes"), 0
+)
+
+
+def arguments(rule: str, states: str = "fp32") -> dict[str, Any]:
+    """Return the arguments of wrap() that choose a rule, which its row spells out."""
+    return dict(eval(f"dict({_wear.kind_call(rule, states)})", {"lohan": lohan}))
+
+
+def simulated(session: Any) -> dict[str, int]:
+    """Simulate the session's units, in the order of their modules and with the same memory."""
+    budget, layout = session.budget, session.layout
+    dtype = str(layout.units[0].dtype).removeprefix("torch.")
+    raw = _core.simulate(
+        units=[(dtype, unit.always, unit.elements) for unit in layout.units],
+        blocks=[((index,), ((10**6, 2 * 10**6, ()),)) for index in range(len(layout.units))],
+        machine=RATES,
+        saved=NOTHING_SAVED,
+        host_bytes=budget["host_bytes"] - budget["bookkeeping_bytes"],
+        schedule=0,
+        commit_every=1,
+        io_depth=16,
+        transfer_bytes=4 << 20,
+        only_checks=False,
+        raiser=lambda code, message, is_rule: LohanError(message),
+        states=layout.states,
+        rule=layout.rule,
+    )
+    return {name: raw["bytes"][name] for name in SSD_LINKS}
+
+
+def wrapped(folder: pathlib.Path, dtype: torch.dtype, **settings: Any) -> Any:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+    return lohan.wrap(kit.seeded(build, dtype), store=folder, threads=1, **settings)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), half_quick(KINDS, DTYPES))
+def test_a_session_moves_the_bytes_that_are_planned_for_its_rule(
+    kind: str, dtype: str, store_dir: pathlib.Path
+) -> None:
+    rule, states = KINDS[kind]
+    settings = arguments(rule, states)
+    model = wrapped(store_dir / "sizes", DTYPES[dtype], **settings)
+    least, full = (inside(model).budget[f"host_bytes_{name}"] for name in ("min", "full"))
+    model.lohan.close()
+    for name, host_bytes in (("least", least), ("half", (least + full) // 2), ("full", full)):
+        folder = store_dir / name
+        model = wrapped(folder, DTYPES[dtype], host_bytes=host_bytes, **settings)
+        session = inside(model)
+        batch = torch.ones(2, WIDTH, dtype=DTYPES[dtype])
+        for _ in range(STEPS):
+            model(batch).float().mean().backward()
+            model.optimizer.step()
+            session.engine.await_steps()
+            stats = model.lohan.stats()
+            assert stats.written_bytes == writes_of(session).committed
+        planned = stats.bytes
+        units, expected = session.layout.units, simulated(session)
+        commit_bytes = session.store.describe()["commit_bytes"]
+        model.lohan.close()
+        assert {link: planned[link] for link in SSD_LINKS} == expected
+        # What plans of a model count for the same parameters.
+        size, residual = units[0].dtype.itemsize, _wear.RESIDUAL_BYTES[units[0].dtype]
+        of_plan = _plan.Model("", (), 0, size, residual, states, rule)
+        count = sum(unit.elements for unit in units)
+        each = count * (size + residual) + of_plan.moment_bytes(count)
+        assert each == expected["param_write"] + expected["state_write"]
+        found = _inspect.describe([str(folder)])
+        assert found["written_bytes_per_step"] == stats.written_bytes
+        assert found["written_bytes_per_step"] == commit_bytes + sum(
+            expected[link] for link in ("param_write", "state_write")
+        )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_core_has_the_moments_that_predictions_count(rule: str) -> None:
+    (has,) = [moments for name, *moments in _core.rules() if name == rule]
+    assert RULES[rule].moment_bytes(64, "fp32") == 4 * 64 * sum(has)
+
+
+def small(batch: int = 1) -> _plan.Model:
+    return _plan.decoder("small", layers=6, hidden=512, vocab=4000, seq=64, batch=batch)
+
+
+def machine(*changes: str) -> _machines.Machine:
+    changed = ("ssd_count=1", "host_bytes=400 MB", *changes)
+    return _machines.change(_machines.load("paper-4090"), changed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_simulated_step_has_the_bytes_wear_and_time_of_its_rule(kind: str) -> None:
+    rule, states = KINDS[kind]
+    model, here = small(), machine()
+    adamw, step = (
+        simulate(model, here, Options("lohan", method=name, states=kept))
+        for name, kept in (("adamw", "fp32"), (rule, states))
+    )
+    per_param = 2 + 4 + RULES[rule].moment_bytes(64, states) / 64  # the papers' master has 4 bytes
+    written = per_param * model.param_count  # and, in 8 bits, padding to blocks of scales
+    assert step.ssd_write_bytes == pytest.approx(written, rel=0.03 if states == "8bit" else 2e-3)
+    assert step.peak_bytes["ssd"] == pytest.approx(2 * per_param * model.param_count, rel=0.2)
+    if per_param < 14:
+        assert step.step_ns < adamw.step_ns
+        assert step.link_bytes["state_read"] < adamw.link_bytes["state_read"]
+        assert step.resources["cpu"].busy_share * step.step_ns == pytest.approx(
+            (2 + 2 + per_param - 6 + 2) / 14 * adamw.resources["cpu"].busy_share * adamw.step_ns,
+            rel=0.03,
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_timeline_counts_the_moments_of_the_rule(kind: str) -> None:
+    rule, states = KINDS[kind]
+    moments = RULES[rule].moment_bytes(64, states) / 64
+    core = dataclasses.replace(small(), states=states, rule=rule).as_core()
+    assert core["moment_block_bytes"] == 64 * moments  # 0 is said, too
+    fates = ["ssd" if layer.is_inter_block else "recompute" for layer in small().layers]
+    held = {"is_deferred": False, "has_host_p16": False, "has_host_master": False}
+    blocks = [{**held, "has_host_moments": True}] * len(small().blocks)
+    step = _core.plan_step(core, machine().as_core(), fates, blocks, must_fit=False)["step"]
+    assert step["commit_bytes"] == moments * small().param_count
+    assert step["ssd_bytes"] - step["swapped_ssd_bytes"] == pytest.approx(
+        2 * (4 + moments) * small().param_count, abs=2 * len(blocks)
+    )
+
+
+def test_more_parameters_fit_the_drives_with_fewer_moments() -> None:
+    model = small()
+    here = machine(f"ssd_bytes={model.param_count * 15}")  # two slots of 6 bytes and a moment
+    with pytest.raises(LohanError, match="SSD"):
+        check(model, here, Options("lohan"))
+    check(model, here, Options("lohan", method="sgd"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_answer_and_several_gpus_count_the_moments_of_the_rule(kind: str) -> None:
+    rule, states = KINDS[kind]
+    here, model = machine("host_bytes=300 MB"), small()
+    adamw = _quick.step(model, here)
+    step = _quick.step(model, here, states, rule)
+    fewer = 512 - RULES[rule].moment_bytes(64, states)
+    assert step.written_bytes < adamw.written_bytes or fewer == 0
+    work = _world.work_of(dataclasses.replace(model, states=states, rule=rule))
+    assert work.state_bytes(64) == 640 - fewer
+    two = _machines.change(here, ("gpu_count=2", "host_bytes=2 GB"))
+    before = _several.rows(model, [_world.work_of(model)], two, _quick.step)
+    after = _several.rows(
+        model, [work], two, functools.partial(_quick.step, states=states, rule=rule)
+    )
+    for one, other in zip(before, after, strict=True):
+        assert other.host_bytes <= one.host_bytes and other.step_s <= one.step_s
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_planner_of_a_session_counts_the_moments_of_its_rule(
+    kind: str, store_dir: pathlib.Path
+) -> None:
+    rule, states = KINDS[kind]
+    settings = {**arguments(rule, states), "activations": "auto", "device": "emu"}
+    model = wrapped(store_dir, torch.bfloat16, **settings)
+    session = inside(model)
+    for _ in range(STEPS):
+        model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().mean().backward()
+        model.optimizer.step()
+    planner = session.extensions.get(Planned).planner
+    profiled, _ = describe(planner.shape.profile, planner.activations.places, session.layout)
+    elements = sum(unit.elements for unit in session.layout.units)
+    states_bytes = writes_of(session).committed - session.store.describe()["commit_bytes"]
+    model.lohan.close()
+    assert profiled.param_count == elements
+    assert profiled.moment_bytes(elements) == states_bytes - (2 + 2) * elements
+
+
+def test_the_command_line_takes_rules_and_formats_of_moments() -> None:
+    words = ["simulate", "--model", "opt-1.3b", "--machine", "gaming-pc", "--batch", "2"]
+    found = {}
+    for more in ((), ("--method", "lion"), ("--method", "lion", "--moments", "8bit")):
+        answer = CliRunner().invoke(main, [*words, "--seq", "256", *more, "--json"])
+        assert answer.exit_code == 0, answer.output
+        found[more] = json.loads(answer.stdout)["ssd_write_bytes"]
+    assert sorted(found.values(), reverse=True) == list(found.values())
+    answer = CliRunner().invoke(main, [*words, "--method", "lino"])
+    assert answer.exit_code == 2 and "must be one of adamw" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(method="lino"), "must be one of adamw"),
+        (Options(method=lohan.MeZO()), "must be one of adamw"),  # type: ignore[arg-type]
+        (Options(method="sgd", states="8bit"), "has none: leave it out"),
+    ],
+)
+def test_a_rule_that_no_step_has_is_refused(options: Options, words: str) -> None:
+    with pytest.raises(MachineError, match=words):
+        simulate(small(), machine(), options)
+
+
+def test_options_take_the_rules_of_wrap() -> None:
+    assert Options(method=lohan.SGD()).rule == "sgd"
+    assert Options(method=lohan.SGD(momentum=0.9)).rule == "sgd_momentum"
+    assert Options(method="lion").rule == "lion"
