@@ -42,6 +42,10 @@ WORLDS = {
     ("gather", 3): 2,
     ("groups", 2): 1,
     ("groups", 4): 1,
+    ("groups divided", 2): 1,
+    ("groups divided", 4): 1,
+    ("groups team", 4): 2,
+    ("groups machines", 4): 2,
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "world": tuple(WORLDS),

@@ -368,31 +368,6 @@ ROWS = (
     _of_experts(f"{MEZO} in {SEVERAL}", lambda f: f.is_several and f.is_mezo and f.trains_experts),
     _of_owed(SEVERAL, lambda f: f.is_several),
     _of_experts(SHARDS, lambda f: f.is_several and f.config.gather == "shards"),
-    _of_average("Parallel(groups=)", lambda f: "groups" in f.given, "not built"),
-    Row(
-        "on_nan='skip'",
-        "Parallel(groups=)",
-        lambda f: f.config.on_nan == "skip" and "groups" in f.given,
-        "not built",
-        "",
-        "leave on_nan= out, and a step that is not finite raises an error",
-    ),
-    Row(
-        "Parallel(groups=)",
-        SHARE,
-        lambda f: "groups" in f.given and f.config.share == "on",
-        "not built",
-        "whose processes read the parameters of one process",
-        "leave share= out",
-    ),
-    Row(
-        "Parallel(groups=)",
-        DIVIDED,
-        lambda f: "groups" in f.given and f.config.replicas == "parameters",
-        "not built",
-        "which divides the states of parameters that all processes have",
-        "leave shard_optimizer= out",
-    ),
     # A mate opens the store while its owner has it open: a single slot is unclean then.
     Row(
         SHARE,

@@ -48,13 +48,14 @@ from lohan.layout._gradient_pieces import (
     buffer_bytes,
     buffer_count,
     memory_of,
+    pieces_of,
 )
-from lohan.replicas._routes import Routes, routes_to_adders
+from lohan.replicas._routes import Routes, ValueRoute, routes_to_adders
 from lohan.world._rendezvous import SAY_AFTER_S
 from lohan.world._wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Piece
@@ -193,6 +194,19 @@ class Exchange:
     def summed(self) -> set[int]:
         """The parameters that have a sum of the open step in this process."""
         return set(self._summed)
+
+    def keys_of(self, indices: Iterable[int]) -> list[int]:
+        """Return numbers of parameters that all processes which have them understand."""
+        return sorted(indices)
+
+    def indices_of(self, keys: Iterable[int]) -> set[int]:
+        """Return the parameters of this process that have these numbers; see keys_of()."""
+        return set(keys)
+
+    def value_routes(self) -> tuple[list[ValueRoute], int]:
+        """Return how owners send new values, and the number of tags. All processes call this."""
+        pieces = pieces_of([*self._params.values()], self._part_of)
+        return [(tag, piece, self._owners) for tag, piece in enumerate(pieces)], len(pieces)
 
     @property
     def sent_away(self) -> set[int]:

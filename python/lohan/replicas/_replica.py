@@ -157,7 +157,7 @@ class Replica(Alone):
         layout = self.session.layout
         if layout.part[1] == 1:
             return None
-        parts = parts_of(layout.units, layout.part[1])
+        parts = parts_of(layout.units, layout.part[1], layout.among)
         return {param.index: self.owners[parts[param.unit]] for param in layout.params}
 
     # --- Traffic ----------------------------------------------------------------------------

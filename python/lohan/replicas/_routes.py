@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from lohan.layout._gradient_pieces import Part, Piece
 
 
+# A piece of new values: its number in messages, the piece, and the owners that have it.
+ValueRoute = tuple[int, "Piece", "Sequence[int]"]
+
+
 def _teller_of(rank: int, adders: Sequence[int]) -> int:
     """Return the process that tells a rank how a backward has ended: with share="on" its owner."""
     return max((each for each in adders if each < rank), default=min(adders))

@@ -1,8 +1,9 @@
 """How the processes of a run have the optimizer's states: each of the owners has all of them.
 
-[Note: Ways to have states] Replica and Mate hold one of these objects: Whole; Grouped, if some
-processes have modules that others lack; Divided for an owner, or DividedMate, if each process has
-the states of some units. Whole is the interface, too.
+[Note: Ways to have states] Replica and Mate hold one of these objects: Whole; Grouped for an owner,
+or GroupedMate, if some processes have modules that others lack; Divided for an owner, or
+DividedMate, if each process has the states of some units, also of modules that others lack. Whole
+is the interface, too.
 """
 
 from __future__ import annotations
@@ -12,19 +13,33 @@ from typing import TYPE_CHECKING
 from lohan.replicas._exchange import Exchange
 
 if TYPE_CHECKING:
+    from lohan.replicas._groups import Groups
     from lohan.replicas._replica import Replica
 
 
 class Whole:
-    """States that each of the owners has."""
+    """States that each of the owners has.
+
+    Args:
+        groups: the groups of this process's modules; None: all processes have the same modules.
+    """
 
     peers: Replica
+
+    def __init__(self, groups: Groups | None) -> None:
+        self._groups = groups
+        self._edited_step = -1  # the step after which parameters were last written outside of steps
 
     def join(self, peers: Replica) -> Exchange:
         """Connect to the other processes, and return the exchange of gradients."""
         self.peers = peers
         engine, owners = peers.session.engine, peers.owners
-        return Exchange(peers.world, engine, peers.trained, owners, peers.part_of())
+        given = peers.world, engine, peers.trained, owners, peers.part_of()
+        if self._groups is None:
+            return Exchange(*given)
+        from lohan.replicas._group_exchange import GroupExchange
+
+        return GroupExchange(*given, peers.session.layout.ranks_of, self._groups.every)
 
     @property
     def values_bytes(self) -> int:
@@ -55,8 +70,12 @@ class Whole:
         """Handle the end of a step that is discarded."""
 
     def counts_edit(self) -> bool:
-        """Return whether a change of parameters counts as one that all processes make."""
-        return True
+        """Return whether a change of parameters counts as one that all processes make.
+
+        With groups it counts once a step, since processes have different numbers of parameters.
+        """
+        before, self._edited_step = self._edited_step, self.peers.session.step
+        return self._groups is None or before != self._edited_step
 
     # --- A mate's part ------------------------------------------------------------------------
 
