@@ -239,6 +239,8 @@ class Layout:
         ranks_of: by the index of a parameter of a group, the ranks that have it.
         among: by the index of a unit of a group, the parts of the states that can have its own.
         owes_idle: whether units of a family owe the steps in which they have no gradient.
+        fills_idle: whether they have a gradient of zeros in these steps instead.
+        averages_idle: whether only their averages take these steps, at once.
         origins: where each parameter's value came from, by its name; filling the store sets it.
         new_rows: by the index of a parameter, the rows that its file lacks ([Note: New tokens] in
             _resized.py), and where they come from.
@@ -259,6 +261,8 @@ class Layout:
     made_contiguous: list[str] = dataclasses.field(default_factory=list)
     other_strides: list[str] = dataclasses.field(default_factory=list)
     owes_idle: bool = False
+    fills_idle: bool = False
+    averages_idle: bool = False
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
     new_rows: dict[int, tuple[torch.Tensor, str]] = dataclasses.field(default_factory=dict)
     in_place: InPlace = dataclasses.field(init=False)
@@ -272,6 +276,11 @@ class Layout:
     def rule(self) -> str:
         """The update rule: a key of RULES."""
         return self.units[0].rule if self.units else "adamw"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine changes units of a family in steps without a gradient."""
+        return self.owes_idle or self.averages_idle
 
     @property
     def has_averages(self) -> bool:

@@ -163,6 +163,7 @@ def _lay_out(
 
         made = _join.config_of_mate(made)
         layout.in_place.kept_bytes = 0  # its owner keeps what is packed
+        layout.averages_idle = False  # and has the averages
         budget = _division.least(layout, made)
     if zeroth is None:
         made, budget = _division.commits_by_cost(layout, made, budget, shared.world)

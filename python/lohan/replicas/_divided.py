@@ -59,7 +59,7 @@ class Divided(Whole):
         """Learn which parameters have gradients in the step: their owners say so. Once a step."""
         if self._present is None:
             session = self.peers.session
-            self._present = _learned(self.peers)
+            self._present = self._filled(_learned(self.peers))
             for index in self._present:
                 if not session.layout.units[session.layout.params[index].unit].has_states:
                     session.engine.given_expect(index)

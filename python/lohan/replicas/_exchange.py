@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from lohan.world._world import World
 
 _POLL_S = 0.1
+_ZERO_COUNT = 1 << 16  # zeros that are added to a sum at once
+_ZEROS_DTYPE = DTYPE_CODES[torch.float32]
 
 
 class Filled:
@@ -194,6 +196,18 @@ class Exchange:
     def summed(self) -> set[int]:
         """The parameters that have a sum of the open step in this process."""
         return set(self._summed)
+
+    def fill(self, indices: Iterable[int]) -> None:
+        """Add zeros to the sums that parameters have in this process, if they have no gradient."""
+        rank, part_of, zeros = self._world.rank, self._part_of, torch.zeros(_ZERO_COUNT)
+        for index in {*indices} - self._summed if self._is_adder else ():
+            if part_of is not None and part_of[index] != rank:
+                continue
+            count, address = self._params[index].count, [zeros.data_ptr()]
+            for first in range(0, count, _ZERO_COUNT):
+                part = min(_ZERO_COUNT, count - first)
+                self._engine.sums_add(index, first, part, address, _ZEROS_DTYPE, True)
+            self._summed.add(index)
 
     def keys_of(self, indices: Iterable[int]) -> list[int]:
         """Return numbers of parameters that all processes which have them understand."""

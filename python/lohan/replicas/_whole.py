@@ -51,6 +51,25 @@ class Whole:
 
     def learn(self) -> None:
         """Learn which parameters have gradients in the open step, if processes differ in that."""
+        self._filled(self.peers.exchange.summed)
+
+    def _filled(self, present: set[int]) -> set[int]:
+        """Let experts without tokens have gradients of zeros. See [Note: Idle experts] in _idle.py.
+
+        Args:
+            present: the parameters that have gradients in any process.
+
+        Returns:
+            These, and those of idle experts, if other experts of their layer are present.
+        """
+        layout = self.peers.session.layout
+        if not layout.fills_idle:
+            return present
+        family_of = [layout.units[param.unit].family for param in layout.params]
+        used = {family_of[index] for index in present} - {0}
+        idle = {param.index for param in self.peers.trained if family_of[param.index] in used}
+        self.peers.exchange.fill(idle - present)
+        return present | idle
 
     def agreed(self) -> None:
         """Handle that all processes close the open step."""
