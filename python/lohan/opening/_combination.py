@@ -116,7 +116,6 @@ class Row:
 
 MEZO = 'method="mezo"'
 _MEZO = "method='mezo'"
-SEVERAL = "several processes"
 VERTICAL = "order='vertical'"
 SHARE = "Parallel(share=True)"
 DIVIDED = "Parallel(shard_optimizer=True)"
@@ -267,18 +266,11 @@ ROWS = (
     ),
     Row(
         VERTICAL,
-        "activations={c.activations!r}",
-        lambda f: f.config.order == "vertical" and f.config.has_policy,
-        "not built",
-        "a policy that measures one micro-batch at a time",
-        "pass 'recompute', or a dict of patterns",
-    ),
-    Row(
-        VERTICAL,
-        SEVERAL,
-        lambda f: f.is_several and f.config.order == "vertical",
-        "not built",
-        "",
+        "Parallel(groups=)",
+        lambda f: f.is_several and f.config.order == "vertical" and "groups" in f.given,
+        "meaning",
+        "whose processes use different experts in a micro-batch, so that the all-to-alls of the"
+        " script would be in different orders",
         "leave order= out",
     ),
     # Updates that begin before all gradients are known.

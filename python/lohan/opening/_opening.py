@@ -458,12 +458,13 @@ class Opening:
 
             turns = Turns()
             make = functools.partial(Training, runs=turns, method=MeZO(self.zeroth, turns))
-        elif self.shared.world is not None:
-            make = functools.partial(Training, peers=self.shared.peers(self.layout))
-        elif _order.is_vertical(self.config, self.layout, self.budget, device):
-            from lohan.session._vertical import Vertical
+        else:
+            if self.shared.world is not None:
+                make = functools.partial(make, peers=self.shared.peers(self.layout))
+            if _order.is_vertical(self.config, self.layout, self.budget, device):
+                from lohan.session._vertical import Vertical
 
-            make = functools.partial(Training, runs=Vertical(self.config.order))
+                make = functools.partial(make, runs=Vertical(self.config.order))
         session: Training = make(
             self.layout,
             extents,

@@ -172,7 +172,7 @@ class GroupExchange(Exchange):
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece, without waiting."""
         if number not in self._own:
-            piece = self._pieces[number]
+            piece = self._piece(number)
             buffer = torch.empty(piece.message_bytes, dtype=torch.uint8)
             self._own[number] = Filled(piece, buffer)
         return self._own[number]

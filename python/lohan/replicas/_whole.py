@@ -36,7 +36,7 @@ class Whole:
         engine, owners = peers.session.engine, peers.owners
         given = peers.world, engine, peers.trained, owners, peers.part_of()
         if self._groups is None:
-            return Exchange(*given)
+            return Exchange(*given, is_cut=peers.session.config.order == "vertical")
         from lohan.replicas._group_exchange import GroupExchange
 
         return GroupExchange(*given, peers.session.layout.ranks_of, self._groups.every)
