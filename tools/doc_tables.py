@@ -64,8 +64,6 @@ LINES: dict[str, dict[str, Any]] = {
 # What a "yes" of the matrix needs to add, and the cells that mean nothing.
 NOTES = {
     ("states in fewer bits", _STATES): "\u2013",
-    ("states in fewer bits", _APART): 'with `idle="skip"`; with `"exact"`: {}',
-    ("several processes", _APART): 'with `idle="skip"`; with `"exact"`: {}',
     ("quantized base", _BASE): "\u2013",
     ("quantized base", _APART): "\u2013",
     ("vertical order", _VERTICAL): "\u2013",

@@ -204,11 +204,12 @@ struct lh_adam_segment {
     const void *gradient;
     enum lh_dtype gradient_dtype;
     struct lh_adam_scalars scalars;
-    /* Without a gradient: updates with gradients of zeros, one after another; F32 states only. */
+    /* Without a gradient: updates with gradients of zeros, one after another. */
     const struct lh_adam_scalars *zeros;
     uint32_t zero_count;
+    bool averages_only;           /* the zeros are no updates: averages take the steps */
     uint64_t param_first;         /* the element of the parameter at `first`; BF16 only */
-    struct lh_adam_random random; /* BF16 only */
+    struct lh_adam_random random; /* BF16 only; with zeros, of the first of these steps in a row */
 };
 
 /*

@@ -128,7 +128,8 @@ static void zeros_run(const struct walk *walk, const struct lh_adam_segment *seg
     run->gradient = zeros;
     run->gradient_dtype = LH_DTYPE_F32;
     for (uint32_t i = 0; i < segment->zero_count; i++) {
-        walk->run(run, &segment->zeros[i]);
+        if (!segment->averages_only)
+            walk->run(run, &segment->zeros[i]);
         average_update(walk, run, first, segment->zeros[i].average_rest);
     }
 }
@@ -256,6 +257,36 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     average_update(walk, &run, first, segment->scalars.average_rest);
 }
 
+/* Like part_update(), also without a gradient: then with zeros, once for each of the scalars. */
+static void part_or_zeros_update(const struct walk *walk, const struct lh_adam_segment *segment,
+                                 uint64_t first, uint64_t count)
+{
+    static const float zeros[PART_ELEMENTS];
+    struct lh_adam_segment part = *segment;
+
+    if (segment->gradient) {
+        part_update(walk, segment, first, count);
+        return;
+    }
+    part.first = first;
+    part.count = lh_min_u64(first + count, segment->first + segment->count) - first;
+    part.param_first += first - segment->first;
+    if (segment->averages_only) {
+        struct lh_adam_run run = run_make(walk, segment, first, part.count);
+
+        for (uint32_t i = 0; i < segment->zero_count; i++)
+            average_update(walk, &run, first, segment->zeros[i].average_rest);
+        return;
+    }
+    part.gradient = zeros;
+    part.gradient_dtype = LH_DTYPE_F32;
+    for (uint32_t i = 0; i < segment->zero_count; i++) {
+        part.scalars = segment->zeros[i];
+        part.random.step = segment->random.step + i;
+        part_update(walk, &part, first, count);
+    }
+}
+
 static void scales_chain(struct walk *walk, int stream_index, uint64_t first, uint64_t count)
 {
     struct stream *stream = walk->streams + stream_index;
@@ -277,7 +308,7 @@ static void piece_by_blocks(struct walk *walk, const struct lh_adam_segment *seg
         streams_chain(walk, STREAM_AVERAGE_READ, STREAM_AVERAGE, first, tile);
         scales_chain(walk, STREAM_SCALES_READ, first, tile);
         for (uint64_t at = 0; segment && at < tile; at += PART_ELEMENTS)
-            part_update(walk, segment, first + at, lh_min_u64(tile - at, PART_ELEMENTS));
+            part_or_zeros_update(walk, segment, first + at, lh_min_u64(tile - at, PART_ELEMENTS));
         streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, tile);
         streams_chain(walk, STREAM_AVERAGE, STREAM_SCALES_READ, first, tile);
         scales_chain(walk, STREAM_SCALES, first, tile);
@@ -425,7 +456,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         const struct lh_adam_segment *segment = chunk->segments + s;
 
         LH_ASSERT(segment->gradient_dtype <= LH_DTYPE_F16);
-        LH_ASSERT(segment->gradient ? segment->zero_count == 0 : align == 1);
+        LH_ASSERT(!segment->gradient || segment->zero_count == 0);
         LH_ASSERT(segment->count > 0 && segment->first >= end);
         LH_ASSERT(lh_is_aligned(segment->first, align));
         LH_ASSERT(lh_is_aligned(segment->param_first, align));

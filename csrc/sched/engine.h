@@ -77,6 +77,7 @@ struct lh_engine_unit {
     bool always;          /* the unit's scope encloses others: it is loaded once and stays */
     bool is_announced;    /* its uses are planned only where they are announced (expect.h) */
     uint32_t family;      /* 0: it owes nothing in steps without a gradient ([Note: Idle units]) */
+    bool averages_idle;   /* of a family: its average alone takes such a step */
     uint32_t param_first; /* the unit's parameters: [param_first, param_first + param_count) */
     uint32_t param_count;
     uint32_t param_extent;    /* LH_ENGINE_EXTENT_NONE: the unit is read in place */

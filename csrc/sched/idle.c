@@ -32,11 +32,10 @@ int lh_idle_create(struct lh_engine *engine, struct lh_error *err)
         if (desc->family == 0)
             continue;
         if (desc->elements == 0 || desc->param_count > LH_IDLE_PARAMS_MAX ||
-            desc->states != LH_ADAM_STATES_F32 || desc->family > engine->opts.unit_count ||
-            desc->rule != LH_RULE_ADAMW)
+            desc->family > engine->opts.unit_count)
             return lh_error_set(err, -EINVAL,
-                                "unit %u of family %u: a unit of at most %d parameters that AdamW"
-                                " trains with fp32 states is needed",
+                                "unit %u of family %u: a trained unit of at most %d parameters is"
+                                " needed",
                                 i, desc->family, LH_IDLE_PARAMS_MAX);
         if (desc->family > idle->family_count)
             idle->family_count = desc->family;
@@ -88,7 +87,7 @@ int lh_idle_resume(struct lh_engine *engine, struct lh_error *err)
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
         uint64_t owed = steps[unit->desc->family] - unit_steps(engine, unit);
-        if (unit->desc->family == 0)
+        if (unit->desc->family == 0 || unit->desc->averages_idle)
             continue;
         if (owed > LH_IDLE_STEPS_MAX)
             return lh_error_set(err, -EBADMSG,
@@ -136,6 +135,7 @@ static uint32_t segments_fill(const struct lh_slab *slab,
     const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint32_t owed = atomic_load(&unit->update.idle.owed);
+    uint64_t step = unit->update.idle.last - owed + 1 + begin;
     uint32_t count = 0;
     LH_ASSERT(begin < end && end <= owed && owed <= unit->update.idle.last);
     LH_ASSERT(unit->update.idle.last <= engine->step);
@@ -147,14 +147,17 @@ static uint32_t segments_fill(const struct lh_slab *slab,
         if (first >= last)
             continue;
         for (uint32_t j = begin; j < end; j++)
-            scalars[count][j - begin] = lh_adam_scalars_make(
-                &history_at(engine, unit->update.idle.last - owed + 1 + j)[param->group],
+            scalars[count][j - begin] = lh_rules[unit->desc->rule].scalars(
+                &history_at(engine, step + j - begin)[param->group],
                 engine->param_steps[index] + 1 + j, 1.0);
         slab->segments[count] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = last - first,
             .zeros = scalars[count],
             .zero_count = end - begin,
+            .averages_only = unit->desc->averages_idle,
+            .param_first = first - param->first,
+            .random = {LH_ADAM_SEED, param->number, (uint32_t)step},
         };
         count++;
     }
@@ -164,9 +167,10 @@ static uint32_t segments_fill(const struct lh_slab *slab,
 /* A pass after the first one reads what the previous one has left, which has no checksums. */
 static void expect_nothing(struct lh_adam_chunk *chunk)
 {
-    LH_ASSERT(chunk->states == LH_ADAM_STATES_F32 && !chunk->scales_expected);
+    LH_ASSERT(chunk->scales || !chunk->scales_expected);
     LH_ASSERT(chunk->average || !chunk->average_expected);
     chunk->residual_expected = NULL;
+    chunk->scales_expected = NULL;
     chunk->moment1_expected = NULL;
     chunk->moment2_expected = NULL;
     chunk->average_expected = NULL;
@@ -175,8 +179,9 @@ static void expect_nothing(struct lh_adam_chunk *chunk)
 /* A pass before the last one leaves what is not written. */
 static void store_nothing(struct lh_adam_chunk *chunk)
 {
-    LH_ASSERT(chunk->states == LH_ADAM_STATES_F32 && !chunk->scales_checksums);
+    LH_ASSERT(chunk->scales || !chunk->scales_checksums);
     chunk->param_checksums = NULL;
+    chunk->scales_checksums = NULL;
     chunk->residual_checksums = NULL;
     chunk->moment1_checksums = NULL;
     chunk->moment2_checksums = NULL;
@@ -220,7 +225,8 @@ void lh_idle_steps_advance(struct lh_engine *engine)
     LH_ASSERT(is_on(engine));
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];
-        for (uint32_t j = 0; unit->update.idle.made > 0 && j < unit->desc->param_count; j++)
+        bool counts = unit->update.idle.made > 0 && !unit->desc->averages_idle;
+        for (uint32_t j = 0; counts && j < unit->desc->param_count; j++)
             engine->param_steps[unit->desc->param_first + j] += unit->update.idle.made;
         unit->update.idle.made = 0;
     }

@@ -23,6 +23,10 @@
  * What it moves then counts for the open step, or for no step if no forward has begun it; its
  * commit counts for no step.
  *
+ * With averages_idle (ema= with idle="skip") an idle unit has no update in a step, but its
+ * average takes the step. This, too, is a settlement, in each step and before that ends: then no
+ * commit has to tell what a unit owes. A unit without any update so far is its own average.
+ *
  * Invariants:
  *  1. The steps that a unit owes are the last ones before the open step, without a gap: before a
  *     step that the family does not owe, its units are settled. So a count describes them, which

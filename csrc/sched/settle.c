@@ -102,16 +102,22 @@ static void step_closed(struct lh_engine *engine)
         uint32_t count = unit->update.gradient_count;
         if (unit->desc->family == 0 || count == unit->desc->param_count)
             continue;
+        if (count > 0 && unit->desc->averages_idle)
+            continue; /* the step ends with an error: [Note: Averages of all steps] */
         if (count > 0) {
             partial_fail(engine, unit);
             return;
         }
         uint32_t owed = atomic_load(&unit->update.idle.owed);
         bool is_used = used[unit->desc->family] > 0;
+        if (unit->desc->averages_idle)
+            is_used = engine->param_steps[unit->desc->param_first] > 0;
         lh_idle_owed_set(engine, unit, owed + is_used);
         if (is_used)
             unit->update.idle.last = engine->step;
         if (!is_used || owed + 1 >= owed_max(i))
+            lh_idle_want(engine, unit);
+        if (unit->desc->averages_idle)
             lh_idle_want(engine, unit);
     }
 }

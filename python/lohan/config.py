@@ -410,6 +410,11 @@ class Config:
         """Which part of the states this process has, from 0."""
         return 0
 
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that have parameters; with divided states, in the order of the parts."""
+        return (0,)
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedConfig(Config):
@@ -441,10 +446,15 @@ class ReplicaConfig(SharedConfig):
     Attributes:
         part_count: the number of parts into which the optimizer's states are divided.
         part: which of them this process has, from 0; with share="on", which its machine has.
+        owners: the ranks that have parameters; with divided states, in the order of the parts.
+        holds_backward: whether all gradients of a backward may have to wait for other processes in
+            memory: some processes have modules that others lack.
     """
 
     part_count: int = 1
     part: int = 0
+    owners: tuple[int, ...] = ()
+    holds_backward: bool = False
 
     @property
     def process_count(self) -> int:
@@ -459,16 +469,6 @@ class ReplicaConfig(SharedConfig):
     @property
     def sums_gradients(self) -> bool:
         """Whether a step's gradients are summed in main memory before an update uses them."""
-        return True
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupConfig(ReplicaConfig):
-    """The settings of one of several processes, some of which have modules that others lack."""
-
-    @property
-    def holds_backward(self) -> bool:
-        """Whether all gradients of a backward may have to wait for other processes in memory."""
         return True
 
 

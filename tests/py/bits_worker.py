@@ -32,6 +32,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "machines": {"share": "on", "replicas": "parameters"},
     "gather": {"share": "on", "gather": "shards"},
     "groups": {},
+    "groups divided": {"replicas": "parameters"},
+    "groups team": {"share": "on"},
+    "groups machines": {"share": "on", "replicas": "parameters"},
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -77,7 +80,7 @@ def build(row: dict[str, Any]) -> tuple[Any, world_moe.Part | None]:
     torch.manual_seed(0)
     name, dtype = row["model"], DTYPES[row["dtype"]]
     part = None
-    if name == "experts" and row["place"] == "groups":
+    if name == "experts" and has_groups(row):
         part = world_moe.part(2, dtype=dtype)
         model: Any = part.model
     elif name == "experts":
@@ -93,6 +96,11 @@ def build(row: dict[str, Any]) -> tuple[Any, world_moe.Part | None]:
     if row["gradients"] == "frozen":
         blocks_of(model, name)[1].requires_grad_(False)
     return model, part
+
+
+def has_groups(row: dict[str, Any]) -> bool:
+    """Return whether a process of a row has a part of the experts only."""
+    return str(row["place"]).startswith("groups")
 
 
 def blocks_of(model: Any, name: str) -> list[Any]:
@@ -159,7 +167,7 @@ def settings_of(row: dict[str, Any], part: world_moe.Part | None = None) -> dict
     }
     for name in ("schedule", "order", "states", "commit_every", "io", "threads", "verify"):
         settings[name] = row[name]
-    if row["place"] == "groups":
+    if has_groups(row):
         groups = world_moe.groups_of(part) if part else {world_moe.PATTERN: _world_group()}
         settings["groups"] = groups
     return settings
@@ -220,6 +228,8 @@ def _is_mate(session: Any) -> bool:
 def train(row: dict[str, Any], folder: str, batches: int) -> dict[str, Any]:
     """Train in a row's setting; return losses, norms, and hashes of parameters and states."""
     rank, count = rank_and_count()
+    if has_groups(row) and "share" in PLACES[row["place"]]:
+        os.environ["GROUP_RANK"] = str(rank % 2)  # a machine has processes with the same experts
     _gradient_pieces.PIECE_BYTES = row["piece_bytes"]
     model = wrapped(row, folder)
     session = inside(model)

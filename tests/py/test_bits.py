@@ -42,6 +42,10 @@ WORLDS = {
     ("gather", 3): 2,
     ("groups", 2): 1,
     ("groups", 4): 1,
+    ("groups divided", 2): 1,
+    ("groups divided", 4): 1,
+    ("groups team", 4): 2,
+    ("groups machines", 4): 2,
 }
 FACTORS: dict[str, tuple[Any, ...]] = {
     "world": tuple(WORLDS),
@@ -80,9 +84,8 @@ EVERYTHING_IN_MEMORY: Row = {
     **{name: choices[0] for name, choices in FACTORS.items()},
     "commit_every": "never",
 }
-MANY = [world for world in WORLDS if world[1] > 1]
-GATHER, GROUPS = ([w for w in WORLDS if w[0] == place] for place in ("gather", "groups"))
-SHARING = [world for world in MANY if "share" in bits_worker.PLACES[world[0]]]
+GATHER, GROUPS = ([w for w in WORLDS if w[0].startswith(p)] for p in ("gather", "groups"))
+SHARING = [world for world in WORLDS if "share" in bits_worker.PLACES[world[0]]]
 
 
 def _pairs(one: str, choices: Any, other: str, others: Any) -> list[Pair]:
@@ -93,14 +96,6 @@ def _pairs(one: str, choices: Any, other: str, others: Any) -> list[Pair]:
 REFUSED: dict[Pair, tuple[str, str, str]] = {
     pair: said
     for pairs, said in [
-        (
-            _pairs("order", ["vertical"], "world", MANY),
-            ("UnsupportedError", "order='vertical' is not supported", "leave order= out"),
-        ),
-        (
-            _pairs("order", ["vertical"], "activations", ["policy"]),
-            ("UnsupportedError", "order='vertical' is not supported", "pass 'recompute'"),
-        ),
         (
             _pairs("order", ["vertical"], "accumulate", [1]),
             ("ModelError", "needs several micro-batches", "pass gradient_accumulation_steps="),
@@ -128,6 +123,10 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
         (
             _pairs("model", [m for m in FACTORS["model"] if m != "experts"], "world", GROUPS),
             ("ModelError", "the first match of no module", "leaves the pattern out"),
+        ),
+        (
+            _pairs("order", ["vertical"], "world", GROUPS),
+            ("UnsupportedError", "the script would be in different orders", "leave order= out"),
         ),
     ]
     for pair in pairs

@@ -212,14 +212,21 @@ MORE: dict[str, tuple[dict[str, Any], Callable[[Any, int], None] | None]] = {
     "flushed": ({}, lambda model, step: model.lohan.flush()),
     "committed": ({"commit_every": "manual"}, lambda model, step: model.lohan.commit()),
     "read": ({"commit_every": 3}, lambda model, step: step % 2 and helper.values(model) and None),
+    "8bit": ({"states": "8bit"}, None),
+    "8bit lion": ({"states": "8bit", "method": "lion"}, None),
+    "adam": ({"method": "adam"}, None),
+    "sgd": ({"method": "sgd"}, None),
+    "momentum": ({"method": lohan.SGD(momentum=0.9)}, None),
 }
+# What the numbers depend on.
+JOB = ("max_grad_norm", "states", "method")
 
 
 @pytest.mark.parametrize("what", MORE)
 def test_what_happens_between_steps_changes_no_bit(what: str, store_dir: pathlib.Path) -> None:
     settings, each = MORE[what]
-    clip = {name: settings[name] for name in settings if name == "max_grad_norm"}
-    losses, expected = together(torch.float32, **clip)
+    job = {name: settings[name] for name in settings if name in JOB}
+    losses, expected = together(torch.float32, **job)
     model = wrapped(store_dir, torch.float32, "least", **settings)
     assert train(model, each=each) == losses
     helper.assert_same_state(helper.values(model), expected)
@@ -403,14 +410,20 @@ def test_groups_name_the_parameters_of_the_model_before_it_was_wrapped(
     helper.assert_same_state(found[1], found[0])
 
 
-def test_low_precision_states_need_skip(store_dir: pathlib.Path) -> None:
-    for states in ("bf16", "8bit"):
-        model = wrapped(store_dir / states, torch.bfloat16, "least", idle="skip", states=states)
-        train(model)
+@pytest.mark.parametrize("idle", ["exact", "skip"])
+def test_moments_in_bf16_do_not_depend_on_when_experts_are_settled(
+    idle: str, store_dir: pathlib.Path
+) -> None:
+    """Their random bits are those of an expert's own parameter and of the step that is owed."""
+    found = []
+    for when, each in (("late", None), ("at once", lambda model, _: helper.values(model) and None)):
+        model = wrapped(store_dir / when, torch.bfloat16, "least", idle=idle, states="bf16")
+        losses = train(model, each=each)
         assert all(torch.isfinite(value).all() for value in helper.values(model).values())
+        found.append((losses, helper.values(model)))
         model.lohan.close()
-        with pytest.raises(UnsupportedError, match="idle='skip'"):
-            lohan.wrap(build(), store=store_dir / "no", experts="apart", states=states)
+    assert found[0][0] == found[1][0]
+    helper.assert_same_state(found[0][1], found[1][1])
 
 
 def test_what_is_not_supported_is_refused_by_name(store_dir: pathlib.Path) -> None:

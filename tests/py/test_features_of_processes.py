@@ -188,24 +188,36 @@ def test_averages_are_read_and_exported_with_the_bits_of_one_process(
     assert _files(tmp_path / "found") == _files(tmp_path / "expected") != {}
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+# Whether the experts are trained, and further settings of wrap().
+EXPERTS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "frozen": (False, {}),
+    "skip": (True, {"idle": "skip"}),
+    "skip, averages": (True, {"idle": "skip", "ema": 0.9}),
+    "exact": (True, {}),
+    "exact 8bit": (True, {"states": "8bit", "max_grad_norm": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
 def test_experts_apart_have_the_bits_of_one_process_also_after_a_resume(
-    trains: bool, tmp_path: pathlib.Path
+    name: str, tmp_path: pathlib.Path
 ) -> None:
-    settings = {"idle": "skip"} if trains else {}
+    trains, settings = EXPERTS[name]
     call = world_features.experts, str(tmp_path / "one"), 4, trains, settings
     (_, one, losses), *_ = run(tmp_path, 1, *call)
-    for way in ("replicas", "shared", "machines") if trains else ("replicas", "shared"):
+    ways = ("replicas", "shared", *(("gathered", "machines") if trains else ()))
+    for way in ways:
         count, store = (4 if way == "machines" else 2), str(tmp_path / way)
         plain = {
-            "share": "on" if way in ("shared", "machines") else "off",
+            "share": "off" if way == "replicas" else "on",
             "replicas": "parameters" if way in ("divided", "machines") else "all",
+            **({"gather": "shards", "device": "emu"} if way == "gathered" else {}),
             **settings,
         }
         told: list[list[float]] = [[] for _ in range(count)]
         for steps, more in ((2, {}), (4, {"resume": True})):
             given = store, steps, trains, {**plain, **more}
-            found = run(tmp_path, count, world_features.experts, *given, **WAYS[way])
+            found = run(tmp_path, count, world_features.experts, *given, **WAYS.get(way, {}))
             for rank, each in enumerate(found):
                 told[rank] += each[2]
         assert [each[:2] for each in found] == [(4, one)] * count, way
@@ -213,8 +225,11 @@ def test_experts_apart_have_the_bits_of_one_process_also_after_a_resume(
         assert lohan.verify(store).is_whole
 
 
-def test_experts_that_owe_updates_are_refused_with_the_way_out(tmp_path: pathlib.Path) -> None:
-    given = str(tmp_path / "run"), 1, True, {}
+def test_experts_that_owe_updates_make_them_before_a_run_of_several(
+    tmp_path: pathlib.Path,
+) -> None:
+    copy = str(tmp_path / "copy")
+    run(tmp_path, 1, world_features.experts, str(tmp_path / "run"), 2, True, {}, copy)
+    given = copy, 3, True, {"resume": True}
     for each in Group(tmp_path, 2, world_features.experts, *given).wait():
-        assert "UnsupportedError: experts='apart' with idle='exact' is not supported" in each.said
-        assert "pass idle='skip'" in each.text
+        assert "resume in one process with idle='exact' and close the session" in each.text, each

@@ -20,6 +20,8 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     "names of the process": (1, {"is_local": True, "max_grad_norm": 0.05}),
     "a process lacks gradients": (1, {"skips": True, "piece_bytes": 1000, "commit_every": 4}),
     "layers as blocks": (1, {"blocks": "layers", "max_grad_norm": 0.05}),
+    "averages": (1, {"ema": 0.9, "uses_all": True}),
+    "a step is skipped": (1, {"spoils": True, "on_nan": "skip"}),
 }
 # In these an expert of a process has the tokens of one process in each step.
 SINGLE: dict[str, tuple[int, dict[str, Any]]] = {

@@ -37,7 +37,7 @@ FEATURES: list[dict[str, Any]] = [
     {"experts": "together", "idle": "skip"},
     {"experts": "apart", "idle": "skip", "trains_experts": True},
     {"experts": "apart", "rng": "torch"},
-    {"experts": "apart", "trains_experts": True, "processes": 2},
+    {"given": frozenset({"groups"}), "processes": 2},
     {"config": {"on_nan": "skip"}},
 ]
 

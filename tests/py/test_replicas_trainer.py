@@ -89,7 +89,8 @@ def test_the_bits_are_those_of_one_process_that_accumulates_the_same_batches(
     # Process r of W takes the batches r, r + W, ..., which one process has in W micro-batches.
     given: dict[str, Any] = {"max_steps": 5, "max_grad_norm": 0.3}
     given["trainer_takes"] = {"train_dataset": world_trainer.helper.Rows(40)}  # one epoch
-    rows = {"a": {**given, "gradient_accumulation_steps": 2}, "b": given}
+    accumulated = {**given, "gradient_accumulation_steps": 2}
+    rows = {"a": accumulated, "b": given, "c": {**accumulated, "order": "vertical"}}
     two = run(tmp_path, 2, world_trainer.train_rows, str(tmp_path / "two"), rows)
     rows = {
         name: {**row, "gradient_accumulation_steps": 2 * row.get("gradient_accumulation_steps", 1)}

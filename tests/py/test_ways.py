@@ -37,6 +37,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("divided", "backward", 3),
         ("divided", "between", 2),
         ("divided", "step", 2),
+        ("replicas", "turns", 2),
+        ("shared", "turns", 2),
         ("shared", "backward", 2),
         ("shared", "backward", 3),
         ("shared", "between", 3),

@@ -20,6 +20,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("bfloat16", {"weight_decay": 0.1}),
     "fp8": ("float32", {"storage": "fp8"}),
     "torch": ("float32", {"rng": "torch"}),
+    "experts": ("float32", {"experts": "apart", "write_every": 2}),
 }
 
 

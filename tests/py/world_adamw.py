@@ -134,7 +134,13 @@ def one_step(
     """Make a step with this process's micro-batches: those with its rank modulo the count."""
     rank, count = rank_and_count()
     step, total = model.lohan.step, 0.0
-    for number in range(rank, BATCHES, count):
+    if model.lohan.order == "vertical":
+        parts = [
+            functools.partial(loss_of, model, step, number, dtype, change)
+            for number in range(rank, BATCHES, count)
+        ]
+        total = sum(map(float, model.lohan.accumulate(parts)))
+    for number in range(rank, BATCHES if model.lohan.order == "horizontal" else 0, count):
         loss = loss_of(model, step, number, dtype, change)
         loss.backward()
         total += float(loss.detach())
@@ -336,18 +342,28 @@ def _interrupted(*args: Any) -> None:
 
 
 def fail_once(store: str, where: str, who: int = 1) -> tuple[list[str], str]:
-    """One rank fails once, in or after its first backward or before step(); all continue."""
+    """One rank fails once, in or after its first backward or before step(); all continue.
+
+    With "turns" the micro-batches of a step have one backward, in which one of them fails.
+    """
     rank, _ = rank_and_count()
     _gradient_pieces.PIECE_BYTES = 20_000
-    model = wrapped(store)
-    errors = []
+    model = wrapped(store, order="vertical" if where == "turns" else "horizontal")
+    errors, calls = [], []
 
     def fail(gradient: Any = None) -> None:
         raise ValueError("this batch is bad")
 
+    def fail_in_turns(module: Any, args: Any, output: torch.Tensor) -> None:
+        calls.append(output)
+        if len(calls) == 2:
+            output.register_hook(fail)  # type: ignore[no-untyped-call]
+
     for attempt in range(5):
         handle = None
         is_bad = attempt == 2 and rank == who
+        if is_bad and where == "turns":
+            handle = model.layers[1].register_forward_hook(fail_in_turns)
         if is_bad and where == "backward":
             handle = model.layers[1].weight.register_hook(fail)
         try:

@@ -57,7 +57,7 @@ def bytes_of_absent(store: str) -> tuple[int, int]:
     names = [param.name for param in session.layout.params]
     unsent = sum(
         piece.message_bytes
-        for piece in session.peers._states._values.pieces
+        for _, piece, _ in session.peers._states._values.routes
         if piece.part == session.peers.world.rank
         and not any(names[part.param].startswith(("layers.0", "layers.1")) for part in piece.parts)
     )

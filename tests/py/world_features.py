@@ -113,11 +113,18 @@ def averages(store: str) -> tuple[str, str]:
 
 
 def experts(
-    store: str, steps: int, trains: bool, settings: dict[str, Any]
+    store: str, steps: int, trains: bool, settings: dict[str, Any], copy: str = ""
 ) -> tuple[int, str, list[float]]:
     """Train a mixture with experts apart, or the rest of it; return step, values and losses.
 
     Each micro-batch has tokens for few of the experts.
+
+    Args:
+        store: the store.
+        steps: the number of steps.
+        trains: whether the experts are trained.
+        settings: further settings of wrap().
+        copy: where to copy the store before the experts are read, or "".
     """
     rank, count = rank_and_count()
     torch.manual_seed(0)
@@ -138,6 +145,11 @@ def experts(
             loss.backward()
             losses.append(loss.item())
         inside(model).open_step.close(unscale=count / MIXED)
+    if settings.get("gather") == "shards":
+        model.lohan.flush()
+        assert any(nbytes for link, nbytes in model.lohan.stats().bytes.items() if "gather" in link)
+    if copy:
+        model.lohan.snapshot(copy).wait()
     values = {name: value for name, value in model.state_dict().items()}
     found = hashlib.sha256()
     for name in sorted(values):

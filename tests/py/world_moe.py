@@ -76,12 +76,16 @@ class Layer(nn.Module):
         names = range(len(mine)) if is_local else mine
         self.experts = nn.ModuleDict({str(n): every[e] for n, e in zip(names, mine, strict=True)})
         self.group = group
+        self.uses_all = False  # whether each expert has a gradient, also without tokens
 
     def forward(self, x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         weights = self.router(y).masked_fill(~allowed, -torch.inf).softmax(-1)
         weight, chosen = weights.max(-1)
-        return x + weight[:, None] * self.apply_experts(y, chosen)
+        made = x + weight[:, None] * self.apply_experts(y, chosen)
+        for expert in self.experts.values() if self.uses_all else ():
+            made = made + 0 * expert(y)
+        return made
 
     def apply_experts(self, y: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         here = list(self.experts.values())
@@ -212,6 +216,18 @@ def one_step(model: Any, batches: int, parts: int, *, is_single: bool, skips: bo
     model.optimizer.step()
 
 
+def skipped_step(model: Any, mine: Part, batches: int, parts: int, *, is_single: bool) -> None:
+    """Make a step that all processes skip: a gradient of one expert is not finite."""
+    handles = []
+    if EXPERTS - 1 in mine.experts:
+        expert = [*model.layers[0].experts.values()][-1]
+        handles = [each.register_hook(lambda g: g * float("nan")) for each in expert.parameters()]
+    one_step(model, batches, parts, is_single=is_single)
+    for handle in handles:
+        handle.remove()
+    assert model.optimizer.was_skipped
+
+
 def states(mine: Part, model: Any) -> dict[str, str]:
     """Return a hash of each parameter and of its optimizer states, by the expert's number."""
     found = {}
@@ -252,6 +268,8 @@ def train(
     skips: bool = False,
     has_files: bool = False,
     blocks: str = "",
+    spoils: bool = False,
+    uses_all: bool = False,
     **settings: Any,
 ) -> tuple[int, float | None, dict[str, str]]:
     """Train up to a step, and return the step, the last norm, and hashes of the states.
@@ -268,6 +286,8 @@ def train(
         skips: see loss_of().
         has_files: whether the values come from files.
         blocks: "experts" or "layers", each of which is a block, or "" for the usual ones.
+        spoils: whether the second step is skipped once.
+        uses_all: whether every expert has a gradient in each step.
         settings: settings of wrap().
     """
     _gradient_pieces.PIECE_BYTES = piece_bytes
@@ -276,12 +296,17 @@ def train(
         settings["weights"] = f"{store}-{rank_and_count()[0]}.safetensors"
         safetensors.torch.save_file(mine.model.state_dict(), settings["weights"])
     layers = mine.model.layers
+    for layer in layers:
+        layer.uses_all = uses_all
     if blocks == "experts":
         settings["blocks"] = [each for layer in layers for each in layer.experts.values()]
     if blocks == "layers":
         settings["blocks"] = [*layers]
     model = wrapped(mine, store, batches, **settings)
     while model.lohan.step < steps:
+        if spoils and model.lohan.step == 1:
+            skipped_step(model, mine, batches, parts, is_single=is_single)
+            spoils = False
         one_step(model, batches, parts, is_single=is_single, skips=skips)
     result = model.lohan.step, model.optimizer.grad_norm, states(mine, model)
     model.lohan.close()
@@ -375,7 +400,6 @@ def refused(store: str) -> dict[str, str]:
     twice.layers[1].experts = twice.layers[0].experts
     wrong: dict[str, dict[str, Any]] = {
         "share": {"share": "on"},
-        "replicas": {"replicas": "parameters"},
         "mezo": {"method": "mezo", "accumulate": 1},
         "mesh": {"groups": {PATTERN: mesh}},
         "kind": {"groups": {PATTERN: [0]}},

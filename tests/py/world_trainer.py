@@ -112,8 +112,10 @@ def train_resumable(folder: str, steps: int) -> tuple[list[float], str]:
 def train_rows(folder: str, rows: dict[str, dict[str, Any]]) -> dict[str, tuple[list[float], str]]:
     """Run several trainings with lohan."""
     found = {}
-    for name, given in rows.items():
-        trainer = start(f"{folder}/{name}", {}, **given)
+    for name, row in rows.items():
+        given = dict(row)
+        takes = {"order": order} if (order := given.pop("order", "")) else {}
+        trainer = start(f"{folder}/{name}", takes, **given)
         trainer.train()
         assert trainer.model_wrapped is trainer.model
         found[name] = helper.logged(trainer, "loss"), digest(trainer.model)

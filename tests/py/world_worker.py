@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import experts_helper
 import lohan
 import safetensors.torch
 import torch
@@ -58,6 +59,9 @@ def data(step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, t
 def losses(model: Any, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Return the losses of this process's micro-batches: those with its rank modulo the count."""
     rank, count = rank_and_count()
+    if not isinstance(model, Model):
+        numbers = range(BATCHES * step + rank, BATCHES * (step + 1), count)
+        return [experts_helper.loss_of(model, number) for number in numbers]
     x, y = data(step, dtype)
     return [nn.functional.mse_loss(model(x[i]), y[i]) for i in range(rank, BATCHES, count)]
 
@@ -75,7 +79,10 @@ def wrapped(store: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> 
     if settings.get("resume"):
         for name in ("lr", "eps", "seed"):
             settings.pop(name)
-    return lohan.wrap(build(dtype), store=store, method="mezo", **settings)
+    model: Any = build(dtype)
+    if settings.get("experts") == "apart":
+        model = experts_helper.qwen().to(dtype)
+    return lohan.wrap(model, store=store, method="mezo", **settings)
 
 
 def train(

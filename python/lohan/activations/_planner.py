@@ -182,6 +182,8 @@ class Planner:
             shape.made = self._choose(session, shape, shape.profile)
         if shape.made is not None:
             self._use(session, shape.made)
+        elif session.runs.takes_turns:
+            self._use_conservative(session)
         else:
             self._record(session)
 
@@ -200,6 +202,13 @@ class Planner:
         session.saving.window_set(made.window_bytes)
         if self.activations.blocks is not made.blocks:
             self.activations.put(made.blocks)
+
+    def _use_conservative(self, session: Training) -> None:
+        """Follow no plan in forwards that take turns: a profile is one of a forward at a time."""
+        session.forwards.around = session.saving.stay
+        session.saving.window_set(None)
+        if self.activations.blocks is not self.conservative:
+            self.activations.put(self.conservative)
 
     def _record(self, session: Training) -> None:
         step, stay = self.step, session.saving.stay
@@ -221,6 +230,18 @@ class Planner:
         session.forwards.around = SavedTensors(pack, stay.unpack)
         session.saving.window_set(None)
         self.activations.put(self.activations.make(_conservative(session), recorder.frame))
+
+    def plans_for(self, count: int) -> bool:
+        """Return whether forwards like the last one are profiled, so that many may run in turns.
+
+        Args:
+            count: how many forwards are to keep activations at once. Plans for fewer are dropped.
+        """
+        if count > self.at_once:
+            self.at_once = count
+            for shape in self.shapes:
+                shape.made = None
+        return self.shape is not None and self.shape.profile is not None
 
     def backward_end(self) -> None:
         """Handle the end of a backward, which usually frees the tensors that all forwards saved."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -237,7 +237,10 @@ class Layout:
         other_strides: names of parameters whose strides in the store differ from the model's.
         groups: what the store's meta says of the process's groups; None without groups=.
         ranks_of: by the index of a parameter of a group, the ranks that have it.
+        among: by the index of a unit of a group, the parts of the states that can have its own.
         owes_idle: whether units of a family owe the steps in which they have no gradient.
+        fills_idle: whether they have a gradient of zeros in these steps instead.
+        averages_idle: whether only their averages take these steps, at once.
         origins: where each parameter's value came from, by its name; filling the store sets it.
         new_rows: by the index of a parameter, the rows that its file lacks ([Note: New tokens] in
             _resized.py), and where they come from.
@@ -253,10 +256,13 @@ class Layout:
     part: tuple[int, int] = (0, 1)
     groups: dict[str, Any] | None = None
     ranks_of: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    among: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     cut: _storage_formats.Cut = dataclasses.field(default_factory=_storage_formats.Cut)
     made_contiguous: list[str] = dataclasses.field(default_factory=list)
     other_strides: list[str] = dataclasses.field(default_factory=list)
     owes_idle: bool = False
+    fills_idle: bool = False
+    averages_idle: bool = False
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
     new_rows: dict[int, tuple[torch.Tensor, str]] = dataclasses.field(default_factory=dict)
     in_place: InPlace = dataclasses.field(init=False)
@@ -270,6 +276,11 @@ class Layout:
     def rule(self) -> str:
         """The update rule: a key of RULES."""
         return self.units[0].rule if self.units else "adamw"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine changes units of a family in steps without a gradient."""
+        return self.owes_idle or self.averages_idle
 
     @property
     def has_averages(self) -> bool:
@@ -466,29 +477,38 @@ def place_values(unit: Unit) -> None:
     unit.value_bytes = _align(at, _core.BLOCK_BYTES) - unit.nbytes
 
 
-def parts_of(units: Sequence[Unit], part_count: int) -> list[int]:
+def parts_of(
+    units: Sequence[Unit], part_count: int, among: Mapping[int, Sequence[int]] | None = None
+) -> list[int]:
     """Divide the states of trained units into parts of about equal size.
 
-    The largest unit goes first, each to the part with the fewest elements so far.
+    The largest unit goes first, each to the part with the fewest elements so far. Units that only
+    some processes have are divided apart from the others: all that have a unit agree on its part,
+    although they have different units.
 
     Args:
         units: the units of a layout.
         part_count: the number of parts.
+        among: by the index of a unit that only some processes have, the parts of these.
 
     Returns:
-        The part of each unit; 0 for frozen units, which have no states.
+        The part of each unit; the first one for frozen units, which have no states.
     """
-    parts, sizes = [0] * len(units), [0] * part_count
+    among, parts = among or {}, [0] * len(units)
+    sizes: dict[Sequence[int], dict[int, int]] = {}
     for index in sorted(range(len(units)), key=lambda i: (-units[i].elements, i)):
-        parts[index] = sizes.index(min(sizes)) if units[index].trainable else 0
-        sizes[parts[index]] += units[index].elements
+        choices = among.get(index, range(part_count))
+        size = sizes.setdefault(choices, dict.fromkeys(choices, 0))
+        parts[index] = min(size, key=size.__getitem__) if units[index].trainable else choices[0]
+        size[parts[index]] += units[index].elements
     return parts
 
 
 def divide_states(layout: Layout, part: int, part_count: int) -> None:
     """Mark the units whose states another process has; see parts_of()."""
     layout.part = (part, part_count)
-    for unit, its in zip(layout.units, parts_of(layout.units, part_count), strict=True):
+    parts = parts_of(layout.units, part_count, layout.among)
+    for unit, its in zip(layout.units, parts, strict=True):
         unit.has_states = its == part or not unit.trainable
 
 

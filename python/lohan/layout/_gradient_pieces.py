@@ -87,11 +87,13 @@ class Piece:
         parts: its parts.
         nbytes: the bytes of the parts.
         part: the part of the optimizer's states that its parameters belong to.
+        unit: the unit of its parameters, if it has those of one only; otherwise -1.
     """
 
     parts: list[Part] = dataclasses.field(default_factory=list)
     nbytes: int = 0
     part: int = 0
+    unit: int = -1
 
     @property
     def message_bytes(self) -> int:
@@ -156,23 +158,27 @@ def _with_trailer(checksum: int, trailer: Trailer) -> int:
     return _core.crc32c(_TRAILER.pack(*trailer.row, 0) + trailer.bits, checksum)
 
 
-def pieces_of(params: Sequence[Param], part_of: Mapping[int, int] | None = None) -> list[Piece]:
+def pieces_of(
+    params: Sequence[Param], part_of: Mapping[int, int] | None = None, *, is_cut: bool = False
+) -> list[Piece]:
     """Divide the gradients of parameters, in their order, into pieces.
 
     Args:
         params: the parameters.
         part_of: which part of the optimizer's states each parameter belongs to, if these are
             divided. A piece has parameters of one part.
+        is_cut: whether a piece has parameters of one unit only.
     """
     pieces = [Piece()]
     for param in params:
         dtype, left, first = param.tensor.dtype, param.tensor.numel(), 0
         part = part_of[param.index] if part_of is not None else 0
-        if pieces[-1].parts and pieces[-1].part != part:
+        unit = param.unit if is_cut else -1
+        if pieces[-1].parts and (pieces[-1].part, pieces[-1].unit) != (part, unit):
             pieces.append(Piece())
         while left > 0:
             piece = pieces[-1]
-            piece.part = part
+            piece.part, piece.unit = part, unit
             at = -piece.nbytes % dtype.itemsize + piece.nbytes
             count = min(left, (PIECE_BYTES - at) // dtype.itemsize)
             if count <= 0 or len(piece.parts) == _PART_COUNT:

@@ -116,7 +116,6 @@ class Row:
 
 MEZO = 'method="mezo"'
 _MEZO = "method='mezo'"
-SEVERAL = "several processes"
 VERTICAL = "order='vertical'"
 SHARE = "Parallel(share=True)"
 DIVIDED = "Parallel(shard_optimizer=True)"
@@ -169,45 +168,6 @@ def _of_rule(name: str) -> Row:
     )
 
 
-def _of_others(other: str, is_so: Callable[[Facts], Any], way_out: str) -> Row:
-    """What only AdamW has been built for."""
-
-    def both(f: Facts) -> bool:
-        return f.rule != "adamw" and is_so(f)
-
-    one = "another rule than AdamW (method={f.method!r})"
-    return Row(one, other, both, "not built", "", way_out)
-
-
-def _of_average(other: str, is_so: Callable[[Facts], bool], reason: Reason) -> Row:
-    return Row(
-        "ema={c.ema}",
-        other,
-        lambda f: f.config.ema is not None and is_so(f),
-        reason,
-        "",
-        "leave one of them out",
-    )
-
-
-def _of_experts(other: str, is_so: Callable[[Facts], bool]) -> Row:
-    def both(f: Facts) -> bool:
-        return f.experts == "apart" and is_so(f)
-
-    return Row(APART, other, both, "not built", "", "leave experts= out")
-
-
-def _of_owed(other: str, is_so: Callable[[Facts], bool]) -> Row:
-    return Row(
-        "experts='apart' with idle='exact'",
-        other,
-        lambda f: f.trains_experts and f.idle == "exact" and is_so(f),
-        "not built",
-        "",
-        "pass idle='skip', with which an expert without tokens is not updated",
-    )
-
-
 ROWS = (
     # Zeroth-order training has neither gradients nor moments.
     *map(_of_method, OF_METHOD),
@@ -256,7 +216,14 @@ ROWS = (
         "",
         "leave it out, and a step that is not finite raises an error",
     ),
-    _of_average(_MEZO, lambda f: f.is_mezo, "not built"),
+    Row(
+        "ema={c.ema}",
+        _MEZO,
+        lambda f: f.is_mezo and f.config.ema is not None,
+        "not built",
+        "",
+        "leave one of them out",
+    ),
     Row(
         "idle='skip'",
         _MEZO,
@@ -285,9 +252,6 @@ ROWS = (
         _LEAVE_OUT,
         _NO_MEANING,
     ),
-    _of_others(
-        "experts='apart'", lambda f: f.trains_experts, "leave experts= out, or freeze the experts"
-    ),
     # The vertical order runs all micro-batches of a block at once.
     Row(
         VERTICAL,
@@ -302,20 +266,12 @@ ROWS = (
     ),
     Row(
         VERTICAL,
-        "activations={c.activations!r}",
-        lambda f: f.config.order == "vertical" and f.config.has_policy,
-        "not built",
-        "a policy that measures one micro-batch at a time",
-        "pass 'recompute', or a dict of patterns",
-    ),
-    Row(
-        VERTICAL,
-        SEVERAL,
-        lambda f: f.is_several and f.config.order == "vertical",
-        "not built",
-        "",
+        "Parallel(groups=)",
+        lambda f: f.is_several and f.config.order == "vertical" and "groups" in f.given,
+        "meaning",
+        "whose processes use different experts in a micro-batch, so that the all-to-alls of the"
+        " script would be in different orders",
         "leave order= out",
-        "{one} is not supported in a run of several processes: {way_out}",
     ),
     # Updates that begin before all gradients are known.
     Row(
@@ -350,11 +306,6 @@ ROWS = (
         "{one} needs experts='apart': a layer's experts are one tensor otherwise: {way_out}",
         ModelError,
     ),
-    _of_average(
-        "experts='apart' and idle='skip'",
-        lambda f: f.trains_experts and f.idle == "skip",
-        "not built",
-    ),
     Row(
         "experts='apart' with idle='skip'",
         "optimizer=",
@@ -363,36 +314,7 @@ ROWS = (
         "which has one count of steps for all experts of a layer",
         "pass params= instead, or create the Trainer without optimizers=",
     ),
-    _of_owed("moments={f.states!r}", lambda f: f.states != "fp32"),
     # Several processes.
-    _of_experts(f"{MEZO} in {SEVERAL}", lambda f: f.is_several and f.is_mezo and f.trains_experts),
-    _of_owed(SEVERAL, lambda f: f.is_several),
-    _of_experts(SHARDS, lambda f: f.is_several and f.config.gather == "shards"),
-    _of_average("Parallel(groups=)", lambda f: "groups" in f.given, "not built"),
-    Row(
-        "on_nan='skip'",
-        "Parallel(groups=)",
-        lambda f: f.config.on_nan == "skip" and "groups" in f.given,
-        "not built",
-        "",
-        "leave on_nan= out, and a step that is not finite raises an error",
-    ),
-    Row(
-        "Parallel(groups=)",
-        SHARE,
-        lambda f: "groups" in f.given and f.config.share == "on",
-        "not built",
-        "whose processes read the parameters of one process",
-        "leave share= out",
-    ),
-    Row(
-        "Parallel(groups=)",
-        DIVIDED,
-        lambda f: "groups" in f.given and f.config.replicas == "parameters",
-        "not built",
-        "which divides the states of parameters that all processes have",
-        "leave shard_optimizer= out",
-    ),
     # A mate opens the store while its owner has it open: a single slot is unclean then.
     Row(
         SHARE,

@@ -163,6 +163,7 @@ def _lay_out(
 
         made = _join.config_of_mate(made)
         layout.in_place.kept_bytes = 0  # its owner keeps what is packed
+        layout.averages_idle = False  # and has the averages
         budget = _division.least(layout, made)
     if zeroth is None:
         made, budget = _division.commits_by_cost(layout, made, budget, shared.world)
@@ -457,12 +458,13 @@ class Opening:
 
             turns = Turns()
             make = functools.partial(Training, runs=turns, method=MeZO(self.zeroth, turns))
-        elif self.shared.world is not None:
-            make = functools.partial(Training, peers=self.shared.peers(self.layout))
-        elif _order.is_vertical(self.config, self.layout, self.budget, device):
-            from lohan.session._vertical import Vertical
+        else:
+            if self.shared.world is not None:
+                make = functools.partial(make, peers=self.shared.peers(self.layout))
+            if _order.is_vertical(self.config, self.layout, self.budget, device):
+                from lohan.session._vertical import Vertical
 
-            make = functools.partial(Training, runs=Vertical(self.config.order))
+                make = functools.partial(make, runs=Vertical(self.config.order))
         session: Training = make(
             self.layout,
             extents,

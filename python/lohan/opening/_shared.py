@@ -70,10 +70,12 @@ class Shared:
 
             if config.share == "on":
                 self.team = Team(world)
-            self.config = _join.config_of(world, config, self.team, exchanges=zeroth is None)
             if request.groups is not None:
                 self.groups = Groups(request.model, request.groups)
-                self.config = _join.config_of_groups(self.config)
+            has_groups, exchanges = self.groups is not None, zeroth is None
+            self.config = _join.config_of(
+                world, config, self.team, exchanges=exchanges, has_groups=has_groups
+            )
 
     @property
     def about(self) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class Shared:
             way = _gather_choice.choose(world, self.team, self.config)
             self.config = dataclasses.replace(self.config, gather=way)
         if self.groups is not None:
-            self.groups.meet(world)
+            self.groups.meet(world, self.team)
         if zeroth is not None:
             zeroth.world = world
             if not resumed:  # without seed=, all processes use rank 0's seed of torch
@@ -207,16 +209,17 @@ class Shared:
         if self.world is None:
             return Alone()
         from lohan.replicas._divided import Divided, DividedMate
-        from lohan.replicas._grouped import Grouped
         from lohan.replicas._mate import Mate
         from lohan.replicas._replica import Replica
         from lohan.replicas._whole import Whole
 
-        states = Whole()
-        if self.groups is not None:
-            states = Grouped(self.groups)
-        elif layout.part[1] > 1:
-            states = DividedMate() if self.is_mate else Divided()
+        states = Whole(self.groups)
+        if layout.part[1] > 1:
+            states = DividedMate(self.groups) if self.is_mate else Divided(self.groups)
+        elif self.groups is not None:
+            from lohan.replicas._grouped import Grouped, GroupedMate
+
+            states = GroupedMate(self.groups) if self.is_mate else Grouped(self.groups)
         if self.team is not None and self.is_mate:
             return Mate(self.world, self.team, states)
         return Replica(self.world, self.team, states)

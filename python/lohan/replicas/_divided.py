@@ -10,7 +10,6 @@ import collections
 import time
 from typing import TYPE_CHECKING
 
-from lohan.layout._gradient_pieces import pieces_of
 from lohan.replicas import _values
 from lohan.replicas._whole import Whole
 
@@ -25,34 +24,29 @@ if TYPE_CHECKING:
 def _learned(peers: Replica) -> set[int]:
     """Return which parameters have gradients in the open step, which all processes say once."""
     what = f"step {peers.session.step + 1}"
-    said = _values.present_said(peers.exchange.summed)
-    told = peers.world.exchange(said, what)
+    exchange = peers.exchange
+    told = peers.world.exchange(_values.present_said(exchange.keys_of(exchange.summed)), what)
     peers.check_discarded(told, what)
-    return _values.present_of(peers.world, told, what)
+    return exchange.indices_of(_values.present_of(peers.world, told, what))
 
 
 class Divided(Whole):
     """The states of this process's own units."""
 
     _values: _values.Values
-
-    def __init__(self) -> None:
-        self._present: set[int] | None = None  # parameters with gradients, once all have said so
+    _present: set[int] | None = None  # parameters with gradients, once all have said so
 
     def join(self, peers: Replica) -> Exchange:
         """Connect to the other processes, and return the exchange of gradients."""
-        exchange, part_of = super().join(peers), peers.part_of()
-        assert part_of is not None
-        given = peers.world, exchange, peers.trained, part_of, peers.owners
-        self._values = _values.Values(*given)
+        exchange = super().join(peers)
+        self._values = _values.Values(peers.world, exchange, peers.trained)
         return exchange
 
     @property
     def values_bytes(self) -> int:
         """The bytes of new parameters that a step sends, if all parameters have gradients."""
-        peers = self.peers
-        mine = [piece for piece in self._values.pieces if piece.part == peers.world.rank]
-        return sum(piece.message_bytes for piece in mine) * (len(peers.owners) - 1)
+        routes, rank = self._values.routes, self.peers.world.rank
+        return sum(p.message_bytes * (len(to) - 1) for _, p, to in routes if p.part == rank)
 
     # --- A step -----------------------------------------------------------------------------
 
@@ -65,7 +59,7 @@ class Divided(Whole):
         """Learn which parameters have gradients in the step: their owners say so. Once a step."""
         if self._present is None:
             session = self.peers.session
-            self._present = _learned(self.peers)
+            self._present = self._filled(_learned(self.peers))
             for index in self._present:
                 if not session.layout.units[session.layout.params[index].unit].has_states:
                     session.engine.given_expect(index)
@@ -116,14 +110,13 @@ class DividedMate(Whole):
     part in what all processes say about a step.
     """
 
-    def __init__(self) -> None:
-        self._value_piece_count = 0
-        self._has_learned = False
+    _value_tag_count = 0
+    _has_learned = False
 
     def join(self, peers: Replica) -> Exchange:
         """Connect to the other processes, and return the exchange of gradients."""
         exchange = super().join(peers)
-        self._value_piece_count = len(pieces_of(peers.trained, peers.part_of()))
+        _, self._value_tag_count = exchange.value_routes()
         return exchange
 
     def learn(self) -> None:
@@ -135,7 +128,7 @@ class DividedMate(Whole):
     def given_back(self) -> None:
         """Take the tags of what the owners exchange during an update."""
         self._has_learned = False
-        self.peers.exchange.take_tags(self._value_piece_count)
+        self.peers.exchange.take_tags(self._value_tag_count)
 
     def share_square_sums(self) -> None:
         """Take part as the owners tell their sums of squares."""

@@ -12,6 +12,13 @@ their way, backward waits, which limits the memory of gradients that slower proc
 yet. The others ask in the order of the pieces, so a backward whose gradients come in another order
 must not wait: it gets further buffers.
 
+[Note: Backwards of several micro-batches] In the vertical order (session/_vertical.py) one backward
+has the gradients of k micro-batches, block by block. Each piece then has k turns, one for each
+micro-batch, and a piece has parameters of one unit only: first come all pieces of a unit for one
+micro-batch, then those for the next one, and so on, and then those of the next unit. The turns of a
+piece are added in the order of the micro-batches, so that the sums are those of k backwards. All
+processes agree on k before such a backward (Replica.turns_begin).
+
 [Note: A backward that fails] The last piece waits for the end of the backward, and says whether its
 sender's backward has failed. Those that add it learn so who has failed, and tell the others: mates,
 and with divided states most processes. So all processes end a backward in the same way, and none
@@ -48,19 +55,22 @@ from lohan.layout._gradient_pieces import (
     buffer_bytes,
     buffer_count,
     memory_of,
+    pieces_of,
 )
-from lohan.replicas._routes import Routes, routes_to_adders
+from lohan.replicas._routes import Routes, ValueRoute, routes_to_adders
 from lohan.world._rendezvous import SAY_AFTER_S
 from lohan.world._wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Piece
     from lohan.world._world import World
 
 _POLL_S = 0.1
+_ZERO_COUNT = 1 << 16  # zeros that are added to a sum at once
+_ZEROS_DTYPE = DTYPE_CODES[torch.float32]
 
 
 class Filled:
@@ -83,6 +93,8 @@ class Exchange:
         on_wait: called with True when a thread begins to wait for other processes, then with False.
         rounds: the number of backwards that have ended, which all processes count alike.
         has_failed: whether a backward of the open step has failed in any process.
+        turns: how many micro-batches the next backward has.
+        turn: the micro-batch of the backward that the next gradients are of.
         wire: the connections to the other processes.
     """
 
@@ -93,6 +105,7 @@ class Exchange:
         params: Sequence[Param],
         owners: Sequence[int],
         part_of: Mapping[int, int] | None,
+        is_cut: bool = False,
     ) -> None:
         """Connect to the other processes.
 
@@ -103,8 +116,11 @@ class Exchange:
             owners: the ranks that have sums. See [Note: Teams] in _team.py.
             part_of: by parameter, the rank that has its sum; None: all owners have. See
                 [Note: Divided states] in _values.py.
+            is_cut: whether a piece has parameters of one unit only, for backwards of several
+                micro-batches.
         """
         self._world = world
+        self._is_cut = is_cut
         self._engine = engine
         self._params = {param.index: param for param in params}
         self._part_of = part_of
@@ -127,6 +143,7 @@ class Exchange:
         self._largest = largest
         self._errors: list[tuple[int | None, BaseException]] = []
         self.rounds = 0
+        self.turns, self.turn = 1, 0
         self.on_wait: Callable[[bool], object] = bool
         self._sequence = 0  # of the first piece of the open backward, for tags
         self._failed: set[int] = set()  # processes whose backward has failed
@@ -152,7 +169,8 @@ class Exchange:
     def _routes_of(self, order: Sequence[int]) -> Routes:
         params = [self._params[index] for index in order]
         rank, size = self._world.rank, self._world.size
-        return routes_to_adders(rank, size, params, self._owners, self._part_of)
+        given = rank, size, params, self._owners, self._part_of
+        return routes_to_adders(*given, is_cut=self._is_cut)
 
     # --- A step -------------------------------------------------------------------------------
 
@@ -194,11 +212,37 @@ class Exchange:
         """The parameters that have a sum of the open step in this process."""
         return set(self._summed)
 
+    def fill(self, indices: Iterable[int]) -> None:
+        """Add zeros to the sums that parameters have in this process, if they have no gradient."""
+        rank, part_of, zeros = self._world.rank, self._part_of, torch.zeros(_ZERO_COUNT)
+        for index in {*indices} - self._summed if self._is_adder else ():
+            if part_of is not None and part_of[index] != rank:
+                continue
+            count, address = self._params[index].count, [zeros.data_ptr()]
+            for first in range(0, count, _ZERO_COUNT):
+                part = min(_ZERO_COUNT, count - first)
+                self._engine.sums_add(index, first, part, address, _ZEROS_DTYPE, True)
+            self._summed.add(index)
+
+    def keys_of(self, indices: Iterable[int]) -> list[int]:
+        """Return numbers of parameters that all processes which have them understand."""
+        return sorted(indices)
+
+    def indices_of(self, keys: Iterable[int]) -> set[int]:
+        """Return the parameters of this process that have these numbers; see keys_of()."""
+        return set(keys)
+
+    def value_routes(self) -> tuple[list[ValueRoute], int]:
+        """Return how owners send new values, and the number of tags. All processes call this."""
+        pieces = pieces_of([*self._params.values()], self._part_of)
+        return [(tag, piece, self._owners) for tag, piece in enumerate(pieces)], len(pieces)
+
     @property
     def sent_away(self) -> set[int]:
         """The parameters whose gradients in the last backward went to other processes only."""
-        away = set(self._own) - set(self._routes.mine)
-        return {self._pieces[n].parts[i].param for n in away for i in self._own[n].there}
+        mine = set(self._routes.mine)
+        away = [(n, own) for n, own in self._own.items() if self._slots[n][0] not in mine]
+        return {self._piece(n).parts[i].param for n, own in away for i in own.there}
 
     @property
     def errors(self) -> list[tuple[int | None, BaseException]]:
@@ -269,12 +313,13 @@ class Exchange:
         flat = gradient.detach().reshape(-1).cpu()
         if parts:
             self._check_dtype(index, flat, parts[0][2].dtype)
-        for number, position, part in parts:
+        for piece, position, part in parts:
+            number = self._at[piece, self.turn]
             own = self._own_of(number)
             own.draft.put(part, flat)
             own.there.add(position)
-            is_last = number == self._routes.last  # see [Note: A backward that fails]
-            if len(own.there) == len(self._pieces[number].parts) and not is_last:
+            is_last = number == self._count - 1  # see [Note: A backward that fails]
+            if len(own.there) == len(self._pieces[piece].parts) and not is_last:
                 self._send(number, failed=False)
 
     def _enter(self, step: int) -> None:
@@ -304,24 +349,25 @@ class Exchange:
         if failed and (self._is_broken or self._is_closed):
             return
         self._check_unbroken()
-        for number, piece in enumerate(self._pieces):
+        for number in range(self._count):
             own = self._own_of(number)
             if own.is_sent:
                 continue
-            for index, part in enumerate(piece.parts):
+            for index, part in enumerate(self._piece(number).parts):
                 if index not in own.there:
                     own.draft.clear(part)
             self._send(number, failed=failed)
         what = self._what()
-        self._wait(lambda: self._added == len(self._pieces) and not self._busy(), what)
+        self._wait(lambda: self._added == self._count and not self._busy(), what)
         if self._routes.teller is not None:
             self._hear(self._routes.teller, what)
         self._tell()
         self.is_open = False
-        self._sequence += self._routes.tag_count + 1
+        self._sequence += self._routes.tag_count * self.turns + 1
         self.rounds += 1
         self._world.backwards = self.rounds
-        self._micro += 1
+        self._micro += self.turns
+        self.turns, self.turn = 1, 0
         self.has_failed = failed or bool(self._failed)
         self._summed |= self._present
         if failed:
@@ -356,10 +402,14 @@ class Exchange:
             heard.append(True)
             self._news.ring()
 
-        self.wire.receive(teller, verdict, self._sequence + self._routes.tag_count, done)
+        self.wire.receive(teller, verdict, self._verdict_tag, done)
         self._wait(lambda: bool(heard), what)
         self.count(sent=0, received=verdict.numel())
         self._failed = {*torch.nonzero(verdict).flatten().tolist()}
+
+    @property
+    def _verdict_tag(self) -> int:
+        return self._sequence + self._routes.tag_count * self.turns
 
     def _tell(self) -> None:
         """Tell the processes that do not add the last piece whose backwards have failed."""
@@ -367,8 +417,7 @@ class Exchange:
         verdict[[*self._failed]] = 1
         for rank in self._routes.listeners:
             self.count_sends(1)
-            tag = self._sequence + self._routes.tag_count
-            self.wire.send(rank, verdict, tag, lambda: self.count_sends(-1))
+            self.wire.send(rank, verdict, self._verdict_tag, lambda: self.count_sends(-1))
         self.count(sent=verdict.numel() * len(self._routes.listeners), received=0)
 
     def close(self) -> None:
@@ -398,6 +447,11 @@ class Exchange:
             )
         self._step = step
         self.is_open = True
+        # What is sent, in order: pieces and micro-batches; from here on, numbers are places in it.
+        self._slots = self._routes.slots(self.turns)
+        self._at = {slot: number for number, slot in enumerate(self._slots)}
+        self._count = len(self._slots)
+        self._begun: set[tuple[int, int]] = set()  # pieces and parts that have a sum
         self._own: dict[int, Filled] = {}
         self._sent_below = 0  # all pieces with smaller numbers have been sent
         self._added = 0
@@ -406,6 +460,10 @@ class Exchange:
         now = time.monotonic()
         # By peer: how many pieces were asked for, how many and which have come, how many of this
         # process it has not taken yet, and when it last sent or took one.
+        self._wanted = {
+            rank: [self._at[n, turn] for n, turn in self._slots if n in numbers]
+            for rank, numbers in ((rank, set(self._routes.of[rank])) for rank in self._others)
+        }
         self._asked = dict.fromkeys(self._others, 0)
         self._came: dict[int, dict[int, torch.Tensor]] = {rank: {} for rank in self._others}
         self._came_count = dict.fromkeys(self._others, 0)
@@ -415,6 +473,13 @@ class Exchange:
         self._world.say(f"in {self._what()}")
         for rank in self._others:
             self._ask(rank)
+
+    def _piece(self, number: int) -> Piece:
+        return self._pieces[self._slots[number][0]]
+
+    def _tag(self, number: int) -> int:
+        piece, turn = self._slots[number]
+        return self._routes.tags[piece] * self.turns + turn
 
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece. A new one gets a buffer, and waits for it if it may."""
@@ -427,16 +492,17 @@ class Exchange:
             buffer = self._free.pop() if self._free else None
         if buffer is None:  # the gradients come in another order: see [Note: Room for pieces]
             buffer = torch.empty(self._largest, dtype=torch.uint8)
-        self._own[number] = Filled(self._pieces[number], buffer)
+        self._own[number] = Filled(self._piece(number), buffer)
         return self._own[number]
 
     def _send(self, number: int, *, failed: bool) -> None:
-        piece, own, to = self._pieces[number], self._own[number], self._routes.to[number]
-        tag = self._routes.tags[number]
+        piece, own, tag = self._piece(number), self._own[number], self._tag(number)
+        to = self._routes.to[self._slots[number][0]]
         bits = bytearray((len(piece.parts) + 7) // 8)
         for index in own.there:
             bits[index // 8] |= 1 << index % 8
-        trailer = Trailer(self._step, self._micro, tag, int(failed), bytes(bits))
+        micro = self._micro + self._slots[number][1]
+        trailer = Trailer(self._step, micro, tag, int(failed), bytes(bits))
         own.draft.seal(trailer)
         message = own.buffer[: piece.message_bytes]
         self.count_sends(len(to))
@@ -455,7 +521,7 @@ class Exchange:
 
     def _ask(self, rank: int) -> None:
         """Ask a process for its next pieces, as long as there are buffers."""
-        numbers = self._routes.of[rank]
+        numbers = self._wanted[rank]
         while True:
             with self._lock:
                 if self._asked[rank] == len(numbers) or not self._free_in[rank]:
@@ -463,29 +529,41 @@ class Exchange:
                 number = numbers[self._asked[rank]]
                 self._asked[rank] += 1
                 buffer = self._free_in[rank].pop()
-            message = buffer[: self._pieces[number].message_bytes]
+            message = buffer[: self._piece(number).message_bytes]
 
             def done(number: int = number, buffer: torch.Tensor = buffer) -> None:
                 with self._lock:
                     self._came[rank][number] = buffer
                     self._came_count[rank] += 1
-                    self._received_bytes += self._pieces[number].message_bytes
+                    self._received_bytes += self._piece(number).message_bytes
                     self._moved_at[rank] = time.monotonic()
                 self._news.ring()
                 self._check_complete(number)
 
-            self.wire.receive(rank, message, self._sequence + self._routes.tags[number], done)
+            self.wire.receive(rank, message, self._sequence + self._tag(number), done)
 
     def _check_complete(self, number: int) -> None:
-        """Queue a piece for addition if all processes' contributions are here, once."""
+        """Queue a piece for addition if all processes' contributions are here, once.
+
+        Its turns are added in their order, so that those that were here before follow.
+        """
         with self._lock:
-            own = self._own.get(number)
-            is_here = own is not None and own.is_sent and not own.is_queued
-            others = [rank for rank in self._routes.added[number] if rank != self._world.rank]
-            if is_here and all(number in self._came[rank] for rank in others):
+            piece, turn = self._slots[number]
+            others = [rank for rank in self._routes.added[piece] if rank != self._world.rank]
+            if turn > 0 and not self._is_queued(self._at[piece, turn - 1]):
+                return
+            for each in [self._at[piece, later] for later in range(turn, self.turns)]:
+                own = self._own.get(each)
+                is_here = own is not None and own.is_sent and not own.is_queued
+                if not (is_here and all(each in self._came[rank] for rank in others)):
+                    return
                 assert own is not None
                 own.is_queued = True
-                self._complete.put(number)
+                self._complete.put(each)
+
+    def _is_queued(self, number: int) -> bool:
+        own = self._own.get(number)
+        return own is not None and own.is_queued
 
     def _sent(self, own: Filled, rank: int) -> None:
         with self._lock:
@@ -549,8 +627,8 @@ class Exchange:
 
     def _late(self) -> set[int]:
         """Return the processes that have not sent or taken pieces, or else who tells the end."""
-        of, teller = self._routes.of, self._routes.teller
-        late = {rank for rank in self._others if self._came_count[rank] < len(of[rank])}
+        teller = self._routes.teller
+        late = {r for r in self._others if self._came_count[r] < len(self._wanted[r])}
         late |= {rank for rank, count in self._untaken.items() if count > 0}
         return late or ({teller} if teller is not None else set())
 
@@ -565,10 +643,10 @@ class Exchange:
 
     def _add_piece(self, number: int) -> None:
         """Add all contributions of a piece, by rank. See [Note: Sums of all processes]."""
-        piece = self._pieces[number]
+        piece, place = self._piece(number), self._slots[number][0]
         own = self._own[number]
-        added = set(self._summed)
-        ranks = self._routes.added[number]
+        added: set[int] = set()
+        ranks = self._routes.added[place]
         others = [rank for rank in ranks if rank != self._world.rank]
         there = []  # for each contribution, the trailer and the address of the parts
         for rank in ranks:
@@ -578,7 +656,9 @@ class Exchange:
             addresses = [base + part.offset for trailer, base in there if trailer.has(index)]
             if not addresses:
                 continue
-            is_first, code = part.param not in added, DTYPE_CODES[part.dtype]
+            is_first = part.param not in self._summed and (place, index) not in self._begun
+            self._begun.add((place, index))
+            code = DTYPE_CODES[part.dtype]
             self._engine.sums_add(part.param, part.first, part.count, addresses, code, is_first)
             added.add(part.param)
         with self._lock:
@@ -597,7 +677,7 @@ class Exchange:
             NetworkError: its checksum is wrong.
             WorldMismatchError: it belongs to another step or backward.
         """
-        piece = self._pieces[number]
+        piece = self._piece(number)
         message = memory_of(piece, buffer)
         trailer, check = piece.trailer_of(message)
         if rank != self._world.rank:
@@ -610,7 +690,8 @@ class Exchange:
                     f" element {parts[0].first} on, {piece.nbytes} bytes): the network or a memory"
                     " has changed them. Restart the processes with resume=True"
                 )
-            if trailer.row[:3] != (self._step, self._micro, self._routes.tags[number]):
+            micro = self._micro + self._slots[number][1]
+            if trailer.row[:3] != (self._step, micro, self._tag(number)):
                 raise WorldMismatchError(
                     f"{self._world.name(rank)} is in backward {trailer.micro + 1} of step"
                     f" {trailer.step + 1}, but {self._world.name(self._world.rank)} in"

@@ -1,7 +1,8 @@
 """The exchange of gradients where some parameters are in the processes of a group only.
 
 [Note: Pieces of groups] A piece has parameters of one group ([Note: Groups] in _groups.py), or of
-all processes together, and only these processes send and add it, in the order of their ranks. Its
+all processes together, and only these processes send it. Those of them that have its sum add it, in
+the order of their ranks. Its
 tag counts within its group, since the processes of other groups have other pieces. Parameters that
 no other process has are added to their sums at once, without a piece.
 
@@ -23,10 +24,10 @@ import torch
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._gradient_pieces import pieces_of
 from lohan.replicas._exchange import Exchange, Filled
-from lohan.replicas._routes import Routes
+from lohan.replicas._routes import Routes, ValueRoute
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lohan import _core
     from lohan.layout._block import Param
@@ -42,6 +43,8 @@ class GroupExchange(Exchange):
         world: World,
         engine: _core.Engine,
         params: Sequence[Param],
+        owners: Sequence[int],
+        part_of: Mapping[int, int] | None,
         ranks_of: Mapping[int, tuple[int, ...]],
         every: Sequence[tuple[int, ...]],
     ) -> None:
@@ -51,6 +54,8 @@ class GroupExchange(Exchange):
             world: the processes.
             engine: the engine that has the sums.
             params: the trainable parameters.
+            owners: the ranks that have sums.
+            part_of: by parameter, the rank that has its sum; None: all owners that have it.
             ranks_of: by parameter, the ranks that have it; the others are in all processes.
             every: all groups of the run, and all processes together.
         """
@@ -65,7 +70,12 @@ class GroupExchange(Exchange):
             else:
                 self._members.setdefault(ranks, []).append(param.index)
         self._numbers = {ranks: number for number, ranks in enumerate(every)}
-        super().__init__(world, engine, params, everybody, None)
+        self._keys = {
+            index: self._numbers[ranks] << 32 | place
+            for ranks, indices in self._members.items()
+            for place, index in enumerate(indices)
+        }
+        super().__init__(world, engine, params, owners, part_of)
         # See [Note: Collectives in a backward]: each piece gets a buffer of its own.
         self._free.clear()
         self._buffer_count = 0
@@ -73,13 +83,7 @@ class GroupExchange(Exchange):
     def _routes_of(self, order: Sequence[int]) -> Routes:
         """Divide the gradients of each group into pieces, and order these as they are complete."""
         at = {index: place for place, index in enumerate(order)}
-        of = {
-            ranks: pieces_of([self._params[index] for index in indices])
-            for ranks, indices in self._members.items()
-        }
-        mine = max(map(len, of.values())).to_bytes(4, "little")
-        told = self._world.exchange(mine, "the number of pieces")
-        stride = max(int.from_bytes(count, "little") for count in told)
+        of, stride = self._pieces_of_groups()
         rows = [
             (max(at[part.param] for part in piece.parts), ranks, number, piece)
             for ranks, pieces in of.items()
@@ -91,9 +95,44 @@ class GroupExchange(Exchange):
         rows.sort(key=lambda row: (row[1:3] == (everybody, last), row[0], row[1], row[2]))
         pieces: list[Piece] = [row[3] for row in rows]
         groups = [row[1] for row in rows]
+        adders = [self._adders_of(row[1], row[3]) for row in rows]
         tags = [self._numbers[ranks] * stride + number for _, ranks, number, _ in rows]
         count = len(self._numbers) * stride
-        return Routes(self._world.rank, self._world.size, pieces, groups, groups, tags, count)
+        return Routes(self._world.rank, self._world.size, pieces, adders, groups, tags, count)
+
+    def _pieces_of_groups(self) -> tuple[dict[tuple[int, ...], list[Piece]], int]:
+        """Return the pieces of each group, and a number that no group of any process exceeds."""
+        of = {
+            ranks: pieces_of([self._params[index] for index in indices], self._part_of)
+            for ranks, indices in self._members.items()
+        }
+        mine = max(map(len, of.values())).to_bytes(4, "little")
+        told = self._world.exchange(mine, "the number of pieces")
+        return of, max(int.from_bytes(count, "little") for count in told)
+
+    def _adders_of(self, ranks: Sequence[int], piece: Piece) -> Sequence[int]:
+        if self._part_of is not None:
+            return [piece.part]
+        return [rank for rank in ranks if rank in self._owners]
+
+    def value_routes(self) -> tuple[list[ValueRoute], int]:
+        """Return how owners send new values; see Exchange.value_routes."""
+        of, stride = self._pieces_of_groups()
+        rows: list[ValueRoute] = []
+        for ranks, pieces in sorted(of.items()):
+            first, to = self._numbers[ranks] * stride, [r for r in ranks if r in self._owners]
+            if len(to) > 1:  # otherwise the processes of the group read the values of one of them
+                rows += [(first + number, piece, to) for number, piece in enumerate(pieces)]
+        return rows, len(self._numbers) * stride
+
+    def keys_of(self, indices: Iterable[int]) -> list[int]:
+        """Return numbers of the parameters that other processes have, too; see Exchange.keys_of."""
+        return sorted(self._keys[index] for index in indices if index in self._keys)
+
+    def indices_of(self, keys: Iterable[int]) -> set[int]:
+        """Return the parameters of this process that have these numbers."""
+        found = set(keys)
+        return {index for index, key in self._keys.items() if key in found}
 
     def take_order(self) -> None:
         """Use the order of the first process of each group, from the next step on."""
@@ -133,7 +172,7 @@ class GroupExchange(Exchange):
     def _own_of(self, number: int) -> Filled:
         """Return this process's piece, without waiting."""
         if number not in self._own:
-            piece = self._pieces[number]
+            piece = self._piece(number)
             buffer = torch.empty(piece.message_bytes, dtype=torch.uint8)
             self._own[number] = Filled(piece, buffer)
         return self._own[number]

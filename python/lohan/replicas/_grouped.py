@@ -9,38 +9,15 @@ same bits in all processes, and those of one process that has all modules.
 from __future__ import annotations
 
 import array
-from typing import TYPE_CHECKING
 
 from lohan.replicas import _values
-from lohan.replicas._group_exchange import GroupExchange
 from lohan.replicas._whole import Whole
-
-if TYPE_CHECKING:
-    from lohan.replicas._exchange import Exchange
-    from lohan.replicas._groups import Groups
-    from lohan.replicas._replica import Replica
 
 _NORMS = b"norms"  # followed by the sums of squares that this process tells
 
 
 class Grouped(Whole):
     """States of modules that only the processes of a group have."""
-
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._edited_step = -1  # the step after which parameters were last written outside of steps
-
-    def join(self, peers: Replica) -> Exchange:
-        """Connect to the other processes, and return the exchange of gradients."""
-        self.peers = peers
-        session, every = peers.session, self._groups.every
-        ranks_of = session.layout.ranks_of
-        return GroupExchange(peers.world, session.engine, peers.trained, ranks_of, every)
-
-    def counts_edit(self) -> bool:
-        """Count a change of parameters once a step, since processes have different numbers."""
-        before, self._edited_step = self._edited_step, self.peers.session.step
-        return before != self._edited_step
 
     def square_sum(self) -> float:
         """Return the sum of squares over all processes. See [Note: The norm of groups]."""
@@ -52,6 +29,16 @@ class Grouped(Whole):
         for index, value in zip(counted, sums, strict=True):
             if layout.ranks_of.get(index, (0,))[0] == peers.world.rank:
                 said.append(value)
-        what = f"the norms of step {peers.session.step + 1}"
-        told = peers.world.exchange(_NORMS + said.tobytes(), what)
-        return _values.added([each.removeprefix(_NORMS) for each in told])
+        return _values.added([each.removeprefix(_NORMS) for each in self._told(said.tobytes())])
+
+    def _told(self, said: bytes) -> list[bytes]:
+        what = f"the norms of step {self.peers.session.step + 1}"
+        return self.peers.world.exchange(_NORMS + said, what)
+
+
+class GroupedMate(Grouped):
+    """The states of a process whose parameters, also those of groups, another one has."""
+
+    def share_square_sums(self) -> None:
+        """Take part as the owners tell their sums of squares."""
+        self._told(b"")

@@ -30,6 +30,7 @@ from lohan.errors import ModelError, UnsupportedError, WorldMismatchError
 from lohan.world._agree import agree, difference
 
 if TYPE_CHECKING:
+    from lohan.replicas._team import Team
     from lohan.world._agree import Fact
     from lohan.world._world import World
 
@@ -164,11 +165,16 @@ class Groups:
         """Return what a store's description says of the groups of its process."""
         return {"processes": world.size, "ranks": [[*ranks] for ranks in self.mine]}
 
-    def meet(self, world: World) -> None:
+    def meet(self, world: World, team: Team | None) -> None:
         """Check that the processes of each group of this run name the same group.
+
+        Args:
+            world: the processes.
+            team: the processes of this machine if they share parameters, else None.
 
         Raises:
             WorldMismatchError: a process of a group does not; the message names both.
+            UnsupportedError: processes that share parameters have different modules.
         """
         said = [[[*ranks], self._first[ranks]] for ranks in self.mine]
         told = [
@@ -185,6 +191,16 @@ class Groups:
                     f"{name!r} of {world.name(rank)} is in the group of the ranks {[*ranks]}, but"
                     f" {world.name(other)} has no module in this group (it has {has}): pass the"
                     " same group for the same modules in all of its processes"
+                )
+        owner, here = (world.rank, []) if team is None else (team.owner, team.ranks)
+        for rank in here:
+            if told[rank].keys() != told[owner].keys():
+                groups = [[*map(list, sorted(told[each]))] for each in (owner, rank)]
+                raise UnsupportedError(
+                    f"Parallel(share=True) needs the same modules in all processes of a machine,"
+                    f" which read the parameters of one, but {world.name(owner)} has those of the"
+                    f" groups {groups[0]}, and {world.name(rank)} of {groups[1]}: put processes"
+                    " with the same modules on a machine, or leave share= out"
                 )
         everybody = tuple(range(world.size))
         self.every = sorted({everybody, *(ranks for theirs in told for ranks in theirs)})

@@ -23,7 +23,6 @@ from lohan.common._version import __version__
 from lohan.config import (
     SCHEDULES_AT_STEP,
     Config,
-    GroupConfig,
     MateConfig,
     ReplicaConfig,
     SharedConfig,
@@ -48,7 +47,9 @@ if TYPE_CHECKING:
     from lohan.world._world import World
 
 
-def config_of(world: World, config: Config, team: Team | None, *, exchanges: bool) -> Config:
+def config_of(
+    world: World, config: Config, team: Team | None, *, exchanges: bool, has_groups: bool
+) -> Config:
     """Return the settings of one of several processes.
 
     Args:
@@ -56,6 +57,7 @@ def config_of(world: World, config: Config, team: Team | None, *, exchanges: boo
         config: the settings that wrap() was given.
         team: the processes of this machine if they share parameters, else None.
         exchanges: whether the processes exchange gradients. Updates then wait for `step()`.
+        has_groups: whether some processes have modules that others lack.
     """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     node = world.peers[world.rank].node
@@ -70,7 +72,13 @@ def config_of(world: World, config: Config, team: Team | None, *, exchanges: boo
         part_count = world.size if team is None else len(team.owners)
         part = _places.number_of(world, team)
     return ReplicaConfig(
-        **values, processes=world.size, processes_here=here, part_count=part_count, part=part
+        **values,
+        processes=world.size,
+        processes_here=here,
+        part_count=part_count,
+        part=part,
+        owners=tuple(range(world.size)) if team is None else tuple(team.owners),
+        holds_backward=has_groups,
     )
 
 
@@ -80,17 +88,12 @@ def config_of_mate(config: Config) -> Config:
     return MateConfig(**values)
 
 
-def config_of_groups(config: Config) -> Config:
-    """Return the settings of a process of a run with groups=, from those that config_of() made."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return GroupConfig(**values)
-
-
 def facts_of(config: Config, max_grad_norm: float | None, rule: str, states: str) -> list[Fact]:
     """Return the settings of a run with gradients that all processes must share."""
     return [
         ("method=", RULES[rule].call.partition("=")[2].strip('"')),
         ("gradient_accumulation_steps=", config.accumulate),
+        ("order=", config.order),
         ("commit_every=", config.commit_every),
         ("loss_scaling=", config.loss_scaling),
         ("Parallel(share=)", config.share == "on"),
@@ -246,7 +249,9 @@ def provide(
     alike = there if groups is None else [told[rank] for rank in groups.alike if told[rank].run]
     sources = [each.directories for each in alike if has_journal or each.step == step]
     if not has and is_divided:
-        why = _no_part(world, mine.directories[0], step, base[0], config.part_count)
+        again = f"first run 'lohan reshard {base[0]} OUT --parts {config.part_count}', and pass OUT"
+        again = f", or {again} as store=" if groups is None else ""
+        why = _no_part(world, mine.directories[0], step) + again
         raise StoreError(errno.ENOENT, why)
     if not has and groups is not None and not sources:
         where = [each.directories[0] for each in alike if each is not told[world.rank]]
@@ -261,14 +266,13 @@ def provide(
     return opens
 
 
-def _no_part(world: World, directory: str, step: int, base: str, count: int) -> str:
+def _no_part(world: World, directory: str, step: int) -> str:
     """Return the message of an error: this process has no store with its part of the states."""
     return (
         f"{world.name(world.rank)} has no store of the run at step {step} in {directory}, and no"
         " other one has the same part of the optimizer's states: resume with the number of"
         " processes that the run had (with Parallel(share=True), of machines), each with its"
-        " directories, or"
-        f" first run 'lohan reshard {base} OUT --parts {count}', and pass OUT as store="
+        " directories"
     )
 
 

@@ -94,6 +94,7 @@ class Replica(Alone):
         self._has_edited = False  # a refused change of parameters that others may have read
         # A snapshot has begun since the last commit that it may have held back.
         self._has_copied = False
+        self._turns = -1, 0  # a backward that all have agreed on, and its micro-batches
         self._edit_count = 0  # writes to parameters outside of steps, which all must make
         self._traffic_before = Traffic()  # of all steps before the open one
         self._traffic: dict[int, Traffic] = {}  # of the last two steps
@@ -157,7 +158,7 @@ class Replica(Alone):
         layout = self.session.layout
         if layout.part[1] == 1:
             return None
-        parts = parts_of(layout.units, layout.part[1])
+        parts = parts_of(layout.units, layout.part[1], layout.among)
         return {param.index: self.owners[parts[param.unit]] for param in layout.params}
 
     # --- Traffic ----------------------------------------------------------------------------
@@ -201,6 +202,33 @@ class Replica(Alone):
                 exchange.give(engine.status()["step"], index, gradient)
 
         return hook
+
+    def turns_begin(self, count: int) -> bool:
+        """Return whether all processes run as many micro-batches in one backward; see Alone.
+
+        What they have agreed on holds until the backward has ended in all of them, also if this
+        process tries it again.
+        """
+        exchange = self.exchange
+        if self._turns[0] != exchange.rounds:
+            what = f"the order of micro-batches in step {self.session.step + 1}"
+            told = self.world.exchange(str(count).encode(), what)
+            agreed = count if {*told} == {str(count).encode()} else 0
+            self._turns = exchange.rounds, agreed
+        _, agreed = self._turns
+        if agreed not in (0, count):
+            error = StepError(
+                f"all processes run {agreed} micro-batches in one backward, but this one cannot any"
+                " more: end all processes, and restart them with resume=True"
+            )
+            exchange.give_up(error, f"step {self.session.step + 1}")
+            raise error
+        exchange.turns = agreed or 1
+        return agreed > 0
+
+    def turn(self, number: int) -> None:
+        """Handle that the next gradient is one of this micro-batch of the backward."""
+        self.exchange.turn = number
 
     def forward_opens(self) -> None:
         """Raise an error if parameters were changed that other processes read."""
@@ -377,6 +405,8 @@ class Replica(Alone):
         if exchange.is_open:
             self._exchange_finish(failed=True)
         elif exchange.has_begun and not (is_complete or exchange.has_failed or self._is_discarded):
+            if self.session.runs.order == "vertical" and self._turns[0] != exchange.rounds:
+                self.turns_begin(0)
             self._exchange_finish(begins=True)  # [Note: A backward that fails] in _exchange.py
         if exchange.has_begun and not self._is_discarded:
             self.world.exchange(_DISCARDED, f"step {self.session.step + 1}")

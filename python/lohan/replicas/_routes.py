@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from lohan.layout._gradient_pieces import pieces_of
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
 
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Part, Piece
+
+
+# A piece of new values: its number in messages, the piece, and the owners that have it.
+ValueRoute = tuple[int, "Piece", "Sequence[int]"]
 
 
 def _teller_of(rank: int, adders: Sequence[int]) -> int:
@@ -82,6 +87,18 @@ class Routes:
             for index, part in enumerate(piece.parts):
                 self.parts.setdefault(part.param, []).append((number, index, part))
 
+    def slots(self, turns: int) -> list[tuple[int, int]]:
+        """Return the order in which pieces are sent for each micro-batch of a backward.
+
+        That is [Note: Backwards of several micro-batches] in _exchange.py.
+
+        Returns:
+            For each message, the piece's number and that of the micro-batch.
+        """
+        runs = itertools.groupby(enumerate(self.pieces), lambda each: each[1].unit)
+        numbers = [[number for number, _ in run] for _, run in runs]
+        return [(n, turn) for run in numbers for turn in range(turns) for n in run]
+
 
 def routes_to_adders(
     rank: int,
@@ -89,6 +106,8 @@ def routes_to_adders(
     params: Sequence[Param],
     owners: Sequence[int],
     part_of: Mapping[int, int] | None,
+    *,
+    is_cut: bool,
 ) -> Routes:
     """Return the routes of gradients that all processes send.
 
@@ -98,8 +117,9 @@ def routes_to_adders(
         params: the parameters, in the order in which all processes send their gradients.
         owners: the ranks that have sums.
         part_of: by parameter, the rank that has its sum; None: all owners have.
+        is_cut: whether a piece has parameters of one unit only.
     """
-    pieces = pieces_of(params, part_of)
+    pieces = pieces_of(params, part_of, is_cut=is_cut)
     adders = [owners if part_of is None else [piece.part] for piece in pieces]
     numbers = range(len(pieces))
     return Routes(rank, size, pieces, adders, [range(size)] * len(pieces), numbers, len(pieces))

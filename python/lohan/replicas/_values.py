@@ -37,12 +37,11 @@ from lohan.layout._gradient_pieces import (
     buffer_bytes,
     buffer_count,
     memory_of,
-    pieces_of,
 )
 from lohan.world._rendezvous import SAY_AFTER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from lohan.layout._block import Param
     from lohan.layout._gradient_pieces import Piece
@@ -53,13 +52,13 @@ _POLL_S = 0.1
 _PRESENT = b"gradients"  # followed by the parameters that have a sum in this process
 
 
-def present_said(indices: Collection[int]) -> bytes:
-    """Return the message that these parameters have gradients in this process."""
-    return _PRESENT + array.array("I", sorted(indices)).tobytes()
+def present_said(keys: Iterable[int]) -> bytes:
+    """Return the message that parameters with these keys have gradients in this process."""
+    return _PRESENT + array.array("Q", keys).tobytes()
 
 
 def present_of(world: World, told: Sequence[bytes], what: str) -> set[int]:
-    """Return the parameters that have gradients in any process.
+    """Return the keys of the parameters that have gradients in any process.
 
     Raises:
         WorldMismatchError: a process has said something else, at another point of its step.
@@ -70,7 +69,7 @@ def present_of(world: World, told: Sequence[bytes], what: str) -> set[int]:
                 f"{world.name(world.rank)} clips or unscales the gradients of {what}, but"
                 f" {world.name(rank)} does not: do it in all processes"
             )
-    return {index for said in told for index in array.array("I", said.removeprefix(_PRESENT))}
+    return {key for said in told for key in array.array("Q", said.removeprefix(_PRESENT))}
 
 
 def added(told: Sequence[bytes]) -> float:
@@ -89,10 +88,10 @@ class Values:
 
     Attributes:
         world: the processes.
-        owners: the ranks that have parameters: all, or with share="on" one of each machine.
         exchange: the exchange of gradients.
         params: the trained parameters, by index.
-        pieces: what is sent at once.
+        routes: what is sent at once, and the owners that have it: all, or those of a group.
+        tag_count: the number of tags of a step.
         lock: a lock of what threads change.
         news: rings when a message has come or was sent.
         free: buffers for messages to others.
@@ -104,23 +103,18 @@ class Values:
         world: World,
         exchange: Exchange,
         params: Sequence[Param],
-        part_of: Mapping[int, int],
-        owners: Sequence[int],
     ) -> None:
         """Divide the values into pieces.
 
         Args:
             world: the processes.
             exchange: the exchange of gradients, whose connections are used.
-            params: the trained parameters, in an order that all processes share.
-            part_of: by parameter, the rank that updates it.
-            owners: the ranks that have parameters.
+            params: the trained parameters.
         """
         self.world = world
-        self.owners = owners
         self.exchange = exchange
         self.params = {param.index: param for param in params}
-        self.pieces = pieces_of(params, part_of)
+        self.routes, self.tag_count = exchange.value_routes()
         self.lock = threading.Lock()  # of what the threads of the connections change
         self.news = Bell()
         size, count = buffer_bytes(params), buffer_count(params)
@@ -151,25 +145,21 @@ class Pass:
             done: takes the index of a parameter, all of whose values are there.
         """
         self._all = values
-        self._step, self._tag = step, values.exchange.take_tags(len(values.pieces))
+        self._step, self._tag = step, values.exchange.take_tags(values.tag_count)
         self._read, self._put, self._done = read, put, done
         self._rank = values.world.rank
-        pieces = [
-            (number, piece)
-            for number, piece in enumerate(values.pieces)
-            if any(part.param in present for part in piece.parts)
-        ]
+        routes = [r for r in values.routes if any(part.param in present for part in r[1].parts)]
         self._present = present
-        self._to_send = collections.deque(p for p in pieces if p[1].part == self._rank)
-        self._to_ask = collections.deque(p for p in pieces if p[1].part != self._rank)
+        self._to_send = collections.deque(r for r in routes if r[1].part == self._rank)
+        self._to_ask = collections.deque(r for r in routes if r[1].part != self._rank)
         self._left = len(self._to_ask)
         self._came: collections.deque[tuple[int, Piece, torch.Tensor]] = collections.deque()
         self._sending = 0
-        self._others = [rank for rank in values.owners if rank != self._rank]
+        self._others = sorted({rank for r in routes for rank in r[2]} - {self._rank})
         self._what = f"the new parameters of step {step}"
         self._now = time.monotonic()
         self._heard = dict.fromkeys(self._others, self._now)
-        self._owed = collections.Counter(piece.part for _, piece in self._to_ask)
+        self._owed = collections.Counter(piece.part for _, piece, _ in self._to_ask)
 
     def run(self) -> None:
         """Send and receive, until nothing is left and no buffer is in use.
@@ -217,7 +207,7 @@ class Pass:
                 if not values.room:
                     return is_any
                 buffer = values.room.pop()
-            number, piece = self._to_ask.popleft()
+            number, piece, _ = self._to_ask.popleft()
             message = buffer[: piece.message_bytes]
 
             def done(
@@ -264,7 +254,8 @@ class Pass:
             if not values.free:
                 return False
             buffer = values.free.pop()
-        number, piece = self._to_send.popleft()
+        number, piece, ranks = self._to_send.popleft()
+        others = [rank for rank in ranks if rank != self._rank]
         draft = Draft(piece, buffer)
         for part in piece.parts:
             if part.param in self._present:
@@ -273,10 +264,10 @@ class Pass:
                 draft.clear(part)
         bits = bytes((len(piece.parts) + 7) // 8)
         draft.seal(Trailer(self._step, 0, number, 0, bits))
-        values.exchange.count_sends(len(self._others))
+        values.exchange.count_sends(len(others))
         with values.lock:
             self._sending += 1
-        left = [len(self._others)]
+        left = [len(others)]
 
         def sent() -> None:
             values.exchange.count_sends(-1)
@@ -287,9 +278,9 @@ class Pass:
                     self._sending -= 1
             values.news.ring()
 
-        for rank in self._others:
+        for rank in others:
             values.exchange.wire.send(rank, buffer[: piece.message_bytes], self._tag + number, sent)
-        values.exchange.count(sent=piece.message_bytes * len(self._others), received=0)
+        values.exchange.count(sent=piece.message_bytes * len(others), received=0)
         return True
 
     def _check_piece(self, number: int, piece: Piece, buffer: torch.Tensor) -> None:

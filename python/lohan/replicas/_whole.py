@@ -1,8 +1,9 @@
 """How the processes of a run have the optimizer's states: each of the owners has all of them.
 
-[Note: Ways to have states] Replica and Mate hold one of these objects: Whole; Grouped, if some
-processes have modules that others lack; Divided for an owner, or DividedMate, if each process has
-the states of some units. Whole is the interface, too.
+[Note: Ways to have states] Replica and Mate hold one of these objects: Whole; Grouped for an owner,
+or GroupedMate, if some processes have modules that others lack; Divided for an owner, or
+DividedMate, if each process has the states of some units, also of modules that others lack. Whole
+is the interface, too.
 """
 
 from __future__ import annotations
@@ -12,19 +13,33 @@ from typing import TYPE_CHECKING
 from lohan.replicas._exchange import Exchange
 
 if TYPE_CHECKING:
+    from lohan.replicas._groups import Groups
     from lohan.replicas._replica import Replica
 
 
 class Whole:
-    """States that each of the owners has."""
+    """States that each of the owners has.
+
+    Args:
+        groups: the groups of this process's modules; None: all processes have the same modules.
+    """
 
     peers: Replica
+
+    def __init__(self, groups: Groups | None) -> None:
+        self._groups = groups
+        self._edited_step = -1  # the step after which parameters were last written outside of steps
 
     def join(self, peers: Replica) -> Exchange:
         """Connect to the other processes, and return the exchange of gradients."""
         self.peers = peers
         engine, owners = peers.session.engine, peers.owners
-        return Exchange(peers.world, engine, peers.trained, owners, peers.part_of())
+        given = peers.world, engine, peers.trained, owners, peers.part_of()
+        if self._groups is None:
+            return Exchange(*given, is_cut=peers.session.config.order == "vertical")
+        from lohan.replicas._group_exchange import GroupExchange
+
+        return GroupExchange(*given, peers.session.layout.ranks_of, self._groups.every)
 
     @property
     def values_bytes(self) -> int:
@@ -36,6 +51,25 @@ class Whole:
 
     def learn(self) -> None:
         """Learn which parameters have gradients in the open step, if processes differ in that."""
+        self._filled(self.peers.exchange.summed)
+
+    def _filled(self, present: set[int]) -> set[int]:
+        """Let experts without tokens have gradients of zeros. See [Note: Idle experts] in _idle.py.
+
+        Args:
+            present: the parameters that have gradients in any process.
+
+        Returns:
+            These, and those of idle experts, if other experts of their layer are present.
+        """
+        layout = self.peers.session.layout
+        if not layout.fills_idle:
+            return present
+        family_of = [layout.units[param.unit].family for param in layout.params]
+        used = {family_of[index] for index in present} - {0}
+        idle = {param.index for param in self.peers.trained if family_of[param.index] in used}
+        self.peers.exchange.fill(idle - present)
+        return present | idle
 
     def agreed(self) -> None:
         """Handle that all processes close the open step."""
@@ -55,8 +89,12 @@ class Whole:
         """Handle the end of a step that is discarded."""
 
     def counts_edit(self) -> bool:
-        """Return whether a change of parameters counts as one that all processes make."""
-        return True
+        """Return whether a change of parameters counts as one that all processes make.
+
+        With groups it counts once a step, since processes have different numbers of parameters.
+        """
+        before, self._edited_step = self._edited_step, self.peers.session.step
+        return self._groups is None or before != self._edited_step
 
     # --- A mate's part ------------------------------------------------------------------------
 

@@ -292,6 +292,14 @@ def commits_by_cost(
     return rare, kept
 
 
+def _parts_among(layout: Layout, owners: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return the parts of the processes that have a unit, by the index of each unit of a group."""
+    return {
+        layout.params[index].unit: tuple(n for n, rank in enumerate(owners) if rank in ranks)
+        for index, ranks in layout.ranks_of.items()
+    }
+
+
 def _layout_for_budget(
     model: nn.Module,
     blocks: Sequence[nn.Module] | None,
@@ -309,8 +317,12 @@ def _layout_for_budget(
         blocks = [*(given or ()), *apart] if apart else given
         layout = _layout.make_layout(model, limit, blocks, found, ranks_of, states)
         ranks = ((param.index, ranks_of.get(id(param.tensor))) for param in layout.params)
-        layout.owes_idle = any(expert.owes for expert in apart)
+        owes, is_several = any(expert.owes for expert in apart), config.process_count > 1
+        layout.owes_idle, layout.fills_idle = owes and not is_several, owes and is_several
+        layout.averages_idle = bool(apart) and not owes and config.ema is not None
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
+        if config.part_count > 1:
+            layout.among = _parts_among(layout, config.owners)
         _block.divide_states(layout, config.part, config.part_count)
         for unit in layout.units:
             unit.is_averaged = config.ema is not None and unit.trainable

@@ -1,13 +1,17 @@
 """What trained experts owe that are blocks of their own and saw no token in a step.
 
 [Note: Idle experts] If the experts of a layer are one tensor, an expert without tokens has a
-gradient of zeros, and AdamW moves it in every step. With experts="apart" and idle="exact" it owes
-these updates, which the engine makes when the expert is next needed ([Note: Idle units] in
+gradient of zeros, and most rules move it in every step. With experts="apart" and idle="exact" it
+owes these updates, which the engine makes when the expert is next needed ([Note: Idle units] in
 csrc/sched/idle.h). How many updates an expert owes follows from the step counts that a commit has;
 the hyper-parameters of the owed steps are stored with Python's part of the commit. So a commit
 writes nothing for an idle expert, and a killed run resumes with the same bits.
 
 Code that reads values outside of a forward calls settle() first, after which no expert owes any.
+
+In several processes no expert owes anything: their stores would differ by what each of them has
+settled, and one that lacks an expert's states could not settle it. Instead an expert without tokens
+gets a gradient of zeros in each step (Whole in replicas/_whole.py), with the same bits.
 """
 
 from __future__ import annotations
@@ -83,7 +87,7 @@ class Idle(Extension):
 
     def settle(self) -> None:
         """Make all updates that units owe. No step may be open that has gradients."""
-        if self._units:
+        if self._layout.is_settled:
             self._engine.idle_settle()
 
     def state(self, session: Training) -> Mapping[str, Any]:
@@ -109,21 +113,35 @@ class Idle(Extension):
             if owed > 0:
                 raise UnsupportedError(
                     f"the store was trained with idle='exact', and experts owe up to {owed}"
-                    " updates: resume with idle='exact' and close the session, then resume with"
-                    " idle='skip'"
+                    " updates: resume in one process with idle='exact' and close the session, which"
+                    " makes them; then resume with idle='skip' or in several processes"
                 )
+            if self._layout.fills_idle:
+                self._check_exact(_scalars.behind(self._layout, said), 0)
             return
         found = _scalars.idle_of(said)
         steps = _decoded(found) if found else []
         owed = self._engine.idle_owed(self._units)
-        if owed > len(steps):
-            raise StoreMismatchError(
-                f"experts of the store made up to {owed} updates less than others of their layer,"
-                f" but its last commit has the hyper-parameters of {len(steps)}: it was trained"
-                " with idle='skip'; resume with idle='skip'"
-            )
+        self._check_exact(owed, len(steps))
         first = int(said["step"]) - len(steps) + 1
         for at, hypers in enumerate(steps, first):
             self._hypers[at] = hypers
             for group, hyper in enumerate(hypers):
                 self._engine.idle_history(at, group, *hyper)
+
+    def _check_exact(self, behind: int, known: int) -> None:
+        """Reject a store of idle="skip", in which experts have left out steps for good.
+
+        Args:
+            behind: the most updates that an expert made less than others of its layer.
+            known: the steps whose hyper-parameters the last commit has.
+
+        Raises:
+            StoreMismatchError: the commit does not have what an expert owes.
+        """
+        if behind > known:
+            raise StoreMismatchError(
+                f"experts of the store made up to {behind} updates less than others of their layer,"
+                f" but its last commit has the hyper-parameters of {known}: it was trained"
+                " with idle='skip'; resume with idle='skip'"
+            )

@@ -65,6 +65,17 @@ class Alone:
         """
         return False
 
+    def turns_begin(self, count: int) -> bool:
+        """Return whether all processes run as many micro-batches in one backward, which begins.
+
+        Args:
+            count: the number of micro-batches; 0: this process runs them one after the other.
+        """
+        return count > 0
+
+    def turn(self, number: int) -> None:
+        """Handle that the next gradient is one of this micro-batch of the backward."""
+
     # --- A step -----------------------------------------------------------------------------
 
     def has_gradients(self) -> bool:

@@ -100,6 +100,11 @@ class Runs:
         """End a forward that is a part of the first run's; return whether it is one."""
         return False
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the forwards of several runs are under way."""
+        return False
+
     def is_other(self) -> bool:
         """Return whether this is the thread of a run other than the first one's."""
         return False

@@ -21,8 +21,9 @@ micro-batches. The last micro-batch visits each block first, so backward, in rev
 that order, unless micro-batches leave out different blocks; then those that come too early wait for
 the end of the backward. An expert that is a block of its own has no visits: between two visits the
 runs read theirs one after the other, by lent(), so their gradients wait for at most those of the
-layer. Random numbers are those of the horizontal order, too: see
-torch_glue/_random_starts.py.
+layer. A policy for activations profiles the first steps, in which the micro-batches run one after
+the other, and then plans for all of them at once. Random numbers are those of the horizontal order,
+too: see torch_glue/_random_starts.py.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from lohan import _core
 from lohan.common import _log
 from lohan.errors import UnsupportedError
 from lohan.session import _order
+from lohan.session._planned import Planned
 from lohan.session._runs import Loss, Runs, checked_loss
 from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState, Visit
 from lohan.torch_glue._random_starts import RandomStarts
@@ -168,7 +170,7 @@ class Vertical(Runs):
         return found
 
     def _alias_hook(self, who: int, index: int) -> Callable[[torch.Tensor], None]:
-        take = self.session.engine.gradient_hook(index)
+        take = self.session.peers.gradient_hook(index)
         reference = weakref.ref(self)  # the garbage collector does not see what a hook refers to
 
         def hook(alias: torch.Tensor) -> None:
@@ -310,6 +312,11 @@ class Vertical(Runs):
         self.session.forwards.around.leave()
         return True
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the forwards of several runs are under way."""
+        return self._turns is not None
+
     def is_other(self) -> bool:
         """Return whether this is the thread of a run other than the first one's."""
         return self._turns is not None and self._turns.is_other()
@@ -375,26 +382,31 @@ class Vertical(Runs):
     def run(self, functions: Sequence[Loss]) -> list[torch.Tensor]:
         """See Session.accumulate."""
         self.check(functions)
-        is_short = len(functions) == 1 or self._miss_count >= _MISS_COUNT_MAX
+        session, peers = self.session, self.session.peers
+        planned, count = session.extensions.get(Planned), len(functions)
+        is_short = count == 1 or self._miss_count >= _MISS_COUNT_MAX
+        is_short |= planned is not None and not planned.planner.plans_for(count)
         if self.order == "horizontal" or is_short or self._has_user_hooks():
+            peers.turns_begin(0)
             return super().run(functions)
         if self.order == "auto":
             return self._choose(functions)
-        session = self.session
         device, layout = session.device.torch_device, session.layout
         begin = random_states(device)
         starts = self._starts.predict(begin, len(functions))
         losses, ends = self._forward(functions, starts)
-        if not _are_same(ends[:-1], starts[1:]):
+        can = _are_same(ends[:-1], starts[1:])
+        losses = [checked_loss(loss) for loss in losses]
+        if not (peers.turns_begin(len(functions) if can else 0) and can):
             del losses
             return self._learn(functions, begin)
         self._miss_count = 0
         set_random_states(ends[-1], device)
         is_even = all(each == self._visited[FIRST] for each in self._visited)
         around = {p.index for p in layout.params if layout.units[p.unit].always}
-        self._arrivals = _Arrivals(len(functions), is_even, around, self._users)
+        self._arrivals = _Arrivals(len(functions), is_even, around, self._users, peers.turn)
         try:
-            torch.autograd.backward([checked_loss(loss) for loss in losses])
+            torch.autograd.backward(losses)
         finally:
             self._arrivals = None
         for _ in losses[1:]:
@@ -515,6 +527,7 @@ class _Arrivals:
         around: the parameters of modules around blocks. Between two visits the first run computes
             last, so that its gradients of these come first.
         users: the runs that have used a parameter outside of blocks, which is like one of `around`.
+        turn: called with the micro-batch of each gradient before that is handed over.
     """
 
     def __init__(
@@ -523,8 +536,10 @@ class _Arrivals:
         is_even: bool,
         around: Container[int],
         users: Mapping[int, Container[int]],
+        turn: Callable[[int], None],
     ) -> None:
         self._last = count - 1
+        self._turn = turn
         self._is_even, self._around, self._users = is_even, around, users
         self._next: dict[int, int] = {}  # the first micro-batch whose gradient is not added yet
         self._early: dict[int, dict[int, Callable[[], None]]] = {}
@@ -552,6 +567,7 @@ class _Arrivals:
             )
         is_in_order = self._is_even and users is None and index not in self._around
         if micro_batch == least or is_in_order:
+            self._turn(self._last - who)
             take(alias)
             self._next[index] = micro_batch + 1
             self._take_early(index)
@@ -560,6 +576,7 @@ class _Arrivals:
 
         def later() -> None:
             alias.grad = gradient
+            self._turn(self._last - who)
             take(alias)
 
         self._early.setdefault(index, {})[micro_batch] = later

@@ -185,7 +185,17 @@ def owed(layout: Layout, said: dict[str, Any]) -> int:
         layout: the model's units.
         said: the store's description.
     """
-    if not any(unit.family for unit in layout.units) or idle_of(said) is None:
+    return behind(layout, said) if idle_of(said) is not None else 0
+
+
+def behind(layout: Layout, said: dict[str, Any]) -> int:
+    """Return how many updates less than others of its layer an expert has made at most.
+
+    Args:
+        layout: the model's units.
+        said: the store's description.
+    """
+    if not any(unit.family for unit in layout.units):
         return 0
     counts = steps(said["scalars"], len(layout.params))
     of_family: dict[int, list[int]] = {}
