@@ -220,14 +220,14 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
 {
     float moment1[PART_ELEMENTS] __attribute__((aligned(64)));
     float moment2[PART_ELEMENTS] __attribute__((aligned(64)));
-    uint16_t absent[PART_ELEMENTS]; /* in place of a second moment that the rule lacks: zeros */
+    uint16_t absent[PART_ELEMENTS]; /* in place of the moment that the rule lacks: zeros */
     const struct lh_adam_chunk *chunk = walk->chunk;
     const struct lh_adam_states_ops *states = walk->kernel->states;
     uint64_t end = lh_min_u64(first + count, segment->first + segment->count);
     uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
     const struct lh_adam_moments moments = {
         .states = chunk->states,
-        .moment1 = (char *)chunk->moment1 + first * moment_bytes,
+        .moment1 = chunk->moment1 ? (char *)chunk->moment1 + first * moment_bytes : (char *)absent,
         .moment2 = chunk->moment2 ? (char *)chunk->moment2 + first * moment_bytes : (char *)absent,
         .scales = chunk->scales ? chunk->scales + first / LH_ADAM_STATES_BLOCK : NULL,
     };
@@ -235,7 +235,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
 
     uint64_t param_first = segment->param_first + (first - segment->first);
 
-    run.moment1 = moment1;
+    run.moment1 = chunk->moment1 ? moment1 : NULL;
     run.moment2 = chunk->moment2 ? moment2 : NULL;
     if (walk->kernel->run_stored && run.count == count && chunk->rule == LH_RULE_ADAMW) {
         stored_update(walk, &run, segment, &moments, param_first);
@@ -243,7 +243,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
         return;
     }
     part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
-    if (!chunk->moment2)
+    if (!chunk->moment1 || !chunk->moment2)
         memset(absent, 0, sizeof(absent));
     lh_adam_states_decode(states, &moments, moment1, moment2, count);
     if (chunk->states == LH_ADAM_STATES_8BIT && chunk->rule == LH_RULE_ADAMW) {
@@ -416,7 +416,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
     LH_ASSERT((chunk->scales != NULL) == (chunk->states == LH_ADAM_STATES_8BIT));
     LH_ASSERT((chunk->moment1 != NULL) == lh_rules[chunk->rule].has_moment1);
     LH_ASSERT((chunk->moment2 != NULL) == lh_rules[chunk->rule].has_moment2);
-    LH_ASSERT(chunk->moment1 || chunk->states == LH_ADAM_STATES_F32);
+    LH_ASSERT(chunk->moment1 || chunk->moment2 || chunk->states == LH_ADAM_STATES_F32);
     LH_ASSERT(chunk->average || (!chunk->average_expected && !chunk->average_checksums));
     LH_ASSERT(lh_is_aligned(chunk->count, align));
     LH_ASSERT(chunk->param_dtype <= LH_DTYPE_F16);

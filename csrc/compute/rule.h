@@ -19,13 +19,25 @@
  *                     d = fma(m, eps, g * beta2)
  *                     q = fma(-step_size, d, p)
  *                     p = fma(q, 0, q)
+ *      adagrad        g = fma(p, coupled, g)
+ *                     v = fma(g, g, v + beta1)
+ *                     p = fma(-step_size, g / (sqrt(v) + eps), p)
+ *      rmsprop        g = fma(p, coupled, g)
+ *                     v = fma(v, beta2, (g * beta2_rest) * g)
+ *                     p = fma(-step_size, g / (sqrt(v) + eps), p)
+ *      rmsprop_momentum    g and v as before
+ *                     q = g / (sqrt(v) + eps)
+ *                     m = fma(q, beta1_rest, m * beta1)
+ *                     p = fma(-step_size, fma(m, beta1_rest, q * (1 - beta1_rest)), p)
  *
- * The order is that of torch.optim.SGD and Adam, and of lion-pytorch, on a machine whose additions
- * with a factor are fused. fma(x, 0, x) is x if x is finite and NaN otherwise, so that a gradient
- * that is not finite makes the parameter NaN under every rule ([Note: Gradients that are not
- * finite] in adam.h), and so does an update by SGD that is too large for fp32. sign(c) is 1, -1 or
- * 0. sgd_momentum: m is torch's momentum_buffer, which is g after the first step; with Nesterov,
- * d = g + momentum m, otherwise m. With momentum 0, m keeps its value and d = g.
+ * The order is that of torch.optim.SGD, Adam, Adagrad and RMSprop, and of lion-pytorch, on a
+ * machine whose additions with a factor are fused. fma(x, 0, x) is x if x is finite and NaN
+ * otherwise, so that a gradient that is not finite makes the parameter NaN under every rule ([Note:
+ * Gradients that are not finite] in adam.h), and so does an update by SGD that is too large for
+ * fp32. sign(c) is 1, -1 or 0. sgd_momentum: m is torch's momentum_buffer, which is g after the
+ * first step; with Nesterov, d = g + momentum m, otherwise m. With momentum 0, m keeps its value
+ * and d = g; rmsprop_momentum does the same, with beta1 1 and beta1_rest 0. adagrad: beta1 is the
+ * value with which sums of squares begin, in the first step, and 0 in later ones.
  *
  * What a rule makes of the five hyper-parameters (struct lh_adam_hyper):
  *
@@ -33,10 +45,13 @@
  *      lion           lr, beta1, beta2, -, weight_decay
  *      sgd            lr, -, -, -, weight_decay
  *      sgd_momentum   lr, momentum, dampening, 1 with Nesterov or 0, weight_decay
+ *      adagrad        lr, lr_decay, initial_accumulator_value, eps, weight_decay
+ *      rmsprop        lr, -, alpha, eps, weight_decay
+ *      rmsprop_momentum    lr, momentum, alpha, eps, weight_decay
  *
  * Thread: pure functions over the caller's memory.
- * Source: torch.optim.Adam, torch.optim.SGD; Chen et al. 2023, Symbolic Discovery of Optimization
- *         Algorithms (Lion).
+ * Source: torch.optim.Adam, SGD, Adagrad and RMSprop; Chen et al. 2023, Symbolic Discovery of
+ *         Optimization Algorithms (Lion).
  */
 #ifndef LH_COMPUTE_RULE_H
 #define LH_COMPUTE_RULE_H
@@ -51,6 +66,9 @@ enum lh_rule {
     LH_RULE_LION,
     LH_RULE_SGD,
     LH_RULE_SGD_MOMENTUM,
+    LH_RULE_ADAGRAD,
+    LH_RULE_RMSPROP,
+    LH_RULE_RMSPROP_MOMENTUM,
     LH_RULE_COUNT
 };
 

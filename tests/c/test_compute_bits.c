@@ -155,6 +155,9 @@ static void test_rules(void)
         [LH_RULE_LION] = 0xDA7B0E51,
         [LH_RULE_SGD] = 0xFAF9A9B4,
         [LH_RULE_SGD_MOMENTUM] = 0x8CB6C2AC,
+        [LH_RULE_ADAGRAD] = 0x3AF882BD,
+        [LH_RULE_RMSPROP] = 0xC5DCA831,
+        [LH_RULE_RMSPROP_MOMENTUM] = 0x3110151E,
     };
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);

@@ -45,6 +45,18 @@ CASES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.01,
     },
 }
+CASES |= {
+    "adagrad": {
+        "method": lohan.Adagrad(lr_decay=0.1, initial_accumulator_value=0.1),
+        "lr": 1e-2,
+        "weight_decay": 0.01,
+        "eps": 1e-6,
+    },
+    "rmsprop": {"method": lohan.RMSprop(alpha=0.9), "lr": 1e-3, "weight_decay": 0.01},
+    "rmsprop momentum": {"method": lohan.RMSprop(momentum=0.9), "lr": 1e-3},
+}
+# Those whose moments may have 8 bits.
+NARROW = [case for case in CASES if case not in ("sgd", "adagrad")]
 Tensor = torch.Tensor
 
 
@@ -74,11 +86,11 @@ def stored(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def named(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of wrap() with the hyper-parameters of a lohan.SGD among them."""
-    if not isinstance(method := given["method"], lohan.SGD):
+    """Return arguments of wrap() with the hyper-parameters of a lohan.SGD and such among them."""
+    if isinstance(method := given["method"], str):
         return given
     own = {name: value for name, value in vars(method).items() if value is not None}
-    return {**given, "method": "sgd", **own}
+    return {**given, "method": type(method).__name__.lower(), **own}
 
 
 class Reference:
@@ -141,6 +153,41 @@ class Reference:
             g = fma(self.m, momentum, g) if nesterov else self.m
         self.master = fma(g, -lr, self.master)
 
+    def by_root(self, g: Tensor, eps: float) -> Tensor:
+        root = self.v.double().sqrt().float() + eps
+        return (g.double() / root.double()).float()
+
+    def adagrad(
+        self,
+        g: Tensor,
+        lr: float,
+        lr_decay: float,
+        initial_accumulator_value: float,
+        eps: float,
+        weight_decay: float,
+        **_: Any,
+    ) -> None:
+        g = fma(self.master, weight_decay, g)
+        begun = self.v + initial_accumulator_value if self.step == 1 else self.v
+        self.v = fma(g, g, begun)
+        self.master = fma(self.by_root(g, eps), -lr / (1 + (self.step - 1) * lr_decay), self.master)
+
+    def rmsprop(
+        self,
+        g: Tensor,
+        lr: float,
+        alpha: float = 0.99,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
+        g = fma(self.master, weight_decay, g)
+        self.v = fma(self.v, alpha, g * (1 - alpha) * g)
+        moved = self.by_root(g, helper.EPS)
+        if momentum:
+            moved = self.m = fma(self.m * 0 + 1, moved, self.m * momentum)
+        self.master = fma(moved, -lr, self.master)
+
 
 def train_plainly(model: nn.Module, **given: Any) -> helper.Trained:
     """Torch's forward and backward, and the rule on each gradient when backward is over."""
@@ -179,7 +226,7 @@ def test_a_wrapped_model_is_the_documented_rule_applied_to_the_gradients_of_a_pl
     helper.assert_same(helper.train(model, range(STEPS), helper.language_loss), expected)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "sgd"])
+@pytest.mark.parametrize("case", NARROW)
 def test_moments_in_8_bits_are_those_of_the_rule_rounded_after_each_step(
     case: str, store_dir: pathlib.Path
 ) -> None:
@@ -192,7 +239,7 @@ def test_moments_in_8_bits_are_those_of_the_rule_rounded_after_each_step(
 
 @pytest.mark.parametrize(
     ("case", "moments"),
-    [*((case, "fp32") for case in CASES), *((case, "8bit") for case in CASES if case != "sgd")],
+    [*((case, "fp32") for case in CASES), *((case, "8bit") for case in NARROW)],
 )
 def test_averages_follow_the_parameters_of_every_rule_and_are_resumed(
     case: str, moments: str, store_dir: pathlib.Path
@@ -253,15 +300,18 @@ STATE_BYTES: dict[str, float] = {
     "sgd": 2,
     "momentum": 6,
     "nesterov": 6,
+    "adagrad": 6,
+    "rmsprop": 6,
+    "rmsprop momentum": 10,
 }
-STATE_BYTES["lion 8bit"] = 2 + 1 + 1 / 16
+STATE_BYTES["lion, 8bit"] = STATE_BYTES["rmsprop, 8bit"] = 2 + 1 + 1 / 16
 
 
 @pytest.mark.parametrize("case", STATE_BYTES)
 def test_a_step_reads_and_writes_the_states_of_its_rule_only(
     case: str, store_dir: pathlib.Path
 ) -> None:
-    name, _, moments = case.partition(" ")
+    name, _, moments = case.partition(", ")
     given = {**CASES.get(name, {}), "moments": moments or "fp32"}
     build = lambda: helper.linears(512, 4, torch.bfloat16)  # noqa: E731
     least = helper.host_bytes_min(build(), store_dir, **given)
@@ -313,6 +363,12 @@ ADOPTED: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1},
+    ),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.9}),
+    "rmsprop momentum": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
 }
 
 
@@ -441,16 +497,25 @@ def cli(*words: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "momenta", [(0.0, 0.0, 0.9, 0.9), (0.9, 0.0, 0.9, 0.5), (0.5, 0.9, 0.0, 0.0)]
+    ("make", "momenta"),
+    [
+        (torch.optim.SGD, (0.0, 0.0, 0.9, 0.9)),
+        (torch.optim.SGD, (0.9, 0.0, 0.9, 0.5)),
+        (torch.optim.SGD, (0.5, 0.9, 0.0, 0.0)),
+        (torch.optim.RMSprop, (0.9, 0.0, 0.9, 0.5)),
+    ],
 )
 def test_a_group_whose_momentum_is_0_for_some_steps_keeps_its_buffer_as_torch_does(
-    momenta: tuple[float, ...], store_dir: pathlib.Path
+    make: Any, momenta: tuple[float, ...], store_dir: pathlib.Path
 ) -> None:
     plain = helper.linears(8, 2)
     wrapped = lohan.wrap(
-        helper.linears(8, 2), store=store_dir / "s", method=lohan.SGD(momentum=0.9), lr=0.1
+        helper.linears(8, 2),
+        store=store_dir / "s",
+        method=getattr(lohan, make.__name__)(momentum=0.9),
+        lr=0.01,
     )
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    sgd = make(plain.parameters(), lr=0.01, momentum=0.9)
     for step, momentum in enumerate(momenta):
         for model, optimizer in ((plain, sgd), (wrapped, wrapped.optimizer)):
             optimizer.param_groups[0]["momentum"] = momentum

@@ -21,7 +21,9 @@ _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 _COUPLED = {**_PLAIN, "decoupled_weight_decay": False}
 _NO_MOMENTUM = {"momentum": 0, "nesterov": False}
 _WAYS_OUT = {
-    "momentum": ". For SGD with momentum, pass method=lohan.SGD(momentum=...) to lohan.wrap()",
+    "momentum": ". With momentum, pass method=lohan.SGD(momentum=...) to lohan.wrap(), or"
+    " lohan.RMSprop(momentum=...)",
+    "centered": ". Set it to False: the mean of gradients would be one more state",
     "nesterov": ". Nesterov's form needs a momentum: lohan.SGD(momentum=..., nesterov=True)",
     "decoupled_weight_decay": '. lohan.wrap(method="adamw") decouples weight decay, method="adam"'
     " does not; a store keeps its rule",
@@ -41,6 +43,8 @@ class Rule:
         slots: the hyper-parameters that are the five numbers of the engine; None: 0.
         fixed: options of torch's optimizers that would change the rule, and the values that do not.
         call: the arguments of wrap() that choose the rule.
+        narrow: the formats of moments= in fewer bits than fp32 that its moments may have.
+        counts_steps: whether torch's optimizer counts the steps of a parameter in its state.
     """
 
     name: str
@@ -50,6 +54,8 @@ class Rule:
     slots: tuple[str | None, ...]
     fixed: dict[str, Any]
     call: str
+    narrow: tuple[str, ...] = ("bf16", "8bit")
+    counts_steps: bool = True
 
     @property
     def method(self) -> str:
@@ -125,7 +131,7 @@ class Rule:
             beta1, beta2 = named["beta1"], named["beta2"]
             if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
                 raise HyperParameterError(f"betas ({beta1}, {beta2}) are not in [0, 1)")
-        if named.get("momentum") == 0 and named["dampening"] != 0:
+        if named.get("momentum") == 0 and named.get("dampening", 0) != 0:
             raise HyperParameterError(
                 f"dampening {named['dampening']} with momentum 0 in a parameter group: torch"
                 " ignores the dampening of such a group until it has momentum. Pass dampening=0"
@@ -175,6 +181,7 @@ _ROWS = (
         ("lr", None, None, None, "weight_decay"),
         {**_COUPLED, **_NO_MOMENTUM},
         'method="sgd"',
+        narrow=(),
     ),
     Rule(
         "sgd_momentum",
@@ -184,6 +191,41 @@ _ROWS = (
         ("lr", "momentum", "dampening", "nesterov", "weight_decay"),
         _COUPLED,
         "method=lohan.SGD(momentum=...)",
+        counts_steps=False,
+    ),
+    Rule(
+        "adagrad",
+        "Adagrad",
+        {"moment2": "sum"},
+        {
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+            "eps": 1e-10,
+            "weight_decay": 0.0,
+        },
+        ("lr", "lr_decay", "initial_accumulator_value", "eps", "weight_decay"),
+        _COUPLED,
+        'method="adagrad"',
+        narrow=("bf16",),  # a sum of n squares grows by 1 / n in a step, which 8 bits round away
+    ),
+    Rule(
+        "rmsprop",
+        "RMSprop without momentum",
+        {"moment2": "square_avg"},
+        {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
+        ("lr", None, "alpha", "eps", "weight_decay"),
+        {**_COUPLED, "momentum": 0, "centered": False},
+        'method="rmsprop"',
+    ),
+    Rule(
+        "rmsprop_momentum",
+        "RMSprop with momentum",
+        {"moment1": "momentum_buffer", "moment2": "square_avg"},
+        {"lr": 1e-2, "alpha": 0.99, "momentum": 0.0, "eps": 1e-8, "weight_decay": 0.0},
+        ("lr", "momentum", "alpha", "eps", "weight_decay"),
+        {**_COUPLED, "centered": False},
+        "method=lohan.RMSprop(momentum=...)",
     ),
 )
 # In the order of the core's enum lh_rule.

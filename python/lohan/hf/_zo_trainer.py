@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.common import _log, _meta
-from lohan.common._keywords import SGD, MeZO
+from lohan.common._keywords import SGD, Adagrad, MeZO, RMSprop
 from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.journal import _journal
 from lohan.journal._zo_run import uuid_of
@@ -57,7 +57,8 @@ def is_asked(settings: Mapping[str, Any]) -> bool:
     method = settings.get("method", METHODS[0])
     if isinstance(method, MeZO):
         return True
-    if isinstance(method, SGD) or (method in METHODS and method not in ("adamw", "mezo")):
+    is_group = isinstance(method, SGD | Adagrad | RMSprop)
+    if is_group or (method in METHODS and method not in ("adamw", "mezo")):
         raise UnsupportedError(
             f"method={method!r} is not supported by the Trainer's callback: call lohan.wrap() in a"
             " training loop of your own, or leave method= out"
