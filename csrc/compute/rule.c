@@ -94,12 +94,13 @@ static struct lh_adam_scalars rmsprop_scalars(const struct lh_adam_hyper *hyper,
 }
 
 const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
-    [LH_RULE_ADAMW] = {"adamw", true, true, lh_adam_scalars_make},
-    [LH_RULE_ADAM] = {"adam", true, true, adam_scalars},
-    [LH_RULE_LION] = {"lion", true, false, lion_scalars},
-    [LH_RULE_SGD] = {"sgd", false, false, sgd_scalars},
-    [LH_RULE_SGD_MOMENTUM] = {"sgd_momentum", true, false, sgd_scalars},
-    [LH_RULE_ADAGRAD] = {"adagrad", false, true, adagrad_scalars},
-    [LH_RULE_RMSPROP] = {"rmsprop", false, true, rmsprop_scalars},
-    [LH_RULE_RMSPROP_MOMENTUM] = {"rmsprop_momentum", true, true, rmsprop_scalars},
+    [LH_RULE_ADAMW] = {"adamw", true, true, false, lh_adam_scalars_make},
+    [LH_RULE_ADAM] = {"adam", true, true, false, adam_scalars},
+    [LH_RULE_LION] = {"lion", true, false, false, lion_scalars},
+    [LH_RULE_SGD] = {"sgd", false, false, false, sgd_scalars},
+    [LH_RULE_SGD_MOMENTUM] = {"sgd_momentum", true, false, false, sgd_scalars},
+    [LH_RULE_ADAGRAD] = {"adagrad", false, true, false, adagrad_scalars},
+    [LH_RULE_RMSPROP] = {"rmsprop", false, true, false, rmsprop_scalars},
+    [LH_RULE_RMSPROP_MOMENTUM] = {"rmsprop_momentum", true, true, false, rmsprop_scalars},
+    [LH_RULE_ADAM_MINI] = {"adam_mini", true, false, true, lh_adam_scalars_make},
 };

@@ -23,7 +23,8 @@ typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars
     X(LH_RULE_SGD_MOMENTUM, sgd_momentum, true, false)                                             \
     X(LH_RULE_ADAGRAD, adagrad, false, true)                                                       \
     X(LH_RULE_RMSPROP, rmsprop, false, true)                                                       \
-    X(LH_RULE_RMSPROP_MOMENTUM, rmsprop_momentum, true, true)
+    X(LH_RULE_RMSPROP_MOMENTUM, rmsprop_momentum, true, true)                                      \
+    X(LH_RULE_ADAM_MINI, adam_mini, true, false)
 
 /* The value itself where it is finite, otherwise NaN. */
 static INLINE values finite_of(values a)
@@ -107,6 +108,16 @@ static INLINE void rmsprop_momentum(struct element *e, const struct lh_adam_scal
     e->m = fma_of(q, splat(scalars->beta1_rest), e->m * splat(scalars->beta1));
     d = fma_of(e->m, splat(scalars->beta1_rest), q * splat(1 - scalars->beta1_rest));
     e->p = fma_of(splat(-scalars->step_size), d, e->p);
+}
+
+/* Adam-mini, for elements of one row, whose root of the second moment is in eps. */
+static INLINE void adam_mini(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values moved;
+
+    e->m = fma_of(e->g - e->m, splat(scalars->beta1_rest), e->m);
+    moved = e->m / splat(scalars->eps);
+    e->p = fma_of(splat(-scalars->step_size), moved, e->p * splat(scalars->decay));
 }
 
 #endif

@@ -64,9 +64,9 @@ def wrap(
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
-        method: "adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", or a lohan.SGD, lohan.Adagrad
-            or lohan.RMSprop (docs/update-rules.md), or "mezo" or a lohan.MeZO (zeroth-order,
-            `model.zo_step(closure)`; docs/zeroth-order.md).
+        method: "adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", or a lohan.SGD,
+            lohan.Adagrad or lohan.RMSprop (docs/update-rules.md), or "mezo" or a lohan.MeZO
+            (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
         moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.

@@ -54,9 +54,10 @@ CASES |= {
     },
     "rmsprop": {"method": lohan.RMSprop(alpha=0.9), "lr": 1e-3, "weight_decay": 0.01},
     "rmsprop momentum": {"method": lohan.RMSprop(momentum=0.9), "lr": 1e-3},
+    "adam_mini": {"method": "adam_mini", "lr": 1e-3, "weight_decay": 0.1},
 }
 # Those whose moments may have 8 bits.
-NARROW = [case for case in CASES if case not in ("sgd", "adagrad")]
+NARROW = [case for case in CASES if case not in ("sgd", "adagrad", "adam_mini")]
 Tensor = torch.Tensor
 
 
@@ -100,6 +101,7 @@ class Reference:
         self.param = param
         self.master = param.detach().float().clone()
         self.m, self.v = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.of_rows = torch.zeros(rows_of(self.master).shape[0], 1)
         self.given = given
         self.step = 0
 
@@ -188,6 +190,23 @@ class Reference:
             moved = self.m = fma(self.m * 0 + 1, moved, self.m * momentum)
         self.master = fma(moved, -lr, self.master)
 
+    def adam_mini(self, g: Tensor, lr: float, weight_decay: float, **_: Any) -> None:
+        beta1, beta2 = helper.BETAS
+        self.m = fma(g - self.m, 1 - beta1, self.m)
+        mean = rows_of(g).double().square().mean(1, keepdim=True).float()
+        self.of_rows = fma(self.of_rows, beta2, mean * (1 - beta2))
+        scale = torch.full_like(mean, 1 / (1 - beta2**self.step) ** 0.5)
+        root = fma(self.of_rows.double().sqrt().float(), scale, torch.full_like(mean, helper.EPS))
+        moved = (rows_of(self.m).double() / root.double()).float().reshape(g.shape)
+        decayed = self.master * (1 - lr * weight_decay)
+        self.master = fma(moved, -lr / (1 - beta1**self.step), decayed)
+
+
+def rows_of(values: Tensor) -> Tensor:
+    """Return values of a parameter by the rows that share a second moment under Adam-mini."""
+    is_one = values.dim() < 2 or values.numel() < 64 * values.shape[0]
+    return values.reshape(1 if is_one else values.shape[0], -1)
+
 
 def train_plainly(model: nn.Module, **given: Any) -> helper.Trained:
     """Torch's forward and backward, and the rule on each gradient when backward is over."""
@@ -224,6 +243,36 @@ def test_a_wrapped_model_is_the_documented_rule_applied_to_the_gradients_of_a_pl
     least = helper.host_bytes_min(build(), store_dir, **given) if memory == "least" else None
     model = lohan.wrap(build(), store=store_dir / "run", host_bytes=least, **given)
     helper.assert_same(helper.train(model, range(STEPS), helper.language_loss), expected)
+
+
+def test_rows_that_blocks_share_and_chunks_cut_have_the_second_moments_of_adam_mini(
+    store_dir: pathlib.Path,
+) -> None:
+    given = CASES["adam_mini"]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = 100, 1100, 1100, 9, 70  # a chunk of 2^20 elements ends within a row of 1100
+        return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]), nn.Conv2d(1, 3, 8))
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        y: Tensor = model[-1](model[:-1](helper.normal(step, 8, 100)).reshape(1, 1, 56, 10))
+        return y.square().mean()
+
+    plain = build()
+    states = [Reference(param, **given) for param in plain.parameters()]
+    model = lohan.wrap(build(), store=store_dir / "s", **given)
+    assert any(unit.elements > 1 << 20 for unit in inside(model).layout.units)
+    for step in range(3):
+        if step == 2:
+            model.lohan.close()
+            model = lohan.wrap(build(), store=store_dir / "s", resume=True, method="adam_mini")
+        loss_of(plain, step).backward()
+        for state in states:
+            state.update()
+        helper.losses(model, range(step, step + 1), loss_of)
+    helper.assert_same_state(helper.values(model), plain.state_dict())
+    model.lohan.close()
 
 
 @pytest.mark.parametrize("case", NARROW)
@@ -303,6 +352,7 @@ STATE_BYTES: dict[str, float] = {
     "adagrad": 6,
     "rmsprop": 6,
     "rmsprop momentum": 10,
+    "adam_mini": 6 + 1 / 8,
 }
 STATE_BYTES["lion, 8bit"] = STATE_BYTES["rmsprop, 8bit"] = 2 + 1 + 1 / 16
 
@@ -411,7 +461,7 @@ def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_a
         assert (ours - theirs).detach().norm() <= 1e-5 * moved
 
 
-@pytest.mark.parametrize("case", ["lion", "sgd", "momentum"])
+@pytest.mark.parametrize("case", ["lion", "sgd", "momentum", "adam_mini"])
 def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     case: str, store_dir: pathlib.Path
 ) -> None:
@@ -434,9 +484,10 @@ def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     model.lohan.close()
     said = _inspect.describe([str(store_dir / "s")])
     assert said["method"] == RULES[inside(model).layout.rule].method
-    assert said["groups"][0]["lr"] == CASES[case]["lr"] and "eps" not in said["groups"][0]
-    if case == "sgd":
-        with pytest.raises(UnsupportedError, match="which has no moments"):
+    shown = said["groups"][0]
+    assert shown["lr"] == CASES[case]["lr"] and ("eps" in shown) == (case == "adam_mini")
+    if case in ("sgd", "adam_mini"):
+        with pytest.raises(UnsupportedError, match=r"has no moments|are not stored as '8bit'"):
             lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
         return
     lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
@@ -603,7 +654,9 @@ def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
 
 
 def test_the_table_of_python_is_that_of_the_core() -> None:
-    ours = [(r.name, "moment1" in r.moments, "moment2" in r.moments) for r in RULES.values()]
+    ours = [
+        (r.name, "moment1" in r.moments, "moment2" in r.moments, r.has_rows) for r in RULES.values()
+    ]
     assert tuple(ours) == _core.rules()
     for rule in RULES.values():
         group = {**rule.defaults, "lr": 0.25}

@@ -22,8 +22,9 @@ def _update_bytes(
 ) -> int:
     """Return the bytes that an update of all trained parameters writes, without the commit."""
     found, first = [], 0
-    moments = len(RULES[meta.get("rule", "adamw")].moments)
+    rule = RULES[meta.get("rule", "adamw")]
     states, average = meta.get("states", "fp32"), 4 * meta.get("ema", False)
+    of_rule = len(rule.moments), rule.block_bytes(states)
     for unit in units:
         head = params[first]
         first += unit["params"]
@@ -31,7 +32,7 @@ def _update_bytes(
             elements = unit["elements"] if unit["has_states"] else 0
             residual = _wear.RESIDUALS[head["dtype"]]
             sizes = unit["bytes"], elements, residual, states
-            found.append(_wear.Written(*sizes, average=average, moments=moments))
+            found.append(_wear.Written(*sizes, False, average, *of_rule))
     return _wear.update_bytes(found)
 
 

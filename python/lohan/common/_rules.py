@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
+from lohan.common._states import ROW_BYTES, SCALE_BYTES, STATES
 from lohan.errors import HyperParameterError, UnsupportedError
 
 # lr, beta1, beta2, eps and weight_decay of AdamW, or what another rule has in their places.
@@ -45,6 +46,7 @@ class Rule:
         call: the arguments of wrap() that choose the rule.
         narrow: the formats of moments= in fewer bits than fp32 that its moments may have.
         counts_steps: whether torch's optimizer counts the steps of a parameter in its state.
+        has_rows: whether there are second moments of rows.
     """
 
     name: str
@@ -56,11 +58,22 @@ class Rule:
     call: str
     narrow: tuple[str, ...] = ("bf16", "8bit")
     counts_steps: bool = True
+    has_rows: bool = False
 
     @property
     def method(self) -> str:
         """The method= of wrap() that chooses the rule, alone or with other arguments."""
-        return self.name.partition("_")[0]
+        return self.name.removesuffix("_momentum")
+
+    def element_bytes(self, states: str) -> int:
+        """Return the bytes per element of all moments, in a format that is a key of STATES."""
+        return len(self.moments) * STATES[states]
+
+    def block_bytes(self, states: str) -> int:
+        """Return the bytes of the states of a block of BLOCK_ELEMENTS elements, beside moments."""
+        if self.has_rows:
+            return ROW_BYTES
+        return SCALE_BYTES if self.moments and states == "8bit" else 0
 
     def hyper_of(self, group: dict[str, Any]) -> Hyper:
         """Return the numbers of one parameter group, in the form that the engine takes.
@@ -226,6 +239,17 @@ _ROWS = (
         ("lr", "momentum", "alpha", "eps", "weight_decay"),
         {**_COUPLED, "centered": False},
         "method=lohan.RMSprop(momentum=...)",
+    ),
+    Rule(
+        "adam_mini",
+        "Adam-mini",
+        {"moment1": "exp_avg"},
+        ADAMW.defaults,
+        ADAMW.slots,
+        {**_PLAIN, "decoupled_weight_decay": True, **_NO_MOMENTUM},
+        'method="adam_mini"',
+        narrow=(),
+        has_rows=True,
     ),
 )
 # In the order of the core's enum lh_rule.

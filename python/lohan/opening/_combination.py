@@ -16,7 +16,7 @@ from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.torch_glue import _device
 
-METHODS = ("adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "mezo")
+METHODS = ("adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "mezo")
 # The keywords of wrap() that only method="mezo" accepts.
 OF_METHOD = ("num_samples", "rng", "seed", "storage")
 
@@ -283,6 +283,14 @@ ROWS = (
         "meaning",
         "whose sums of squares would soon stop to grow when rounded to 8 bits",
         'pass moments="bf16", whose rounding is stochastic',
+    ),
+    Row(
+        "moments={f.states!r}",
+        "method={f.method!r}",
+        lambda f: f.states != "fp32" and RULES[f.rule].has_rows,
+        "not built",
+        "",
+        "leave moments= out",
     ),
     Row(
         "moments={f.states!r}",

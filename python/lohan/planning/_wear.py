@@ -20,7 +20,7 @@ from lohan import _core
 from lohan.common import _units
 from lohan.common._rules import RULES
 from lohan.errors import ModelError
-from lohan.layout._block import RESIDUAL_BYTES, SCALED_ELEMENTS, STATES, elements_with
+from lohan.layout._block import BLOCK_ELEMENTS, RESIDUAL_BYTES, STATES, elements_with
 
 if TYPE_CHECKING:
     from lohan.layout._block import Unit
@@ -43,6 +43,7 @@ class Written(NamedTuple):
         always: whether its parameters stay in main memory.
         average: the bytes per element of averages of the parameters.
         moments: the number of moments of the update rule.
+        block_bytes: the bytes of the states of a block of 64 elements.
     """
 
     nbytes: int
@@ -52,11 +53,12 @@ class Written(NamedTuple):
     always: bool = False
     average: int = 0
     moments: int = 2
+    block_bytes: int = 0
 
     def state_bytes(self, count: int) -> int:
         """Return the bytes of the states of `count` elements."""
         moment = count * STATES[self.states]
-        scales = count // SCALED_ELEMENTS if self.states == "8bit" else 0
+        scales = count // BLOCK_ELEMENTS * self.block_bytes
         moments = self.moments * [moment]
         arrays = (count * self.residual, *moments, scales, count * self.average)
         return sum(-(-n // _core.BLOCK_BYTES) * _core.BLOCK_BYTES for n in arrays)
@@ -92,6 +94,7 @@ def written_of(units: Iterable[Unit], states: str | None = None) -> list[Written
                 unit.always,
                 4 * unit.has_average,
                 moments,
+                RULES[unit.rule].block_bytes(kept),
             )
         )
     return found

@@ -70,7 +70,7 @@ def _check(contents: Contents, states: str, where: str) -> None:
     if states not in ("fp32", *RULES[contents.layout.rule].narrow):
         raise UnsupportedError(
             f"{where} was trained with {RULES[contents.layout.rule].title}, whose states are not"
-            f" stored as {states!r}"
+            f" stored as {states!r}: pass the states of the run, to continue"
         )
     if "groups" in contents.meta:
         raise UnsupportedError(
