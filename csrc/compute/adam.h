@@ -96,6 +96,14 @@ static inline uint64_t lh_adam_residual_bytes(enum lh_dtype param_dtype)
     }
 }
 
+/* Bytes of what is stored for each block of LH_ADAM_STATES_BLOCK elements: scales or rows. */
+static inline uint64_t lh_adam_block_bytes(enum lh_rule rule, enum lh_adam_states states)
+{
+    if (lh_rules[rule].has_rows)
+        return sizeof(struct lh_adam_rows);
+    return states == LH_ADAM_STATES_8BIT ? sizeof(struct lh_adam_scales) : 0;
+}
+
 /* Compute the scalars of a step (1, 2, ...). Source: torch.optim.AdamW, single-tensor form. */
 struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, uint64_t step,
                                             double gradient_scale);
@@ -207,8 +215,11 @@ struct lh_adam_segment {
     /* Without a gradient: updates with gradients of zeros, one after another. */
     const struct lh_adam_scalars *zeros;
     uint32_t zero_count;
-    bool averages_only;           /* the zeros are no updates: averages take the steps */
-    uint64_t param_first;         /* the element of the parameter at `first`; BF16 only */
+    bool averages_only;   /* the zeros are no updates: averages take the steps */
+    uint64_t param_first; /* the element of the parameter at `first`; BF16 and rows only */
+    /* Rules with rows: the sums of squares of the parameter's rows, and their elements. */
+    const double *row_sums;
+    uint64_t row_elements;
     struct lh_adam_random random; /* BF16 only; with zeros, of the first of these steps in a row */
 };
 
@@ -218,8 +229,8 @@ struct lh_adam_segment {
  * boundary in every array); the last may cover fewer. For scales, it covers
  * LH_ADAM_SCALES_ELEMENTS elements.
  *
- * If states is not F32, a chunk consists of blocks, segments begin at blocks, and no two of them
- * share one: [Note: Blocks of moments] in adam_states.h.
+ * If states is not F32 or the rule has rows, a chunk consists of blocks, segments begin at blocks,
+ * and no two of them share one: [Note: Blocks of moments] in adam_states.h.
  */
 struct lh_adam_chunk {
     void *param;
@@ -227,6 +238,7 @@ struct lh_adam_chunk {
     void *moment1;  /* float, or as in struct lh_adam_moments; NULL: the rule has none */
     void *moment2;
     struct lh_adam_scales *scales; /* 8BIT only */
+    struct lh_adam_rows *rows;     /* NULL: the rule has none; they have the checksums of scales */
     float *average; /* of the masters, updated after them as lh_adam_average(); NULL: none */
     uint64_t count; /* elements */
     enum lh_dtype param_dtype;

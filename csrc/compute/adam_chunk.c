@@ -13,9 +13,11 @@
  * pieces: tile by tile, checksum, update, checksum, while the tile is in cache.
  *
  * So are moments that are not stored in fp32 (adam_states.h). Their tiles are decoded and encoded
- * in parts, through two arrays of fp32 moments that stay in the first-level cache.
+ * in parts, through two arrays of fp32 moments that stay in the first-level cache. So are second
+ * moments of rows, of which each tile is cut into pieces of one row.
  */
 #include <fenv.h>
+#include <math.h>
 #include <string.h>
 
 #include "base/assert.h"
@@ -57,8 +59,10 @@ struct walk {
     lh_adam_fn run; /* the kernel's for the chunk's rule */
     const struct lh_adam_chunk *chunk;
     bool checksums; /* whether any checksums are checked or stored; if not, none are computed */
-    uint64_t align; /* pieces begin and end at multiples: of a block, or 1 if moments are fp32 */
-    bool *has_nan;  /* as in struct lh_adam_run */
+    uint64_t align; /* pieces begin and end at multiples: of a block, or 1 if nothing has blocks */
+    uint64_t block_bytes; /* of scales or rows; 0: there are none */
+    bool is_fp32;         /* moments are */
+    bool *has_nan;        /* as in struct lh_adam_run */
     struct stream streams[STREAM_COUNT];
 };
 
@@ -84,8 +88,8 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
         .residual = chunk->residual ? (char *)chunk->residual +
                                           first * lh_adam_residual_bytes(chunk->param_dtype)
                                     : NULL,
-        .moment1 = walk->align == 1 && chunk->moment1 ? (float *)chunk->moment1 + first : NULL,
-        .moment2 = walk->align == 1 && chunk->moment2 ? (float *)chunk->moment2 + first : NULL,
+        .moment1 = walk->is_fp32 && chunk->moment1 ? (float *)chunk->moment1 + first : NULL,
+        .moment2 = walk->is_fp32 && chunk->moment2 ? (float *)chunk->moment2 + first : NULL,
         .gradient = segment->gradient ? (const char *)segment->gradient +
                                             (first - segment->first) * gradient_bytes
                                       : NULL,
@@ -221,14 +225,14 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
 {
     float moment1[PART_ELEMENTS] __attribute__((aligned(64)));
     float moment2[PART_ELEMENTS] __attribute__((aligned(64)));
-    uint16_t absent[PART_ELEMENTS]; /* in place of a second moment that the rule lacks: zeros */
+    uint16_t absent[PART_ELEMENTS]; /* in place of the moment that the rule lacks: zeros */
     const struct lh_adam_chunk *chunk = walk->chunk;
     const struct lh_adam_states_ops *states = walk->kernel->states;
     uint64_t end = lh_min_u64(first + count, segment->first + segment->count);
     uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
     const struct lh_adam_moments moments = {
         .states = chunk->states,
-        .moment1 = (char *)chunk->moment1 + first * moment_bytes,
+        .moment1 = chunk->moment1 ? (char *)chunk->moment1 + first * moment_bytes : (char *)absent,
         .moment2 = chunk->moment2 ? (char *)chunk->moment2 + first * moment_bytes : (char *)absent,
         .scales = chunk->scales ? chunk->scales + first / LH_ADAM_STATES_BLOCK : NULL,
     };
@@ -236,7 +240,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
 
     uint64_t param_first = segment->param_first + (first - segment->first);
 
-    run.moment1 = moment1;
+    run.moment1 = chunk->moment1 ? moment1 : NULL;
     run.moment2 = chunk->moment2 ? moment2 : NULL;
     if (walk->kernel->run_stored && run.count == count && chunk->rule == LH_RULE_ADAMW) {
         stored_update(walk, &run, segment, &moments, param_first);
@@ -244,7 +248,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
         return;
     }
     part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
-    if (!chunk->moment2)
+    if (!chunk->moment1 || !chunk->moment2)
         memset(absent, 0, sizeof(absent));
     lh_adam_states_decode(states, &moments, moment1, moment2, count);
     if (chunk->states == LH_ADAM_STATES_8BIT && chunk->rule == LH_RULE_ADAMW) {
@@ -287,17 +291,64 @@ static void part_or_zeros_update(const struct walk *walk, const struct lh_adam_s
     }
 }
 
+/* Update elements from an element of the parameter on, which begin a block, row by row. */
+static void rows_update(const struct walk *walk, const struct lh_adam_segment *segment,
+                        const struct lh_adam_run *run, struct lh_adam_rows *rows, uint64_t begin)
+{
+    const uint64_t end = begin + run->count;
+    const double scale = segment->scalars.gradient_scale;
+    struct lh_adam_scalars scalars = segment->scalars;
+
+    for (uint64_t at = begin; at < end;) {
+        uint64_t row = at / segment->row_elements;
+        uint64_t row_end = lh_min_u64((row + 1) * segment->row_elements, end);
+        uint64_t block = (at - begin) / LH_ADAM_STATES_BLOCK;
+        struct lh_adam_run part = lh_adam_run_from(run, at - begin);
+        double sum = segment->row_sums[row] * (scale * scale);
+        float mean = (float)(sum / (double)segment->row_elements);
+        float v = lh_is_aligned(at, LH_ADAM_STATES_BLOCK) ? rows[block].first : rows[block].last;
+
+        v = fmaf(v, scalars.beta2, mean * scalars.beta2_rest);
+        v = isnan(v) ? NAN : v;
+        scalars.eps = fmaf(sqrtf(v), scalars.bias2_sqrt_inverse, segment->scalars.eps);
+        part.count = row_end - at;
+        walk->run(&part, &scalars);
+        for (uint64_t first = begin + block * LH_ADAM_STATES_BLOCK; first < row_end; block++) {
+            uint64_t next = first + LH_ADAM_STATES_BLOCK;
+
+            if (first >= at)
+                rows[block].first = v;
+            if (next <= row_end || row_end == end)
+                rows[block].last = v;
+            first = next;
+        }
+        at = row_end;
+    }
+}
+
+/* Update the blocks [first, first + count), with moments in fp32 and second moments of rows. */
+static void rows_tile(const struct walk *walk, const struct lh_adam_segment *segment,
+                      uint64_t first, uint64_t count)
+{
+    uint64_t end = lh_min_u64(first + count, segment->first + segment->count);
+    struct lh_adam_run run = run_make(walk, segment, first, end - first);
+
+    rows_update(walk, segment, &run, walk->chunk->rows + first / LH_ADAM_STATES_BLOCK,
+                segment->param_first + (first - segment->first));
+    average_update(walk, &run, first, segment->scalars.average_rest);
+}
+
 static void scales_chain(struct walk *walk, int stream_index, uint64_t first, uint64_t count)
 {
     struct stream *stream = walk->streams + stream_index;
 
     if (stream->expected || stream->checksums)
         stream->crc =
-            lh_crc32c(stream->crc, stream->array + lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, first),
-                      lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, count));
+            lh_crc32c(stream->crc, stream->array + first / LH_ADAM_STATES_BLOCK * walk->block_bytes,
+                      count / LH_ADAM_STATES_BLOCK * walk->block_bytes);
 }
 
-/* Like piece_by_tiles(), for moments that are not stored in fp32: first and count are of blocks. */
+/* Like piece_by_tiles(), for what is stored in blocks: first and count are multiples of these. */
 static void piece_by_blocks(struct walk *walk, const struct lh_adam_segment *segment,
                             uint64_t first, uint64_t count)
 {
@@ -307,7 +358,9 @@ static void piece_by_blocks(struct walk *walk, const struct lh_adam_segment *seg
         streams_chain(walk, 0, LH_ADAM_STREAM_PARAM, first, tile);
         streams_chain(walk, STREAM_AVERAGE_READ, STREAM_AVERAGE, first, tile);
         scales_chain(walk, STREAM_SCALES_READ, first, tile);
-        for (uint64_t at = 0; segment && at < tile; at += PART_ELEMENTS)
+        if (segment && walk->is_fp32)
+            rows_tile(walk, segment, first, tile);
+        for (uint64_t at = 0; segment && !walk->is_fp32 && at < tile; at += PART_ELEMENTS)
             part_or_zeros_update(walk, segment, first + at, lh_min_u64(tile - at, PART_ELEMENTS));
         streams_chain(walk, LH_ADAM_STREAM_PARAM, LH_ADAM_STREAM_COUNT, first, tile);
         streams_chain(walk, STREAM_AVERAGE, STREAM_SCALES_READ, first, tile);
@@ -393,7 +446,7 @@ static int blocks_end(struct walk *walk, uint64_t end, struct lh_adam_mismatch *
         }
         stream->crc = 0;
     }
-    return walk->chunk->scales ? scales_end(walk, end, mismatch_out) : 0;
+    return walk->block_bytes > 0 ? scales_end(walk, end, mismatch_out) : 0;
 }
 
 /* Report the first segment with a NaN, and stop looking for others. */
@@ -445,9 +498,11 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
     uint64_t end = 0;
 
     LH_ASSERT((chunk->scales != NULL) == (chunk->states == LH_ADAM_STATES_8BIT));
+    LH_ASSERT((chunk->rows != NULL) == lh_rules[chunk->rule].has_rows);
+    LH_ASSERT(!chunk->rows || chunk->states == LH_ADAM_STATES_F32);
     LH_ASSERT((chunk->moment1 != NULL) == lh_rules[chunk->rule].has_moment1);
     LH_ASSERT((chunk->moment2 != NULL) == lh_rules[chunk->rule].has_moment2);
-    LH_ASSERT(chunk->moment1 || chunk->states == LH_ADAM_STATES_F32);
+    LH_ASSERT(chunk->moment1 || chunk->moment2 || chunk->states == LH_ADAM_STATES_F32);
     LH_ASSERT(chunk->average || (!chunk->average_expected && !chunk->average_checksums));
     LH_ASSERT(lh_is_aligned(chunk->count, align));
     LH_ASSERT(chunk->param_dtype <= LH_DTYPE_F16);
@@ -460,6 +515,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         LH_ASSERT(segment->count > 0 && segment->first >= end);
         LH_ASSERT(lh_is_aligned(segment->first, align));
         LH_ASSERT(lh_is_aligned(segment->param_first, align));
+        LH_ASSERT(!chunk->rows || segment->row_sums);
         end = lh_align_up(segment->first + segment->count, align);
     }
     LH_ASSERT(end <= chunk->count);
@@ -496,7 +552,8 @@ static void streams_describe(struct walk *walk)
                    moment_bytes, chunk->moment2_expected, chunk->moment2_checksums);
     array_describe(walk, STREAM_AVERAGE_READ, STREAM_AVERAGE, chunk->average, sizeof(float),
                    chunk->average_expected, chunk->average_checksums);
-    array_describe(walk, STREAM_SCALES_READ, STREAM_SCALES, chunk->scales, 0,
+    array_describe(walk, STREAM_SCALES_READ, STREAM_SCALES,
+                   chunk->rows ? (const void *)chunk->rows : chunk->scales, 0,
                    chunk->scales_expected, chunk->scales_checksums);
 }
 
@@ -506,12 +563,14 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
     struct walk walk = {
         .kernel = kernel,
         .chunk = chunk,
-        .align = chunk->states == LH_ADAM_STATES_F32 ? 1 : LH_ADAM_STATES_BLOCK,
+        .is_fp32 = chunk->states == LH_ADAM_STATES_F32,
+        .block_bytes = lh_adam_block_bytes(chunk->rule, chunk->states),
     };
     fenv_t environment;
     bool has_nan = false;
     int rc;
 
+    walk.align = walk.is_fp32 && walk.block_bytes == 0 ? 1 : LH_ADAM_STATES_BLOCK;
     if (chunk->nan_segment) {
         *chunk->nan_segment = LH_ADAM_SEGMENT_NONE;
         walk.has_nan = &has_nan;

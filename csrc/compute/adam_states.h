@@ -64,6 +64,13 @@ struct lh_adam_scales {
     uint16_t moment2;
 };
 
+/* The second moments of the rows of a block's first and last element ([Note: Second moments of
+ * rows] in rule.h); rows have at least as many elements as a block, or are a whole parameter. */
+struct lh_adam_rows {
+    float first;
+    float last;
+};
+
 /* The seed of all random bits: a run is reproducible, and its store needs no seed. */
 #define LH_ADAM_SEED UINT64_C(0x6C6F68616E) /* "lohan" */
 

@@ -54,10 +54,53 @@ static struct lh_adam_scalars sgd_scalars(const struct lh_adam_hyper *hyper, uin
     };
 }
 
+/* The state of a parameter that has made no step is 0; its first step makes the sum begin. */
+static struct lh_adam_scalars adagrad_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                              double gradient_scale)
+{
+    double lr_decay = hyper->beta1, initial = hyper->beta2;
+
+    LH_ASSERT(step >= 1);
+    return (struct lh_adam_scalars){
+        .gradient_scale = (float)gradient_scale,
+        .beta1 = step == 1 ? (float)initial : 0,
+        .eps = (float)hyper->eps,
+        .step_size = (float)(hyper->lr / (1 + (double)(step - 1) * lr_decay)),
+        .decay = 1,
+        .coupled = (float)hyper->weight_decay,
+        .average_rest = (float)hyper->average_rest,
+    };
+}
+
+static struct lh_adam_scalars rmsprop_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                              double gradient_scale)
+{
+    double momentum = hyper->beta1, alpha = hyper->beta2;
+    bool has_momentum = momentum != 0; /* without it, as in torch, the buffer stays as it is */
+
+    LH_ASSERT(step >= 1);
+    return (struct lh_adam_scalars){
+        .gradient_scale = (float)gradient_scale,
+        .beta1 = has_momentum ? (float)momentum : 1,
+        .beta1_rest = has_momentum ? 1 : 0,
+        .beta2 = (float)alpha,
+        .beta2_rest = (float)(1.0 - alpha),
+        .eps = (float)hyper->eps,
+        .step_size = (float)hyper->lr,
+        .decay = 1,
+        .coupled = (float)hyper->weight_decay,
+        .average_rest = (float)hyper->average_rest,
+    };
+}
+
 const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
-    [LH_RULE_ADAMW] = {"adamw", true, true, lh_adam_scalars_make},
-    [LH_RULE_ADAM] = {"adam", true, true, adam_scalars},
-    [LH_RULE_LION] = {"lion", true, false, lion_scalars},
-    [LH_RULE_SGD] = {"sgd", false, false, sgd_scalars},
-    [LH_RULE_SGD_MOMENTUM] = {"sgd_momentum", true, false, sgd_scalars},
+    [LH_RULE_ADAMW] = {"adamw", true, true, false, lh_adam_scalars_make},
+    [LH_RULE_ADAM] = {"adam", true, true, false, adam_scalars},
+    [LH_RULE_LION] = {"lion", true, false, false, lion_scalars},
+    [LH_RULE_SGD] = {"sgd", false, false, false, sgd_scalars},
+    [LH_RULE_SGD_MOMENTUM] = {"sgd_momentum", true, false, false, sgd_scalars},
+    [LH_RULE_ADAGRAD] = {"adagrad", false, true, false, adagrad_scalars},
+    [LH_RULE_RMSPROP] = {"rmsprop", false, true, false, rmsprop_scalars},
+    [LH_RULE_RMSPROP_MOMENTUM] = {"rmsprop_momentum", true, true, false, rmsprop_scalars},
+    [LH_RULE_ADAM_MINI] = {"adam_mini", true, false, true, lh_adam_scalars_make},
 };

@@ -19,24 +19,54 @@
  *                     d = fma(m, eps, g * beta2)
  *                     q = fma(-step_size, d, p)
  *                     p = fma(q, 0, q)
+ *      adagrad        g = fma(p, coupled, g)
+ *                     v = fma(g, g, v + beta1)
+ *                     p = fma(-step_size, g / (sqrt(v) + eps), p)
+ *      rmsprop        g = fma(p, coupled, g)
+ *                     v = fma(v, beta2, (g * beta2_rest) * g)
+ *                     p = fma(-step_size, g / (sqrt(v) + eps), p)
+ *      rmsprop_momentum    g and v as before
+ *                     q = g / (sqrt(v) + eps)
+ *                     m = fma(q, beta1_rest, m * beta1)
+ *                     p = fma(-step_size, fma(m, beta1_rest, q * (1 - beta1_rest)), p)
+ *      adam_mini      m = fma(g - m, beta1_rest, m)
+ *                     p = fma(-step_size, m / d, p * decay)
  *
- * The order is that of torch.optim.SGD and Adam, and of lion-pytorch, on a machine whose additions
- * with a factor are fused. fma(x, 0, x) is x if x is finite and NaN otherwise, so that a gradient
- * that is not finite makes the parameter NaN under every rule ([Note: Gradients that are not
- * finite] in adam.h), and so does an update by SGD that is too large for fp32. sign(c) is 1, -1 or
- * 0. sgd_momentum: m is torch's momentum_buffer, which is g after the first step; with Nesterov,
- * d = g + momentum m, otherwise m. With momentum 0, m keeps its value and d = g.
+ * The order is that of torch.optim.SGD, Adam, Adagrad and RMSprop, and of lion-pytorch, on a
+ * machine whose additions with a factor are fused. fma(x, 0, x) is x if x is finite and NaN
+ * otherwise, so that a gradient that is not finite makes the parameter NaN under every rule ([Note:
+ * Gradients that are not finite] in adam.h), and so does an update by SGD that is too large for
+ * fp32. sign(c) is 1, -1 or 0. sgd_momentum: m is torch's momentum_buffer, which is g after the
+ * first step; with Nesterov, d = g + momentum m, otherwise m. With momentum 0, m keeps its value
+ * and d = g; rmsprop_momentum does the same, with beta1 1 and beta1_rest 0. adagrad: beta1 is the
+ * value with which sums of squares begin, in the first step, and 0 in later ones.
+ *
+ * [Note: Second moments of rows] adam_mini is AdamW with one second moment v for all elements of a
+ * row, whose gradients enter it as the mean of their squares, computed in fp64 and then rounded:
+ *
+ *      u = sum of squares of the row's gradients (norm.h) * gradient_scale^2 / elements of the row
+ *      v = fma(v, beta2, u * beta2_rest)
+ *      d = fma(sqrt(v), 1 / bias2_sqrt, eps)
+ *
+ * A parameter of two or more dimensions has a row for each index of the first one. It has one row,
+ * as a vector has, if rows have fewer than LH_ADAM_STATES_BLOCK elements, or if they are not
+ * contiguous in the unit. v is stored once for each block that has elements of its row (struct
+ * lh_adam_rows), so that a chunk has all that its update needs, wherever chunks begin.
  *
  * What a rule makes of the five hyper-parameters (struct lh_adam_hyper):
  *
- *      adamw, adam    lr, beta1, beta2, eps, weight_decay
+ *      adamw, adam, adam_mini    lr, beta1, beta2, eps, weight_decay
  *      lion           lr, beta1, beta2, -, weight_decay
  *      sgd            lr, -, -, -, weight_decay
  *      sgd_momentum   lr, momentum, dampening, 1 with Nesterov or 0, weight_decay
+ *      adagrad        lr, lr_decay, initial_accumulator_value, eps, weight_decay
+ *      rmsprop        lr, -, alpha, eps, weight_decay
+ *      rmsprop_momentum    lr, momentum, alpha, eps, weight_decay
  *
  * Thread: pure functions over the caller's memory.
- * Source: torch.optim.Adam, torch.optim.SGD; Chen et al. 2023, Symbolic Discovery of Optimization
- *         Algorithms (Lion).
+ * Source: torch.optim.Adam, SGD, Adagrad and RMSprop; Chen et al. 2023, Symbolic Discovery of
+ *         Optimization Algorithms (Lion); Zhang et al. 2024, Adam-mini: Use Fewer Learning Rates
+ *         To Gain More, algorithm 1 (the partition into rows is that of its output weights).
  */
 #ifndef LH_COMPUTE_RULE_H
 #define LH_COMPUTE_RULE_H
@@ -51,6 +81,10 @@ enum lh_rule {
     LH_RULE_LION,
     LH_RULE_SGD,
     LH_RULE_SGD_MOMENTUM,
+    LH_RULE_ADAGRAD,
+    LH_RULE_RMSPROP,
+    LH_RULE_RMSPROP_MOMENTUM,
+    LH_RULE_ADAM_MINI,
     LH_RULE_COUNT
 };
 
@@ -61,6 +95,7 @@ struct lh_rule_row {
     const char *name; /* as stores and python/lohan/common/_rules.py name it */
     bool has_moment1; /* signed; in 8 bits: by its magnitude */
     bool has_moment2; /* never negative; in 8 bits: by its root */
+    bool has_rows;    /* [Note: Second moments of rows]; moments are in fp32 */
     /* Compute the scalars of a step (1, 2, ...) in double, and round each of them once. */
     struct lh_adam_scalars (*scalars)(const struct lh_adam_hyper *hyper, uint64_t step,
                                       double gradient_scale);

@@ -20,7 +20,11 @@ typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars
     X(LH_RULE_ADAM, adam, true, true)                                                              \
     X(LH_RULE_LION, lion, true, false)                                                             \
     X(LH_RULE_SGD, sgd, false, false)                                                              \
-    X(LH_RULE_SGD_MOMENTUM, sgd_momentum, true, false)
+    X(LH_RULE_SGD_MOMENTUM, sgd_momentum, true, false)                                             \
+    X(LH_RULE_ADAGRAD, adagrad, false, true)                                                       \
+    X(LH_RULE_RMSPROP, rmsprop, false, true)                                                       \
+    X(LH_RULE_RMSPROP_MOMENTUM, rmsprop_momentum, true, true)                                      \
+    X(LH_RULE_ADAM_MINI, adam_mini, true, false)
 
 /* The value itself where it is finite, otherwise NaN. */
 static INLINE values finite_of(values a)
@@ -67,6 +71,53 @@ static INLINE void sgd_momentum(struct element *e, const struct lh_adam_scalars 
     e->m = fma_of(g, splat(scalars->beta1_rest), e->m * splat(scalars->beta1));
     d = fma_of(e->m, splat(scalars->eps), g * splat(scalars->beta2));
     e->p = finite_of(fma_of(splat(-scalars->step_size), d, e->p));
+}
+
+/* The gradient divided by the root of the second moment, of Adagrad and RMSprop. */
+static INLINE values by_root(values g, values v, const struct lh_adam_scalars *scalars)
+{
+    return g / (root_of(v) + splat(scalars->eps));
+}
+
+/* Adagrad: the second moment is the sum of squares. */
+static INLINE void adagrad(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values g = fma_of(e->p, splat(scalars->coupled), e->g);
+
+    e->v = fma_of(g, g, e->v + splat(scalars->beta1));
+    e->p = fma_of(splat(-scalars->step_size), by_root(g, e->v, scalars), e->p);
+}
+
+/* RMSprop without momentum. */
+static INLINE void rmsprop(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values g = fma_of(e->p, splat(scalars->coupled), e->g);
+
+    e->v = fma_of(e->v, splat(scalars->beta2), (g * splat(scalars->beta2_rest)) * g);
+    e->p = fma_of(splat(-scalars->step_size), by_root(g, e->v, scalars), e->p);
+}
+
+/* RMSprop with momentum. */
+static INLINE void rmsprop_momentum(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values g = fma_of(e->p, splat(scalars->coupled), e->g);
+    values q, d;
+
+    e->v = fma_of(e->v, splat(scalars->beta2), (g * splat(scalars->beta2_rest)) * g);
+    q = by_root(g, e->v, scalars);
+    e->m = fma_of(q, splat(scalars->beta1_rest), e->m * splat(scalars->beta1));
+    d = fma_of(e->m, splat(scalars->beta1_rest), q * splat(1 - scalars->beta1_rest));
+    e->p = fma_of(splat(-scalars->step_size), d, e->p);
+}
+
+/* Adam-mini, for elements of one row, whose root of the second moment is in eps. */
+static INLINE void adam_mini(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values moved;
+
+    e->m = fma_of(e->g - e->m, splat(scalars->beta1_rest), e->m);
+    moved = e->m / splat(scalars->eps);
+    e->p = fma_of(splat(-scalars->step_size), moved, e->p * splat(scalars->decay));
 }
 
 #endif

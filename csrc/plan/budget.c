@@ -9,8 +9,7 @@
 #define FREE_DIVISOR 3
 /* Slabs for all chunks come before parameters if they take at most this part of frozen ones. */
 #define ADAPTERS_DIVISOR 8
-/* The elements that share a byte of scales. */
-#define SCALED_ELEMENTS 16
+#define BLOCK_ELEMENTS 64
 
 struct needs {
     uint64_t always_bytes;
@@ -25,7 +24,7 @@ struct needs {
     uint64_t waiting_memory_bytes; /* the part of these gradients that cannot wait on SSD */
     uint64_t waiting_free_bytes;   /* gradients that may wait, but need not */
     uint32_t slab_bytes_per_element;
-    bool has_scales;
+    uint32_t slab_bytes_per_block;
 };
 
 /* Bytes of gradients; if they are stored in blocks, rounded up to whole blocks. */
@@ -65,7 +64,8 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
         uint64_t waiting_bytes =
             gradients_round(unit, unit->elements * unit->waiting_bytes_per_element, chunk_elements);
         uint32_t slab_element_bytes = unit->state_bytes_per_element;
-        needs.has_scales |= unit->has_scales;
+        if (unit->state_bytes_per_block > needs.slab_bytes_per_block)
+            needs.slab_bytes_per_block = unit->state_bytes_per_block;
         if (unit->waits_at_will) {
             needs.waiting_free_bytes += waiting_bytes;
             waiting_bytes = 0;
@@ -144,9 +144,9 @@ static void parts_start(struct lh_budget *budget, const struct needs *needs,
     budget->gradient_waiting_bytes = needs->waiting_memory_bytes;
     budget->gradient_bytes = needs->gradient_bytes_max + needs->waiting_memory_bytes;
     budget->bookkeeping_bytes = bookkeeping_bytes;
-    uint64_t scale_bytes = needs->has_scales ? budget->chunk_elements / SCALED_ELEMENTS : 0;
+    uint64_t of_blocks = budget->chunk_elements / BLOCK_ELEMENTS * needs->slab_bytes_per_block;
     budget->slab_bytes = lh_align_up(
-        budget->chunk_elements * needs->slab_bytes_per_element + scale_bytes, LH_BLOCK_BYTES);
+        budget->chunk_elements * needs->slab_bytes_per_element + of_blocks, LH_BLOCK_BYTES);
     budget->slab_count = (uint32_t)lh_min_u64(budget->chunk_count, LH_BUDGET_SLAB_COUNT_MIN);
     budget->host_bytes_min = budget->region_bytes + budget->slab_count * budget->slab_bytes +
                              budget->gradient_bytes + budget->bookkeeping_bytes;
@@ -237,7 +237,7 @@ int lh_budget_make(const struct lh_budget_unit *units, uint32_t unit_count, uint
                               LH_BUDGET_CHUNK_ELEMENTS_MAX, &large, &large_err);
     uint64_t small_elements = LH_BUDGET_CHUNK_ELEMENTS_MIN;
     for (uint32_t i = 0; i < unit_count; i++)
-        if (units[i].has_scales)
+        if (units[i].state_bytes_per_block > 0)
             small_elements = LH_BUDGET_CHUNK_ELEMENTS_MAX;
     int small_rc = budget_try(units, unit_count, host_bytes, bookkeeping_bytes, small_elements,
                               &small, &small_err);

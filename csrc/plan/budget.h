@@ -54,11 +54,11 @@ struct lh_budget_unit {
     /* R + M + V: with fp32 moments 10 (bf16), 12 (fp16), 8 (fp32); 0 (frozen) */
     uint32_t state_bytes_per_element;
     /*
-     * Moments take one byte per element and have scales, of which 16 elements take one byte more.
-     * Chunks then have LH_BUDGET_CHUNK_ELEMENTS_MAX elements, because smaller ones would not begin
+     * States of blocks of 64 elements (scales, or second moments of rows); 0: there are none. With
+     * them, chunks have LH_BUDGET_CHUNK_ELEMENTS_MAX elements, because smaller ones would not begin
      * at boundaries of checksums.
      */
-    bool has_scales;
+    uint32_t state_bytes_per_block;
     /* The size of gradients that wait for the end of the step; 0: none wait. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* gradients cannot wait on SSD */

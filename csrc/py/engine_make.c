@@ -22,8 +22,9 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
     LHPY_FIELDS(struct lh_engine_unit, average_extent),
     LHPY_FIELD(struct lh_engine_unit, store_group));
 
-static const struct lhpy_table param_table = LHPY_TABLE_PLAIN(
-    "a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group, number);
+static const struct lhpy_table param_table =
+    LHPY_TABLE_PLAIN("a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group,
+                     number, row_elements);
 
 static const struct lhpy_table budget_table =
     LHPY_TABLE_PLAIN("a budget", LHPY_FORM_DICT, struct lh_budget, host_bytes, region_bytes,
@@ -64,7 +65,8 @@ static struct lh_budget_unit budget_unit(const struct demand *demand, const stru
         .elements = unit->elements,
         .gradient_bytes = demand->gradient_bytes,
         .state_bytes_per_element = lh_engine_state_bytes(unit),
-        .has_scales = unit->elements > 0 && unit->states == LH_ADAM_STATES_8BIT,
+        .state_bytes_per_block =
+            unit->elements > 0 ? (uint32_t)lh_adam_block_bytes(unit->rule, unit->states) : 0,
         .waiting_bytes_per_element =
             waiting->is_any && unit->elements > 0
                 ? (uint32_t)lh_dtype_bytes(waiting->is_summed && has_states ? LH_DTYPE_F32

@@ -178,6 +178,7 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
             continue;
         uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
         LH_ASSERT(count < unit->desc->param_count);
+        LH_ASSERT(!lh_rules[unit->desc->rule].has_rows || gradient->row_sums);
         segments[count++] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,
@@ -188,6 +189,8 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
                 &hypers[param->group], engine->param_steps[index] + 1,
                 engine->gradient_scales[lh_core_step(engine) % 2]),
             .param_first = first - param->first,
+            .row_sums = gradient->row_sums,
+            .row_elements = param->row_elements,
             .random = {LH_ADAM_SEED, param->number, (uint32_t)lh_core_step(engine)},
         };
     }
@@ -204,7 +207,8 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
                                  has_master ? "fp32 master" : "residual",
                                  "first moment",
                                  "second moment",
-                                 "moments' scales",
+                                 lh_rules[unit->desc->rule].has_rows ? "rows' second moments"
+                                                                     : "moments' scales",
                                  "average"};
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;
     struct lh_unit_state_place place = lh_unit_state_place(unit, array, chunk->first, chunk->count);
@@ -280,6 +284,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
     uint64_t param_offset = chunk->first * lh_dtype_bytes(unit->desc->dtype);
+    bool has_rows = lh_rules[unit->desc->rule].has_rows;
     LH_ASSERT(chunk->first + chunk->count <= unit->desc->elements);
     uint8_t *arrays[LH_STATE_ARRAY_COUNT] = {NULL};
     const uint32_t *expected[LH_STATE_ARRAY_COUNT] = {NULL};
@@ -297,7 +302,8 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .residual = arrays[0],
         .moment1 = arrays[1],
         .moment2 = arrays[2],
-        .scales = (struct lh_adam_scales *)arrays[3],
+        .scales = has_rows ? NULL : (struct lh_adam_scales *)arrays[3],
+        .rows = has_rows ? (struct lh_adam_rows *)arrays[3] : NULL,
         .average = (float *)arrays[4],
         .count = chunk->count,
         .param_dtype = unit->desc->dtype,
@@ -368,7 +374,7 @@ static bool states_describe(struct lh_unit *unit)
     const struct lh_rule_row *rule = &lh_rules[desc->rule];
     bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
     uint64_t moment_bytes = lh_unit_is_given(unit) ? 0 : lh_adam_moment_bytes(desc->states);
-    bool has_scales = desc->states == LH_ADAM_STATES_8BIT && moment_bytes > 0;
+    uint64_t block_bytes = moment_bytes > 0 ? lh_adam_block_bytes(desc->rule, desc->states) : 0;
     bool has_states = false;
     unit->states[0] = (struct lh_unit_state_array){
         desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0, 0};
@@ -376,8 +382,7 @@ static bool states_describe(struct lh_unit *unit)
         (struct lh_unit_state_array){desc->moment1_extent, rule->has_moment1 ? moment_bytes : 0, 0};
     unit->states[2] =
         (struct lh_unit_state_array){desc->moment2_extent, rule->has_moment2 ? moment_bytes : 0, 0};
-    unit->states[3] = (struct lh_unit_state_array){
-        desc->scales_extent, has_scales ? sizeof(struct lh_adam_scales) : 0, BLOCK_SHIFT};
+    unit->states[3] = (struct lh_unit_state_array){desc->scales_extent, block_bytes, BLOCK_SHIFT};
     unit->states[4] = (struct lh_unit_state_array){desc->average_extent,
                                                    desc->average_extent ? sizeof(float) : 0, 0};
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++) {

@@ -47,14 +47,14 @@ static int opts_validate(const struct lh_engine_opts *opts, struct lh_error *err
             return lh_error_set(err, -EINVAL,
                                 "unit %u: invalid size: %" PRIu64 " bytes, %" PRIu64 " elements", i,
                                 unit->bytes, unit->elements);
-        if (unit->states == LH_ADAM_STATES_8BIT && unit->elements > 0 &&
+        if (lh_adam_block_bytes(unit->rule, unit->states) > 0 && unit->elements > 0 &&
             (!lh_is_aligned(unit->elements, LH_ENGINE_SCALED_ALIGN) ||
              opts->budget->chunk_elements % LH_ENGINE_SCALED_ALIGN != 0))
-            return lh_error_set(err, -EINVAL,
-                                "unit %u: 8-bit states of %" PRIu64 " elements, chunks of %" PRIu64
-                                ": not multiples of %" PRIu64,
-                                i, unit->elements, opts->budget->chunk_elements,
-                                (uint64_t)LH_ENGINE_SCALED_ALIGN);
+            return lh_error_set(
+                err, -EINVAL,
+                "unit %u: %" PRIu64 " elements with states of blocks, chunks of %" PRIu64
+                ": not multiples of %" PRIu64,
+                i, unit->elements, opts->budget->chunk_elements, (uint64_t)LH_ENGINE_SCALED_ALIGN);
         bool is_mate = opts->team && opts->team->mate > 0;
         if (unit->is_given && !is_mate &&
             (opts->schedule != LH_ENGINE_SCHEDULE_SERIAL || !opts->gradients_in_memory))
@@ -194,10 +194,11 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     }
     if (is_all_deferred || schedule == LH_ENGINE_SCHEDULE_AUTO)
         LH_TRY(deferring_create(engine, err));
-    if (is_all_deferred) {
+    if (is_all_deferred)
         LH_TRY(lh_spill_create(engine, err));
+    bool has_sums = is_all_deferred || lh_norm_is_of_rows(engine);
+    if (has_sums)
         LH_TRY(lh_norm_create(engine, err));
-    }
     if (engine->spill)
         feature_add(engine, &lh_spill_feature);
     if (engine->dev) {
@@ -216,7 +217,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         LH_TRY(lh_tail_create(engine, err));
         feature_add(engine, &lh_tail_feature);
     }
-    if (is_all_deferred)
+    if (has_sums)
         feature_add(engine, &lh_norm_feature);
     if (engine->opts.saved.memory_bytes > 0) {
         LH_TRY(lh_saved_create(engine, err));

@@ -63,6 +63,8 @@ struct lh_engine_param {
     uint64_t count;  /* elements */
     uint32_t group;  /* index of the parameter's group of hyper-parameters */
     uint32_t number; /* selects the random bits of its moments (struct lh_adam_random) */
+    /* Of a row that has a second moment of its own ([Note: Second moments of rows] in rule.h). */
+    uint64_t row_elements;
 };
 
 struct lh_engine_unit {
@@ -88,8 +90,9 @@ struct lh_engine_unit {
     enum lh_rule rule;          /* how it is updated; all trainable units have the same */
     enum lh_adam_states states; /* how moments are stored; all trainable units have the same */
     /*
-     * 8BIT: the first of consecutive extents, each with the scales of LH_ADAM_SCALES_ELEMENTS
-     * elements or the rest. `elements` is then padded to LH_ENGINE_SCALED_ALIGN: whole blocks.
+     * 8BIT, and rules with rows: the first of consecutive extents, each with the scales or rows of
+     * LH_ADAM_SCALES_ELEMENTS elements or the rest. `elements` is then padded to
+     * LH_ENGINE_SCALED_ALIGN: whole blocks.
      */
     uint32_t scales_extent;
     uint32_t average_extent; /* of fp32 averages (E), after the moments', so never 0; 0: none */

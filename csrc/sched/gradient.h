@@ -20,6 +20,7 @@ struct lh_gradient {
     struct lh_dev_fence *is_computed; /* used only with an accelerator, as are the next two */
     uint64_t issued;                  /* the number of elements whose copies have begun */
     uint32_t copies;                  /* the number of copies in flight */
+    const double *row_sums;           /* of its rows' squares, if the update needs them */
     _Atomic bool is_held; /* posted and not released: the caller keeps the tensor alive */
 };
 

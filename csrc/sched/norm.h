@@ -1,6 +1,6 @@
 /*
- * The norm of all gradients of a step, known before its first update (norm.c). Private to
- * csrc/sched.
+ * The norm of all gradients of a step, known before its first update, and the sums of squares of
+ * rows, known before the update of their unit (norm.c). Private to csrc/sched.
  *
  *      NONE -> RUNNING      norm_start      a worker sums the squares of the unit's gradients
  *      RUNNING -> DONE      norm_done
@@ -27,6 +27,8 @@ struct lh_norm {
     double square_sum; /* the sum of squares of the step whose norm was requested last */
     /* each parameter's sum, valid once its unit is DONE; param_count more are scratch */
     double *sums;
+    double *row_sums;    /* each row's sum; NULL: no rule has rows */
+    uint64_t *row_first; /* each parameter's first row in row_sums */
     bool is_asked;
     bool is_taken; /* each unit is summed as soon as its gradients have arrived */
 };
@@ -36,6 +38,8 @@ extern const struct lh_feature lh_norm_feature;
 /* Allocate the sums. */
 int lh_norm_create(struct lh_engine *engine, struct lh_error *err);
 void lh_norm_destroy(struct lh_engine *engine);
+/* Whether a rule needs the sums of rows, whatever the schedule. */
+bool lh_norm_is_of_rows(const struct lh_engine *engine);
 /* Start summing the unit's gradients if all have arrived and their sums are needed. */
 void lh_norm_consider(struct lh_engine *engine, struct lh_unit *unit);
 

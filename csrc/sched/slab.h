@@ -1,7 +1,7 @@
 /*
  * Slabs: main memory in which a chunk's residual, first and second moment (R, M, V), the scales of
- * 8-bit moments (S), and the average of the parameters (E) are read, updated and written.
- * Private to csrc/sched.
+ * 8-bit moments or the second moments of rows (S), and the average of the parameters (E) are read,
+ * updated and written. Private to csrc/sched.
  *
  * A slab is free, holds a chunk's states, or is lent to a feature for other bytes of a chunk.
  */

@@ -398,7 +398,8 @@ int lh_sim_model_budget(const struct lh_sim_model *model, const struct lh_sim_bu
             .elements = unit->elements,
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element = lh_engine_state_bytes(unit),
-            .has_scales = has_states && unit->states == LH_ADAM_STATES_8BIT,
+            .state_bytes_per_block =
+                has_states ? (uint32_t)lh_adam_block_bytes(unit->rule, unit->states) : 0,
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(waiting) : 0,
             .waits_in_memory = opts->commit_every != 1 || model->has_sums,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lohan import errors, losses
     from lohan.common._build import build_info
     from lohan.common._decay import no_decay
-    from lohan.common._keywords import IO, SGD, Debug, MeZO, Parallel, Settings
+    from lohan.common._keywords import IO, SGD, Adagrad, Debug, MeZO, Parallel, RMSprop, Settings
     from lohan.common._stats import ReplicaStats, StepStats, Traffic
     from lohan.common._version import __version__
     from lohan.config import Config as Config
@@ -42,7 +42,16 @@ if TYPE_CHECKING:
 _MODULES = {
     "common._build": ("build_info",),
     "common._decay": ("no_decay",),
-    "common._keywords": ("IO", "SGD", "Debug", "MeZO", "Parallel", "Settings"),
+    "common._keywords": (
+        "IO",
+        "SGD",
+        "Adagrad",
+        "Debug",
+        "MeZO",
+        "Parallel",
+        "RMSprop",
+        "Settings",
+    ),
     "common._stats": ("ReplicaStats", "StepStats", "Traffic"),
     "common._version": ("__version__",),
     "config": ("Config",),
@@ -72,6 +81,7 @@ _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerCopies", "TrainerMixin")
 __all__ = [
     "IO",
     "SGD",
+    "Adagrad",
     "Converted",
     "Debug",
     "LohanError",
@@ -80,6 +90,7 @@ __all__ = [
     "Optimizer",
     "Origin",
     "Parallel",
+    "RMSprop",
     "ReplicaStats",
     "Resharded",
     "Session",

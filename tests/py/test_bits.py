@@ -113,6 +113,10 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("UnsupportedError", "has no meaning with method='sgd'", "leave it out"),
         ),
         (
+            _pairs("rule", ["adagrad"], "states", ["8bit"]),
+            ("UnsupportedError", "not supported with method='adagrad'", 'pass moments="bf16"'),
+        ),
+        (
             _pairs("clip", [True], "schedule", ["naive"]),
             ("ModelError", "updates before the norm", "with max_grad_norm, use 'serial'"),
         ),

@@ -45,6 +45,19 @@ CASES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.01,
     },
 }
+CASES |= {
+    "adagrad": {
+        "method": lohan.Adagrad(lr_decay=0.1, initial_accumulator_value=0.1),
+        "lr": 1e-2,
+        "weight_decay": 0.01,
+        "eps": 1e-6,
+    },
+    "rmsprop": {"method": lohan.RMSprop(alpha=0.9), "lr": 1e-3, "weight_decay": 0.01},
+    "rmsprop momentum": {"method": lohan.RMSprop(momentum=0.9), "lr": 1e-3},
+    "adam_mini": {"method": "adam_mini", "lr": 1e-3, "weight_decay": 0.1},
+}
+# Those whose moments may have 8 bits.
+NARROW = [case for case in CASES if case not in ("sgd", "adagrad", "adam_mini")]
 Tensor = torch.Tensor
 
 
@@ -74,11 +87,11 @@ def stored(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def named(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of wrap() with the hyper-parameters of a lohan.SGD among them."""
-    if not isinstance(method := given["method"], lohan.SGD):
+    """Return arguments of wrap() with the hyper-parameters of a lohan.SGD and such among them."""
+    if isinstance(method := given["method"], str):
         return given
     own = {name: value for name, value in vars(method).items() if value is not None}
-    return {**given, "method": "sgd", **own}
+    return {**given, "method": type(method).__name__.lower(), **own}
 
 
 class Reference:
@@ -88,6 +101,7 @@ class Reference:
         self.param = param
         self.master = param.detach().float().clone()
         self.m, self.v = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.of_rows = torch.zeros(rows_of(self.master).shape[0], 1)
         self.given = given
         self.step = 0
 
@@ -141,6 +155,58 @@ class Reference:
             g = fma(self.m, momentum, g) if nesterov else self.m
         self.master = fma(g, -lr, self.master)
 
+    def by_root(self, g: Tensor, eps: float) -> Tensor:
+        root = self.v.double().sqrt().float() + eps
+        return (g.double() / root.double()).float()
+
+    def adagrad(
+        self,
+        g: Tensor,
+        lr: float,
+        lr_decay: float,
+        initial_accumulator_value: float,
+        eps: float,
+        weight_decay: float,
+        **_: Any,
+    ) -> None:
+        g = fma(self.master, weight_decay, g)
+        begun = self.v + initial_accumulator_value if self.step == 1 else self.v
+        self.v = fma(g, g, begun)
+        self.master = fma(self.by_root(g, eps), -lr / (1 + (self.step - 1) * lr_decay), self.master)
+
+    def rmsprop(
+        self,
+        g: Tensor,
+        lr: float,
+        alpha: float = 0.99,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
+        g = fma(self.master, weight_decay, g)
+        self.v = fma(self.v, alpha, g * (1 - alpha) * g)
+        moved = self.by_root(g, helper.EPS)
+        if momentum:
+            moved = self.m = fma(self.m * 0 + 1, moved, self.m * momentum)
+        self.master = fma(moved, -lr, self.master)
+
+    def adam_mini(self, g: Tensor, lr: float, weight_decay: float, **_: Any) -> None:
+        beta1, beta2 = helper.BETAS
+        self.m = fma(g - self.m, 1 - beta1, self.m)
+        mean = rows_of(g).double().square().mean(1, keepdim=True).float()
+        self.of_rows = fma(self.of_rows, beta2, mean * (1 - beta2))
+        scale = torch.full_like(mean, 1 / (1 - beta2**self.step) ** 0.5)
+        root = fma(self.of_rows.double().sqrt().float(), scale, torch.full_like(mean, helper.EPS))
+        moved = (rows_of(self.m).double() / root.double()).float().reshape(g.shape)
+        decayed = self.master * (1 - lr * weight_decay)
+        self.master = fma(moved, -lr / (1 - beta1**self.step), decayed)
+
+
+def rows_of(values: Tensor) -> Tensor:
+    """Return values of a parameter by the rows that share a second moment under Adam-mini."""
+    is_one = values.dim() < 2 or values.numel() < 64 * values.shape[0]
+    return values.reshape(1 if is_one else values.shape[0], -1)
+
 
 def train_plainly(model: nn.Module, **given: Any) -> helper.Trained:
     """Torch's forward and backward, and the rule on each gradient when backward is over."""
@@ -179,7 +245,37 @@ def test_a_wrapped_model_is_the_documented_rule_applied_to_the_gradients_of_a_pl
     helper.assert_same(helper.train(model, range(STEPS), helper.language_loss), expected)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "sgd"])
+def test_rows_that_blocks_share_and_chunks_cut_have_the_second_moments_of_adam_mini(
+    store_dir: pathlib.Path,
+) -> None:
+    given = CASES["adam_mini"]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = 100, 1100, 1100, 9, 70  # a chunk of 2^20 elements ends within a row of 1100
+        return nn.Sequential(*map(nn.Linear, sizes, sizes[1:]), nn.Conv2d(1, 3, 8))
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        y: Tensor = model[-1](model[:-1](helper.normal(step, 8, 100)).reshape(1, 1, 56, 10))
+        return y.square().mean()
+
+    plain = build()
+    states = [Reference(param, **given) for param in plain.parameters()]
+    model = lohan.wrap(build(), store=store_dir / "s", **given)
+    assert any(unit.elements > 1 << 20 for unit in inside(model).layout.units)
+    for step in range(3):
+        if step == 2:
+            model.lohan.close()
+            model = lohan.wrap(build(), store=store_dir / "s", resume=True, method="adam_mini")
+        loss_of(plain, step).backward()
+        for state in states:
+            state.update()
+        helper.losses(model, range(step, step + 1), loss_of)
+    helper.assert_same_state(helper.values(model), plain.state_dict())
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("case", NARROW)
 def test_moments_in_8_bits_are_those_of_the_rule_rounded_after_each_step(
     case: str, store_dir: pathlib.Path
 ) -> None:
@@ -192,7 +288,7 @@ def test_moments_in_8_bits_are_those_of_the_rule_rounded_after_each_step(
 
 @pytest.mark.parametrize(
     ("case", "moments"),
-    [*((case, "fp32") for case in CASES), *((case, "8bit") for case in CASES if case != "sgd")],
+    [*((case, "fp32") for case in CASES), *((case, "8bit") for case in NARROW)],
 )
 def test_averages_follow_the_parameters_of_every_rule_and_are_resumed(
     case: str, moments: str, store_dir: pathlib.Path
@@ -253,15 +349,19 @@ STATE_BYTES: dict[str, float] = {
     "sgd": 2,
     "momentum": 6,
     "nesterov": 6,
+    "adagrad": 6,
+    "rmsprop": 6,
+    "rmsprop momentum": 10,
+    "adam_mini": 6 + 1 / 8,
 }
-STATE_BYTES["lion 8bit"] = 2 + 1 + 1 / 16
+STATE_BYTES["lion, 8bit"] = STATE_BYTES["rmsprop, 8bit"] = 2 + 1 + 1 / 16
 
 
 @pytest.mark.parametrize("case", STATE_BYTES)
 def test_a_step_reads_and_writes_the_states_of_its_rule_only(
     case: str, store_dir: pathlib.Path
 ) -> None:
-    name, _, moments = case.partition(" ")
+    name, _, moments = case.partition(", ")
     given = {**CASES.get(name, {}), "moments": moments or "fp32"}
     build = lambda: helper.linears(512, 4, torch.bfloat16)  # noqa: E731
     least = helper.host_bytes_min(build(), store_dir, **given)
@@ -313,6 +413,12 @@ ADOPTED: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1},
+    ),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.9}),
+    "rmsprop momentum": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
 }
 
 
@@ -355,7 +461,7 @@ def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_a
         assert (ours - theirs).detach().norm() <= 1e-5 * moved
 
 
-@pytest.mark.parametrize("case", ["lion", "sgd", "momentum"])
+@pytest.mark.parametrize("case", ["lion", "sgd", "momentum", "adam_mini"])
 def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     case: str, store_dir: pathlib.Path
 ) -> None:
@@ -378,9 +484,10 @@ def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     model.lohan.close()
     said = _inspect.describe([str(store_dir / "s")])
     assert said["method"] == RULES[inside(model).layout.rule].method
-    assert said["groups"][0]["lr"] == CASES[case]["lr"] and "eps" not in said["groups"][0]
-    if case == "sgd":
-        with pytest.raises(UnsupportedError, match="which has no moments"):
+    shown = said["groups"][0]
+    assert shown["lr"] == CASES[case]["lr"] and ("eps" in shown) == (case == "adam_mini")
+    if case in ("sgd", "adam_mini"):
+        with pytest.raises(UnsupportedError, match=r"has no moments|are not stored as '8bit'"):
             lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
         return
     lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
@@ -446,16 +553,25 @@ def cli(*words: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "momenta", [(0.0, 0.0, 0.9, 0.9), (0.9, 0.0, 0.9, 0.5), (0.5, 0.9, 0.0, 0.0)]
+    ("make", "momenta"),
+    [
+        (torch.optim.SGD, (0.0, 0.0, 0.9, 0.9)),
+        (torch.optim.SGD, (0.9, 0.0, 0.9, 0.5)),
+        (torch.optim.SGD, (0.5, 0.9, 0.0, 0.0)),
+        (torch.optim.RMSprop, (0.9, 0.0, 0.9, 0.5)),
+    ],
 )
 def test_a_group_whose_momentum_is_0_for_some_steps_keeps_its_buffer_as_torch_does(
-    momenta: tuple[float, ...], store_dir: pathlib.Path
+    make: Any, momenta: tuple[float, ...], store_dir: pathlib.Path
 ) -> None:
     plain = helper.linears(8, 2)
     wrapped = lohan.wrap(
-        helper.linears(8, 2), store=store_dir / "s", method=lohan.SGD(momentum=0.9), lr=0.1
+        helper.linears(8, 2),
+        store=store_dir / "s",
+        method=getattr(lohan, make.__name__)(momentum=0.9),
+        lr=0.01,
     )
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    sgd = make(plain.parameters(), lr=0.01, momentum=0.9)
     for step, momentum in enumerate(momenta):
         for model, optimizer in ((plain, sgd), (wrapped, wrapped.optimizer)):
             optimizer.param_groups[0]["momentum"] = momentum
@@ -543,7 +659,9 @@ def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
 
 
 def test_the_table_of_python_is_that_of_the_core() -> None:
-    ours = [(r.name, "moment1" in r.moments, "moment2" in r.moments) for r in RULES.values()]
+    ours = [
+        (r.name, "moment1" in r.moments, "moment2" in r.moments, r.has_rows) for r in RULES.values()
+    ]
     assert tuple(ours) == _core.rules()
     for rule in RULES.values():
         group = {**rule.defaults, "lr": 0.25}

@@ -256,6 +256,36 @@ class SGD:
     nesterov: bool | None = _of("nesterov")
 
 
+@_group
+class Adagrad:
+    """Adagrad: `lohan.wrap(model, method=lohan.Adagrad(lr_decay=1e-3), lr=0.01)`.
+
+    method="adagrad" is the same as method=lohan.Adagrad(). See docs/update-rules.md.
+
+    Attributes:
+        lr_decay: step t has the learning rate lr / (1 + (t - 1) lr_decay). None: 0.
+        initial_accumulator_value: with what each sum of squares begins. None: 0.
+    """
+
+    lr_decay: float | None = _of("lr_decay")
+    initial_accumulator_value: float | None = _of("initial_accumulator_value")
+
+
+@_group
+class RMSprop:
+    """RMSprop, not centered: `lohan.wrap(model, method=lohan.RMSprop(alpha=0.9), lr=1e-3)`.
+
+    method="rmsprop" is the same as method=lohan.RMSprop(). See docs/update-rules.md.
+
+    Attributes:
+        alpha: the factor of the average of squares in a step. None: 0.99.
+        momentum: the factor of the last steps' updates. None: 0, and there is one state fewer.
+    """
+
+    alpha: float | None = _of("alpha")
+    momentum: float | None = _of("momentum")
+
+
 class Settings(TypedDict, total=False):
     """The keywords of `lohan.wrap` that do not change the numbers, with their types.
 
@@ -376,8 +406,13 @@ class OfCallback(Settings, total=False):
 
 GROUPS: dict[str, type] = {"io": IO, "parallel": Parallel, "debug": Debug, "method": MeZO}
 # What else method= may be, with the method's name.
-_METHODS: dict[type, str] = {MeZO: "mezo", SGD: "sgd"}
-_ALL = (*GROUPS.values(), SGD)
+_METHODS: dict[type, str] = {
+    MeZO: "mezo",
+    SGD: "sgd",
+    Adagrad: "adagrad",
+    RMSprop: "rmsprop",
+}
+_ALL = (*GROUPS.values(), *_METHODS)
 # Keywords whose value is a group and nothing else.
 _GROUPED = ("io", "parallel", "debug")
 # Keywords of wrap() that _translate() and _check_once() know, in every call.
@@ -429,7 +464,9 @@ def flat(given: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name in given.keys() - olds:
         value = given[name]
-        if name in GROUPS and isinstance(value, (MeZO, SGD) if name == "method" else GROUPS[name]):
+        if name in GROUPS and isinstance(
+            value, tuple(_METHODS) if name == "method" else GROUPS[name]
+        ):
             made |= _of_group(name, value)
         elif name in _GROUPED:
             if value is not None:
@@ -520,7 +557,8 @@ def _meant(name: str, own: Iterable[str]) -> str:
     """Return how a call writes the setting that a wrong name is closest to; "": none is close."""
     words = {former: spelled(public) for former, public in new_names().items()}
     words |= {f.name: spelled(f"{g}.{f.name}") for g, c in GROUPS.items() for f in _fields(c)}
-    words |= {f.name: f"method=lohan.SGD({f.name}=)" for f in _fields(SGD)}
+    for group in (RMSprop, Adagrad, SGD):
+        words |= {f.name: f"method=lohan.{group.__name__}({f.name}=)" for f in _fields(group)}
     words |= {each: spelled(each) for each in (*Settings.__annotations__, *own)}
     words.pop("config", None)
     name = _ELSEWHERE.get(name, name)

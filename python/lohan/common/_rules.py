@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from lohan.common._states import SCALED_ELEMENTS, STATES
+from lohan.common._states import BLOCK_ELEMENTS, ROW_BYTES, SCALE_BYTES, STATES
 from lohan.errors import HyperParameterError, UnsupportedError
 
 # lr, beta1, beta2, eps and weight_decay of AdamW, or what another rule has in their places.
@@ -22,7 +22,9 @@ _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 _COUPLED = {**_PLAIN, "decoupled_weight_decay": False}
 _NO_MOMENTUM = {"momentum": 0, "nesterov": False}
 _WAYS_OUT = {
-    "momentum": ". For SGD with momentum, pass method=lohan.SGD(momentum=...) to lohan.wrap()",
+    "momentum": ". With momentum, pass method=lohan.SGD(momentum=...) to lohan.wrap(), or"
+    " lohan.RMSprop(momentum=...)",
+    "centered": ". Set it to False: the mean of gradients would be one more state",
     "nesterov": ". Nesterov's form needs a momentum: lohan.SGD(momentum=..., nesterov=True)",
     "decoupled_weight_decay": '. lohan.wrap(method="adamw") decouples weight decay, method="adam"'
     " does not; a store keeps its rule",
@@ -42,6 +44,9 @@ class Rule:
         slots: the hyper-parameters that are the five numbers of the engine; None: 0.
         fixed: options of torch's optimizers that would change the rule, and the values that do not.
         call: the arguments of wrap() that choose the rule.
+        narrow: the formats of moments= in fewer bits than fp32 that its moments may have.
+        counts_steps: whether torch's optimizer counts the steps of a parameter in its state.
+        has_rows: whether there are second moments of rows.
     """
 
     name: str
@@ -51,19 +56,28 @@ class Rule:
     slots: tuple[str | None, ...]
     fixed: dict[str, Any]
     call: str
+    narrow: tuple[str, ...] = ("bf16", "8bit")
+    counts_steps: bool = True
+    has_rows: bool = False
 
     @property
     def method(self) -> str:
         """The method= of wrap() that chooses the rule, alone or with other arguments."""
-        return self.name.partition("_")[0]
+        return self.name.removesuffix("_momentum")
+
+    def block_bytes(self, states: str) -> int:
+        """Return the bytes of the states of a block of BLOCK_ELEMENTS elements, beside moments."""
+        if self.has_rows:
+            return ROW_BYTES
+        return SCALE_BYTES if self.moments and states == "8bit" else 0
 
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats of moments= that the rule may have: keys of STATES."""
-        return tuple(STATES) if self.moments else ("fp32",)
+        return ("fp32", *self.narrow) if self.moments else ("fp32",)
 
     def moment_arrays(self, count: int, states: str) -> tuple[int, ...]:
-        """Return the bytes of each array of the moments of elements, and of their scales.
+        """Return the bytes of each array of the moments of elements, and of what blocks have.
 
         Whatever predicts bytes asks this, so that predictions follow the rule.
 
@@ -72,7 +86,8 @@ class Rule:
             states: how moments are stored: a key of STATES.
         """
         arrays = tuple(STATES[states] * count for _ in self.moments)
-        return (*arrays, -(-count // SCALED_ELEMENTS)) if arrays and states == "8bit" else arrays
+        of_block = self.block_bytes(states)
+        return (*arrays, -(-count // BLOCK_ELEMENTS) * of_block) if of_block else arrays
 
     def moment_bytes(self, count: int, states: str) -> int:
         """Return the bytes of all moments of elements; see moment_arrays()."""
@@ -147,7 +162,7 @@ class Rule:
             beta1, beta2 = named["beta1"], named["beta2"]
             if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
                 raise HyperParameterError(f"betas ({beta1}, {beta2}) are not in [0, 1)")
-        if named.get("momentum") == 0 and named["dampening"] != 0:
+        if named.get("momentum") == 0 and named.get("dampening", 0) != 0:
             raise HyperParameterError(
                 f"dampening {named['dampening']} with momentum 0 in a parameter group: torch"
                 " ignores the dampening of such a group until it has momentum. Pass dampening=0"
@@ -197,6 +212,7 @@ _ROWS = (
         ("lr", None, None, None, "weight_decay"),
         {**_COUPLED, **_NO_MOMENTUM},
         'method="sgd"',
+        narrow=(),
     ),
     Rule(
         "sgd_momentum",
@@ -206,6 +222,52 @@ _ROWS = (
         ("lr", "momentum", "dampening", "nesterov", "weight_decay"),
         _COUPLED,
         "method=lohan.SGD(momentum=...)",
+        counts_steps=False,
+    ),
+    Rule(
+        "adagrad",
+        "Adagrad",
+        {"moment2": "sum"},
+        {
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+            "eps": 1e-10,
+            "weight_decay": 0.0,
+        },
+        ("lr", "lr_decay", "initial_accumulator_value", "eps", "weight_decay"),
+        _COUPLED,
+        'method="adagrad"',
+        narrow=("bf16",),  # a sum of n squares grows by 1 / n in a step, which 8 bits round away
+    ),
+    Rule(
+        "rmsprop",
+        "RMSprop without momentum",
+        {"moment2": "square_avg"},
+        {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
+        ("lr", None, "alpha", "eps", "weight_decay"),
+        {**_COUPLED, "momentum": 0, "centered": False},
+        'method="rmsprop"',
+    ),
+    Rule(
+        "rmsprop_momentum",
+        "RMSprop with momentum",
+        {"moment1": "momentum_buffer", "moment2": "square_avg"},
+        {"lr": 1e-2, "alpha": 0.99, "momentum": 0.0, "eps": 1e-8, "weight_decay": 0.0},
+        ("lr", "momentum", "alpha", "eps", "weight_decay"),
+        {**_COUPLED, "centered": False},
+        "method=lohan.RMSprop(momentum=...)",
+    ),
+    Rule(
+        "adam_mini",
+        "Adam-mini",
+        {"moment1": "exp_avg"},
+        ADAMW.defaults,
+        ADAMW.slots,
+        {**_PLAIN, "decoupled_weight_decay": True, **_NO_MOMENTUM},
+        'method="adam_mini"',
+        narrow=(),
+        has_rows=True,
     ),
 )
 # In the order of the core's enum lh_rule.

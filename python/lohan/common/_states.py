@@ -5,3 +5,8 @@
 STATES = {"fp32": 4, "bf16": 2, "8bit": 1}
 # 8-bit moments: the elements that share a byte of scales.
 SCALED_ELEMENTS = 16
+# The elements of a block, and what is stored of each: scales of 8-bit moments, or second moments of
+# rows (struct lh_adam_scales and struct lh_adam_rows in csrc/compute/adam_states.h).
+BLOCK_ELEMENTS = 64
+SCALE_BYTES = BLOCK_ELEMENTS // SCALED_ELEMENTS
+ROW_BYTES = 8

@@ -31,7 +31,7 @@ from torch import nn
 from lohan import _core
 from lohan.common import _storage_formats
 from lohan.common._rules import RULES
-from lohan.common._states import SCALED_ELEMENTS as SCALED_ELEMENTS
+from lohan.common._states import BLOCK_ELEMENTS as BLOCK_ELEMENTS
 from lohan.common._states import STATES as STATES
 from lohan.errors import ModelError
 from lohan.layout import IS_BLOCK
@@ -108,6 +108,17 @@ class Param:
     def count(self) -> int:
         """The number of elements."""
         return self.tensor.numel()
+
+    @property
+    def row_elements(self) -> int:
+        """The elements of a row that has a second moment of its own under some rules.
+
+        [Note: Second moments of rows] in csrc/compute/rule.h has the definition.
+        """
+        if self.tensor.dim() < 2 or self.order[0] != 0 or self.count == 0:
+            return max(self.count, 1)
+        each = self.count // self.tensor.shape[0]
+        return each if each >= BLOCK_ELEMENTS else self.count
 
     @property
     def number(self) -> int:
@@ -204,13 +215,18 @@ class Unit:
         return self.is_averaged and self.has_states
 
     @property
+    def block_bytes(self) -> int:
+        """The bytes of the states of a block: scales, or second moments of rows; 0: none."""
+        return RULES[self.rule].block_bytes(self.states) if self.moment_bytes else 0
+
+    @property
     def scale_parts(self) -> list[int]:
-        """The bytes of each extent with scales of 8-bit moments; empty: there are none."""
-        if self.moment_bytes != STATES["8bit"]:
+        """The bytes of each extent with the states of blocks; empty: there are none."""
+        if self.block_bytes == 0:
             return []
         firsts = range(0, self.elements, _core.SCALES_ELEMENTS)
         counts = (min(_core.SCALES_ELEMENTS, self.elements - first) for first in firsts)
-        return [count // SCALED_ELEMENTS for count in counts]
+        return [count // BLOCK_ELEMENTS * self.block_bytes for count in counts]
 
 
 @dataclasses.dataclass
@@ -462,7 +478,7 @@ def elements_with(unit: Unit, states: str) -> int:
     """Return the padded number of elements of a trained unit, with moments in a format."""
     last = unit.params[-1]
     end = _align(last.first + last.count, _core.PARAM_ALIGN)
-    is_scaled = states == "8bit"  # the scales, too, fill whole blocks on SSD
+    is_scaled = RULES[unit.rule].block_bytes(states) > 0  # these, too, fill whole blocks on SSD
     return _align(max(end, 1), _core.SCALED_ALIGN if is_scaled else _core.ELEMENT_ALIGN)
 
 

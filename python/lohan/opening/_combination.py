@@ -16,15 +16,15 @@ from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.torch_glue import _device
 
-METHODS = ("adamw", "adam", "lion", "sgd", "mezo")
+METHODS = ("adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "mezo")
 # The keywords of wrap() that only method="mezo" accepts.
 OF_METHOD = ("num_samples", "rng", "seed", "storage")
 
 
 def rule_of(method: str, momentum: float | None) -> str:
     """Return the key of RULES that a method= and its momentum= choose."""
-    if method == "sgd" and momentum:
-        return "sgd_momentum"
+    if momentum and f"{method}_momentum" in RULES:
+        return f"{method}_momentum"
     return method if method in RULES else "adamw"
 
 
@@ -243,6 +243,22 @@ ROWS = (
     ),
     # Other rules than AdamW.
     *map(_of_rule, ("betas", "eps")),
+    Row(
+        "moments='8bit'",
+        "method={f.method!r}",
+        lambda f: f.states == "8bit" and RULES[f.rule].narrow == ("bf16",),
+        "meaning",
+        "whose sums of squares would soon stop to grow when rounded to 8 bits",
+        'pass moments="bf16", whose rounding is stochastic',
+    ),
+    Row(
+        "moments={f.states!r}",
+        "method={f.method!r}",
+        lambda f: f.states != "fp32" and RULES[f.rule].has_rows,
+        "not built",
+        "",
+        "leave moments= out",
+    ),
     Row(
         "moments={f.states!r}",
         "method={f.method!r}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.common._rules import ADAMW, Rule
+from lohan.common._rules import ADAMW, RULES, Rule
 from lohan.errors import HyperParameterError, ModelError
 from lohan.session._optim import Optimizer
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lohan.layout._block import Layout
     from lohan.mezo._zo_setup import Zeroth
 
+# The hyper-parameters of all rules that are one number.
+_NUMBERS = {n for rule in RULES.values() for n in rule.defaults} - {"betas", "nesterov"}
 _FP32_MAX = 3.4028234663852886e38
 
 
@@ -38,7 +40,7 @@ def check_hyper(group: dict[str, Any]) -> None:
     """
     if not isinstance(group.get("nesterov"), bool | None):
         raise HyperParameterError(f"nesterov {group['nesterov']!r} must be True or False")
-    for name in ("lr", "eps", "weight_decay", "momentum", "dampening"):
+    for name in sorted(_NUMBERS):
         value = group.get(name)
         if value is None or isinstance(value, str):  # hyper_of() has a message for text
             continue

@@ -31,7 +31,7 @@ from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
 STATES = ("fp32", "bf16", "8bit")
-_HYPER = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+_HYPER = tuple({name: None for rule in RULES.values() for name in rule.defaults})
 _FIELDS = {field.name for field in dataclasses.fields(Config)}
 
 

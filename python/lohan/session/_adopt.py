@@ -40,11 +40,18 @@ _HOOKS = (
 # replacement: it raises an error when it reads a hollow gradient or parameter.
 _SHADOWED = ("state_dict", "load_state_dict", "add_param_group")
 
+# Classes of torch whose rule does not depend on weight decay, with its name.
+_OTHERS: dict[type, str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.RMSprop: "rmsprop",
+}
+
 
 def is_torchs(optimizer: object) -> bool:
-    """Return whether an optimizer is torch's AdamW, Adam or SGD."""
+    """Return whether an optimizer is one of torch's whose rule lohan has."""
     # Not isinstance: a subclass may have a different rule.
-    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, *_OTHERS)
 
 
 def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
@@ -61,9 +68,9 @@ def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
     """
     groups = getattr(optimizer, "param_groups", ())
     found = "adamw", "adamw"
-    if type(optimizer) is torch.optim.SGD:
-        has_momentum = any(group["momentum"] != 0 for group in groups)
-        found = "sgd", "sgd_momentum" if has_momentum else "sgd"
+    if name := _OTHERS.get(type(optimizer)):
+        has_momentum = any(group.get("momentum") for group in groups)
+        found = name, f"{name}_momentum" if has_momentum else name
     elif type(optimizer) is torch.optim.Adam and not any(
         group.get("decoupled_weight_decay") for group in groups
     ):
@@ -106,9 +113,10 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
         _adopt_8bit.check(optimizer)
     elif not is_torchs(optimizer):
         raise UnsupportedError(
-            f"optimizer= is a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam"
-            " or SGD, or from an AdamW of bitsandbytes or torchao. To begin with a rule of lohan's,"
-            " omit optimizer= and pass method=, lr=, weight_decay= and params= instead"
+            f"optimizer= is a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam,"
+            " SGD, Adagrad or RMSprop, or from an AdamW of bitsandbytes or torchao. To begin with a"
+            " rule of lohan's, omit optimizer= and pass method=, lr=, weight_decay= and params="
+            " instead"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     given = [name for name, value in besides.items() if value is not None]
@@ -216,7 +224,10 @@ def _values_of(rule: Rule, state: dict[str, Any]) -> dict[str, Any]:
 
     if rule.moments == ADAMW.moments:
         return dict(zip(rule.moments, _adopt_8bit.moments(state), strict=True))
-    return {name: state.get(key) for name, key in rule.moments.items()}
+    found = {name: state.get(key) for name, key in rule.moments.items()}
+    if rule.counts_steps and "momentum" in rule.defaults and found["moment1"] is None:
+        found["moment1"] = torch.zeros_like(state["square_avg"])  # a group without momentum
+    return found
 
 
 def write_state(
@@ -243,6 +254,8 @@ def write_state(
         if found and all(value is None for value in found.values()):
             continue  # SGD's buffer before the first step
         steps[param.index] = int(state.get("step", 1))  # SGD does not count steps
+        if steps[param.index] == 0 and "initial_accumulator_value" in rule.defaults:
+            continue  # the first step begins the sum
         if not layout.units[param.unit].has_states:
             continue  # the process that has them writes them
         places = extents.units[param.unit]
@@ -310,7 +323,7 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
         if not layout.units[param.unit].trainable or steps[param.index] == 0 or not rule.moments:
             continue
         state: dict[str, Any] = {"step": torch.tensor(float(steps[param.index]))}
-        if "momentum_buffer" in rule.moments.values():
+        if not rule.counts_steps:
             state.clear()
         places = extents.units[param.unit]
         moments = _moments.read(store, layout.units[param.unit], places, param)
@@ -341,3 +354,8 @@ def release(
     origin.state = defaultdict(dict, origin.state)
     for index, state in states.items():
         origin.state[layout.params[index].tensor] = state
+    if isinstance(origin, torch.optim.Adagrad):  # its step() needs the state that it begins with
+        for group in origin.param_groups:
+            for param in group["params"]:
+                initial = torch.full_like(param, group["initial_accumulator_value"])
+                origin.state.setdefault(param, {"step": torch.tensor(0.0), "sum": initial})

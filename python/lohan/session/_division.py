@@ -14,6 +14,7 @@ from torch import nn
 from lohan import _core
 from lohan.activations import _swap
 from lohan.common import _memory
+from lohan.common._rules import RULES
 from lohan.config import CHOSEN_LATER, SCHEDULES_AT_STEP
 from lohan.errors import BudgetError, ModelError
 from lohan.layout import _block, _experts, _layout
@@ -114,6 +115,9 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     copies = 5 if _device.parse(config.device)[0] == "cuda" else 4
     bookkeeping += copies * _store.buffer_room_bytes(layout)
     bookkeeping += TRACE_EVENT_BYTES * min(config.trace_events, _core.TRACE_COUNT_MAX)
+    if RULES[layout.rule].has_rows:  # their sums of squares
+        own = (unit.params for unit in layout.units if unit.trainable and unit.has_states)
+        bookkeeping += sum(8 * p.count // p.row_elements for params in own for p in params)
     if config.process_count > 1:
         from lohan.layout._gradient_pieces import room_bytes
 
@@ -327,6 +331,8 @@ def _layout_for_budget(
         for unit in layout.units:
             unit.is_averaged = config.ema is not None and unit.trainable
             unit.rule = rule
+            if RULES[rule].has_rows and unit.trainable:
+                _block.place(unit)  # with its padding for the rule
         return layout
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -15,7 +15,7 @@ from lohan.common._storage_formats import TYPES
 from lohan.errors import StoreMismatchError, StoreUncleanError
 from lohan.journal._zo_run import of_store
 from lohan.layout import _in_place_found
-from lohan.layout._block import SCALED_ELEMENTS, Layout, Param, Unit, place, place_values
+from lohan.layout._block import BLOCK_ELEMENTS, Layout, Param, Unit, place, place_values
 from lohan.layout._in_place import InPlace
 from lohan.store import _checksums
 from lohan.store._average import joined, parted
@@ -64,7 +64,8 @@ class Contents:
         for unit, places in zip(self.layout.units, self.extents.units, strict=True):
             part = extent - places.scales if places.scales >= 0 else -1
             if 0 <= part < len(unit.scale_parts):
-                first = part * _core.SCALES_ELEMENTS + offset * SCALED_ELEMENTS
+                blocks = offset // unit.block_bytes
+                first = part * _core.SCALES_ELEMENTS + blocks * BLOCK_ELEMENTS
                 return _name_of(unit, first), "scales"
             for array in ARRAYS[:-1]:
                 if getattr(places, array) == extent:

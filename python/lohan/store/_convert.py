@@ -67,6 +67,11 @@ def _check(contents: Contents, states: str, where: str) -> None:
         raise UnsupportedError(
             f"{where} was trained with {title}, which has no moments: there is nothing to convert"
         )
+    if states not in ("fp32", *RULES[contents.layout.rule].narrow):
+        raise UnsupportedError(
+            f"{where} was trained with {RULES[contents.layout.rule].title}, whose states are not"
+            f" stored as {states!r}: pass the states of the run, to continue"
+        )
     if "groups" in contents.meta:
         raise UnsupportedError(
             f"{where} is from a run with groups=, whose moments cannot be converted: pass"

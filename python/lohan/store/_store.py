@@ -51,7 +51,7 @@ class UnitExtents:
     residual: int = -1
     moment1: int = -1
     moment2: int = -1
-    scales: int = -1  # of 8-bit moments: the first of len(Unit.scale_parts) consecutive extents
+    scales: int = -1  # or second moments of rows: the first of len(Unit.scale_parts) extents
     average: int = -1
 
 
@@ -91,7 +91,8 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
 def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return the parameters as _core.Engine takes them."""
     return [
-        (p.unit, p.engine_first, p.count, group_of.get(p.index, 0), p.number) for p in layout.params
+        (p.unit, p.engine_first, p.count, group_of.get(p.index, 0), p.number, p.row_elements)
+        for p in layout.params
     ]
 
 
