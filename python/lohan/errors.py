@@ -170,6 +170,11 @@ class UnsupportedError(LohanError, NotImplementedError):
     """A feature is not supported; lohan rejects it by name rather than compute wrong results."""
 
 
+def needs(what: str, library: str, package: str) -> UnsupportedError:
+    """Return the error for what needs a library that is not installed, with the way to get it."""
+    return UnsupportedError(f"{what} needs {library}: pip install {package}")
+
+
 class WorldMismatchError(LohanError, RuntimeError):
     """The processes of a run differ in a setting, the model, or the order of their calls."""
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lohan.errors import UnsupportedError
+from lohan.errors import needs
 
 # The lane of each enum lh_engine_trace_kind in csrc/sched/engine.h.
 LANE_OF_KIND = (
@@ -183,9 +183,7 @@ def write_png(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError(
-            "drawing a timeline needs matplotlib: pip install 'lohan[plot]'"
-        ) from error
+        raise needs("drawing a timeline", "matplotlib", "'lohan[plot]'") from error
     start, end = window(spans, *steps)
     shown = [s for s in spans if s.end_ns > start and s.start_ns < end]
     lanes = [lane for lane in LANES if any(s.lane == lane for s in shown)]

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lohan.common import _bar, _log
-from lohan.errors import LohanError, ModelError, StoreExistsError, UnsupportedError
+from lohan.errors import LohanError, ModelError, StoreExistsError, UnsupportedError, needs
 from lohan.layout import _conversion, _files, _names, _resized, _safetensors
 from lohan.store import _export, _weights
 from lohan.store._contents import PIECE_ELEMENTS
@@ -148,7 +148,7 @@ def merge(
 def _check_folders(base: Path, adapter: Path, out: Path, *, overwrite: bool) -> None:
     for library in ("transformers", "peft"):
         if importlib.util.find_spec(library) is None:
-            raise UnsupportedError(f"a merge needs {library}: pip install {library}")
+            raise needs("a merge", library, library)
     if not (base / "config.json").is_file():
         raise ModelError(
             f"{base} has no config.json: lohan merge takes the folder of a model of transformers,"

@@ -24,7 +24,7 @@ def paths_of(place: Path) -> tuple[list[Path], dict[str, Path]]:
         return of_index(place)
     if place.is_file():
         if place.suffix in _PICKLES:
-            raise UnsupportedError(_pickle_message(place, place.name))
+            raise _pickle_error(place, place.name)
         return [place], {}
     if os.path.lexists(place / _WHOLE):
         return [place / _WHOLE], {}
@@ -42,7 +42,7 @@ def paths_of(place: Path) -> tuple[list[Path], dict[str, Path]]:
         return found, {}
     pickles = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLES)
     if pickles:
-        raise UnsupportedError(_pickle_message(place, pickles[0]))
+        raise _pickle_error(place, pickles[0])
     if not place.exists():
         raise StoreError(
             f"weights={place}: there is no such folder or file. It must be a path on this machine:"
@@ -94,8 +94,8 @@ def _beside(index: Path, name: str, file: Any) -> Path:
     )
 
 
-def _pickle_message(place: Path, name: str) -> str:
-    return (
+def _pickle_error(place: Path, name: str) -> UnsupportedError:
+    return UnsupportedError(
         f"weights={place}: {name} is a pickle, which can run any code when it is read, and whose"
         " tensors cannot be read in place: load it once with from_pretrained, and write it"
         ' with save_pretrained("converted", safe_serialization=True)'

@@ -260,6 +260,14 @@ ROWS = (
         "leave moments= out",
     ),
     Row(
+        f"{APART}, if they are trained",
+        "method={f.method!r}",
+        lambda f: f.trains_experts and RULES[f.rule].has_rows,
+        "not built",
+        "",
+        "leave experts= out",
+    ),
+    Row(
         "moments={f.states!r}",
         "method={f.method!r}",
         lambda f: f.states != "fp32" and not RULES[f.rule].moments,

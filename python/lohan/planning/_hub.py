@@ -10,7 +10,7 @@ import functools
 import re
 from pathlib import Path
 
-from lohan.errors import MachineError, UnsupportedError
+from lohan.errors import MachineError, needs
 from lohan.planning import _shapes
 
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")  # not ./NAME, which is a folder
@@ -75,9 +75,8 @@ def _of_hub(name: str) -> Path:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise UnsupportedError(
-            f"{name}: the Hugging Face Hub's models need huggingface_hub: pip install lohan[hf]"
-        ) from error
+        what = f"{name}, a model of the Hugging Face Hub,"
+        raise needs(what, "huggingface_hub", "lohan[hf]") from error
     kept = huggingface_hub.try_to_load_from_cache(name, "config.json")
     if isinstance(kept, str):
         return Path(kept)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lohan.errors import MachineError, ModelError, UnsupportedError
+from lohan.errors import MachineError, ModelError, UnsupportedError, needs
 from lohan.layout._block import find_blocks
 from lohan.planning import _base, _hub, _plan, _shapes, _sketch
 
@@ -321,7 +321,7 @@ def _from_transformers(
         from torch._subclasses.fake_tensor import FakeTensorMode
         from transformers.initialization import no_init_weights
     except ImportError as error:
-        raise UnsupportedError(f"{name} needs transformers: pip install lohan[hf]") from error
+        raise needs(name, "transformers", "lohan[hf]") from error
     model_class: Any = None
     try:
         if name in _COUNTED:

@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
 from lohan import _core
-from lohan.errors import StoreLockedError, UnsupportedError
-from lohan.replicas._replica import EDITED, Replica
+from lohan.errors import StoreLockedError
+from lohan.replicas._replica import Replica
 from lohan.replicas._team import refuse_on_mate
 
 if TYPE_CHECKING:
@@ -147,11 +147,6 @@ class Mate(Replica):
     def check_exclusive(self, changed: list[int]) -> None:
         """Refuse access to the store, which belongs to the owner."""
         self._refuse("access to the store")
-
-    def check_edit(self) -> None:
-        """Refuse a change of parameters, and any further step of this process."""
-        self._has_edited = True
-        raise UnsupportedError(EDITED)
 
     def lends(self, index: int) -> None:
         """Keep the value of a parameter of the owner."""

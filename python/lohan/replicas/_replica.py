@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.001
 # A mate cannot do it, nor can the owner of what mates read.
-EDITED = (
+_EDITED = (
     "parameters cannot be changed outside of steps in processes of a machine that share them"
     " (Parallel(share=True)): load the values before lohan.wrap(), or wrap without share="
 )
@@ -447,10 +447,10 @@ class Replica(Alone):
             )
 
     def check_edit(self) -> None:
-        """Reject a change of parameters that other processes read where they are."""
+        """Reject a change of parameters that other processes read, and any further step."""
         if self._has_mates:
             self._has_edited = True
-            raise UnsupportedError(EDITED)
+            raise UnsupportedError(_EDITED)
 
     def edited(self) -> None:
         """Count a change of parameters, which all processes must make."""

@@ -216,9 +216,9 @@ class Vertical(Runs):
     def backward_begins(self) -> None:
         """Reject a backward of a function that takes turns."""
         if self._turns is not None:
-            raise UnsupportedError(
+            raise _no_turns(
                 "a function of accumulate() ran a backward: each must return its loss instead, and"
-                ' accumulate() runs one backward for all; or wrap with order="horizontal"'
+                " accumulate() runs one backward for all; or"
             )
 
     def backward_ends(self) -> None:
@@ -259,11 +259,11 @@ class Vertical(Runs):
             if runs is not None and runs._arrivals is not None:
                 tensor.grad = None
                 name = runs.session.layout.params[index].name
-                raise UnsupportedError(
+                raise _no_turns(
                     f"parameter {name!r} was used outside the forward of its own"
                     " module, or in a reentrant checkpoint, where its gradients of several"
                     " micro-batches cannot be told apart: pass use_reentrant=False to the"
-                    ' checkpoint, or wrap with order="horizontal"'
+                    " checkpoint, or"
                 )
             take(tensor)
 
@@ -487,10 +487,9 @@ class Vertical(Runs):
                 )
             raise errors[0]
         if _buffer_versions(self._model()) != before:
-            raise UnsupportedError(
+            raise _no_turns(
                 "the model's forward changes its buffers (statistics of a batch norm?), which"
-                " would depend on the order of the micro-batches: wrap with"
-                ' order="horizontal"'
+                " would depend on the order of the micro-batches:"
             )
         return results[::-1], turns.states[::-1]
 
@@ -561,9 +560,9 @@ class _Arrivals:
             micro_batch = sum(self._last - each in users for each in range(micro_batch))
         least = self._next.get(index, 0)
         if micro_batch < least:
-            raise UnsupportedError(
+            raise _no_turns(
                 f"gradients of parameter {index} came from micro-batch {micro_batch} after those of"
-                f' micro-batch {least - 1}: wrap with order="horizontal"'
+                f" micro-batch {least - 1}:"
             )
         is_in_order = self._is_even and users is None and index not in self._around
         if micro_batch == least or is_in_order:
@@ -623,6 +622,11 @@ def _run_on_thread(function: Callable[[], None], turns: _Turns) -> None:
             turns.cancel(error)
     if error is not None:
         raise error
+
+
+def _no_turns(why: str) -> UnsupportedError:
+    """Return the error for what micro-batches that take turns cannot do."""
+    return UnsupportedError(f'{why} wrap with order="horizontal"')
 
 
 def _buffer_versions(model: nn.Module | None) -> list[tuple[int, int]]:

@@ -54,38 +54,29 @@ class Converted:
     total_bytes: int
 
 
-def _check(contents: Contents, states: str, where: str) -> None:
-    """Reject a store whose moments cannot be converted.
-
-    Raises:
-        UnsupportedError: the store has no moments, a part of them, or those wanted already.
-    """
-    if contents.run is not None:
-        raise UnsupportedError(f'{where} was trained with method="mezo", which has no moments')
-    if not RULES[contents.layout.rule].moments:
-        title = RULES[contents.layout.rule].title
-        raise UnsupportedError(
-            f"{where} was trained with {title}, which has no moments: there is nothing to convert"
-        )
-    if states not in ("fp32", *RULES[contents.layout.rule].narrow):
-        raise UnsupportedError(
-            f"{where} was trained with {RULES[contents.layout.rule].title}, whose states are not"
-            f" stored as {states!r}: pass the states of the run, to continue"
+def _why_not(contents: Contents, states: str) -> str:
+    """Return why a store's moments cannot be converted, as the end of a sentence; "": they can."""
+    title = RULES[contents.layout.rule].title if contents.run is None else 'method="mezo"'
+    if contents.run is not None or not RULES[contents.layout.rule].moments:
+        return f"was trained with {title}, which has no moments: there is nothing to convert"
+    if states not in RULES[contents.layout.rule].formats:
+        return (
+            f"was trained with {title}, whose moments are not stored as {states!r}: pass"
+            f" moments={contents.layout.states!r} to continue"
         )
     if "groups" in contents.meta:
-        raise UnsupportedError(
-            f"{where} is from a run with groups=, whose moments cannot be converted: pass"
-            f" states={contents.layout.states!r} to continue"
+        return (
+            "is from a run with groups=, whose moments cannot be converted: pass"
+            f" moments={contents.layout.states!r} to continue"
         )
     if "part" in contents.meta:
         part, count = contents.meta["part"]
-        raise UnsupportedError(
-            f"{where} has part {part + 1} of {count} of the moments: write a store with all of"
-            f" them, with 'lohan reshard STORE NEW --parts 1', convert NEW, and divide the result"
-            f" with 'lohan reshard RESULT OUT --parts {count}'"
+        return (
+            f"has part {part + 1} of {count} of the moments: write a store with all of them, with"
+            " 'lohan reshard STORE NEW --parts 1', convert NEW, and divide the result with 'lohan"
+            f" reshard RESULT OUT --parts {count}'"
         )
-    if contents.layout.states == states:
-        raise UnsupportedError(f"the moments in {where} are in moments={states!r} already")
+    return f"has moments={states!r} already" if contents.layout.states == states else ""
 
 
 class _Target:
@@ -252,7 +243,8 @@ def convert(
     source = open_to_read(directories, _CONFIG)
     try:
         contents = _contents.read(source, directories[0])
-        _check(contents, states, directories[0])
+        if why := _why_not(contents, states):
+            raise UnsupportedError(f"{directories[0]} {why}")
         used = {os.path.realpath(name) for name in directories}
         if _snapshot.is_complete(places) or any(os.path.realpath(name) in used for name in places):
             raise StoreExistsError(f"{places[0]} has a store already: choose another OUT")
