@@ -1,5 +1,6 @@
 """Each method of peft trains as with torch alone, on every kind of base, or is refused.
 
+OUTCOMES is the table of docs/peft-methods.md, which `python tests/py/test_peft_methods.py` writes.
 The base is in fp32, because lohan trains a copy of a module in bf16 with an fp32 master, and torch
 without one. The first loss has the bits of torch's; those after updates are compared with a
 tolerance of a few units in the last place, because lohan's AdamW and torch's round differently.
@@ -17,7 +18,7 @@ import peft
 import pytest
 import torch
 from lohan.commands._quantize import quantize
-from lohan.errors import LohanError, ModelError, UnsupportedError
+from lohan.errors import ModelError, UnsupportedError
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -70,6 +71,43 @@ METHODS: dict[str, Callable[[], Any]] = {
     "prefix tuning": of("PrefixTuning", num_virtual_tokens=4),
     "p-tuning": of("PromptEncoder", num_virtual_tokens=4, encoder_hidden_size=16),
 }
+# Other methods, which test_merge_files.py does not merge.
+MORE: dict[str, Callable[[], Any]] = {
+    "gaussian LoRA": linear("Lora", r=4, init_lora_weights="gaussian"),
+    "orthogonal LoRA": linear("Lora", r=4, init_lora_weights="orthogonal"),
+    "LoRA with bias": linear("Lora", r=4, lora_bias=True),
+    "PiSSA by niter": linear("Lora", r=4, init_lora_weights="pissa_niter_4"),
+    "prompt tuning from tokens": of(
+        "PromptTuning", num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"
+    ),
+    "AdaMSS": linear("Adamss"),
+    "LLaMA-Adapter": of("AdaptionPrompt", adapter_len=4, adapter_layers=2),
+    "BEFT": linear("Beft"),
+    "C3A": linear("C3A", block_size=8),
+    "Cartridge": of("Cartridge", num_virtual_tokens=4),
+    "CPT": of("CPT", cpt_token_ids=[3, 4, 5, 6], cpt_tokens_type_mask=[1, 2, 3, 4]),
+    "DEFT": linear("Deft", r=4),
+    "DeLoRA": linear("Delora", r=4),
+    "FourierFT": linear("FourierFT", n_frequency=16),
+    "FRoD": linear("Frod"),
+    "GLoRA": linear("Glora", r=4),
+    "GraLoRA": linear("Gralora", r=4, gralora_k=2),
+    "HiRA": linear("Hira", r=4),
+    "Lily": linear("Lily", r=4),
+    "OSF": linear("OSF"),
+    "PEANuT": linear("Peanut", r=4),
+    "PSOFT": linear("Psoft", r=4),
+    "PVeRA": of("Pvera", target_modules=["q_proj", "o_proj"], r=4),
+    "RandLoRA": of("RandLora", target_modules=["q_proj", "o_proj"], r=4),
+    "RoAd": linear("Road", group_size=8),
+    "Shadow": of("Shadow", r=4),
+    "SHiRA": linear("Shira", r=4),
+    "SuperTuning": linear("Supertuning"),
+    "TinyLoRA": linear("TinyLora"),
+    "Uni-LoRA": linear("UniLora", r=4),
+    "WaveFT": linear("WaveFT", n_frequency=16),
+}
+ALL = {**METHODS, **MORE}
 # Their initialisation needs the base, which an empty model does not have.
 DECOMPOSES = {"PiSSA", "OLoRA"}
 
@@ -77,8 +115,29 @@ DECOMPOSES = {"PiSSA", "OLoRA"}
 # All methods are slow tests; these are quick ones, too.
 QUICK = {"LoRA", "DoRA", "modules_to_save", "LoRA and tokens", "LN tuning", "prompt tuning"}
 EACH = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in METHODS
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in ALL
 ]
+KINDS = ("in memory", "empty", "quantized", "continued")
+# A method is trained with the first loss bit for bit, and the others up to AdamW's rounding ...
+TRAINED = "trained"
+# ... or peft computes it from the base, so an empty one is refused, and one in memory is trained.
+# Some methods also change the base, which then cannot be read from its files.
+NEEDS, CHANGES = "needs the base", "needs and changes the base"
+OUTCOMES: dict[str, tuple[str, str, str, str]] = {
+    **dict.fromkeys(ALL, (TRAINED, TRAINED, TRAINED, TRAINED)),
+    **dict.fromkeys(("PiSSA", "PiSSA by niter", "OLoRA"), (TRAINED, CHANGES, CHANGES, CHANGES)),
+    **dict.fromkeys(("AdaMSS", "FRoD", "OSF", "PSOFT", "TinyLoRA"), (TRAINED, NEEDS, NEEDS, NEEDS)),
+    **dict.fromkeys(
+        ("CPT", "prompt tuning from tokens", "DEFT", "DeLoRA", "SuperTuning"),
+        (TRAINED, NEEDS, NEEDS, TRAINED),
+    ),
+}
+# What peft's other methods need that this test does not have.
+NOT_TRIED = {
+    "MULTITASK_PROMPT_TUNING": "`task_ids` in each forward",
+    "POLY": "`task_ids` in each forward",
+    "XLORA": "trained adapters",
+}
 
 
 def same(found: list[float], wanted: list[float]) -> bool:
@@ -118,7 +177,7 @@ def adapted(base: Any, method: str) -> Any:
     torch.manual_seed(7)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_peft_model(base, METHODS[method]())
+        return get_peft_model(base, ALL[method]())
 
 
 def train(model: Any, optimizer: Any, steps: int = 2) -> list[float]:
@@ -147,62 +206,85 @@ def wrapped(model: Any, store: Path, **settings: Any) -> list[float]:
         model.lohan.close()
 
 
-@pytest.mark.parametrize("method", EACH)
-def test_a_method_trains_on_a_base_in_memory(
-    method: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
-    want = plain(adapted(in_memory(bases["plain"]), method))
-    assert same(wrapped(adapted(in_memory(bases["plain"]), method), tmp_path / "store"), want)
+def continued(base: Any, method: str, folder: Path) -> Any:
+    torch.manual_seed(11)
+    is_prompt = ALL[method]().is_prompt_learning  # peft loads these only as frozen
+    model = PeftModel.from_pretrained(base, folder, is_trainable=not is_prompt)
+    if is_prompt:
+        model.prompt_encoder.requires_grad_(True)
+    return model
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", EACH)
-def test_a_method_trains_on_an_empty_base(
-    method: str, bases: dict[str, Path], tmp_path: Path
+def test_a_method_trains_as_with_torch_alone_or_is_refused_by_name(
+    method: str, kind: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    if method in DECOMPOSES:
-        with pytest.raises(ModelError, match="get_peft_model on a base that is in memory"):
-            adapted(empty(bases["plain"]), method)
+    plain_base = bases["decoded" if kind == "quantized" else "plain"]
+    weights = bases["fp8" if kind == "quantized" else "plain"]
+
+    def build(base: Any) -> Any:
+        if kind == "continued":
+            return continued(base, method, tmp_path / "adapter")
+        return adapted(base, method)
+
+    if kind == "continued":
+        first = adapted(in_memory(plain_base), method)
+        plain(first)
+        first.save_pretrained(tmp_path / "adapter")
+    want = plain(build(in_memory(plain_base)))
+    if kind == "in memory":
+        assert same(wrapped(build(in_memory(plain_base)), tmp_path / "store"), want)
         return
-    want = plain(adapted(in_memory(bases["plain"]), method))
-    model = adapted(empty(bases["plain"]), method)
-    assert same(wrapped(model, tmp_path / "store", weights=bases["plain"]), want)
-
-
-@pytest.mark.parametrize("method", EACH)
-def test_a_method_trains_on_a_quantized_base(
-    method: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
-    if method in DECOMPOSES:  # the way out: the decoded base in memory
-        model = adapted(in_memory(bases["decoded"]), method)
+    outcome = OUTCOMES[method][KINDS.index(kind)]
+    if outcome == TRAINED:
+        assert same(wrapped(build(empty(plain_base)), tmp_path / "store", weights=weights), want)
+        return
+    error = RuntimeError if method == "AdaMSS" else ModelError  # peft raises its own, with the text
+    with pytest.raises(error, match="get_peft_model on a base that is in memory"):
+        wrapped(build(empty(plain_base)), tmp_path / "empty", weights=weights)
+    if kind == "continued":  # a converted adapter of PiSSA is one of LoRA
+        assert same(wrapped(build(in_memory(plain_base)), tmp_path / "store"), want)
+    elif outcome == CHANGES:
         with pytest.raises(UnsupportedError, match="without weights="):
-            lohan.wrap(model, weights=bases["fp8"], store=tmp_path / "store")
-        return
-    want = plain(adapted(in_memory(bases["decoded"]), method))
-    model = adapted(empty(bases["plain"]), method)
-    assert same(wrapped(model, tmp_path / "store", weights=bases["fp8"]), want)
+            wrapped(build(in_memory(plain_base)), tmp_path / "store", weights=weights)
+    else:
+        found = wrapped(build(in_memory(plain_base)), tmp_path / "store", weights=weights)
+        assert same(found, want)
 
 
-@pytest.mark.parametrize("method", EACH)
-def test_a_saved_adapter_is_continued_on_an_empty_base(
-    method: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
-    model = adapted(in_memory(bases["plain"]), method)
-    plain(model)
-    model.save_pretrained(tmp_path / "adapter")
+def test_every_method_of_peft_has_a_row_or_a_reason() -> None:
+    tried = {make().peft_type.value for make in ALL.values()}
+    assert tried.isdisjoint(NOT_TRIED)
+    assert tried | NOT_TRIED.keys() == {kind.value for kind in peft.PeftType}
 
-    def continued(base: Any) -> Any:
-        torch.manual_seed(11)
-        is_prompt = METHODS[method]().is_prompt_learning  # peft loads these only as frozen
-        model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=not is_prompt)
-        if is_prompt:
-            model.prompt_encoder.requires_grad_(True)
-        return model
 
-    want = plain(continued(in_memory(bases["plain"])))
-    settings: dict[str, Any] = {"weights": bases["plain"]}
-    try:
-        model = continued(empty(bases["plain"]))
-    except LohanError as error:
-        assert method in DECOMPOSES and "on a base that is in memory" in str(error)
-        model, settings = continued(in_memory(bases["plain"])), {}
-    assert same(wrapped(model, tmp_path / "store", **settings), want)
+def table() -> str:
+    lines = [
+        f"| method | {' | '.join(KINDS)} |",
+        "|---|---|---|---|---|",
+        *(f"| {name} | {' | '.join(OUTCOMES[name])} |" for name in ALL),
+        "",
+        "Not tried:",
+        "",
+        *(f"* {name}: it needs {what}." for name, what in NOT_TRIED.items()),
+    ]
+    return "\n".join([*lines, ""])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "peft-methods.md"
+BEGIN, END = "<!-- table of tests/py/test_peft_methods.py -->\n", "<!-- end of the table -->\n"
+
+
+def page(text: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+
+
+def test_the_page_has_the_table_of_outcomes() -> None:
+    text = PAGE.read_text()
+    assert page(text) == text, "run python tests/py/test_peft_methods.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -6,14 +6,17 @@ import importlib.util
 import json
 import pathlib
 import re
+import types
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 FOLDER = pathlib.Path(__file__).parents[1] / "sweep"
 
 
-def made() -> Any:
-    spec = importlib.util.spec_from_file_location("sweep_record", FOLDER / "record.py")
+def made(name: str = "record") -> Any:
+    spec = importlib.util.spec_from_file_location(f"sweep_{name}", FOLDER / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -69,3 +72,29 @@ def test_each_form_is_of_a_class_and_each_part_of_a_form() -> None:
     patterns = [*forms["configs"], *forms["inputs"]]
     of_none = [p for p in patterns if not any(re.fullmatch(p, n) for n in record["results"])]
     assert of_none == []
+
+
+def test_a_class_that_is_a_part_of_others_has_the_form_of_that_part() -> None:
+    config = made("forms").config
+    whole = config("RfDetrModel", "rf_detr")
+    assert config("RfDetrDinov2Backbone", "rf_detr_dinov2") == whole["backbone_config"]
+    assert config("RfDetrModel") == whole
+
+
+def test_inputs_of_diffusers_have_scales_that_are_numbers_and_a_try_without_masks() -> None:
+    class Classifier(torch.nn.Module):
+        def forward(
+            self, sample: Any, timestep: Any, conditioning_scale: Any, attention_mask: Any = None
+        ) -> None: ...
+
+    config = types.SimpleNamespace(in_channels=4, sample_size=16)
+    tries = made("inputs").of_diffusers(Classifier(), config, 0)
+    assert {each["conditioning_scale"] for each in tries} == {1.0}
+    full = [each for each in tries if "attention_mask" in each]
+    assert full
+    for each in full:
+        assert any(
+            other.keys() == each.keys() - {"attention_mask"}
+            and torch.equal(other["sample"], each["sample"])
+            for other in tries
+        )

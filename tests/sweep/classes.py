@@ -25,7 +25,7 @@ def _transformers(name: str, folder: pathlib.Path) -> cases.Case:
 
     def make(way: str) -> nn.Module:
         if way == "given":
-            config = cls.config_class(**(forms.config(name) or {}))
+            config = cls.config_class(**(forms.config(name, cls.config_class.model_type) or {}))
         else:
             config = tiny.shrink(cls.config_class(), way)
         made: nn.Module = cls(config)

@@ -44,10 +44,23 @@ def _whole(value: Any) -> Any:
     return made | {key: _whole(each) for key, each in value.items() if key != "+"}
 
 
-def config(name: str) -> dict[str, Any] | None:
-    """Return the arguments of the configuration of a class, or None; the caller may change them."""
+def config(name: str, model_type: str = "") -> dict[str, Any] | None:
+    """Return the arguments of the configuration of a class, or None; the caller may change them.
+
+    A class that is a part of others has the form of that part, which its model type tells.
+    """
     found: dict[str, Any] | None = _whole(_found("configs", name))
+    found = _part(found, model_type) or found
     return json.loads(json.dumps(found)) if found is not None else None
+
+
+def _part(form: Any, model_type: str) -> dict[str, Any] | None:
+    """Return the configuration inside a form that has a model type, or None."""
+    if not model_type or not isinstance(form, dict):
+        return None
+    if form.get("model_type") == model_type:
+        return form
+    return next((found for v in form.values() if (found := _part(v, model_type))), None)
 
 
 def inputs(name: str, seed: int) -> dict[str, Any] | None:

@@ -189,6 +189,21 @@ def _of_diffusers(name: str, config: Any, seed: int) -> Any:
     size = _sample_size(config)
     axes = _field(config, "axes_dims_rope", "axes_dim", "axes_dims", default=(0, 0, 0))
     axes = len(axes) if isinstance(axes, list | tuple) else 3
+    fixed: dict[str, Any] = {
+        "guidance": torch.tensor([1.0]),
+        "class_labels": torch.tensor([1]),
+        "img_shapes": [[(1, 4, 4)]],
+        "txt_seq_lens": [4],
+        "num_frames": 1,
+        "height": 4,
+        "width": 4,
+        "fps": torch.tensor([8]),
+        "added_time_ids": torch.ones(1, 3),
+        "input_ids": torch.arange(16)[None],
+        "conditioning_scale": 1.0,
+    }
+    if name in fixed:
+        return fixed[name]
     if re.fullmatch(r"timesteps?|timestep_r|r|sigma", name):
         return torch.tensor([1])
     if re.search(r"mask$", name):
@@ -206,20 +221,7 @@ def _of_diffusers(name: str, config: Any, seed: int) -> Any:
         return torch.randn(1, 4, width, generator=rng)
     if re.search(r"^(controlnet_cond|condition)", name):
         return torch.randn(1, 3, 8 * size, 8 * size, generator=rng)
-    fixed: dict[str, Any] = {
-        "guidance": torch.tensor([1.0]),
-        "class_labels": torch.tensor([1]),
-        "img_shapes": [[(1, 4, 4)]],
-        "txt_seq_lens": [4],
-        "num_frames": 1,
-        "height": 4,
-        "width": 4,
-        "fps": torch.tensor([8]),
-        "added_time_ids": torch.ones(1, 3),
-        "input_ids": torch.arange(16)[None],
-        "conditioning_scale": 1.0,
-    }
-    return fixed.get(name)
+    return None
 
 
 _WIDTHS = ("cross_attention_dim", "joint_attention_dim", "caption_channels", "text_embed_dim")
@@ -264,6 +266,9 @@ def of_diffusers(model: nn.Module, config: Any, seed: int) -> list[dict[str, Any
         if main:
             given[main] = value
         tries += [given, {**plain, **given}]
+        masks = {name for name in plain if name.endswith("mask")} - {*required}
+        if masks:  # those of the text's length do not fit a class that masks the picture
+            tries.append({name: v for name, v in tries[-1].items() if name not in masks})
     return tries
 
 

@@ -136,6 +136,8 @@ def shrunk(arguments: dict[str, Any], way: str) -> dict[str, Any]:
     left = {key: value for key, value in TYPICAL.items() if arguments.get(key, 0) is None}
     if arguments.get("attention_head_dim") is not None:
         left.pop("num_attention_heads", None)  # UNets follow the other, and reject this
+    if {"z_dim", "latent_channels"} & arguments.keys():
+        left.pop("patch_size", None)  # an autoencoder with patches has other channels, too
     arguments = {**arguments, **left}
     made = {name: _shrunk(name, value, way, arguments) for name, value in arguments.items()}
     if isinstance(made.get("norm_num_groups"), int):

@@ -16,8 +16,9 @@ from lohan.layout._block import RESIDUAL_BYTES, is_dense
 from lohan.layout._dtypes import NAMES
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
+from lohan.torch_glue._empty import Empty, set_loaded_buffers
 from lohan.torch_glue._hollow import check_grad_dtype
-from lohan.torch_glue._peft import check_quantized, set_empty_buffers
+from lohan.torch_glue._peft import check_computed, check_quantized, set_empty_buffers
 from lohan.torch_glue._tensor import nbytes_of
 
 # Modules that keep parameters in a different form or expect several processes to call them.
@@ -109,14 +110,15 @@ def check_model(model: Any, is_filled: bool) -> None:
     for name, param in model.named_parameters():
         _check_param(name, param, is_filled)
         count += param.numel() > 0
+    check_computed(model)
     set_empty_buffers(model)
+    set_loaded_buffers(model)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            from lohan.torch_glue._empty import Empty
-
             way_out = (
                 "it was computed from an empty parameter. Create its module outside of"
-                " lohan.empty(): weights= fills that one, too"
+                " lohan.empty(): weights= fills that one, too. If it is an adapter's, call"
+                " get_peft_model on a base that is in memory (from_pretrained)"
                 if isinstance(buffer, Empty)
                 else "build the model in lohan.empty(), which creates buffers as usual;"
                 ' torch.device("meta") does not'

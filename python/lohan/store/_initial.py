@@ -86,7 +86,7 @@ def initialise(
         ModelError: a module has no initialisation, or it needs values that are not in memory.
     """
     if init is None:
-        _check_whole(wanted, replaced)
+        _check_whole(model, wanted, replaced)
     made: dict[int, str] = {}
     copies = _peft.copies(model)
     after: dict[int, list[Param]] = {}
@@ -133,12 +133,27 @@ def initialise(
     return made
 
 
-def _check_whole(wanted: Mapping[int, Param], replaced: Mapping[int, nn.Parameter]) -> None:
-    """Reject a parameter to a part of which values were written, which are lost."""
+def _check_whole(
+    model: nn.Module, wanted: Mapping[int, Param], replaced: Mapping[int, nn.Parameter]
+) -> None:
+    """Reject a parameter that has lost values: a part of it, or those it was computed from.
+
+    from_pretrained does not compute those in its model either, but initialises them.
+    """
+    inner, prefix = _peft.inner(model)
     for key, param in wanted.items():
         from lohan.torch_glue import _empty
 
-        if _empty.is_in_part(replaced.get(key, param.tensor)):
+        empty = replaced.get(key, param.tensor)
+        is_known = inner is not None and param.name.startswith(prefix)
+        if _empty.is_computed(empty) and not is_known:
+            raise ModelError(
+                f"{param.name!r} is in no file, and was computed from the values of another"
+                " parameter, which lohan.empty() does not create: if it is an adapter's, call"
+                " get_peft_model on a base that is in memory (from_pretrained); otherwise create"
+                " its module outside of lohan.empty(), or pass init=FUNCTION"
+            )
+        if _empty.is_in_part(empty):
             raise ModelError(
                 f"{param.name!r} is in no file, and values were written to a part of it inside"
                 " lohan.empty(), which does not keep them: create its module outside of"

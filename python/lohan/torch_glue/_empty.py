@@ -202,6 +202,8 @@ class Empty(torch.Tensor):
             if caller.f_code.co_name == "_no_grad_trunc_normal_":  # which skips a meta tensor
                 words = [caller.f_locals[name] for name in ("mean", "std", "a", "b")]
                 _note(args[0], nn.init.trunc_normal_, words, {})
+            if caller.f_code.co_name == "reset_deft_parameters":  # it leaves a matrix uninitialised
+                _unset(caller.f_locals["R_param"])
             return caller.f_code.co_name != "_load_from_state_dict"
         if func == _SET_DATA and isinstance(args[0], Empty):
             return _set_data(args[0], args[1])
@@ -256,6 +258,12 @@ def _copied(target: Any, source: Any) -> bool:
         target.fill_(float("nan"))
     building.has_copied = True
     return True
+
+
+def _unset(target: torch.Tensor) -> None:
+    """Fill a tensor with NaN, by which lohan.wrap() recognizes that no values were loaded."""
+    with without_classes(), torch.no_grad():
+        target.fill_(float("nan"))
 
 
 def _resizes() -> bool:
@@ -363,6 +371,9 @@ def _write(target: Empty, func: Callable[..., Any], value: torch.Tensor) -> None
             root.given = value.detach().to(root.dtype).expand(root.shape).clone()
         root.writes, root.is_in_part = (), False
         root.is_loaded = not is_building() or _is_in_loader()
+    elif func == torch.Tensor.copy_ and _is_in_loader() and _storage(target) != _storage(root):
+        with without_classes(), torch.no_grad():  # a buffer that was computed from a parameter
+            target.given = value.detach().to(target.dtype).expand(target.shape).clone()
     elif not is_building() or _is_in_loader():
         raise _lost(target, f"{getattr(func, '__name__', func)}(), which writes to a part of it,")
     elif not _is_repeated():
@@ -459,6 +470,15 @@ def given(param: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values.to(param.dtype)
 
 
+def set_loaded_buffers(model: nn.Module) -> None:
+    """Give buffers that were computed from empty parameters the values that were loaded since."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            values = None if buffer is None else given(buffer)
+            if values is not None:
+                module._buffers[name] = values
+
+
 def is_loaded(param: torch.Tensor) -> bool:
     """Return whether values were loaded into an empty parameter after its module was built."""
     return isinstance(param, Empty) and param.is_loaded
@@ -467,3 +487,10 @@ def is_loaded(param: torch.Tensor) -> bool:
 def is_in_part(param: torch.Tensor) -> bool:
     """Return whether values that were written to a part of an empty parameter are lost."""
     return isinstance(param, Empty) and param.is_in_part
+
+
+def is_computed(param: torch.Tensor) -> bool:
+    """Return whether an empty parameter was made of a part of another one, or computed from it."""
+    if not isinstance(param, Empty) or param._root is None or param.rows:
+        return False
+    return param._is_param and not param._is_whole and param.given is None

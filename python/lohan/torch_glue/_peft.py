@@ -19,8 +19,9 @@ from lohan.errors import ModelError, UnsupportedError
 ROOT = "base_model.model."
 PROMPT_ROOT = "base_model."  # of peft's prompt learning
 PARTS = re.compile(
-    r"\.(?:(?:token_adapter\.)?base_layer|original_module"
-    r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)(?=\.)"
+    r"(?:\.(?:(?:token_adapter\.)?base_layer|original_module"
+    r"|(?:modules_to_save|ln_tuning_layers)\.[^.]+)"
+    r"|(?<=\.self_attn)\.model|(?<=\.attn)\.model)(?=\.)"  # adaption prompts
 )
 # Classes of bitsandbytes, by name, since it may not be installed.
 _QUANTISED = {"Params4bit", "Int8Params"}
@@ -152,6 +153,22 @@ def check_base(model: nn.Module) -> None:
                     f"{name}: init_lora_weights={init!r} has changed the base weights in memory,"
                     " and weights= would replace them by those of the files: call lohan.wrap"
                     " without weights=, which copies the base from memory into the store"
+                )
+
+
+def check_computed(model: nn.Module) -> None:
+    """Reject matrices of DEFT that peft would have computed from a base without values.
+
+    Raises:
+        ModelError: names the first one.
+    """
+    for name, module in _adapters(model):
+        for adapter, values in getattr(module, "deft_R", {}).items():
+            if not values.is_meta and bool(values.isnan().any()):
+                raise ModelError(
+                    f"{name}.deft_R.{adapter} has no values: peft computes them from the base's,"
+                    " which are not in memory. Call get_peft_model on a base that is in memory"
+                    " (from_pretrained)"
                 )
 
 
