@@ -215,7 +215,8 @@ static int model_make(const struct input *input, struct lh_alloc *alloc, struct 
     for (uint32_t i = 0; i < input->unit_count; i++) {
         if (unit_check(&input->units[i]) < 0)
             return -1;
-        if (input->states == LH_ADAM_STATES_8BIT && input->units[i].dtype != LH_DTYPE_BYTES)
+        if (lh_adam_block_bytes(input->rule, input->states) > 0 &&
+            input->units[i].dtype != LH_DTYPE_BYTES)
             scales_count += lh_sim_model_scales_count(input->units[i].elements);
     }
     struct lh_sim_model_opts opts = {.scales_max = (uint32_t)scales_count,

@@ -251,10 +251,11 @@ static int rows_create(struct lh_engine *engine, struct lh_error *err)
     uint64_t count = 0;
     for (uint32_t i = 0; i < engine->param_count; i++) {
         const struct lh_engine_param *param = &engine->params[i];
-        LH_ASSERT(param->count == 0 || param->row_elements > 0);
         engine->norm->row_first[i] = count;
-        if (needs_rows(&engine->units[param->unit]))
-            count += lh_div_ceil(param->count, lh_max_u64(param->row_elements, 1));
+        if (!needs_rows(&engine->units[param->unit]))
+            continue;
+        LH_ASSERT(param->count == 0 || param->row_elements > 0);
+        count += lh_div_ceil(param->count, lh_max_u64(param->row_elements, 1));
     }
     engine->norm->row_sums = lh_alloc_zeroed(engine->alloc, count, sizeof(double));
     if (!engine->norm->row_sums)

@@ -99,14 +99,15 @@ static void extent_add(struct lh_sim_model *model, uint32_t group, uint64_t byte
         (struct lh_store_extent_desc){.bytes = bytes, .group = group};
 }
 
-/* Add the extents with the scales of a unit of 8-bit moments. */
+/* Add the extents with what blocks of a unit have: scales of 8-bit moments, or rows. */
 static void scales_add(struct lh_sim_model *model, uint32_t index)
 {
     struct lh_engine_unit *unit = &model->units[index];
+    uint64_t block_bytes = lh_adam_block_bytes(unit->rule, unit->states);
     unit->scales_extent = model->extent_count;
     for (uint64_t first = 0; first < unit->elements; first += LH_ADAM_SCALES_ELEMENTS) {
         uint64_t count = lh_min_u64(LH_ADAM_SCALES_ELEMENTS, unit->elements - first);
-        uint64_t bytes = lh_adam_scale_bytes(unit->states, count);
+        uint64_t bytes = count / LH_ADAM_STATES_BLOCK * block_bytes;
         if (bytes > 0)
             extent_add(model, index, bytes);
     }
@@ -207,8 +208,8 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
     uint32_t index = model->unit_count++;
     struct lh_engine_unit *unit = &model->units[index];
     bool is_frozen = desc->dtype == LH_DTYPE_BYTES;
-    uint64_t align =
-        desc->states == LH_ADAM_STATES_8BIT ? LH_ENGINE_SCALED_ALIGN : LH_ENGINE_ELEMENT_ALIGN;
+    bool has_blocks = lh_adam_block_bytes(desc->rule, desc->states) > 0;
+    uint64_t align = has_blocks ? LH_ENGINE_SCALED_ALIGN : LH_ENGINE_ELEMENT_ALIGN;
     uint64_t end = 0;
     *unit = (struct lh_engine_unit){.dtype = desc->dtype,
                                     .always = desc->always,
@@ -223,6 +224,7 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
         model->params[param] = (struct lh_engine_param){.unit = index,
                                                         .first = first,
                                                         .count = desc->counts[i],
+                                                        .row_elements = desc->counts[i],
                                                         .group = param % LH_SIM_GROUP_COUNT};
         end = first + desc->counts[i];
         model->element_count += is_frozen ? 0 : desc->counts[i];

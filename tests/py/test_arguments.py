@@ -105,7 +105,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("commit_every", [1], "a number of steps"),
     ("write_every", True, "a number of steps"),
     ("method", "MEZO", "one of adamw, adam, lion, sgd, adagrad, rmsprop, adam_mini, mezo"),
-    ("method", None, "one of adamw, adam, lion, sgd, adagrad, rmsprop, adam_mini, mezo"),
+    ("method", 7, "one of adamw, adam, lion, sgd, adagrad, rmsprop, adam_mini, mezo"),
     ("optimizer", "adamw", "torch.optim.AdamW"),
     ("optimizer", torch.optim.AdamW, "torch.optim.AdamW"),
     ("blocks", "layer", "modules of the model, not their names"),

@@ -132,7 +132,8 @@ def test_a_session_moves_the_bytes_that_are_planned_for_its_rule(
 @pytest.mark.parametrize("rule", RULES)
 def test_the_core_has_the_moments_that_predictions_count(rule: str) -> None:
     (has,) = [moments for name, *moments in _core.rules() if name == rule]
-    assert RULES[rule].moment_bytes(64, "fp32") == 4 * 64 * sum(has)
+    has_rows = has.pop()
+    assert RULES[rule].moment_bytes(64, "fp32") == 4 * 64 * sum(has) + 8 * has_rows
 
 
 def small(batch: int = 1) -> _plan.Model:
@@ -153,8 +154,9 @@ def test_a_simulated_step_has_the_bytes_wear_and_time_of_its_rule(kind: str) -> 
         for name, kept in (("adamw", "fp32"), (rule, states))
     )
     per_param = 2 + 4 + RULES[rule].moment_bytes(64, states) / 64  # the papers' master has 4 bytes
-    written = per_param * model.param_count  # and, in 8 bits, padding to blocks of scales
-    assert step.ssd_write_bytes == pytest.approx(written, rel=0.03 if states == "8bit" else 2e-3)
+    written = per_param * model.param_count  # and padding to blocks of what 64 elements have
+    has_blocks = RULES[rule].block_bytes(states) > 0
+    assert step.ssd_write_bytes == pytest.approx(written, rel=0.03 if has_blocks else 2e-3)
     assert step.peak_bytes["ssd"] == pytest.approx(2 * per_param * model.param_count, rel=0.2)
     if per_param < 14:
         assert step.step_ns < adamw.step_ns
@@ -216,7 +218,7 @@ def test_the_planner_of_a_session_counts_the_moments_of_its_rule(
     settings = {**arguments(rule, states), "activations": "auto", "device": "emu"}
     model = wrapped(store_dir, torch.bfloat16, **settings)
     session = inside(model)
-    for _ in range(STEPS):
+    while model.lohan.plan() is None:  # a step that mostly waits is profiled again
         model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().mean().backward()
         model.optimizer.step()
     planner = session.extensions.get(Planned).planner

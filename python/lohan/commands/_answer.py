@@ -94,18 +94,20 @@ def _changes(question: Question) -> dict[str, Question]:
 
 
 def _other_rules(options: Options) -> list[tuple[str, str]]:
-    """Return other rules without more bytes, in the same format, and then those with the fewest.
+    """Return rules with fewer bytes, in the same format, and then those with the fewest.
 
-    A rule without moments has no format: fp32.
+    Of several rules with the same bytes, it is the first: they have the same step. A rule without
+    moments has no format: fp32.
     """
     now = RULES[options.rule].moment_bytes(_MOMENT_BLOCK, options.states)
-    kinds = [
-        (name, options.states if options.states in row.formats else "fp32")
-        for name, row in RULES.items()
-        if name != options.rule and row.moment_bytes(_MOMENT_BLOCK, options.states) <= now
-    ]
+    kinds: dict[int, tuple[str, str]] = {}
+    for name, row in RULES.items():
+        states = options.states if options.states in row.formats else "fp32"
+        nbytes = row.moment_bytes(_MOMENT_BLOCK, states)
+        if nbytes < now:
+            kinds.setdefault(nbytes, (name, states))
     fewest = _wear.fewest_kinds(options.rule, options.states)
-    return list(dict.fromkeys([*kinds, *fewest]))
+    return list(dict.fromkeys([*kinds.values(), *fewest]))
 
 
 def _best(question: Question) -> dict[str, Question]:

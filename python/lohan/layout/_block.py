@@ -468,17 +468,17 @@ def place(unit: Unit) -> None:
         size = param.count if unit.trainable else param.count * unit.dtype.itemsize
         at = _align(at + size, _core.PARAM_ALIGN if unit.trainable else 128)
     if unit.trainable:
-        unit.elements = elements_with(unit, unit.states)
+        unit.elements = elements_with(unit, unit.states, unit.rule)
         unit.nbytes = unit.elements * unit.dtype.itemsize
     else:
         unit.nbytes = _align(max(at, 1), _core.BLOCK_BYTES)
 
 
-def elements_with(unit: Unit, states: str) -> int:
-    """Return the padded number of elements of a trained unit, with moments in a format."""
+def elements_with(unit: Unit, states: str, rule: str) -> int:
+    """Return the padded number of elements of a trained unit with moments of a rule."""
     last = unit.params[-1]
     end = _align(last.first + last.count, _core.PARAM_ALIGN)
-    is_scaled = RULES[unit.rule].block_bytes(states) > 0  # these, too, fill whole blocks on SSD
+    is_scaled = RULES[rule].block_bytes(states) > 0  # these, too, fill whole blocks on SSD
     return _align(max(end, 1), _core.SCALED_ALIGN if is_scaled else _core.ELEMENT_ALIGN)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lohan import _core
+from lohan.common._rules import RULES
 from lohan.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def frozen_params(block: Block) -> tuple[int, int]:
 
 def unit_sizes(model: Model, block: Block) -> list[int]:
     """Return the bytes of a block's units where it computes: trained ones, and frozen ones."""
-    align = _core.SCALED_ALIGN if model.states == "8bit" else _core.ELEMENT_ALIGN
+    has_blocks = RULES[model.rule].block_bytes(model.states) > 0
+    align = _core.SCALED_ALIGN if has_blocks else _core.ELEMENT_ALIGN
     trained = -(-block_params(block) // align) * align * model.param_bytes
     frozen = model.frozen_bytes(*frozen_params(block))
     return [nbytes for nbytes in (trained, frozen) if nbytes]

@@ -81,8 +81,8 @@ def written_of(
         if not unit.trainable:
             continue
         kept = states or unit.states
-        elements = elements_with(unit, kept)
         name, residual = rule or unit.rule, RESIDUAL_BYTES[unit.dtype]
+        elements = elements_with(unit, kept, name)
         has_moments = RULES[name].moment_bytes(elements, kept) > 0
         has_any = unit.has_states and bool(has_moments or residual or unit.has_average)
         found.append(
