@@ -20,8 +20,8 @@
  *  2. a thread waits for the unit, and a thread of another process waits for a unit that this one
  *     has not offered: they use units in different orders, and may wait for each other
  *     (is_crossed);
- *  3. something of this process waits for the unit's place in main memory, or for the end of what
- *     is in flight (is_in_the_way, must_withdraw);
+ *  3. something of this process, or a thread of a mate of the owner, waits for the unit's place in
+ *     main memory, or for the end of what is in flight (is_in_the_way, must_withdraw);
  *  4. a thread has waited for gather_wait_ns: another process does something else, and may itself
  *     wait for this one. Then no more gathers are begun in this round.
  * None of this happens if all processes make the same uses. It counts as a replan, and the rest of
@@ -419,18 +419,31 @@ static bool is_idle(const struct lh_engine *engine)
     return engine->gather->active_count == 0;
 }
 
+/* Whether a thread of a mate waits for a unit that this process, the owner, has no room for. */
+static bool is_mate_waiting(const struct lh_engine *engine)
+{
+    const struct lh_team *team = engine->opts.team;
+    for (uint32_t i = 0; team->mate == 0 && i < engine->opts.unit_count; i++) {
+        bool is_awaited = lh_team_wants(team, i) != 0 && lh_team_is_awaited(team, i);
+        if (is_awaited && engine->units[i].state == LH_UNIT_STATE_ABSENT)
+            return true;
+    }
+    return false;
+}
+
 /*
  * Whether what a thread waits for is under way. If it is not, offered units may be in its way,
- * because their bytes in main memory cannot be evicted.
+ * because their bytes in main memory cannot be evicted. Nothing else of this process is in flight.
  */
 static bool is_under_way(const struct lh_engine *engine)
 {
-    bool is_any = false;
+    bool is_any = is_mate_waiting(engine);
+    bool may_wait = !is_any; /* the mate may need the room before it offers what is awaited here */
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         enum lh_gather_state state = engine->gather->units[i].state;
         bool is_moving = state != LH_GATHER_STATE_NONE && state != LH_GATHER_STATE_OFFERED;
         bool is_awaited = engine->units[i].waiter_count > 0;
-        if (is_moving || (state == LH_GATHER_STATE_OFFERED && is_awaited))
+        if (is_moving || (state == LH_GATHER_STATE_OFFERED && is_awaited && may_wait))
             return true;
         is_any |= is_awaited;
     }

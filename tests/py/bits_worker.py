@@ -50,6 +50,7 @@ RULES: dict[str, dict[str, Any]] = {
     "momentum": {"method": lohan.SGD(momentum=0.9), "lr": 0.1},
     "adagrad": {"method": lohan.Adagrad(initial_accumulator_value=0.1), "lr": 1e-2},
     "rmsprop": {"method": lohan.RMSprop(momentum=0.9), "lr": 1e-3},
+    "adam_mini": {"method": "adam_mini", "lr": 1e-3},
 }
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 # Rows and width of a batch: what operations save has the 64 KiB from which on it is offloaded.
