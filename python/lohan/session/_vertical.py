@@ -387,7 +387,7 @@ class Vertical(Runs):
         is_short = count == 1 or self._miss_count >= _MISS_COUNT_MAX
         is_short |= planned is not None and not planned.planner.plans_for(count)
         if self.order == "horizontal" or is_short or self._has_user_hooks():
-            peers.turns_begin(0)
+            peers.turns_begin(count, at_once=False)
             return super().run(functions)
         if self.order == "auto":
             return self._choose(functions)
@@ -397,7 +397,7 @@ class Vertical(Runs):
         losses, ends = self._forward(functions, starts)
         can = _are_same(ends[:-1], starts[1:])
         losses = [checked_loss(loss) for loss in losses]
-        if not (peers.turns_begin(len(functions) if can else 0) and can):
+        if not (peers.turns_begin(count, at_once=can) and can):
             del losses
             return self._learn(functions, begin)
         self._miss_count = 0
