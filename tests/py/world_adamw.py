@@ -474,13 +474,13 @@ def one_loads(store: str, are_all: bool) -> str:
     return states_digest(model)
 
 
-def schedules_differ(store: str) -> str:
-    """Rank 1 changes its learning rate in the second step."""
+def schedules_differ(store: str, name: str) -> str:
+    """Rank 1 changes its learning rate or its momentum in the second step."""
     rank, _ = rank_and_count()
-    model = wrapped(store)
+    model = wrapped(store, method=lohan.SGD(momentum=0.9) if name == "momentum" else "adamw")
     one_step(model)
     if rank == 1:
-        model.optimizer.param_groups[0]["lr"] = 5e-4
+        model.optimizer.param_groups[0][name] /= 2
     try:
         one_step(model)
     except Exception as error:

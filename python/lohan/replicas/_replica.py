@@ -380,9 +380,8 @@ class Replica(Alone):
         facts = [
             (f"{name} of parameter group {number}", value)
             for number, hyper in enumerate(session.optimizer.hypers())
-            for name, value in zip(
-                ("lr", "beta1", "beta2", "eps", "weight_decay"), hyper, strict=True
-            )
+            for name, value in zip(session.optimizer.rule.slots, hyper, strict=True)
+            if name is not None
         ]
         scale = session.open_step.scale
         if scale.is_finite or session.config.on_nan != "skip":
