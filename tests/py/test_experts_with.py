@@ -340,17 +340,25 @@ def test_averages_of_experts_that_skip_a_step_take_it(way: str, store_dir: pathl
     model.lohan.close()
 
 
-def fresh_optimizer(model: Any) -> torch.optim.AdamW:
+# The optimizers of torch that a mixture continues from.
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": (torch.optim.AdamW, HYPER),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+}
+
+
+def fresh_optimizer(model: Any, rule: str = "adamw") -> Any:
+    make, hyper = OPTIMIZERS[rule]
     fused = [param for name, param in model.named_parameters() if ".mlp.experts." in name]
     rest = [param for name, param in model.named_parameters() if ".mlp.experts." not in name]
     groups = [{"params": rest}, {"params": fused, "weight_decay": 0.1}]
-    return torch.optim.AdamW(groups, **HYPER)
+    return make(groups, **hyper)
 
 
-def begun(dtype: torch.dtype) -> tuple[Any, torch.optim.AdamW]:
+def begun(dtype: torch.dtype, rule: str = "adamw") -> tuple[Any, Any]:
     """Return a model and torch's optimizer, which has made two steps."""
     model = build(True, dtype)
-    optimizer = fresh_optimizer(model)
+    optimizer = fresh_optimizer(model, rule)
     for step in range(2):
         loss_of(model, step).backward()
         optimizer.step()
@@ -387,12 +395,13 @@ def continued(model: Any, optimizer: Any, store: pathlib.Path, **settings: Any) 
     return losses, states, dict(model.state_dict())
 
 
+@pytest.mark.parametrize("rule", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_an_optimizer_of_torch_is_continued_and_gets_its_moments_back(
-    dtype: torch.dtype, store_dir: pathlib.Path
+    dtype: torch.dtype, rule: str, store_dir: pathlib.Path
 ) -> None:
     found = [
-        continued(*begun(dtype), store_dir / experts, experts=experts)
+        continued(*begun(dtype, rule), store_dir / experts, experts=experts)
         for experts in ("together", "apart")
     ]
     assert found[0][0] == found[1][0]

@@ -36,14 +36,14 @@ def test_every_difference_at_wrap_is_named_with_both_values(tmp_path: pathlib.Pa
             assert "in rank 1 (host" in text, f"{case}: {text}"
 
 
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.001), ("momentum", 0.9)])
 def test_schedules_that_differ_are_named_and_no_process_keeps_the_step(
-    tmp_path: pathlib.Path,
+    name: str, value: float, tmp_path: pathlib.Path
 ) -> None:
-    for said in run(tmp_path, 2, world_adamw.schedules_differ, str(tmp_path / "run")):
-        assert said.startswith("WorldMismatchError: lr of parameter group 0 is 0.001 in rank 0"), (
-            said
-        )
-        assert "but 0.0005 in rank 1" in said
+    differs = f"WorldMismatchError: {name} of parameter group 0 is {value} in rank 0"
+    for said in run(tmp_path, 2, world_adamw.schedules_differ, str(tmp_path / "run"), name):
+        assert said.startswith(differs), said
+        assert f"but {value / 2} in rank 1" in said
 
 
 def test_a_process_that_alone_changes_parameters_is_named(tmp_path: pathlib.Path) -> None:

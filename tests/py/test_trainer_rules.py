@@ -98,14 +98,25 @@ def test_an_sgd_of_training_arguments_trains_as_without_lohan(store_dir: pathlib
     assert losses_of(store_dir / "with", {}, **more) == pytest.approx(expected, rel=1e-4)
 
 
+class Partly(Makes):
+    """Trains by SGD with momentum in the second of its groups only."""
+
+    @staticmethod
+    def kind(groups: list[dict[str, Any]]) -> Any:
+        """Return the optimizer."""
+        groups[0]["momentum"] = 0.0
+        return torch.optim.SGD(groups, momentum=0.9)
+
+
 @pytest.mark.parametrize(
     ("takes", "more"),
     [
         ({"method": "lion", "moments": "8bit"}, {"adam_beta2": 0.9}),
         ({"method": lohan.SGD(momentum=0.9)}, {}),
         ({}, {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        ({}, {"cls": Partly, "learning_rate": 0.1}),
     ],
-    ids=["lion", "momentum", "optim"],
+    ids=["lion", "momentum", "optim", "partly"],
 )
 def test_a_resumed_trainer_keeps_its_rule_and_its_numbers(
     takes: dict[str, Any], more: dict[str, Any], store_dir: pathlib.Path

@@ -150,9 +150,9 @@ class Around(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
         x = x * self.gain
-        for layer in self.layers:
+        for layer in self.layers[:count]:
             x = x + torch.tanh(layer(x))
         return x * self.gain
 
@@ -165,14 +165,18 @@ class Nested(nn.Module):
         self.outer = nn.ModuleList(Around() for _ in range(3))
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, count: int = 2) -> torch.Tensor:
         x = x * self.gain
         for each in self.outer:
-            x = each(x)
+            x = each(x, count)
         return (x * self.gain).float().square().mean()
 
 
-def test_parameters_around_blocks_have_their_own_gradients(workshop: Workshop) -> None:
+@pytest.mark.parametrize("counts", [(2, 2, 2, 2), (0, 2, 1, 2), (2, 1, 2, 0)], ids=str)
+def test_parameters_around_blocks_have_their_own_gradients(
+    counts: tuple[int, ...], workshop: Workshop
+) -> None:
+    """Also if micro-batches leave out blocks, and the first or last one has the fewest."""
     found = []
     for order in ("horizontal", "vertical"):
         model = workshop.wrap(build(Nested).bfloat16(), accumulate=COUNT, order=order, lr=1e-2)
@@ -180,8 +184,8 @@ def test_parameters_around_blocks_have_their_own_gradients(workshop: Workshop) -
         losses: list[float] = []
         for step in range(STEP_COUNT):
             functions = [
-                functools.partial(model, vectors(10 * step + part).bfloat16())
-                for part in range(COUNT)
+                functools.partial(model, vectors(10 * step + part).bfloat16(), count)
+                for part, count in enumerate(counts)
             ]
             losses += [float(loss) for loss in model.lohan.accumulate(functions)]
             model.optimizer.step()
@@ -291,6 +295,33 @@ def test_an_error_in_one_function_ends_all_and_the_next_step_is_whole(
         model.lohan.accumulate(functions)
     for each in (model, whole):
         each.lohan.accumulate([lambda f=f: f().square().mean() for f in some(each)])
+        each.optimizer.step()
+    assert_same_state(dict(model.state_dict()), dict(whole.state_dict()))
+
+
+@pytest.mark.parametrize("who", [0, COUNT - 1])
+def test_an_error_ends_runs_that_are_inside_of_modules_with_blocks(
+    who: int, workshop: Workshop
+) -> None:
+    model = workshop.wrap(build(Nested), accumulate=COUNT, order="vertical")
+    whole = workshop.wrap(build(Nested), accumulate=COUNT)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no more batches")
+
+    def bad() -> torch.Tensor:
+        handle = model.outer[0].layers[0].register_forward_hook(fail)
+        try:
+            found: torch.Tensor = model(vectors(who))
+        finally:
+            handle.remove()
+        return found
+
+    functions: list[Any] = [functools.partial(model, vectors(part)) for part in range(COUNT)]
+    with pytest.raises(RuntimeError, match="no more batches"):
+        model.lohan.accumulate([bad if part == who else f for part, f in enumerate(functions)])
+    for each in (model, whole):
+        each.lohan.accumulate([functools.partial(each, vectors(part)) for part in range(COUNT)])
         each.optimizer.step()
     assert_same_state(dict(model.state_dict()), dict(whole.state_dict()))
 

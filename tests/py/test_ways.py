@@ -39,6 +39,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("divided", "step", 2),
         ("replicas", "turns", 2),
         ("shared", "turns", 2),
+        ("replicas", "fallback", 2),
+        ("shared", "plain", 2),
         ("shared", "backward", 2),
         ("shared", "backward", 3),
         ("shared", "between", 3),

@@ -130,17 +130,23 @@ def one_step(
     change: str = "",
     before_step: Callable[[], None] | None = None,
     between: Callable[[], None] = lambda: None,
+    *,
+    is_plain: bool = False,
 ) -> float:
-    """Make a step with this process's micro-batches: those with its rank modulo the count."""
+    """Make a step with this process's micro-batches: those with its rank modulo the count.
+
+    With order="vertical", accumulate() runs them, unless is_plain says to call backward() for each.
+    """
     rank, count = rank_and_count()
     step, total = model.lohan.step, 0.0
-    if model.lohan.order == "vertical":
+    is_plain |= model.lohan.order == "horizontal"
+    if not is_plain:
         parts = [
             functools.partial(loss_of, model, step, number, dtype, change)
             for number in range(rank, BATCHES, count)
         ]
         total = sum(map(float, model.lohan.accumulate(parts)))
-    for number in range(rank, BATCHES if model.lohan.order == "horizontal" else 0, count):
+    for number in range(rank, BATCHES if is_plain else 0, count):
         loss = loss_of(model, step, number, dtype, change)
         loss.backward()
         total += float(loss.detach())
@@ -344,11 +350,16 @@ def _interrupted(*args: Any) -> None:
 def fail_once(store: str, where: str, who: int = 1) -> tuple[list[str], str]:
     """One rank fails once, in or after its first backward or before step(); all continue.
 
-    With "turns" the micro-batches of a step have one backward, in which one of them fails.
+    With "turns" the micro-batches of a step have one backward, in which one of them fails. With
+    "fallback" and "plain" the order is vertical, too, but they have backwards of their own, since a
+    parameter has a hook, or since the script calls backward().
     """
     rank, _ = rank_and_count()
     _gradient_pieces.PIECE_BYTES = 20_000
-    model = wrapped(store, order="vertical" if where == "turns" else "horizontal")
+    is_vertical = where in ("turns", "fallback", "plain")
+    model = wrapped(store, order="vertical" if is_vertical else "horizontal")
+    if where == "fallback":
+        model.begin.weight.register_hook(torch.clone)
     errors, calls = [], []
 
     def fail(gradient: Any = None) -> None:
@@ -359,18 +370,26 @@ def fail_once(store: str, where: str, who: int = 1) -> tuple[list[str], str]:
         if len(calls) == 2:
             output.register_hook(fail)  # type: ignore[no-untyped-call]
 
+    def fail_in_second(module: Any, args: Any) -> None:
+        calls.append(module)
+        if len(calls) == 2:
+            fail()
+
     for attempt in range(5):
         handle = None
         is_bad = attempt == 2 and rank == who
         if is_bad and where == "turns":
             handle = model.layers[1].register_forward_hook(fail_in_turns)
+        if is_bad and where == "fallback":
+            handle = model.layers[1].register_forward_pre_hook(fail_in_second)
         if is_bad and where == "backward":
             handle = model.layers[1].weight.register_hook(fail)
         try:
             one_step(
                 model,
                 before_step=fail if is_bad and where == "step" else None,
-                between=fail if is_bad and where == "between" else lambda: None,
+                between=fail if is_bad and where in ("between", "plain") else lambda: None,
+                is_plain=where == "plain",
             )
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
@@ -455,13 +474,13 @@ def one_loads(store: str, are_all: bool) -> str:
     return states_digest(model)
 
 
-def schedules_differ(store: str) -> str:
-    """Rank 1 changes its learning rate in the second step."""
+def schedules_differ(store: str, name: str) -> str:
+    """Rank 1 changes its learning rate or its momentum in the second step."""
     rank, _ = rank_and_count()
-    model = wrapped(store)
+    model = wrapped(store, method=lohan.SGD(momentum=0.9) if name == "momentum" else "adamw")
     one_step(model)
     if rank == 1:
-        model.optimizer.param_groups[0]["lr"] = 5e-4
+        model.optimizer.param_groups[0][name] /= 2
     try:
         one_step(model)
     except Exception as error:

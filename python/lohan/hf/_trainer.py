@@ -524,8 +524,10 @@ class TrainerCallback(transformers.TrainerCallback):
         name, kind = _adopt.rule_of(made, None)
         if self._method is None:
             groups = _trainer_args.groups_of(made, RULES[kind], with_numbers=with_numbers)
-            momentum = {"momentum": made.param_groups[0]["momentum"]} if kind != name else {}
-            return {"params": groups, "method": name, **momentum}
+            asked = {"params": groups, "method": name}
+            if kind != name:  # in some of its groups the momentum may be 0
+                asked["momentum"] = max(group["momentum"] for group in made.param_groups)
+            return asked
         rule, args = RULES[_combination.rule_of(self._method, 0)], self._trainer.args
         groups = _trainer_args.groups_of(made, RULES[kind], with_numbers=with_numbers, other=rule)
         asked = {"params": groups}

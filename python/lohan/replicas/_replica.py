@@ -94,7 +94,9 @@ class Replica(Alone):
         self._has_edited = False  # a refused change of parameters that others may have read
         # A snapshot has begun since the last commit that it may have held back.
         self._has_copied = False
-        self._turns = -1, 0  # a backward that all have agreed on, and its micro-batches
+        # A backward that all have agreed on, how many micro-batches it has (0: one), the backward
+        # that they agree on next, and the step.
+        self._turns = -1, 0, 0, -1
         self._edit_count = 0  # writes to parameters outside of steps, which all must make
         self._traffic_before = Traffic()  # of all steps before the open one
         self._traffic: dict[int, Traffic] = {}  # of the last two steps
@@ -203,7 +205,7 @@ class Replica(Alone):
 
         return hook
 
-    def turns_begin(self, count: int) -> bool:
+    def turns_begin(self, count: int, *, at_once: bool) -> bool:
         """Return whether all processes run as many micro-batches in one backward; see Alone.
 
         What they have agreed on holds until the backward has ended in all of them, also if this
@@ -212,11 +214,12 @@ class Replica(Alone):
         exchange = self.exchange
         if self._turns[0] != exchange.rounds:
             what = f"the order of micro-batches in step {self.session.step + 1}"
-            told = self.world.exchange(str(count).encode(), what)
-            agreed = count if {*told} == {str(count).encode()} else 0
-            self._turns = exchange.rounds, agreed
-        _, agreed = self._turns
-        if agreed not in (0, count):
+            asked = str(count if at_once else 0).encode()
+            agreed = count if {*self.world.exchange(asked, what)} == {asked} and at_once else 0
+            following = exchange.rounds + (1 if agreed else count)
+            self._turns = exchange.rounds, agreed, following, self.session.step
+        agreed = self._turns[1]
+        if agreed not in (0, count if at_once else 0):
             error = StepError(
                 f"all processes run {agreed} micro-batches in one backward, but this one cannot any"
                 " more: end all processes, and restart them with resume=True"
@@ -225,6 +228,15 @@ class Replica(Alone):
             raise error
         exchange.turns = agreed or 1
         return agreed > 0
+
+    def _agrees_next(self) -> bool:
+        """Return whether the others agree on the next backward of the step before it begins.
+
+        They do not if that is one of several that they have agreed to run one after the other, or
+        if the script calls backward() itself.
+        """
+        _, _, following, step = self._turns
+        return step == self.session.step and following <= self.exchange.rounds
 
     def turn(self, number: int) -> None:
         """Handle that the next gradient is one of this micro-batch of the backward."""
@@ -368,9 +380,8 @@ class Replica(Alone):
         facts = [
             (f"{name} of parameter group {number}", value)
             for number, hyper in enumerate(session.optimizer.hypers())
-            for name, value in zip(
-                ("lr", "beta1", "beta2", "eps", "weight_decay"), hyper, strict=True
-            )
+            for name, value in zip(session.optimizer.rule.slots, hyper, strict=True)
+            if name is not None
         ]
         scale = session.open_step.scale
         if scale.is_finite or session.config.on_nan != "skip":
@@ -405,8 +416,8 @@ class Replica(Alone):
         if exchange.is_open:
             self._exchange_finish(failed=True)
         elif exchange.has_begun and not (is_complete or exchange.has_failed or self._is_discarded):
-            if self.session.runs.order == "vertical" and self._turns[0] != exchange.rounds:
-                self.turns_begin(0)
+            if self._agrees_next():
+                self.turns_begin(1, at_once=False)
             self._exchange_finish(begins=True)  # [Note: A backward that fails] in _exchange.py
         if exchange.has_begun and not self._is_discarded:
             self.world.exchange(_DISCARDED, f"step {self.session.step + 1}")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lohan.layout._experts import Apart
     from lohan.store._store import Extents
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# What the state of a parameter has that is of its shape, under any rule.
+_MOMENTS = {key for rule in RULES.values() for key in rule.moments.values()}
 
 # Dicts of hooks that a script may have registered. Both optimizers share the dicts, so that a hook
 # can be removed through either one.
@@ -166,7 +167,8 @@ def split(origin: torch.optim.Optimizer, apart: Apart) -> Callable[[], None]:
         states[whole] = state
         for number, part in enumerate(slices):
             origin.state[part] = {
-                key: value[number] if key in MOMENTS else value for key, value in state.items()
+                key: value[number] if key in _MOMENTS and value is not None else value
+                for key, value in state.items()
             }
 
     def undo() -> None:
@@ -198,8 +200,10 @@ def join(
         states = [origin.state.pop(part, None) for part in parts]
         found = [state for state in states if state]
         if found:  # all of them have made the same steps
-            moments = {key: torch.stack([state[key] for state in found]) for key in MOMENTS}
-            origin.state[whole] = {"step": found[0]["step"], **moments}
+            origin.state[whole] = {
+                key: torch.stack([state[key] for state in found]) if key in _MOMENTS else value
+                for key, value in found[0].items()
+            }
 
 
 def _moment(name: str, key: str, param: torch.Tensor, value: Any) -> torch.Tensor:

@@ -114,9 +114,13 @@ class Forwards:
         if self.depth > 1:
             self.depth -= 1
             return
-        for scope in reversed(self.root_scopes):
-            scope.leave()
-        self._end()
+        try:
+            if output is not None:
+                self._runs.leaves()
+        finally:
+            for scope in reversed(self.root_scopes):
+                scope.leave()
+            self._end()
         if output is not None or sys.exc_info()[0] is None:
             self._refuse_changed()
 

@@ -65,13 +65,14 @@ class Alone:
         """
         return False
 
-    def turns_begin(self, count: int) -> bool:
+    def turns_begin(self, count: int, *, at_once: bool) -> bool:
         """Return whether all processes run as many micro-batches in one backward, which begins.
 
         Args:
-            count: the number of micro-batches; 0: this process runs them one after the other.
+            count: the number of micro-batches.
+            at_once: whether this process can do so; otherwise it runs one after the other.
         """
-        return count > 0
+        return at_once
 
     def turn(self, number: int) -> None:
         """Handle that the next gradient is one of this micro-batch of the backward."""

@@ -88,6 +88,9 @@ class Runs:
     def entered(self) -> None:
         """Handle the begin of a forward that does not belong to another run."""
 
+    def leaves(self) -> None:
+        """Handle that a forward that does not belong to another run is about to end."""
+
     def block_joins(self, begins: bool) -> bool | None:
         """Begin or end a call of a block outside the model's own forward, as joins() and parts().
 

@@ -42,7 +42,7 @@ from lohan.errors import UnsupportedError
 from lohan.session import _order
 from lohan.session._planned import Planned
 from lohan.session._runs import Loss, Runs, checked_loss
-from lohan.torch_glue._lockstep import FIRST, Lockstep, ThreadState, Visit
+from lohan.torch_glue._lockstep import FIRST, SECOND, Lockstep, ThreadState, Visit
 from lohan.torch_glue._random_starts import RandomStarts
 from lohan.torch_glue._random_states import random_states, set_random_states
 from lohan.torch_glue._tensor import hollow, version_of, without_classes
@@ -290,6 +290,11 @@ class Vertical(Runs):
         if self._turns is not None:
             self._put(self._root_units, self._turns.turn)
 
+    def leaves(self) -> None:
+        """Wait until the other runs end their parts of the first one's forward, which ends."""
+        if self._turns is not None and self._turns.turn == FIRST:
+            self._turns.await_others(lambda: bool(self._led))
+
     def block_joins(self, begins: bool) -> bool | None:
         """Let a run call a block outside the model's own forward while the first run is in its."""
         turns = self._turns
@@ -337,11 +342,19 @@ class Vertical(Runs):
             self._put(units, self._turns.turn)
 
     def inside_end(self, units: list[int], leave: Callable[[], None]) -> None:
-        """Leave the scope of a module that contains blocks."""
-        if self._turns is not None and units in self._inside[self._turns.turn]:
-            self._inside[self._turns.turn].remove(units)
-            self._remove(units, self._turns.turn)
-        leave()
+        """Leave the scope of a module that contains blocks, in the first run as the last one."""
+        turns = self._turns
+        if turns is None or units not in self._inside[turns.turn]:
+            leave()
+            return
+        others = self._inside[SECOND:]
+        try:
+            if turns.turn == FIRST:
+                turns.await_others(lambda: any(units in each for each in others))
+        finally:
+            self._inside[turns.turn].remove(units)
+            self._remove(units, turns.turn)
+            leave()
 
     def visit_begin(self, units: list[int], enter: Callable[[], None]) -> None:
         """Enter a block's scope when it is this run's turn."""
@@ -387,7 +400,7 @@ class Vertical(Runs):
         is_short = count == 1 or self._miss_count >= _MISS_COUNT_MAX
         is_short |= planned is not None and not planned.planner.plans_for(count)
         if self.order == "horizontal" or is_short or self._has_user_hooks():
-            peers.turns_begin(0)
+            peers.turns_begin(count, at_once=False)
             return super().run(functions)
         if self.order == "auto":
             return self._choose(functions)
@@ -397,7 +410,7 @@ class Vertical(Runs):
         losses, ends = self._forward(functions, starts)
         can = _are_same(ends[:-1], starts[1:])
         losses = [checked_loss(loss) for loss in losses]
-        if not (peers.turns_begin(len(functions) if can else 0) and can):
+        if not (peers.turns_begin(count, at_once=can) and can):
             del losses
             return self._learn(functions, begin)
         self._miss_count = 0
@@ -475,8 +488,11 @@ class Vertical(Runs):
             _run_on_thread(lead, turns)
         finally:
             self._give_back()
-            for who in range(len(functions)):
-                self._remove(self._root_units, who)
+            for who, inside in enumerate(self._inside):
+                for units in (self._root_units, *inside):
+                    self._remove(units, who)
+            if any(self._inside):  # an error elsewhere has ended runs in modules that have blocks
+                self.session.engine.scopes_drop()
             self._turns = None
         if errors:
             if isinstance(errors[0], MemoryError | torch.OutOfMemoryError):

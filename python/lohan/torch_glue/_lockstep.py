@@ -124,6 +124,17 @@ class Lockstep:
         self._pass(FIRST)
         self._raise_error()
 
+    def await_others(self, are_inside: Callable[[], bool]) -> None:
+        """Let the other runs visit blocks that the first run leaves out. The first run calls this.
+
+        Args:
+            are_inside: whether other runs are still inside of what the first run is about to leave.
+        """
+        while self._error is None and are_inside() and not all(self._is_over[SECOND:]):
+            self._visits[FIRST] += 1  # as if it had visited their next block
+            self._pass(FIRST)
+            self._raise_error()
+
     def visit_begin(self) -> None:
         """Wait for the first run's visit if needed. Each run calls this before a visit."""
         who = self.turn
