@@ -423,6 +423,7 @@ static bool is_idle(const struct lh_engine *engine)
 static bool is_mate_waiting(const struct lh_engine *engine)
 {
     const struct lh_team *team = engine->opts.team;
+    LH_ASSERT(engine->gather && team->unit_count == engine->opts.unit_count);
     for (uint32_t i = 0; team->mate == 0 && i < engine->opts.unit_count; i++) {
         bool is_awaited = lh_team_wants(team, i) != 0 && lh_team_is_awaited(team, i);
         if (is_awaited && engine->units[i].state == LH_UNIT_STATE_ABSENT)

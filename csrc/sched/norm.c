@@ -66,6 +66,7 @@ static void norm_run(struct lh_exec_job *job)
 
         engine->norm->sums[param] = range_sum(engine, param, desc->first, end);
         uint64_t row = engine->norm->row_first[param];
+        LH_ASSERT(!needs_rows(unit) || engine->norm->row_sums);
         for (uint64_t at = desc->first; needs_rows(unit) && at < end; at += desc->row_elements)
             engine->norm->row_sums[row++] =
                 range_sum(engine, param, at, lh_min_u64(at + desc->row_elements, end));

@@ -86,6 +86,7 @@ EVERYTHING_IN_MEMORY: Row = {
 }
 GATHER, GROUPS = ([w for w in WORLDS if w[0].startswith(p)] for p in ("gather", "groups"))
 SHARING = [world for world in WORLDS if "share" in bits_worker.PLACES[world[0]]]
+DIVIDED = [world for world in WORLDS if "replicas" in bits_worker.PLACES[world[0]]]
 
 
 def _pairs(one: str, choices: Any, other: str, others: Any) -> list[Pair]:
@@ -115,6 +116,10 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
         (
             _pairs("rule", ["adam_mini"], "states", ["bf16", "8bit"]),
             ("UnsupportedError", "not supported with method='adam_mini'", "leave moments= out"),
+        ),
+        (
+            _pairs("rule", ["adam_mini"], "world", DIVIDED),
+            ("UnsupportedError", "not supported with method='adam_mini'", "has all states"),
         ),
         (
             _pairs("rule", ["adagrad"], "states", ["8bit"]),

@@ -260,6 +260,14 @@ ROWS = (
         "leave moments= out",
     ),
     Row(
+        DIVIDED,
+        "method={f.method!r}",
+        lambda f: f.config.replicas == "parameters" and RULES[f.rule].has_rows,
+        "not built",
+        "",
+        "leave it out. Each process then has all states",
+    ),
+    Row(
         f"{APART}, if they are trained",
         "method={f.method!r}",
         lambda f: f.trains_experts and RULES[f.rule].has_rows,

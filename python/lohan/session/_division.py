@@ -325,14 +325,14 @@ def _layout_for_budget(
         layout.owes_idle, layout.fills_idle = owes and not is_several, owes and is_several
         layout.averages_idle = bool(apart) and not owes and config.ema is not None
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
-        if config.part_count > 1:
-            layout.among = _parts_among(layout, config.owners)
-        _block.divide_states(layout, config.part, config.part_count)
         for unit in layout.units:
             unit.is_averaged = config.ema is not None and unit.trainable
             unit.rule = rule
             if RULES[rule].has_rows and unit.trainable:
                 _block.place(unit)  # with its padding for the rule
+        if config.part_count > 1:
+            layout.among = _parts_among(layout, config.owners)
+        _block.divide_states(layout, config.part, config.part_count)
         return layout
 
     total = sum(p.numel() * p.element_size() for p in model.parameters())
