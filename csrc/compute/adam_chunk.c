@@ -330,8 +330,8 @@ static void rows_update(const struct walk *walk, const struct lh_adam_segment *s
 static void rows_tile(const struct walk *walk, const struct lh_adam_segment *segment,
                       uint64_t first, uint64_t count)
 {
-    uint64_t end = lh_min_u64(first + count, segment->first + segment->count);
-    struct lh_adam_run run = run_make(walk, segment, first, end - first);
+    uint64_t last = lh_min_u64(first + count, segment->first + segment->count);
+    struct lh_adam_run run = run_make(walk, segment, first, last - first);
 
     rows_update(walk, segment, &run, walk->chunk->rows + first / LH_ADAM_STATES_BLOCK,
                 segment->param_first + (first - segment->first));

@@ -20,8 +20,6 @@ from lohan.errors import (
     SessionError,
     UnsupportedError,
 )
-from lohan.opening import _combination
-from lohan.opening._combination import Facts
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -367,11 +365,6 @@ def test_what_is_refused_leaves_the_model_as_it_was(
 def test_models_without_fused_experts_are_refused(store_dir: pathlib.Path) -> None:
     with pytest.raises(ModelError, match="blocks="):
         lohan.wrap(helper.llama(), store=store_dir / "run", experts="apart")
-
-
-def test_experts_that_owe_updates_in_several_processes_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="several processes: pass idle='skip'"):
-        _combination.check(Facts(experts="apart", trains_experts=True, processes=2))
 
 
 def test_without_the_setting_nothing_changes(store_dir: pathlib.Path) -> None:

@@ -184,7 +184,6 @@ def test_a_trainer_has_the_bits_of_both_orders(states: str, bases: Path, store_d
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "states with zeroth-order training": ({"moments": "8bit", "method": "mezo"}, "moments"),
     "the order with zeroth-order training": ({"order": "vertical", "method": "mezo"}, "order"),
-    "the order with a policy": ({"order": "vertical", "activations": "lohan"}, "activations"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from lohan.layout._block import RESIDUAL_BYTES, is_dense
 from lohan.layout._dtypes import NAMES
 from lohan.torch_glue._buffers import BYTES_MAX
 from lohan.torch_glue._classes import check_bytes
-from lohan.torch_glue._empty import Empty, set_loaded_buffers
 from lohan.torch_glue._hollow import check_grad_dtype
 from lohan.torch_glue._peft import check_computed, check_quantized, set_empty_buffers
 from lohan.torch_glue._tensor import nbytes_of
@@ -112,14 +112,16 @@ def check_model(model: Any, is_filled: bool) -> None:
         count += param.numel() > 0
     check_computed(model)
     set_empty_buffers(model)
-    set_loaded_buffers(model)
+    empty = sys.modules.get("lohan.torch_glue._empty")  # lohan.empty() loads it
+    if empty is not None:
+        empty.set_loaded_buffers(model)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             way_out = (
                 "it was computed from an empty parameter. Create its module outside of"
                 " lohan.empty(): weights= fills that one, too. If it is an adapter's, call"
                 " get_peft_model on a base that is in memory (from_pretrained)"
-                if isinstance(buffer, Empty)
+                if empty is not None and isinstance(buffer, empty.Empty)
                 else "build the model in lohan.empty(), which creates buffers as usual;"
                 ' torch.device("meta") does not'
             )

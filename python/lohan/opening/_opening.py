@@ -30,7 +30,6 @@ from lohan.session import (
     _division,
     _notes,
     _opened,
-    _order,
     _replaced,
 )
 from lohan.session._training import Training
@@ -461,10 +460,8 @@ class Opening:
         else:
             if self.shared.world is not None:
                 make = functools.partial(make, peers=self.shared.peers(self.layout))
-            if _order.is_vertical(self.config, self.layout, self.budget, device):
-                from lohan.session._vertical import Vertical
-
-                make = functools.partial(make, runs=Vertical(self.config.order))
+            if self.config.order == "vertical" or self.config.sums_gradients:
+                make = self._in_order(make, device)
         session: Training = make(
             self.layout,
             extents,
@@ -481,6 +478,16 @@ class Opening:
             room=self.room,
         )
         return session
+
+    def _in_order(self, make: Any, device: _device.Device) -> Any:
+        """Return what makes a session, which can use the vertical order if that was asked for."""
+        from lohan.session import _order
+
+        if not _order.is_vertical(self.config, self.layout, self.budget, device):
+            return make
+        from lohan.session._vertical import Vertical
+
+        return functools.partial(make, runs=Vertical(self.config.order))
 
     def _begin(self, session: Training) -> None:
         """Give the session its optimizer, buffers and extensions, and print what was opened."""

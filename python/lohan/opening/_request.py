@@ -26,7 +26,6 @@ from lohan.errors import ModelError, StoreError, UnsupportedError
 from lohan.opening import _combination, _groups, _model_checks
 from lohan.opening._combination import METHODS, OF_METHOD, Facts
 from lohan.planning import _wear
-from lohan.session import _order
 from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
@@ -193,8 +192,11 @@ def check(facts: Facts) -> None:
     _wear.limit_of(config.wear_budget)
     _activations.check(config.activations)
     _device.check(config)
-    if config.order == "vertical" and (reason := _order.why_no_turns()):
-        raise UnsupportedError(reason)
+    if config.order == "vertical":
+        from lohan.session import _order
+
+        if reason := _order.why_no_turns():
+            raise UnsupportedError(reason)
     if facts.processes is not None:  # several check it when all learn of one's error
         _combination.check(facts)
     _swap.check(config)

@@ -20,7 +20,7 @@ from lohan import _core
 from lohan.common._inside import inside
 from lohan.errors import ModelError, StepError, UnsupportedError
 from lohan.session._extension import Extension, Place
-from lohan.store import _average, _scalars
+from lohan.store import _scalars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,6 +122,8 @@ class Averages(Extension):
             self._exchange(None)
 
     def _exchange(self, holder: object) -> None:
+        from lohan.store import _average
+
         session = self._session
         is_begun = False
         try:

@@ -10,7 +10,6 @@ from lohan.config import POLICIES
 from lohan.session import _gradients
 from lohan.session._forward import parts_of
 from lohan.session._planned import Planned
-from lohan.torch_glue import _cache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,7 +81,10 @@ def install(
         hooks.add(scope.module.register_forward_hook(made.leave, always_call=True))
     hooks.add(activations)
     activations.start()
-    hooks.add(*_cache.leave_out(model))
+    if any(getattr(getattr(part, "config", None), "use_cache", False) for part in model.modules()):
+        from lohan.torch_glue import _cache
+
+        hooks.add(*_cache.leave_out(model))
     if session.config.activations in POLICIES and any(u.trainable for u in layout.units):
         plans = planner(session, activations)
         session.extensions.add(Planned(plans))

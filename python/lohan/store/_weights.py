@@ -18,7 +18,7 @@ from lohan.common._storage_formats import narrowed
 from lohan.errors import ModelError
 from lohan.layout import _origins
 from lohan.layout._origins import Origin
-from lohan.store import _average, _checksums
+from lohan.store import _checksums
 from lohan.store._block_writer import BlockWriter
 from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _peft
@@ -174,7 +174,10 @@ def fill(
                 writer.flush()
                 _checksums.begin(layout, extents, store, reads=reads_base)
             writer.flush()
-            _average.begin(layout, extents, store, lambda nbytes: bar.add(nbytes, total))
+            if layout.has_averages:
+                from lohan.store import _average
+
+                _average.begin(layout, extents, store, lambda nbytes: bar.add(nbytes, total))
             store.commit(0, scalars())
         _origins.complete(model, layout, "memory")
         said = layout.cut.said()
