@@ -60,7 +60,15 @@ PEERS: dict[str, tuple[str, Callable[[Params], object]]] = {
         "torch fused",
         lambda params: torch.optim.SGD(params, LR, momentum=MOMENTUM, fused=True),
     ),
+    "adagrad": ("torch fused", lambda params: torch.optim.Adagrad(params, LR, fused=True)),
+    "rmsprop": ("torch foreach", lambda params: torch.optim.RMSprop(params, LR, foreach=True)),
+    "rmsprop_momentum": (
+        "torch foreach",
+        lambda params: torch.optim.RMSprop(params, LR, momentum=MOMENTUM, foreach=True),
+    ),
 }
+# Sums of rows are made by an engine, so that rules with them cannot be called alone.
+CHOICES = [name for name, rule in RULES.items() if not rule.has_rows]
 
 
 def hyper_of(rule: Rule) -> tuple[float, ...]:
@@ -121,7 +129,7 @@ def bench(core, report: Report, options: argparse.Namespace, bf16: bool) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rules", nargs="+", choices=[*RULES], default=[*RULES])
+    parser.add_argument("--rules", nargs="+", choices=CHOICES, default=CHOICES)
     parser.add_argument("--elements", type=int, default=20_000_000)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
