@@ -92,8 +92,18 @@ def test_a_trainer_trains_by_the_callbacks_rule_with_its_own_groups_and_rates(
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_sgd_of_training_arguments_trains_as_without_lohan(store_dir: pathlib.Path) -> None:
-    more = {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1}
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
+        {"optim": "adagrad", "learning_rate": 0.01},
+        {"optim": "rmsprop", "learning_rate": 0.001},
+    ],
+    ids=["sgd", "adagrad", "rmsprop"],
+)
+def test_the_optimizer_of_training_arguments_trains_as_without_lohan(
+    more: dict[str, Any], store_dir: pathlib.Path
+) -> None:
     expected = losses_of(store_dir / "without", None, **more)
     assert losses_of(store_dir / "with", {}, **more) == pytest.approx(expected, rel=1e-4)
 
