@@ -322,7 +322,8 @@ static int parts_make(struct lhpy_engine *self, const struct make_opts *opts,
     LH_TRY(lhpy_team_make(self, &opts->team, err));
     uint64_t kept_offset =
         lh_align_up(saved_offset(self, opts) + saved->memory_bytes, LH_BLOCK_BYTES);
-    arena_opts.bytes = kept_offset + self->in_place.opts.kept_bytes;
+    /* A process that reads a team's parameters, and has no states, needs none of its own. */
+    arena_opts.bytes = lh_max_u64(kept_offset + self->in_place.opts.kept_bytes, LH_BLOCK_BYTES);
     arena_opts.later_bytes = later_bytes(self, opts);
     LH_TRY(lh_arena_create(&arena_opts, &core->alloc, &core->arena, err));
     saved->memory = core->arena->base + saved_offset(self, opts);
