@@ -205,7 +205,8 @@ def wrapped(row: dict[str, Any], folder: str) -> Any:
     if row["budget"] == "middle":  # room for a part of the states
         count = 1 if row["place"] == "alone" else rank_and_count()[1]
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        settings["host_bytes"] += elements * MOMENT_BYTES[row["states"]] // 2 // count
+        share = 4 if row["rule"] == "sgd" else 2  # which has no moments: of what else there is
+        settings["host_bytes"] += elements * MOMENT_BYTES[row["states"]] // share // count
     store = [os.path.join(folder, f"disk{index}") for index in range(row["directories"])]
     model = lohan.wrap(model, store=store, **settings)
     if _is_mate(inside(model)):  # the rank that has the store also has the budget
