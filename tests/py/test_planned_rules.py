@@ -28,33 +28,14 @@ from lohan.session._planned import Planned
 from lohan.session._wear_life import writes_of
 from lohan.simulate import Options, check, simulate
 from quick_helper import half_quick
+from test_simulate_features import NOTHING_SAVED, RATES, SSD_LINKS
 from torch import nn
 
 WIDTH, DEPTH, STEPS = 256, 4, 3  # matrices without padding, so that gradients have none either
-SSD_LINKS = ("param_read", "state_read", "param_write", "state_write")
 KINDS = {
     f"{rule}-{states}": (rule, states) for rule, row in RULES.items() for states in row.formats
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# The links' rates do not change a step's bytes.
-RATES = {
-    "ssd_count": 1,
-    "ssd_read_bytes_per_s": 10**9,
-    "ssd_write_bytes_per_s": 10**9,
-    "ssd_total_bytes_per_s": 0,
-    "ssd_latency_ns": 80_000,
-    "ssd_queue_depth": 64,
-    "ssd_sync_ns": 200_000,
-    "worker_count": 2,
-    "worker_bytes_per_s": 10**9,
-    "device_bytes": 0,
-    "copy_in_bytes_per_s": 1,
-    "copy_out_bytes_per_s": 1,
-    "copy_latency_ns": 0,
-}
-NOTHING_SAVED = dict.fromkeys(
-    ("memory_bytes", "transit_bytes", "ssd_bytes", "out_bytes", "ahead_bytes"), 0
-)
 
 
 def arguments(rule: str, states: str = "fp32") -> dict[str, Any]:

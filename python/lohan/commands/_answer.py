@@ -20,7 +20,7 @@ from lohan.common._keywords import written
 from lohan.common._rules import ADAMW, RULES
 from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
-from lohan.common._states import STATES
+from lohan.common._states import BLOCK_ELEMENTS, STATES
 from lohan.config import POLICIES, Config
 from lohan.errors import BudgetError, LohanError, MachineError, UnsupportedError
 from lohan.planning import _models, _quick, _wear
@@ -37,7 +37,6 @@ _BEST_SHARE = 0.97
 _BEST = "best: "
 _DAYS_PER_YEAR = 365
 _YEARS_SHOWN_MAX = 20
-_MOMENT_BLOCK = 64  # parameters whose moments have a whole number of bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +98,11 @@ def _other_rules(options: Options) -> list[tuple[str, str]]:
     Of several rules with the same bytes, it is the first: they have the same step. A rule without
     moments has no format: fp32.
     """
-    now = RULES[options.rule].moment_bytes(_MOMENT_BLOCK, options.states)
+    now = RULES[options.rule].moment_bytes(BLOCK_ELEMENTS, options.states)
     kinds: dict[int, tuple[str, str]] = {}
     for name, row in RULES.items():
         states = options.states if options.states in row.formats else "fp32"
-        nbytes = row.moment_bytes(_MOMENT_BLOCK, states)
+        nbytes = row.moment_bytes(BLOCK_ELEMENTS, states)
         if nbytes < now:
             kinds.setdefault(nbytes, (name, states))
     fewest = _wear.fewest_kinds(options.rule, options.states)
@@ -160,7 +159,7 @@ class _Steps:
                 question.model, question.batch, question.seq, **question.load
             )
         model, options = self.models[key], question.options
-        arrays = RULES[options.rule].moment_arrays(_MOMENT_BLOCK, options.states)
+        arrays = RULES[options.rule].moment_arrays(BLOCK_ELEMENTS, options.states)
         same = (key, question.machine, dataclasses.replace(options, method=""), arrays)
         if same not in self._steps:  # rules with the same moments have the same step
             self._steps[same] = self._pool.submit(simulate, model, question.machine, options)

@@ -400,7 +400,7 @@ class OfCallback(Settings, total=False):
     moments: Literal["fp32", "bf16", "8bit"]
     experts: Literal["together", "apart"]
     idle: Literal["exact", "skip"]
-    method: str | MeZO | SGD
+    method: str | MeZO | SGD | Adagrad | RMSprop
     eps: float
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lohan import _core
 from lohan.common import _units
 from lohan.common._rules import RULES
+from lohan.common._states import BLOCK_ELEMENTS
 from lohan.errors import ModelError
 from lohan.layout._block import RESIDUAL_BYTES, elements_with
 
@@ -184,8 +185,6 @@ class StepWrites:
 
 # --- Update rules with fewer bytes ---------------------------------------------------------------
 
-_BLOCK = 64  # elements whose moments have a whole number of bytes in every format
-
 
 def kind_call(rule: str, states: str) -> str:
     """Return the arguments of wrap() that choose an update rule and the format of its moments.
@@ -208,11 +207,11 @@ def fewest_kinds(rule: str, states: str) -> list[tuple[str, str]]:
         states: the format of its moments in use.
     """
     found = [
-        (RULES[name].moment_bytes(_BLOCK, kept), (name, kept))
+        (RULES[name].moment_bytes(BLOCK_ELEMENTS, kept), (name, kept))
         for name, row in RULES.items()
         for kept in row.formats
     ]
-    now = RULES[rule].moment_bytes(_BLOCK, states)
+    now = RULES[rule].moment_bytes(BLOCK_ELEMENTS, states)
     fewest = [
         min((each for each in found if each[0] > 0), key=lambda each: each[0]),
         min(found, key=lambda each: each[0]),
