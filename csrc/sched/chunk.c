@@ -207,7 +207,7 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
                                  has_master ? "fp32 master" : "residual",
                                  "first moment",
                                  "second moment",
-                                 lh_rules[unit->desc->rule].has_rows ? "rows' second moments"
+                                 lh_rules[unit->desc->rule].has_rows ? "second moment of rows"
                                                                      : "moments' scales",
                                  "average"};
     uint32_t array = (uint32_t)bad->array - LH_ADAM_ARRAY_RESIDUAL;

@@ -248,7 +248,7 @@ ROWS = (
         "method={f.method!r}",
         lambda f: f.states == "8bit" and RULES[f.rule].narrow == ("bf16",),
         "meaning",
-        "whose sums of squares would soon stop to grow when rounded to 8 bits",
+        "whose sums of squares would soon stop growing when rounded to 8 bits",
         'pass moments="bf16", whose rounding is stochastic',
     ),
     Row(

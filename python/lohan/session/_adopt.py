@@ -79,7 +79,7 @@ def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
         found = ("adam", "adam") if has_decay or method == "adam" else found
     if method not in (None, found[0]):
         raise ModelError(
-            f"method={method!r} is not the rule of optimizer=, a {type(optimizer).__qualname__}"
+            f"method={method!r} is not the rule of optimizer={type(optimizer).__qualname__}(...)"
             f" (method={found[0]!r}): leave method= out to continue with the optimizer's rule, or"
             " optimizer= to begin with that of method="
         )
