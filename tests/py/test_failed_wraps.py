@@ -121,6 +121,6 @@ def test_a_store_that_was_not_filled_leaves_no_directory(
     places = [store_dir / "one", store_dir / "two" / "inside"]
     with monkeypatch.context() as patch, pytest.raises(InjectedError):
         fail(patch, owner, name)
-        lohan.wrap(model, store=places)
+        lohan.wrap(model, store=places, ema=0.9)
     assert [path.name for path in store_dir.rglob("*")] == ["one"], "what existed stays"
-    lohan.wrap(model, store=places).lohan.close()
+    lohan.wrap(model, store=places, ema=0.9).lohan.close()
