@@ -16,7 +16,7 @@ from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.torch_glue import _device
 
-METHODS = ("adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "mezo")
+METHODS = (*dict.fromkeys(rule.method for rule in RULES.values()), "mezo")
 # The keywords of wrap() that only method="mezo" accepts.
 OF_METHOD = ("num_samples", "rng", "seed", "storage")
 
