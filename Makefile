@@ -15,7 +15,7 @@ DEVICE ?=
 .PHONY: help demo test tier1 test-sanitized fuzz-corpora tsan test-slow test-long test-thread test-frameworks test-isa lag lint \
 	lint-quick analyze fmt bench bench-adam bench-rng bench-io bench-step bench-hooks bench-peers \
 	bench-policies bench-lora bench-reference bench-loss bench-accumulate bench-states bench-learning bench-unpack \
-	bench-diffusion bench-load bench-rules sweep sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
+	bench-diffusion bench-load bench-rules bench-compression sweep sanitize neon neon-fast mutants fuzz sim-long sim-wrong campaign kills powercuts interrupts \
 	troubles paper parity docs wheel wheel-aarch64 wheel-test dist try-install matrix newest coverage build clean what-fits
 
 help:
@@ -46,7 +46,7 @@ help:
 	@echo 'make kills     10,000 kills of engine, store and sessions; also powercuts (500 cuts), interrupts'
 	@echo '               (1,000 times Ctrl-C) and troubles (full disk, EIO, SIGSTOP, out of memory)'
 	@echo 'make bench     all benchmarks; also bench-adam, -rng, -io, -step, -hooks, -peers, -policies, -lora, -loss,'
-	@echo '               -accumulate, -states, -learning, -unpack, -diffusion, -load, -rules'
+	@echo '               -accumulate, -states, -learning, -unpack, -diffusion, -load, -rules, -compression'
 	@echo 'make sweep     every class of transformers and diffusers, read, trained and written like the'
 	@echo '               library does: an hour; writes docs/supported-models.md'
 	@echo 'make paper     docs/paper-results.md: the papers compared with the simulator, some minutes'
@@ -131,7 +131,7 @@ fmt: $(VENV)/.ready
 bench: build
 	$(RUN) bench -- $(ARGS)
 
-bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning bench-unpack bench-reference bench-diffusion bench-load bench-rules: build
+bench-adam bench-rng bench-io bench-step bench-hooks bench-peers bench-policies bench-lora bench-zo bench-world bench-kept bench-loss bench-accumulate bench-states bench-learning bench-unpack bench-reference bench-diffusion bench-load bench-rules bench-compression: build
 	$(RUN) bench --only $(@:bench-%=%) -- $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 # It resumes from build/sweep.jsonl; ARGS="--only LlamaForCausalLM --again": one class.
