@@ -55,7 +55,7 @@ def wrap(
             (docs/update-rules.md), such as 1e-3 for AdamW.
         betas: decay rates of the moments. None: (0.9, 0.999) (method="lion": (0.9, 0.99)).
         eps: added to the root of the second moment. None: 1e-8 (method="adagrad": 1e-10).
-        weight_decay: weight decay. None: 1e-2 (other methods than "adamw": 0).
+        weight_decay: weight decay. None: 1e-2 for "adamw" and "adam_mini", otherwise 0.
         max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
         params: parameter groups, or a function of the model that returns them; None: one group.
         optimizer: a torch.optim.AdamW, Adam, SGD, Adagrad or RMSprop to continue from, instead of
