@@ -13,13 +13,11 @@ from torch import nn
 
 from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
-from lohan.layout._block import RESIDUAL_BYTES, is_dense
-from lohan.layout._dtypes import NAMES
+from lohan.layout._block import NAMES, RESIDUAL_BYTES, is_dense
 from lohan.torch_glue._buffers import BYTES_MAX
-from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._hollow import check_grad_dtype
 from lohan.torch_glue._peft import check_computed, check_quantized, set_empty_buffers
-from lohan.torch_glue._tensor import nbytes_of
+from lohan.torch_glue._tensor import check_bytes, nbytes_of
 
 # Modules that keep parameters in a different form or expect several processes to call them.
 _WRAPPERS = (

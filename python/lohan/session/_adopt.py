@@ -14,7 +14,7 @@ from lohan.common._rules import ADAMW, RULES, Rule
 from lohan.errors import ModelError, UnsupportedError
 from lohan.session._optim import NoState
 from lohan.store import _scalars
-from lohan.torch_glue._classes import check_bytes
+from lohan.torch_glue._tensor import check_bytes
 
 if TYPE_CHECKING:
     from torch import nn

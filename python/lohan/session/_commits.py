@@ -15,9 +15,9 @@ import torch
 
 from lohan import _core
 from lohan.common import _log
-from lohan.common._lock import Lock, held
 from lohan.errors import NonFiniteError, StepError, StoreError
 from lohan.store import _checksums, _scalars, _store
+from lohan.torch_glue._thread import Lock, held
 
 if TYPE_CHECKING:
     from lohan.layout._block import Param

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from lohan import _core
     from lohan.layout._block import Layout
     from lohan.session._average import Averages
+    from lohan.session._choices import AdamW, Alone
     from lohan.session._commits import Commits
-    from lohan.session._method import AdamW
-    from lohan.session._peers import Alone
     from lohan.store._store import Extents
 
 

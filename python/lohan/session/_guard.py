@@ -27,10 +27,9 @@ from lohan.session._outside import Outside, refuse_replicas
 from lohan.store import _store
 from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
-from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._compile import Traced, Uncompiled, skip_lohan
 from lohan.torch_glue._hollow import NO_DDP, HollowClasses, show
-from lohan.torch_glue._tensor import ReadParameters, is_same, without_classes
+from lohan.torch_glue._tensor import ReadParameters, check_bytes, is_same, without_classes
 
 if TYPE_CHECKING:
     from lohan.session._training import Training
@@ -231,7 +230,7 @@ class Guard:
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters. Between steps, their values come when they are used."""
-        from lohan.session._loop import Loop
+        from lohan.session._values import Loop
 
         refuse_replicas()
         owner = _owner(reference)
