@@ -14,7 +14,7 @@ from rich.table import Table
 from lohan.common import _console
 from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
-from lohan.errors import MachineError, UnsupportedError
+from lohan.errors import MachineError, needs
 from lohan.planning import _machines, _models
 from lohan.planning._machines import Machine
 from lohan.simulate import Options, simulate, simulate_traced, swap_curve, sweep
@@ -197,7 +197,7 @@ def _draw(draw: Callable[[Any], None], size: tuple[float, float], path: Path) ->
     try:
         import matplotlib
     except ImportError as error:
-        raise UnsupportedError("--plot needs matplotlib: pip install lohan[plot]") from error
+        raise needs("--plot", "matplotlib", "lohan[plot]") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

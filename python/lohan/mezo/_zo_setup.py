@@ -63,7 +63,6 @@ class Zeroth:
         rule: the rule that the arguments of wrap() define; after resume(), the journal's rule.
         asked: the arguments of wrap(), with None for each one that was not given.
         device: "cpu", "emu" or "cuda".
-        ablate: parts of the schedule to disable.
         write_every: steps between writes of the parameters; None if they are never written.
         storage: the format that parameters are stored in; None for their own dtype.
         names: the names of the trained parameters, by their ids.
@@ -77,7 +76,6 @@ class Zeroth:
     rule: Rule
     asked: dict[str, Any]
     device: str = "cpu"
-    ablate: tuple[str, ...] = ()
     write_every: int | None = None
     storage: str | None = None
     names: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -191,7 +189,7 @@ class Zeroth:
                     f"{name}={value!r}, but the run in the store has {name}={was!r}, which cannot"
                     " be changed on resume: leave it out, or start a new store"
                 )
-        _zo_device.check(self.device, then.rng, self.ablate)
+        _zo_device.check(self.device, then.rng)
         self.rule = then
         was_every = _meta.of(store)["method"]["write_every"]
         every = self.asked["write_every"]
@@ -362,9 +360,9 @@ def make(model: nn.Module, asked: dict[str, Any], config: Config, store: Any) ->
     samples = 1 if asked["num_samples"] is None else asked["num_samples"]
     rng = asked["rng"] or RNGS[0]
     device = _device.parse(config.device)[0]
-    _zo_device.check(device, rng, config.ablate)
+    _zo_device.check(device, rng)
     asked = {**asked, "write_every": config.write_every}
-    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.ablate)
+    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device)
     made.storage = asked["storage"]
     made.names = {id(param): name for name, param in model.named_parameters()}
     _check_storage(made)

@@ -251,16 +251,15 @@ class StepScale:
         Raises:
             UnsupportedError: the requested norm is not the Euclidean norm of all gradients.
         """
-        if order != 2:
-            raise UnsupportedError(
-                f"norm_type={order} is not supported: lohan computes only the Euclidean norm, 2.0"
-            )
         left = set(self._names).difference(indices)
-        if left:
+        what = f"norm_type={order}" if order != 2 else ""
+        if left and not what:
+            what = f"the norm of only {len(set(indices))} of {len(self._names)} gradients (without"
+            what += f" that of {self._names[min(left)]!r})"
+        if what:
             raise UnsupportedError(
-                f"the norm of only {len(set(indices))} of {len(self._names)} gradients (without"
-                f" that of {self._names[min(left)]!r}) is not supported: lohan knows only the norm"
-                " of all of model.parameters()"
+                f"{what} is not supported: lohan computes only the Euclidean norm, 2.0, of the"
+                " gradients of all of model.parameters()"
             )
         norm = self.measure()
         return norm * self.factor() if math.isfinite(norm) else norm

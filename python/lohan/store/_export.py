@@ -285,19 +285,18 @@ def _from_meta(
     params = contents.layout.params
     if said is None:  # the store is from a version that did not record it
         said = {"tensors": [[param.name, param.index] for param in params]}
-    if "refused" in said:
-        raise UnsupportedError(
-            f"{said['refused']}: this store cannot be exported without the model; wrap the model"
-            " with resume=True and call model.save_pretrained(OUT)"
-        )
     values = {**_empty(said.get("empty", [])), **buffers}
-    left = [key for _, key in said["tensors"] if isinstance(key, str) and key not in values]
-    if left:
-        raise UnsupportedError(
-            f"the store has no values of {len(left)} buffers ({left[0]!r}, ...), because they are"
-            " too large to be part of every commit: wrap the model with resume=True and call"
-            " lohan.export(model, OUT) or model.save_pretrained(OUT)"
-        )
+    named = (key for _, key in said.get("tensors", ()) if isinstance(key, str))
+    left = [key for key in named if key not in values]
+    why, call = "", "model.save_pretrained(OUT)"
+    if "refused" in said:
+        why = f"{said['refused']}, and this store cannot be exported without the model"
+    elif left:
+        why = f"the store has no values of {len(left)} buffers ({left[0]!r}, ...), because they are"
+        why += " too large to be part of every commit"
+        call = f"lohan.export(model, OUT) or {call}"
+    if why:
+        raise UnsupportedError(f"{why}: wrap the model with resume=True and call {call}")
     made = []
     for name, key in said["tensors"]:
         if isinstance(key, str):
