@@ -10,6 +10,7 @@ import pytest
 import torch
 from lohan.opening import _attached, _opening
 from lohan.session import _opened, _training
+from lohan.session._optim import StoreOptimizer
 from lohan.session._training import Training
 from lohan.store import _average, _store, _weights
 from safetensors.torch import save_file
@@ -35,7 +36,7 @@ def fail(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 AFTER_FILLING = [
     pytest.param(_opening.Opening, "_session", id="before-a-session"),
     pytest.param(_training, "_call_back", id="while-a-session-is-made"),
-    pytest.param(Training, "adopt", id="without-an-optimizer"),
+    pytest.param(StoreOptimizer, "attach", id="without-an-optimizer"),
     pytest.param(_opened, "extend", id="before-extensions"),
     pytest.param(_attached, "attach", id="before-the-model"),
     pytest.param(Training, "hook", id="half-on-the-model"),

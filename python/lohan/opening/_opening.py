@@ -502,7 +502,8 @@ class Opening:
         """Give the session its optimizer, buffers and extensions, and print what was opened."""
         model, is_resumed = self.request.model, self.request.is_resumed
         is_temporary = self.where is None
-        session.adopt(self.optimizer)
+        session.optimizer = self.optimizer
+        self.optimizer.attach(session)
         session.buffers = _store.buffers(model, self.layout, session.store)
         if is_resumed:
             session.resumed_step = session.step
@@ -512,7 +513,7 @@ class Opening:
             return
         session.speaks = self.shared.world is None or self.shared.world.rank == 0
         if not is_temporary:
-            session.keep_names()
+            session.commits.keep_names()
         _opened.extend(session, self.shared.world)
         wear: Any = None
         if self.zeroth is not None:

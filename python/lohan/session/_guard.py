@@ -183,7 +183,7 @@ class Guard:
             if pair is not None and pair[0] is nn.Parameter:
                 self.plain_hollow = pair[1]
             if pair is not None:
-                self.session.classes_set(param.index, *pair)
+                self.session.engine.classes(param.index, *pair)
                 self.session.forwards.autocast.mark(param.index, param.tensor, pair[0])
 
     def watch(self, module: nn.Module) -> None:

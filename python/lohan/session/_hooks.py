@@ -70,7 +70,7 @@ def install(
         hooks.add(part.register_forward_pre_hook(session.forwards.part_enter, prepend=True))
     for scope in layout.scopes:
         plain = engine.scope(scope.units)
-        made = session.visits(scope.units, plain)
+        made = session.runs.visits(scope.units, plain)
         if scope.is_innermost:
             activations.add(session, scope, plain)
         if scope.module is model:
@@ -98,7 +98,8 @@ def install(
     for param in layout.params:
         if layout.units[param.unit].trainable:
             register = param.tensor.register_post_accumulate_grad_hook
-            take = session.gradient_hook(param.index)
+            take = session.peers.gradient_hook(param.index)
+            take = session.runs.gradient_hook(param.index, take)
             hooks.add(register(take))  # type: ignore[no-untyped-call]
             _gradients.refuse_late_hooks(param.name, param.tensor)
 

@@ -21,8 +21,7 @@ from lohan.layout._experts import Apart
 from lohan.session import _gradients, _hooks, _notes
 from lohan.session._average import Averages
 from lohan.session._choices import AdamW, Alone, Loss, Runs
-from lohan.session._commits import Commits
-from lohan.session._edits import Edits
+from lohan.session._commits import Commits, Edits
 from lohan.session._extension import Extensions
 from lohan.session._forward import Forwards, refuse_read
 from lohan.session._hooks import Planned
@@ -58,6 +57,7 @@ class Training:
         optimizer: the optimizer whose groups provide the hyper-parameters.
     """
 
+    optimizer: Optimizer
     buffers: Buffers | None = None
     closed = False
     resumed_step: int | None = None  # at which the session was resumed; None: its store is new
@@ -166,32 +166,15 @@ class Training:
         self.runs.hook(model)
         _hooks.install(self, self.hooks, model, activations, planner)
 
-    def gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return the hook that takes a parameter's gradient from autograd."""
-        return self.runs.gradient_hook(index, self.peers.gradient_hook(index))
-
-    def visits(self, units: list[int], scope: _core.Scope) -> Any:
-        """Return the hooks (enter and leave) around each forward of a scope's module."""
-        return self.runs.visits(units, scope)
-
     def unhook(self) -> None:
         """Remove every hook, including those that reject a forward after the session is closed."""
         self.hooks.remove()
         for param in self.layout.params:
             _gradients.allow_late_hooks(param.tensor)
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Set the optimizer whose groups provide the hyper-parameters."""
-        self.optimizer = optimizer
-        optimizer.attach(self)
-
     def param_names(self) -> dict[int, str]:
         """Return the name of each parameter, by the id of its tensor."""
         return {id(p.tensor): p.name for p in self.layout.params}
-
-    def classes_set(self, index: int, bound: type, hollow: type) -> None:
-        """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
-        self.engine.classes(index, bound, hollow)
 
     # --- Step -------------------------------------------------------------------------------
 
@@ -303,14 +286,6 @@ class Training:
 
         return _core.Context(enter, lambda: self.engine.resume(changed))
 
-    def settle(self) -> None:
-        """Make the last commit include all closed steps; see Commits.settle."""
-        self.commits.settle()
-
-    def reading(self) -> AbstractContextManager[_core.Store]:
-        """Return a context that gives the store for reading, also after the session is closed."""
-        return self.commits.reading()
-
     def values(self, params: Sequence[Param] | None = None) -> list[torch.Tensor]:
         """Return parameters' values in main memory; see Commits.values."""
         return self.commits.values(self.layout.params if params is None else params)
@@ -318,10 +293,6 @@ class Training:
     def part(self) -> None:
         """Prepare for the end of the session, with all processes that read its parameters."""
         self.peers.part()
-
-    def keep_names(self) -> None:
-        """Let commits, and the end of the session, fail if the store's files were deleted."""
-        self.commits.keep_names()
 
     def flush(self) -> None:
         """Wait until all closed steps are written."""

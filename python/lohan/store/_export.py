@@ -37,7 +37,7 @@ from lohan.errors import (
 from lohan.layout import _names, _safetensors
 from lohan.layout._names import Origin
 from lohan.layout._safetensors import Tensor
-from lohan.store import _contents, _process, _scalars, _store
+from lohan.store import _contents, _scalars, _store
 from lohan.store._contents import PIECE_ELEMENTS, Contents
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def export(
         raise ModelError(f"dtype {dtype!r} must be None (the dtype of training) or 'float32'")
     folder = Path(os.fspath(out)).expanduser()
     with _opened(source) as (contents, buffers, pieces_of):
-        _process.check_has_all(contents.meta.get("groups"), "lohan.export")
+        _store.check_has_all(contents.meta.get("groups"), "lohan.export")
         stem = contents.meta.get("export", {}).get("stem", _safetensors.STEM)
         if not overwrite:
             _check_no_model(folder, stem)
@@ -398,7 +398,7 @@ def save_pretrained(
         **options: the options of the model's own save_pretrained.
     """
     session.check_open()
-    _process.check_has_all(session.layout.groups, "save_pretrained")
+    _store.check_has_all(session.layout.groups, "save_pretrained")
     plain = type(model).save_pretrained
     stem = _names.stem(model)
     check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"), stem)
