@@ -25,7 +25,7 @@ import parity_cells
 import parity_train
 import torch
 from lohan.errors import ModelError
-from lohan.store import _temporary
+from lohan.store import _directories
 from parity_cells import TIERS, Cell
 from parity_train import RATIO_MAX, Outcome
 
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     covering = parity_cells.covering()
     cells = parity_cells.with_bases(covering)
-    folder = pathlib.Path(_temporary.temporary_directory())
+    folder = pathlib.Path(_directories.temporary_directory())
     problems = []
     try:
         impossible = impossible_pairs()
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
                 problems.append(f"{pair} is not refused by name")
         outcomes = {o.cell: o for o in measure(cells, words.steps, folder, words.jobs)}
     finally:
-        _temporary.remove_temporary(str(folder))
+        _directories.remove_temporary(str(folder))
     rows = []
     for cell, outcome in outcomes.items():
         row, wrong = row_of(outcome, outcomes[cell.base], words.steps)

@@ -35,7 +35,7 @@ from lohan.activations._replay import Assigned
 from lohan.common._inside import inside
 from lohan.errors import LohanError
 from lohan.planning import _policies
-from lohan.session._planned import Planned
+from lohan.session._hooks import Planned
 from report import Report
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -175,6 +175,11 @@ def needs(what: str, library: str, package: str) -> UnsupportedError:
     return UnsupportedError(f"{what} needs {library}: pip install {package}")
 
 
+def lacks(what: str, part: str, way_out: str = "use another build of torch") -> UnsupportedError:
+    """Return the error for what needs a part of torch that this build of torch does not have."""
+    return UnsupportedError(f"{what} needs {part}, which this build of torch lacks: {way_out}")
+
+
 class WorldMismatchError(LohanError, RuntimeError):
     """The processes of a run differ in a setting, the model, or the order of their calls."""
 

@@ -121,17 +121,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     if origin is not None:
         from lohan.session import _adopt
     if not session.closed:
-        session.settle()
+        session.commits.settle()
     is_late = session.peers.is_mate  # the store is another process's until that has closed it
     if origin is not None and _adopt.is_torchs(origin) and not is_late:
-        with session.reading() as store:
+        with session.commits.reading() as store:
             states = _adopt.read_state(layout, extents, store)
     values = session.values()
     if not session.closed:
         session.part()
     session.close()
     if origin is not None and _adopt.is_torchs(origin) and is_late:
-        with session.reading() as store:
+        with session.commits.reading() as store:
             states = _adopt.read_state(layout, extents, store)
     _exit.sessions.discard(session)
     session.unhook()

@@ -181,6 +181,36 @@ def test_each_group_has_its_hyper_parameters(workshop: Workshop) -> None:
     assert_same_state(second.state_dict(), first.state_dict())
 
 
+class Partly(nn.Module):
+    """A layer after a parameter without elements, of which a forward may make use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.none, self.layer(x)])
+
+
+@pytest.mark.parametrize("given", ["params", "optimizer"])
+def test_a_parameter_without_elements_is_skipped_and_stays_in_its_group(
+    given: str, workshop: Workshop
+) -> None:
+    plain, model = build(Partly), build(Partly)
+    groups = [{"params": [model.none], "lr": 0.5}, {"params": [*model.layer.parameters()]}]
+    optimizer = AdamW(groups, **HYPER)
+    kept = [(group, [*group["params"]]) for group in optimizer.param_groups]
+    settings = {"optimizer": optimizer} if given == "optimizer" else {"params": groups, **HYPER}
+    workshop.wrap(model, **{"lr": None, **settings})
+    workshop.wrap(plain, **HYPER)
+    expected = train(plain, plain.optimizer, range(STEPS))
+    assert train(model, model.optimizer, range(STEPS)) == expected
+    for (group, params), mine in zip(kept, model.optimizer.param_groups, strict=True):
+        assert mine is group or given == "params"
+        assert [*map(id, mine["params"])] == [*map(id, params)]
+
+
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_scheduler_made_for_it_rules_and_torch_does_not_warn(
     steps_before: int, workshop: Workshop

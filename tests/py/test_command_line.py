@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 from lohan import cli
 from lohan.cli import main
-from lohan.common import _progress, _timeline
+from lohan.common import _console, _timeline
 from lohan.errors import SessionError, StoreError, TraceError
 from lohan.session import _trace
 from patience import HUNG_S
@@ -158,11 +158,11 @@ def test_the_command_line_reads_sizes_with_the_same_words() -> None:
 
 def test_progress_is_for_terminals_and_never_in_the_answer() -> None:
     shown = io.StringIO()
-    with _progress.spinner(Console(file=shown, force_terminal=True)) as tell:
+    with _console.spinner(Console(file=shown, force_terminal=True)) as tell:
         tell("measuring [/nvme0]")
     assert "measuring [/nvme0]" in shown.getvalue()
     hidden = io.StringIO()
-    with _progress.spinner(Console(file=hidden)) as tell:
+    with _console.spinner(Console(file=hidden)) as tell:
         tell("measuring")
     assert hidden.getvalue() == ""
 

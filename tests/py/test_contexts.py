@@ -20,8 +20,8 @@ import torch
 from lohan import _core
 from lohan.common import _wake
 from lohan.common._inside import inside
-from lohan.common._lock import held
 from lohan.errors import LentError
+from lohan.torch_glue._thread import held
 
 LIMIT_S = 120
 

@@ -8,7 +8,7 @@ import threading
 import program_server
 import pytest
 import torch
-from lohan.torch_glue import _late
+from lohan.torch_glue import _thread
 
 PROGRAM = """
 import os, signal, sys, threading, torch, lohan
@@ -119,10 +119,10 @@ def test_tasks_that_a_failed_backward_leaves_are_freed() -> None:
             loss.backward()
         del loss
         found.append(Counted.alive)
-        _late.drain()
+        _thread.drain()
         found.append(Counted.alive)
 
-    _late.prepare()
+    _thread.prepare()
     found: list[int] = []
     for _ in range(2):  # a second time in the same thread
         run()

@@ -9,7 +9,8 @@ import lohan
 import pytest
 import torch
 from lohan.opening import _attached, _opening
-from lohan.session import _engine, _opened
+from lohan.session import _opened, _training
+from lohan.session._optim import StoreOptimizer
 from lohan.session._training import Training
 from lohan.store import _average, _store, _weights
 from safetensors.torch import save_file
@@ -34,8 +35,8 @@ def fail(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 
 AFTER_FILLING = [
     pytest.param(_opening.Opening, "_session", id="before-a-session"),
-    pytest.param(_engine, "call_back", id="while-a-session-is-made"),
-    pytest.param(Training, "adopt", id="without-an-optimizer"),
+    pytest.param(_training, "_call_back", id="while-a-session-is-made"),
+    pytest.param(StoreOptimizer, "attach", id="without-an-optimizer"),
     pytest.param(_opened, "extend", id="before-extensions"),
     pytest.param(_attached, "attach", id="before-the-model"),
     pytest.param(Training, "hook", id="half-on-the-model"),
@@ -100,10 +101,12 @@ def test_an_empty_model_can_be_wrapped_again_after_any_fault(
 
 def test_a_session_that_is_half_made_stops_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    make = _engine.make
+    make = _training._make_engine
     with monkeypatch.context() as patch, pytest.raises(InjectedError):
-        patch.setattr(_engine, "make", lambda *a, **k: made.append(make(*a, **k)) or made[0])
-        fail(patch, _engine, "call_back")
+        patch.setattr(
+            _training, "_make_engine", lambda *a, **k: made.append(make(*a, **k)) or made[0]
+        )
+        fail(patch, _training, "_call_back")
         lohan.wrap(build())
     with pytest.raises(lohan.errors.SessionError, match="closed"):
         made[0].status()

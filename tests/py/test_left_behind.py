@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import lohan
 import pytest
-from lohan.store import _temporary
+from lohan.store import _directories
 from patience import HUNG_S
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -98,8 +98,8 @@ def test_a_killed_session_leaves_an_empty_folder_which_the_next_one_removes(
         assert path.is_dir() and path.name.startswith("lohan-temporary-"), path
     assert_nothing_new(before)
     monkeypatch.setattr("tempfile.tempdir", str(store_dir))
-    monkeypatch.setattr(_temporary, "_STALE_S", -1.0)
-    _temporary.remove_temporary(_temporary.temporary_directory())
+    monkeypatch.setattr(_directories, "_STALE_S", -1.0)
+    _directories.remove_temporary(_directories.temporary_directory())
     assert list(store_dir.iterdir()) == []
 
 
@@ -107,7 +107,7 @@ def test_a_folder_that_somebody_uses_or_that_is_not_lohans_is_not_removed(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(store_dir))
-    monkeypatch.setattr(_temporary, "_STALE_S", -1.0)
+    monkeypatch.setattr(_directories, "_STALE_S", -1.0)
     used = store_dir / "lohan-temporary-abcdefgh"
     stale = store_dir / "lohan-temporary-stale000"
     others = [store_dir / "lohan-results", store_dir / "lohan-temporary-of-mine"]
@@ -117,10 +117,10 @@ def test_a_folder_that_somebody_uses_or_that_is_not_lohans_is_not_removed(
     (store_dir / "lohan-temporary-linked00").symlink_to(others[0])
     descriptor = os.open(used, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    mine = _temporary.temporary_directory()
+    mine = _directories.temporary_directory()
     os.close(descriptor)
     assert all((path / "kept").exists() for path in (used, *others)) and not stale.exists()
-    _temporary.remove_temporary(mine)
+    _directories.remove_temporary(mine)
     assert not os.path.exists(mine)
 
 
@@ -130,7 +130,7 @@ def test_a_young_folder_is_left_to_who_is_about_to_lock_it(
     monkeypatch.setattr("tempfile.tempdir", str(store_dir))
     young = store_dir / "lohan-temporary-abcdefgh"
     young.mkdir()
-    _temporary.remove_temporary(_temporary.temporary_directory())
+    _directories.remove_temporary(_directories.temporary_directory())
     assert young.exists()
 
 
@@ -277,4 +277,4 @@ def test_a_temporary_store_keeps_no_descriptor_of_its_folder() -> None:
     for _ in range(2):
         lohan.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8))).lohan.close()
     assert descriptors_of_temporary_stores() <= before
-    assert _temporary._locked == {}
+    assert _directories._locked == {}

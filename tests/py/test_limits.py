@@ -32,6 +32,8 @@ FEATURES: list[dict[str, Any]] = [
     {"config": {"replicas": "parameters"}},
     {"config": {"share": "on", "commit_every": "never"}, "has_mates": True},
     {"config": {"ema": 0.9}},
+    {"config": {"ablate": ("reuse",), "device": "cuda"}},
+    {"experts": "apart", "trains_experts": True, "origin": dict},
     {"config": {"loss_scaling": True}},
     {"config": {"order": "vertical"}},
     {"experts": "together", "idle": "skip"},

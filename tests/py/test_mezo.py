@@ -25,7 +25,7 @@ from lohan.errors import (
     UnsupportedError,
 )
 from lohan.journal._journal import BYTES, NAME
-from lohan.mezo._zo_plan import best_every
+from lohan.mezo._zo_setup import best_every
 from mezo_helper import (
     EPS,
     LR,

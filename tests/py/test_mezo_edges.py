@@ -338,6 +338,21 @@ def test_decay_that_begins_later_is_for_all_groups_or_none(store_dir: pathlib.Pa
     model.lohan.close()
 
 
+def test_a_parameter_without_elements_is_skipped_in_its_group(store_dir: pathlib.Path) -> None:
+    losses = []
+    for is_given in (False, True):
+        tower = Tower()
+        tower.none = nn.Parameter(torch.empty(0, WIDTH))
+        params = [*tower.parameters()]
+        given = {"params": [{"params": params}]} if is_given else {}
+        model = wrapped(tower, store_dir / str(is_given), **given)
+        losses.append(steps(model, plain_loss))
+        members = model.optimizer.param_groups[0]["params"]
+        assert any(member is tower.none for member in members) is is_given
+        model.lohan.close()
+    assert losses[0] == losses[1]
+
+
 # --- What a run leaves ----------------------------------------------------------------------------
 
 

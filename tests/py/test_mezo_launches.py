@@ -184,16 +184,14 @@ def test_what_no_gpu_does_is_refused_with_the_way_out(
     fatbin = tmp_path / "lohan.fatbin"
     monkeypatch.setattr(_zo_device, "FATBIN", fatbin)
     with pytest.raises(UnsupportedError, match=r'nvcc.*device="cpu"'):
-        _zo_device.check("cuda", "philox", ())
+        _zo_device.check("cuda", "philox")
     fatbin.write_bytes(b"kernels")
-    _zo_device.check("cuda", "philox", ("overlap",))
+    _zo_device.check("cuda", "philox")
     assert _zo_device.image() == b"kernels"
     with pytest.raises(UnsupportedError, match=r'rng="philox"'):
-        _zo_device.check("cuda", "torch", ())
-    with pytest.raises(UnsupportedError, match=r'device="emu"'):
-        _zo_device.check("cuda", "philox", ("reuse",))
+        _zo_device.check("cuda", "torch")
     for device in ("cpu", "emu"):
-        _zo_device.check(device, "torch", ("reuse",))
+        _zo_device.check(device, "torch")
         _zo_device.check_kept(device, [torch.bfloat16], "fp32", "it")
     for storage in (None, "bf16", "fp8"):
         _zo_device.check_kept("cuda", [torch.bfloat16, torch.float32], storage, "it")

@@ -20,7 +20,7 @@ from lohan.config import Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
 from lohan.journal._direction import Stream, normal, words
 from lohan.journal._zeroth import Rule
-from lohan.mezo import _zo_plan, _zo_setup
+from lohan.mezo import _zo_setup
 from lohan.store import _store
 from mezo_helper import (
     EPS,
@@ -237,14 +237,14 @@ def test_half_the_bits_are_half_the_bytes_on_the_link_and_on_ssd(store_dir: path
 def test_how_often_is_written_goes_by_what_is_kept(
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _zo_plan.best_every(0.5e-9, 1e9, 2e9, 1) == 2, "4 bytes: 5"
+    assert _zo_setup.best_every(0.5e-9, 1e9, 2e9, 1) == 2, "4 bytes: 5"
     asked = []
 
     def best(z_seconds: float, writes: float, reads: float, element_bytes: int) -> int:
         asked.append(element_bytes)
         return 7
 
-    monkeypatch.setattr(_zo_plan, "best_every", best)
+    monkeypatch.setattr(_zo_setup, "best_every", best)
     for make, storage in ((opt, None), (opt, "bf16"), (bf16, None), (bf16, "fp8"), (bf16, "fp32")):
         model = wrapped(make(), store_dir / str(len(asked)), storage=storage, host_bytes=9_000_000)
         assert inside(model).method.zeroth.write_every == 7

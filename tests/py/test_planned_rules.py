@@ -24,8 +24,8 @@ from lohan.common._inside import inside
 from lohan.common._rules import RULES
 from lohan.errors import LohanError, MachineError
 from lohan.planning import _machines, _plan, _quick, _several, _wear, _world
-from lohan.session._planned import Planned
-from lohan.session._wear_life import writes_of
+from lohan.session._hooks import Planned
+from lohan.session._wear import writes_of
 from lohan.simulate import Options, check, simulate
 from quick_helper import half_quick
 from test_simulate_features import NOTHING_SAVED, RATES, SSD_LINKS

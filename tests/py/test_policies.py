@@ -17,7 +17,7 @@ from lohan.activations._profile import Profile
 from lohan.common._inside import inside
 from lohan.config import POLICIES
 from lohan.errors import BudgetError, ModelError
-from lohan.session._planned import Planned
+from lohan.session._hooks import Planned
 from quick_helper import half_quick
 from torch import nn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import time
 import types
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from lohan.common._inside import inside
 from lohan.planning import _wear
-from lohan.session import _commit_rule, _wear_life
+from lohan.session import _commit_rule
+from lohan.session import _wear as _session_wear
 from lohan.session._extension import Place
-from lohan.session._wear_life import writes_of
+from lohan.session._wear import writes_of
 
 WIDTH = 64
 DAY_S = 86_400
@@ -148,10 +150,11 @@ def test_an_assumed_endurance_is_said_only_if_much_was_written_and_life_is_short
     store_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seconds = itertools.count(0.0, 1.0)
-    monkeypatch.setattr(_wear_life, "time", type("Clock", (), {"monotonic": lambda: next(seconds)}))
+    clock = type("Clock", (), {"monotonic": lambda: next(seconds), "time": time.time})
+    monkeypatch.setattr(_session_wear, "time", clock)
     monkeypatch.setattr(_wear, "assumed_bytes", lambda _: 10**9)
     for name, until, lines in (("much", 10**6, 1), ("little", 10**12, 0)):
-        monkeypatch.setattr(_wear_life, "BYTES_UNTIL_SAID", until)
+        monkeypatch.setattr(_session_wear, "BYTES_UNTIL_SAID", until)
         model = lohan.wrap(kit.linears(WIDTH, 4), store=store_dir / name, commit_every=1)
         capfd.readouterr()
         _train(model, 30)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import pathlib
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +21,7 @@ from lohan.common._inside import inside
 from lohan.errors import ModelError, StoreMismatchError
 from lohan.planning import _drives, _wear
 from lohan.session import _wear as _session_wear
-from lohan.session import _wear_life
-from lohan.session._wear_life import writes_of
+from lohan.session._wear import writes_of
 from lohan.store import _scalars
 from torch import nn
 
@@ -354,7 +354,8 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(_wear_life, "time", type("Clock", (), {"monotonic": lambda: next(seconds)}))
+    clock = type("Clock", (), {"monotonic": lambda: next(seconds), "time": time.time})
+    monkeypatch.setattr(_session_wear, "time", clock)
     given: dict[str, Any] = {"ssd_endurance_bytes": "10GB", "io": "threads", "commit_every": 1}
     model = lohan.wrap(build(), store=store_dir / "a", **given)
     full = inside(model).budget
@@ -367,7 +368,7 @@ def test_a_short_life_is_said_with_the_settings_that_write_less(
     rate = step / (10 / 3)
     assert f"at 3.33 s a step, training writes {rate * 86_400 / 1e9:.3g} GB a day" in said
     assert f"reaches its rated endurance in {10**10 / rate / 86_400:.3g} days" in said
-    found = _wear_life.changes(inside(model), full)
+    found = _session_wear.changes(inside(model), full)
     assert [what.partition(" (")[0] for _, what in found] == [
         "commit_every=10",
         'method="sgd"',

@@ -16,11 +16,11 @@ import world_adamw
 from lohan.common._inside import inside
 from lohan.config import Config
 from lohan.errors import LohanError
+from lohan.opening._shared import joined
 from lohan.replicas import _gather, _gather_choice
 from lohan.replicas._team import Team
 from lohan.torch_glue._tensor import bytes_of
 from lohan.world import _wire
-from lohan.world._joined import joined
 from torch import nn
 from world_adamw import (
     BATCHES,

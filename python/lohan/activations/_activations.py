@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from lohan.common._patterns import first_match
 from lohan.config import ACTIVATIONS, POLICIES
 from lohan.errors import ModelError
+from lohan.layout._names import first_match
 
 if TYPE_CHECKING:
     from lohan import _core

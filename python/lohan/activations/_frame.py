@@ -31,7 +31,7 @@ from torch import nn
 from lohan import _core
 from lohan.errors import LohanError, RecomputeError, UnsupportedError
 from lohan.torch_glue import _cache
-from lohan.torch_glue._random_states import random_states, set_random_states
+from lohan.torch_glue._device import random_states, set_random_states
 from lohan.torch_glue._recompute_state import (
     SMALL_BYTES,
     Surroundings,

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.activations import _offloaded, _profile_file, _swap
+from lohan.activations import _offloaded, _profile, _swap
 from lohan.activations._foresee import step_s as foreseen_s
 from lohan.activations._plan_model import describe
 from lohan.activations._profile import Profile, Recorder
@@ -168,7 +168,7 @@ class Planner:
             session.forwards.around = session.saving.stay
             self.step.shapes.add(0)  # so that step_end() takes no profile of this step
             return
-        key = _profile_file.key_of(module, args, kwargs)
+        key = _profile.key_of(module, args, kwargs)
         shape = self.shapes.of(key, 1 if self.has_profile else _ROUNDS_FIRST)
         self.shape = shape
         self.step.shapes.add(id(shape))
@@ -360,7 +360,7 @@ class Planner:
     # --- Beside the store ---------------------------------------------------------------------
 
     def _read(self) -> None:
-        profiles = _profile_file.load(self.path).get(self.key)
+        profiles = _profile.load(self.path).get(self.key)
         names = {
             place.name: [name for name, _ in module.named_modules(prefix=place.name)]
             for place in self.activations.places
@@ -377,9 +377,9 @@ class Planner:
     def _write(self) -> None:
         if not os.path.isdir(os.path.dirname(self.path)):
             return  # the store is temporary
-        read = _profile_file.load(self.path)  # includes the profiles of other models and machines
+        read = _profile.load(self.path)  # includes the profiles of other models and machines
         read[self.key] = {key: one.as_json() for key, one in self.shapes.profiles().items()}
-        _profile_file.save(self.path, read)
+        _profile.save(self.path, read)
 
 
 def _fingerprint(session: Training, activations: Activations) -> str:

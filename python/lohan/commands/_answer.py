@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lohan.activations import _swap
 from lohan.commands._simulate_show import load_of, options_of
-from lohan.common import _progress
+from lohan.common import _console
 from lohan.common._keywords import written
 from lohan.common._rules import ADAMW, RULES
 from lohan.common._shown import RESOURCES, of_number
@@ -396,7 +396,7 @@ def show(found: dict[str, Any], question: Question, console: Console) -> None:
 
 def run(question: Question, console: Console | None) -> dict[str, Any]:
     """Answer, print if there is a console, and return what `--json` writes."""
-    with _progress.spinner() as tell:
+    with _console.spinner() as tell:
         found = answer(question, tell)
     if console is not None:
         show(found, question, console)

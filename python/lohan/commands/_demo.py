@@ -27,7 +27,7 @@ from rich.table import Table
 
 from lohan.common import _timeline
 from lohan.errors import LohanError, StoreExistsError, UnsupportedError
-from lohan.store import _temporary
+from lohan.store import _directories
 
 if TYPE_CHECKING:
     from lohan.commands._demo_worker import Options
@@ -219,7 +219,7 @@ def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
     was_there = target is not None and target.exists()
     if target is not None and was_there and any(target.iterdir()):
         raise StoreExistsError(f"{target} is not empty: the demo needs a new or empty directory")
-    folder = _temporary.temporary_directory()
+    folder = _directories.temporary_directory()
     try:
         yield folder, str(target) if target else None
     except BaseException:
@@ -229,7 +229,7 @@ def _places(store: str | None) -> Iterator[tuple[str, str | None]]:
                 target.mkdir(mode=0o700)
         raise
     finally:
-        _temporary.remove_temporary(folder)
+        _directories.remove_temporary(folder)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.commands._diagnosis import Diagnosis, Problem
-from lohan.world._joined import joined
+from lohan.opening._shared import joined
 from lohan.world._rendezvous import process_count
 from lohan.world._wire import Wire
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.common._patterns import first_match
 from lohan.errors import ModelError, StoreExistsError
 from lohan.layout import _files, _quantized, _safetensors
 from lohan.layout._files import DTYPES
+from lohan.layout._names import first_match
 from lohan.layout._safetensors import Tensor
 from lohan.store._converted import bytes_at
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from lohan.common import _progress
+from lohan.common import _console
 from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
-from lohan.errors import MachineError, UnsupportedError
+from lohan.errors import MachineError, needs
 from lohan.planning import _machines, _models
 from lohan.planning._machines import Machine
 from lohan.simulate import Options, simulate, simulate_traced, swap_curve, sweep
@@ -197,7 +197,7 @@ def _draw(draw: Callable[[Any], None], size: tuple[float, float], path: Path) ->
     try:
         import matplotlib
     except ImportError as error:
-        raise UnsupportedError("--plot needs matplotlib: pip install lohan[plot]") from error
+        raise needs("--plot", "matplotlib", "lohan[plot]") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -297,7 +297,7 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
     load: dict[str, Any] = {**shape, **request.load}
     title = f"{request.model} on {machine.name}"
     if request.sweep is None:
-        with _progress.spinner() as tell:
+        with _console.spinner() as tell:
             tell(f"a step of {title}")
             model = _models.load(**load)
             if request.plot is None:
@@ -308,14 +308,14 @@ def run(request: Request, console: Console | None) -> dict[str, Any]:
         if console is not None:
             _show_step(step, model, machine, console)
         if request.plot is not None:
-            with _progress.spinner() as tell:
+            with _console.spinner() as tell:
                 tell(f"{_CURVE_COUNT} steps with increasing swap")
                 curve = swap_curve(model, machine, request.options, _CURVE_COUNT)
             answer["swap_curve"] = [{"swap_share": share, **at.as_dict()} for share, at in curve]
             _draw_swaps(step, timeline, curve, title, request.plot)
     else:
         name, values = values_of(request.sweep)
-        with _progress.spinner() as tell:
+        with _console.spinner() as tell:
             tell(f"{len(values)} steps of {title}")
             answers = sweep(name, values, load, machine, request.options)
         rows = [{name: value, **step.as_dict()} for value, step in answers]

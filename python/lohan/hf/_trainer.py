@@ -43,14 +43,7 @@ from lohan.common._meta import copied_from
 from lohan.common._rules import RULES
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
-from lohan.hf import (
-    _trainer_args,
-    _trainer_logs,
-    _trainer_notes,
-    _trainer_turns,
-    _trainer_world,
-    _zo_trainer,
-)
+from lohan.hf import _trainer_args, _trainer_logs, _trainer_turns, _trainer_world, _zo_trainer
 from lohan.hf._trainer_folders import (
     checkpoints,
     fits,
@@ -154,7 +147,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._turns: _trainer_turns.Turns | None = None  # for order= and several micro-batches
         self._logs: _trainer_logs.Logs | None = None
         self._group: _trainer_world.Group | None = None  # if there are several processes
-        self._tokens = _trainer_notes.Tokens()
+        self._tokens = _trainer_logs.Tokens()
         self._has_optimizer = False
         self._is_fused = False
         self._resumes: bool | str = False  # resume= of wrap()
@@ -250,7 +243,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Note the loss that the Trainer logs, for `lohan watch`."""
-        _trainer_notes.loss(self._open(), logs)
+        _trainer_logs.loss(self._open(), logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Commit, unless the Trainer saves checkpoints: commits then have to match checkpoints."""

@@ -8,6 +8,7 @@ them in `trainer.state.log_history`. Trackers draw numbers, not words: bound_by 
 from __future__ import annotations
 
 import functools
+import numbers
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -119,3 +120,27 @@ class Logs:
             self._drives = _drives.of_store(session.directories, sizes, rated)
         days = (drive.days(bytes_per_s) for drive in self._drives)
         return min((each for each in days if each is not None), default=None)
+
+
+def loss(session: Training | None, logs: Any) -> None:
+    """Note the loss that a Trainer logs: the mean since the step that it logged before."""
+    found = logs.get("loss") if isinstance(logs, dict) else None
+    if session is not None and isinstance(found, numbers.Real):
+        session.note(loss=float(found))
+
+
+class Tokens:
+    """Notes the tokens of each step, if a Trainer counts them (include_num_input_tokens_seen)."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def begin(self, state: Any) -> None:
+        """Begin to count: a resumed Trainer has seen tokens."""
+        self._seen = state.num_input_tokens_seen
+
+    def note(self, session: Training | None, state: Any) -> None:
+        """Note the tokens of the step that has just ended."""
+        before, self._seen = self._seen, state.num_input_tokens_seen
+        if session is not None and self._seen > before:
+            session.note(tokens=self._seen - before)

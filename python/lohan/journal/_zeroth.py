@@ -33,7 +33,7 @@ class Rule:
         seed: the seed of z, 64 bits.
         eps: the scale of the moves along z, to either side.
         samples: the number of directions in a step.
-        rng: the generator of z: "philox" (_direction.py) or "torch" (_zo_torch.py).
+        rng: the generator of z: "philox" (_direction.py) or "torch" (_zo_run.py).
     """
 
     seed: int

@@ -23,8 +23,8 @@ from lohan import _core
 from lohan.common import _log
 from lohan.errors import LohanError, ModelError, StoreError, StoreMismatchError
 from lohan.layout import _experts, _gguf, _integers, _quantized, _resized, _ties
+from lohan.layout._block import NAMES
 from lohan.layout._cut import cut
-from lohan.layout._dtypes import NAMES
 from lohan.layout._index import missing, paths_of
 from lohan.layout._packed import Entry
 from lohan.torch_glue import _peft
@@ -68,7 +68,7 @@ class Folder:
         parts: names of tensors with which quantized parameters are decoded; match() adds them.
         groups: of GGUF: the rows of a group, for tensors whose rows are not in order.
         is_gguf: whether the tensors are in a GGUF file; their names are those of transformers.
-        apart: entries of decoded tensors, of which parameters may be made (_apart.py), by name.
+        apart: what makes the entries of decoded tensors (_in_place_found.py), by name.
         names: the name in the files of each entry that _conversion.apply() has renamed.
     """
 

@@ -1,25 +1,36 @@
-"""Which parameters files provide: looked for in a folder, or recorded in the meta of a store."""
+"""Which parameters files provide: looked for in a folder, or recorded in the meta of a store.
+
+[Note: Converted entries] in _conversion.py merges tensors of the files into parameters. Where these
+tensors are quantized one by one, _decoded_of() knows how each is decoded, from the files alone, and
+the merged parameter has a pack for each of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lohan import _core
 from lohan.common import _log
-from lohan.layout._dtypes import NAMES
+from lohan.layout import _integers, _quantized
+from lohan.layout._block import NAMES
 from lohan.layout._in_place import Found
+from lohan.layout._packed import Entry
+from lohan.layout._resized import rows_in_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lohan.config import Config
     from lohan.layout import _files
     from lohan.layout._block import Unit
-    from lohan.layout._files import File
-    from lohan.layout._packed import Entry
+    from lohan.layout._files import File, Folder
 
 
 def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = True) -> Found:
@@ -32,11 +43,10 @@ def of_folder(place: Path, model: nn.Module, config: Config, *, speaks: bool = T
         ModelError: a shape differs from the model's, or a dtype cannot be converted to it.
         UnsupportedError: the weights are pickles.
     """
-    from lohan.layout import _apart, _conversion, _files
-    from lohan.layout._in_place_choice import choose, needed
+    from lohan.layout import _conversion, _files
 
     folder = _files.read_folder(place)
-    folder.apart = _apart.of(folder)
+    folder.apart = _decoded_of(folder)
     _conversion.apply(model, folder)
     _files.add_experts(model, folder)
     entries = _files.match(model, folder)
@@ -144,7 +154,6 @@ def restore(meta: Mapping[str, Any], unit: Unit, index: int) -> bool:
 def _entry(said: Sequence[Any], tensor: torch.Tensor) -> Entry:
     """Return the entry that a store's meta describes."""
     from lohan.layout import _packed
-    from lohan.layout._packed import Entry
 
     file, offset, nbytes, *how = said
     name, shape = NAMES[tensor.dtype], tuple(tensor.shape)
@@ -211,3 +220,93 @@ def _given(file: File, weights: Path) -> Path:
     folder, parts = weights.parent if is_index else weights, file.path.parts[1:]
     places = [folder.joinpath(*parts[first:]) for first in range(len(parts))]
     return next((place for place in places if place.is_file()), places[-1])
+
+
+def choose(model: nn.Module, found: Mapping[int, Entry], *, speaks: bool = True) -> set[int]:
+    """Return the ids of the frozen parameters that can be read in place.
+
+    They have the same dtype in the files as in the model, or are quantized there. For all other
+    frozen parameters, one line per reason is printed to stderr, if speaks.
+    """
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel() > 0]
+    if not frozen:
+        return set()
+    could = {
+        id(param)
+        for _, param in frozen
+        if (entry := found.get(id(param)))
+        and not entry.made
+        and entry.is_joinable
+        and (entry.packed or entry.dtype == NAMES.get(param.dtype))
+    }
+    too_many = len(needed(found[key] for key in could)) > _core.IN_PLACE_FILE_COUNT_MAX
+    left: dict[str, list[tuple[str, int]]] = {}
+    for name, param in frozen:
+        if id(param) in could and not too_many:
+            continue
+        entry = found.get(id(param))
+        if entry is None:
+            why = "the files do not have them"
+        elif entry.made:
+            why = f"they are converted by {entry.made.what}"
+        elif rows_in_file(entry):
+            why = "the files lack their last rows"
+        elif not entry.is_joinable:
+            align = _core.IN_PLACE_ALIGN
+            why = f"the files have their parts in several places, not all of {align} * n bytes"
+        elif id(param) in could:
+            why = f"they are in more than {_core.IN_PLACE_FILE_COUNT_MAX} files"
+        else:
+            why = f"{entry.dtype} in the files, {str(param.dtype).removeprefix('torch.')} here"
+        left.setdefault(why, []).append((name, param.numel() * param.element_size()))
+    for why, params in left.items() if speaks else ():
+        nbytes = sum(nbytes for _, nbytes in params)
+        _log.note(
+            f"{len(params)} parameters ({nbytes / 1e6:.1f} MB) are copied into the"
+            f" store: {why} ({params[0][0]!r}, ...)"
+        )
+    return set() if too_many else could
+
+
+def needed(entries: Iterable[Entry]) -> set[int]:
+    """Return the files that have the entries and what they are decoded with."""
+    found: set[int] = set()
+    for entry in entries:
+        for place in entry.places:
+            parts = () if place.packed is None else place.packed.parts
+            found |= {place.file, *(part.file for part in parts if part is not None)}
+    return found
+
+
+def _decoded_of(folder: Folder) -> dict[str, Callable[[], Entry]]:
+    """Return what makes the entries of decoded tensors, by the names without quantization."""
+    made: dict[str, Callable[[], Entry]] = {}
+    for name, entry in folder.entries.items():
+        stem, _, own = name.rpartition(".")
+        if own == "weight" and entry.dtype in _quantized.WHOLE:
+            made[name] = functools.partial(_decoded, folder, name, entry)
+        elif own in ("qweight", "weight_packed"):
+            full = f"{stem}.weight"
+            made[full] = functools.partial(_decoded, folder, full, entry)
+    return made
+
+
+def _decoded(folder: Folder, name: str, entry: Entry) -> Entry:
+    """Return the entry of a tensor, decoded.
+
+    Args:
+        folder: the files; the names of what it is decoded with are added to its `parts`.
+        name: the tensor's name without quantization.
+        entry: its values in the files.
+
+    Raises:
+        ModelError: the form is not supported, or something is missing or has a wrong shape.
+        StoreError: a file cannot be read.
+    """
+    one = _quantized.One(folder, name, entry, entry.shape)
+    if entry.name.endswith("qweight"):
+        one.shape = _integers.shape_of(one)
+        packed = _integers.packed(one, is_turned=False)
+    else:
+        packed = one.whole()
+    return dataclasses.replace(entry, shape=one.shape, packed=packed)

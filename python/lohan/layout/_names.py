@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -340,3 +341,13 @@ def about(model: nn.Module, layout: Layout) -> dict[str, Any]:
     except (UnsupportedError, TypeError, ValueError, RuntimeError) as error:
         said["refused"] = f"{type(model).__name__}: {error}"
     return {"firsts": [param.first for param in layout.params], "export": said}
+
+
+def first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that matches a module's name or that of an enclosing module."""
+    parts = name.split(".")
+    around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    for pattern in patterns:
+        if any(fnmatch.fnmatchcase(each, pattern) for each in around):
+            return pattern
+    return None

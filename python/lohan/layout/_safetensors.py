@@ -26,7 +26,7 @@ import torch
 
 from lohan.common import _durable
 from lohan.errors import ModelError, StoreError
-from lohan.layout._dtypes import NAMES
+from lohan.layout._block import NAMES
 from lohan.torch_glue._tensor import bytes_of, nbytes_of
 
 _ORDER = {dtype: place for place, dtype in enumerate(NAMES)}

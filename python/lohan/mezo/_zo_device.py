@@ -32,13 +32,12 @@ def is_launched(device: Device) -> bool:
     return device.name == "cuda"
 
 
-def check(device: str, rng: str, ablated: Collection[str]) -> None:
+def check(device: str, rng: str) -> None:
     """Reject settings that are not supported on a GPU.
 
     Args:
         device: "cpu", "emu" or "cuda".
         rng: the run's generator.
-        ablated: parts of the schedule to disable.
 
     Raises:
         UnsupportedError: names the setting and what to do instead.
@@ -55,11 +54,6 @@ def check(device: str, rng: str, ablated: Collection[str]) -> None:
         raise UnsupportedError(
             'rng="torch" uses the generator of the CPU, which a GPU does not have: start a new run'
             ' with rng="philox", or pass device="cpu"'
-        )
-    if "reuse" in ablated:
-        raise UnsupportedError(
-            'ablate=("reuse",) is only valid on the emulated device: leave it out, or pass'
-            ' device="emu"'
         )
 
 

@@ -32,7 +32,7 @@ from lohan.journal._zo_run import Run
 from lohan.layout._block import Param
 from lohan.mezo import _zo_device
 from lohan.mezo._zo_peers import mean, step_of_all
-from lohan.session._method import AdamW
+from lohan.session._choices import AdamW
 from lohan.torch_glue._lockstep import FIRST
 from lohan.torch_glue._tensor import SavedTensors, in_backward
 from lohan.torch_glue._thread import thread_error

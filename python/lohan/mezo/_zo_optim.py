@@ -41,7 +41,7 @@ class ZerothOptimizer(StoreOptimizer):
         self.rate()
 
     def decays(self) -> dict[int, bool]:
-        """Return whether weight decay applies to each parameter, by its id.
+        """Return whether weight decay applies to each parameter that has elements, by its id.
 
         Weight decay does not apply to a group whose weight_decay is 0, unless it is 0 in all
         groups: the result is then True for all parameters.
@@ -49,7 +49,10 @@ class ZerothOptimizer(StoreOptimizer):
         groups = zip(self.param_groups, self._decaying, strict=True)
         is_any = any(self._decaying)
         return {
-            id(param): decays or not is_any for group, decays in groups for param in group["params"]
+            id(param): decays or not is_any
+            for group, decays in groups
+            for param in group["params"]
+            if param.numel() > 0
         }
 
     def resume(self, lr: float | None, decay: float | None) -> None:

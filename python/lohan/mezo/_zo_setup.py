@@ -1,32 +1,46 @@
-"""The arguments of `lohan.wrap(method="mezo")`, and the run that a store and journal record."""
+"""The arguments of `lohan.wrap(method="mezo")`, and the run that a store and journal record.
+
+[Note: Lag] Each time a block that was written k steps ago is read, k steps are replayed on it. With
+a write every K steps the lag is (K - 1) / 2 on average, and a step costs, for each element that
+does not stay in memory,
+
+    (K - 1) / 2 * z  +  (b / w + b / r) / K       seconds
+
+where z is the time to replay one step on the element, b the bytes of its stored form (4 in fp32),
+and w and r are the bytes that the SSDs write and read per second. The sum is smallest at
+K = sqrt(2 (b / w + b / r) / z).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lohan.common import _log, _meta, _storage_formats
+from lohan import _core
+from lohan.common import _durable, _log, _meta, _storage_formats
+from lohan.common._storage_formats import TYPES
 from lohan.config import Config
-from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError
+from lohan.errors import ModelError, StoreError, StoreMismatchError, UnsupportedError, store_error
 from lohan.journal import _journal
 from lohan.journal._journal import Journal
-from lohan.journal._zeroth import Rule
+from lohan.journal._zeroth import Record, Rule, kept_operations, operations
 from lohan.journal._zo_run import PASS_POSITIONS, check_base, uuid_of
 from lohan.layout._in_place import Found
-from lohan.mezo import _zo_device, _zo_plan, _zo_replicas
+from lohan.mezo import _zo_device, _zo_replicas
 from lohan.mezo._zo_optim import DECAY, LR, ZerothOptimizer
 from lohan.store import _store
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
-    from lohan import _core
     from lohan.layout._block import Layout
     from lohan.layout._experts import Apart
     from lohan.world._world import World
@@ -49,7 +63,6 @@ class Zeroth:
         rule: the rule that the arguments of wrap() define; after resume(), the journal's rule.
         asked: the arguments of wrap(), with None for each one that was not given.
         device: "cpu", "emu" or "cuda".
-        ablate: parts of the schedule to disable.
         write_every: steps between writes of the parameters; None if they are never written.
         storage: the format that parameters are stored in; None for their own dtype.
         names: the names of the trained parameters, by their ids.
@@ -63,7 +76,6 @@ class Zeroth:
     rule: Rule
     asked: dict[str, Any]
     device: str = "cpu"
-    ablate: tuple[str, ...] = ()
     write_every: int | None = None
     storage: str | None = None
     names: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -177,7 +189,7 @@ class Zeroth:
                     f"{name}={value!r}, but the run in the store has {name}={was!r}, which cannot"
                     " be changed on resume: leave it out, or start a new store"
                 )
-        _zo_device.check(self.device, then.rng, self.ablate)
+        _zo_device.check(self.device, then.rng)
         self.rule = then
         was_every = _meta.of(store)["method"]["write_every"]
         every = self.asked["write_every"]
@@ -348,9 +360,9 @@ def make(model: nn.Module, asked: dict[str, Any], config: Config, store: Any) ->
     samples = 1 if asked["num_samples"] is None else asked["num_samples"]
     rng = asked["rng"] or RNGS[0]
     device = _device.parse(config.device)[0]
-    _zo_device.check(device, rng, config.ablate)
+    _zo_device.check(device, rng)
     asked = {**asked, "write_every": config.write_every}
-    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device, config.ablate)
+    made = Zeroth(moved, streams, Rule(seed, eps, samples, rng), asked, device)
     made.storage = asked["storage"]
     made.names = {id(param): name for name, param in model.named_parameters()}
     _check_storage(made)
@@ -363,14 +375,14 @@ def _every(made: Zeroth, model: nn.Module, config: Config, store: Any) -> int | 
         return None
     if isinstance(config.write_every, int):
         return config.write_every
-    if _zo_plan.fits(config, sum(made.memory_bytes(p) for p in model.parameters())):
+    if fits(config, sum(made.memory_bytes(p) for p in model.parameters())):
         return None
     if made.rule.rng == "torch":
         return 1  # redrawing z takes longer than any SSD takes to write
     names = [] if store is None else [store] if isinstance(store, str | os.PathLike) else [*store]
     most = max(made.moved, key=torch.Tensor.numel)
     kept = _storage_formats.format_of(most.dtype, made.storage)
-    return _zo_plan.measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names], kept)
+    return measured_every(config, [os.path.expanduser(os.fspath(n)) for n in names], kept)
 
 
 def _check_storage(made: Zeroth) -> None:
@@ -415,3 +427,73 @@ def _moved(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, int]]:
             " requires_grad_(True) on those to train"
         )
     return moved, streams
+
+
+EVERY_MAX = 1024
+# The memory needed for all parameters, relative to their bytes. This estimate is conservative.
+_FIT = 1.1
+_MEASURE_BYTES = 64 << 20
+_MEASURE_ELEMENTS = 1 << 19
+_ASSUMED = (1e9, 2e9)  # write and read bytes per second for a store without a directory yet
+
+
+def fits(config: Config, nbytes: int) -> bool:
+    """Return whether nbytes of parameters stay in main memory once they are loaded."""
+    limit = config.host_bytes
+    if limit is None:
+        limit = int(_core.build_info()["memory_available_bytes"]) // 2
+    return nbytes * _FIT + (16 << 20) <= limit
+
+
+def best_every(
+    z_seconds: float, write_bytes_per_s: float, read_bytes_per_s: float, element_bytes: int = 4
+) -> int:
+    """Return the best K of [Note: Lag].
+
+    Args:
+        z_seconds: the time to replay one step on one element.
+        write_bytes_per_s: the write rate of the SSDs.
+        read_bytes_per_s: the read rate of the SSDs.
+        element_bytes: the bytes of an element's stored form.
+    """
+    moved = element_bytes / write_bytes_per_s + element_bytes / read_bytes_per_s
+    return min(max(round(math.sqrt(2 * moved / z_seconds)), 1), EVERY_MAX)
+
+
+def measured_every(config: Config, directories: Sequence[str], kept: str | None) -> int:
+    """Return K for this machine and these directories, after measurements of half a second.
+
+    Args:
+        config: the session's settings.
+        directories: the store's directories; empty for a temporary store.
+        kept: the format of the parameters' stored form, from _storage_formats.format_of().
+    """
+    threads = config.threads or len(os.sched_getaffinity(0))
+    writes, reads = _ASSUMED
+    if directories:
+        pairs = []
+        for directory in directories:
+            _durable.make_directory(directory, mode=0o700)
+            pairs.append(_core.store_measure(store_error, directory, _MEASURE_BYTES))
+        writes = max(sum(float(write) for write, _ in pairs), 1.0)
+        reads = max(sum(float(read) for _, read in pairs), 1.0)
+    element_bytes = 4 if kept is None else TYPES[kept].itemsize
+    return best_every(_z_seconds(kept) / threads, writes, reads, element_bytes)
+
+
+def _z_seconds(kept: str | None) -> float:
+    values = torch.zeros(_MEASURE_ELEMENTS)
+    state = values.to(torch.float32 if kept is None else TYPES[kept])
+    at, count = values.data_ptr(), values.numel()
+    rule, records = Rule(0, 1e-3), [Record(0.0, 0.0, (0.0,))]
+    make = operations if kept is None else kept_operations
+    ops = [*make(rule, records, 0, 0, rule.step_length)]
+    best = math.inf
+    for _ in range(3):
+        begin = time.perf_counter()
+        if kept is None:
+            _core.zo_apply(at, at, 0, count, ops)
+        else:
+            _core.zo_lead(state.data_ptr(), kept, at, "fp32", 0, count, ops)
+        best = min(best, time.perf_counter() - begin)
+    return best / count

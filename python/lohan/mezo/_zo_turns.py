@@ -3,11 +3,19 @@
 Between two turns of a run, other runs may change the parameters that this run has bound or moved.
 Turns therefore change only in the hooks of blocks, and parameters that are used outside of blocks
 are checked again.
+
+[Note: What a run leaves] Runs that take turns share the model's objects and torch's generators. A
+module that stores a value for a later module (an auxiliary loss that is summed at the end), or a
+forward that draws random numbers, would see the other run's changes. That is harmless if the runs
+happen one after the other. So a session whose runs could take turns makes its first step without
+turns, and checks what the second run has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,9 +23,10 @@ from torch import nn
 
 from lohan.common import _log
 from lohan.errors import UnsupportedError
-from lohan.mezo import _zo_device, _zo_probe
-from lohan.session._runs import Runs
+from lohan.mezo import _zo_device
+from lohan.session._choices import Runs
 from lohan.torch_glue._lockstep import FIRST, Lockstep, Visit
+from lohan.torch_glue._tensor import bytes_of
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -89,7 +98,7 @@ class Turns(Runs):
         units = session.layout.units
         self.where = {u: Where(base, units[u].value_bytes > 0) for u in sorted(moved)}
         could = self._choose_runs()
-        # The first step sets is_together: [Note: What a run leaves] in _zo_probe.py.
+        # The first step sets is_together: [Note: What a run leaves] in py.
         self.is_probing = could and session.config.runs == "auto"
         self.is_together = could and not self.is_probing
         self.kept = self._keep_shared() if could else {}
@@ -115,10 +124,10 @@ class Turns(Runs):
         """Call function, and set is_together: whether it leaves the model's state unchanged."""
         model = self.model()
         assert model is not None
-        before = _zo_probe.Left(model)
+        before = Left(model)
         value = function()
         self.is_probing = False
-        left = _zo_probe.Left(model).difference(before)
+        left = Left(model).difference(before)
         self.is_together = left is None
         if left is not None:
             _log.note(
@@ -235,3 +244,53 @@ class Turns(Runs):
             self.held.difference_update(held)
             for unit in held:
                 self.session.engine.release(unit)
+
+
+def _gpu_states() -> list[torch.Tensor]:
+    """Return the GPUs' generator states; [] if no GPU is in use, so as not to create a context."""
+    is_used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if is_used else []
+
+
+class Left:
+    """A snapshot of what a run could change: module attributes and random generators."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held: list[Any] = []  # keeps objects alive so that their ids are not reused
+        self.generators = (
+            bytes_of(torch.get_rng_state()).tobytes(),
+            [bytes_of(state).tobytes() for state in _gpu_states()],
+            random.getstate(),
+            str(sys.modules["numpy"].random.get_state()) if "numpy" in sys.modules else "",
+        )
+        self.modules = {
+            name or "the model": {
+                key: self._mark(value)
+                for key, value in module.__dict__.items()
+                if key not in ("_parameters", "_modules")
+            }
+            for name, module in model.named_modules()
+        }
+
+    def _mark(self, value: Any) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        self._held.append(value)
+        if isinstance(value, torch.Tensor):
+            return id(value), 0 if value.is_inference() else value._version
+        if isinstance(value, dict) and len(value) < 1000:
+            return id(value), [(key, self._mark(each)) for key, each in value.items()]
+        if isinstance(value, list | tuple) and len(value) < 1000:
+            return id(value), [self._mark(each) for each in value]
+        return id(value), len(value) if isinstance(value, Sized) else 0
+
+    def difference(self, before: Left) -> str | None:
+        """Describe what has changed since before, for a message; None if nothing has."""
+        if self.generators != before.generators:
+            return "it draws random numbers"
+        for name, now in self.modules.items():
+            then = before.modules.get(name)
+            if then != now:
+                changed = [k for k in now if then is None or then.get(k) != now[k]]
+                return f"it changes {name}.{changed[0] if changed else '(attributes)'}"
+        return None

@@ -19,7 +19,7 @@ from lohan.errors import OffloadedGradientError
 from lohan.session._guard import Guard
 from lohan.session._optim import StoreOptimizer
 from lohan.session._session import Session
-from lohan.torch_glue import _late
+from lohan.torch_glue import _thread
 
 if TYPE_CHECKING:
     from lohan.layout._block import Param
@@ -120,7 +120,7 @@ def _put_on(model: nn.Module, session: Training, optimizer: Any, guard: Guard) -
         _adopt.retire(optimizer.origin, session.layout)
     # Install these last: they affect the whole process and stay. A failed wrap() installs none.
     if _exit.set_handlers():
-        _late.prepare()
+        _thread.prepare()
         register_optimizer_step_pre_hook(_refuse_other_optimizer)
 
 

@@ -45,6 +45,7 @@ class Facts:
         rng: the generator of zeroth-order training that was passed, or None.
         trains_experts: whether the model has experts that are trained and apart.
         rule: the update rule that the method is.
+        origin: the class of the optimizer that was passed, or None.
     """
 
     config: Config = dataclasses.field(default_factory=Config)
@@ -59,6 +60,7 @@ class Facts:
     rng: str | None = None
     trains_experts: bool = False
     rule: str = "adamw"
+    origin: type | None = None
 
     @property
     def is_mezo(self) -> bool:
@@ -241,6 +243,17 @@ ROWS = (
         "with which torch draws the direction of a parameter as a whole",
         "leave rng= out",
     ),
+    Row(
+        "Debug(ablate=('reuse',)) of MeZO()",
+        "device={c.device!r}",
+        lambda f: (
+            f.is_mezo and "reuse" in f.config.ablate and str(f.config.device).startswith("cuda")
+        ),
+        "meaning",
+        "",
+        "leave it out, or pass device='emu'",
+        "{one} is only valid on the emulated device: {way_out}",
+    ),
     # Other rules than AdamW.
     *map(_of_rule, ("betas", "eps")),
     Row(
@@ -345,6 +358,18 @@ ROWS = (
         "meaning",
         "which has one count of steps for all experts of a layer",
         "pass params= instead, or create the Trainer without optimizers=",
+    ),
+    Row(
+        f"{APART}, if they are trained",
+        "optimizer={f.origin.__name__}",
+        lambda f: (
+            f.trains_experts
+            and f.origin is not None
+            and not f.origin.__module__.startswith("torch.optim")
+        ),
+        "meaning",
+        "whose moments have no parts for single experts",
+        "leave experts= out, or pass params= instead of optimizer=",
     ),
     # Several processes.
     # A mate opens the store while its owner has it open: a single slot is unclean then.

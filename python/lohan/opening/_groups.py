@@ -138,6 +138,8 @@ def make_optimizer(
     seen: set[int] = set()
     for group in groups:
         for tensor in group["params"]:
+            if tensor.numel() == 0:
+                continue  # it has no values, and stays in its group, as in torch's optimizers
             if id(tensor) not in index:
                 raise ModelError(
                     f"{name} has a tensor of shape {tuple(tensor.shape)} that is not a parameter of"
@@ -162,6 +164,7 @@ def make_optimizer(
         index[id(tensor)]: number
         for number, group in enumerate(optimizer.param_groups)
         for tensor in group["params"]
+        if tensor.numel() > 0
     }
     left = [p.name for p in trainable if p.index not in group_of]
     if left:

@@ -13,13 +13,11 @@ from torch import nn
 
 from lohan.common import _exit
 from lohan.errors import ModelError, UnsupportedError
-from lohan.layout._block import RESIDUAL_BYTES, is_dense
-from lohan.layout._dtypes import NAMES
+from lohan.layout._block import NAMES, RESIDUAL_BYTES, is_dense
 from lohan.torch_glue._buffers import BYTES_MAX
-from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._hollow import check_grad_dtype
 from lohan.torch_glue._peft import check_computed, check_quantized, set_empty_buffers
-from lohan.torch_glue._tensor import nbytes_of
+from lohan.torch_glue._tensor import check_bytes, nbytes_of
 
 # Modules that keep parameters in a different form or expect several processes to call them.
 _WRAPPERS = (
@@ -43,38 +41,38 @@ def refuse_divided(model: Any) -> None:
         found = sorted(theirs.intersection(_WRAPPERS))
         if found:
             kind = "fully_shard()" if found[0] == "FSDPModule" else found[0]
-            raise UnsupportedError(
-                f"{repr(name) if name else 'the model'} is a {kind} module, but lohan divides the"
-                " model itself, among the processes that torchrun starts as well: pass lohan.wrap()"
-                " the model from before that (model.module of DataParallel and"
-                " DistributedDataParallel)"
-            )
+            raise _divided(f"{repr(name) if name else 'the model'} is a {kind} module")
     for name, param in nn.Module.named_parameters(model):  # does not load a wrapped model's values
         if type(param).__name__ == "DTensor":
-            raise UnsupportedError(
-                f"parameter {name!r} is a DTensor (fully_shard(), tensor parallelism), but lohan"
-                " divides the model itself: pass lohan.wrap() the model from before that"
-            )
+            raise _divided(f"parameter {name!r} is a DTensor (fully_shard(), tensor parallelism)")
+
+
+def _divided(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}, but lohan divides the model itself, among the processes that torchrun starts as"
+        " well: pass lohan.wrap() the model from before that (model.module of DataParallel and"
+        " DistributedDataParallel)"
+    )
 
 
 def _check_compiled(model: nn.Module) -> None:
     """Reject a compiled or scripted module, and name the plain one that lohan can wrap."""
     for path, module in model.named_modules():
         what = repr(path) if path else "the model"
+        done, way_out = "was compiled before lohan.wrap()", ""
         if "_orig_mod" in module._modules:
             plain = f"model.{path}._orig_mod" if path else "model._orig_mod"
             way_out = f"use the plain module, {plain}, instead"
         elif module._compiled_call_impl is not None:
             way_out = "build the model without the call of compile()"
         elif isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(f"{what} is scripted: pass lohan.wrap() the model from before")
-        else:
-            continue
-        raise UnsupportedError(
-            f"{what} was compiled before lohan.wrap(): {way_out}. A wrapped model runs uncompiled,"
-            " also if torch.compile() is called after lohan.wrap(); functions that the model does"
-            " not call, such as the loss, may be compiled"
-        )
+            done, way_out = "is scripted", "pass lohan.wrap() the model from before"
+        if way_out:
+            raise UnsupportedError(
+                f"{what} {done}: {way_out}. A wrapped model runs uncompiled, also if"
+                " torch.compile() is called after lohan.wrap(); functions that the model does not"
+                " call, such as the loss, may be compiled"
+            )
 
 
 def check_model(model: Any, is_filled: bool) -> None:

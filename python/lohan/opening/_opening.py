@@ -18,25 +18,18 @@ import torch
 from torch import nn
 
 from lohan.activations import _activations, _swap
-from lohan.common import _durable
+from lohan.common import _durable, _log
 from lohan.common._rules import RULES
 from lohan.errors import StoreError
 from lohan.layout import _experts, _names, _ties
 from lohan.layout._experts import Apart
 from lohan.opening import _attached, _combination, _groups, _request
 from lohan.opening._model_checks import check_model
-from lohan.opening._shared import Shared
-from lohan.session import (
-    _division,
-    _notes,
-    _opened,
-    _replaced,
-)
+from lohan.opening._shared import Shared, joined
+from lohan.session import _division, _notes, _opened, _outside
 from lohan.session._training import Training
-from lohan.store import _checksums, _directories, _scalars, _store, _temporary, _weights
-from lohan.store._created import remove_remains
+from lohan.store import _checksums, _directories, _scalars, _store, _weights
 from lohan.torch_glue import _buffers, _device
-from lohan.world._joined import joined
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -208,6 +201,22 @@ def _trained(
     return _zo_setup.find(zeroth, found, then)
 
 
+def _remove_remains(directories: Sequence[str]) -> None:
+    """Remove a store that never had its weights; leave everything else.
+
+    This comes before anything is allocated beside the new store, which gets the space.
+    """
+    if not any(os.path.exists(os.path.join(directory, "lohan.data")) for directory in directories):
+        return
+    from lohan.store import _snapshot  # which few runs need
+
+    if _snapshot.remove_unfinished(directories):
+        _log.note(
+            f"the store in {directories[0]} is made again: its creation was interrupted before all"
+            " weights were in it"
+        )
+
+
 @dataclasses.dataclass
 class Opening:
     """The parts of the session that wrap() is opening.
@@ -296,7 +305,7 @@ class Opening:
         finally:
             if self.where is None:
                 for directory in self.directories:
-                    _temporary.remove_temporary(directory)
+                    _directories.remove_temporary(directory)
         return session
 
     def _note(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -334,7 +343,7 @@ class Opening:
 
     def _create(self, parts: contextlib.ExitStack) -> _core.Store:
         """Create the store and fill it."""
-        remove_remains(self.directories)
+        _remove_remains(self.directories)
         made = [path for name in self.directories for path in _durable.missing(Path(name))]
         parts.callback(self._remove_made, made)
         # Allocate this first: a full disk should be noticed before a store has been filled.
@@ -493,7 +502,8 @@ class Opening:
         """Give the session its optimizer, buffers and extensions, and print what was opened."""
         model, is_resumed = self.request.model, self.request.is_resumed
         is_temporary = self.where is None
-        session.adopt(self.optimizer)
+        session.optimizer = self.optimizer
+        self.optimizer.attach(session)
         session.buffers = _store.buffers(model, self.layout, session.store)
         if is_resumed:
             session.resumed_step = session.step
@@ -503,7 +513,7 @@ class Opening:
             return
         session.speaks = self.shared.world is None or self.shared.world.rank == 0
         if not is_temporary:
-            session.keep_names()
+            session.commits.keep_names()
         _opened.extend(session, self.shared.world)
         wear: Any = None
         if self.zeroth is not None:
@@ -516,7 +526,7 @@ class Opening:
             from lohan.session import _recorder
 
             _recorder.begin(session, is_resumed=is_resumed)
-        self.optimizer.replaced = _replaced.Replaced(session, self.optimizer)
+        self.optimizer.replaced = _outside.Replaced(session, self.optimizer)
         _notes.say(session, self.optimizer.replaced.notes)
         _device.say_gpu(self.config)
         _buffers.say_rounded(model)

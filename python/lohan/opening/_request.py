@@ -104,6 +104,7 @@ class Request:
             self.open_at,
             rng=self.of_method["rng"],
             rule=self.rule,
+            origin=None if self.optimizer is None else type(self.optimizer),
             **known,
         )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lohan.common import _arguments
 from lohan.errors import StoreError
-from lohan.session._peers import Alone
+from lohan.session._choices import Alone
 from lohan.store import _directories
+from lohan.world._rendezvous import find_store, process_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -217,7 +220,7 @@ class Shared:
         if layout.part[1] > 1:
             states = DividedMate(self.groups) if self.is_mate else Divided(self.groups)
         elif self.groups is not None:
-            from lohan.replicas._grouped import Grouped, GroupedMate
+            from lohan.replicas._divided import Grouped, GroupedMate
 
             states = GroupedMate(self.groups) if self.is_mate else Grouped(self.groups)
         if self.team is not None and self.is_mate:
@@ -238,3 +241,32 @@ class Shared:
             ("weight_decay=", said["weight_decay"]),
             ("storage=", said["storage"]),
         ]
+
+
+@contextlib.contextmanager
+def joined(timeout_s: float, what: str = "lohan.wrap()") -> Iterator[World | None]:
+    """Join the other processes for the duration of a wrap(), and longer if it succeeds.
+
+    Args:
+        timeout_s: how long a process may be silent.
+        what: what they are told that an error has ended.
+
+    Yields:
+        The world, or None if there is only one process.
+
+    Raises:
+        ModelError: the environment describes no valid set of processes.
+        PeerLostError: the rendezvous store cannot be reached, or not all processes arrive.
+    """
+    if process_count() <= 1:
+        yield None
+        return
+    from lohan.world._world import World, named
+
+    base, rank, size = find_store(timeout_s)
+    world = World(base, rank, size, timeout_s)
+    try:
+        yield world
+    except BaseException as error:
+        world.leave("failed", f"failed in {what} with {named(error)}")
+        raise

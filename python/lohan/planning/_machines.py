@@ -146,10 +146,10 @@ def here(directories: Sequence[str]) -> Machine:
         StoreError: a directory does not exist, does not support O_DIRECT, or has no room for the
             probe.
     """
-    from lohan.common import _progress
+    from lohan.common import _console
     from lohan.planning import _measure  # torch is not needed for other machines
 
-    with _progress.spinner() as tell:
+    with _console.spinner() as tell:
         return Machine(**_measure.measure(directories, tell))
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.errors import UnsupportedError
+from lohan.errors import lacks
 from lohan.world import _wire
 
 if TYPE_CHECKING:
@@ -144,10 +144,7 @@ def _nccl(world: World, ranks: Sequence[int], name: str) -> Any:
     """Return a group of NCCL; it connects in its first collective."""
     dist: Any = torch.distributed
     if not dist.is_nccl_available():
-        raise UnsupportedError(
-            "Parallel(gather='shards') needs NCCL on GPUs, which this build of torch lacks:"
-            " leave gather= out"
-        )
+        raise lacks("Parallel(gather='shards')", "NCCL on GPUs", "leave gather= out")
     store = world.substore(name)
     options = dist.ProcessGroupNCCL.Options()
     return dist.ProcessGroupNCCL(store, ranks.index(world.rank), len(ranks), options)

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.common._patterns import first_match
 from lohan.errors import ModelError, UnsupportedError, WorldMismatchError
+from lohan.layout._names import first_match
 from lohan.world._agree import agree, difference
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from lohan.config import (
 from lohan.errors import StoreError, WorldMismatchError
 from lohan.replicas import _places
 from lohan.replicas._groups import agree_on
-from lohan.store import _process, _store
+from lohan.store import _store
 from lohan.world._agree import Fact, agree
 
 _SAME_VALUES = (
@@ -171,7 +171,7 @@ def _look(
     store = _store.open_existing(directories, config, read_only=True)
     try:
         said = store.describe()
-        _process.check_groups(_meta.of(store), groups, directories[0])
+        _store.check_groups(_meta.of(store), groups, directories[0])
         return _Found(
             [*directories], _places.run_of(store), int(said["step"]), int(said["older_step"])
         )

@@ -36,7 +36,7 @@ from lohan.errors import (
 from lohan.layout._block import parts_of
 from lohan.replicas._gather import Gather
 from lohan.replicas._whole import Whole
-from lohan.session._peers import Alone
+from lohan.session._choices import Alone
 from lohan.world._agree import agree
 
 if TYPE_CHECKING:

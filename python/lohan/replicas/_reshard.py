@@ -34,7 +34,7 @@ from lohan.errors import (
 )
 from lohan.layout._block import divide_states
 from lohan.replicas import _places
-from lohan.store import _contents, _process, _scalars, _snapshot, _steps, _store
+from lohan.store import _contents, _scalars, _snapshot, _steps, _store
 from lohan.store._directories import new_directories
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class _Target:
         self._meta = dict(first.contents.meta)
         self._meta.pop("part", None)
         self._meta.pop("given", None)
-        self._meta |= _process.part_of(layout)
+        self._meta |= _store.part_of(layout)
         if extents.checksums >= 0:
             place = {"checksum_extent": extents.checksums}
             self._meta["in_place"] = {**self._meta["in_place"], **place}

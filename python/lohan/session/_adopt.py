@@ -14,7 +14,7 @@ from lohan.common._rules import ADAMW, RULES, Rule
 from lohan.errors import ModelError, UnsupportedError
 from lohan.session._optim import NoState
 from lohan.store import _scalars
-from lohan.torch_glue._classes import check_bytes
+from lohan.torch_glue._tensor import check_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,22 +103,22 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
     from lohan.session import _adopt_8bit
 
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if kind == "accelerate.optimizer.AcceleratedOptimizer":
-        raise UnsupportedError(
-            "optimizer= is what accelerator.prepare() has returned: pass its .optimizer, which is"
-            f" the {type(optimizer.optimizer).__name__} inside. prepare() has loaded the state in"
-            " the dtypes of the parameters: where these have 16 bits, moments in fp32 have been"
-            " rounded. To keep such moments, wrap with an optimizer that was never prepared"
-        )
     if _adopt_8bit.is_known(optimizer):
         _adopt_8bit.check(optimizer)
     elif not is_torchs(optimizer):
-        raise UnsupportedError(
-            f"optimizer= is a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam,"
-            " SGD, Adagrad or RMSprop, or from an AdamW of bitsandbytes or torchao. To begin with a"
-            " rule of lohan's, omit optimizer= and pass method=, lr=, weight_decay= and params="
-            " instead"
+        why = (
+            f"a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam, SGD, Adagrad or"
+            " RMSprop, or from an AdamW of bitsandbytes or torchao. To begin with a rule of"
+            " lohan's, omit optimizer= and pass method=, lr=, weight_decay= and params= instead"
         )
+        if kind == "accelerate.optimizer.AcceleratedOptimizer":
+            why = (
+                "what accelerator.prepare() has returned: pass its .optimizer, which is the"
+                f" {type(optimizer.optimizer).__name__} inside. prepare() has loaded the state in"
+                " the dtypes of the parameters: where these have 16 bits, moments in fp32 have been"
+                " rounded. To keep such moments, wrap with an optimizer that was never prepared"
+            )
+        raise UnsupportedError(f"optimizer= is {why}")
     assert isinstance(optimizer, torch.optim.Optimizer)
     given = [name for name, value in besides.items() if value is not None]
     if given:
@@ -145,16 +145,7 @@ def split(origin: torch.optim.Optimizer, apart: Apart) -> Callable[[], None]:
 
     Returns:
         A function that undoes it.
-
-    Raises:
-        UnsupportedError: the moments have another library's format, which has no slices.
     """
-    if not is_torchs(origin):
-        raise UnsupportedError(
-            "experts='apart', if they are trained, is not supported with the moments of a"
-            f" {type(origin).__name__}, which have no parts for single experts: leave experts="
-            " out, or pass params= instead of optimizer="
-        )
     before = [(group, group["params"]) for group in origin.param_groups]
     states: dict[torch.Tensor, Any] = {}
     parts = {id(whole): each for whole, each in apart.wholes()}

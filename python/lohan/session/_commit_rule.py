@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 from lohan.common import _log, _shown
 from lohan.config import CHOSEN_LATER
 from lohan.planning import _drives, _wear
-from lohan.session import _wear_life
 from lohan.session._extension import Extension, Place
+from lohan.session._wear import writes_of
 from lohan.torch_glue import _device
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def begin(session: Training, world: World | None) -> None:
     if session.config.commit_every == CHOSEN_LATER:
         session.extensions.add(CommitChoice(Rule(session, world)))
     elif session.config.commit_every == "auto" and session.trains:
-        config, writes = session.config, _wear_life.writes_of(session)
+        config, writes = session.config, writes_of(session)
         nbytes = writes.committed - writes.between
         is_small = nbytes > writes.between and config.commit_steps > 0
         mine = [nbytes * config.sharers * is_small, writes.between]

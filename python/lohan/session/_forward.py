@@ -15,8 +15,8 @@ from torch import nn
 
 from lohan.errors import HollowParameterError, SecondBackwardError, UnsupportedError
 from lohan.layout._block import DTYPE_CODES
-from lohan.session._autocast import Autocast
 from lohan.torch_glue._batch import BatchCheck
+from lohan.torch_glue._cast import Autocast
 from lohan.torch_glue._tensor import (
     has_saved_tensor_hooks,
     hooks_are_refused,

@@ -27,10 +27,9 @@ from lohan.session._outside import Outside, refuse_replicas
 from lohan.store import _store
 from lohan.store._block_writer import BlockWriter
 from lohan.torch_glue import _peft
-from lohan.torch_glue._classes import check_bytes
 from lohan.torch_glue._compile import Traced, Uncompiled, skip_lohan
 from lohan.torch_glue._hollow import NO_DDP, HollowClasses, show
-from lohan.torch_glue._tensor import ReadParameters, is_same, without_classes
+from lohan.torch_glue._tensor import ReadParameters, check_bytes, is_same, without_classes
 
 if TYPE_CHECKING:
     from lohan.session._training import Training
@@ -184,7 +183,7 @@ class Guard:
             if pair is not None and pair[0] is nn.Parameter:
                 self.plain_hollow = pair[1]
             if pair is not None:
-                self.session.classes_set(param.index, *pair)
+                self.session.engine.classes(param.index, *pair)
                 self.session.forwards.autocast.mark(param.index, param.tensor, pair[0])
 
     def watch(self, module: nn.Module) -> None:
@@ -231,7 +230,7 @@ class Guard:
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters. Between steps, their values come when they are used."""
-        from lohan.session._loop import Loop
+        from lohan.session._values import Loop
 
         refuse_replicas()
         owner = _owner(reference)
@@ -548,43 +547,42 @@ class Guard:
         for dtype in {param.dtype for params in owned for param in params if param is not None}:
             given = torch.ones(1).to(dtype)
             probe = fn(given)
-            _check_moved(given, probe)
-            if probe.dtype != dtype:
-                raise UnsupportedError(
-                    f"changing the dtype of a wrapped model ({dtype} to {probe.dtype}) is not"
-                    " supported: convert the model before lohan.wrap()"
-                )
+            if why := _why_not_applied(given, probe):
+                raise UnsupportedError(why)
         return owner
 
 
-def _check_moved(given: torch.Tensor, made: torch.Tensor) -> None:
-    """Reject functions that cannot be applied to parameters in a store.
+def _why_not_applied(given: torch.Tensor, made: torch.Tensor) -> str:
+    """Return why a function cannot be applied to parameters in a store, or "" if it can.
 
     Args:
         given: a tensor whose only element is 1.
         made: the result of applying the function to it.
-
-    Raises:
-        UnsupportedError: the result has no values or other values, or is shared memory.
     """
     if made.is_meta:
-        raise UnsupportedError(
+        return (
             'moving a wrapped model to "meta" is not supported, and not needed: its values are in'
             " the store, not in memory, while it does not compute. model.lohan.close() ends the"
             " session; lohan.unwrap(model) loads the values into memory"
         )
     # For torch, memory of an accelerator always counts as shared.
     if made.device.type == "cpu" and made.is_shared():  # type: ignore[no-untyped-call]
-        raise UnsupportedError(
+        return (
             "share_memory() of a wrapped model is not supported: its parameters are in memory only"
             " while they are used, and only one process trains it. Give other processes"
             " model.state_dict(), or a copy of the store made by lohan.snapshot()"
         )
     if made.shape != given.shape or not torch.equal(made.detach().cpu().float(), given.float()):
-        raise UnsupportedError(
+        return (
             "a function that changes values cannot be applied to all parameters of a wrapped model:"
             " change them in a loop over model.named_parameters(), or with model.load_state_dict()"
         )
+    if made.dtype != given.dtype:
+        return (
+            f"changing the dtype of a wrapped model ({given.dtype} to {made.dtype}) is not"
+            " supported: convert the model before lohan.wrap()"
+        )
+    return ""
 
 
 def _load_buffers(model: nn.Module, state: dict[str, Any], params: set[str]) -> Any:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from lohan.common import _log
 from lohan.config import POLICIES
 from lohan.session import _gradients
+from lohan.session._extension import Extension, Place
 from lohan.session._forward import parts_of
-from lohan.session._planned import Planned
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lohan.activations._activations import Activations
-    from lohan.activations._planner import Planner
+    from lohan.activations._planner import Plan, Planner
     from lohan.session._training import Training
 
 
@@ -70,7 +70,7 @@ def install(
         hooks.add(part.register_forward_pre_hook(session.forwards.part_enter, prepend=True))
     for scope in layout.scopes:
         plain = engine.scope(scope.units)
-        made = session.visits(scope.units, plain)
+        made = session.runs.visits(scope.units, plain)
         if scope.is_innermost:
             activations.add(session, scope, plain)
         if scope.module is model:
@@ -98,6 +98,37 @@ def install(
     for param in layout.params:
         if layout.units[param.unit].trainable:
             register = param.tensor.register_post_accumulate_grad_hook
-            take = session.gradient_hook(param.index)
+            take = session.peers.gradient_hook(param.index)
+            take = session.runs.gradient_hook(param.index, take)
             hooks.add(register(take))  # type: ignore[no-untyped-call]
             _gradients.refuse_late_hooks(param.name, param.tensor)
+
+
+class Planned(Extension):
+    """Passes the events of a session's steps to its planner of activations.
+
+    Args:
+        planner: the planner.
+    """
+
+    place = Place.PLAN
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def backward_ended(self, session: Training) -> None:
+        """See Planner.backward_end."""
+        self.planner.backward_end()
+
+    def aborted(self, session: Training) -> None:
+        """See Planner.forget."""
+        self.planner.forget()
+
+    def closed(self, session: Training) -> None:
+        """See Planner.step_end."""
+        self.planner.step_end(session)
+
+    def plan(self) -> Plan | None:
+        """Return the plan for the shape of the last forward, or None before the first plan."""
+        shape = self.planner.shape
+        return None if shape is None or shape.made is None else shape.made.plan

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lohan.store import _stale
-from lohan.torch_glue._classes import check_bytes
-from lohan.torch_glue._tensor import is_same
+from lohan.torch_glue._tensor import check_bytes, is_same
 
 if TYPE_CHECKING:
     from lohan.session._guard import Guard

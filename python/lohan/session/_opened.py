@@ -6,7 +6,9 @@ stderr] in common/_log.py. With several processes, only rank 0 prints them.
 
 from __future__ import annotations
 
+import collections
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,13 @@ from lohan.common import _log, _shown
 from lohan.planning import _drives
 from lohan.planning import _wear as _budgets
 from lohan.session import _commit_rule
-from lohan.session._copies import Copies
-from lohan.session._phases import Phases
-from lohan.session._wear import Wear
-from lohan.session._wear_life import Life, writes_of
+from lohan.session._extension import Extension, Place
+from lohan.session._wear import Life, Wear, writes_of
 from lohan.store import _scalars
+from lohan.store._directories import REQUEST
 
 if TYPE_CHECKING:
+    from lohan.session._extension import Steps
     from lohan.session._training import Training
     from lohan.world._world import World
 
@@ -102,3 +104,70 @@ def _opening(session: Training, wear: Wear, *, is_resumed: bool, is_temporary: b
         f" up to {_shown.of_bytes(session.budget['host_bytes'])} of main memory, I/O by"
         f" {status['io']}, device {session.device.name}; {rule}"
     )
+
+
+class Copies(Extension):
+    """Begins the copies that other processes have requested by files in the store's folders."""
+
+    place = Place.COPIES
+
+    def closed(self, session: Training) -> None:
+        """Begin a copy of the step that was just closed, if there is a request."""
+        for directory in session.directories:
+            if os.path.lexists(os.path.join(directory, REQUEST)):
+                from lohan.store import _requests
+
+                _requests.answer(session, directory)
+
+
+_PHASE_COUNT_MAX = 4096
+
+
+class Phases(Extension):
+    """The times of the training thread's last forwards, backwards and steps.
+
+    Attributes:
+        marks: the phase, its step, and when it began and ended, in ns of time.monotonic_ns().
+    """
+
+    place = Place.TRACE
+
+    def __init__(self) -> None:
+        self.marks: collections.deque[tuple[str, int, int, int]] = collections.deque(
+            maxlen=_PHASE_COUNT_MAX
+        )
+        self._open: tuple[str, int, int] | None = None
+
+    def _begin(self, name: str, session: Steps) -> None:
+        """Begin a phase of the step that follows the session's last completed one."""
+        self._open = (name, session.step + 1, time.monotonic_ns())
+
+    def _end(self) -> None:
+        """End the phase that began last."""
+        if self._open is not None:
+            self.marks.append((*self._open, time.monotonic_ns()))
+            self._open = None
+
+    def forward_begins(self, session: Steps) -> None:
+        """Begin a forward."""
+        self._begin("forward", session)
+
+    def forward_ended(self) -> None:
+        """End a forward."""
+        self._end()
+
+    def backward_begins(self, session: Training) -> None:
+        """Begin a backward."""
+        self._begin("backward", session)
+
+    def backward_ended(self, session: Training) -> None:
+        """End a backward."""
+        self._end()
+
+    def step_begins(self, session: Training) -> None:
+        """Begin a call of step()."""
+        self._begin("step", session)
+
+    def closed(self, session: Training) -> None:
+        """End a call of step()."""
+        self._end()

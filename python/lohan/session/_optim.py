@@ -15,8 +15,7 @@ from lohan.common._rules import ADAMW, Hyper, Rule
 from lohan.errors import HyperParameterError, NonFiniteError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lohan.session._outside import Outside
-    from lohan.session._replaced import Replaced
+    from lohan.session._outside import Outside, Replaced
     from lohan.session._training import Training
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lohan.activations._planner import Plan
     from lohan.common._stats import StepStats
     from lohan.layout._origins import Origin
+    from lohan.session._choices import Loss
     from lohan.session._registered import After
-    from lohan.session._runs import Loss
     from lohan.session._training import Training
     from lohan.store._snapshot import PathLike, Snapshot
 

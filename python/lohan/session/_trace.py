@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lohan.common import _timeline
 from lohan.common._timeline import LANE_OF_KIND, TRAINING, WAITS, Span
 from lohan.errors import SessionError, TraceError
-from lohan.session._phases import Phases
+from lohan.session._opened import Phases
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -12,26 +14,23 @@ from torch import nn
 from lohan import _core
 from lohan.activations._swap import Saving
 from lohan.common._stats import StepStats
-from lohan.config import POLICIES
-from lohan.errors import LohanError, SessionError, StepError
+from lohan.config import POLICIES, SCHEDULES
+from lohan.errors import LohanError, SessionError, StepError, engine_raiser
 from lohan.layout._block import DTYPE_CODES
 from lohan.layout._experts import Apart
-from lohan.session import _engine, _gradients, _hooks, _notes
+from lohan.session import _gradients, _hooks, _notes
 from lohan.session._average import Averages
-from lohan.session._commits import Commits
-from lohan.session._edits import Edits
+from lohan.session._choices import AdamW, Alone, Loss, Runs
+from lohan.session._commits import Commits, Edits
 from lohan.session._extension import Extensions
 from lohan.session._forward import Forwards, refuse_read
+from lohan.session._hooks import Planned
 from lohan.session._idle import Idle
-from lohan.session._method import AdamW
-from lohan.session._peers import Alone
-from lohan.session._planned import Planned
 from lohan.session._registered import Registered
-from lohan.session._runs import Loss, Runs
-from lohan.session._step import OpenStep
+from lohan.session._step import Accumulation, OpenStep
 from lohan.session._values import Values
 from lohan.store import _scalars
-from lohan.torch_glue._accumulate import Accumulation
+from lohan.store._store import param_tuples, unit_tuples
 from lohan.torch_glue._device import Device
 from lohan.torch_glue._tensor import hollow, in_backward, nan_array
 
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
     from lohan.activations._planner import Plan, Planner
     from lohan.config import Config
     from lohan.layout._block import Layout, Param
-    from lohan.session._loop import Loop
     from lohan.session._optim import Optimizer
+    from lohan.session._values import Loop
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._buffers import Buffers
@@ -58,6 +57,7 @@ class Training:
         optimizer: the optimizer whose groups provide the hyper-parameters.
     """
 
+    optimizer: Optimizer
     buffers: Buffers | None = None
     closed = False
     resumed_step: int | None = None  # at which the session was resumed; None: its store is new
@@ -98,7 +98,7 @@ class Training:
         accumulation = Accumulation(config.accumulate, is_on=config.sums_gradients)
         self.workers = config.threads or self.device.workers(config.sharers)
         self.saving = Saving(config, self.device, room)
-        self.engine = _engine.make(
+        self.engine = _make_engine(
             self,
             group_of,
             group_count,
@@ -119,7 +119,7 @@ class Training:
         around = self.saving.stay if self.config.activations in POLICIES else self.saving.saved
         self.loops: list[Loop] = []  # over parameters, the innermost last
         self.forwards = Forwards(self, around)
-        _engine.call_back(self.engine, self)
+        _call_back(self.engine, self)
         self.parameters = Values(self, self.engine)
         self.averages, self.registered = Averages(self), Registered(self)
         self.idle = Idle(self.layout, self.engine)
@@ -166,32 +166,15 @@ class Training:
         self.runs.hook(model)
         _hooks.install(self, self.hooks, model, activations, planner)
 
-    def gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return the hook that takes a parameter's gradient from autograd."""
-        return self.runs.gradient_hook(index, self.peers.gradient_hook(index))
-
-    def visits(self, units: list[int], scope: _core.Scope) -> Any:
-        """Return the hooks (enter and leave) around each forward of a scope's module."""
-        return self.runs.visits(units, scope)
-
     def unhook(self) -> None:
         """Remove every hook, including those that reject a forward after the session is closed."""
         self.hooks.remove()
         for param in self.layout.params:
             _gradients.allow_late_hooks(param.tensor)
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Set the optimizer whose groups provide the hyper-parameters."""
-        self.optimizer = optimizer
-        optimizer.attach(self)
-
     def param_names(self) -> dict[int, str]:
         """Return the name of each parameter, by the id of its tensor."""
         return {id(p.tensor): p.name for p in self.layout.params}
-
-    def classes_set(self, index: int, bound: type, hollow: type) -> None:
-        """Set a parameter's classes: `bound` while it is in memory, `hollow` while it is not."""
-        self.engine.classes(index, bound, hollow)
 
     # --- Step -------------------------------------------------------------------------------
 
@@ -303,14 +286,6 @@ class Training:
 
         return _core.Context(enter, lambda: self.engine.resume(changed))
 
-    def settle(self) -> None:
-        """Make the last commit include all closed steps; see Commits.settle."""
-        self.commits.settle()
-
-    def reading(self) -> AbstractContextManager[_core.Store]:
-        """Return a context that gives the store for reading, also after the session is closed."""
-        return self.commits.reading()
-
     def values(self, params: Sequence[Param] | None = None) -> list[torch.Tensor]:
         """Return parameters' values in main memory; see Commits.values."""
         return self.commits.values(self.layout.params if params is None else params)
@@ -318,10 +293,6 @@ class Training:
     def part(self) -> None:
         """Prepare for the end of the session, with all processes that read its parameters."""
         self.peers.part()
-
-    def keep_names(self) -> None:
-        """Let commits, and the end of the session, fail if the store's files were deleted."""
-        self.commits.keep_names()
 
     def flush(self) -> None:
         """Wait until all closed steps are written."""
@@ -403,3 +374,75 @@ class Training:
         self.saving.close()
         for extension in self.extensions:
             extension.release()
+
+
+def _make_engine(
+    session: Training,
+    group_of: dict[int, int],
+    group_count: int,
+    team: tuple[int, int, int, int],
+    *,
+    norms: bool,
+    sums: bool,
+) -> _core.Engine:
+    """Create the engine of a session that has its layout, store, settings and device.
+
+    Args:
+        session: the session.
+        group_of: the parameter group of each trained parameter, by the parameter's index.
+        group_count: the number of parameter groups.
+        team: the engine's part in a team of processes that share parameters.
+        norms: whether the norm of a step's gradients will be needed.
+        sums: whether the engine sums the gradients of several backwards.
+    """
+    config, layout, device = session.config, session.layout, session.device
+    return _core.Engine(
+        store=session.store,
+        units=unit_tuples(layout, session.extents),
+        params=param_tuples(layout, group_of),
+        group_count=group_count,
+        budget=session.budget,
+        raiser=engine_raiser(
+            [u.name for u in layout.units], [p.name for p in layout.params], session.raised
+        ),
+        types=(_core.Handle, _core.Scope),
+        io=config.io,
+        directory=os.fsencode(session.directories[0]),
+        threads=session.workers,
+        nice=device.workers_nice if config.nice is None else config.nice,
+        io_depth=config.io_depth,
+        transfer_bytes=config.transfer_bytes,
+        commit_every=config.commit_steps,
+        schedule=SCHEDULES.index(config.schedule),
+        verify=config.verify,
+        trace_count=min(config.trace_events, _core.TRACE_COUNT_MAX),
+        accept_nan=config.on_nan == "accept",
+        norms=norms,
+        sums=sums,
+        device=device.options(layout.buffer_bytes),
+        saved=session.saving.options,
+        in_place=layout.in_place.engine_options(layout),
+        team=team,
+    )
+
+
+def _call_back(engine: _core.Engine, session: Training) -> None:
+    """Let the engine call the session; a strong reference would form a cycle through C."""
+    this = weakref.ref(session)
+    engine.callbacks(
+        lambda: _alive(this).open_step.backward_begins(),
+        lambda: _alive(this).open_step.gradient_came(),
+        lambda begins: _alive(this).forwards.block_called(begins),
+        lambda: _alive(this).forwards.recompute(),
+    )
+
+
+def _alive(reference: weakref.ref[Training]) -> Training:
+    """Return the session that a reference is to.
+
+    Raises:
+        SessionError: it no longer exists.
+    """
+    if (session := reference()) is None:
+        raise SessionError("the session is gone")
+    return session

@@ -40,11 +40,11 @@ from lohan import _core
 from lohan.common import _log
 from lohan.errors import UnsupportedError
 from lohan.session import _order
-from lohan.session._planned import Planned
-from lohan.session._runs import Loss, Runs, checked_loss
+from lohan.session._choices import Loss, Runs, checked_loss
+from lohan.session._hooks import Planned
+from lohan.torch_glue._device import random_states, set_random_states
 from lohan.torch_glue._lockstep import FIRST, SECOND, Lockstep, ThreadState, Visit
 from lohan.torch_glue._random_starts import RandomStarts
-from lohan.torch_glue._random_states import random_states, set_random_states
 from lohan.torch_glue._tensor import hollow, version_of, without_classes
 
 if TYPE_CHECKING:

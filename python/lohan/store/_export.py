@@ -37,7 +37,7 @@ from lohan.errors import (
 from lohan.layout import _names, _safetensors
 from lohan.layout._names import Origin
 from lohan.layout._safetensors import Tensor
-from lohan.store import _contents, _process, _scalars, _store
+from lohan.store import _contents, _scalars, _store
 from lohan.store._contents import PIECE_ELEMENTS, Contents
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def export(
         raise ModelError(f"dtype {dtype!r} must be None (the dtype of training) or 'float32'")
     folder = Path(os.fspath(out)).expanduser()
     with _opened(source) as (contents, buffers, pieces_of):
-        _process.check_has_all(contents.meta.get("groups"), "lohan.export")
+        _store.check_has_all(contents.meta.get("groups"), "lohan.export")
         stem = contents.meta.get("export", {}).get("stem", _safetensors.STEM)
         if not overwrite:
             _check_no_model(folder, stem)
@@ -285,19 +285,18 @@ def _from_meta(
     params = contents.layout.params
     if said is None:  # the store is from a version that did not record it
         said = {"tensors": [[param.name, param.index] for param in params]}
-    if "refused" in said:
-        raise UnsupportedError(
-            f"{said['refused']}: this store cannot be exported without the model; wrap the model"
-            " with resume=True and call model.save_pretrained(OUT)"
-        )
     values = {**_empty(said.get("empty", [])), **buffers}
-    left = [key for _, key in said["tensors"] if isinstance(key, str) and key not in values]
-    if left:
-        raise UnsupportedError(
-            f"the store has no values of {len(left)} buffers ({left[0]!r}, ...), because they are"
-            " too large to be part of every commit: wrap the model with resume=True and call"
-            " lohan.export(model, OUT) or model.save_pretrained(OUT)"
-        )
+    named = (key for _, key in said.get("tensors", ()) if isinstance(key, str))
+    left = [key for key in named if key not in values]
+    why, call = "", "model.save_pretrained(OUT)"
+    if "refused" in said:
+        why = f"{said['refused']}, and this store cannot be exported without the model"
+    elif left:
+        why = f"the store has no values of {len(left)} buffers ({left[0]!r}, ...), because they are"
+        why += " too large to be part of every commit"
+        call = f"lohan.export(model, OUT) or {call}"
+    if why:
+        raise UnsupportedError(f"{why}: wrap the model with resume=True and call {call}")
     made = []
     for name, key in said["tensors"]:
         if isinstance(key, str):
@@ -399,7 +398,7 @@ def save_pretrained(
         **options: the options of the model's own save_pretrained.
     """
     session.check_open()
-    _process.check_has_all(session.layout.groups, "save_pretrained")
+    _store.check_has_all(session.layout.groups, "save_pretrained")
     plain = type(model).save_pretrained
     stem = _names.stem(model)
     check_not_read(Path(os.fspath(out)), session.layout, options.get("variant"), stem)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lohan.errors import ModelError
 from lohan.torch_glue import _peft
-from lohan.torch_glue._built import no_storage
+from lohan.torch_glue._buffers import no_storage
 from lohan.torch_glue._tensor import give_back, nbytes_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lohan import errors
 from lohan.common import _log
 from lohan.errors import LohanError, StoreError, StoreLockedError
-from lohan.store._files import REQUEST
+from lohan.store._directories import REQUEST
 
 if TYPE_CHECKING:
     from lohan.layout._safetensors import Progress

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lohan.common._rules import RULES
 from lohan.errors import StoreError, StoreMismatchError, StoreUncleanError
 from lohan.layout import _experts
-from lohan.store import _average, _process, _store
+from lohan.store import _average, _store
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -61,7 +61,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
             " otherwise delete it and start again from the weights"
         )
     theirs = _meta.of(store)
-    _process.check_groups(theirs, layout.groups, store.describe()["files"][0][0])
+    _store.check_groups(theirs, layout.groups, store.describe()["files"][0][0])
     take_strides(layout, theirs)
     check_same_rule(theirs, layout)
     check_same_states(theirs, layout)
@@ -75,7 +75,7 @@ def check_same_model(store: _core.Store, layout: Layout) -> None:
         )
     check_same_method(theirs.get("method"), layout.method)
     if all(theirs.get(key) == ours[key] for key in SAME_KEYS):
-        _process.check_part(theirs, layout)
+        _store.check_part(theirs, layout)
         return
     is_reordered = sorted(theirs["params"]) == sorted(ours["params"])
     for index, (a, b) in enumerate(zip(theirs["params"], ours["params"], strict=False)):

@@ -17,9 +17,8 @@ from lohan import _core
 from lohan.common import _log
 from lohan.errors import StoreMismatchError
 from lohan.torch_glue import _buffers
-from lohan.torch_glue._classes import check_bytes
-from lohan.torch_glue._random_states import random_states, set_random_states
-from lohan.torch_glue._tensor import bytes_of
+from lohan.torch_glue._device import random_states, set_random_states
+from lohan.torch_glue._tensor import bytes_of, check_bytes
 
 if TYPE_CHECKING:
     from lohan.layout._block import Layout

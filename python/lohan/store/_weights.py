@@ -22,8 +22,7 @@ from lohan.store import _checksums
 from lohan.store._block_writer import BlockWriter
 from lohan.store._store import read_params, write_param
 from lohan.torch_glue import _peft
-from lohan.torch_glue._buffers import Buffers, remember
-from lohan.torch_glue._built import no_storage, uncopied
+from lohan.torch_glue._buffers import Buffers, no_storage, remember, uncopied
 from lohan.torch_glue._tensor import give_back
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from lohan.errors import ModelError
-from lohan.torch_glue._built import building
+from lohan.torch_glue._buffers import building
 from lohan.torch_glue._tensor import without_classes
 
 _CPU = torch.device("cpu")

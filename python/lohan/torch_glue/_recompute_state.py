@@ -14,7 +14,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.errors import RecomputeError
-from lohan.torch_glue._random_states import random_states, set_random_states
+from lohan.torch_glue._device import random_states, set_random_states
 from lohan.torch_glue._tensor import nbytes_of, version_of
 
 # Tensors of up to one page are always kept: recording how to restore one takes as much memory.

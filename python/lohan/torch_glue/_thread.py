@@ -12,18 +12,33 @@ that called backward, whose stack has autograd's call. A stack does not show whi
 is running, and the backward of another model is irrelevant here. Autograd keeps a callback for the
 end of each backward until that backward ends, with or without an error; the callback's lifetime
 therefore shows whether the backward of this model still runs.
+
+[Note: Tasks that a failed backward leaves] A backward that fails stops in the middle: operations
+that it has not reached stay in autograd's queue of the thread, with what they saved, until the
+thread ends. The main thread ends after the interpreter, and torch 2.15 then takes the GIL to
+destroy saved-tensor hooks, which ends the process with SIGSEGV in place of its exit status.
+drain() therefore empties the queue while the interpreter lives. autograd discards such a task when
+a later backward takes it from the queue, the task with the highest number first. Threads number
+operations from 0, so the first operation of a new thread comes after everything else.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
+from typing import Protocol
 
-from lohan.common._lock import held
+import torch
+from torch import autograd
+
+from lohan import _core
 from lohan.errors import ThreadError
+from lohan.torch_glue._tensor import in_backward
 
 _REMEDY = (
     "call a wrapped model from one thread at a time (a threading.Lock around forward, backward and"
@@ -165,3 +180,42 @@ class ForwardThread:
         for ident in candidates:
             if ident != me and _runs_backward(ident):
                 raise thread_error(ident, "runs a backward", what)
+
+
+class Lock(Protocol):
+    """A lock of threading, whose methods are functions in C."""
+
+    def acquire(self) -> bool:
+        """Wait for the lock and take it."""
+
+    def release(self) -> None:
+        """Give the lock back."""
+
+
+def held(lock: Lock) -> AbstractContextManager[bool]:
+    """Return a context in which the calling thread holds the lock."""
+    return _core.Context(lock.acquire, lock.release, True)
+
+
+_last: list[torch.Tensor] = []  # a leaf, and the result of a new thread's first operation on it
+
+
+def _make() -> None:
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    _last[:] = leaf, leaf + 0
+
+
+def prepare() -> None:
+    """Call drain() at exit; a process that is ending can no longer start the thread for it."""
+    thread = threading.Thread(target=_make, name="lohan-last-task")
+    thread.start()
+    thread.join()
+    atexit.register(drain)
+
+
+def drain() -> None:
+    """Free what failed backwards of the calling thread have left in autograd's queue."""
+    if _last and not in_backward():
+        leaf, result = _last
+        with torch.inference_mode(False):
+            autograd.grad(result, leaf, torch.ones(()), retain_graph=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lohan.common import _log
-from lohan.errors import ModelError, PeerLostError, UnsupportedError
+from lohan.errors import ModelError, PeerLostError, lacks
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLICE_S = 0.1
@@ -63,9 +63,7 @@ def find_store(peer_timeout_s: float) -> tuple[Any, int, int]:
     """
     global _own_store
     if not torch.distributed.is_available():
-        raise UnsupportedError(
-            f"WORLD_SIZE is {process_count()}, but this build of torch has no torch.distributed"
-        )
+        raise lacks(f"WORLD_SIZE={process_count()}", "torch.distributed")
     dist: Any = torch.distributed
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()

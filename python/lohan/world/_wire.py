@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.errors import PeerLostError, UnsupportedError, reason_of
+from lohan.errors import PeerLostError, lacks, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -147,7 +147,7 @@ def gloo_groups() -> Any:
     """
     dist: Any = torch.distributed
     if not dist.is_gloo_available():
-        raise UnsupportedError("this build of torch has no gloo, which several processes need")
+        raise lacks("a run of several processes", "gloo")
     return dist.ProcessGroupGloo
 
 
