@@ -134,7 +134,7 @@ static void worker_run(void *context, int index)
         if (bench->work == WORK_STREAM)
             lh_adam_stream(&run);
         else if (bench->work == WORK_UPDATE && bench->states == LH_ADAM_STATES_F32)
-            bench->kernel->run(&run, &bench->scalars);
+            bench->kernel->run[LH_RULE_ADAMW](&run, &bench->scalars);
         else
             chunk_work(bench, &run, c);
     }

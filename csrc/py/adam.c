@@ -115,7 +115,7 @@ static void *work_run(void *context)
         if (!work->kernel)
             (void)lh_adam_stream(&run);
         else if (!work->made && work->moments.states == LH_ADAM_STATES_F32)
-            lh_adam_kernel_run(work->kernel, work->rule)(&run, &work->scalars);
+            work->kernel->run[work->rule](&run, &work->scalars);
         else if (chunk_update(work, &run, index) < 0)
             atomic_store(&work->wrong_chunk, index);
     }
