@@ -36,25 +36,20 @@ struct lh_adam_scalars lh_adam_scalars_make(const struct lh_adam_hyper *hyper, u
 /* All kernels, best first. */
 static const struct lh_adam_kernel kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", lh_adam_avx512, lh_rule_avx512, lh_adam_avx512_folding, lh_adam_avx512_roots,
-     lh_adam_avx512_stored, &lh_adam_states_avx512},
-    {"avx512_pclmul", lh_adam_avx512, lh_rule_avx512, lh_adam_avx512_pclmul, lh_adam_avx512_roots,
-     lh_adam_avx512_stored, &lh_adam_states_avx512},
-    {"avx512_tiles", lh_adam_avx512, lh_rule_avx512, NULL, lh_adam_avx512_roots,
-     lh_adam_avx512_stored, &lh_adam_states_avx512},
-    {"avx2", lh_adam_avx2, lh_rule_avx2, lh_adam_avx2_folding, lh_adam_avx2_roots, NULL,
+    {"avx512", lh_rule_avx512_run, lh_rule_avx512_folding, lh_rule_avx512_stored,
+     &lh_adam_states_avx512},
+    {"avx512_pclmul", lh_rule_avx512_run, lh_rule_avx512_pclmul, lh_rule_avx512_stored,
+     &lh_adam_states_avx512},
+    {"avx512_tiles", lh_rule_avx512_run, NULL, lh_rule_avx512_stored, &lh_adam_states_avx512},
+    {"avx2", lh_rule_avx2_run, lh_rule_avx2_folding, lh_rule_avx2_stored, &lh_adam_states_avx2},
+    {"avx2_pclmul", lh_rule_avx2_run, lh_rule_avx2_pclmul, lh_rule_avx2_stored,
      &lh_adam_states_avx2},
-    {"avx2_pclmul", lh_adam_avx2, lh_rule_avx2, lh_adam_avx2_pclmul, lh_adam_avx2_roots, NULL,
-     &lh_adam_states_avx2},
-    {"avx2_tiles", lh_adam_avx2, lh_rule_avx2, NULL, lh_adam_avx2_roots, NULL,
-     &lh_adam_states_avx2},
+    {"avx2_tiles", lh_rule_avx2_run, NULL, lh_rule_avx2_stored, &lh_adam_states_avx2},
 #elif defined(__aarch64__)
-    {"neon", lh_adam_neon, lh_rule_neon, lh_adam_neon_folding, lh_adam_neon_roots, NULL,
-     &lh_adam_states_neon},
-    {"neon_tiles", lh_adam_neon, lh_rule_neon, NULL, lh_adam_neon_roots, NULL,
-     &lh_adam_states_neon},
+    {"neon", lh_rule_neon_run, lh_rule_neon_folding, lh_rule_neon_stored, &lh_adam_states_neon},
+    {"neon_tiles", lh_rule_neon_run, NULL, lh_rule_neon_stored, &lh_adam_states_neon},
 #endif
-    {"ref", lh_adam_ref, lh_rule_ref, NULL, lh_adam_ref_roots, NULL, &lh_adam_states_ref},
+    {"ref", lh_rule_ref, NULL, NULL, &lh_adam_states_ref},
 };
 
 /* The kernels that this machine can run. */
@@ -65,17 +60,17 @@ static pthread_once_t kernels_once = PTHREAD_ONCE_INIT;
 #if defined(__x86_64__)
 static bool needs_vpclmulqdq(const struct lh_adam_kernel *kernel)
 {
-    return kernel->run_checking == lh_adam_avx512_folding ||
-           kernel->run_checking == lh_adam_avx2_folding;
+    return kernel->run_checking == lh_rule_avx512_folding ||
+           kernel->run_checking == lh_rule_avx2_folding;
 }
 #endif
 
 static bool kernel_runs(const struct lh_adam_kernel *kernel)
 {
 #if defined(__x86_64__)
-    if (kernel->run == lh_adam_avx512 && !lh_cpu_has(LH_CPU_ISA_AVX512))
+    if (kernel->run == lh_rule_avx512_run && !lh_cpu_has(LH_CPU_ISA_AVX512))
         return false;
-    if (kernel->run != lh_adam_ref && !lh_cpu_has(LH_CPU_ISA_AVX2))
+    if (kernel->run != lh_rule_ref && !lh_cpu_has(LH_CPU_ISA_AVX2))
         return false;
     if (kernel->run_checking && !lh_cpu_has(LH_CPU_ISA_SSE42))
         return false;
@@ -111,7 +106,7 @@ void lh_adam_update(const struct lh_adam_run *run, const struct lh_adam_scalars 
     lh_adam_kernels(&best);
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);
-    best->run(run, scalars);
+    best->run[LH_RULE_ADAMW](run, scalars);
     fesetenv(&environment);
 }
 

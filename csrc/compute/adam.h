@@ -16,7 +16,7 @@
  * division raised the time per element in cache from 0.32 to 0.51 ns (one Zen 4 core, AVX-512),
  * close to the limit set by fast memory.
  *
- * adam_ref.c is the definition; every SIMD kernel matches it bit for bit, on any input including
+ * rule_ref.c is the definition; every SIMD kernel matches it bit for bit, on any input including
  * NaN, infinity and denormals (no flush to zero). A NaN that an update writes to p, m or v is
  * 0x7FC00000, whatever NaN or operation it came from: which operand's payload survives is the only
  * respect in which IEEE arithmetic differs between instruction sets.
@@ -121,7 +121,8 @@ struct lh_adam_run {
     uint64_t count;
     enum lh_dtype param_dtype;    /* LH_DTYPE_F32, _BF16 or _F16 */
     enum lh_dtype gradient_dtype; /* any of the same three */
-    bool *has_nan; /* becomes true if an updated parameter is NaN; NULL: nobody asks */
+    bool *has_nan;  /* becomes true if an updated parameter is NaN; NULL: nobody asks */
+    bool has_roots; /* moment2 receives the roots of second moments, which 8-bit states store */
 };
 
 typedef void (*lh_adam_fn)(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
@@ -161,33 +162,26 @@ typedef void (*lh_adam_stored_fn)(const struct lh_adam_run *run,
 struct lh_adam_kernel {
     /* "avx512", "avx2", each also with "_pclmul" and "_tiles"; "neon", "neon_tiles"; "ref" */
     const char *name;
-    lh_adam_fn run;                   /* AdamW, as all functions but those of rules */
-    const lh_adam_fn *rules;          /* the other rules, by enum lh_rule */
-    lh_adam_checking_fn run_checking; /* NULL: checksums are computed tile by tile */
-    /* Like run, but moment2 receives the root of the second moment, which 8-bit states store. */
-    lh_adam_fn run_roots;
-    lh_adam_stored_fn run_stored; /* NULL: moments are decoded before run, and encoded after it */
+    /* All functions are by enum lh_rule. */
+    const lh_adam_fn *run;
+    const lh_adam_checking_fn *run_checking; /* NULL: checksums are computed tile by tile */
+    const lh_adam_stored_fn *run_stored;     /* NULL: decode before run, encode after it */
     const struct lh_adam_states_ops *states;
 };
-
-/* A kernel's function for a rule, with moments in fp32. */
-static inline lh_adam_fn lh_adam_kernel_run(const struct lh_adam_kernel *kernel, enum lh_rule rule)
-{
-    return rule == LH_RULE_ADAMW ? kernel->run : kernel->rules[rule];
-}
 
 /* The kernels this machine can run, best first ("ref" last). For tests, benchmarks and doctor. */
 int lh_adam_kernels(const struct lh_adam_kernel **kernels_out);
 
-/* Update with the best kernel, in the default floating-point environment, not the caller's. */
+/* Update by AdamW with the best kernel, in the default floating-point environment. */
 void lh_adam_update(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
 
 /*
  * Read and write the bytes that an update would read and write, with almost no arithmetic: the
  * upper bound of an update's speed, for benchmarks and doctor. The arrays are garbage afterwards.
- * Returns a sum over the gradient, so that the compiler cannot remove the reads.
+ * Moments that are NULL are left out, as are scales. stored: moments in fewer bits in place of the
+ * run's, or NULL. Returns a sum over the gradient, so that the compiler cannot remove the reads.
  */
-uint64_t lh_adam_stream(const struct lh_adam_run *run);
+uint64_t lh_adam_stream(const struct lh_adam_run *run, const struct lh_adam_moments *stored);
 
 /* Convert fp32 masters to P16 + residual, and back, as in [Note: 12P]. */
 void lh_adam_split(const float *master, uint16_t *param, int16_t *residual, uint64_t count);

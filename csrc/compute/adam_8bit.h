@@ -1,6 +1,6 @@
 /*
  * Private parts of adam_states.h: the arithmetic of scales, which all instruction sets share, and
- * the conversions of moments, one file for each instruction set.
+ * the conversions of moments of each instruction set (rule_*.c).
  */
 #ifndef LH_COMPUTE_ADAM_8BIT_H
 #define LH_COMPUTE_ADAM_8BIT_H

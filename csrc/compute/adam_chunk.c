@@ -175,7 +175,7 @@ static void piece_by_checking(struct walk *walk, const struct lh_adam_segment *s
     struct lh_adam_run run = run_make(walk, segment, first, count);
     uint32_t crcs[LH_ADAM_STREAM_COUNT];
 
-    walk->kernel->run_checking(&run, &segment->scalars, crcs);
+    walk->kernel->run_checking[walk->chunk->rule](&run, &segment->scalars, crcs);
     for (int i = 0; i < LH_ADAM_STREAM_COUNT; i++) {
         struct stream *stream = walk->streams + i;
 
@@ -203,61 +203,40 @@ static void part_prefetch(const struct walk *walk, const struct lh_adam_segment 
         __builtin_prefetch(gradient + at);
 }
 
-/* Update whole blocks that begin at an element of the parameter, without decoding them first. */
-static void stored_update(const struct walk *walk, const struct lh_adam_run *run,
-                          const struct lh_adam_segment *segment,
-                          const struct lh_adam_moments *moments, uint64_t first)
-{
-    const struct lh_adam_states_ops *states = walk->kernel->states;
-    uint32_t words[PART_ELEMENTS] __attribute__((aligned(64)));
-
-    if (moments->states == LH_ADAM_STATES_BF16)
-        lh_adam_states_words(states, words, first, run->count, &segment->random);
-    walk->kernel->run_stored(run, &segment->scalars, moments, words);
-    if (moments->states == LH_ADAM_STATES_8BIT)
-        lh_adam_states_encode(states, moments, run->moment1, run->moment2, first, run->count,
-                              &segment->random);
-}
-
 /* Update the blocks [first, first + count), which are inside segment except for padding. */
 static void part_update(const struct walk *walk, const struct lh_adam_segment *segment,
                         uint64_t first, uint64_t count)
 {
     float moment1[PART_ELEMENTS] __attribute__((aligned(64)));
     float moment2[PART_ELEMENTS] __attribute__((aligned(64)));
-    uint16_t absent[PART_ELEMENTS]; /* in place of the moment that the rule lacks: zeros */
+    uint32_t words[PART_ELEMENTS] __attribute__((aligned(64)));
     const struct lh_adam_chunk *chunk = walk->chunk;
     const struct lh_adam_states_ops *states = walk->kernel->states;
+    const bool is_8bit = chunk->states == LH_ADAM_STATES_8BIT;
+    const struct lh_adam_moments all = {chunk->states, chunk->moment1, chunk->moment2,
+                                        chunk->scales};
+    const struct lh_adam_moments moments = lh_adam_moments_from(&all, first);
     uint64_t end = lh_min_u64(first + count, segment->first + segment->count);
-    uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
-    const struct lh_adam_moments moments = {
-        .states = chunk->states,
-        .moment1 = chunk->moment1 ? (char *)chunk->moment1 + first * moment_bytes : (char *)absent,
-        .moment2 = chunk->moment2 ? (char *)chunk->moment2 + first * moment_bytes : (char *)absent,
-        .scales = chunk->scales ? chunk->scales + first / LH_ADAM_STATES_BLOCK : NULL,
-    };
-    struct lh_adam_run run = run_make(walk, segment, first, end - first);
-
     uint64_t param_first = segment->param_first + (first - segment->first);
+    struct lh_adam_run run = run_make(walk, segment, first, end - first);
+    const bool is_direct = walk->kernel->run_stored && run.count == count;
 
     run.moment1 = chunk->moment1 ? moment1 : NULL;
     run.moment2 = chunk->moment2 ? moment2 : NULL;
-    if (walk->kernel->run_stored && run.count == count && chunk->rule == LH_RULE_ADAMW) {
-        stored_update(walk, &run, segment, &moments, param_first);
-        average_update(walk, &run, first, segment->scalars.average_rest);
-        return;
-    }
-    part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
-    if (!chunk->moment1 || !chunk->moment2)
-        memset(absent, 0, sizeof(absent));
-    lh_adam_states_decode(states, &moments, moment1, moment2, count);
-    if (chunk->states == LH_ADAM_STATES_8BIT && chunk->rule == LH_RULE_ADAMW) {
-        walk->kernel->run_roots(&run, &segment->scalars);
+    run.has_roots = is_8bit;
+    if (is_direct) {
+        if (!is_8bit)
+            lh_adam_states_words(states, words, param_first, count, &segment->random);
+        walk->kernel->run_stored[chunk->rule](&run, &segment->scalars, &moments,
+                                              is_8bit ? NULL : words);
     } else {
+        part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
+        lh_adam_states_decode(states, &moments, run.moment1, run.moment2, count);
         walk->run(&run, &segment->scalars);
-        lh_adam_states_root(chunk->states, moment2, count);
     }
-    lh_adam_states_encode(states, &moments, moment1, moment2, param_first, count, &segment->random);
+    if (is_8bit || !is_direct)
+        lh_adam_states_encode(states, &moments, run.moment1, run.moment2, param_first, count,
+                              &segment->random);
     average_update(walk, &run, first, segment->scalars.average_rest);
 }
 
@@ -381,7 +360,7 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
     /* Updates that idle units owe have no gradient. They go tile by tile, like short pieces and
      * chunks with averages, whose masters are then still in cache. */
     bool has_pass = segment->gradient && walk->kernel->run_checking && words_first < words_end &&
-                    !walk->chunk->average && walk->chunk->rule == LH_RULE_ADAMW;
+                    !walk->chunk->average;
 
     if (walk->align > 1) {
         piece_by_blocks(walk, segment, first, end - first);
@@ -579,7 +558,7 @@ int lh_adam_chunk_update(const struct lh_adam_kernel *kernel, const struct lh_ad
     streams_describe(&walk);
     if (!kernel)
         lh_adam_kernels(&walk.kernel);
-    walk.run = lh_adam_kernel_run(walk.kernel, chunk->rule);
+    walk.run = walk.kernel->run[chunk->rule];
     *mismatch_out = (struct lh_adam_mismatch){0};
     for (int i = 0; i < STREAM_COUNT; i++)
         walk.checksums |= walk.streams[i].expected || walk.streams[i].checksums;

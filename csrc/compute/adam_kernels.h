@@ -18,49 +18,30 @@
 /* The NaN that every kernel writes: quiet, positive, no payload. */
 #define LH_ADAM_NAN_BITS UINT32_C(0x7FC00000)
 
-/* The definition, which runs on any machine. */
-void lh_adam_ref(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
-void lh_adam_ref_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
+/*
+ * How checksums are computed. NARROW needs no VPCLMULQDQ, and WIDE is the only form of a machine
+ * that has no other.
+ */
+enum lh_adam_folding { LH_ADAM_FOLDING_NONE, LH_ADAM_FOLDING_WIDE, LH_ADAM_FOLDING_NARROW };
 
-#if defined(__x86_64__)
-/* Needs AVX2, FMA and F16C. */
-void lh_adam_avx2(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
-void lh_adam_avx2_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
-/* Needs PCLMULQDQ as well. */
-void lh_adam_avx2_pclmul(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                         uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
-/* Needs VPCLMULQDQ as well. */
-void lh_adam_avx2_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                          uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
-/* Needs AVX-512 F, BW, VL and DQ. */
-void lh_adam_avx512(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
-void lh_adam_avx512_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
-void lh_adam_avx512_stored(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                           const struct lh_adam_moments *stored, const uint32_t *random);
-/* Needs PCLMULQDQ as well. */
-void lh_adam_avx512_pclmul(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                           uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
-/* Needs VPCLMULQDQ as well. */
-void lh_adam_avx512_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                            uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
-#elif defined(__aarch64__)
-/* Runs on every ARMv8-A. */
-void lh_adam_neon(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
-void lh_adam_neon_roots(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
-/* Needs CRC32 and PMULL as well. */
-void lh_adam_neon_folding(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars,
-                          uint32_t crcs_out[LH_ADAM_STREAM_COUNT]);
-#endif
-
-/* The rules beside AdamW, by enum lh_rule: rule_core.h on one element at a time, or on vectors. */
+/* Kernels by enum lh_rule: the definition, which runs on any machine, and rule_body.h. */
 extern const lh_adam_fn lh_rule_ref[LH_RULE_COUNT];
 #if defined(__x86_64__)
-/* Need AVX2, FMA and F16C, or AVX-512 F, BW, VL and DQ. */
-extern const lh_adam_fn lh_rule_avx2[LH_RULE_COUNT];
-extern const lh_adam_fn lh_rule_avx512[LH_RULE_COUNT];
+/* Need AVX2, FMA and F16C; _pclmul needs PCLMULQDQ as well, _folding also VPCLMULQDQ. */
+extern const lh_adam_fn lh_rule_avx2_run[LH_RULE_COUNT];
+extern const lh_adam_checking_fn lh_rule_avx2_pclmul[LH_RULE_COUNT];
+extern const lh_adam_checking_fn lh_rule_avx2_folding[LH_RULE_COUNT];
+extern const lh_adam_stored_fn lh_rule_avx2_stored[LH_RULE_COUNT];
+/* Need AVX-512 F, BW, VL and DQ; the other two as with AVX2. */
+extern const lh_adam_fn lh_rule_avx512_run[LH_RULE_COUNT];
+extern const lh_adam_checking_fn lh_rule_avx512_pclmul[LH_RULE_COUNT];
+extern const lh_adam_checking_fn lh_rule_avx512_folding[LH_RULE_COUNT];
+extern const lh_adam_stored_fn lh_rule_avx512_stored[LH_RULE_COUNT];
 #elif defined(__aarch64__)
-/* Runs on every ARMv8-A. */
-extern const lh_adam_fn lh_rule_neon[LH_RULE_COUNT];
+/* Run on every ARMv8-A; _folding needs CRC32 and PMULL as well. */
+extern const lh_adam_fn lh_rule_neon_run[LH_RULE_COUNT];
+extern const lh_adam_checking_fn lh_rule_neon_folding[LH_RULE_COUNT];
+extern const lh_adam_stored_fn lh_rule_neon_stored[LH_RULE_COUNT];
 #endif
 
 /* lh_adam_average() for a part of a chunk, in the default floating-point environment. */

@@ -35,6 +35,23 @@ static int nearest(float value)
     return (int)(bits_of(value + LH_ADAM_8BIT_ROUND) - LH_ADAM_8BIT_ROUND_BITS);
 }
 
+static float value1_of(int8_t code, uint16_t scale)
+{
+    uint32_t magnitude = (uint32_t)abs(code);
+    float value = float_of((magnitude << LH_ADAM_8BIT_CODE_SHIFT) + LH_ADAM_8BIT_ONE) - 1;
+
+    if (code == LH_ADAM_8BIT_NAN1)
+        return float_of(LH_ADAM_NAN_BITS);
+    return copysignf(value * lh_adam_8bit_unit1(scale), code);
+}
+
+static float value2_of(uint8_t code, uint16_t scale)
+{
+    float root = (float)code * lh_adam_8bit_unit2(scale);
+
+    return code == LH_ADAM_8BIT_NAN2 ? float_of(LH_ADAM_NAN_BITS) : root * root;
+}
+
 void lh_adam_8bit_decode_ref(const struct lh_adam_moments *moments, float *moment1, float *moment2,
                              uint64_t count)
 {
@@ -43,22 +60,20 @@ void lh_adam_8bit_decode_ref(const struct lh_adam_moments *moments, float *momen
 
     for (uint64_t i = 0; i < count; i++) {
         struct lh_adam_scales scales = moments->scales[i / LH_ADAM_STATES_BLOCK];
-        uint32_t code1 = (uint32_t)abs(codes1[i]);
-        float value1 = float_of((code1 << LH_ADAM_8BIT_CODE_SHIFT) + LH_ADAM_8BIT_ONE) - 1;
-        float m = copysignf(value1 * lh_adam_8bit_unit1(scales.moment1), codes1[i]);
-        float root = (float)codes2[i] * lh_adam_8bit_unit2(scales.moment2);
 
-        moment1[i] = codes1[i] == LH_ADAM_8BIT_NAN1 ? float_of(LH_ADAM_NAN_BITS) : m;
-        moment2[i] = codes2[i] == LH_ADAM_8BIT_NAN2 ? float_of(LH_ADAM_NAN_BITS) : root * root;
+        if (moment1)
+            moment1[i] = value1_of(codes1[i], scales.moment1);
+        if (moment2)
+            moment2[i] = value2_of(codes2[i], scales.moment2);
     }
 }
 
-/* The largest magnitude of a block, without NaNs. */
+/* The largest magnitude of a block, without NaNs; 0 if the block is NULL. */
 static float largest(const float *values)
 {
     float most = 0;
 
-    for (int i = 0; i < LH_ADAM_STATES_BLOCK; i++)
+    for (int i = 0; values && i < LH_ADAM_STATES_BLOCK; i++)
         if (fabsf(values[i]) > most)
             most = fabsf(values[i]);
     return most;
@@ -72,36 +87,47 @@ static int code_of(float value)
     return (int)((bits_of(value + 1) - LH_ADAM_8BIT_ONE + half) >> LH_ADAM_8BIT_CODE_SHIFT);
 }
 
-static void block_encode(int8_t *codes1, uint8_t *codes2, struct lh_adam_scales *scales,
-                         const float *moment1, const float *roots)
+static int8_t code1_of(float value, float inverse)
 {
-    float inverse1, inverse2;
+    float part = fminf(fabsf(value) * inverse, 1);
+    int code = code_of(part * LH_ADAM_8BIT_MAX1);
 
-    scales->moment1 = lh_adam_8bit_scale(bits_of(largest(moment1)));
-    scales->moment2 = lh_adam_8bit_scale(bits_of(largest(roots)));
-    inverse1 = lh_adam_8bit_inverse(scales->moment1);
-    inverse2 = lh_adam_8bit_inverse(scales->moment2);
-    for (int i = 0; i < LH_ADAM_STATES_BLOCK; i++) {
-        float part1 = fminf(fabsf(moment1[i]) * inverse1, 1);
-        float part2 = fminf(fabsf(roots[i]) * inverse2, 1);
-        int code1 = code_of(part1 * LH_ADAM_8BIT_MAX1);
-        int code2 = nearest(part2 * LH_ADAM_8BIT_MAX2);
+    return isnan(value) ? LH_ADAM_8BIT_NAN1 : (int8_t)(signbit(value) ? -code : code);
+}
 
-        if (code2 == 0 && roots[i] != 0 && scales->moment2 != 0)
-            code2 = 1;
-        if (signbit(moment1[i]))
-            code1 = -code1;
-        codes1[i] = isnan(moment1[i]) ? LH_ADAM_8BIT_NAN1 : (int8_t)code1;
-        codes2[i] = isnan(roots[i]) ? LH_ADAM_8BIT_NAN2 : (uint8_t)code2;
-    }
+static uint8_t code2_of(float root, float inverse)
+{
+    float part = fminf(fabsf(root) * inverse, 1);
+    int code = nearest(part * LH_ADAM_8BIT_MAX2);
+
+    if (code == 0 && root != 0 && inverse != 0)
+        code = 1;
+    return isnan(root) ? LH_ADAM_8BIT_NAN2 : (uint8_t)code;
 }
 
 void lh_adam_8bit_encode_ref(const struct lh_adam_moments *moments, const float *moment1,
                              const float *roots, uint64_t count)
 {
-    for (uint64_t i = 0; i < count; i += LH_ADAM_STATES_BLOCK)
-        block_encode((int8_t *)moments->moment1 + i, (uint8_t *)moments->moment2 + i,
-                     moments->scales + i / LH_ADAM_STATES_BLOCK, moment1 + i, roots + i);
+    for (uint64_t first = 0; first < count; first += LH_ADAM_STATES_BLOCK) {
+        const struct lh_adam_moments block = lh_adam_moments_from(moments, first);
+        const float *block1 = moment1 ? moment1 + first : NULL;
+        const float *block2 = roots ? roots + first : NULL;
+        int8_t *codes1 = block.moment1;
+        uint8_t *codes2 = block.moment2;
+
+        block.scales->moment1 = lh_adam_8bit_scale(bits_of(largest(block1)));
+        block.scales->moment2 = lh_adam_8bit_scale(bits_of(largest(block2)));
+        for (int i = 0; block1 && i < LH_ADAM_STATES_BLOCK; i++)
+            codes1[i] = code1_of(block1[i], lh_adam_8bit_inverse(block.scales->moment1));
+        for (int i = 0; block2 && i < LH_ADAM_STATES_BLOCK; i++)
+            codes2[i] = code2_of(block2[i], lh_adam_8bit_inverse(block.scales->moment2));
+    }
+}
+
+/* Round a float to bf16, with the upper half of a random word. */
+static uint16_t bf16_of(float value, uint32_t random)
+{
+    return (uint16_t)(lh_zo_rounded(bits_of(value), random, LH_ZO_FORMAT_BF16) >> 16);
 }
 
 void lh_adam_round_bf16_ref(const struct lh_adam_moments *moments, const float *moment1,
@@ -110,11 +136,10 @@ void lh_adam_round_bf16_ref(const struct lh_adam_moments *moments, const float *
     uint16_t *target1 = moments->moment1, *target2 = moments->moment2;
 
     for (uint64_t i = 0; i < count; i++) {
-        uint32_t rounded1 = lh_zo_rounded(bits_of(moment1[i]), random[i], LH_ZO_FORMAT_BF16);
-        uint32_t rounded2 = lh_zo_rounded(bits_of(moment2[i]), random[i] << 16, LH_ZO_FORMAT_BF16);
-
-        target1[i] = (uint16_t)(rounded1 >> 16);
-        target2[i] = (uint16_t)(rounded2 >> 16);
+        if (moment1)
+            target1[i] = bf16_of(moment1[i], random[i]);
+        if (moment2)
+            target2[i] = bf16_of(moment2[i], random[i] << 16);
     }
 }
 
@@ -170,8 +195,10 @@ void lh_adam_states_decode(const struct lh_adam_states_ops *ops,
         ops->decode_8bit(moments, moment1, moment2, count);
         return;
     }
-    ops->zo.widen(moment1, moments->moment1, LH_ZO_FORMAT_BF16, count);
-    ops->zo.widen(moment2, moments->moment2, LH_ZO_FORMAT_BF16, count);
+    if (moment1)
+        ops->zo.widen(moment1, moments->moment1, LH_ZO_FORMAT_BF16, count);
+    if (moment2)
+        ops->zo.widen(moment2, moments->moment2, LH_ZO_FORMAT_BF16, count);
 }
 
 void lh_adam_states_root(enum lh_adam_states states, float *moment2, uint64_t count)
@@ -186,16 +213,6 @@ void lh_adam_states_words(const struct lh_adam_states_ops *ops, uint32_t *words,
     const struct lh_zo_stream stream = {random->seed, SAMPLE_MOMENTS, random->param, random->step};
 
     ops->zo.words(words, first, count, &stream);
-}
-
-/* The part of moments in bf16 that begins at an element. */
-static struct lh_adam_moments bf16_part(const struct lh_adam_moments *moments, uint64_t first)
-{
-    return (struct lh_adam_moments){
-        .states = moments->states,
-        .moment1 = (uint16_t *)moments->moment1 + first,
-        .moment2 = (uint16_t *)moments->moment2 + first,
-    };
 }
 
 void lh_adam_states_encode(const struct lh_adam_states_ops *ops,
@@ -214,10 +231,11 @@ void lh_adam_states_encode(const struct lh_adam_states_ops *ops,
         return;
     }
     for (uint64_t at = 0; at < count; at += WORDS_ELEMENTS) {
-        const struct lh_adam_moments part = bf16_part(moments, at);
+        const struct lh_adam_moments part = lh_adam_moments_from(moments, at);
         uint64_t part_count = lh_min_u64(count - at, WORDS_ELEMENTS);
 
         lh_adam_states_words(ops, words, first + at, part_count, random);
-        ops->round_bf16(&part, moment1 + at, moment2 + at, words, part_count);
+        ops->round_bf16(&part, moment1 ? moment1 + at : NULL, moment2 ? moment2 + at : NULL, words,
+                        part_count);
     }
 }

@@ -1,9 +1,9 @@
 /*
- * The formats in which AdamW's moments are stored between steps.
+ * The formats in which moments are stored between steps.
  *
- * An update decodes the moments to fp32, applies the rule of adam.h with the kernels for fp32, and
- * encodes the results: there is one definition of AdamW, whatever the format. Masters are exact in
- * every format. Bytes that a step reads and writes per trained bf16 parameter, gradient included:
+ * An update decodes the moments to fp32, applies the rule in fp32, and encodes the results: there
+ * is one definition of a rule, whatever the format. Masters are exact in every format. Bytes that a
+ * step by AdamW reads and writes per trained bf16 parameter, gradient included:
  *
  *      F32     26          BF16    18          8BIT    14.125
  *
@@ -84,8 +84,8 @@ struct lh_adam_random {
 /* The stored moments of consecutive blocks. */
 struct lh_adam_moments {
     enum lh_adam_states states;    /* not F32 */
-    void *moment1;                 /* BF16: uint16_t; 8BIT: int8_t */
-    void *moment2;                 /* BF16: uint16_t; 8BIT: uint8_t */
+    void *moment1;                 /* BF16: uint16_t; 8BIT: int8_t; NULL: the rule has none */
+    void *moment2;                 /* BF16: uint16_t; 8BIT: uint8_t; NULL: likewise */
     struct lh_adam_scales *scales; /* 8BIT: one for each block; otherwise NULL */
 };
 
@@ -93,6 +93,20 @@ struct lh_adam_moments {
 static inline uint64_t lh_adam_moment_bytes(enum lh_adam_states states)
 {
     return states == LH_ADAM_STATES_F32 ? 4 : states == LH_ADAM_STATES_BF16 ? 2 : 1;
+}
+
+/* The stored moments from an element on, which is a multiple of LH_ADAM_STATES_BLOCK. */
+static inline struct lh_adam_moments lh_adam_moments_from(const struct lh_adam_moments *moments,
+                                                          uint64_t first)
+{
+    const uint64_t bytes = first * lh_adam_moment_bytes(moments->states);
+
+    return (struct lh_adam_moments){
+        .states = moments->states,
+        .moment1 = moments->moment1 ? (char *)moments->moment1 + bytes : NULL,
+        .moment2 = moments->moment2 ? (char *)moments->moment2 + bytes : NULL,
+        .scales = moments->scales ? moments->scales + first / LH_ADAM_STATES_BLOCK : NULL,
+    };
 }
 
 /* Bytes of the scales of elements, the last block of which may be incomplete. */
@@ -105,7 +119,11 @@ static inline uint64_t lh_adam_scale_bytes(enum lh_adam_states states, uint64_t 
 
 struct lh_adam_states_ops; /* adam_kernels.h */
 
-/* Convert count elements, a multiple of LH_ADAM_STATES_BLOCK, to fp32. ops NULL: the best. */
+/*
+ * Convert count elements, a multiple of LH_ADAM_STATES_BLOCK, to fp32. ops NULL: the best. Here and
+ * in lh_adam_states_encode(), a moment that a rule lacks is NULL in both forms, and its scales are
+ * 0.
+ */
 void lh_adam_states_decode(const struct lh_adam_states_ops *ops,
                            const struct lh_adam_moments *moments, float *moment1, float *moment2,
                            uint64_t count);

@@ -11,6 +11,8 @@
 typedef uint64_t word __attribute__((vector_size(64)));
 
 #define WORD_BYTES sizeof(word)
+/* An array of n bytes per element has n words for this many elements. */
+#define STEP_ELEMENTS WORD_BYTES
 /* The prefetch distance of the kernels. */
 #define PREFETCH_BYTES 2048
 
@@ -23,49 +25,37 @@ static inline __attribute__((always_inline)) void word_read(const char *address,
     *sum += value;
 }
 
-static inline __attribute__((always_inline)) void word_touch(void *array, uint64_t offset_bytes)
+/* Read and write the words of the elements from i on. */
+static inline __attribute__((always_inline)) void array_touch(void *array, uint64_t i,
+                                                              uint64_t element_bytes)
 {
-    char *address = (char *)array + offset_bytes;
-    word value = {1, 1, 1, 1, 1, 1, 1, 1};
+    for (uint64_t w = 0; w < element_bytes; w++) {
+        char *address = (char *)array + i * element_bytes + w * WORD_BYTES;
+        word value = {1, 1, 1, 1, 1, 1, 1, 1};
 
-    word_read(address, &value);
-    memcpy(address, &value, WORD_BYTES);
+        word_read(address, &value);
+        memcpy(address, &value, WORD_BYTES);
+    }
 }
 
-static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_run *run,
-                                                           const uint64_t param_bytes,
-                                                           const uint64_t residual_bytes,
-                                                           const uint64_t gradient_bytes)
+uint64_t lh_adam_stream(const struct lh_adam_run *run, const struct lh_adam_moments *stored)
 {
-    const uint64_t step_elements = WORD_BYTES / 2;
+    const uint64_t param_bytes = lh_dtype_bytes(run->param_dtype);
+    const uint64_t residual_bytes = lh_adam_residual_bytes(run->param_dtype);
+    const uint64_t gradient_bytes = lh_dtype_bytes(run->gradient_dtype);
+    const struct lh_adam_moments in_fp32 = {LH_ADAM_STATES_F32, run->moment1, run->moment2, NULL};
+    const struct lh_adam_moments moments = stored ? *stored : in_fp32;
+    const uint64_t moment_bytes = lh_adam_moment_bytes(moments.states);
     word sum = {0};
 
-    for (uint64_t i = 0; i + step_elements <= run->count; i += step_elements) {
-        for (uint64_t w = 0; w < gradient_bytes / 2; w++)
+    LH_ASSERT((run->residual != NULL) == (residual_bytes > 0));
+    for (uint64_t i = 0; i + STEP_ELEMENTS <= run->count; i += STEP_ELEMENTS) {
+        for (uint64_t w = 0; w < gradient_bytes; w++)
             word_read((const char *)run->gradient + i * gradient_bytes + w * WORD_BYTES, &sum);
-        for (uint64_t w = 0; w < param_bytes / 2; w++)
-            word_touch(run->param, i * param_bytes + w * WORD_BYTES);
-        for (uint64_t w = 0; w < residual_bytes / 2; w++)
-            word_touch(run->residual, i * residual_bytes + w * WORD_BYTES);
-        for (uint64_t w = 0; w < 2; w++) {
-            word_touch(run->moment1, i * 4 + w * WORD_BYTES);
-            word_touch(run->moment2, i * 4 + w * WORD_BYTES);
-        }
+        array_touch(run->param, i, param_bytes);
+        array_touch(run->residual, i, residual_bytes);
+        array_touch(moments.moment1, i, moments.moment1 ? moment_bytes : 0);
+        array_touch(moments.moment2, i, moments.moment2 ? moment_bytes : 0);
     }
     return sum[0] ^ sum[1] ^ sum[2] ^ sum[3] ^ sum[4] ^ sum[5] ^ sum[6] ^ sum[7];
-}
-
-uint64_t lh_adam_stream(const struct lh_adam_run *run)
-{
-    bool is_narrow = lh_dtype_bytes(run->gradient_dtype) == 2;
-
-    LH_ASSERT((run->residual != NULL) == (lh_adam_residual_bytes(run->param_dtype) > 0));
-    switch (run->param_dtype) {
-    case LH_DTYPE_BF16:
-        return is_narrow ? body(run, 2, 2, 2) : body(run, 2, 2, 4);
-    case LH_DTYPE_F16:
-        return is_narrow ? body(run, 2, 4, 2) : body(run, 2, 4, 4);
-    default:
-        return is_narrow ? body(run, 4, 0, 2) : body(run, 4, 0, 4);
-    }
 }

@@ -2,9 +2,10 @@
  * Update rules: one row each. The rest of lohan asks the row, not the name.
  *
  * A row says which arrays of states a rule has and how its scalars follow from the hyper-parameters
- * of a step. What a rule computes is defined by its function in adam_ref.c (AdamW) or rule_ref.c
- * (the others); other kernels of a rule produce the same bits. `g` below is the gradient times
- * gradient_scale, every product and sum is fp32, and a fused multiply-add rounds once:
+ * of a step. What a rule computes is defined by its function in rule_core.h, which rule_ref.c calls
+ * for one element at a time; other kernels of a rule produce the same bits. `g` below is the
+ * gradient times gradient_scale, every product and sum is fp32, and a fused multiply-add rounds
+ * once:
  *
  *      adamw          adam.h
  *      adam           g = fma(p, coupled, g), then AdamW with decay 1

@@ -1,5 +1,5 @@
 /*
- * The arithmetic of every rule but AdamW, with every rounding explicit: rule.h has the formulas. It
+ * The arithmetic of every rule, with every rounding explicit: rule.h has the formulas. It
  * is written once, for floats and for vectors of any width. The including file defines `values`,
  * INLINE, fma_of(), root_of(), sign_of() (1, -1 or 0; 0 for NaN) and splat().
  */
@@ -17,6 +17,7 @@ typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars
 
 /* The rules below, each with the moments that its row in rule.c has: first, second. */
 #define RULES_EACH(X)                                                                              \
+    X(LH_RULE_ADAMW, adamw, true, true)                                                            \
     X(LH_RULE_ADAM, adam, true, true)                                                              \
     X(LH_RULE_LION, lion, true, false)                                                             \
     X(LH_RULE_SGD, sgd, false, false)                                                              \
@@ -30,6 +31,17 @@ typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars
 static INLINE values finite_of(values a)
 {
     return fma_of(a, splat(0), a);
+}
+
+/* AdamW: adam.h. */
+static INLINE void adamw(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values d;
+
+    e->m = fma_of(e->g - e->m, splat(scalars->beta1_rest), e->m);
+    e->v = fma_of(e->v, splat(scalars->beta2), (e->g * splat(scalars->beta2_rest)) * e->g);
+    d = fma_of(root_of(e->v), splat(scalars->bias2_sqrt_inverse), splat(scalars->eps));
+    e->p = fma_of(splat(-scalars->step_size), e->m / d, e->p * splat(scalars->decay));
 }
 
 /* Adam, whose weight decay is a part of the gradient. */

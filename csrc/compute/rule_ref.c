@@ -1,6 +1,7 @@
 /*
- * The definition of every rule but AdamW: rule_core.h, one element at a time. This file is compiled
- * with -ffp-contract=off.
+ * The definition of every rule: rule_core.h, one element at a time. This file is compiled with
+ * -ffp-contract=off. fmaf() rounds once on every machine, in software where no such instruction
+ * exists.
  */
 #include "base/assert.h"
 #include "compute/rule_element.h"
@@ -49,7 +50,7 @@ static INLINE void update(const struct lh_adam_run *run, const struct lh_adam_sc
         if (run->moment1)
             store_u32(run->moment1, i, bits_to_write(e.m));
         if (run->moment2)
-            store_u32(run->moment2, i, bits_to_write(e.v));
+            store_u32(run->moment2, i, bits_to_write(run->has_roots ? sqrtf(e.v) : e.v));
         param_store(run, i, bits_to_write(e.p));
         has_nan |= isnan(e.p);
     }

@@ -115,5 +115,5 @@ void rig_reference_update(struct rig *rig, uint32_t index)
     struct lh_adam_scalars scalars =
         lh_adam_scalars_make(&rig->hypers[param->group], ++rig->param_steps[index], 1.0);
     LH_CHECK(strcmp(kernels[kernel_count - 1].name, "ref") == 0);
-    kernels[kernel_count - 1].run(&run, &scalars);
+    kernels[kernel_count - 1].run[LH_RULE_ADAMW](&run, &scalars);
 }

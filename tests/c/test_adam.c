@@ -170,7 +170,7 @@ static void rule_check(enum lh_rule rule, const struct arrays *start, uint64_t c
     int kernel_count = lh_adam_kernels(&kernels);
 
     run = rule_run_of(&run, &lh_rules[rule]);
-    lh_adam_kernel_run(kernel_ref(), rule)(&run, &scalars);
+    kernel_ref()->run[rule](&run, &scalars);
     for (int k = 0; k < kernel_count; k++) {
         struct arrays actual = arrays_copy(start);
 
@@ -178,7 +178,7 @@ static void rule_check(enum lh_rule rule, const struct arrays *start, uint64_t c
         run = run_of(&actual, count, mode);
         run = rule_run_of(&run, &lh_rules[rule]);
         run.has_nan = &is_found;
-        lh_adam_kernel_run(kernels + k, rule)(&run, &scalars);
+        kernels[k].run[rule](&run, &scalars);
         LH_CHECK(is_found == has_nan(&expected, 0, count, dtypes[mode][0]));
         if (!arrays_equal(&expected, &actual))
             fprintf(stderr, "kernel %s, rule %s, mode %zu, count %" PRIu64 "\n", kernels[k].name,
@@ -245,7 +245,7 @@ static void test_nan_written(void)
         struct lh_adam_run run = run_of(&arrays, count, mode);
 
         arrays_fill(&arrays, count, 7);
-        kernel_ref()->run(&run, &scalars);
+        kernel_ref()->run[LH_RULE_ADAMW](&run, &scalars);
         for (uint64_t i = 0; i < count; i++) {
             uint32_t bits[3];
 
@@ -284,8 +284,8 @@ static void test_half_param(void)
     memcpy(array_of(&arrays, PARAM), array_of(&arrays, RESIDUAL), count * 4);
     alone = arrays_copy(&arrays);
     run32 = run_of(&alone, count, 2);
-    kernel_ref()->run(&run, &scalars);
-    kernel_ref()->run(&run32, &scalars);
+    kernel_ref()->run[LH_RULE_ADAMW](&run, &scalars);
+    kernel_ref()->run[LH_RULE_ADAMW](&run32, &scalars);
     LH_CHECK(memcmp(run.residual, run32.param, count * 4) == 0);
     for (uint64_t i = 0; i < count; i++) {
         uint32_t bits;
@@ -309,8 +309,8 @@ static void test_rule(void)
         float gradient = (float)sin((double)step) * 0.1f;
         double g = 0.5 * (double)gradient;
         struct lh_adam_run run = {&p32, NULL,         &m32,         &v32, &gradient,
-                                  1,    LH_DTYPE_F32, LH_DTYPE_F32, NULL};
-        kernel_ref()->run(&run, &scalars);
+                                  1,    LH_DTYPE_F32, LH_DTYPE_F32, NULL, false};
+        kernel_ref()->run[LH_RULE_ADAMW](&run, &scalars);
         p *= 1 - hyper.lr * hyper.weight_decay;
         m = hyper.beta1 * m + (1 - hyper.beta1) * g;
         v = hyper.beta2 * v + (1 - hyper.beta2) * g * g;
@@ -333,7 +333,7 @@ static void test_environment(void)
     arrays_fill(&start, count, 11);
     expected = arrays_copy(&start);
     run = run_of(&expected, count, 0);
-    kernel_ref()->run(&run, &segment.scalars);
+    kernel_ref()->run[LH_RULE_ADAMW](&run, &segment.scalars);
     for (int chunked = 0; chunked < 2; chunked++) {
         struct lh_adam_chunk chunk = {.count = count, .segments = &segment, .segment_count = 1};
         struct lh_adam_mismatch mismatch;
@@ -450,7 +450,7 @@ static void chunk_check(const struct arrays *start, uint64_t count, enum lh_dtyp
         run.moment2 += segment->first;
         run.gradient = segment->gradient;
         run.gradient_dtype = segment->gradient_dtype;
-        kernel_ref()->run(&run, &segment->scalars);
+        kernel_ref()->run[LH_RULE_ADAMW](&run, &segment->scalars);
         if (s < first_nan && has_nan(&expected, segment->first, segment->count, dtype))
             first_nan = s;
     }
@@ -511,7 +511,7 @@ static void test_chunk_partial_checksums(void)
     segment.gradient = array_of(&start, GRADIENT);
     expected = arrays_copy(&start);
     run = run_of(&expected, count, 3);
-    kernel_ref()->run(&run, &segment.scalars);
+    kernel_ref()->run[LH_RULE_ADAMW](&run, &segment.scalars);
     crcs_of(&expected, count, LH_DTYPE_BF16, crcs);
     for (int k = 0; k < kernel_count; k++)
         for (int wanted = 0; wanted < 2; wanted++) {

@@ -140,40 +140,39 @@ static uint32_t segments_cut(struct lh_adam_segment *segments, const float *grad
  * Returns the first segment whose update makes a parameter NaN, or LH_ADAM_SEGMENT_NONE.
  */
 static uint32_t chunk_define(struct arrays *arrays, enum lh_dtype dtype, enum lh_adam_states states,
-                             uint64_t count, const struct lh_adam_segment *segments,
-                             uint32_t segment_count)
+                             enum lh_rule rule, uint64_t count,
+                             const struct lh_adam_segment *segments, uint32_t segment_count)
 {
+    const bool has1 = lh_rules[rule].has_moment1, has2 = lh_rules[rule].has_moment2;
     float *m = bytes_create(count * 4), *v = bytes_create(count * 4);
     struct lh_adam_moments moments = {
-        states, arrays->at[MOMENT1], arrays->at[MOMENT2],
+        states, has1 ? arrays->at[MOMENT1] : NULL, has2 ? arrays->at[MOMENT2] : NULL,
         states == LH_ADAM_STATES_8BIT ? (struct lh_adam_scales *)arrays->at[SCALES] : NULL};
 
     uint32_t first_nan = LH_ADAM_SEGMENT_NONE;
 
-    lh_adam_states_decode(kernel_ref()->states, &moments, m, v, count);
+    lh_adam_states_decode(kernel_ref()->states, &moments, has1 ? m : NULL, has2 ? v : NULL, count);
     for (uint32_t s = 0; s < segment_count; s++) {
         bool has_nan = false;
-        uint64_t first = segments[s].first, bytes = lh_adam_moment_bytes(states);
+        uint64_t first = segments[s].first;
         struct lh_adam_run run = {
             .param = arrays->at[PARAM] + first * lh_dtype_bytes(dtype),
             .residual = dtype == LH_DTYPE_F32
                             ? NULL
                             : arrays->at[RESIDUAL] + first * lh_adam_residual_bytes(dtype),
-            .moment1 = m + first,
-            .moment2 = v + first,
+            .moment1 = has1 ? m + first : NULL,
+            .moment2 = has2 ? v + first : NULL,
             .gradient = segments[s].gradient,
             .count = segments[s].count,
             .param_dtype = dtype,
             .gradient_dtype = LH_DTYPE_F32,
             .has_nan = &has_nan,
         };
-        struct lh_adam_moments part = {states, (char *)moments.moment1 + first * bytes,
-                                       (char *)moments.moment2 + first * bytes,
-                                       moments.scales ? moments.scales + first / BLOCK : NULL};
+        struct lh_adam_moments part = lh_adam_moments_from(&moments, first);
 
-        kernel_ref()->run(&run, &segments[s].scalars);
+        kernel_ref()->run[rule](&run, &segments[s].scalars);
         lh_adam_states_root(states, v + first, lh_align_up(run.count, BLOCK));
-        lh_adam_states_encode(kernel_ref()->states, &part, m + first, v + first,
+        lh_adam_states_encode(kernel_ref()->states, &part, run.moment1, run.moment2,
                               segments[s].param_first, lh_align_up(run.count, BLOCK),
                               &segments[s].random);
         if (has_nan && first_nan == LH_ADAM_SEGMENT_NONE)
@@ -227,19 +226,23 @@ static struct lh_adam_chunk chunk_of(const struct arrays *arrays, enum lh_dtype 
     };
 }
 
-static void chunk_check(enum lh_dtype dtype, enum lh_adam_states states, uint64_t count,
-                        const float *gradients)
+static void chunk_check(enum lh_dtype dtype, enum lh_adam_states states, enum lh_rule rule,
+                        uint64_t count, const float *gradients)
 {
+    const struct lh_adam_hyper hyper = {3e-3, 0.9, 0.999, 1e-8, 0.01, 0};
     uint32_t before[ARRAY_COUNT][CHECKSUM_COUNT_MAX], after[ARRAY_COUNT][CHECKSUM_COUNT_MAX];
-    struct lh_adam_segment segments[40];
+    struct lh_adam_segment segments[40] = {{0}};
     uint32_t segment_count = segments_cut(segments, gradients, count);
     struct arrays start = arrays_create(dtype, states, count, segments, segment_count);
     struct arrays expected = arrays_copy(&start, dtype, states, count);
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
 
+    for (uint32_t s = 0; s < segment_count; s++)
+        segments[s].scalars = lh_rules[rule].scalars(&hyper, 3, 1.0 + s);
     checksums_make(&start, dtype, states, count, before);
-    uint32_t first_nan = chunk_define(&expected, dtype, states, count, segments, segment_count);
+    uint32_t first_nan =
+        chunk_define(&expected, dtype, states, rule, count, segments, segment_count);
     checksums_make(&expected, dtype, states, count, after);
     for (int k = 0; k < 2 * kernel_count; k++) {
         uint32_t made[ARRAY_COUNT][CHECKSUM_COUNT_MAX] = {0};
@@ -250,6 +253,9 @@ static void chunk_check(enum lh_dtype dtype, enum lh_adam_states states, uint64_
         struct lh_adam_mismatch mismatch;
         uint32_t nan_segment = 0;
 
+        chunk.rule = rule;
+        chunk.moment1 = lh_rules[rule].has_moment1 ? chunk.moment1 : NULL;
+        chunk.moment2 = lh_rules[rule].has_moment2 ? chunk.moment2 : NULL;
         chunk.segments = segments;
         chunk.segment_count = segment_count;
         chunk.nan_segment = &nan_segment;
@@ -263,6 +269,8 @@ static void chunk_check(enum lh_dtype dtype, enum lh_adam_states states, uint64_
             uint64_t each = array == SCALES ? LH_ADAM_SCALES_ELEMENTS / 16 : LH_CHECKSUM_BYTES;
             uint64_t bytes = array_bytes(array, dtype, states, count);
 
+            if ((array == MOMENT1 && !chunk.moment1) || (array == MOMENT2 && !chunk.moment2))
+                continue;
             LH_CHECK(memcmp(made[array], after[array], lh_div_ceil(bytes, each) * 4) == 0);
         }
         arrays_destroy(&actual);
@@ -278,9 +286,22 @@ static void test_chunks(const float *gradients)
     lh_test_name("a chunk's update is its parameters' updates, each alone, with its checksums");
     for (size_t c = 0; c < LH_COUNT_OF(counts); c++)
         for (size_t f = 0; f < LH_COUNT_OF(formats); f++) {
-            chunk_check(LH_DTYPE_BF16, formats[f], counts[c], gradients);
-            chunk_check(LH_DTYPE_F32, formats[f], counts[c], gradients);
+            chunk_check(LH_DTYPE_BF16, formats[f], LH_RULE_ADAMW, counts[c], gradients);
+            chunk_check(LH_DTYPE_F32, formats[f], LH_RULE_ADAMW, counts[c], gradients);
         }
+}
+
+static void test_rules(const float *gradients)
+{
+    for (enum lh_rule rule = LH_RULE_ADAMW; rule < LH_RULE_COUNT; rule++) {
+        if (lh_rules[rule].has_rows || (!lh_rules[rule].has_moment1 && !lh_rules[rule].has_moment2))
+            continue;
+        lh_test_name("so it is under %s, whose moments every kernel stores as defined",
+                     lh_rules[rule].name);
+        for (size_t f = 0; f < LH_COUNT_OF(formats); f++)
+            for (enum lh_dtype dtype = LH_DTYPE_F32; dtype <= LH_DTYPE_BF16; dtype++)
+                chunk_check(dtype, formats[f], rule, 3 * 4096 + BLOCK, gradients);
+    }
 }
 
 static void test_chunk_boundaries(const float *gradients)
@@ -396,6 +417,7 @@ int main(void)
         gradients[i] = i % 211 == 3 ? rare[i / 211 % LH_COUNT_OF(rare)]
                                     : (float)(int32_t)lh_test_random(&random) * 0x1p-40f;
     test_chunks(gradients);
+    test_rules(gradients);
     test_chunk_boundaries(gradients);
     test_mismatches(gradients);
     free(gradients);

@@ -114,11 +114,11 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     fill(moment1, 3, UINT32_MAX);
     fill(moment2, 4, INT32_MAX);
     fill(gradients, 5, UINT32_MAX);
-    lh_adam_kernel_run(kernel, rule)(&run, &scalars);
+    kernel->run[rule](&run, &scalars);
     for (uint64_t seed = 6; seed < 8; seed++) {
         fill(gradients, seed, UINT32_MAX);
         if (lh_rules[rule].has_rows) /* an element's kernel is given the root of its row */
-            lh_adam_kernel_run(kernel, rule)(&run, &scalars);
+            kernel->run[rule](&run, &scalars);
         else
             chunk_update(kernel, rule, &run);
     }

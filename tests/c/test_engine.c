@@ -17,7 +17,7 @@ static void test_equal(const char *what, struct rig_opts opts, int step_count)
 {
     static const unsigned gradients[] = {RIG_GRADIENTS_ALL, 0xad, 0x01, RIG_GRADIENTS_ALL, 0x6e};
     struct rig rig;
-    lh_test_name("%s: every forward and backward sees adam_ref's bits, and the disk has them too",
+    lh_test_name("%s: every forward and backward sees rule_ref's bits, and the disk has them too",
                  what);
     rig_make(&rig, "equal", opts);
     for (int i = 0; i < step_count; i++) {

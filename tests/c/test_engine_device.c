@@ -55,7 +55,7 @@ static void test_equal(struct rig_opts opts, int step_count)
 {
     static const unsigned gradients[] = {RIG_GRADIENTS_ALL, 0xad, 0x01, RIG_GRADIENTS_ALL, 0x6e};
     struct rig rig;
-    lh_test_name("%s, %s, %d of %d: what is enqueued sees adam_ref's bits, and the counters the "
+    lh_test_name("%s, %s, %d of %d: what is enqueued sees rule_ref's bits, and the counters the "
                  "plan's",
                  opts.units_in_memory ? "unified" : opts.device, schedule_names[opts.schedule],
                  (int)opts.commit_every, (int)opts.spare_bytes);

@@ -24,7 +24,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "sched": ("csrc/sched/*.c",),
     "base": tuple(f"csrc/base/{name}.c" for name in ("waker", "ring", "range", "crc32c", "thread")),
     "compute": tuple(
-        f"csrc/compute/{name}.c" for name in ("norm", "adam_chunk", "adam_stream", "adam_ref")
+        f"csrc/compute/{name}.c" for name in ("norm", "adam_chunk", "adam_stream", "rule_ref")
     ),
     "binding": ("csrc/py/*.c",),
     "python": tuple(

@@ -151,4 +151,4 @@ def test_a_machine_gets_its_own_kernels_and_no_others() -> None:
         compute = cbuild.ROOT / "csrc" / "compute"
         assert cbuild.isa_flags(compute / f"adam_{mine}.c", machine)
         assert cbuild.isa_flags(compute / f"adam_{theirs}.c", machine) is None
-        assert cbuild.isa_flags(compute / "adam_ref.c", machine) == []
+        assert cbuild.isa_flags(compute / "rule_ref.c", machine) == []

@@ -52,12 +52,8 @@ ENGINE_HEADERS = {
     "sim": {"sched/engine.h", "sched/engine_private.h"},
 }
 
-# SIMD kernels that are one straight run of instructions, and would be harder to read in pieces:
-# (file, function).
-LONG_FUNCTIONS: set[tuple[str, str]] = {
-    ("csrc/compute/adam_avx2.c", "body"),
-    ("csrc/compute/adam_avx512.c", "body"),
-}
+# Functions that would be harder to read in pieces: (file, function).
+LONG_FUNCTIONS: set[tuple[str, str]] = set()
 
 # Banned calls, the files where they are allowed, and what to do instead.
 BANNED_CALLS = [

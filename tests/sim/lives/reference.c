@@ -350,7 +350,7 @@ static void param_update(struct lh_sim_reference *reference, struct lh_sim_snaps
     struct lh_adam_hyper hyper = lh_sim_model_hyper(param->group, snapshot->step);
     struct lh_adam_scalars scalars = lh_adam_scalars_make(
         &hyper, ++snapshot->param_steps[index], lh_sim_reference_scale(reference, snapshot->step));
-    kernels[kernel_count - 1].run(&run, &scalars);
+    kernels[kernel_count - 1].run[LH_RULE_ADAMW](&run, &scalars);
 }
 
 void lh_sim_reference_advance(struct lh_sim_reference *reference, const bool *has_gradient)
