@@ -6,6 +6,7 @@ rounded once on any machine.
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import subprocess
@@ -22,6 +23,7 @@ from lohan.common import _meta
 from lohan.common._inside import inside
 from lohan.common._rules import RULES
 from lohan.errors import (
+    ChecksumError,
     HyperParameterError,
     ModelError,
     NonFiniteError,
@@ -668,3 +670,29 @@ def test_the_table_of_python_is_that_of_the_core() -> None:
         rule.put(again := {}, rule.hyper_of(group))
         assert again == {name: again[name] for name in rule.defaults}
         assert rule.hyper_of(again) == rule.hyper_of(group)
+
+
+def square_of(model: nn.Module, step: int) -> Tensor:
+    y: Tensor = model(helper.normal(step, 2, 64))
+    return y.square().mean()
+
+
+def test_a_damaged_byte_of_the_second_moments_of_rows_is_named(store_dir: pathlib.Path) -> None:
+    build = functools.partial(helper.linears, 64, 3)
+    model = lohan.wrap(build(), store=store_dir / "s", **CASES["adam_mini"])
+    helper.losses(model, range(1), square_of)
+    with inside(model).exclusive([]) as store:
+        rows = torch.empty(64, dtype=torch.uint8)
+        store.read(inside(model).extents.units[1].scales, 0, rows.data_ptr(), rows.numel())
+    model.lohan.close()
+    data = store_dir / "s" / "lohan.data"
+    written = bytearray(data.read_bytes())
+    place = written.index(rows.numpy().tobytes())
+    written[place] ^= 4
+    data.write_bytes(written)
+    model = lohan.wrap(build(), store=store_dir / "s", resume=True, method="adam_mini")
+    with pytest.raises(ChecksumError, match="block '1': its second moment of rows, read from"):
+        helper.losses(model, range(1, 2), square_of)
+        model.lohan.flush()
+    with pytest.raises(ChecksumError):
+        model.lohan.close()
