@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from lohan.common import _exit, _log
+from lohan.common._rules import RULES
 
 if TYPE_CHECKING:
     from lohan import _core
@@ -115,7 +116,7 @@ class Edits:
 
     def forget_moments(self) -> None:
         """Make all moments and their step counts 0, as before the first step."""
-        from lohan.store import _moments
+        from lohan.store import _factors, _moments
 
         self.check()
         layout, places = self._owner.layout, self._owner.extents.units
@@ -123,6 +124,8 @@ class Edits:
         with self._owner.exclusive([*units]) as store:
             for index, unit in units.items():
                 _moments.clear(unit, places[index], store)
+                if RULES[unit.rule].has_factors:
+                    _factors.clear(unit, places[index], store)
             self._engine.param_steps(True)
             self._owner.averages.begin_again()
             self.made(store)
