@@ -164,6 +164,7 @@ static void test_rules(void)
         [LH_RULE_RMSPROP] = 0xC5DCA831,
         [LH_RULE_RMSPROP_MOMENTUM] = 0x3110151E,
         [LH_RULE_ADAM_MINI] = 0x2D8B637B,
+        [LH_RULE_ADAFACTOR] = 0x6229019E,
     };
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);

@@ -737,32 +737,3 @@ def test_a_damaged_byte_of_second_moments_of_rows_or_factors_is_named(
         model.lohan.flush()
     with pytest.raises(ChecksumError):
         model.lohan.close()
-
-
-def test_adafactor_is_as_near_to_its_definition_as_torchs_own(store_dir: pathlib.Path) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(40, 1100), nn.Linear(1100, 1100), nn.Conv2d(1, 3, 8))
-
-    def loss_of(model: nn.Module, step: int) -> Tensor:
-        x = helper.normal(step, 8, 40).to(next(model.parameters()).dtype)
-        y: Tensor = model[-1](model[:-1](x).reshape(1, 1, 88, 100))
-        return 100 * y.square().mean()
-
-    eps = torch.finfo(torch.float32).eps, 1e-3
-    models = [build().double(), build()]
-    for model in models:
-        torchs = torch.optim.Adafactor(model.parameters(), lr=0.02, weight_decay=0.1, eps=eps)
-        for step in range(4):
-            loss_of(model, step).backward()
-            torchs.step()
-            torchs.zero_grad()
-    exact, torchs_own = (model.state_dict() for model in models)
-    given = {"method": "adafactor", "lr": 0.02, "weight_decay": 0.1}
-    ours = lohan.wrap(build(), store=store_dir / "s", **given)
-    assert any(unit.elements > 1 << 20 for unit in inside(ours).layout.units)  # of two chunks
-    helper.losses(ours, range(4), loss_of)
-    for name, value in helper.values(ours).items():
-        error, of_torch = ((v - exact[name]).norm() for v in (value.double(), torchs_own[name]))
-        assert error <= 2 * of_torch, name
-    ours.lohan.close()
