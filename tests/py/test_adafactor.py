@@ -100,3 +100,21 @@ def test_what_adafactor_cannot_do_is_refused_with_the_way_out(store_dir: pathlib
     conv = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
     with pytest.raises(UnsupportedError, match=r"'weight' of shape .* call \.contiguous\(\)"):
         lohan.wrap(conv, store=store_dir / "s", method="adafactor")
+
+
+def test_the_state_of_step_0_makes_the_factors_of_adafactor_begin_again(
+    store_dir: pathlib.Path,
+) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        y: Tensor = model(helper.normal(step, 2, 64))
+        return y.square().mean()
+
+    model = lohan.wrap(helper.linears(64, 3), store=store_dir / "s", **SETTINGS)
+    begun = model.optimizer.state_dict(), helper.values(model)
+    first = helper.losses(model, range(3), loss_of)
+    after = helper.values(model)
+    model.optimizer.load_state_dict(begun[0])
+    model.load_state_dict(begun[1])
+    assert helper.losses(model, range(3), loss_of) == first
+    helper.assert_same_state(helper.values(model), after)
+    model.lohan.close()
