@@ -54,6 +54,7 @@
 
 #include "base/dtype.h"
 #include "compute/adam_states.h"
+#include "compute/factor.h"
 #include "compute/rule.h"
 
 /*
@@ -210,10 +211,11 @@ struct lh_adam_segment {
     const struct lh_adam_scalars *zeros;
     uint32_t zero_count;
     bool averages_only;   /* the zeros are no updates: averages take the steps */
-    uint64_t param_first; /* the element of the parameter at `first`; BF16 and rows only */
+    uint64_t param_first; /* the element of the parameter at `first`; BF16, rows and factors */
     /* Rules with rows: the sums of squares of the parameter's rows, and their elements. */
     const double *row_sums;
     uint64_t row_elements;
+    struct lh_factors factors;    /* [Note: Factors] in factor.h; values NULL: the rule has none */
     struct lh_adam_random random; /* BF16 only; with zeros, of the first of these steps in a row */
 };
 

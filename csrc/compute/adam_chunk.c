@@ -138,6 +138,22 @@ static void zeros_run(const struct walk *walk, const struct lh_adam_segment *seg
     }
 }
 
+/* Update a run from an element of the parameter on, with estimates of its second moments. */
+static void factored_run(const struct walk *walk, const struct lh_adam_segment *segment,
+                         const struct lh_adam_run *run, uint64_t param_first)
+{
+    float estimates[PART_ELEMENTS] __attribute__((aligned(64)));
+
+    for (uint64_t at = 0; at < run->count; at += PART_ELEMENTS) {
+        struct lh_adam_run part = lh_adam_run_from(run, at);
+
+        part.count = lh_min_u64(part.count, PART_ELEMENTS);
+        part.moment2 = estimates;
+        lh_factor_estimate(&segment->factors, param_first + at, part.count, estimates);
+        walk->run(&part, &segment->scalars);
+    }
+}
+
 /* Checksum, update, checksum, one tile at a time. segment NULL: a gap, which is left unchanged. */
 static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segment, uint64_t first,
                            uint64_t count)
@@ -151,7 +167,11 @@ static void piece_by_tiles(struct walk *walk, const struct lh_adam_segment *segm
             struct lh_adam_run run = run_make(walk, segment, first, part);
 
             if (segment->gradient) {
-                walk->run(&run, &segment->scalars);
+                if (segment->factors.values)
+                    factored_run(walk, segment, &run,
+                                 segment->param_first + first - segment->first);
+                else
+                    walk->run(&run, &segment->scalars);
                 average_update(walk, &run, first, segment->scalars.average_rest);
             } else {
                 zeros_run(walk, segment, &run, first);
@@ -357,14 +377,16 @@ static void segment_piece(struct walk *walk, const struct lh_adam_segment *segme
     uint64_t words_first = lh_min_u64(lh_align_up(first, LH_ADAM_FOLD_ELEMENTS), end);
     uint64_t words_end = end / LH_ADAM_FOLD_ELEMENTS * LH_ADAM_FOLD_ELEMENTS;
 
-    /* Updates that idle units owe have no gradient. They go tile by tile, like short pieces and
-     * chunks with averages, whose masters are then still in cache. */
+    /* Updates that idle units owe have no gradient. They go tile by tile, like short pieces, second
+     * moments that are estimated part by part, and chunks with averages, whose masters are then
+     * still in cache. */
     bool has_pass = segment->gradient && walk->kernel->run_checking && words_first < words_end &&
-                    !walk->chunk->average;
+                    !walk->chunk->average && !segment->factors.values;
 
     if (walk->align > 1) {
         piece_by_blocks(walk, segment, first, end - first);
-    } else if (segment->gradient && !walk->checksums && !walk->chunk->average) {
+    } else if (segment->gradient && !walk->checksums && !walk->chunk->average &&
+               !segment->factors.values) {
         struct lh_adam_run run = run_make(walk, segment, first, end - first);
 
         walk->run(&run, &segment->scalars);
@@ -495,6 +517,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         LH_ASSERT(lh_is_aligned(segment->first, align));
         LH_ASSERT(lh_is_aligned(segment->param_first, align));
         LH_ASSERT(!chunk->rows || segment->row_sums);
+        LH_ASSERT((segment->factors.values != NULL) == lh_rules[chunk->rule].has_factors);
         end = lh_align_up(segment->first + segment->count, align);
     }
     LH_ASSERT(end <= chunk->count);

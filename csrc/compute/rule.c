@@ -93,14 +93,27 @@ static struct lh_adam_scalars rmsprop_scalars(const struct lh_adam_hyper *hyper,
     };
 }
 
+/* step_size, which depends on all of a parameter, is not known here. */
+static struct lh_adam_scalars adafactor_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                                double gradient_scale)
+{
+    LH_ASSERT(step >= 1);
+    return (struct lh_adam_scalars){
+        .gradient_scale = (float)gradient_scale,
+        .decay = (float)(1.0 - hyper->lr * hyper->weight_decay),
+        .average_rest = (float)hyper->average_rest,
+    };
+}
+
 const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
-    [LH_RULE_ADAMW] = {"adamw", true, true, false, lh_adam_scalars_make},
-    [LH_RULE_ADAM] = {"adam", true, true, false, adam_scalars},
-    [LH_RULE_LION] = {"lion", true, false, false, lion_scalars},
-    [LH_RULE_SGD] = {"sgd", false, false, false, sgd_scalars},
-    [LH_RULE_SGD_MOMENTUM] = {"sgd_momentum", true, false, false, sgd_scalars},
-    [LH_RULE_ADAGRAD] = {"adagrad", false, true, false, adagrad_scalars},
-    [LH_RULE_RMSPROP] = {"rmsprop", false, true, false, rmsprop_scalars},
-    [LH_RULE_RMSPROP_MOMENTUM] = {"rmsprop_momentum", true, true, false, rmsprop_scalars},
-    [LH_RULE_ADAM_MINI] = {"adam_mini", true, false, true, lh_adam_scalars_make},
+    [LH_RULE_ADAMW] = {"adamw", true, true, false, false, lh_adam_scalars_make},
+    [LH_RULE_ADAM] = {"adam", true, true, false, false, adam_scalars},
+    [LH_RULE_LION] = {"lion", true, false, false, false, lion_scalars},
+    [LH_RULE_SGD] = {"sgd", false, false, false, false, sgd_scalars},
+    [LH_RULE_SGD_MOMENTUM] = {"sgd_momentum", true, false, false, false, sgd_scalars},
+    [LH_RULE_ADAGRAD] = {"adagrad", false, true, false, false, adagrad_scalars},
+    [LH_RULE_RMSPROP] = {"rmsprop", false, true, false, false, rmsprop_scalars},
+    [LH_RULE_RMSPROP_MOMENTUM] = {"rmsprop_momentum", true, true, false, false, rmsprop_scalars},
+    [LH_RULE_ADAM_MINI] = {"adam_mini", true, false, true, false, lh_adam_scalars_make},
+    [LH_RULE_ADAFACTOR] = {"adafactor", false, false, false, true, adafactor_scalars},
 };

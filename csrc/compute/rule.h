@@ -32,6 +32,8 @@
  *                     p = fma(-step_size, fma(m, beta1_rest, q * (1 - beta1_rest)), p)
  *      adam_mini      m = fma(g - m, beta1_rest, m)
  *                     p = fma(-step_size, m / d, p * decay)
+ *      adafactor      p = fma(-step_size, g / sqrt(v), p * decay), with v and step_size of
+ *                     [Note: Factors] in factor.h
  *
  * The order is that of torch.optim.SGD, Adam, Adagrad and RMSprop, and of lion-pytorch, on a
  * machine whose additions with a factor are fused. fma(x, 0, x) is x if x is finite and NaN
@@ -63,6 +65,7 @@
  *      adagrad        lr, lr_decay, initial_accumulator_value, eps, weight_decay
  *      rmsprop        lr, -, alpha, eps, weight_decay
  *      rmsprop_momentum    lr, momentum, alpha, eps, weight_decay
+ *      adafactor      lr, beta2_decay, eps2, eps1, weight_decay; eps1 < 0: that of fp32
  *
  * Thread: pure functions over the caller's memory.
  * Source: torch.optim.Adam, SGD, Adagrad and RMSprop; Chen et al. 2023, Symbolic Discovery of
@@ -86,6 +89,7 @@ enum lh_rule {
     LH_RULE_RMSPROP,
     LH_RULE_RMSPROP_MOMENTUM,
     LH_RULE_ADAM_MINI,
+    LH_RULE_ADAFACTOR,
     LH_RULE_COUNT
 };
 
@@ -97,6 +101,7 @@ struct lh_rule_row {
     bool has_moment1; /* signed; in 8 bits: by its magnitude */
     bool has_moment2; /* never negative; in 8 bits: by its root */
     bool has_rows;    /* [Note: Second moments of rows]; moments are in fp32 */
+    bool has_factors; /* [Note: Factors] in factor.h; there are no moments */
     /* Compute the scalars of a step (1, 2, ...) in double, and round each of them once. */
     struct lh_adam_scalars (*scalars)(const struct lh_adam_hyper *hyper, uint64_t step,
                                       double gradient_scale);

@@ -15,7 +15,10 @@ struct element {
 
 typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars);
 
-/* The rules below, each with the moments that its row in rule.c has: first, second. */
+/*
+ * The rules below, each with the moments that its row in rule.c has: first, second. Adafactor's
+ * second one is not stored: a caller computes it (factor.h).
+ */
 #define RULES_EACH(X)                                                                              \
     X(LH_RULE_ADAMW, adamw, true, true)                                                            \
     X(LH_RULE_ADAM, adam, true, true)                                                              \
@@ -25,7 +28,8 @@ typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars
     X(LH_RULE_ADAGRAD, adagrad, false, true)                                                       \
     X(LH_RULE_RMSPROP, rmsprop, false, true)                                                       \
     X(LH_RULE_RMSPROP_MOMENTUM, rmsprop_momentum, true, true)                                      \
-    X(LH_RULE_ADAM_MINI, adam_mini, true, false)
+    X(LH_RULE_ADAM_MINI, adam_mini, true, false)                                                   \
+    X(LH_RULE_ADAFACTOR, adafactor, false, true)
 
 /* The value itself where it is finite, otherwise NaN. */
 static INLINE values finite_of(values a)
@@ -129,6 +133,14 @@ static INLINE void adam_mini(struct element *e, const struct lh_adam_scalars *sc
 
     e->m = fma_of(e->g - e->m, splat(scalars->beta1_rest), e->m);
     moved = e->m / splat(scalars->eps);
+    e->p = fma_of(splat(-scalars->step_size), moved, e->p * splat(scalars->decay));
+}
+
+/* Adafactor, with an element's estimate of its second moment. */
+static INLINE void adafactor(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    values moved = e->g / root_of(e->v);
+
     e->p = fma_of(splat(-scalars->step_size), moved, e->p * splat(scalars->decay));
 }
 

@@ -189,8 +189,8 @@ static int rule_take(struct work *work, const char *name)
     if (lhpy_rule_of(name, &work->rule) < 0)
         return -1;
     const struct lh_rule_row *row = &lh_rules[work->rule];
-    if (row->has_rows) {
-        PyErr_Format(PyExc_ValueError, "rule '%s' needs the sums of rows, which only an engine has",
+    if (row->has_rows || row->has_factors) {
+        PyErr_Format(PyExc_ValueError, "rule '%s' needs sums of rows, which only an engine has",
                      row->name);
         return -1;
     }
@@ -442,8 +442,9 @@ static PyObject *rules(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     for (Py_ssize_t i = 0; made && i < LH_RULE_COUNT; i++) {
         const struct lh_rule_row *row = &lh_rules[i];
         PyObject *item =
-            Py_BuildValue("(sNNN)", row->name, PyBool_FromLong(row->has_moment1),
-                          PyBool_FromLong(row->has_moment2), PyBool_FromLong(row->has_rows));
+            Py_BuildValue("(sNNNN)", row->name, PyBool_FromLong(row->has_moment1),
+                          PyBool_FromLong(row->has_moment2), PyBool_FromLong(row->has_rows),
+                          PyBool_FromLong(row->has_factors));
 
         if (!item || PyTuple_SetItem(made, i, item) < 0)
             Py_CLEAR(made);
@@ -455,7 +456,7 @@ PyMethodDef lhpy_adam_functions[] = {
     {"adam_update", LHPY_KEYWORDS(adam_update),
      "One update; with checksums returns them, to be `expected` by the next."},
     {"rules", rules, METH_NOARGS,
-     "(name, has_moment1, has_moment2, has_rows) of every rule, in order."},
+     "(name, has_moment1, has_moment2, has_rows, has_factors) of every rule, in order."},
     {"adam_split", adam_split, METH_VARARGS, "(master, param, residual, count), addresses."},
     {"adam_join", adam_join, METH_VARARGS, "(param, residual, master, count), addresses."},
     {"adam_decode", adam_decode, METH_VARARGS,

@@ -179,7 +179,8 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
         uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
         LH_ASSERT(count < unit->desc->param_count);
         LH_ASSERT(!lh_rules[unit->desc->rule].has_rows || gradient->row_sums);
-        segments[count++] = (struct lh_adam_segment){
+        LH_ASSERT(!lh_rules[unit->desc->rule].has_factors || gradient->factors);
+        segments[count] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,
             .gradient = read_gradients ? read_gradients + read_offset
@@ -193,6 +194,11 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
             .row_elements = param->row_elements,
             .random = {LH_ADAM_SEED, param->number, (uint32_t)lh_core_step(engine)},
         };
+        if (gradient->factors) {
+            segments[count].factors = *gradient->factors;
+            segments[count].scalars.step_size = (float)gradient->factors->step_size;
+        }
+        count++;
     }
     return count;
 }

@@ -196,7 +196,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
         LH_TRY(deferring_create(engine, err));
     if (is_all_deferred)
         LH_TRY(lh_spill_create(engine, err));
-    bool has_sums = is_all_deferred || lh_norm_is_of_rows(engine);
+    bool has_sums = is_all_deferred || lh_norm_is_of_rule(engine);
     if (has_sums)
         LH_TRY(lh_norm_create(engine, err));
     if (engine->spill)

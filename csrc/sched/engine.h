@@ -65,6 +65,11 @@ struct lh_engine_param {
     uint32_t number; /* selects the random bits of its moments (struct lh_adam_random) */
     /* Of a row that has a second moment of its own ([Note: Second moments of rows] in rule.h). */
     uint64_t row_elements;
+    /* Under a rule with factors ([Note: Factors] in compute/factor.h): the rows and columns of its
+     * matrices, 0 if it has none, and the element of the unit where its floats begin. */
+    uint64_t factor_rows;
+    uint64_t factor_columns;
+    uint64_t factor_first;
 };
 
 struct lh_engine_unit {

@@ -16,7 +16,7 @@
  *      landing   ... and gradients are in the accelerator's memory  landing.c
  *      sum       ... and they are summed over several backwards     sum.c
  *      tail      ... and the model's buffers are there              tail.c
- *      norm      schedule SERIAL or DEFERRED                        norm.c
+ *      norm      schedule SERIAL or DEFERRED, or the rule has sums  norm.c
  *      saved     there is memory for saved tensors                  saved.c
  *      naive     schedule NAIVE                                     naive.c
  *      mates     other processes read this engine's units           mates.c
@@ -75,6 +75,8 @@ struct lh_feature {
     /* Whether the unit's update waits for the close. */
     bool (*update_is_deferred)(const struct lh_engine *engine, const struct lh_unit *unit);
     bool (*update_may_start)(const struct lh_engine *engine, const struct lh_unit *unit);
+    /* Whether the unit's update has changed its bytes, or does now, though no chunk is computed. */
+    bool (*update_has_begun)(const struct lh_engine *engine, const struct lh_unit *unit);
 
     /* Reads of a chunk's states into its slab have begun. */
     void (*chunk_read)(struct lh_engine *engine, struct lh_chunk *chunk);

@@ -12,6 +12,7 @@
 
 struct lh_dev_fence;
 struct lh_engine;
+struct lh_factors;
 struct lh_unit;
 
 struct lh_gradient {
@@ -21,6 +22,7 @@ struct lh_gradient {
     uint64_t issued;                  /* the number of elements whose copies have begun */
     uint32_t copies;                  /* the number of copies in flight */
     const double *row_sums;           /* of its rows' squares, if the update needs them */
+    struct lh_factors *factors;       /* of its second moments, if the update needs them */
     _Atomic bool is_held; /* posted and not released: the caller keeps the tensor alive */
 };
 

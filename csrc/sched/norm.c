@@ -9,19 +9,35 @@
  * sums each row of the unit, and every update waits for it, whatever the schedule. A row's sum has
  * the order of a norm's, so it depends neither on chunks nor on the worker.
  *
+ * If it has factors ([Note: Factors] in compute/factor.h), a second job moves those of the unit in
+ * its bytes in memory, which nobody else reads or writes while it is UPDATING, before the first of
+ * its chunks is computed. The unit's gradients are in memory until then: the budget has room for
+ * all that wait, so that none are spilled.
+ *
  * Source: torch.nn.utils.clip_grad_norm_ (the rule; none of the papers clips gradients).
  */
 #include "compute/norm.h"
 
+#include <float.h>
 #include <inttypes.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "sched/engine_private.h"
+
+/* How often a job reads gradients: for rows, columns and the update. */
+#define FACTOR_PASS_COUNT 3
 
 static void state_set(struct lh_unit *unit, enum lh_norm_state state)
 {
     LH_ASSERT(lh_states_may(lh_states_norm, (int)unit->parts->norm.state, (int)state));
     unit->parts->norm.state = state;
+}
+
+static void factors_set(struct lh_unit *unit, enum lh_norm_state state)
+{
+    LH_ASSERT(lh_states_may(lh_states_norm, (int)unit->parts->norm.factors, (int)state));
+    unit->parts->norm.factors = state;
 }
 
 static bool has_norm(const struct lh_unit *unit)
@@ -32,6 +48,12 @@ static bool has_norm(const struct lh_unit *unit)
 static bool needs_rows(const struct lh_unit *unit)
 {
     return unit->desc->elements > 0 && lh_rules[unit->desc->rule].has_rows &&
+           !lh_unit_is_given(unit);
+}
+
+static bool needs_factors(const struct lh_unit *unit)
+{
+    return unit->desc->elements > 0 && lh_rules[unit->desc->rule].has_factors &&
            !lh_unit_is_given(unit);
 }
 
@@ -160,7 +182,91 @@ static bool pump_after(struct lh_engine *engine)
     return true;
 }
 
-/* Sum units whose updates are queued, of which some gradients may not come. */
+/* Where gradients of a parameter are; see lh_factor_gradient_fn. */
+static const void *gradient_at(const void *context, uint64_t at, uint64_t count,
+                               uint64_t *count_out)
+{
+    const struct lh_norm_factors *of = context;
+    const uint64_t chunk_elements = of->engine->budget.chunk_elements;
+    uint64_t element = of->engine->params[of->param].first + at;
+
+    *count_out = lh_min_u64(count, chunk_elements - element % chunk_elements);
+    return lh_gradient_at(of->engine, of->param, element);
+}
+
+/* Runs on a worker: move the factors of each parameter that has a gradient. */
+static void factors_run(struct lh_exec_job *job)
+{
+    const struct lh_unit *unit = job->context;
+    const struct lh_engine *engine = unit->engine;
+
+    LH_ASSERT(unit->parts->norm.factors == LH_NORM_STATE_RUNNING);
+    for (uint32_t i = 0; i < unit->desc->param_count; i++) {
+        struct lh_norm_factors *of = &engine->norm->factors[unit->desc->param_first + i];
+
+        if (engine->gradients[of->param].pointer && of->work.count > 0)
+            lh_factor_update(&of->factors, &of->work);
+    }
+}
+
+static void factors_done(struct lh_engine *engine, struct lh_job *job)
+{
+    struct lh_unit *unit = job->exec.context;
+
+    for (uint32_t i = 0; i < unit->desc->param_count; i++) {
+        uint32_t param = unit->desc->param_first + i;
+
+        engine->gradients[param].factors = &engine->norm->factors[param].factors;
+    }
+    factors_set(unit, LH_NORM_STATE_DONE);
+}
+
+/* Describe the work for a parameter of a unit that is UPDATING. */
+static void factors_describe(struct lh_engine *engine, const struct lh_unit *unit, uint32_t param)
+{
+    const struct lh_engine_param *desc = &engine->params[param];
+    const struct lh_adam_hyper *hyper = &engine->hypers[lh_core_step(engine) % 2][desc->group];
+    const uint64_t element_bytes = lh_dtype_bytes(unit->desc->dtype);
+    struct lh_norm_factors *of = &engine->norm->factors[param];
+    double step = (double)(engine->param_steps[param] + 1);
+
+    LH_ASSERT(desc->factor_first >= desc->first + desc->count);
+    *of = (struct lh_norm_factors){
+        .engine = engine,
+        .param = param,
+        .factors = {.values = (void *)(unit->memory + desc->factor_first * element_bytes),
+                    .rows = desc->factor_rows,
+                    .columns = desc->factor_columns,
+                    .eps1 = hyper->eps < 0 ? (double)FLT_EPSILON : hyper->eps},
+        .work = {.gradient_at = gradient_at,
+                 .context = of,
+                 .gradient_dtype = engine->gradients[param].dtype,
+                 .param = unit->memory + desc->first * element_bytes,
+                 .param_dtype = unit->desc->dtype,
+                 .count = desc->count,
+                 .gradient_scale = engine->gradient_scales[lh_core_step(engine) % 2],
+                 .w = pow(step, hyper->beta1),
+                 .relative = fmin(hyper->lr, 1 / sqrt(step)),
+                 .eps2 = hyper->beta2},
+    };
+}
+
+static void factors_start(struct lh_engine *engine, struct lh_unit *unit)
+{
+    LH_ASSERT(unit->parts->norm.state != LH_NORM_STATE_RUNNING);
+    factors_set(unit, LH_NORM_STATE_RUNNING);
+    for (uint32_t i = 0; i < unit->desc->param_count; i++)
+        factors_describe(engine, unit, unit->desc->param_first + i);
+    unit->parts->norm.job = (struct lh_job){
+        .exec = {.run = factors_run,
+                 .context = unit,
+                 .work_bytes = FACTOR_PASS_COUNT * unit->update.gradient_bytes + unit->desc->bytes},
+        .done = factors_done,
+    };
+    lh_job_submit(engine, &unit->parts->norm.job);
+}
+
+/* Sum units whose updates are queued, of which some gradients may not come, or move factors. */
 static bool pump_gradients(struct lh_engine *engine)
 {
     bool moved = false;
@@ -174,6 +280,11 @@ static bool pump_gradients(struct lh_engine *engine)
             norm_start(engine, unit);
             moved = true;
         }
+        if (needs_factors(unit) && unit->state == LH_UNIT_STATE_UPDATING &&
+            unit->parts->norm.factors == LH_NORM_STATE_NONE && unit->parts->landing.count == 0) {
+            factors_start(engine, unit);
+            moved = true;
+        }
     }
     return moved;
 }
@@ -182,6 +293,8 @@ static void forget(struct lh_unit *unit)
 {
     if (unit->parts->norm.state != LH_NORM_STATE_NONE)
         state_set(unit, LH_NORM_STATE_NONE);
+    if (unit->parts->norm.factors != LH_NORM_STATE_NONE)
+        factors_set(unit, LH_NORM_STATE_NONE);
 }
 
 static void step_forgotten(struct lh_engine *engine)
@@ -201,6 +314,18 @@ static bool update_may_start(const struct lh_engine *engine, const struct lh_uni
     (void)engine;
     return needs_rows(unit) ? unit->parts->norm.state == LH_NORM_STATE_DONE
                             : unit->parts->norm.state != LH_NORM_STATE_RUNNING;
+}
+
+static bool update_has_begun(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    (void)engine;
+    return unit->parts->norm.factors != LH_NORM_STATE_NONE;
+}
+
+static bool chunk_may_compute(const struct lh_engine *engine, const struct lh_chunk *chunk)
+{
+    const struct lh_unit *unit = &engine->units[chunk->unit];
+    return !needs_factors(unit) || unit->parts->norm.factors == LH_NORM_STATE_DONE;
 }
 
 static bool message(struct lh_engine *engine, const struct lh_ring_message *message)
@@ -238,12 +363,17 @@ const double *lh_norm_sums(const struct lh_engine *engine)
     return engine->norm ? engine->norm->sums : NULL;
 }
 
-bool lh_norm_is_of_rows(const struct lh_engine *engine)
+static bool any_unit(const struct lh_engine *engine, bool (*is_so)(const struct lh_unit *unit))
 {
     bool is_any = false;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        is_any |= needs_rows(&engine->units[i]);
+        is_any |= is_so(&engine->units[i]);
     return is_any;
+}
+
+bool lh_norm_is_of_rule(const struct lh_engine *engine)
+{
+    return any_unit(engine, needs_rows) || any_unit(engine, needs_factors);
 }
 
 /* Allocate the sums of rows. */
@@ -264,6 +394,16 @@ static int rows_create(struct lh_engine *engine, struct lh_error *err)
     return 0;
 }
 
+static int factors_create(struct lh_engine *engine, struct lh_error *err)
+{
+    engine->norm->factors =
+        lh_alloc_zeroed(engine->alloc, engine->param_count, sizeof(*engine->norm->factors));
+    if (!engine->norm->factors)
+        return lh_error_set(err, -ENOMEM, "no memory for the factors of %u parameters",
+                            engine->param_count);
+    return 0;
+}
+
 int lh_norm_create(struct lh_engine *engine, struct lh_error *err)
 {
     uint64_t count = lh_max_u64(engine->param_count, 1);
@@ -274,7 +414,9 @@ int lh_norm_create(struct lh_engine *engine, struct lh_error *err)
     if (!engine->norm->sums || !engine->norm->row_first)
         return lh_error_set(err, -ENOMEM, "no memory for the norms of %u parameters",
                             engine->param_count);
-    return lh_norm_is_of_rows(engine) ? rows_create(engine, err) : 0;
+    if (any_unit(engine, needs_factors))
+        LH_TRY(factors_create(engine, err));
+    return any_unit(engine, needs_rows) ? rows_create(engine, err) : 0;
 }
 
 void lh_norm_destroy(struct lh_engine *engine)
@@ -284,6 +426,7 @@ void lh_norm_destroy(struct lh_engine *engine)
     lh_free(engine->alloc, engine->norm->sums);
     lh_free(engine->alloc, engine->norm->row_sums);
     lh_free(engine->alloc, engine->norm->row_first);
+    lh_free(engine->alloc, engine->norm->factors);
 }
 
 const struct lh_feature lh_norm_feature = {
@@ -291,6 +434,8 @@ const struct lh_feature lh_norm_feature = {
     .message = message,
     .gradient_taken = gradient_taken,
     .update_may_start = update_may_start,
+    .update_has_begun = update_has_begun,
+    .chunk_may_compute = chunk_may_compute,
     .step_forgotten = step_forgotten,
     .pump_gradients = pump_gradients,
     .pump_after = pump_after,

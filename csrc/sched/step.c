@@ -338,6 +338,13 @@ static bool transfers_are_idle(const struct lh_engine *engine)
            lh_copy_in_flight(engine) == 0;
 }
 
+/* Whether the unit's update has changed its bytes in memory. */
+static bool update_has_begun(const struct lh_engine *engine, const struct lh_unit *unit)
+{
+    bool has_begun = LH_FEATURE_ANY(engine, update_has_begun, unit);
+    return has_begun || unit->update.chunks_computed > 0;
+}
+
 /*
  * A unit that an update has changed and that cannot be rolled back, because it is pinned; or NULL.
  */
@@ -345,7 +352,7 @@ static const struct lh_unit *lent_update(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
         const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
-        if (unit->update.chunks_computed > 0 && lh_unit_pins(unit) > 0)
+        if (update_has_begun(engine, unit) && lh_unit_pins(unit) > 0)
             return unit;
     }
     return NULL;
@@ -356,6 +363,8 @@ static bool is_changed(const struct lh_engine *engine)
 {
     for (uint32_t i = 0; i < engine->updates.count; i++) {
         const struct lh_unit *unit = &engine->units[engine->updates.queue[i]];
+        if (update_has_begun(engine, unit))
+            return true;
         for (uint32_t j = 0; j < unit->chunk_count; j++) {
             if (engine->chunks[unit->chunk_first + j].computed_step == engine->step + 1)
                 return true;
@@ -391,7 +400,7 @@ static void updates_rollback(struct lh_engine *engine)
     LH_ASSERT(engine->step_state == LH_STEP_STATE_ABORTING);
     for (uint32_t i = 0; i < engine->updates.count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->updates.queue[i]);
-        if (unit->update.chunks_computed == 0) { /* unchanged: keep it, as it may be dirty */
+        if (!update_has_begun(engine, unit)) { /* unchanged: keep it, as it may be dirty */
             if (unit->state == LH_UNIT_STATE_UPDATING)
                 lh_unit_make_ready(engine, unit);
             continue;

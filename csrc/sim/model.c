@@ -225,6 +225,7 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
                                                         .first = first,
                                                         .count = desc->counts[i],
                                                         .row_elements = desc->counts[i],
+                                                        .factor_first = first + desc->counts[i],
                                                         .group = param % LH_SIM_GROUP_COUNT};
         end = first + desc->counts[i];
         model->element_count += is_frozen ? 0 : desc->counts[i];

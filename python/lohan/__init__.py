@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from lohan import errors, losses
     from lohan.common._build import build_info
     from lohan.common._decay import no_decay
-    from lohan.common._keywords import IO, SGD, Adagrad, Debug, MeZO, Parallel, RMSprop, Settings
+    from lohan.common._keywords import (
+        IO,
+        SGD,
+        Adafactor,
+        Adagrad,
+        Debug,
+        MeZO,
+        Parallel,
+        RMSprop,
+        Settings,
+    )
     from lohan.common._stats import ReplicaStats, StepStats, Traffic
     from lohan.common._version import __version__
     from lohan.config import Config as Config
@@ -45,6 +55,7 @@ _MODULES = {
     "common._keywords": (
         "IO",
         "SGD",
+        "Adafactor",
         "Adagrad",
         "Debug",
         "MeZO",
@@ -81,6 +92,7 @@ _OF_TRAINER = ("Trainer", "TrainerCallback", "TrainerCopies", "TrainerMixin")
 __all__ = [
     "IO",
     "SGD",
+    "Adafactor",
     "Adagrad",
     "Converted",
     "Debug",

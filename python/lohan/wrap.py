@@ -15,7 +15,7 @@ from lohan.errors import ModelError
 from lohan.layout import _names
 
 if TYPE_CHECKING:
-    from lohan.common._keywords import SGD, Adagrad, MeZO, RMSprop, Settings
+    from lohan.common._keywords import SGD, Adafactor, Adagrad, MeZO, RMSprop, Settings
     from lohan.session._guard import Guard
 
 PathLike = str | os.PathLike[str]
@@ -30,7 +30,7 @@ def wrap(
     resume_step: int | None = None,
     lr: float | None = None,
     betas: tuple[float, float] | None = None,
-    eps: float | None = None,
+    eps: float | tuple[float | None, float] | None = None,
     weight_decay: float | None = None,
     max_grad_norm: float | None = None,
     params: Iterable[dict[str, Any]] | Callable[[nn.Module], Any] | None = None,
@@ -38,7 +38,7 @@ def wrap(
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
-    method: str | MeZO | SGD | Adagrad | RMSprop | None = None,
+    method: str | MeZO | SGD | Adagrad | RMSprop | Adafactor | None = None,
     moments: str = "fp32",
     experts: str = "together",
     idle: str = "exact",
@@ -54,20 +54,21 @@ def wrap(
         lr: learning rate of groups that do not set their own. None: that of the rule
             (docs/update-rules.md), such as 1e-3 for AdamW.
         betas: decay rates of the moments. None: (0.9, 0.999) (method="lion": (0.9, 0.99)).
-        eps: added to the root of the second moment. None: 1e-8 (method="adagrad": 1e-10).
+        eps: added to the root of the second moment. None: 1e-8 (method="adagrad": 1e-10). For
+            method="adafactor" two numbers, by default (None, 1e-3).
         weight_decay: weight decay. None: 1e-2 for "adamw" and "adam_mini", otherwise 0.
         max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
         params: parameter groups, or a function of the model that returns them; None: one group.
-        optimizer: a torch.optim.AdamW, Adam, SGD, Adagrad or RMSprop to continue from, instead of
-            lr to params. It is emptied; its scheduler keeps working. With resume=, only its groups
-            are used.
+        optimizer: a torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop or Adafactor to continue from,
+            instead of lr to params. It is emptied; its scheduler keeps working. With resume=, only
+            its groups are used.
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
-        method: "adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", or a lohan.SGD,
-            lohan.Adagrad or lohan.RMSprop (docs/update-rules.md), or "mezo" or a lohan.MeZO
-            (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md). None: the rule of
-            optimizer=, or "adamw".
+        method: "adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "adafactor", or
+            a lohan.SGD, lohan.Adagrad, lohan.RMSprop or lohan.Adafactor (docs/update-rules.md), or
+            "mezo" or a lohan.MeZO (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
+            None: the rule of optimizer=, or "adamw".
         moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.

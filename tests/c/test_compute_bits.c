@@ -99,14 +99,15 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     static float params[COUNT], residuals[COUNT], moment1[COUNT], moment2[COUNT];
     static float gradients[COUNT];
     uint64_t residual_bytes = lh_adam_residual_bytes(param);
-    struct lh_adam_run run = {.param = params,
-                              .residual = residual_bytes > 0 ? residuals : NULL,
-                              .moment1 = lh_rules[rule].has_moment1 ? moment1 : NULL,
-                              .moment2 = lh_rules[rule].has_moment2 ? moment2 : NULL,
-                              .gradient = gradients,
-                              .count = COUNT,
-                              .param_dtype = param,
-                              .gradient_dtype = gradient};
+    struct lh_adam_run run = {
+        .param = params,
+        .residual = residual_bytes > 0 ? residuals : NULL,
+        .moment1 = lh_rules[rule].has_moment1 ? moment1 : NULL,
+        .moment2 = lh_rules[rule].has_moment2 || lh_rules[rule].has_factors ? moment2 : NULL,
+        .gradient = gradients,
+        .count = COUNT,
+        .param_dtype = param,
+        .gradient_dtype = gradient};
     uint32_t crc;
 
     fill(params, 1, UINT32_MAX);
@@ -117,7 +118,8 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     kernel->run[rule](&run, &scalars);
     for (uint64_t seed = 6; seed < 8; seed++) {
         fill(gradients, seed, UINT32_MAX);
-        if (lh_rules[rule].has_rows) /* an element's kernel is given the root of its row */
+        /* an element's kernel is given the root of its row, or its estimate */
+        if (lh_rules[rule].has_rows || lh_rules[rule].has_factors)
             kernel->run[rule](&run, &scalars);
         else
             chunk_update(kernel, rule, &run);
@@ -162,6 +164,7 @@ static void test_rules(void)
         [LH_RULE_RMSPROP] = 0xC5DCA831,
         [LH_RULE_RMSPROP_MOMENTUM] = 0x3110151E,
         [LH_RULE_ADAM_MINI] = 0x2D8B637B,
+        [LH_RULE_ADAFACTOR] = 0x6229019E,
     };
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);

@@ -15,6 +15,7 @@ import lohan
 import torch
 import world_moe
 from lohan.common._inside import inside
+from lohan.common._rules import RULES as RULES_OF
 from lohan.errors import BudgetError
 from lohan.layout import _gradient_pieces
 from torch import nn
@@ -51,6 +52,7 @@ RULES: dict[str, dict[str, Any]] = {
     "adagrad": {"method": lohan.Adagrad(initial_accumulator_value=0.1), "lr": 1e-2},
     "rmsprop": {"method": lohan.RMSprop(momentum=0.9), "lr": 1e-3},
     "adam_mini": {"method": "adam_mini", "lr": 1e-3},
+    "adafactor": {"method": "adafactor", "lr": 1e-2},
 }
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 # Rows and width of a batch: what operations save has the 64 KiB from which on it is offloaded.
@@ -205,7 +207,8 @@ def wrapped(row: dict[str, Any], folder: str) -> Any:
     if row["budget"] == "middle":  # room for a part of the states
         count = 1 if row["place"] == "alone" else rank_and_count()[1]
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        share = 4 if row["rule"] == "sgd" else 2  # which has no moments: of what else there is
+        has_moments = row["rule"] not in ("sgd", "adafactor")
+        share = 2 if has_moments else 4  # of what else there is
         settings["host_bytes"] += elements * MOMENT_BYTES[row["states"]] // share // count
     store = [os.path.join(folder, f"disk{index}") for index in range(row["directories"])]
     model = lohan.wrap(model, store=store, **settings)
@@ -306,6 +309,10 @@ def states(model: Any) -> dict[str, str]:
                     found[f"{unit.name} {array}"] = _hashed(raw)
                     continue
                 for param in unit.params:
+                    if array == "param" and RULES_OF[unit.rule].has_factors and unit.trainable:
+                        begin = param.factor_first * width
+                        end = begin + 4 * param.factor_count
+                        found[f"{param.name} factors"] = _hashed(raw[begin:end])
                     begin, end = param.first * width, (param.first + param.count) * width
                     found[f"{param.name} {array}"] = _hashed(raw[begin:end])
     return found

@@ -500,7 +500,7 @@ def test_an_option_of_bitsandbytes_that_changes_the_rule_is_refused(
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda m: torch.optim.Adafactor(m.parameters()), errors.UnsupportedError, "Adafactor"),
+        (lambda m: torch.optim.NAdam(m.parameters()), errors.UnsupportedError, "NAdam"),
         (lambda m: Renamed(m.parameters()), errors.UnsupportedError, "Renamed"),
         (lambda m: "AdamW", errors.UnsupportedError, "str"),
         (

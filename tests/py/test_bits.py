@@ -118,8 +118,12 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("UnsupportedError", "not supported with method='adam_mini'", "leave moments= out"),
         ),
         (
-            _pairs("rule", ["adam_mini"], "world", DIVIDED),
-            ("UnsupportedError", "not supported with method='adam_mini'", "has all states"),
+            _pairs("rule", ["adam_mini", "adafactor"], "world", DIVIDED),
+            ("UnsupportedError", "not supported with method='ada", "has all states"),
+        ),
+        (
+            _pairs("rule", ["adafactor"], "states", ["bf16", "8bit"]),
+            ("UnsupportedError", "has no meaning with method='adafactor'", "leave it out"),
         ),
         (
             _pairs("rule", ["adagrad"], "states", ["8bit"]),

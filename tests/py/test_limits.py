@@ -24,7 +24,10 @@ FEATURES: list[dict[str, Any]] = [
     *({"given": frozenset({name})} for name in ("seed", "rng", "storage", "num_samples")),
     *({"given": frozenset({name})} for name in ("betas", "optimizer", "groups", "max_grad_norm")),
     *({"given": frozenset({name})} for name in ("eps",)),
-    *({"method": method, "rule": method} for method in ("lion", "sgd", "adagrad", "adam_mini")),
+    *(
+        {"method": method, "rule": method}
+        for method in ("lion", "sgd", "adagrad", "adam_mini", "adafactor")
+    ),
     *({"config": {"schedule": "naive", "on_nan": on_nan}} for on_nan in ("raise", "skip")),
     *({"config": {"swap_bytes": low, "swap_ssd_bytes": 1 - low}} for low in (0, 1)),
     *({"config": {"gather": "shards", "device": device}} for device in ("cpu", "emu")),

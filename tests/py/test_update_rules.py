@@ -6,6 +6,7 @@ rounded once on any machine.
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import subprocess
@@ -22,6 +23,7 @@ from lohan.common import _meta
 from lohan.common._inside import inside
 from lohan.common._rules import RULES
 from lohan.errors import (
+    ChecksumError,
     HyperParameterError,
     ModelError,
     NonFiniteError,
@@ -55,9 +57,15 @@ CASES |= {
     "rmsprop": {"method": lohan.RMSprop(alpha=0.9), "lr": 1e-3, "weight_decay": 0.01},
     "rmsprop momentum": {"method": lohan.RMSprop(momentum=0.9), "lr": 1e-3},
     "adam_mini": {"method": "adam_mini", "lr": 1e-3, "weight_decay": 0.1},
+    "adafactor": {
+        "method": lohan.Adafactor(beta2_decay=-0.7),
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "eps": (1e-5, 1e-3),
+    },
 }
 # Those whose moments may have 8 bits.
-NARROW = [case for case in CASES if case not in ("sgd", "adagrad", "adam_mini")]
+NARROW = [case for case in CASES if case not in ("sgd", "adagrad", "adam_mini", "adafactor")]
 Tensor = torch.Tensor
 
 
@@ -102,6 +110,7 @@ class Reference:
         self.master = param.detach().float().clone()
         self.m, self.v = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.of_rows = torch.zeros(rows_of(self.master).shape[0], 1)
+        self.factors: dict[str, Tensor] = {}
         self.given = given
         self.step = 0
 
@@ -200,6 +209,30 @@ class Reference:
         moved = (rows_of(self.m).double() / root.double()).float().reshape(g.shape)
         decayed = self.master * (1 - lr * weight_decay)
         self.master = fma(moved, -lr / (1 - beta1**self.step), decayed)
+
+    def adafactor(
+        self, g: Tensor, lr: float, weight_decay: float, beta2_decay: float, eps: Any, **_: Any
+    ) -> None:
+        weight, squares = self.step**beta2_decay, g.double().square()
+        scale = max(eps[1], self.param.double().square().mean().sqrt().item())
+        scale *= min(lr, 1 / self.step**0.5)
+
+        def moved(name: str, value: Tensor) -> Tensor:
+            was = self.factors.get(name, torch.zeros(())).double()
+            now = value if weight == 1 else was + weight * (value - was)
+            return self.factors.setdefault(name, now.float()).copy_(now)
+
+        if g.dim() > 1:
+            of_rows = moved("row", squares.mean(-1, keepdim=True))
+            of_columns = moved("column", squares.mean(-2, keepdim=True))
+            mean = of_rows.double().mean(-2, keepdim=True).float().double().clamp(min=eps[0])
+            v = (of_rows.double() / mean * of_columns.double()).float()
+        else:
+            v = moved("all", squares).clone()
+        v = v.clamp(min=eps[0] ** 2)
+        scale /= max(1.0, (squares / v.double()).mean().sqrt().item())
+        by_root = (g.double() / v.double().sqrt().float().double()).float()
+        self.master = fma(by_root, -scale, self.master * (1 - lr * weight_decay))
 
 
 def rows_of(values: Tensor) -> Tensor:
@@ -353,6 +386,7 @@ STATE_BYTES: dict[str, float] = {
     "rmsprop": 6,
     "rmsprop momentum": 10,
     "adam_mini": 6 + 1 / 8,
+    "adafactor": 2,
 }
 STATE_BYTES["lion, 8bit"] = STATE_BYTES["rmsprop, 8bit"] = 2 + 1 + 1 / 16
 
@@ -419,6 +453,7 @@ ADOPTED: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.9}),
     "rmsprop momentum": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 
 
@@ -461,7 +496,7 @@ def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_a
         assert (ours - theirs).detach().norm() <= 1e-5 * moved
 
 
-@pytest.mark.parametrize("case", ["lion", "sgd", "momentum", "adam_mini"])
+@pytest.mark.parametrize("case", ["lion", "sgd", "momentum", "adam_mini", "adafactor"])
 def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     case: str, store_dir: pathlib.Path
 ) -> None:
@@ -486,7 +521,7 @@ def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     assert said["method"] == RULES[inside(model).layout.rule].method
     shown = said["groups"][0]
     assert shown["lr"] == CASES[case]["lr"] and ("eps" in shown) == (case == "adam_mini")
-    if case in ("sgd", "adam_mini"):
+    if case in ("sgd", "adam_mini", "adafactor"):
         with pytest.raises(UnsupportedError, match=r"has no moments|are not stored as '8bit'"):
             lohan.convert(store_dir / "s", store_dir / "8bit", states="8bit")
         return
@@ -660,7 +695,8 @@ def test_a_group_that_needs_another_rule_is_refused_with_both_rules(
 
 def test_the_table_of_python_is_that_of_the_core() -> None:
     ours = [
-        (r.name, "moment1" in r.moments, "moment2" in r.moments, r.has_rows) for r in RULES.values()
+        (r.name, "moment1" in r.moments, "moment2" in r.moments, r.has_rows, r.has_factors)
+        for r in RULES.values()
     ]
     assert tuple(ours) == _core.rules()
     for rule in RULES.values():
@@ -668,3 +704,36 @@ def test_the_table_of_python_is_that_of_the_core() -> None:
         rule.put(again := {}, rule.hyper_of(group))
         assert again == {name: again[name] for name in rule.defaults}
         assert rule.hyper_of(again) == rule.hyper_of(group)
+
+
+def square_of(model: nn.Module, step: int) -> Tensor:
+    y: Tensor = model(helper.normal(step, 2, 64))
+    return y.square().mean()
+
+
+@pytest.mark.parametrize("case", ["adam_mini", "adafactor"])
+def test_a_damaged_byte_of_second_moments_of_rows_or_factors_is_named(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    build = functools.partial(helper.linears, 64, 3)
+    model = lohan.wrap(build(), store=store_dir / "s", **CASES[case])
+    helper.losses(model, range(1), square_of)
+    unit, extents = inside(model).layout.units[1], inside(model).extents.units[1]
+    place = (extents.param, 4 * unit.params[0].factor_first)
+    said = "block '1'|'1.weight'"
+    if case == "adam_mini":
+        place, said = (extents.scales, 0), "block '1': its second moment of rows, read from"
+    with inside(model).exclusive([]) as store:
+        rows = torch.empty(64, dtype=torch.uint8)
+        store.read(*place, rows.data_ptr(), rows.numel())
+    model.lohan.close()
+    data = store_dir / "s" / "lohan.data"
+    written = bytearray(data.read_bytes())
+    written[written.index(rows.numpy().tobytes())] ^= 4
+    data.write_bytes(written)
+    model = lohan.wrap(build(), store=store_dir / "s", resume=True, method=case)
+    with pytest.raises(ChecksumError, match=said):
+        helper.losses(model, range(1, 2), square_of)
+        model.lohan.flush()
+    with pytest.raises(ChecksumError):
+        model.lohan.close()

@@ -72,7 +72,11 @@ def _params(meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _group(rule: Rule, hyper: Sequence[float]) -> dict[str, Any]:
     """Return the hyper-parameters of a parameter group as wrap() names them."""
-    named = {name: value for name, value in zip(rule.slots, hyper, strict=True) if name is not None}
+    named: dict[str, Any] = {
+        name: value for name, value in zip(rule.slots, hyper, strict=True) if name is not None
+    }
+    if named.get("eps1", 0) < 0:
+        named["eps1"] = None
     return {n: bool(value) if n == "nesterov" else value for n, value in named.items()}
 
 

@@ -286,6 +286,20 @@ class RMSprop:
     momentum: float | None = _of("momentum")
 
 
+@_group
+class Adafactor:
+    """Adafactor, as torch.optim has it: `lohan.wrap(model, method=lohan.Adafactor(), lr=0.01)`.
+
+    method="adafactor" is the same as method=lohan.Adafactor(). See docs/update-rules.md.
+
+    Attributes:
+        beta2_decay: in step t a gradient's squares have the part t^beta2_decay of the second
+            moments. None: -0.8.
+    """
+
+    beta2_decay: float | None = _of("beta2_decay")
+
+
 class Settings(TypedDict, total=False):
     """The keywords of `lohan.wrap` that do not change the numbers, with their types.
 
@@ -400,8 +414,8 @@ class OfCallback(Settings, total=False):
     moments: Literal["fp32", "bf16", "8bit"]
     experts: Literal["together", "apart"]
     idle: Literal["exact", "skip"]
-    method: str | MeZO | SGD | Adagrad | RMSprop
-    eps: float
+    method: str | MeZO | SGD | Adagrad | RMSprop | Adafactor
+    eps: float | tuple[float | None, float]
 
 
 GROUPS: dict[str, type] = {"io": IO, "parallel": Parallel, "debug": Debug, "method": MeZO}
@@ -411,6 +425,7 @@ _METHODS: dict[type, str] = {
     SGD: "sgd",
     Adagrad: "adagrad",
     RMSprop: "rmsprop",
+    Adafactor: "adafactor",
 }
 _ALL = (*GROUPS.values(), *_METHODS)
 # Keywords whose value is a group and nothing else.
@@ -557,7 +572,7 @@ def _meant(name: str, own: Iterable[str]) -> str:
     """Return how a call writes the setting that a wrong name is closest to; "": none is close."""
     words = {former: spelled(public) for former, public in new_names().items()}
     words |= {f.name: spelled(f"{g}.{f.name}") for g, c in GROUPS.items() for f in _fields(c)}
-    for group in (RMSprop, Adagrad, SGD):
+    for group in (Adafactor, RMSprop, Adagrad, SGD):
         words |= {f.name: f"method=lohan.{group.__name__}({f.name}=)" for f in _fields(group)}
     words |= {each: spelled(each) for each in (*Settings.__annotations__, *own)}
     words.pop("config", None)

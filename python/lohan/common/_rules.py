@@ -15,8 +15,12 @@ from lohan.errors import HyperParameterError, UnsupportedError
 
 # lr, beta1, beta2, eps and weight_decay of AdamW, or what another rule has in their places.
 Hyper = tuple[float, float, float, float, float]
+# Hyper-parameters that are two numbers, with the names of each.
+_PAIRS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
 
 
+# Hyper-parameters that check() does not simply compare with 0.
+_SIGNED = ("beta1", "beta2", "dampening", "beta2_decay", "eps1")
 # Options of torch's optimizers that change their rule, with the values that do not.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 _COUPLED = {**_PLAIN, "decoupled_weight_decay": False}
@@ -47,6 +51,7 @@ class Rule:
         narrow: the formats of moments= in fewer bits than fp32 that its moments may have.
         counts_steps: whether torch's optimizer counts the steps of a parameter in its state.
         has_rows: whether there are second moments of rows.
+        has_factors: whether second moments are factors, which the unit's parameters contain.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Rule:
     narrow: tuple[str, ...] = ("bf16", "8bit")
     counts_steps: bool = True
     has_rows: bool = False
+    has_factors: bool = False
 
     @property
     def method(self) -> str:
@@ -105,21 +111,40 @@ class Rule:
                     f"{name} {group[name]!r} is text, not a number (YAML reads 2e-5 as text, but"
                     " 2.0e-5 as a number)"
                 )
+            if isinstance(group[name], tuple | list) and name not in self._pairs:
+                raise HyperParameterError(f"{name} {group[name]!r} must be one number")
         flat = {**group}
-        if "betas" in self.defaults:
-            flat["beta1"], flat["beta2"] = group["betas"]
+        for name in self._pairs:
+            flat |= zip(_PAIRS[name], self._pair(name, group[name]), strict=True)
         lr, second, third, fourth, weight_decay = (
             0.0 if name is None else float(flat[name]) for name in self.slots
         )
         return lr, second, third, fourth, weight_decay
+
+    @property
+    def _pairs(self) -> list[str]:
+        """The hyper-parameters that are two numbers."""
+        return [name for name, value in self.defaults.items() if isinstance(value, tuple)]
+
+    def _pair(self, name: str, value: Any) -> tuple[float, float]:
+        """Return the two numbers of a hyper-parameter; -1 stands for an eps1 of None."""
+        if not isinstance(value, tuple | list):
+            raise HyperParameterError(f"{name} {value!r} must be two numbers for {self.title}")
+        first, second = value
+        if name == "eps":
+            if first is not None and not float(first) >= 0:
+                raise HyperParameterError(f"eps1 {first} must be None, or at least 0")
+            first = -1.0 if first is None else first
+        return first, second
 
     def put(self, group: dict[str, Any], hyper: Hyper) -> None:
         """Set the hyper-parameters of a group to numbers that hyper_of() returned."""
         flat: dict[str, Any] = {
             name: value for name, value in zip(self.slots, hyper, strict=True) if name is not None
         }
-        if "betas" in self.defaults:
-            flat["betas"] = flat.pop("beta1"), flat.pop("beta2")
+        for name in self._pairs:
+            first, second = (flat.pop(each) for each in _PAIRS[name])
+            flat[name] = (None if name == "eps" and first < 0 else first), second
         if "nesterov" in flat:
             flat["nesterov"] = bool(flat["nesterov"])
         group.update(flat)
@@ -128,7 +153,7 @@ class Rule:
         """Return the hyper-parameters of a group, by name, in a form that JSON has."""
         made: dict[str, Any] = dict.fromkeys(self.defaults)
         self.put(made, self.hyper_of(group))
-        return {n: [*value] if n == "betas" else value for n, value in made.items()}
+        return {n: [*value] if n in self._pairs else value for n, value in made.items()}
 
     def check_options(self, group: dict[str, Any]) -> None:
         """Reject options of a group that would change its update rule.
@@ -155,7 +180,9 @@ class Rule:
         for name, value in named.items():
             if name == "dampening" and math.isnan(value):
                 raise HyperParameterError(f"dampening {value} is not a number")
-            if name not in ("beta1", "beta2", "dampening") and not value >= 0.0:
+            if name == "beta2_decay" and not value <= 0.0:
+                raise HyperParameterError(f"beta2_decay {value} must be at most 0")
+            if name not in _SIGNED and not value >= 0.0:
                 said = "is not a number" if math.isnan(value) else "is below 0"
                 raise HyperParameterError(f"{name} {value} {said}: it must be at least 0")
         if "beta1" in named:
@@ -268,6 +295,17 @@ _ROWS = (
         'method="adam_mini"',
         narrow=(),
         has_rows=True,
+    ),
+    Rule(
+        "adafactor",
+        "Adafactor",
+        {},
+        {"lr": 1e-2, "beta2_decay": -0.8, "eps": (None, 1e-3), "weight_decay": 0.0},
+        ("lr", "beta2_decay", "eps2", "eps1", "weight_decay"),
+        {"maximize": False, "d": 1.0},
+        'method="adafactor"',
+        narrow=(),
+        has_factors=True,
     ),
 )
 # In the order of the core's enum lh_rule.

@@ -197,6 +197,12 @@ _ROWS: tuple[_Row, ...] = (
         " CUDA_VISIBLE_DEVICES=0",
     ),
     (
+        lambda f: not f.has_optimizer and f.optim == "adafactor",
+        "optim='adafactor' is not supported: it is transformers' Adafactor, which adds eps to"
+        " squares of gradients and takes the learning rate as it is. For the one of torch.optim,"
+        ' leave optim= out and pass lohan.TrainerCallback(method="adafactor")',
+    ),
+    (
         lambda f: not f.has_optimizer and f.optim not in OPTIMIZERS,
         "optim={f.optim!r} is not supported: lohan runs the optimizer itself, in fp32 and on SSD."
         f" Use one of {', '.join(map(repr, OPTIMIZERS))}; for the other rules of"
@@ -287,6 +293,8 @@ def numbers_of(args: Any, rule: Rule) -> dict[str, Any]:
     fields = type(args).__dataclass_fields__
     names = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
     found: dict[str, Any] = {}
+    if rule.has_factors:  # its eps are two numbers of another meaning
+        return found
     for name in names.keys() & rule.defaults.keys():
         values = tuple(getattr(args, each) for each in names[name])
         if values != tuple(fields[each].default for each in names[name]):

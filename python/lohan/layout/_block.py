@@ -103,6 +103,7 @@ class Param:
     kept: str | None = None  # the format of its stored form; None: no separate stored form
     value_first: int = 0  # with `kept`: the offset in bytes of the values for computation
     strides: tuple[int, ...] | None = None  # None: contiguous; see [Note: Strides]
+    factor_first: int = 0  # under a rule with factors: the element of the unit where these begin
 
     @property
     def count(self) -> int:
@@ -119,6 +120,21 @@ class Param:
             return max(self.count, 1)
         each = self.count // self.tensor.shape[0]
         return each if each >= BLOCK_ELEMENTS else self.count
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The rows and columns of the matrices whose second moments may have factors; (0, 0): none.
+
+        [Note: Factors] in csrc/compute/factor.h has the definition.
+        """
+        shape = self.tensor.shape
+        return (shape[-2], shape[-1]) if len(shape) > 1 and self.count > 0 else (0, 0)
+
+    @property
+    def factor_count(self) -> int:
+        """The number of floats of its factors, or of its second moments if it has no matrices."""
+        rows, columns = self.matrix
+        return self.count // (rows * columns) * (rows + columns + 1) if rows else self.count
 
     @property
     def number(self) -> int:
@@ -468,6 +484,9 @@ def place(unit: Unit) -> None:
         size = param.count if unit.trainable else param.count * unit.dtype.itemsize
         at = _align(at + size, _core.PARAM_ALIGN if unit.trainable else 128)
     if unit.trainable:
+        for param in unit.params if RULES[unit.rule].has_factors else ():
+            param.factor_first = at
+            at += _factor_elements(unit, param)
         unit.elements = elements_with(unit, unit.states, unit.rule)
         unit.nbytes = unit.elements * unit.dtype.itemsize
     else:
@@ -478,8 +497,15 @@ def elements_with(unit: Unit, states: str, rule: str) -> int:
     """Return the padded number of elements of a trained unit with moments of a rule."""
     last = unit.params[-1]
     end = _align(last.first + last.count, _core.PARAM_ALIGN)
+    if RULES[rule].has_factors:
+        end += sum(_factor_elements(unit, param) for param in unit.params)
     is_scaled = RULES[rule].block_bytes(states) > 0  # these, too, fill whole blocks on SSD
     return _align(max(end, 1), _core.SCALED_ALIGN if is_scaled else _core.ELEMENT_ALIGN)
+
+
+def _factor_elements(unit: Unit, param: Param) -> int:
+    """Return the elements of the unit that a parameter's factors take."""
+    return _align(-(-param.factor_count * 4 // unit.dtype.itemsize), _core.PARAM_ALIGN)
 
 
 def place_values(unit: Unit) -> None:

@@ -157,6 +157,11 @@ def _of_gradients(name: str) -> Row:
     return Row(f"{public(Config, name)}=", MEZO, is_so, "meaning", because, _LEAVE_OUT, _NO_MEANING)
 
 
+def _has_sums(f: Facts) -> bool:
+    """Whether an update needs sums of rows of the gradients."""
+    return RULES[f.rule].has_rows or RULES[f.rule].has_factors
+
+
 def _of_rule(name: str) -> Row:
     """A hyper-parameter that some rules lack."""
     return Row(
@@ -275,7 +280,7 @@ ROWS = (
     Row(
         DIVIDED,
         "method={f.method!r}",
-        lambda f: f.config.replicas == "parameters" and RULES[f.rule].has_rows,
+        lambda f: f.config.replicas == "parameters" and _has_sums(f),
         "not built",
         "",
         "leave it out. Each process then has all states",
@@ -283,10 +288,19 @@ ROWS = (
     Row(
         f"{APART}, if they are trained",
         "method={f.method!r}",
-        lambda f: f.trains_experts and RULES[f.rule].has_rows,
+        lambda f: f.trains_experts and _has_sums(f),
         "not built",
         "",
         "leave experts= out",
+    ),
+    Row(
+        "moments={f.states!r}",
+        "method={f.method!r}",
+        lambda f: f.states != "fp32" and RULES[f.rule].has_factors,
+        "meaning",
+        "which has factors of them instead",
+        _LEAVE_OUT,
+        _NO_MEANING,
     ),
     Row(
         "moments={f.states!r}",

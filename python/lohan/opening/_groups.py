@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lohan.mezo._zo_setup import Zeroth
 
 # The hyper-parameters of all rules that are one number.
-_NUMBERS = {n for rule in RULES.values() for n in rule.defaults} - {"betas", "nesterov"}
+_NUMBERS = {n for rule in RULES.values() for n in rule.defaults} - {"betas", "eps", "nesterov"}
 _FP32_MAX = 3.4028234663852886e38
 
 
@@ -40,7 +40,14 @@ def check_hyper(group: dict[str, Any]) -> None:
     """
     if not isinstance(group.get("nesterov"), bool | None):
         raise HyperParameterError(f"nesterov {group['nesterov']!r} must be True or False")
-    for name in sorted(_NUMBERS):
+    eps = group.get("eps")
+    is_pair = isinstance(eps, tuple | list)
+    if isinstance(eps, tuple | list):
+        if len(eps) != 2 or not is_number(eps[1]) or not (eps[0] is None or is_number(eps[0])):
+            raise HyperParameterError(
+                f"eps {eps!r} must be a number, or for Adafactor two, such as eps=(None, 1e-3)"
+            )
+    for name in sorted(_NUMBERS if is_pair else _NUMBERS | {"eps"}):
         value = group.get(name)
         if value is None or isinstance(value, str):  # hyper_of() has a message for text
             continue

@@ -19,7 +19,7 @@ from lohan.torch_glue._tensor import check_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from lohan.layout._block import Layout
+    from lohan.layout._block import Layout, Param, Unit
     from lohan.layout._experts import Apart
     from lohan.store._store import Extents
 
@@ -46,6 +46,7 @@ _OTHERS: dict[type, str] = {
     torch.optim.SGD: "sgd",
     torch.optim.Adagrad: "adagrad",
     torch.optim.RMSprop: "rmsprop",
+    torch.optim.Adafactor: "adafactor",
 }
 
 
@@ -107,9 +108,10 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
         _adopt_8bit.check(optimizer)
     elif not is_torchs(optimizer):
         why = (
-            f"a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam, SGD, Adagrad or"
-            " RMSprop, or from an AdamW of bitsandbytes or torchao. To begin with a rule of"
-            " lohan's, omit optimizer= and pass method=, lr=, weight_decay= and params= instead"
+            f"a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam, SGD, Adagrad,"
+            " RMSprop or Adafactor, or from an AdamW of bitsandbytes or torchao. To begin with a"
+            " rule of lohan's, omit optimizer= and pass method=, lr=, weight_decay= and params="
+            " instead"
         )
         if kind == "accelerate.optimizer.AcceleratedOptimizer":
             why = (
@@ -245,6 +247,10 @@ def write_state(
         state = optimizer.state.get(param.tensor)
         if not state or not layout.units[param.unit].trainable:
             continue
+        if rule.has_factors:
+            steps[param.index] = int(state["step"])
+            _write_factors(param, layout.units[param.unit], extents, store, state)
+            continue
         found = _values_of(rule, state)
         if found and all(value is None for value in found.values()):
             continue  # SGD's buffer before the first step
@@ -262,6 +268,18 @@ def write_state(
         )
         _moments.write(store, layout.units[param.unit], places, param, (m, v))
     return _core.scalars_make(steps, b"")
+
+
+def _write_factors(
+    param: Param, unit: Unit, extents: Extents, store: _core.Store, state: dict[str, Any]
+) -> None:
+    from lohan.store import _factors
+
+    found = {
+        key: _moment(param.name, key, torch.empty(shape, device="meta"), state.get(key))
+        for key, shape in _factors.shapes(param).items()
+    }
+    _factors.write(store, unit, extents.units[param.unit], param, found)
 
 
 def share_hooks(optimizer: torch.optim.Optimizer, origin: torch.optim.Optimizer) -> None:
@@ -304,7 +322,7 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
     Raises:
         UnsupportedError: another process has the states of some parameters.
     """
-    from lohan.store import _moments
+    from lohan.store import _factors, _moments
 
     if layout.part[1] > 1:
         raise UnsupportedError(
@@ -315,12 +333,18 @@ def read_state(layout: Layout, extents: Extents, store: _core.Store) -> dict[int
     rule = RULES[layout.rule]
     found: dict[int, dict[str, Any]] = {}
     for param in layout.params:
-        if not layout.units[param.unit].trainable or steps[param.index] == 0 or not rule.moments:
+        has_states = bool(rule.moments) or rule.has_factors
+        if not layout.units[param.unit].trainable or steps[param.index] == 0 or not has_states:
             continue
         state: dict[str, Any] = {"step": torch.tensor(float(steps[param.index]))}
         if not rule.counts_steps:
             state.clear()
         places = extents.units[param.unit]
+        if rule.has_factors:
+            found[param.index] = state
+            kept = _factors.read(store, layout.units[param.unit], places, param)
+            state |= {key: value.to(param.tensor.dtype) for key, value in kept.items()}
+            continue
         moments = _moments.read(store, layout.units[param.unit], places, param)
         for name, values in zip(("moment1", "moment2"), moments, strict=True):
             if name in rule.moments:

@@ -21,6 +21,7 @@ import torch
 
 from lohan import _core
 from lohan.common import _exit, _log
+from lohan.common._rules import RULES
 from lohan.errors import NonFiniteError, StepError, StoreError
 from lohan.store import _checksums, _scalars, _store
 from lohan.torch_glue._thread import Lock, held
@@ -424,7 +425,7 @@ class Edits:
 
     def forget_moments(self) -> None:
         """Make all moments and their step counts 0, as before the first step."""
-        from lohan.store import _moments
+        from lohan.store import _factors, _moments
 
         self.check()
         layout, places = self._session.layout, self._session.extents.units
@@ -432,6 +433,8 @@ class Edits:
         with self._session.exclusive([*units]) as store:
             for index, unit in units.items():
                 _moments.clear(unit, places[index], store)
+                if RULES[unit.rule].has_factors:
+                    _factors.clear(unit, places[index], store)
             self._engine.param_steps(True)
             self._session.averages.begin_again()
             self.made(store)

@@ -16,7 +16,7 @@ from lohan.activations import _swap
 from lohan.common import _memory
 from lohan.common._rules import RULES
 from lohan.config import CHOSEN_LATER, SCHEDULES_AT_STEP
-from lohan.errors import BudgetError, ModelError
+from lohan.errors import BudgetError, ModelError, UnsupportedError
 from lohan.layout import _block, _experts, _layout
 from lohan.planning import _wear
 from lohan.store import _store
@@ -131,7 +131,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     # updated parameters will be written. Sums of gradients are in memory.
     waiting = (
         config.schedule in (*SCHEDULES_AT_STEP, "auto"),
-        config.commit_every not in ("auto", 1),
+        config.commit_every not in ("auto", 1) or RULES[layout.rule].has_factors,
         config.sums_gradients,
         _device.block_bytes_per_element(layout, config),
         config.schedule == "auto",
@@ -328,8 +328,9 @@ def _layout_for_budget(
         for unit in layout.units:
             unit.is_averaged = config.ema is not None and unit.trainable
             unit.rule = rule
-            if RULES[rule].has_rows and unit.trainable:
-                _block.place(unit)  # with its padding for the rule
+            if (RULES[rule].has_rows or RULES[rule].has_factors) and unit.trainable:
+                _check_strides(unit)
+                _block.place(unit)  # with its padding for the rule, or its factors
         if config.part_count > 1:
             layout.among = _parts_among(layout, config.owners)
         _block.divide_states(layout, config.part, config.part_count)
@@ -369,6 +370,18 @@ def _layout_for_budget(
     if is_any:
         layout = min(reversed(tried), key=lambda each: _needed(each, config))
     return layout  # the caller's _budget() raises an error that says how much would be enough
+
+
+def _check_strides(unit: _block.Unit) -> None:
+    """Reject parameters whose matrices are not one after the other in memory, if these matter."""
+    for param in unit.params if RULES[unit.rule].has_factors else ():
+        if param.strides is not None:
+            raise UnsupportedError(
+                f"parameter {param.name!r} of shape {tuple(param.tensor.shape)} has strides"
+                f" {param.strides}, but {RULES[unit.rule].title} needs the rows of its last"
+                " dimension one after the other: call .contiguous() on it, or"
+                " model.to(memory_format=torch.contiguous_format), before lohan.wrap()"
+            )
 
 
 def _has_checkpoints(model: nn.Module) -> bool:

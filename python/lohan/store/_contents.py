@@ -142,7 +142,8 @@ def _parse(meta: dict[str, Any]) -> Contents:
             dtype = getattr(torch, dtype_name.removeprefix("torch."))
             kept = formats[len(params)] if formats else None
             if unit is None:
-                unit = Unit(unit_name, TYPES[kept] if kept else dtype, trainable, [], states=states)
+                kind = TYPES[kept] if kept else dtype
+                unit = Unit(unit_name, kind, trainable, [], states=states, rule=rule)
             empty = torch.empty(shape, dtype=dtype, device="meta")
             tensor = nn.Parameter(empty, requires_grad=False)
             strides = strides_of(meta, len(params))
@@ -156,7 +157,6 @@ def _parse(meta: dict[str, Any]) -> Contents:
         unit.elements, unit.nbytes = elements, nbytes
         place_values(unit)
         unit.has_states = len(units) not in given
-        unit.rule = rule
         unit.is_averaged = unit.trainable and meta.get("ema", False)
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):

@@ -295,4 +295,6 @@ def _restore_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
                 then[name] = asked[name]
         optimizer.wrapped[index] = then
         for name in set(then) - optimizer.given[index]:  # schedulers read the defaults, too
-            optimizer.defaults[name] = tuple(then[name]) if name == "betas" else then[name]
+            optimizer.defaults[name] = (
+                tuple(then[name]) if isinstance(then[name], list) else then[name]
+            )

@@ -92,7 +92,10 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
 def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return the parameters as _core.Engine takes them."""
     return [
-        (p.unit, p.engine_first, p.count, group_of.get(p.index, 0), p.number, p.row_elements)
+        (
+            *(p.unit, p.engine_first, p.count, group_of.get(p.index, 0), p.number, p.row_elements),
+            *(*p.matrix, p.factor_first),
+        )
         for p in layout.params
     ]
 
