@@ -132,7 +132,7 @@ static void worker_run(void *context, int index)
             part(&bench->run, first, lh_min_u64(CHUNK_ELEMENTS, bench->run.count - first));
 
         if (bench->work == WORK_STREAM)
-            lh_adam_stream(&run);
+            lh_adam_stream(&run, NULL);
         else if (bench->work == WORK_UPDATE && bench->states == LH_ADAM_STATES_F32)
             bench->kernel->run[LH_RULE_ADAMW](&run, &bench->scalars);
         else

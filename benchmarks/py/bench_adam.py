@@ -90,6 +90,7 @@ class Ours:
         count = values.param.numel()
         self.core, self.threads, self.kernel, self.hyper = core, threads, kernel, hyper
         self.states: dict[str, object] = {"rule": rule}
+        self.format = states
         if states == "fp32":
             self.moment1, self.moment2 = huge_like(values.moment1), huge_like(values.moment2)
         else:
@@ -154,7 +155,7 @@ class Ours:
 
     def stream(self) -> None:
         """Move the same bytes without computing."""
-        self.core.stream_bound(*self.place, threads=self.threads)
+        self.core.stream_bound(*self.place, threads=self.threads, states=self.format)
 
 
 class Peer:

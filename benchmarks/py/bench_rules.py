@@ -5,8 +5,10 @@ drift of the machine affects all of them. Ratios are medians over repetitions of
 speeds of the same repetition. lohan's pass verifies the checksums of what it reads and makes those
 of what it writes; with bf16 gradients it also keeps the exact fp32 master. The peer is torch's
 fused form of the rule, or its foreach form if it has no fused one; torch has no Lion, so its peer
-is the rule of lion-pytorch in torch._foreach operations. For bf16 gradients a peer casts the
-gradient to fp32, steps, and casts the parameter to bf16. bench_adam.py has the arrays.
+is the rule of lion-pytorch in torch._foreach operations. For bf16 gradients a peer has an fp32
+master as well: it casts the gradient to fp32, steps, and casts the master to the bf16 parameter.
+The bound is what memory allows: a pass with as many threads that reads and writes the same bytes
+and computes nothing. bench_adam.py has the arrays.
 
     python benchmarks/py/bench_rules.py [--rules lion sgd] [--elements 50000000] [--repetitions 9]
 
@@ -77,6 +79,11 @@ def hyper_of(rule: Rule) -> tuple[float, ...]:
     return rule.hyper_of(group | {"momentum": MOMENTUM} if "momentum" in group else group)
 
 
+def bound_of(name: str, states: str) -> str:
+    """Return the name of the contestant that moves the bytes of a rule's update."""
+    return f"bound/{RULES[name].moment_bytes(64, states)}"
+
+
 def contestants_of(core, values: Values, bf16: bool, options) -> dict[str, tuple]:
     """Return what runs in turn, by name: what comes before it without being timed, and itself."""
     made: dict[str, tuple] = {}
@@ -85,6 +92,10 @@ def contestants_of(core, values: Values, bf16: bool, options) -> dict[str, tuple
             kind = (states, name, hyper_of(RULES[name]))
             ours = Ours(core, values, bf16, options.threads, options.kernel, *kind)
             made[f"{name}/{states}"] = (ours.make_checksums, ours.update_checked)
+            bound = bound_of(name, states)
+            if bound not in made:  # on arrays of its own, because it makes them garbage
+                apart = Ours(core, values, bf16, options.threads, options.kernel, *kind)
+                made[bound] = (lambda: None, apart.stream)
         if name not in PEERS:
             print(f"note: {name} is not compared: it has no peer here", file=sys.stderr)
             continue
@@ -121,6 +132,8 @@ def bench(core, report: Report, options: argparse.Namespace, bf16: bool) -> None
                     "elements/s",
                     peer=peer,
                     peer_values=speeds[key],
+                    bound="the same bytes moved",
+                    bound_values=speeds[bound_of(name, states)],
                     less_is_better=False,
                     median=statistics.median(ours),
                     moved_bytes=2 * RULES[name].moment_bytes(64, states) / 64,

@@ -178,9 +178,10 @@ void lh_adam_update(const struct lh_adam_run *run, const struct lh_adam_scalars 
 /*
  * Read and write the bytes that an update would read and write, with almost no arithmetic: the
  * upper bound of an update's speed, for benchmarks and doctor. The arrays are garbage afterwards.
- * Returns a sum over the gradient, so that the compiler cannot remove the reads.
+ * Moments that are NULL are left out, as are scales. stored: moments in fewer bits in place of the
+ * run's, or NULL. Returns a sum over the gradient, so that the compiler cannot remove the reads.
  */
-uint64_t lh_adam_stream(const struct lh_adam_run *run);
+uint64_t lh_adam_stream(const struct lh_adam_run *run, const struct lh_adam_moments *stored);
 
 /* Convert fp32 masters to P16 + residual, and back, as in [Note: 12P]. */
 void lh_adam_split(const float *master, uint16_t *param, int16_t *residual, uint64_t count);

@@ -57,6 +57,14 @@ static struct lh_adam_run chunk_run(const struct lh_adam_run *run, uint64_t firs
     return part;
 }
 
+static void chunk_stream(const struct work *work, const struct lh_adam_run *run, uint64_t index)
+{
+    const struct lh_adam_moments part =
+        lh_adam_moments_from(&work->moments, index * CHUNK_ELEMENTS);
+
+    (void)lh_adam_stream(run, &part);
+}
+
 static int chunk_update(const struct work *work, const struct lh_adam_run *run, uint64_t index)
 {
     const struct lh_adam_moments *moments = &work->moments;
@@ -113,7 +121,7 @@ static void *work_run(void *context)
             return NULL;
         run = chunk_run(&work->run, index * CHUNK_ELEMENTS);
         if (!work->kernel)
-            (void)lh_adam_stream(&run);
+            chunk_stream(work, &run, index);
         else if (!work->made && work->moments.states == LH_ADAM_STATES_F32)
             work->kernel->run[work->rule](&run, &work->scalars);
         else if (chunk_update(work, &run, index) < 0)
@@ -315,8 +323,14 @@ static PyObject *stream_bound(PyObject *Py_UNUSED(module), PyObject *args, PyObj
     uint32_t threads = 1;
 
     if (LHPY_ARGS(args, kwargs, RUN_ARGS(work.run),
-                  LHPY_ARG(threads, .min = 1, .max = THREAD_COUNT_MAX, .is_optional = true)) < 0 ||
-        run_check(&work.run) < 0 || work_on_threads(&work, threads) < 0)
+                  LHPY_ARG(threads, .min = 1, .max = THREAD_COUNT_MAX, .is_optional = true),
+                  LHPY_ARG_AS("states", work.moments.states, .names = states_names,
+                              .is_optional = true)) < 0 ||
+        run_check(&work.run) < 0)
+        return NULL;
+    work.moments.moment1 = work.run.moment1;
+    work.moments.moment2 = work.run.moment2;
+    if (work_on_threads(&work, threads) < 0)
         return NULL;
     return Py_NewRef(Py_None);
 }

@@ -51,8 +51,8 @@ static void test_touches(enum lh_dtype dtype, enum lh_dtype gradient_dtype, uint
         .param_dtype = dtype,
         .gradient_dtype = gradient_dtype,
     };
-    uint64_t whole = count / 32 * 32; /* a rest that fills no word is not read */
-    uint64_t sum = lh_adam_stream(&run);
+    uint64_t whole = count / 64 * 64; /* a rest that fills no word is not read */
+    uint64_t sum = lh_adam_stream(&run, NULL);
     LH_CHECK(sum == gradient_sum(whole * lh_dtype_bytes(gradient_dtype)));
     check_touched(0, whole * lh_dtype_bytes(dtype));
     if (residual_bytes > 0)
@@ -62,14 +62,33 @@ static void test_touches(enum lh_dtype dtype, enum lh_dtype gradient_dtype, uint
     check_touched(4, 0);
 }
 
+static void test_moments(enum lh_adam_states states, bool has_moment1, bool has_moment2)
+{
+    lh_test_name("a stream touches the moments that there are, format %d: %d, %d", (int)states,
+                 has_moment1, has_moment2);
+    struct lh_adam_run run = {.param = filled(0), .gradient = filled(4), .count = 128};
+    struct lh_adam_moments moments = {.states = states};
+    uint64_t bytes = run.count * lh_adam_moment_bytes(states);
+
+    moments.moment1 = has_moment1 ? filled(2) : (filled(2), NULL);
+    moments.moment2 = has_moment2 ? filled(3) : (filled(3), NULL);
+    lh_adam_stream(&run, &moments);
+    check_touched(0, run.count * sizeof(float));
+    check_touched(2, has_moment1 ? bytes : 0);
+    check_touched(3, has_moment2 ? bytes : 0);
+}
+
 int main(void)
 {
     static const enum lh_dtype dtypes[] = {LH_DTYPE_F32, LH_DTYPE_BF16, LH_DTYPE_F16};
     for (size_t i = 0; i < LH_COUNT_OF(dtypes); i++) {
         for (size_t j = 0; j < LH_COUNT_OF(dtypes); j++) {
-            test_touches(dtypes[i], dtypes[j], 32);
+            test_touches(dtypes[i], dtypes[j], 64);
             test_touches(dtypes[i], dtypes[j], 1000 + 17);
         }
     }
+    for (enum lh_adam_states states = LH_ADAM_STATES_F32; states <= LH_ADAM_STATES_8BIT; states++)
+        for (int has = 0; has < 4; has++)
+            test_moments(states, has & 1, has & 2);
     return 0;
 }
