@@ -220,6 +220,7 @@ struct lh_adam_segment {
     /* Rules with rows: the sums of squares of the parameter's rows, and their elements. */
     const double *row_sums;
     uint64_t row_elements;
+    float *update;                /* Muon: its update, at `first`; it is only read */
     struct lh_adam_random random; /* BF16 only; with zeros, of the first of these steps in a row */
 };
 
