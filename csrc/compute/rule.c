@@ -93,6 +93,16 @@ static struct lh_adam_scalars rmsprop_scalars(const struct lh_adam_hyper *hyper,
     };
 }
 
+/* The engine multiplies step_size by what the parameter's shape makes of it. */
+static struct lh_adam_scalars muon_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                           double gradient_scale)
+{
+    struct lh_adam_scalars scalars = lion_scalars(hyper, step, gradient_scale);
+
+    scalars.eps = (float)hyper->eps;
+    return scalars;
+}
+
 const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
     [LH_RULE_ADAMW] = {"adamw", true, true, false, lh_adam_scalars_make},
     [LH_RULE_ADAM] = {"adam", true, true, false, adam_scalars},
@@ -103,4 +113,5 @@ const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
     [LH_RULE_RMSPROP] = {"rmsprop", false, true, false, rmsprop_scalars},
     [LH_RULE_RMSPROP_MOMENTUM] = {"rmsprop_momentum", true, true, false, rmsprop_scalars},
     [LH_RULE_ADAM_MINI] = {"adam_mini", true, false, true, lh_adam_scalars_make},
+    [LH_RULE_MUON] = {"muon", true, false, false, muon_scalars, .has_matrices = true},
 };

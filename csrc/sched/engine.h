@@ -65,6 +65,9 @@ struct lh_engine_param {
     uint32_t number; /* selects the random bits of its moments (struct lh_adam_random) */
     /* Of a row that has a second moment of its own ([Note: Second moments of rows] in rule.h). */
     uint64_t row_elements;
+    /* Of a matrix that is updated as such ([Note: Matrices] in rule.h), otherwise 0. */
+    uint64_t matrix_rows;
+    double lr_ratio; /* what its shape makes of the learning rate */
 };
 
 struct lh_engine_unit {

@@ -51,7 +51,8 @@ static void unit_pump(struct lh_engine *engine, struct lh_unit *unit, struct lh_
     for (uint32_t i = lh_update_pump_next(engine, unit); i < unit->chunk_count && !is_reading;
          i++) {
         struct lh_chunk *chunk = &engine->chunks[unit->chunk_first + i];
-        if (chunk->state != LH_CHUNK_STATE_LOADED)
+        bool may = LH_FEATURE_ALL(engine, chunk_may_compute, chunk);
+        if (chunk->state != LH_CHUNK_STATE_LOADED || !may)
             break;
         lh_chunk_compute(engine, chunk);
         pump->moved = true;

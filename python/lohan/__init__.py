@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from lohan import errors, losses
     from lohan.common._build import build_info
     from lohan.common._decay import no_decay
-    from lohan.common._keywords import IO, SGD, Adagrad, Debug, MeZO, Parallel, RMSprop, Settings
+    from lohan.common._keywords import (
+        IO,
+        SGD,
+        Adagrad,
+        Debug,
+        MeZO,
+        Muon,
+        Parallel,
+        RMSprop,
+        Settings,
+    )
     from lohan.common._stats import ReplicaStats, StepStats, Traffic
     from lohan.common._version import __version__
     from lohan.config import Config as Config
@@ -48,6 +58,7 @@ _MODULES = {
         "Adagrad",
         "Debug",
         "MeZO",
+        "Muon",
         "Parallel",
         "RMSprop",
         "Settings",
@@ -87,6 +98,7 @@ __all__ = [
     "LohanError",
     "MeZO",
     "Merged",
+    "Muon",
     "Optimizer",
     "Origin",
     "Parallel",

@@ -99,10 +99,13 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     static float params[COUNT], residuals[COUNT], moment1[COUNT], moment2[COUNT];
     static float gradients[COUNT];
     uint64_t residual_bytes = lh_adam_residual_bytes(param);
+    const bool has_matrices =
+        lh_rules[rule].has_matrices; /* an element's kernel is given updates */
     struct lh_adam_run run = {.param = params,
                               .residual = residual_bytes > 0 ? residuals : NULL,
                               .moment1 = lh_rules[rule].has_moment1 ? moment1 : NULL,
-                              .moment2 = lh_rules[rule].has_moment2 ? moment2 : NULL,
+                              .moment2 =
+                                  lh_rules[rule].has_moment2 || has_matrices ? moment2 : NULL,
                               .gradient = gradients,
                               .count = COUNT,
                               .param_dtype = param,
@@ -117,7 +120,8 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     lh_adam_kernel_run(kernel, rule)(&run, &scalars);
     for (uint64_t seed = 6; seed < 8; seed++) {
         fill(gradients, seed, UINT32_MAX);
-        if (lh_rules[rule].has_rows) /* an element's kernel is given the root of its row */
+        if (has_matrices ||
+            lh_rules[rule].has_rows) /* an element's kernel is given the root of its row */
             lh_adam_kernel_run(kernel, rule)(&run, &scalars);
         else
             chunk_update(kernel, rule, &run);
@@ -162,6 +166,7 @@ static void test_rules(void)
         [LH_RULE_RMSPROP] = 0xC5DCA831,
         [LH_RULE_RMSPROP_MOMENTUM] = 0x3110151E,
         [LH_RULE_ADAM_MINI] = 0x2D8B637B,
+        [LH_RULE_MUON] = 0x9DBCBE43,
     };
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);

@@ -16,7 +16,7 @@ from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.torch_glue import _device
 
-METHODS = ("adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "mezo")
+METHODS = ("adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "muon", "mezo")
 # The keywords of wrap() that only method="mezo" accepts.
 OF_METHOD = ("num_samples", "rng", "seed", "storage")
 
@@ -160,7 +160,12 @@ def _of_rule(name: str) -> Row:
     return Row(
         f"{name}=",
         "method={f.method!r}",
-        lambda f: not f.is_mezo and name in f.given and name not in RULES[f.method].defaults,
+        lambda f: (
+            not f.is_mezo
+            and name in f.given
+            and name not in RULES[f.method].defaults
+            and not RULES[f.method].others
+        ),
         "meaning",
         "whose rule has none",
         _LEAVE_OUT,
@@ -254,7 +259,7 @@ ROWS = (
     Row(
         "moments={f.states!r}",
         "method={f.method!r}",
-        lambda f: f.states != "fp32" and RULES[f.rule].has_rows,
+        lambda f: f.states != "fp32" and RULES[f.rule].is_of_whole,
         "not built",
         "",
         "leave moments= out",
@@ -262,7 +267,7 @@ ROWS = (
     Row(
         DIVIDED,
         "method={f.method!r}",
-        lambda f: f.config.replicas == "parameters" and RULES[f.rule].has_rows,
+        lambda f: f.config.replicas == "parameters" and RULES[f.rule].is_of_whole,
         "not built",
         "",
         "leave it out. Each process then has all states",
@@ -270,7 +275,7 @@ ROWS = (
     Row(
         f"{APART}, if they are trained",
         "method={f.method!r}",
-        lambda f: f.trains_experts and RULES[f.rule].has_rows,
+        lambda f: f.trains_experts and RULES[f.rule].is_of_whole,
         "not built",
         "",
         "leave experts= out",
