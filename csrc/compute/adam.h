@@ -216,6 +216,7 @@ struct lh_adam_segment {
     const double *row_sums;
     uint64_t row_elements;
     struct lh_factors factors;    /* [Note: Factors] in factor.h; values NULL: the rule has none */
+    float *update;                /* Muon: its update, at `first`; it is only read */
     struct lh_adam_random random; /* BF16 only; with zeros, of the first of these steps in a row */
 };
 

@@ -83,13 +83,15 @@ static struct lh_adam_run run_make(const struct walk *walk, const struct lh_adam
     const struct lh_adam_chunk *chunk = walk->chunk;
     uint64_t gradient_bytes = lh_dtype_bytes(segment->gradient_dtype);
 
+    float *moment2 = walk->is_fp32 && chunk->moment2 ? (float *)chunk->moment2 + first : NULL;
+
     return (struct lh_adam_run){
         .param = (char *)chunk->param + first * lh_dtype_bytes(chunk->param_dtype),
         .residual = chunk->residual ? (char *)chunk->residual +
                                           first * lh_adam_residual_bytes(chunk->param_dtype)
                                     : NULL,
         .moment1 = walk->is_fp32 && chunk->moment1 ? (float *)chunk->moment1 + first : NULL,
-        .moment2 = walk->is_fp32 && chunk->moment2 ? (float *)chunk->moment2 + first : NULL,
+        .moment2 = segment->update ? segment->update + (first - segment->first) : moment2,
         .gradient = segment->gradient ? (const char *)segment->gradient +
                                             (first - segment->first) * gradient_bytes
                                       : NULL,
@@ -518,6 +520,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         LH_ASSERT(lh_is_aligned(segment->param_first, align));
         LH_ASSERT(!chunk->rows || segment->row_sums);
         LH_ASSERT((segment->factors.values != NULL) == lh_rules[chunk->rule].has_factors);
+        LH_ASSERT(lh_rules[chunk->rule].has_matrices == (segment->update != NULL));
         end = lh_align_up(segment->first + segment->count, align);
     }
     LH_ASSERT(end <= chunk->count);

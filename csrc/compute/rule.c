@@ -105,6 +105,16 @@ static struct lh_adam_scalars adafactor_scalars(const struct lh_adam_hyper *hype
     };
 }
 
+/* The engine multiplies step_size by what the parameter's shape makes of it. */
+static struct lh_adam_scalars muon_scalars(const struct lh_adam_hyper *hyper, uint64_t step,
+                                           double gradient_scale)
+{
+    struct lh_adam_scalars scalars = lion_scalars(hyper, step, gradient_scale);
+
+    scalars.eps = (float)hyper->eps;
+    return scalars;
+}
+
 const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
     [LH_RULE_ADAMW] = {"adamw", true, true, false, false, lh_adam_scalars_make},
     [LH_RULE_ADAM] = {"adam", true, true, false, false, adam_scalars},
@@ -116,4 +126,5 @@ const struct lh_rule_row lh_rules[LH_RULE_COUNT] = {
     [LH_RULE_RMSPROP_MOMENTUM] = {"rmsprop_momentum", true, true, false, false, rmsprop_scalars},
     [LH_RULE_ADAM_MINI] = {"adam_mini", true, false, true, false, lh_adam_scalars_make},
     [LH_RULE_ADAFACTOR] = {"adafactor", false, false, false, true, adafactor_scalars},
+    [LH_RULE_MUON] = {"muon", true, false, false, false, muon_scalars, .has_matrices = true},
 };

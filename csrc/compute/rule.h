@@ -34,6 +34,8 @@
  *                     p = fma(-step_size, m / d, p * decay)
  *      adafactor      p = fma(-step_size, g / sqrt(v), p * decay), with v and step_size of
  *                     [Note: Factors] in factor.h
+ *      muon           m = fma(g - m, beta1_rest, m)
+ *                     p = fma(-step_size, o, p * decay)
  *
  * The order is that of torch.optim.SGD, Adam, Adagrad and RMSprop, and of lion-pytorch, on a
  * machine whose additions with a factor are fused. fma(x, 0, x) is x if x is finite and NaN
@@ -56,6 +58,16 @@
  * contiguous in the unit. v is stored once for each block that has elements of its row (struct
  * lh_adam_rows), so that a chunk has all that its update needs, wherever chunks begin.
  *
+ * [Note: Matrices] muon updates matrices only; other parameters of the same run have adamw. o is
+ * what newton_schulz.h makes of a whole matrix
+ *
+ *      u = fma(g - m, beta1_rest, m)    with Nesterov and momentum >= 0.5, m the new momentum
+ *      u = fma(m - g, beta1, g)         with Nesterov and momentum < 0.5
+ *      u = m                            without Nesterov
+ *
+ * and step_size is lr times a factor of the matrix's shape. A kernel reads o where other rules have
+ * the second moment.
+ *
  * What a rule makes of the five hyper-parameters (struct lh_adam_hyper):
  *
  *      adamw, adam, adam_mini    lr, beta1, beta2, eps, weight_decay
@@ -66,9 +78,10 @@
  *      rmsprop        lr, -, alpha, eps, weight_decay
  *      rmsprop_momentum    lr, momentum, alpha, eps, weight_decay
  *      adafactor      lr, beta2_decay, eps2, eps1, weight_decay; eps1 < 0: that of fp32
+ *      muon           lr, momentum, 1 with Nesterov or 0, eps of the norm, weight_decay
  *
  * Thread: pure functions over the caller's memory.
- * Source: torch.optim.Adam, SGD, Adagrad and RMSprop; Chen et al. 2023, Symbolic Discovery of
+ * Source: torch.optim.Adam, SGD, Adagrad, RMSprop and Muon; Chen et al. 2023, Symbolic Discovery of
  *         Optimization Algorithms (Lion); Zhang et al. 2024, Adam-mini: Use Fewer Learning Rates
  *         To Gain More, algorithm 1 (the partition into rows is that of its output weights).
  */
@@ -90,6 +103,7 @@ enum lh_rule {
     LH_RULE_RMSPROP_MOMENTUM,
     LH_RULE_ADAM_MINI,
     LH_RULE_ADAFACTOR,
+    LH_RULE_MUON,
     LH_RULE_COUNT
 };
 
@@ -105,6 +119,7 @@ struct lh_rule_row {
     /* Compute the scalars of a step (1, 2, ...) in double, and round each of them once. */
     struct lh_adam_scalars (*scalars)(const struct lh_adam_hyper *hyper, uint64_t step,
                                       double gradient_scale);
+    bool has_matrices; /* parameters are matrices, updated as such ([Note: Matrices]) */
 };
 
 extern const struct lh_rule_row lh_rules[LH_RULE_COUNT];

@@ -17,7 +17,8 @@ typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars
 
 /*
  * The rules below, each with the moments that its row in rule.c has: first, second. Adafactor's
- * second one is not stored: a caller computes it (factor.h).
+ * second one is not stored: a caller computes it (factor.h). In place of Muon's second moment is
+ * its update (struct lh_adam_segment).
  */
 #define RULES_EACH(X)                                                                              \
     X(LH_RULE_ADAMW, adamw, true, true)                                                            \
@@ -29,7 +30,8 @@ typedef void (*rule_fn)(struct element *e, const struct lh_adam_scalars *scalars
     X(LH_RULE_RMSPROP, rmsprop, false, true)                                                       \
     X(LH_RULE_RMSPROP_MOMENTUM, rmsprop_momentum, true, true)                                      \
     X(LH_RULE_ADAM_MINI, adam_mini, true, false)                                                   \
-    X(LH_RULE_ADAFACTOR, adafactor, false, true)
+    X(LH_RULE_ADAFACTOR, adafactor, false, true)                                                   \
+    X(LH_RULE_MUON, muon, true, true)
 
 /* The value itself where it is finite, otherwise NaN. */
 static INLINE values finite_of(values a)
@@ -142,6 +144,13 @@ static INLINE void adafactor(struct element *e, const struct lh_adam_scalars *sc
     values moved = e->g / root_of(e->v);
 
     e->p = fma_of(splat(-scalars->step_size), moved, e->p * splat(scalars->decay));
+}
+
+/* Muon, whose orthogonalized momentum is in v. */
+static INLINE void muon(struct element *e, const struct lh_adam_scalars *scalars)
+{
+    e->m = fma_of(e->g - e->m, splat(scalars->beta1_rest), e->m);
+    e->p = fma_of(splat(-scalars->step_size), e->v, e->p * splat(scalars->decay));
 }
 
 #endif

@@ -25,6 +25,7 @@ struct needs {
     uint64_t waiting_free_bytes;   /* gradients that may wait, but need not */
     uint32_t slab_bytes_per_element;
     uint32_t slab_bytes_per_block;
+    uint64_t whole_elements_max; /* of a unit that needs slabs for all of its chunks */
 };
 
 /* Bytes of gradients; if they are stored in blocks, rounded up to whole blocks. */
@@ -77,6 +78,8 @@ static struct needs needs_sum(const struct lh_budget_unit *units, uint32_t unit_
             slab_element_bytes += unit->waiting_bytes_per_element;
         if (slab_element_bytes > needs.slab_bytes_per_element)
             needs.slab_bytes_per_element = slab_element_bytes;
+        if (unit->is_whole)
+            needs.whole_elements_max = lh_max_u64(needs.whole_elements_max, unit->elements);
         needs.apart_bytes_max = lh_max_u64(needs.apart_bytes_max, unit->apart_bytes);
         uint64_t in_use_bytes = lh_max_u64(unit->bytes, unit->together_bytes);
         if (unit->always) {
@@ -127,12 +130,20 @@ static uint64_t slabs_grow(struct lh_budget *budget, uint64_t spare, uint32_t co
     return spare - more * budget->slab_bytes;
 }
 
-static uint32_t pipeline_of(const struct lh_budget *budget, uint64_t host_bytes)
+static uint64_t whole_chunks(const struct lh_budget *budget, const struct needs *needs)
+{
+    return lh_div_ceil(needs->whole_elements_max, budget->chunk_elements);
+}
+
+/* The slabs that keep no chunk. */
+static uint32_t pipeline_of(const struct lh_budget *budget, const struct needs *needs,
+                            uint64_t host_bytes)
 {
     uint64_t affordable =
         host_bytes / LH_BUDGET_PIPELINE_DIVISOR / lh_max_u64(budget->slab_bytes, 1);
     uint64_t count = lh_min_u64(affordable, LH_BUDGET_SLAB_COUNT_PIPELINE_MAX);
-    return (uint32_t)lh_max_u64(count, LH_BUDGET_SLAB_COUNT_PIPELINE);
+    count = lh_max_u64(count, LH_BUDGET_SLAB_COUNT_PIPELINE);
+    return (uint32_t)lh_max_u64(count, whole_chunks(budget, needs));
 }
 
 static void parts_start(struct lh_budget *budget, const struct needs *needs,
@@ -147,7 +158,8 @@ static void parts_start(struct lh_budget *budget, const struct needs *needs,
     uint64_t of_blocks = budget->chunk_elements / BLOCK_ELEMENTS * needs->slab_bytes_per_block;
     budget->slab_bytes = lh_align_up(
         budget->chunk_elements * needs->slab_bytes_per_element + of_blocks, LH_BLOCK_BYTES);
-    budget->slab_count = (uint32_t)lh_min_u64(budget->chunk_count, LH_BUDGET_SLAB_COUNT_MIN);
+    uint64_t slabs = lh_max_u64(whole_chunks(budget, needs), LH_BUDGET_SLAB_COUNT_MIN);
+    budget->slab_count = (uint32_t)lh_min_u64(budget->chunk_count, slabs);
     budget->host_bytes_min = budget->region_bytes + budget->slab_count * budget->slab_bytes +
                              budget->gradient_bytes + budget->bookkeeping_bytes;
 }
@@ -182,7 +194,7 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     budget->gradient_ahead_bytes = lh_min_u64(spare, needs.trainable_bytes_max);
     budget->gradient_bytes += budget->gradient_ahead_bytes;
     spare -= budget->gradient_ahead_bytes;
-    uint32_t pipeline = pipeline_of(budget, host_bytes);
+    uint32_t pipeline = pipeline_of(budget, &needs, host_bytes);
     uint32_t slabs_most = slab_count_max(budget, pipeline);
     spare = slabs_grow(budget, spare, pipeline < slabs_most ? pipeline : slabs_most);
     uint64_t waiting_more = lh_min_u64(spare, needs.waiting_bytes - needs.waiting_memory_bytes);

@@ -12,12 +12,13 @@
  * The minimum consists of: a region for all units that are always resident and the two largest of
  * the other units (or of the sets that are in use together), with room for one more of the second
  * largest so that holes between units block no load, and room for each set including the holes
- * between its units; three slabs (one being read, one computed, one written); and the gradients of
- * the largest unit, which autograd keeps until the unit can be updated. The remaining memory goes,
- * in this order, to the gradients of a second unit (otherwise backward waits for each update), to
- * slabs up to a full pipeline, to waiting gradients (each byte saves two bytes of traffic), to
- * parameters (each resident byte of P16 saves two bytes of traffic per step), and to slabs that
- * keep their chunk (each byte saves one byte). If slabs for all chunks take at most an eighth of
+ * between its units; three slabs (one being read, one computed, one written), or those of all
+ * chunks of a unit whose update needs them at once; and the gradients of the largest unit, which
+ * autograd keeps until the unit can be updated. The remaining memory goes, in this order, to the
+ * gradients of a second unit (otherwise backward waits for each update), to slabs up to a full
+ * pipeline, to waiting gradients (each byte saves two bytes of traffic), to parameters (each
+ * resident byte of P16 saves two bytes of traffic per step), and to slabs that keep their chunk
+ * (each byte saves one byte). If slabs for all chunks take at most an eighth of
  * the bytes of frozen parameters, these slabs come before parameters (except those of two more
  * units): the states of adapters are few, and each step writes those without a slab of their own,
  * while frozen parameters are only read. Memory that is not needed is not allocated.
@@ -59,6 +60,7 @@ struct lh_budget_unit {
      * at boundaries of checksums.
      */
     uint32_t state_bytes_per_block;
+    bool is_whole; /* its update needs all of its chunks in slabs at once */
     /* The size of gradients that wait for the end of the step; 0: none wait. */
     uint32_t waiting_bytes_per_element;
     bool waits_in_memory; /* gradients cannot wait on SSD */

@@ -189,9 +189,9 @@ static int rule_take(struct work *work, const char *name)
     if (lhpy_rule_of(name, &work->rule) < 0)
         return -1;
     const struct lh_rule_row *row = &lh_rules[work->rule];
-    if (row->has_rows || row->has_factors) {
-        PyErr_Format(PyExc_ValueError, "rule '%s' needs sums of rows, which only an engine has",
-                     row->name);
+    if (row->has_rows || row->has_factors || row->has_matrices) {
+        PyErr_Format(PyExc_ValueError, "rule '%s' needs %s, which only an engine has", row->name,
+                     row->has_matrices ? "the updates of matrices" : "sums of rows");
         return -1;
     }
     if ((work->run.moment1 != NULL) == row->has_moment1 &&

@@ -24,7 +24,8 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
 
 static const struct lhpy_table param_table =
     LHPY_TABLE_PLAIN("a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group,
-                     number, row_elements, factor_rows, factor_columns, factor_first);
+                     number, row_elements, factor_rows, factor_columns, factor_first,
+                     matrix_rows, lr_ratio);
 
 static const struct lhpy_table budget_table =
     LHPY_TABLE_PLAIN("a budget", LHPY_FORM_DICT, struct lh_budget, host_bytes, region_bytes,
@@ -67,6 +68,7 @@ static struct lh_budget_unit budget_unit(const struct demand *demand, const stru
         .state_bytes_per_element = lh_engine_state_bytes(unit),
         .state_bytes_per_block =
             unit->elements > 0 ? (uint32_t)lh_adam_block_bytes(unit->rule, unit->states) : 0,
+        .is_whole = unit->elements > 0 && has_states && lh_rules[unit->rule].has_matrices,
         .waiting_bytes_per_element =
             waiting->is_any && unit->elements > 0
                 ? (uint32_t)lh_dtype_bytes(waiting->is_summed && has_states ? LH_DTYPE_F32

@@ -157,12 +157,8 @@ static void update_run(struct lh_exec_job *job)
     slab->result = lh_adam_chunk_update(NULL, &slab->adam, &slab->mismatch);
 }
 
-/*
- * Fill segments with the parts of parameters that lie in the chunk and have gradients, and return
- * their number.
- */
-static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *chunk,
-                              struct lh_adam_segment *segments)
+uint32_t lh_chunk_segments_fill(struct lh_engine *engine, const struct lh_chunk *chunk,
+                                struct lh_adam_segment *segments)
 {
     const struct lh_unit *unit = &engine->units[chunk->unit];
     const struct lh_adam_hyper *hypers = engine->hypers[lh_core_step(engine) % 2];
@@ -180,18 +176,22 @@ static uint32_t segments_fill(struct lh_engine *engine, const struct lh_chunk *c
         LH_ASSERT(count < unit->desc->param_count);
         LH_ASSERT(!lh_rules[unit->desc->rule].has_rows || gradient->row_sums);
         LH_ASSERT(!lh_rules[unit->desc->rule].has_factors || gradient->factors);
+        struct lh_adam_scalars scalars = lh_rules[unit->desc->rule].scalars(
+            &hypers[param->group], engine->param_steps[index] + 1,
+            engine->gradient_scales[lh_core_step(engine) % 2]);
+        if (param->matrix_rows > 0)
+            scalars.step_size = (float)(hypers[param->group].lr * param->lr_ratio);
         segments[count] = (struct lh_adam_segment){
             .first = first - chunk->first,
             .count = end - first,
             .gradient = read_gradients ? read_gradients + read_offset
                                        : lh_gradient_at(engine, index, first),
             .gradient_dtype = gradient->dtype,
-            .scalars = lh_rules[unit->desc->rule].scalars(
-                &hypers[param->group], engine->param_steps[index] + 1,
-                engine->gradient_scales[lh_core_step(engine) % 2]),
+            .scalars = scalars,
             .param_first = first - param->first,
             .row_sums = gradient->row_sums,
             .row_elements = param->row_elements,
+            .update = gradient->update ? gradient->update + (first - param->first) : NULL,
             .random = {LH_ADAM_SEED, param->number, (uint32_t)lh_core_step(engine)},
         };
         if (gradient->factors) {
@@ -316,7 +316,7 @@ static void adam_fill(struct lh_engine *engine, const struct lh_chunk *chunk, st
         .states = unit->desc->states,
         .rule = unit->desc->rule,
         .segments = slab->segments,
-        .segment_count = segments_fill(engine, chunk, slab->segments),
+        .segment_count = lh_chunk_segments_fill(engine, chunk, slab->segments),
         .residual_expected = expected[0],
         .moment1_expected = expected[1],
         .moment2_expected = expected[2],

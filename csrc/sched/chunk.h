@@ -72,6 +72,12 @@ void lh_chunk_reads_more(struct lh_engine *engine, struct lh_chunk *chunk,
                          const struct lh_transfer *transfer);
 /* Runs on a worker: fill a slab's arrays that were never written with zeros. */
 void lh_chunk_zeros_fill(struct lh_slab *slab);
+/*
+ * Fill segments with the parts of parameters that lie in the chunk and have gradients, and return
+ * their number.
+ */
+uint32_t lh_chunk_segments_fill(struct lh_engine *engine, const struct lh_chunk *chunk,
+                                struct lh_adam_segment *segments);
 void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk);
 
 #endif

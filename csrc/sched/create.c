@@ -219,6 +219,10 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
     }
     if (has_sums)
         feature_add(engine, &lh_norm_feature);
+    if (lh_orthogonal_is_needed(engine)) {
+        LH_TRY(lh_orthogonal_create(engine, err));
+        feature_add(engine, &lh_orthogonal_feature);
+    }
     if (engine->opts.saved.memory_bytes > 0) {
         LH_TRY(lh_saved_create(engine, err));
         feature_add(engine, &lh_saved_feature);
@@ -261,6 +265,7 @@ static void features_destroy(struct lh_engine *engine)
     lh_borrow_destroy(engine);
     lh_saved_destroy(engine);
     lh_norm_destroy(engine);
+    lh_orthogonal_destroy(engine);
     lh_spill_destroy(engine);
     lh_defer_destroy(engine);
     lh_idle_destroy(engine);
@@ -366,7 +371,7 @@ static void tables_destroy(struct lh_engine *engine)
         engine->reading,   engine->tail,           engine->mates,
         engine->borrow,    engine->landing,        engine->copies,
         engine->unified,   engine->defer,          engine->spill,
-        engine->norm,      engine->split,
+        engine->norm,      engine->split,          engine->orthogonal,
     };
     for (size_t i = 0; i < LH_COUNT_OF(tables); i++)
         lh_free(alloc, tables[i]);

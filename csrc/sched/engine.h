@@ -70,6 +70,9 @@ struct lh_engine_param {
     uint64_t factor_rows;
     uint64_t factor_columns;
     uint64_t factor_first;
+    /* Of a matrix that is updated as such ([Note: Matrices] in rule.h), otherwise 0. */
+    uint64_t matrix_rows;
+    double lr_ratio; /* what its shape makes of the learning rate */
 };
 
 struct lh_engine_unit {

@@ -52,6 +52,7 @@
 #include "sched/mates.h"
 #include "sched/naive.h"
 #include "sched/norm.h"
+#include "sched/orthogonal.h"
 #include "sched/parts.h"
 #include "sched/reading.h"
 #include "sched/region.h"
@@ -182,6 +183,7 @@ struct lh_engine {
     struct lh_defer *defer;
     struct lh_spill *spill;
     struct lh_norm *norm;
+    struct lh_orthogonal *orthogonal; /* NULL unless a rule has matrices */
     struct lh_split *split;
     struct lh_saved_area *saved;
     struct lh_mates *mates;

@@ -17,6 +17,7 @@
  *      sum       ... and they are summed over several backwards     sum.c
  *      tail      ... and the model's buffers are there              tail.c
  *      norm      schedule SERIAL or DEFERRED, or the rule has sums  norm.c
+ *      orthogonal  an update rule has matrices                      orthogonal.c
  *      saved     there is memory for saved tensors                  saved.c
  *      naive     schedule NAIVE                                     naive.c
  *      mates     other processes read this engine's units           mates.c
@@ -44,7 +45,7 @@ struct lh_exec_job;
 struct lh_unit;
 struct lh_update_pump;
 
-#define LH_FEATURE_COUNT_MAX 12
+#define LH_FEATURE_COUNT_MAX 13
 
 /* Any of the functions may be NULL. */
 struct lh_feature {
@@ -77,6 +78,8 @@ struct lh_feature {
     bool (*update_may_start)(const struct lh_engine *engine, const struct lh_unit *unit);
     /* Whether the unit's update has changed its bytes, or does now, though no chunk is computed. */
     bool (*update_has_begun)(const struct lh_engine *engine, const struct lh_unit *unit);
+    /* The unit is now UPDATING. */
+    void (*update_started)(struct lh_engine *engine, struct lh_unit *unit);
 
     /* Reads of a chunk's states into its slab have begun. */
     void (*chunk_read)(struct lh_engine *engine, struct lh_chunk *chunk);

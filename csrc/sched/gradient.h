@@ -23,6 +23,7 @@ struct lh_gradient {
     uint32_t copies;                  /* the number of copies in flight */
     const double *row_sums;           /* of its rows' squares, if the update needs them */
     struct lh_factors *factors;       /* of its second moments, if the update needs them */
+    float *update;                    /* of a matrix: what the momentum becomes, or NULL */
     _Atomic bool is_held; /* posted and not released: the caller keeps the tensor alive */
 };
 

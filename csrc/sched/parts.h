@@ -13,6 +13,7 @@
 #include "sched/landing.h"
 #include "sched/mates.h"
 #include "sched/norm.h"
+#include "sched/orthogonal.h"
 #include "sched/spill.h"
 
 struct lh_unit_parts {
@@ -21,6 +22,7 @@ struct lh_unit_parts {
     struct lh_defer_unit defer;
     struct lh_spill_unit spill;
     struct lh_norm_unit norm;
+    struct lh_orthogonal_unit orthogonal;
     struct lh_mates_unit mates;
     struct lh_given_unit given;
 };

@@ -16,9 +16,10 @@ uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, u
 
 /*
  * Find a free slab, or, unless unit's update is not queued yet, take one whose chunk was only read
- * ahead. If there is neither, unit is NULL or UPDATING, and every slab holds a LOADED chunk of a
- * queued unit that is not UPDATING (its parameters may wait for the room that unit occupies), take
- * one of these slabs, because no slab would ever become free otherwise.
+ * ahead, as were those of units that wait for another unit's matrices. If there is neither, unit is
+ * NULL or UPDATING, and every slab holds a LOADED chunk of a queued unit that is not UPDATING (its
+ * parameters may wait for the room that unit occupies), take one of these slabs, because no slab
+ * would ever become free otherwise.
  */
 uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -38,7 +39,7 @@ uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
         LH_ASSERT(chunk->slab == i && !chunk->is_kept);
         if (chunk->state != LH_CHUNK_STATE_LOADED || owner->state == LH_UNIT_STATE_UPDATING)
             is_moving = true;
-        else if (owner->update.is_queued)
+        else if (owner->update.is_queued && !owner->update.is_held)
             blocked = i;
         else
             ahead = i;

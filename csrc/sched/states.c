@@ -54,6 +54,13 @@ const struct lh_transition lh_states_norm[] = {
     {0, 0},
 };
 
+const struct lh_transition lh_states_orthogonal[] = {
+    {LH_ORTHOGONAL_STATE_NONE, LH_ORTHOGONAL_STATE_RUNNING},
+    {LH_ORTHOGONAL_STATE_RUNNING, LH_ORTHOGONAL_STATE_DONE},
+    {LH_ORTHOGONAL_STATE_DONE, LH_ORTHOGONAL_STATE_NONE},
+    {0, 0},
+};
+
 const struct lh_transition lh_states_saved[] = {
     {LH_SAVED_STATE_FREE, LH_SAVED_STATE_QUEUED},
     {LH_SAVED_STATE_QUEUED, LH_SAVED_STATE_COPYING},

@@ -58,6 +58,13 @@ enum lh_norm_state {
     LH_NORM_STATE_DONE,
 };
 
+/* A unit's matrices (orthogonal.h). */
+enum lh_orthogonal_state {
+    LH_ORTHOGONAL_STATE_NONE = 0,
+    LH_ORTHOGONAL_STATE_RUNNING,
+    LH_ORTHOGONAL_STATE_DONE,
+};
+
 /* A saved tensor (saved_private.h). */
 enum lh_saved_state {
     LH_SAVED_STATE_FREE = 0,
@@ -91,6 +98,7 @@ extern const struct lh_transition lh_states_step[];
 extern const struct lh_transition lh_states_copy[];
 extern const struct lh_transition lh_states_spill[];
 extern const struct lh_transition lh_states_norm[];
+extern const struct lh_transition lh_states_orthogonal[];
 extern const struct lh_transition lh_states_saved[];
 extern const struct lh_transition lh_states_gather[];
 

@@ -20,6 +20,7 @@ struct lh_update_unit {
     uint32_t gradient_count;
     uint64_t gradient_bytes;
     bool is_queued;
+    bool is_held;          /* another unit's matrices have precedence: slabs may be taken */
     bool is_counted;       /* the unit's gradients are counted as held by an update */
     bool is_done;          /* all chunks of the unit are written */
     bool is_predicted;     /* the previous step updated the unit */

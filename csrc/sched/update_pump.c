@@ -116,6 +116,7 @@ bool lh_update_pump_take(struct lh_engine *engine, struct lh_unit *unit)
     if (!is_here || unit->update.chunks_computed > 0 || !lh_unit_claim_host(engine, unit))
         return false;
     lh_unit_state_set(unit, LH_UNIT_STATE_UPDATING);
+    LH_FEATURE_CALL(engine, update_started, unit);
     return true;
 }
 

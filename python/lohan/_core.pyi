@@ -21,7 +21,7 @@ _Raiser = Callable[[int, str, bool], Exception]
 # extents P R M V, group)
 _Unit = tuple[Any, ...]
 # (unit, first, count, group, number)
-_Param = tuple[int, ...]
+_Param = tuple[float, ...]
 _T = TypeVar("_T")
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _States = Literal["fp32", "bf16", "8bit"]

@@ -259,6 +259,11 @@ def _check_options(options: Options) -> None:
     if options.rule not in RULES:
         raise MachineError(f"method {options.method!r}: must be one of {', '.join(RULES)}")
     rule = RULES[options.rule]
+    if rule.others:
+        raise MachineError(
+            f"method {options.method!r} is not planned yet, which would need the time of products"
+            ' of matrices: plan method "lion", which moves about the same bytes'
+        )
     if options.states not in rule.formats:
         kept = f"whose moments may be {', '.join(rule.formats)}"
         raise MachineError(

@@ -15,7 +15,7 @@ from lohan.errors import ModelError
 from lohan.layout import _names
 
 if TYPE_CHECKING:
-    from lohan.common._keywords import SGD, Adafactor, Adagrad, MeZO, RMSprop, Settings
+    from lohan.common._keywords import SGD, Adafactor, Adagrad, MeZO, Muon, RMSprop, Settings
     from lohan.session._guard import Guard
 
 PathLike = str | os.PathLike[str]
@@ -38,7 +38,7 @@ def wrap(
     blocks: Sequence[nn.Module] | None = None,
     weights: PathLike | None = None,
     init: str | Callable[[nn.Module], None] | None = None,
-    method: str | MeZO | SGD | Adagrad | RMSprop | Adafactor | None = None,
+    method: str | MeZO | SGD | Adagrad | RMSprop | Adafactor | Muon | None = None,
     moments: str = "fp32",
     experts: str = "together",
     idle: str = "exact",
@@ -65,10 +65,11 @@ def wrap(
         blocks: modules to use as blocks. None: blocks are found by the model's structure.
         weights: folder or file of safetensors, or GGUF file; frozen parameters are read in place.
         init: "model" (the model's own initialisation), or a function called with each module.
-        method: "adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "adafactor", or
-            a lohan.SGD, lohan.Adagrad, lohan.RMSprop or lohan.Adafactor (docs/update-rules.md), or
-            "mezo" or a lohan.MeZO (zeroth-order, `model.zo_step(closure)`; docs/zeroth-order.md).
-            None: the rule of optimizer=, or "adamw".
+        method: "adamw", "adam", "lion", "sgd", "adagrad", "rmsprop", "adam_mini", "adafactor",
+            "muon", or a lohan.SGD, lohan.Adagrad, lohan.RMSprop, lohan.Adafactor or lohan.Muon
+            (docs/update-rules.md), or "mezo" or a lohan.MeZO (zeroth-order,
+            `model.zo_step(closure)`; docs/zeroth-order.md). None: the rule of optimizer=, or
+            "adamw".
         moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.

@@ -91,7 +91,8 @@ static struct lh_adam_run rule_run_of(const struct lh_adam_run *run, const struc
     struct lh_adam_run made = *run;
 
     made.moment1 = rule->has_moment1 ? run->moment1 : NULL;
-    made.moment2 = rule->has_moment2 || rule->has_factors ? run->moment2 : NULL;
+    bool is_given = rule->has_moment2 || rule->has_factors || rule->has_matrices;
+    made.moment2 = is_given ? run->moment2 : NULL;
     return made;
 }
 

@@ -99,11 +99,13 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     static float params[COUNT], residuals[COUNT], moment1[COUNT], moment2[COUNT];
     static float gradients[COUNT];
     uint64_t residual_bytes = lh_adam_residual_bytes(param);
+    /* an element's kernel is given an estimate, or the update of its matrix */
+    const bool is_given = lh_rules[rule].has_factors || lh_rules[rule].has_matrices;
     struct lh_adam_run run = {
         .param = params,
         .residual = residual_bytes > 0 ? residuals : NULL,
         .moment1 = lh_rules[rule].has_moment1 ? moment1 : NULL,
-        .moment2 = lh_rules[rule].has_moment2 || lh_rules[rule].has_factors ? moment2 : NULL,
+        .moment2 = lh_rules[rule].has_moment2 || is_given ? moment2 : NULL,
         .gradient = gradients,
         .count = COUNT,
         .param_dtype = param,
@@ -118,8 +120,8 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     kernel->run[rule](&run, &scalars);
     for (uint64_t seed = 6; seed < 8; seed++) {
         fill(gradients, seed, UINT32_MAX);
-        /* an element's kernel is given the root of its row, or its estimate */
-        if (lh_rules[rule].has_rows || lh_rules[rule].has_factors)
+        /* an element's kernel is given the root of its row */
+        if (is_given || lh_rules[rule].has_rows)
             kernel->run[rule](&run, &scalars);
         else
             chunk_update(kernel, rule, &run);
@@ -165,6 +167,7 @@ static void test_rules(void)
         [LH_RULE_RMSPROP_MOMENTUM] = 0x3110151E,
         [LH_RULE_ADAM_MINI] = 0x2D8B637B,
         [LH_RULE_ADAFACTOR] = 0x6229019E,
+        [LH_RULE_MUON] = 0x9DBCBE43,
     };
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);

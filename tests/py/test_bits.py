@@ -126,6 +126,14 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("UnsupportedError", "has no meaning with method='adafactor'", "leave it out"),
         ),
         (
+            _pairs("rule", ["muon"], "states", ["bf16", "8bit"]),
+            ("UnsupportedError", "not supported with method='muon'", "leave moments= out"),
+        ),
+        (
+            _pairs("rule", ["muon"], "world", DIVIDED),
+            ("UnsupportedError", "not supported with method='muon'", "has all states"),
+        ),
+        (
             _pairs("rule", ["adagrad"], "states", ["8bit"]),
             ("UnsupportedError", "not supported with method='adagrad'", 'pass moments="bf16"'),
         ),

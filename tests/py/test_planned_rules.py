@@ -33,7 +33,10 @@ from torch import nn
 
 WIDTH, DEPTH, STEPS = 256, 4, 3  # matrices without padding, so that gradients have none either
 KINDS = {
-    f"{rule}-{states}": (rule, states) for rule, row in RULES.items() for states in row.formats
+    f"{rule}-{states}": (rule, states)
+    for rule, row in RULES.items()
+    for states in row.formats
+    if not row.others
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -702,7 +702,8 @@ def test_the_table_of_python_is_that_of_the_core() -> None:
     for rule in RULES.values():
         group = {**rule.defaults, "lr": 0.25}
         rule.put(again := {}, rule.hyper_of(group))
-        assert again == {name: again[name] for name in rule.defaults}
+        names = rule.defaults.keys() - {"adjust_lr_fn"}  # which the engine does not take
+        assert again == {name: again[name] for name in names}
         assert rule.hyper_of(again) == rule.hyper_of(group)
 
 

@@ -21,17 +21,18 @@ def _update_bytes(
     params: list[dict[str, Any]], units: list[dict[str, Any]], meta: dict[str, Any]
 ) -> int:
     """Return the bytes that an update of all trained parameters writes, without the commit."""
-    found, first = [], 0
+    found, first, others = [], 0, {*meta.get("others", ())}
     rule, states = meta.get("rule", "adamw"), meta.get("states", "fp32")
     average = 4 * meta.get("ema", False)
-    for unit in units:
+    for index, unit in enumerate(units):
         head = params[first]
         first += unit["params"]
         if head["trainable"]:
             elements = unit["elements"] if unit["has_states"] else 0
             residual = _wear.RESIDUALS[head["dtype"]]
             sizes = unit["bytes"], elements, residual, states
-            found.append(_wear.Written(*sizes, average=average, rule=rule))
+            own = RULES[rule].others if index in others else rule
+            found.append(_wear.Written(*sizes, average=average, rule=own))
     return _wear.update_bytes(found)
 
 
@@ -120,7 +121,10 @@ def describe(directories: Sequence[str]) -> dict[str, Any]:
         written = 0 if every is None else written + _moved_bytes(units, method["streams"])
     rule = RULES[meta.get("rule", "adamw")]
     scalars, _ = _scalars.parse(raw["caller_scalars"])
-    groups = [_group(rule, group) for group in scalars.get("groups", [])]
+    hypers = scalars.get("groups", [])
+    chosen = scalars.get("use_muon", [True] * len(hypers))
+    rules = [rule.of({"use_muon": is_muon}) for is_muon in chosen]
+    groups = [_group(own, hyper) for own, hyper in zip(rules, hypers, strict=True)]
     files = [
         {"path": path, "bytes": nbytes, "direct": bool(direct)}
         for path, nbytes, direct in raw["files"]

@@ -300,6 +300,25 @@ class Adafactor:
     beta2_decay: float | None = _of("beta2_decay")
 
 
+@_group
+class Muon:
+    """Muon: `lohan.wrap(model, method=lohan.Muon(adjust_lr_fn="match_rms_adamw"), lr=2e-4)`.
+
+    method="muon" is the same as method=lohan.Muon(). Matrices of hidden layers are updated by Muon,
+    the other parameters by AdamW. See docs/update-rules.md.
+
+    Attributes:
+        momentum: the factor of the last steps' gradients. None: 0.95.
+        nesterov: whether the momentum is Nesterov's. None: True.
+        adjust_lr_fn: what the shape (A, B) of a matrix makes of the learning rate: "original", or
+            None, multiplies it by sqrt(max(1, A / B)), "match_rms_adamw" by 0.2 sqrt(max(A, B)).
+    """
+
+    momentum: float | None = _of("momentum")
+    nesterov: bool | None = _of("nesterov")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = _of("adjust_lr_fn")
+
+
 class Settings(TypedDict, total=False):
     """The keywords of `lohan.wrap` that do not change the numbers, with their types.
 
@@ -426,6 +445,7 @@ _METHODS: dict[type, str] = {
     Adagrad: "adagrad",
     RMSprop: "rmsprop",
     Adafactor: "adafactor",
+    Muon: "muon",
 }
 _ALL = (*GROUPS.values(), *_METHODS)
 # Keywords whose value is a group and nothing else.

@@ -21,6 +21,11 @@ _PAIRS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
 
 # Hyper-parameters that check() does not simply compare with 0.
 _SIGNED = ("beta1", "beta2", "dampening", "beta2_decay", "eps1")
+
+# Of Muon's Newton-Schulz iterations (csrc/compute/newton_schulz.h).
+NS_STEPS = 5
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
 # Options of torch's optimizers that change their rule, with the values that do not.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 _COUPLED = {**_PLAIN, "decoupled_weight_decay": False}
@@ -52,6 +57,8 @@ class Rule:
         counts_steps: whether torch's optimizer counts the steps of a parameter in its state.
         has_rows: whether there are second moments of rows.
         has_factors: whether second moments are factors, which the unit's parameters contain.
+        others: the rule of groups without use_muon, whose parameters need not be matrices; "": a
+            group has no such choice.
     """
 
     name: str
@@ -65,6 +72,12 @@ class Rule:
     counts_steps: bool = True
     has_rows: bool = False
     has_factors: bool = False
+    others: str = ""
+
+    @property
+    def is_of_whole(self) -> bool:
+        """Whether an update needs more of a gradient than its element."""
+        return self.has_rows or self.has_factors or self.others != ""
 
     @property
     def method(self) -> str:
@@ -99,13 +112,20 @@ class Rule:
         """Return the bytes of all moments of elements; see moment_arrays()."""
         return sum(self.moment_arrays(count, states))
 
+    def of(self, group: dict[str, Any]) -> Rule:
+        """Return the rule of a parameter group."""
+        return RULES[self.others] if self.others and not group.get("use_muon", True) else self
+
     def hyper_of(self, group: dict[str, Any]) -> Hyper:
         """Return the numbers of one parameter group, in the form that the engine takes.
 
         Raises:
             HyperParameterError: one of them is text; the message names it.
         """
-        for name in self.defaults:
+        rule = self.of(group)
+        if rule is not self:
+            return rule.hyper_of(group)
+        for name in self.defaults.keys() - {"adjust_lr_fn"}:
             if isinstance(group[name], str):  # multiplying it, as schedulers do, would fail
                 raise HyperParameterError(
                     f"{name} {group[name]!r} is text, not a number (YAML reads 2e-5 as text, but"
@@ -139,6 +159,10 @@ class Rule:
 
     def put(self, group: dict[str, Any], hyper: Hyper) -> None:
         """Set the hyper-parameters of a group to numbers that hyper_of() returned."""
+        rule = self.of(group)
+        if rule is not self:
+            rule.put(group, hyper)
+            return
         flat: dict[str, Any] = {
             name: value for name, value in zip(self.slots, hyper, strict=True) if name is not None
         }
@@ -151,8 +175,12 @@ class Rule:
 
     def numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the hyper-parameters of a group, by name, in a form that JSON has."""
-        made: dict[str, Any] = dict.fromkeys(self.defaults)
+        rule = self.of(group)
+        if rule is not self:
+            return rule.numbers(group)
+        made: dict[str, Any] = {name: group.get(name) for name in (*self.defaults, "use_muon")}
         self.put(made, self.hyper_of(group))
+        made.pop("use_muon")
         return {n: [*value] if n in self._pairs else value for n, value in made.items()}
 
     def check_options(self, group: dict[str, Any]) -> None:
@@ -161,6 +189,9 @@ class Rule:
         Raises:
             UnsupportedError: there is such an option; the message names it.
         """
+        rule = self.of(group)
+        if rule is not self:
+            return
         for name, value in self.fixed.items():
             if group.get(name, value) != value:
                 if name == "decoupled_weight_decay" and group["weight_decay"] == 0:
@@ -195,6 +226,10 @@ class Rule:
                 " ignores the dampening of such a group until it has momentum. Pass dampening=0"
                 " for it"
             )
+        if self.others and not named["momentum"] < 1.0:
+            raise HyperParameterError(f"momentum {named['momentum']} is not in [0, 1)")
+        if self.others:
+            return
         if named.get("nesterov") and not (named["momentum"] > 0 and named["dampening"] == 0):
             raise HyperParameterError(
                 f"nesterov=True with momentum {named['momentum']} and dampening"
@@ -306,6 +341,30 @@ _ROWS = (
         'method="adafactor"',
         narrow=(),
         has_factors=True,
+    ),
+    Rule(
+        "muon",
+        "Muon",
+        {"moment1": "momentum_buffer"},
+        {
+            "lr": 1e-3,
+            "momentum": 0.95,
+            "nesterov": True,
+            "eps": 1e-7,
+            "weight_decay": 0.1,
+            "adjust_lr_fn": None,
+        },
+        ("lr", "momentum", "nesterov", "eps", "weight_decay"),
+        {
+            "maximize": False,
+            "differentiable": False,
+            "ns_steps": NS_STEPS,
+            "ns_coefficients": NS_COEFFICIENTS,
+        },
+        'method="muon"',
+        narrow=(),
+        counts_steps=False,
+        others="adamw",
     ),
 )
 # In the order of the core's enum lh_rule.

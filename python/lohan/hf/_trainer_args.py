@@ -210,6 +210,11 @@ _ROWS: tuple[_Row, ...] = (
         " example",
     ),
     (
+        lambda f: f.method is not None and f.method in RULES and RULES[f.method].others,
+        "method={f.method!r} is not built for the Trainer's callback, whose groups do not say which"
+        " matrices it updates: leave it out, or train with lohan.wrap()",
+    ),
+    (
         lambda f: f.method is not None and f.chooses_rule,
         "method={f.method!r} of the callback, and optim={f.optim!r} or optimizer_cls_and_kwargs= of"
         " the Trainer, both choose the update rule: pass one of them",

@@ -104,6 +104,9 @@ class Param:
     value_first: int = 0  # with `kept`: the offset in bytes of the values for computation
     strides: tuple[int, ...] | None = None  # None: contiguous; see [Note: Strides]
     factor_first: int = 0  # under a rule with factors: the element of the unit where these begin
+    lr_ratio: float = (
+        0.0  # of a matrix: what its shape makes of the learning rate; 0: not updated so
+    )
 
     @property
     def count(self) -> int:
@@ -306,8 +309,18 @@ class Layout:
 
     @property
     def rule(self) -> str:
-        """The update rule: a key of RULES."""
+        """The update rule: a key of RULES; the one with others, if units have both."""
+        rules = {unit.rule for unit in self.units}
+        return next((rule for rule in rules if RULES[rule].others), self._first_rule)
+
+    @property
+    def _first_rule(self) -> str:
         return self.units[0].rule if self.units else "adamw"
+
+    @property
+    def others(self) -> list[int]:
+        """The indices of units that have the rule of a rule's others instead."""
+        return [i for i, unit in enumerate(self.units) if unit.rule != self.rule]
 
     @property
     def is_settled(self) -> bool:

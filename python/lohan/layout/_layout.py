@@ -32,6 +32,7 @@ def make_layout(
     found: Found | None = None,
     ranks_of: Mapping[int, tuple[int, ...]] | None = None,
     states: str = "fp32",
+    matrices: Mapping[int, float] | None = None,
 ) -> Layout:
     """Lay a model out in scopes, units and parameters.
 
@@ -42,11 +43,13 @@ def make_layout(
         found: the parameters that files provide, and which of them to read in place.
         ranks_of: the processes that have a parameter, by its id, if not all have it.
         states: how moments are stored: a key of _block.STATES.
+        matrices: the learning rates' factors of parameters that are updated as matrices, by id.
 
     Returns:
         The layout; parameters are sorted by unit.
     """
     found, ranks_of = found or Found([], {}, set()), ranks_of or {}
+    matrices = matrices or {}
     blocks = find_blocks(model, block_bytes_max, given)
     scope_of = scope_of_modules(model, blocks)
     scopes: dict[int, Scope] = {id(m): Scope(n, m, []) for n, m in blocks}
@@ -63,7 +66,8 @@ def make_layout(
             if id(tensor) not in unit_by_param:
                 is_apart, is_moved = id(tensor) in found.in_place, id(tensor) in found.moved
                 kind = (tensor.dtype, tensor.requires_grad, is_apart, is_moved)
-                key = (id(scope_module), *kind, ranks_of.get(id(tensor)))
+                of_others = ranks_of.get(id(tensor)), id(tensor) in matrices
+                key = (id(scope_module), *kind, *of_others)
                 if key not in unit_by_key:
                     unit_by_key[key] = len(units)
                     kept = format_of(tensor.dtype, found.storage) if is_moved else None
@@ -75,6 +79,7 @@ def make_layout(
                 full = f"{module_name}.{param_name}" if module_name else param_name
                 source = found.entries.get(id(tensor))
                 param = Param(full, tensor, index, 0, 0, source, kept=formats[index])
+                param.lr_ratio = matrices.get(id(tensor), 0.0)
                 units[index].params.append(param)
             if unit_by_param[id(tensor)] not in scope.units:
                 scope.units.append(unit_by_param[id(tensor)])

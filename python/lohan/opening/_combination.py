@@ -157,17 +157,17 @@ def _of_gradients(name: str) -> Row:
     return Row(f"{public(Config, name)}=", MEZO, is_so, "meaning", because, _LEAVE_OUT, _NO_MEANING)
 
 
-def _has_sums(f: Facts) -> bool:
-    """Whether an update needs sums of rows of the gradients."""
-    return RULES[f.rule].has_rows or RULES[f.rule].has_factors
-
-
 def _of_rule(name: str) -> Row:
     """A hyper-parameter that some rules lack."""
     return Row(
         f"{name}=",
         "method={f.method!r}",
-        lambda f: not f.is_mezo and name in f.given and name not in RULES[f.method].defaults,
+        lambda f: (
+            not f.is_mezo
+            and name in f.given
+            and name not in RULES[f.method].defaults
+            and not RULES[f.method].others
+        ),
         "meaning",
         "whose rule has none",
         _LEAVE_OUT,
@@ -272,7 +272,7 @@ ROWS = (
     Row(
         "moments={f.states!r}",
         "method={f.method!r}",
-        lambda f: f.states != "fp32" and RULES[f.rule].has_rows,
+        lambda f: f.states != "fp32" and RULES[f.rule].is_of_whole,
         "not built",
         "",
         "leave moments= out",
@@ -280,7 +280,7 @@ ROWS = (
     Row(
         DIVIDED,
         "method={f.method!r}",
-        lambda f: f.config.replicas == "parameters" and _has_sums(f),
+        lambda f: f.config.replicas == "parameters" and RULES[f.rule].is_of_whole,
         "not built",
         "",
         "leave it out. Each process then has all states",
@@ -288,7 +288,7 @@ ROWS = (
     Row(
         f"{APART}, if they are trained",
         "method={f.method!r}",
-        lambda f: f.trains_experts and _has_sums(f),
+        lambda f: f.trains_experts and RULES[f.rule].is_of_whole,
         "not built",
         "",
         "leave experts= out",

@@ -74,8 +74,11 @@ def wrapped(request: Request) -> nn.Module:
         if zeroth is not None and open_at is not None and store is not None:
             places = _directories.directories_of(store)
             open_at = zeroth.go_back(places, shared.config, open_at)
-        opening = _lay_out(request, shared, zeroth, store, open_at)
-        opening.set_optimizer(apart.groups(request.params, model))
+        groups, matrices = apart.groups(request.params, model), None
+        if RULES[request.rule].others:
+            groups, matrices = _groups.with_matrices(groups, model, request.hyper)
+        opening = _lay_out(request, shared, zeroth, store, open_at, matrices)
+        opening.set_optimizer(groups)
         session: Any = opening.open(undo)
         _attached.attach(model, session, opening.optimizer, opening.in_memory, undo)
         if zeroth is not None:
@@ -135,6 +138,7 @@ def _lay_out(
     zeroth: Zeroth | None,
     store: PathLike | Sequence[PathLike] | None,
     open_at: int | None,
+    matrices: dict[int, float] | None,
 ) -> Opening:
     """Divide the model into blocks and units, and the budget among them."""
     model = request.model
@@ -148,6 +152,7 @@ def _lay_out(
         shared.ranks_of,
         shared.states,
         shared.rule,
+        matrices,
     )
     layout.groups = shared.described
     if shared.is_mate:

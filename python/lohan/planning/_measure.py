@@ -210,9 +210,9 @@ def update_rate(workers: int, rule: str = "adamw", states: str = "fp32") -> int:
         states: the format of its moments.
     """
     row = RULES[rule]
-    # The sums of rows come from an engine. The arithmetic is like AdamW's, whose rate is taken.
-    is_summed = row.has_rows or row.has_factors
-    return _rate_of(workers, ADAMW if is_summed else row, states)
+    # The sums of rows and the updates of matrices come from an engine. The arithmetic after that
+    # is about AdamW's, so its rate is taken.
+    return _rate_of(workers, ADAMW if row.is_of_whole else row, states)
 
 
 def _seconds(run: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:

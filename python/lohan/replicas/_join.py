@@ -108,9 +108,10 @@ def facts_of(config: Config, max_grad_norm: float | None, rule: str, states: str
 
 def facts_of_groups(optimizer: Optimizer) -> list[Fact]:
     """Return the hyper-parameters of parameter groups, which all processes must share."""
-    groups, names = optimizer.param_groups, optimizer.rule.defaults
+    groups, rule = optimizer.param_groups, optimizer.rule
     facts: list[Fact] = [("the number of parameter groups", len(groups))]
     for number, group in enumerate(groups):
+        names = (*rule.of(group).defaults, *(["use_muon"] if rule.others else []))
         facts += [(f"{key} of parameter group {number}", group[key]) for key in names]
     return facts
 

@@ -377,10 +377,12 @@ class Replica(Alone):
         session = self.session
         what = f"step {session.step + 1}"
         self.world.say(f"in step() of {what}")
+        optimizer = session.optimizer
+        slots = [optimizer.rule.of(group).slots for group in optimizer.param_groups]
         facts = [
             (f"{name} of parameter group {number}", value)
             for number, hyper in enumerate(session.optimizer.hypers())
-            for name, value in zip(session.optimizer.rule.slots, hyper, strict=True)
+            for name, value in zip(slots[number], hyper, strict=True)
             if name is not None
         ]
         scale = session.open_step.scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 BOOKKEEPING_BYTES = 7 << 20
 BOOKKEEPING_UNIT_BYTES = 4 << 10
 TRACE_EVENT_BYTES = 40
+_MATRIX_JOBS_MAX = 32
 # Every step commits if commits that are rarer would save fewer bytes a step.
 SAVED_BYTES_MIN = 64 << 20
 # The maximum number of times that blocks are split at their children; no model is nested deeper.
@@ -93,6 +95,17 @@ def plan_device(layout: Layout, config: Config) -> _device.Device:
     return _device.plan(layout, *_together_bytes(layout, sizes), config)
 
 
+def _matrix_bytes(layout: Layout, config: Config) -> int:
+    """Return the bytes with which updates of matrices are computed (csrc/sched/orthogonal.h)."""
+    units = [unit for unit in layout.units if RULES[unit.rule].others and unit.has_states]
+    sides = [min(p.tensor.shape) for unit in units for p in unit.params]
+    if not sides:
+        return 0
+    jobs = min(config.threads or os.cpu_count() or 1, _MATRIX_JOBS_MAX)
+    grams, scratch = 2 * max(sides) ** 2, jobs * max(*sides, 256) * 128
+    return 4 * (max(unit.elements for unit in units) + grams + scratch)
+
+
 def _budget(layout: Layout, config: Config) -> dict[str, int]:
     """Divide main memory, or raise an error that says how much would be enough."""
     extents = _store.plan_extents(layout, config.commit_every == "never")
@@ -118,6 +131,7 @@ def _budget(layout: Layout, config: Config) -> dict[str, int]:
     if RULES[layout.rule].has_rows:  # their sums of squares
         own = (unit.params for unit in layout.units if unit.trainable and unit.has_states)
         bookkeeping += sum(8 * p.count // p.row_elements for params in own for p in params)
+    bookkeeping += _matrix_bytes(layout, config)
     if config.process_count > 1:
         from lohan.layout._gradient_pieces import room_bytes
 
@@ -217,6 +231,7 @@ def divide(
     ranks_of: Mapping[int, tuple[int, ...]],
     states: str = "fp32",
     rule: str = "adamw",
+    matrices: Mapping[int, float] | None = None,
 ) -> tuple[Config, Layout, dict[str, int]]:
     """Lay the model out, and divide main memory.
 
@@ -231,6 +246,7 @@ def divide(
         ranks_of: the processes that have a parameter, by its id, if not all have it.
         states: how moments are stored: a key of _block.STATES.
         rule: the update rule: a key of RULES in common/_rules.py.
+        matrices: the learning rates' factors of parameters that are updated as matrices, by id.
 
     Returns:
         The config, with that reserve if it was made; the layout; and the division of main memory.
@@ -240,14 +256,15 @@ def divide(
         ModelError: `frozen="packed"`, and no parameter is read in a quantized form.
     """
     _refuse_more_than_there_is(config)
+    rest = found, rows, ranks_of, states, rule, matrices or {}
     roomy = _swap.with_room(config, sum(p.numel() * p.element_size() for p in model.parameters()))
     try:
-        layout = _layout_for_budget(model, blocks, roomy, found, rows, ranks_of, states, rule)
+        layout = _layout_for_budget(model, blocks, roomy, *rest)
         return _divided(model, layout, roomy)
     except BudgetError:
         if roomy is config:
             raise
-    layout = _layout_for_budget(model, blocks, config, found, rows, ranks_of, states, rule)
+    layout = _layout_for_budget(model, blocks, config, *rest)
     return _divided(model, layout, config)
 
 
@@ -313,13 +330,14 @@ def _layout_for_budget(
     ranks_of: Mapping[int, tuple[int, ...]],
     states: str,
     rule: str,
+    matrices: Mapping[int, float],
 ) -> Layout:
     """Use a store's blocks, or find blocks by structure and split them to fit the budget."""
 
     def make_layout(limit: int, given: Sequence[nn.Module] | None) -> Layout:
         apart = _experts.all_of(model)  # blocks in addition to those that are given or found
         blocks = [*(given or ()), *apart] if apart else given
-        layout = _layout.make_layout(model, limit, blocks, found, ranks_of, states)
+        layout = _layout.make_layout(model, limit, blocks, found, ranks_of, states, matrices)
         ranks = ((param.index, ranks_of.get(id(param.tensor))) for param in layout.params)
         owes, is_several = any(expert.owes for expert in apart), config.process_count > 1
         layout.owes_idle, layout.fills_idle = owes and not is_several, owes and is_several
@@ -327,7 +345,8 @@ def _layout_for_budget(
         layout.ranks_of = {index: each for index, each in ranks if each is not None}
         for unit in layout.units:
             unit.is_averaged = config.ema is not None and unit.trainable
-            unit.rule = rule
+            is_other = RULES[rule].others and not unit.params[0].lr_ratio
+            unit.rule = RULES[rule].others if is_other else rule
             if (RULES[rule].has_rows or RULES[rule].has_factors) and unit.trainable:
                 _check_strides(unit)
                 _block.place(unit)  # with its padding for the rule, or its factors

@@ -180,15 +180,19 @@ class Optimizer(StoreOptimizer):
         # The hyper-parameters that were given explicitly; a resumed run takes the others from its
         # store.
         self.given = [
-            set(rule.defaults) & {*defaults, *(group if isinstance(group, dict) else ())}
+            set((rule.of(group) if isinstance(group, dict) else rule).defaults)
+            & {*defaults, *(group if isinstance(group, dict) else ())}
             for group in groups
         ]
-        super().__init__(groups, {**rule.defaults, **defaults})
+        if rule.others:  # which defaults apply depends on the group
+            groups = [{**rule.of(group).defaults, **defaults, **group} for group in groups]
+        super().__init__(groups, {} if rule.others else {**rule.defaults, **defaults})
         for group in self.param_groups:
             rule.check_options(group)
-            rule.check(rule.hyper_of(group))
+            rule.of(group).check(rule.hyper_of(group))
         self.wrapped = [rule.numbers(group) for group in self.param_groups]
         self._members = self._members_now()
+        self._of_matrices = self._of_matrices_now()
 
     def hypers(self) -> list[Hyper]:
         """Return the current hyper-parameters of the groups.
@@ -212,9 +216,17 @@ class Optimizer(StoreOptimizer):
                 " step, call requires_grad_(False) before the forward, or set lr and weight_decay"
                 " of its group to 0"
             )
+        if self._of_matrices_now() != self._of_matrices:
+            raise HyperParameterError(
+                "use_muon or adjust_lr_fn of a parameter group differs from that at lohan.wrap(),"
+                " which fixes both: set them back"
+            )
         for group in self.param_groups:
             self.rule.check_options(group)
         return [self.rule.hyper_of(group) for group in self.param_groups]
+
+    def _of_matrices_now(self) -> list[Any]:
+        return [(g.get("use_muon"), g.get("adjust_lr_fn")) for g in self.param_groups]
 
     def clip_scale(self, square_sum: float, scale: float) -> float:
         """Return the factor for the step's gradients, and store their norm in grad_norm.

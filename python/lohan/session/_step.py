@@ -119,8 +119,9 @@ class OpenStep:
         self._hyper_set(self._session.optimizer.hypers())
 
     def _hyper_set(self, hypers: list[Hyper]) -> None:
-        for index, hyper in enumerate(hypers):
-            self._session.optimizer.rule.check(hyper)
+        optimizer = self._session.optimizer
+        for index, (group, hyper) in enumerate(zip(optimizer.param_groups, hypers, strict=True)):
+            optimizer.rule.of(group).check(hyper)
             self._engine.hyper(index, *hyper, self._session.averages.rest)
         self.hypers = hypers
 

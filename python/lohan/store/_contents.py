@@ -11,6 +11,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.common import _meta
+from lohan.common._rules import RULES
 from lohan.common._storage_formats import TYPES
 from lohan.errors import StoreMismatchError, StoreUncleanError
 from lohan.journal._zo_run import of_store
@@ -135,6 +136,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
     formats = (meta.get("method") or {}).get("kept")
     given = set(meta.get("given", ()))
     states, rule = meta.get("states", "fp32"), meta.get("rule", "adamw")
+    others = {*meta.get("others", ())}
     for unit_name, count, elements, nbytes in meta["units"]:
         unit: Unit | None = None
         for _ in range(count):
@@ -157,6 +159,7 @@ def _parse(meta: dict[str, Any]) -> Contents:
         unit.elements, unit.nbytes = elements, nbytes
         place_values(unit)
         unit.has_states = len(units) not in given
+        unit.rule = RULES[rule].others if len(units) in others else rule
         unit.is_averaged = unit.trainable and meta.get("ema", False)
         units.append(unit)
     for param, first in zip(params, meta.get("firsts", []), strict=False):

@@ -121,7 +121,12 @@ def check_same_rule(theirs: dict[str, Any], layout: Layout) -> None:
     Raises:
         StoreMismatchError: the rules differ; the message names both.
     """
-    was = theirs.get("rule", "adamw")
+    was, others = theirs.get("rule", "adamw"), theirs.get("others", [])
+    if was == layout.rule and others != layout.others:
+        raise StoreMismatchError(
+            "the store was created with other parameters in groups with use_muon=True: pass params="
+            " with the same ones"
+        )
     if was != layout.rule and (theirs.get("method") or layout.method) is None:
         raise StoreMismatchError(
             f"the store was created for {RULES[was].title}, not {RULES[layout.rule].title}: pass"

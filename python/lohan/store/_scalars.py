@@ -127,6 +127,8 @@ def _groups(optimizer: Optimizer) -> dict[str, Any]:
             for group, then in zip(groups, optimizer.wrapped, strict=True)
         ],
     }
+    if rule.others:
+        state["use_muon"] = [group["use_muon"] for group in groups]
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]

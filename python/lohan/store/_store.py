@@ -89,12 +89,13 @@ def unit_tuples(layout: Layout, extents: Extents) -> list[tuple[Any, ...]]:
     return tuples
 
 
-def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[int, ...]]:
+def param_tuples(layout: Layout, group_of: Mapping[int, int]) -> list[tuple[float, ...]]:
     """Return the parameters as _core.Engine takes them."""
     return [
         (
             *(p.unit, p.engine_first, p.count, group_of.get(p.index, 0), p.number, p.row_elements),
             *(*p.matrix, p.factor_first),
+            *(p.tensor.shape[0] if p.lr_ratio else 0, p.lr_ratio),
         )
         for p in layout.params
     ]
@@ -165,6 +166,7 @@ def describe(layout: Layout) -> dict[str, Any]:
     return {
         "lohan": max(version for version, is_so in enumerate(needed, start=1) if is_so),
         **({"rule": layout.rule} if is_other else {}),
+        **({"others": layout.others} if layout.others else {}),
         **({"ema": True} if layout.has_averages else {}),
         **({"strides": strides} if strides else {}),
         **({"states": layout.states} if is_narrow else {}),
