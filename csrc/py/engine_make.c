@@ -22,10 +22,9 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
     LHPY_FIELDS(struct lh_engine_unit, average_extent),
     LHPY_FIELD(struct lh_engine_unit, store_group));
 
-static const struct lhpy_table param_table =
-    LHPY_TABLE_PLAIN("a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group,
-                     number, row_elements, factor_rows, factor_columns, factor_first,
-                     matrix_rows, lr_ratio);
+static const struct lhpy_table param_table = LHPY_TABLE_PLAIN(
+    "a param", LHPY_FORM_TUPLE, struct lh_engine_param, unit, first, count, group, number,
+    row_elements, factor_rows, factor_columns, factor_first, matrix_rows, lr_ratio);
 
 static const struct lhpy_table budget_table =
     LHPY_TABLE_PLAIN("a budget", LHPY_FORM_DICT, struct lh_budget, host_bytes, region_bytes,

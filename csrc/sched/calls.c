@@ -316,7 +316,7 @@ int lh_engine_gradient(struct lh_engine *engine, uint32_t param, const void *gra
     if (engine->units[engine->params[param].unit].desc->elements == 0)
         return -EINVAL;
     const struct lh_unit *unit = &engine->units[engine->params[param].unit];
-    if (engine->gradients_land && dtype != unit->desc->dtype)
+    if (lh_engine_gradients_land(engine) && dtype != unit->desc->dtype)
         return -EINVAL;
     if (engine->gradient_steps[param] == engine->open_step)
         return -EALREADY;

@@ -207,7 +207,7 @@ static int features_create(struct lh_engine *engine, struct lh_error *err)
             LH_TRY(LH_ENGINE_PART_CREATE(engine, unified, err));
         feature_add(engine, engine->copies_units ? &lh_device_feature : &lh_unified_feature);
     }
-    if (engine->gradients_land)
+    if (lh_engine_gradients_land(engine))
         feature_add(engine, &lh_landing_feature);
     if (engine->opts.sum_bytes > 0) {
         LH_TRY(lh_sum_create(engine, err));
@@ -304,7 +304,6 @@ int lh_engine_create(const struct lh_engine_opts *opts, struct lh_alloc *alloc,
     engine->region = opts->team ? opts->team->region : opts->memory;
     engine->slab_memory = opts->memory + (opts->team ? 0 : opts->budget->region_bytes);
     engine->param_count = opts->param_count;
-    engine->gradients_land = opts->dev && !opts->gradients_in_memory;
     engine->gradient_scales[0] = 1.0;
     engine->gradient_scales[1] = 1.0;
     shared_init(engine);

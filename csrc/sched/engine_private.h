@@ -178,7 +178,6 @@ struct lh_engine {
     void (*pump_updates)(struct lh_engine *engine, struct lh_update_pump *pump);
     /* Finds gradients that a feature has moved. NULL: gradients are where the caller has them. */
     const uint8_t *(*gradient_at)(const struct lh_engine *engine, uint32_t param, uint64_t element);
-    bool gradients_land; /* gradients arrive in the accelerator's memory */
     struct lh_updates updates;
     struct lh_defer *defer;
     struct lh_spill *spill;
@@ -242,6 +241,12 @@ struct lh_engine {
     pthread_t thread;
     struct lh_engine_shared shared;
 };
+
+/* Whether gradients arrive in the accelerator's memory. */
+static inline bool lh_engine_gradients_land(const struct lh_engine *engine)
+{
+    return engine->dev && !engine->opts.gradients_in_memory;
+}
 
 /* calls.c: functions that threads other than the engine's call */
 typedef bool (*lh_wait_fn)(struct lh_engine *engine, uint64_t argument);

@@ -27,8 +27,8 @@
 
 uint64_t lh_landing_waiting_bytes(const struct lh_engine *engine, const struct lh_unit *unit)
 {
-    return engine->gradients_land ? unit->chunk_count * engine->landing->block_bytes
-                                  : unit->desc->bytes;
+    return lh_engine_gradients_land(engine) ? unit->chunk_count * engine->landing->block_bytes
+                                            : unit->desc->bytes;
 }
 
 /*
@@ -340,11 +340,11 @@ int lh_landing_create(struct lh_engine *engine, struct lh_error *err)
         if (engine->units[i].chunk_count > engine->landing->reserve)
             engine->landing->reserve = engine->units[i].chunk_count;
     }
-    if (engine->gradients_land)
+    if (lh_engine_gradients_land(engine))
         engine->gradient_at = gradient_at;
     engine->landing->unit = LH_UNIT_NONE;
     engine->landing->block_bytes = engine->budget.chunk_elements * element_bytes;
-    bool has_blocks = element_bytes > 0 && engine->gradients_land;
+    bool has_blocks = element_bytes > 0 && lh_engine_gradients_land(engine);
     uint64_t count = has_blocks ? engine->budget.gradient_bytes / engine->landing->block_bytes : 0;
     uint8_t *memory = engine->slab_memory + engine->budget.slab_count * engine->budget.slab_bytes;
     engine->landing->params =

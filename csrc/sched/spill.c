@@ -49,7 +49,8 @@ static bool is_like_params(const struct lh_engine *engine, const struct lh_unit 
 static bool is_whole(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     return unit->update.gradient_count == unit->desc->param_count ||
-           (engine->gradients_land && engine->norm->is_asked && unit->update.gradient_count > 0);
+           (lh_engine_gradients_land(engine) && engine->norm->is_asked &&
+            unit->update.gradient_count > 0);
 }
 
 static void update_considered(struct lh_engine *engine, struct lh_unit *unit)
@@ -339,7 +340,7 @@ static bool choose(struct lh_engine *engine)
     bool is_any = false;
     uint64_t room = engine->budget.gradient_waiting_bytes;
 
-    if (engine->gradients_land)
+    if (lh_engine_gradients_land(engine))
         room = room / lh_max_u64(engine->landing->block_bytes, 1) * engine->landing->block_bytes;
     for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
         struct lh_unit *unit = &engine->units[i];

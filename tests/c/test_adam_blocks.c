@@ -294,7 +294,10 @@ static void test_chunks(const float *gradients)
 static void test_rules(const float *gradients)
 {
     for (enum lh_rule rule = LH_RULE_ADAMW; rule < LH_RULE_COUNT; rule++) {
-        if (lh_rules[rule].has_rows || (!lh_rules[rule].has_moment1 && !lh_rules[rule].has_moment2))
+        const struct lh_rule_row *row = &lh_rules[rule];
+        bool is_of_whole = row->has_rows || row->has_factors || row->has_matrices;
+
+        if (is_of_whole || (!row->has_moment1 && !row->has_moment2))
             continue;
         lh_test_name("so it is under %s, whose moments every kernel stores as defined",
                      lh_rules[rule].name);

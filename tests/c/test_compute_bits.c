@@ -101,15 +101,14 @@ static uint32_t update_crc(const struct lh_adam_kernel *kernel, enum lh_rule rul
     uint64_t residual_bytes = lh_adam_residual_bytes(param);
     /* an element's kernel is given an estimate, or the update of its matrix */
     const bool is_given = lh_rules[rule].has_factors || lh_rules[rule].has_matrices;
-    struct lh_adam_run run = {
-        .param = params,
-        .residual = residual_bytes > 0 ? residuals : NULL,
-        .moment1 = lh_rules[rule].has_moment1 ? moment1 : NULL,
-        .moment2 = lh_rules[rule].has_moment2 || is_given ? moment2 : NULL,
-        .gradient = gradients,
-        .count = COUNT,
-        .param_dtype = param,
-        .gradient_dtype = gradient};
+    struct lh_adam_run run = {.param = params,
+                              .residual = residual_bytes > 0 ? residuals : NULL,
+                              .moment1 = lh_rules[rule].has_moment1 ? moment1 : NULL,
+                              .moment2 = lh_rules[rule].has_moment2 || is_given ? moment2 : NULL,
+                              .gradient = gradients,
+                              .count = COUNT,
+                              .param_dtype = param,
+                              .gradient_dtype = gradient};
     uint32_t crc;
 
     fill(params, 1, UINT32_MAX);

@@ -76,7 +76,9 @@ def wrapped(request: Request) -> nn.Module:
             open_at = zeroth.go_back(places, shared.config, open_at)
         groups, matrices = apart.groups(request.params, model), None
         if RULES[request.rule].others:
-            groups, matrices = _groups.with_matrices(groups, model, request.hyper)
+            from lohan.opening import _matrices
+
+            groups, matrices = _matrices.with_matrices(groups, model, request.hyper)
         opening = _lay_out(request, shared, zeroth, store, open_at, matrices)
         opening.set_optimizer(groups)
         session: Any = opening.open(undo)

@@ -230,7 +230,7 @@ class Guard:
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters. Between steps, their values come when they are used."""
-        from lohan.session._values import Loop
+        from lohan.session._loop import Loop
 
         refuse_replicas()
         owner = _owner(reference)

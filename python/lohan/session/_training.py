@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from lohan.activations._planner import Plan, Planner
     from lohan.config import Config
     from lohan.layout._block import Layout, Param
+    from lohan.session._loop import Loop
     from lohan.session._optim import Optimizer
-    from lohan.session._values import Loop
     from lohan.store._snapshot import OnChange, PathLike, Snapshot
     from lohan.store._store import Extents
     from lohan.torch_glue._buffers import Buffers

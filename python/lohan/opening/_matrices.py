@@ -1,0 +1,90 @@
+"""Which parameters a rule of matrices updates as such."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lohan.errors import HyperParameterError, ModelError
+from lohan.opening._groups import groups_of
+
+
+def with_matrices(
+    params: Any, model: nn.Module, hyper: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """Return the groups of a rule of matrices, each with use_muon, and the matrices.
+
+    Without params=, the matrices are the trained parameters of two dimensions in modules of a
+    ModuleList or Sequential, except the weights of embeddings.
+
+    Args:
+        params: params= of `lohan.wrap`, or None.
+        model: the model.
+        hyper: the hyper-parameters of groups that do not set their own, or None for each.
+
+    Returns:
+        The groups; and what the shape of each matrix makes of the learning rate, by its id.
+
+    Raises:
+        ModelError: a group does not say whether it is updated so, or cannot be, or none is.
+        HyperParameterError: adjust_lr_fn is unknown.
+    """
+    if params is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        hidden = _hidden(model)
+        chosen = [p for p in trained if id(p) in hidden]
+        others = [p for p in trained if id(p) not in hidden]
+        groups: list[dict[str, Any]] = [{"params": chosen, "use_muon": True}]
+        groups += [{"params": others, "use_muon": False}] if others else []
+    else:
+        groups = groups_of(params)
+    names = {id(p): name for name, p in model.named_parameters()}
+    ratios: dict[int, float] = {}
+    for number, group in enumerate(groups):
+        if not isinstance(group.get("use_muon"), bool):
+            raise ModelError(
+                f'group {number} of params= has no use_muon: with method="muon", each group says'
+                " whether it is updated by Muon (use_muon=True, matrices only) or by AdamW"
+                " (use_muon=False)"
+            )
+        how = group.get("adjust_lr_fn", hyper.get("adjust_lr_fn"))
+        if how not in _RATIOS:
+            raise HyperParameterError(
+                f"adjust_lr_fn {how!r} must be None, 'original' or 'match_rms_adamw'"
+            )
+        for tensor in group["params"] if group["use_muon"] else ():
+            if tensor.dim() != 2 or not tensor.is_contiguous():
+                name = names.get(id(tensor), "a tensor")
+                raise ModelError(
+                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, but"
+                    " Muon updates contiguous matrices only: put it into a group with"
+                    " use_muon=False"
+                )
+            ratios[id(tensor)] = _RATIOS[how](*tensor.shape)
+    if not any(p.requires_grad for group in groups for p in group["params"] if id(p) in ratios):
+        raise ModelError(
+            'method="muon" updates matrices of hidden layers, and finds none in this model: pass'
+            " groups with use_muon=True as params=, or another method"
+        )
+    return groups, ratios
+
+
+# What a matrix's shape makes of the learning rate. Source: torch.optim._muon._adjust_lr.
+_RATIOS: dict[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+def _hidden(model: nn.Module) -> set[int]:
+    """Return the ids of matrices in modules of lists, except the weights of embeddings."""
+    found: set[int] = set()
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            found |= {id(p) for p in parent.parameters() if p.dim() == 2}
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return found - {id(m.weight) for m in embeddings}
