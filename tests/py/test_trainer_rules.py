@@ -123,10 +123,11 @@ class Partly(Makes):
     [
         ({"method": "lion", "moments": "8bit"}, {"adam_beta2": 0.9}),
         ({"method": lohan.SGD(momentum=0.9)}, {}),
+        ({}, {"optim": "adagrad", "optim_args": "lr_decay=0.1,initial_accumulator_value=0.1"}),
         ({}, {"optim": "sgd", "optim_args": "momentum=0.9"}),
         ({}, {"cls": Partly, "learning_rate": 0.1}),
     ],
-    ids=["lion", "momentum", "optim", "partly"],
+    ids=["lion", "momentum", "adagrad", "optim", "partly"],
 )
 def test_a_resumed_trainer_keeps_its_rule_and_its_numbers(
     takes: dict[str, Any], more: dict[str, Any], store_dir: pathlib.Path

@@ -496,6 +496,36 @@ def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_a
         assert (ours - theirs).detach().norm() <= 1e-5 * moved
 
 
+@pytest.mark.parametrize("case", ["momentum", "adagrad"])
+def test_a_store_resumes_with_a_new_optimizer_of_torchs_but_not_with_one_that_has_made_steps(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    make, hyper = ADOPTED[case]
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        y: torch.Tensor = model(helper.normal(step, 2, 64))
+        return y.square().mean()
+
+    def wrap(store: str, trained: int = 0, **given: Any) -> nn.Module:
+        model = helper.linears(64, 2)
+        optimizer = make(model.parameters(), **hyper)
+        for step in range(trained):
+            loss_of(model, step).backward()
+            optimizer.step()
+        return lohan.wrap(model, store=store_dir / store, optimizer=optimizer, **given)
+
+    model = wrap("s")
+    helper.losses(model, range(2), loss_of)
+    model.lohan.snapshot(store_dir / "copy")
+    expected = helper.losses(model, range(2, 4), loss_of)
+    model.lohan.close()
+    with pytest.raises(ModelError, match="optimizer= also has moments for 4 parameters"):
+        wrap("copy", trained=1, resume=True)
+    model = wrap("copy", resume=True)
+    assert helper.losses(model, range(2, 4), loss_of) == expected
+    model.lohan.close()
+
+
 @pytest.mark.parametrize("case", ["lion", "sgd", "momentum", "adam_mini", "adafactor"])
 def test_copies_parts_and_descriptions_of_a_store_keep_its_rule(
     case: str, store_dir: pathlib.Path

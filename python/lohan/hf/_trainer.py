@@ -503,7 +503,8 @@ class TrainerCallback(transformers.TrainerCallback):
         else:
             asked["schedule"] = _trainer_args.schedule_at_step(config.schedule)
         self._is_fused = bool(made.defaults.get("fused"))
-        is_ours = _adopt.is_torchs(made) and not self._has_optimizer and not made.state
+        is_new = _adopt.is_torchs(made) and _adopt.moments_count(made) == 0
+        is_ours = is_new and not self._has_optimizer
         is_split = self._settings.get("experts") == "apart"  # the groups' members are replaced
         if is_ours and (resumes or is_split or self._method):
             # The checkpoint's hyper-parameters take precedence, as without lohan.

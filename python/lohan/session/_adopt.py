@@ -56,6 +56,15 @@ def is_torchs(optimizer: object) -> bool:
     return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, *_OTHERS)
 
 
+def moments_count(optimizer: torch.optim.Optimizer) -> int:
+    """Return for how many parameters an optimizer has moments that a step has made.
+
+    torch.optim.Adagrad has state from the beginning, of step 0. SGD does not count steps.
+    """
+    states = optimizer.state.values()
+    return sum(bool(state) and int(state.get("step", 1)) > 0 for state in states)
+
+
 def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
     """Return the method= and the rule of an optimizer; AdamW for those that check() rejects.
 
@@ -134,10 +143,10 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
                 "capturable=True in a parameter group is for CUDA graphs and changes the order of"
                 " rounding: set it to False in optimizer.param_groups"
             )
-    if resume and optimizer.state:
+    if resume and (count := moments_count(optimizer)) > 0:
         raise ModelError(
             "resume=True continues with the moments in the store, but optimizer= also has moments"
-            f" for {len(optimizer.state)} parameters: pass an optimizer that has made no step, or"
+            f" for {count} parameters: pass an optimizer that has made no step, or"
             " a new store without resume="
         )
 
