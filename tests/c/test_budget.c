@@ -233,7 +233,7 @@ static void test_adapters(void)
 static void test_stateless(void)
 {
     lh_test_name("parameters without states stay in memory that has room for them");
-    for (uint32_t frozen_count = 0; frozen_count <= 4; frozen_count += 4) {
+    for (uint32_t frozen_count = 0; frozen_count <= 10; frozen_count += 5) {
         struct model model = model_adapted(frozen_count);
         uint64_t all_bytes = 0;
         for (uint32_t i = 0; i < model.count; i++) {
