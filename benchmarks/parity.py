@@ -1,8 +1,9 @@
-"""Make docs/parity.md: lohan and torch.optim.AdamW compared for every placement and setting.
+"""Make docs/parity.md: lohan and torch compared for every placement, setting and update rule.
 
-Settings that cover every two choices are trained with lohan, and the gradients that each recorded
-are replayed in fp64 and by torch. A cell is marked FAIL, and the exit status is 1, if it is more
-than twice as far from fp64 as torch, or differs in any bit from the cells of the same rule.
+Settings that cover every two choices are trained with lohan and AdamW, and some of them with every
+other rule. The gradients that each cell recorded are replayed by torch, in fp64 and in fp32. A cell
+is marked FAIL, and the exit status is 1, if it is more than twice as far from fp64 as torch in
+fp32, or differs in any bit from its base.
 
     python benchmarks/parity.py [--out docs/parity.md] [--jobs N] [--steps N]
 """
@@ -27,6 +28,7 @@ import torch
 from lohan.errors import ModelError
 from lohan.store import _directories
 from parity_cells import TIERS, Cell
+from parity_rules import METHODS
 from parity_train import RATIO_MAX, Outcome
 
 TEXT = """# lohan and torch, cell by cell
@@ -34,15 +36,15 @@ TEXT = """# lohan and torch, cell by cell
 `make parity` made this page: {steps} steps per cell, {minutes:.0f} minutes with {jobs} processes.
 In the {count} cells below, any two choices of two factors meet at least once ({pairs} pairs). The
 models are a Llama of {layers} layers with tied embeddings and grouped queries, and peft adapters
-on a frozen Llama.
+on a frozen Llama. [The second table](#update-rules) has the update rules.
 
 * **Error**: each cell trains with lohan and records the gradients that autograd produced in every
-  backward. AdamW written out in fp64 (benchmarks/parity_train.py) sums, clips and applies these
-  gradients, and so does torch. The error of a tensor is the 2-norm of its difference from fp64,
-  divided by the 2-norm of how far fp64 moved it. The tensors are each parameter's fp32 master and
-  its moments `(m)` and `(v)`; a row shows the tensor with the largest ratio of lohan's error to
-  torch's. Squared gradients differ so much that a few elements dominate the norm of `(v)`, so it
-  has a second error, `(v, relative)`, with each element relative to its own size.
+  backward. torch sums, clips and applies these gradients with fp64 masters and states, and again
+  with fp32 ones (benchmarks/parity_rules.py). The error of a tensor is the 2-norm of its difference
+  from fp64, divided by the 2-norm of how far fp64 moved it. The tensors are each parameter's fp32
+  master and its moments `(m)` and `(v)`; a row shows the tensor with the largest ratio of lohan's
+  error to torch's. Squared gradients differ so much that a few elements dominate the norm of `(v)`,
+  so it has a second error, `(v, relative)`, with each element relative to its own size.
 * **torch**: gradients are cast to fp32, summed in fp32, clipped by
   `torch.nn.utils.clip_grad_norm_` and applied by `torch.optim.AdamW` to fp32 masters, whatever the
   parameters' dtype. This is mixed precision at its best: a p.grad in bf16 or fp16 would round every
@@ -68,6 +70,29 @@ HEAD = (
     "model|dtype|backwards|clip|device|tier|schedule|resumed|loss|lohan's error|torch's|ratio"
     "|tensor|bits|cell"
 )
+RULES_TEXT = """## Update rules
+
+Each rule trains the models above and a GPT-2 with {layers} layers, {steps} steps each ({count}
+cells). A row has the cells that must have the same bits: its base, as above, and those of its
+column "the same bits in". torch has neither Lion nor Adam-mini; its place is taken by both written
+out in torch's operations, as csrc/compute/rule.h defines them. Second moments of rows are compared
+by the parameters that they change.
+
+* **groups** on: two groups of parameters that alternate, the second with half the learning rate
+  and without weight decay, and a scheduler that reduces both rates in every step.
+* Lion subtracts a sign, and rounding decides that of a sum which is almost zero: in fp64, below
+  2^-19 of its terms. Such elements of a parameter are not compared; they are at most
+  {undetermined} of the trained ones of a model, and more than {undetermined_max} would fail.
+* If weight decay is a part of the gradient, as in Adam, Adagrad and RMSprop, it cancels the rest in
+  some elements, whose squares then have no relative accuracy: `(v, root)` is the error of the roots
+  of `(v)`, in place of `(v, relative)`.
+* Hyper-parameters are those of `METHODS` in benchmarks/parity_rules.py.
+"""
+RULES_HEAD = (
+    "rule|model|dtype|backwards|clip|groups|loss|lohan's error|torch's|ratio|tensor"
+    "|the same bits in|row"
+)
+UNDETERMINED_MAX = 1e-3
 # In fewer steps, the losses of batches differ by more than training reduces them.
 LEARNING_STEPS = 50
 
@@ -89,10 +114,10 @@ def settings_said(cell: Cell, outcome: Outcome | None = None) -> list[str]:
     ]
 
 
-def row_of(outcome: Outcome, base: Outcome, steps: int) -> tuple[list[str], list[str]]:
-    """Return a row of the table, and what is wrong with the cell."""
+def wrong_with(outcome: Outcome, base: Outcome, steps: int) -> list[str]:
+    """Return what is wrong with a cell."""
     before, after = outcome.loss
-    name, ours, theirs, ratio = outcome.worst
+    name, _, _, ratio = outcome.worst
     cell, wrong = outcome.cell, []
     if not outcome.is_near:
         wrong.append(f"{name} is {ratio:.2f} times as far from fp64 as torch's")
@@ -102,18 +127,72 @@ def row_of(outcome: Outcome, base: Outcome, steps: int) -> tuple[list[str], list
         wrong.append("no step was clipped")
     if steps >= LEARNING_STEPS and not after < before:
         wrong.append("the loss did not fall")
+    if outcome.undetermined > UNDETERMINED_MAX:
+        wrong.append(f"{outcome.undetermined:.1e} of the elements are not compared")
     if there := parity_train.misplaced(outcome):
         wrong.append(there)
-    bits = "base" if cell == cell.base else "same" if outcome.digest == base.digest else "OTHER"
+    return wrong
+
+
+def errors_said(outcome: Outcome) -> list[str]:
+    """Return the columns with losses and errors."""
+    before, after = outcome.loss
+    name, ours, theirs, ratio = outcome.worst
     short = name.replace("base_model.model.", "").replace(".default.weight", "")
-    columns = settings_said(cell, outcome)
-    columns += [f"{before:.2f} to {after:.2f}", f"{ours:.1e}", f"{theirs:.1e}", f"{ratio:.2f}"]
-    return [*columns, short, bits, "FAIL" if wrong else "pass"], wrong
+    errors = [f"{ours:.1e}", f"{theirs:.1e}", f"{ratio:.2f}"]
+    return [f"{before:.2f} to {after:.2f}", *errors, short]
 
 
-def table(rows: list[list[str]]) -> str:
-    head = HEAD.split("|")
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
+def row_of(outcome: Outcome, base: Outcome, steps: int) -> tuple[list[str], list[str]]:
+    """Return a row of the table, and what is wrong with the cell."""
+    cell, wrong = outcome.cell, wrong_with(outcome, base, steps)
+    bits = "base" if cell == cell.base else "same" if outcome.digest == base.digest else "OTHER"
+    columns = [*settings_said(cell, outcome), *errors_said(outcome), bits]
+    return [*columns, "FAIL" if wrong else "pass"], wrong
+
+
+def place_said(outcome: Outcome) -> str:
+    """Return how a cell differs from its base."""
+    _, _, _, _, device, tier, schedule, resumed = settings_said(outcome.cell, outcome)
+    return f"{device}, {tier}, {schedule}" + (", resumed" if resumed == "yes" else "")
+
+
+def rule_row(outcomes: list[Outcome], steps: int) -> tuple[list[str], list[str]]:
+    """Return a row of the table of rules, and what is wrong with its cells.
+
+    Args:
+        outcomes: those of a base and of the cells that must have its bits.
+        steps: the number of steps.
+    """
+    base, *others = outcomes
+    wrong = {what: None for each in outcomes for what in wrong_with(each, base, steps)}
+    cell = base.cell
+    said = [METHODS[cell.method].title, *settings_said(cell)[:4], "on" if cell.grouped else "off"]
+    same = "; ".join(place_said(each) for each in others if each.digest == base.digest)
+    return [*said, *errors_said(base), same, "FAIL" if wrong else "pass"], list(wrong)
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    names = head.split("|")
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines) + "\n"
+
+
+def rules_section(outcomes: list[Outcome], steps: int) -> tuple[str, list[str]]:
+    """Return the section about update rules, and what is wrong with its cells."""
+    rows, problems = [], []
+    for _, same in itertools.groupby(outcomes, key=lambda outcome: outcome.cell.base):
+        row, wrong = rule_row(list(same), steps)
+        rows.append(row)
+        problems += [f"{', '.join(row[:6])}: {what}" for what in wrong]
+    text = RULES_TEXT.format(
+        layers=parity_train.LAYERS,
+        steps=steps,
+        count=len(outcomes),
+        undetermined=f"{max((each.undetermined for each in outcomes), default=0):.4%}",
+        undetermined_max=f"{UNDETERMINED_MAX:.1%}",
+    )
+    return f"{text}\n{table(RULES_HEAD, rows)}", problems
 
 
 def impossible_pairs() -> list[parity_cells.Pair]:
@@ -167,7 +246,7 @@ def measure(cells: list[Cell], steps: int, folder: pathlib.Path, jobs: int) -> l
     made = []
     for outcome in outcomes_of(cells, steps, folder, jobs):
         made.append(outcome)
-        said = "-".join(settings_said(outcome.cell))
+        said = "-".join([outcome.cell.method, *settings_said(outcome.cell)])
         print(
             f"{len(made)}/{len(cells)} {said}: {outcome.worst[3]:.2f}, {outcome.seconds:.1f} s",
             file=sys.stderr,
@@ -185,6 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     covering = parity_cells.covering()
     cells = parity_cells.with_bases(covering)
+    of_rules = parity_cells.with_bases(parity_cells.of_methods(list(METHODS)))
     folder = pathlib.Path(_directories.temporary_directory())
     problems = []
     try:
@@ -193,14 +273,17 @@ def main(arguments: list[str] | None = None) -> int:
             cell = next(c for c in parity_cells.all_cells() if pair in parity_cells.pairs_of(c))
             if not is_refused(cell, folder):
                 problems.append(f"{pair} is not refused by name")
-        outcomes = {o.cell: o for o in measure(cells, words.steps, folder, words.jobs)}
+        made = measure([*cells, *of_rules], words.steps, folder, words.jobs)
     finally:
         _directories.remove_temporary(str(folder))
+    outcomes = {outcome.cell: outcome for outcome in made[: len(cells)]}
     rows = []
     for cell, outcome in outcomes.items():
         row, wrong = row_of(outcome, outcomes[cell.base], words.steps)
         rows.append(row)
         problems += [f"{', '.join(settings_said(cell))}: {what}" for what in wrong]
+    section, wrong = rules_section(made[len(cells) :], words.steps)
+    problems += wrong
     text = TEXT.format(
         steps=words.steps,
         minutes=max((time.monotonic() - began) / 60, 1),
@@ -212,8 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
         impossible="; ".join(map(pair_said, impossible)),
     )
     failed = "".join(f"* FAIL: {problem}\n" for problem in problems)
-    words.out.write_text("\n".join([text, table(rows), *([failed] if failed else [])]))
-    print(f"{words.out} is written: {len(rows)} cells, {len(problems)} problems")
+    parts = [text, table(HEAD, rows), section, *([failed] if failed else [])]
+    words.out.write_text("\n".join(parts))
+    print(f"{words.out} is written: {len(made)} cells, {len(problems)} problems")
     for problem in problems:
         print(f"FAIL {problem}", file=sys.stderr)
     return 1 if problems else 0

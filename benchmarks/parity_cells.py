@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from lohan.config import SCHEDULES
@@ -18,7 +19,8 @@ class Cell:
     """One choice of each factor.
 
     Attributes:
-        model: "plain": all parameters are trained; "lora": peft adapters on frozen parameters.
+        model: "plain" and "gpt2": all parameters are trained; "lora": peft adapters on frozen
+            parameters.
         dtype: the dtype of all parameters.
         accumulate: the number of backwards per step.
         clip: whether the norm of a step's gradients is limited.
@@ -29,6 +31,8 @@ class Cell:
             minimum on the device. "ssd": the smallest budget that lohan accepts, for both.
         schedule: the schedule that is passed to wrap().
         resume: whether the session is closed half-way, and resumed from the store.
+        method: the update rule, a key of parity_rules.METHODS.
+        grouped: whether there are two groups with hyper-parameters of their own, and a scheduler.
     """
 
     model: str
@@ -39,16 +43,19 @@ class Cell:
     tier: str
     schedule: str
     resume: bool
+    method: str = "adamw"
+    grouped: bool = False
 
     @property
-    def rule(self) -> tuple[str, str, int, bool]:
-        """The choices that results depend on: cells with the same rule have the same bits."""
-        return self.model, self.dtype, self.accumulate, self.clip
+    def arithmetic(self) -> tuple[Any, ...]:
+        """The choices that results depend on: cells with equal ones have the same bits."""
+        return self.method, self.model, self.dtype, self.accumulate, self.clip, self.grouped
 
     @property
     def base(self) -> Cell:
-        """The cell of the same rule in which nothing is moved or overlapped."""
-        return Cell(*self.rule, "cpu", "memory", "serial", False)
+        """The cell of the same arithmetic in which nothing is moved or overlapped."""
+        still = {"device": "cpu", "tier": "memory", "schedule": "serial", "resume": False}
+        return dataclasses.replace(self, **still)
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -62,6 +69,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "resume": (False, True),
 }
 
+# The models of the table of update rules.
+MODELS = ("plain", "lora", "gpt2")
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
@@ -72,7 +81,7 @@ def is_possible(cell: Cell) -> bool:
 
 def pairs_of(cell: Cell) -> set[Pair]:
     """Return the pairs of choices in a cell."""
-    return set(itertools.combinations(dataclasses.asdict(cell).items(), 2))
+    return set(itertools.combinations(((name, getattr(cell, name)) for name in FACTORS), 2))
 
 
 def all_cells() -> list[Cell]:
@@ -99,5 +108,34 @@ def covering(seed: int = SEED) -> list[Cell]:
 
 
 def with_bases(cells: list[Cell]) -> list[Cell]:
-    """Return the cells and the base of each of their rules, in order."""
-    return sorted({*cells, *(cell.base for cell in cells)}, key=lambda c: (c.rule, c != c.base, c))
+    """Return the cells and the base of each, in order."""
+    every = {*cells, *(cell.base for cell in cells)}
+    return sorted(every, key=lambda c: (c.arithmetic, c != c.base, c))
+
+
+def of_methods(methods: Sequence[str]) -> list[Cell]:
+    """Return cells in which each update rule meets every choice of FACTORS, and groups.
+
+    Each rule trains each of MODELS once with every schedule but "serial", which their bases have.
+    From rule to rule, another model has each dtype, number of backwards, clipping and groups.
+    """
+    moved = [schedule for schedule in SCHEDULES if schedule != "serial"]
+    cells = []
+    for turn, method in enumerate(methods):
+        for place, schedule in enumerate(moved):
+            at = (turn + place) % len(MODELS)
+            cells.append(
+                Cell(
+                    model=MODELS[place % len(MODELS)],
+                    dtype=FACTORS["dtype"][at],
+                    accumulate=4 if at == 0 else 1,
+                    clip=at == 1,
+                    device=("emu", "cpu")[(turn + place) % 2],
+                    tier=tuple(TIERS)[-1 - (turn // 2 + place) % len(TIERS)],
+                    schedule=schedule if at != 1 or schedule != "naive" else "optimized",
+                    resume=(place // 2 + turn) % 2 == 0,
+                    method=method,
+                    grouped=at != 2,
+                )
+            )
+    return cells

@@ -14,19 +14,20 @@ import time
 from typing import Any
 
 import lohan
+import parity_rules
 import torch
 from lohan import _core
 from lohan.common._inside import inside
+from lohan.common._rules import RULES
 from lohan.errors import BudgetError
 from lohan.store import _same
 from parity_cells import Cell
+from parity_rules import METHODS, Parts, Replay, Values
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
-HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 # Below the gradient norms of these models, so that nearly every step is scaled.
-CLIP = {"plain": 0.5, "lora": 0.01}
+CLIP = {"plain": 0.5, "lora": 0.01, "gpt2": 0.5}
 # More chunks than a full pipeline has slabs. With fewer, no budget could keep a part of the states.
 LAYERS = 10
 VOCABULARY = 128
@@ -38,10 +39,16 @@ NORM_STEPS = 50
 
 
 def build(cell: Cell) -> nn.Module:
-    """Make a Llama with tied embeddings and grouped queries, with the same values every time."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Make a Llama with tied embeddings and grouped queries, or a GPT-2, always the same one."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    if cell.model == "gpt2":
+        shape = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+        made = GPT2Config(**shape, **dropout, **tokens, use_cache=False)
+        return GPT2LMHeadModel(made).to(DTYPES[cell.dtype]).train()
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -74,10 +81,6 @@ def loss_of(model: nn.Module, batch: int) -> torch.Tensor:
     return loss
 
 
-Values = dict[str, torch.Tensor]
-Parts = dict[str, list[torch.Tensor]]  # gradients of a step's backwards, by parameter
-
-
 class Recorder:
     """Records the gradients that autograd computes, before anything else can change them."""
 
@@ -94,74 +97,6 @@ class Recorder:
         """Return the gradients recorded since the last call."""
         taken, self._parts = self._parts, {}
         return taken
-
-
-class Exact:
-    """AdamW in fp64, written out, with summed and clipped gradients."""
-
-    def __init__(self, start: Values, clip: float | None) -> None:
-        self.clip = clip
-        self.values = {name: value.double() for name, value in start.items()}
-        self.moments1 = {name: torch.zeros_like(value) for name, value in self.values.items()}
-        self.moments2 = {name: torch.zeros_like(value) for name, value in self.values.items()}
-        self.steps = 0
-        self.clipped_steps = 0
-
-    def step(self, parts: Parts) -> None:
-        """Apply the gradients of a step."""
-        self.steps += 1
-        gradients = {k: torch.stack([g.double() for g in parts[k]]).sum(0) for k in self.values}
-        if self.clip is not None:
-            norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-            scale = min(1.0, self.clip / (norm + 1e-6))
-            self.clipped_steps += scale < 1
-            gradients = {name: gradient * scale for name, gradient in gradients.items()}
-        for name, gradient in gradients.items():
-            m, v = self.moments1[name], self.moments2[name]
-            m += (1 - BETAS[0]) * (gradient - m)
-            v += (1 - BETAS[1]) * (gradient.square() - v)
-            root = (v / (1 - BETAS[1] ** self.steps)).sqrt() + EPS
-            value = self.values[name]
-            value *= 1 - LR * WEIGHT_DECAY
-            value -= LR * (m / (1 - BETAS[0] ** self.steps)) / root
-
-    def state(self) -> Values:
-        """Masters and moments."""
-        return states_of(self.values, self.moments1, self.moments2)
-
-
-class Torchs:
-    """torch.optim.AdamW on fp32 masters: p.grad is summed and clipped in fp32."""
-
-    def __init__(self, start: Values, clip: float | None) -> None:
-        self.clip = clip
-        self.masters = {k: nn.Parameter(v.to(torch.float32, copy=True)) for k, v in start.items()}
-        self.optimizer = torch.optim.AdamW(self.masters.values(), **HYPER)
-
-    def step(self, parts: Parts) -> None:
-        """Apply the gradients of a step."""
-        for name, master in self.masters.items():
-            total = parts[name][0].to(torch.float32, copy=True)
-            for part in parts[name][1:]:
-                total += part.float()
-            master.grad = total
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip)
-        self.optimizer.step()
-
-    def state(self) -> Values:
-        """Masters and moments."""
-        moments = [
-            {name: self.optimizer.state[master][key] for name, master in self.masters.items()}
-            for key in ("exp_avg", "exp_avg_sq")
-        ]
-        return states_of({k: v.detach() for k, v in self.masters.items()}, *moments)
-
-
-def states_of(values: Values, moments1: Values, moments2: Values) -> Values:
-    made = dict(values)
-    made |= {f"{name} (m)": value for name, value in moments1.items()}
-    return made | {f"{name} (v)": value for name, value in moments2.items()}
 
 
 def master_of(store: _core.Store, unit: Any, places: Any, param: Any) -> torch.Tensor:
@@ -187,18 +122,23 @@ def state_of(model: nn.Module) -> Values:
     """Return all masters and moments from the store of a closed session."""
     session = inside(model)
     layout, extents = session.layout, session.extents
-    found: list[Values] = [{}, {}, {}]
+    values: Values = {}
+    moments: dict[str, Values] = {moment: {} for moment in RULES[layout.rule].moments}
     with _same.reopened(session.directories, session.config, layout) as store:
         for param in layout.params:
             unit, places = layout.units[param.unit], extents.units[param.unit]
             if not unit.trainable:
                 continue
-            found[0][param.name] = master_of(store, unit, places, param)
-            for index, extent in ((1, places.moment1), (2, places.moment2)):
-                values = torch.empty(param.tensor.shape)
-                store.read(extent, param.first * 4, values.data_ptr(), values.numel() * 4)
-                found[index][param.name] = values
-    return states_of(*found)
+            values[param.name] = master_of(store, unit, places, param)
+            for moment, found in moments.items():
+                read = found[param.name] = torch.empty(param.tensor.shape)
+                first = param.first * read.itemsize
+                store.read(getattr(places, moment), first, read.data_ptr(), read.nbytes)
+    return parity_rules.states_of(values, moments)
+
+
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
 
 
 def least(cell: Cell, folder: pathlib.Path, name: str, **settings: Any) -> int:
@@ -216,12 +156,17 @@ def least(cell: Cell, folder: pathlib.Path, name: str, **settings: Any) -> int:
 
 def settings_of(cell: Cell, folder: pathlib.Path) -> dict[str, Any]:
     """Return the arguments for wrap() except the hyper-parameters."""
+    method = METHODS[cell.method]
     made: dict[str, Any] = {
         "device": cell.device,
         "schedule": cell.schedule,
         "accumulate": cell.accumulate,
         "max_grad_norm": CLIP[cell.model] if cell.clip else None,
     }
+    if "method" in method.given:
+        made["method"] = method.given["method"]
+    if cell.grouped:
+        made["params"] = lambda model: parity_rules.groups_of(trained_of(model), method)
     if cell.device == "emu" and cell.tier != "memory":
         made["device_param_bytes"] = least(cell, folder, "device_param_bytes", **made)
     if cell.device == "cpu" and cell.tier == "host":
@@ -246,6 +191,7 @@ class Outcome:
         digest: a digest of losses, masters and moments.
         schedule: the effective schedule.
         clipped_steps: the number of steps whose gradients were scaled.
+        undetermined: the share of elements that fp32 does not determine, which are not compared.
         bytes: the bytes moved in the last step, by link.
         kept_chunks: the number of chunks of states that the budget keeps in memory.
         seconds: the run time.
@@ -257,6 +203,7 @@ class Outcome:
     digest: str
     schedule: str
     clipped_steps: int
+    undetermined: float
     bytes: dict[str, int]
     kept_chunks: int
     seconds: float
@@ -302,27 +249,40 @@ def run(cell: Cell, steps: int, folder: pathlib.Path) -> Outcome:
         shutil.rmtree(here)
 
 
-def _run(cell: Cell, steps: int, folder: pathlib.Path, began: float) -> Outcome:
-    settings = {**HYPER, **settings_of(cell, folder)}
+def opened(
+    cell: Cell, steps: int, settings: dict[str, Any], resume: bool
+) -> tuple[nn.Module, Recorder, Any]:
+    """Return a wrapped model, what records its gradients, and its scheduler or None."""
     model = build(cell)
-    start = {k: p.detach().clone() for k, p in model.named_parameters() if p.requires_grad}
-    clip = settings["max_grad_norm"]
-    exact, torchs = Exact(start, clip), Torchs(start, clip)
     recorder = Recorder(model)
-    model = lohan.wrap(model, store=folder / "run", **settings)
+    model = lohan.wrap(model, resume=resume, **settings)
+    if not cell.grouped:
+        return model, recorder, None
+    scheduler = parity_rules.scheduler_of(model.optimizer, steps)
+    model.lohan.register("scheduler", scheduler, after=scheduler.step)
+    return model, recorder, scheduler
+
+
+def _run(cell: Cell, steps: int, folder: pathlib.Path, began: float) -> Outcome:
+    method = METHODS[cell.method]
+    settings = {**method.hyper, **settings_of(cell, folder), "store": folder / "run"}
+    start = {k: p.detach() for k, p in build(cell).named_parameters() if p.requires_grad}
+    of_replay = method, settings["max_grad_norm"], steps if cell.grouped else None
+    exact, torchs = (Replay(start, each, *of_replay) for each in (torch.float64, torch.float32))
+    model, recorder, scheduler = opened(cell, steps, settings, False)
     losses = []
     for step in range(steps):
         if cell.resume and step == steps // 2:
             model.lohan.close()
-            model = build(cell)
-            recorder = Recorder(model)
-            model = lohan.wrap(model, store=folder / "run", resume=True, **settings)
+            model, recorder, scheduler = opened(cell, steps, settings, True)
             assert model.lohan.step == step
         for part in range(cell.accumulate):
             loss = loss_of(model, cell.accumulate * step + part)
             (loss / cell.accumulate).backward()
             losses.append(loss.item())
         model.optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         parts = recorder.take()
         assert all(len(gradients) == cell.accumulate for gradients in parts.values())
         exact.step(parts)
@@ -333,13 +293,15 @@ def _run(cell: Cell, steps: int, folder: pathlib.Path, began: float) -> Outcome:
     kept = int(inside(model).budget["kept_chunk_count"])
     model.lohan.close()
     ours = state_of(model)
+    masks = exact.undetermined()
     return Outcome(
         cell,
-        errors_of(ours, torchs.state(), exact.state(), start, steps),
+        errors_of((ours, torchs.state(), exact.state()), start, steps, masks, method.is_coupled),
         losses,
         digest_of(losses, ours),
         schedule,
         exact.clipped_steps,
+        sum(int(mask.sum()) for mask in masks.values()) / sum(v.numel() for v in start.values()),
         moved,
         kept,
         time.monotonic() - began,
@@ -347,27 +309,45 @@ def _run(cell: Cell, steps: int, folder: pathlib.Path, began: float) -> Outcome:
 
 
 def errors_of(
-    ours: Values, torchs: Values, exact: Values, start: Values, steps: int
+    states: tuple[Values, Values, Values],
+    start: Values,
+    steps: int,
+    masks: Values,
+    is_coupled: bool,
 ) -> dict[str, tuple[float, float]]:
+    """Return (lohan's, torch's) error by tensor, as in Outcome.
+
+    Args:
+        states: lohan's, torch's and the exact masters and moments.
+        start: the values of masters before the first step.
+        steps: the number of steps.
+        masks: the elements of masters that are not compared.
+        is_coupled: whether weight decay is a part of the gradient. Where it cancels the rest, the
+            square has no relative accuracy, so that roots are compared.
+    """
+    ours, torchs, exact = states
     assert ours.keys() == torchs.keys() == exact.keys()
     errors = {}
 
-    def measure(name: str, said: str, scale: torch.Tensor | float) -> None:
-        value = exact[name]
+    def measure(name: str, said: str, scale: torch.Tensor | float = 1.0, power: float = 1) -> None:
+        values = [each[name].double() ** power for each in states]
         begin = start[name].double() if name in start else 0.0
-        moved = float(((value - begin) / scale).norm())
-        both = (float(((made[name].double() - value) / scale).norm()) for made in (ours, torchs))
-        mine, theirs = (error / moved if moved else error for error in both)
+        kept = ~masks[name] if name in masks else ...
+        moved = float(((values[2] - begin) / scale)[kept].norm())
+        made = [float(((each - values[2]) / scale)[kept].norm()) for each in values[:2]]
+        mine, theirs = (error / moved if moved else error for error in made)
         errors[said] = (mine, theirs)
 
     for name, value in exact.items():
         is_square = name.endswith("(v)")
-        if is_square:
+        if is_square and is_coupled:
+            measure(name, name.replace("(v)", "(v, root)"), power=0.5)
+        elif is_square:
             tiny = torch.finfo(torch.float32).tiny
             measure(name, name.replace("(v)", "(v, relative)"), value.clamp(min=tiny))
         # Squares differ so much that a few dominate the norm, which is too noisy after few steps.
         if not is_square or steps >= NORM_STEPS:
-            measure(name, name, 1.0)
+            measure(name, name)
     return errors
 
 

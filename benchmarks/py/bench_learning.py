@@ -1,9 +1,16 @@
-"""Compare what models learn with moments in bf16 and in 8 bits with what they learn in fp32.
+"""Compare what models learn with other moments and rules with what they learn with AdamW in fp32.
 
 Small models of three shapes (GPT-2, Llama, ViT) are trained from the same start on the same batches
 with each format: text from Python's own sources, byte by byte, or drawings of ten kinds. A row has
 the losses on held-out data after the last step, one for each seed, next to those with fp32, and
 whether their mean is in the range of the latter (`is_within_spread`).
+
+The rows of --rules (lion, lion_8bit, adam_mini) have the same losses with another update rule.
+Each rule, and AdamW beside it, has the learning rate of RATES with which one more seed, which is
+not among those of the row, ends at the least loss; `is_edge` says that it is the first or the last.
+Moments in 8 bits have the rate of those in fp32.
+`distance` is how far the rule's mean loss is from that of AdamW, in standard deviations over
+AdamW's seeds: above 0, the rule learned less.
 
 The rows named learning_error compare single tensors, so that one step's rounding does not change
 the next gradient: the gradients of a run are recorded and applied by AdamW in fp64, by lohan, and
@@ -12,12 +19,14 @@ the 2-norm of its distance from fp64, divided by the 2-norm of how far fp64 move
 root mean square over tensors.
 
     python benchmarks/py/bench_learning.py [--seeds 5] [--steps 500] [--models gpt2 llama vit]
+    python benchmarks/py/bench_learning.py --only rules --models gpt2 [--rules lion adam_mini]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import statistics
 import sys
@@ -29,12 +38,31 @@ from typing import Any
 import lohan
 import torch
 from lohan import _core
+from lohan.common._rules import RULES
 from report import Report
 from torch import nn
 
 LR, BETAS, EPS, WEIGHT_DECAY = 2e-3, (0.9, 0.999), 1e-8, 0.01
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
 STATES = ("fp32", "bf16", "8bit")
+# Arguments of wrap() for a rule, and the learning rates that are tried, by the name of a row.
+# A rule that this lohan lacks is left out.
+ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+LION_RATES = (2e-4, 5e-4, 1e-3, 2e-3)
+RATES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "adamw": ({"weight_decay": WEIGHT_DECAY}, ADAM_RATES),
+    # Its authors suggest three to ten times AdamW's weight decay.
+    "lion": ({"method": "lion", "weight_decay": 0.1}, LION_RATES),
+    "lion_8bit": ({"method": "lion", "weight_decay": 0.1, "moments": "8bit"}, LION_RATES),
+    "adam_mini": ({"method": "adam_mini", "weight_decay": WEIGHT_DECAY}, ADAM_RATES),
+    "adafactor": ({"method": "adafactor"}, (2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "muon": ({"method": "muon"}, (5e-3, 1e-2, 2e-2, 5e-2)),
+}
+CHOICES = [
+    name for name, (given, _) in RATES.items() if name != "adamw" and given["method"] in RULES
+]
+# Neither a row's seed nor that of the held-out data.
+SWEEP_SEED = 10_000
 BATCH, LENGTH, SIDE, KINDS = 8, 64, 16, 10
 HELD_OUT_BATCHES = 16
 # Smaller tensors, and those with an incomplete block, have fp32 states in the other libraries.
@@ -115,10 +143,15 @@ class Data:
         return passages(self.source, self.generator)
 
 
-def train(name: str, seed: int, states: str, steps: int, folder: Path) -> float:
-    """Return the loss on held-out data after training."""
+def train(name: str, seed: int, options: Any, **given: Any) -> float:
+    """Return the loss on held-out data after training; `given` is what wrap() is given."""
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+        return _train(name, seed, options.steps, store=Path(folder) / "store", **given)
+
+
+def _train(name: str, seed: int, steps: int, **given: Any) -> float:
     data, held_out = Data(name, seed), Data(name, 1_000_000)
-    model = lohan.wrap(build(name, seed), store=folder / states, states=states, **HYPER)
+    model = lohan.wrap(build(name, seed), **given)
     for _ in range(steps):
         model(**data.batch()).loss.backward()
         model.optimizer.step()
@@ -133,8 +166,7 @@ def bench(name: str, options: Any, report: Report) -> None:
     losses: dict[str, list[float]] = {states: [] for states in STATES}
     for seed in range(options.seeds):
         for states in STATES:
-            with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-                losses[states].append(train(name, seed, states, options.steps, Path(folder)))
+            losses[states].append(train(name, seed, options, moments=states, **HYPER))
     for states in STATES[1:]:
         mean = statistics.mean(losses[states])
         report.add(
@@ -147,6 +179,50 @@ def bench(name: str, options: Any, report: Report) -> None:
             peer_min=min(losses["fp32"]),
             peer_max=max(losses["fp32"]),
             is_within_spread=min(losses["fp32"]) <= mean <= max(losses["fp32"]),
+        )
+
+
+def best_rate(name: str, rule: str, options: Any) -> float:
+    """Return the learning rate with the least loss for one seed."""
+    given, rates = RATES[rule]
+    ends = {rate: train(name, SWEEP_SEED, options, lr=rate, **given) for rate in rates}
+    said = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in ends.items())
+    print(f"note: {name}, {rule}: losses by learning rate: {said}", file=sys.stderr)
+    return min(rates, key=ends.__getitem__)
+
+
+def bench_rules(name: str, options: Any, report: Report) -> None:
+    """Train a model with AdamW, with every rule, and with every seed."""
+    losses: dict[str, list[float]] = {}
+    best: dict[str, float] = {}
+    for rule in ["adamw", *options.rules]:
+        given, _ = RATES[rule]
+        swept = rule.removesuffix("_8bit")  # moments in 8 bits have the rate of fp32's
+        if swept not in best:
+            best[swept] = best_rate(name, swept, options)
+        best[rule] = best[swept]
+        seeds = range(options.seeds)
+        losses[rule] = [train(name, seed, options, lr=best[rule], **given) for seed in seeds]
+    theirs = losses["adamw"]
+    spread = statistics.stdev(theirs) if len(theirs) > 1 else math.nan
+    for rule in options.rules:
+        mean = statistics.mean(losses[rule])
+        rates = RATES[rule][1]
+        report.add(
+            f"learning_{name}_{rule}",
+            losses[rule],
+            "nats",
+            peer="AdamW, fp32 states",
+            peer_values=theirs,
+            mean=mean,
+            peer_mean=statistics.mean(theirs),
+            peer_min=min(theirs),
+            peer_max=max(theirs),
+            is_within_spread=min(theirs) <= mean <= max(theirs),
+            distance=round((mean - statistics.mean(theirs)) / spread, 3) if spread > 0 else None,
+            lr=best[rule],
+            peer_lr=best["adamw"],
+            is_edge=best[rule] in (rates[0], rates[-1]),
         )
 
 
@@ -253,6 +329,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["gpt2", "llama", "vit"])
     parser.add_argument("--seeds", type=int, default=5, help="0: only the rows learning_error")
+    parser.add_argument("--rules", nargs="*", choices=CHOICES, default=CHOICES)
+    parser.add_argument("--only", choices=("moments", "rules"), help="the rows of one part")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--dir", default=None, help="folder for the stores")
     parser.add_argument("--history", action="store_true")
@@ -260,9 +338,12 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     report = Report(options.history)
     for name in options.models:
-        bench_errors(name, options, report)
-        if options.seeds:
-            bench(name, options, report)
+        if options.only != "rules":
+            bench_errors(name, options, report)
+            if options.seeds:
+                bench(name, options, report)
+        if options.only != "moments" and options.seeds:
+            bench_rules(name, options, report)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ static int budget_try(const struct lh_budget_unit *units, uint32_t unit_count, u
     if (slabs_most * budget->slab_bytes <= needs.frozen_bytes / ADAPTERS_DIVISOR) {
         reserved = lh_min_u64(spare, reserved);
         spare = slabs_grow(budget, spare - reserved, slabs_most);
-        if (budget->slab_count < slabs_most)
+        if (budget->slab_bytes > 0 && budget->slab_count < slabs_most)
             spare = 0; /* too little for a slab: it waits for more */
         spare += reserved;
     }

@@ -230,6 +230,23 @@ static void test_adapters(void)
     }
 }
 
+static void test_stateless(void)
+{
+    lh_test_name("parameters without states stay in memory that has room for them");
+    for (uint32_t frozen_count = 0; frozen_count <= 10; frozen_count += 5) {
+        struct model model = model_adapted(frozen_count);
+        uint64_t all_bytes = 0;
+        for (uint32_t i = 0; i < model.count; i++) {
+            model.units[i].state_bytes_per_element = 0;
+            all_bytes += model.units[i].bytes;
+        }
+        struct lh_budget budget;
+        LH_CHECK(make(&model, UINT64_MAX / 4, &budget, NULL) == 0);
+        LH_CHECK(budget.slab_bytes == 0);
+        LH_CHECK(budget.host_bytes == budget.host_bytes_full && budget.region_bytes == all_bytes);
+    }
+}
+
 static void test_edges(void)
 {
     struct lh_error err = {0};
@@ -290,6 +307,7 @@ int main(void)
     test_monotone();
     test_full();
     test_adapters();
+    test_stateless();
     test_edges();
     return 0;
 }
