@@ -269,7 +269,7 @@ def test_a_store_with_the_same_parameters_is_refused_with_what_differs(
     monkeypatch.setattr(_same, "take_strides", lambda layout, meta: None)
     monkeypatch.setattr(_store, "describe", lambda layout: ours)
     store: Any = types.SimpleNamespace(describe=lambda: said)
-    kind = {"rule": "adamw", "states": "fp32", "has_averages": False}
+    kind = {"rule": "adamw", "others": [], "states": "fp32", "has_averages": False}
     layout: Any = types.SimpleNamespace(method=None, groups=None, **kind)
     with pytest.raises(StoreMismatchError, match=message):
         _same.check_same_model(store, layout)

@@ -211,6 +211,7 @@ def test_a_transform_inside_the_forward_is_explained_with_those_that_work(
         wrapped(torch.ones(2, 4))
     (note,) = caught.value.__notes__
     assert note.startswith("lohan: the forward of a wrapped model cannot use torch.func.grad")
+    wrapped.lohan.close()
     ways: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
         "jacfwd": lambda f, x: f(x) * jacfwd(f)(x[0]).sum(),
         "jacobian": lambda f, x: f(x) * autograd_functional.jacobian(f, x[0]).sum(),
@@ -223,6 +224,7 @@ def test_a_transform_inside_the_forward_is_explained_with_those_that_work(
         assert torch.equal(out, plain(torch.ones(2, 4)))
         out.sum().backward()
         wrapped.optimizer.step()
+        wrapped.lohan.close()
 
 
 def test_gradients_of_parameters_through_vmap_are_those_of_the_plain_forward(

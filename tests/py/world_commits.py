@@ -20,7 +20,7 @@ from lohan.errors import BudgetError, LohanError
 from lohan.opening import _attached
 from lohan.opening._opening import Opening
 from lohan.session import _opened
-from lohan.session._training import Training
+from lohan.session._optim import StoreOptimizer
 from patience import HUNG_S
 from safetensors.torch import save_file
 from world_adamw import (
@@ -289,7 +289,12 @@ def fail_in_wrap(store: str, who: int) -> list[tuple[str, bool]]:
     rank, count = rank_and_count()
     found = []
     for number, (owner, name) in enumerate(
-        [(Opening, "_session"), (Training, "adopt"), (_opened, "extend"), (_attached, "attach")]
+        [
+            (Opening, "_session"),
+            (StoreOptimizer, "attach"),
+            (_opened, "extend"),
+            (_attached, "attach"),
+        ]
     ):
         model: Any = build()
         settings = {"lr": 1e-3, "accumulate": BATCHES // count, "share": "on"}

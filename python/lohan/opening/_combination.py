@@ -272,7 +272,7 @@ ROWS = (
     Row(
         "moments={f.states!r}",
         "method={f.method!r}",
-        lambda f: f.states != "fp32" and RULES[f.rule].is_of_whole,
+        lambda f: f.states != "fp32" and bool(RULES[f.rule].moments) and RULES[f.rule].is_of_whole,
         "not built",
         "",
         "leave moments= out",
