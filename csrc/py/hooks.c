@@ -1,5 +1,6 @@
 /* Hooks that torch calls for every scope and every gradient, as C callables. */
 #include <string.h>
+#include <time.h>
 
 #include "base/assert.h"
 #include "py/lhpy.h"

@@ -216,6 +216,31 @@ def test_python_is_known_only_to_the_binding() -> None:
     complain(problems, "Python.h and Py* belong to csrc/py alone:")
 
 
+# Headers of the C library, and what the binding calls of them.
+_LIBRARY = {
+    "errno.h": r"\berrno\b",
+    "stdlib.h": r"\b(?:malloc|calloc|realloc|free|qsort|abort|getenv|strtou?ll?)\(",
+    "string.h": r"\b(?:mem(?:cpy|set|cmp|move|chr)|str(?:len|n?cmp|r?chr|dup|error))\(",
+    "time.h": r"\b(?:nanosleep|clock_gettime|localtime_r)\(",
+    "unistd.h": r"\b(?:getpid|sysconf|usleep|lseek|pread|pwrite)\(",
+}
+
+
+def test_the_binding_includes_the_headers_of_what_it_calls() -> None:
+    """Which of them Python.h includes depends on Python's version: 3.13 has no <time.h>."""
+    problems = []
+    for path in sorted((ROOT / "csrc" / "py").glob("*.[ch]")):
+        text = path.read_text(encoding="utf-8")
+        included = set(re.findall(r"#include <([^>]+)>", text))
+        code = re.sub(r'(?s)/\*.*?\*/|"(?:\\.|[^"\\])*"', "", text)
+        problems += [
+            f"{path.name}: <{header}>"
+            for header, called in _LIBRARY.items()
+            if header not in included and re.search(called, code)
+        ]
+    complain(problems, "A header is included by the file that calls its functions:")
+
+
 def test_no_backend_is_named_below_the_binding() -> None:
     problems = [
         f"{path}:{line_of(code_of(path), m.start())}: {m.group()}"
