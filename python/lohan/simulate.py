@@ -20,7 +20,7 @@ from lohan.common._stats import READS, WRITES
 from lohan.errors import BudgetError, MachineError
 from lohan.layout._block import RESIDUAL_BYTES, STATES
 from lohan.opening._combination import rule_of
-from lohan.planning import _base, _machines, _models, _simulate_timeline
+from lohan.planning import _base, _machines, _models, _quick, _simulate_timeline
 from lohan.planning._engine import (
     RARELY,
     SCHEDULES,
@@ -259,11 +259,7 @@ def _check_options(options: Options) -> None:
     if options.rule not in RULES:
         raise MachineError(f"method {options.method!r}: must be one of {', '.join(RULES)}")
     rule = RULES[options.rule]
-    if rule.others:
-        raise MachineError(
-            f"method {options.method!r} is not planned yet, which would need the time of products"
-            ' of matrices: plan method "lion", which moves about the same bytes'
-        )
+    _quick.check_planned(rule)
     if options.states not in rule.formats:
         kept = f"whose moments may be {', '.join(rule.formats)}"
         raise MachineError(

@@ -282,6 +282,7 @@ def run(
         UsageError: options cannot be combined.
         BudgetError: several GPUs of the PC cannot train the model.
     """
+    _quick.check_planned(RULES[words.get("method") or ADAMW.name])
     if asked["model"] is None:
         found = table(machine, words)
         if console is not None:

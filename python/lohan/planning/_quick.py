@@ -15,6 +15,7 @@ from lohan.planning import _base, _hub, _plan, _policies, _sketch
 from lohan.planning._pieces import capacity_check
 
 if TYPE_CHECKING:
+    from lohan.common._rules import Rule
     from lohan.planning._machines import Machine
 
 _DAY_S = 86_400
@@ -44,6 +45,19 @@ class Step:
     gpu_bytes: int
     host_bytes: int
     swapped: tuple[int, int]
+
+
+def check_planned(rule: Rule) -> None:
+    """Reject a rule whose steps are not predicted.
+
+    Raises:
+        MachineError: it is one.
+    """
+    if rule.others:
+        raise MachineError(
+            f"method {rule.method!r} is not planned yet, which would need the time of products of"
+            ' matrices: plan method "lion", which moves about the same bytes'
+        )
 
 
 def config_of(name: str) -> dict[str, Any] | None:
