@@ -155,7 +155,9 @@ static INLINE void moments_load(struct element *e, const struct lh_adam_run *run
 {
     const bool is_8bit = form.states == LH_ADAM_STATES_8BIT;
     const bool is_bf16 = form.states == LH_ADAM_STATES_BF16;
-    const uint16_t *const first = stored->moments.moment1, *const second = stored->moments.moment2;
+    const bool is_stored = form.states != LH_ADAM_STATES_F32;
+    const uint16_t *const first = is_stored ? stored->moments.moment1 : NULL;
+    const uint16_t *const second = is_stored ? stored->moments.moment2 : NULL;
 
     if (form.has_moment1)
         e->m = is_8bit   ? codes1_decode(first, i, units)
