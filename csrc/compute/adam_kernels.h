@@ -5,6 +5,7 @@
 #ifndef LH_COMPUTE_ADAM_KERNELS_H
 #define LH_COMPUTE_ADAM_KERNELS_H
 
+#include "base/assert.h"
 #include "compute/adam.h"
 
 /*
@@ -65,6 +66,7 @@ static inline struct lh_adam_run lh_adam_run_from(const struct lh_adam_run *run,
 {
     struct lh_adam_run part = *run;
 
+    LH_ASSERT(run->gradient);
     part.param = (char *)run->param + first * lh_dtype_bytes(run->param_dtype);
     part.residual = run->residual
                         ? (char *)run->residual + first * lh_adam_residual_bytes(run->param_dtype)

@@ -115,6 +115,7 @@ void lh_adam_8bit_encode_ref(const struct lh_adam_moments *moments, const float 
         int8_t *codes1 = block.moment1;
         uint8_t *codes2 = block.moment2;
 
+        LH_ASSERT(block.scales && (!block1 || codes1) && (!block2 || codes2));
         block.scales->moment1 = lh_adam_8bit_scale(bits_of(largest(block1)));
         block.scales->moment2 = lh_adam_8bit_scale(bits_of(largest(block2)));
         for (int i = 0; block1 && i < LH_ADAM_STATES_BLOCK; i++)

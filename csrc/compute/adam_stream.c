@@ -45,9 +45,7 @@ static inline __attribute__((always_inline)) void array_touch(void *array, uint6
 
     if (element_bytes == 4)
         words_touch(address, 2);
-    else if (element_bytes == 2)
-        words_touch(address, 1);
-    else if (element_bytes == 1 && i % WORD_BYTES == 0)
+    else if (element_bytes == 2 || (element_bytes == 1 && i % WORD_BYTES == 0))
         words_touch(address, 1);
 }
 

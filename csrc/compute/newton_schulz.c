@@ -16,7 +16,7 @@
 
 /* Source: torch.optim._muon.DEFAULT_A, DEFAULT_B and DEFAULT_C. */
 #define A 3.4445F
-#define B -4.7750F
+#define B (-4.7750F)
 #define C 2.0315F
 
 #define TILE_COLUMNS LH_NEWTON_SCHULZ_TILE_COLUMNS

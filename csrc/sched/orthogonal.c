@@ -151,9 +151,8 @@ static void tasks_done(struct lh_engine *engine, struct lh_job *job)
         return;
     if (orthogonal->stage == LH_ORTHOGONAL_STAGE_MOMENTUM)
         is_going = matrix_start(engine, orthogonal->unit->desc->param_first);
-    else if (orthogonal->stage == LH_ORTHOGONAL_STAGE_BEGIN)
-        product_start(engine);
-    else if (++orthogonal->product < product_count)
+    else if (orthogonal->stage == LH_ORTHOGONAL_STAGE_BEGIN ||
+             ++orthogonal->product < product_count)
         product_start(engine);
     else
         is_going = matrix_start(engine, orthogonal->param + 1);
