@@ -333,12 +333,6 @@ uint64_t lh_unpack_e2m1_avx2(const struct lh_unpack *unpack, const uint8_t *pack
 
 /* --- Scales in grains ------------------------------------------------------------------------- */
 
-/* Whether a number of fp16 is finite. */
-static inline bool half_is_finite(uint16_t half)
-{
-    return (half & 0x7C00) != 0x7C00;
-}
-
 static inline float half_value(uint16_t half)
 {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
@@ -362,21 +356,7 @@ scaled_put(__m256i bytes, float first, float second, uint32_t dtype, void *out, 
                     out, at + 16 * (uint64_t)i);
 }
 
-static inline __attribute__((always_inline)) uint64_t q8_0_unpack(const uint8_t *packed,
-                                                                  uint64_t count, void *out,
-                                                                  uint32_t dtype)
-{
-    for (uint64_t i = 0; i < count; i++, packed += LH_UNPACK_Q8_0_BYTES) {
-        uint16_t half;
-        memcpy(&half, packed, sizeof(half));
-        if (!half_is_finite(half))
-            return i;
-        float scale = half_value(half);
-        scaled_put(_mm256_loadu_si256((const void *)(packed + 2)), scale, scale, dtype, out,
-                   32 * i);
-    }
-    return count;
-}
+#include "compute/unpack_grains_body.h"
 
 /* The 16 values, narrowed, that 4 bits can have: codes 0 to 7, and 8 to 15 in the other half. */
 static inline __attribute__((always_inline)) __m256i q4_k_values(float scale, float minimum,
@@ -471,51 +451,30 @@ static inline __attribute__((always_inline)) uint64_t q4_k_unpack(const uint8_t 
     return count;
 }
 
-static inline __attribute__((always_inline)) uint64_t q6_k_unpack(const uint8_t *packed,
-                                                                  uint64_t count, void *out,
-                                                                  uint32_t dtype)
-{
-    const __m256i low_nibbles = _mm256_set1_epi8(15), high_bits = _mm256_set1_epi8(0x30);
-    for (uint64_t i = 0; i < count; i++, packed += LH_UNPACK_Q6_K_BYTES) {
-        uint8_t grain[LH_UNPACK_Q6_K_BYTES]; /* `out` may overlap what is packed */
-        uint16_t half;
-        memcpy(grain, packed, sizeof(grain));
-        memcpy(&half, grain + 208, sizeof(half));
-        if (!half_is_finite(half))
-            return i;
-        float scale = half_value(half);
-        const int8_t *scales = (const int8_t *)(grain + 192);
-        for (uint32_t part = 0; part < 8; part++) {
-            uint32_t quarter = part % 4;
-            __m256i low =
-                _mm256_loadu_si256((const void *)(grain + part / 4 * 64 + quarter % 2 * 32));
-            __m256i high = _mm256_loadu_si256((const void *)(grain + 128 + part / 4 * 32));
-            if (quarter >= 2)
-                low = _mm256_srli_epi16(low, 4);
-            high = quarter == 3   ? _mm256_srli_epi16(high, 2)
-                   : quarter == 2 ? high
-                   : quarter == 1 ? _mm256_slli_epi16(high, 2)
-                                  : _mm256_slli_epi16(high, 4);
-            __m256i bits = _mm256_or_si256(_mm256_and_si256(low, low_nibbles),
-                                           _mm256_and_si256(high, high_bits));
-            scaled_put(_mm256_sub_epi8(bits, _mm256_set1_epi8(32)), scale * (float)scales[2 * part],
-                       scale * (float)scales[2 * part + 1], dtype, out,
-                       LH_UNPACK_GRAIN_MAX * i + 32 * part);
-        }
-    }
-    return count;
-}
-
-/* Store 32 elements, which a table has for their 4 bits, times a scale. */
+/*
+ * Store 32 elements, which a table has for their 4 bits, times a finite scale. For results of 16
+ * bits the 16 products are rounded once, and then looked up.
+ */
 static inline __attribute__((always_inline)) void table_put(const uint8_t *packed,
                                                             const int8_t *table, float scale,
                                                             uint32_t dtype, void *out, uint64_t at)
 {
     const __m128i low_nibbles = _mm_set1_epi8(15), values = _mm_loadu_si128((const void *)table);
     __m128i pairs = _mm_loadu_si128((const void *)packed);
-    __m128i low = _mm_shuffle_epi8(values, _mm_and_si128(pairs, low_nibbles));
-    __m128i high = _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(pairs, 4), low_nibbles));
-    scaled_put(_mm256_set_m128i(high, low), scale, scale, dtype, out, at);
+    __m128i low = _mm_and_si128(pairs, low_nibbles);
+    __m128i high = _mm_and_si128(_mm_srli_epi16(pairs, 4), low_nibbles);
+    if (dtype == LH_DTYPE_F32) {
+        low = _mm_shuffle_epi8(values, low);
+        high = _mm_shuffle_epi8(values, high);
+        scaled_put(_mm256_set_m128i(high, low), scale, scale, dtype, out, at);
+        return;
+    }
+    const __m256 factor = _mm256_set1_ps(scale);
+    __m256i lows, highs;
+    bytes_split(narrowed(_mm256_mul_ps(byte_values(values), factor), dtype),
+                narrowed(_mm256_mul_ps(byte_values(_mm_srli_si128(values, 8)), factor), dtype),
+                &lows, &highs);
+    looked_up_put(_mm256_set_m128i(high, low), lows, highs, (uint16_t *)out + at);
 }
 
 static inline __attribute__((always_inline)) uint64_t table_unpack(uint32_t format,

@@ -33,6 +33,9 @@ void lh_unpack_indexed_avx512(const struct lh_unpack *unpack, const uint8_t *pac
                               uint64_t out_stride);
 void lh_unpack_integers_avx512(const struct lh_unpack *unpack, const uint8_t *bits, float zero,
                                float scale, uint64_t count, void *out);
+/* unpack_grains_avx512.c: needs AVX-512 as well. */
+uint64_t lh_unpack_grains_avx512(const struct lh_unpack *unpack, const uint8_t *packed,
+                                 uint64_t count, void *out);
 /* unpack_avx2.c */
 void lh_unpack_bytes_avx2(const struct lh_unpack *unpack, const uint8_t *packed, float scale,
                           uint64_t count, void *out);
@@ -43,6 +46,12 @@ uint64_t lh_unpack_e2m1_avx2(const struct lh_unpack *unpack, const uint8_t *pack
                              const uint8_t *scales, float factor, uint64_t batches, void *out);
 uint64_t lh_unpack_grains_avx2(const struct lh_unpack *unpack, const uint8_t *packed,
                                uint64_t count, void *out);
+
+/* Whether a number of fp16 is finite. */
+static inline bool half_is_finite(uint16_t half)
+{
+    return (half & 0x7C00) != 0x7C00;
+}
 
 /* Every NaN becomes the positive quiet one. */
 static inline __m256 settled(__m256 value)

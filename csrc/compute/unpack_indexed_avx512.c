@@ -130,7 +130,7 @@ static INLINE void words_put(uint8_t *out, words value, bool is_past_caches)
 const struct lh_unpack_kernel lh_unpack_avx512 = {.bytes = lh_unpack_bytes_avx2,
                                                   .nibbles = lh_unpack_nibbles_avx2,
                                                   .e2m1 = lh_unpack_e2m1_avx2,
-                                                  .grains = lh_unpack_grains_avx2,
+                                                  .grains = lh_unpack_grains_avx512,
                                                   .tile = lh_unpack_tile_avx2,
                                                   .integers = lh_unpack_integers_avx512,
                                                   .tables = lh_unpack_tables_avx2,
