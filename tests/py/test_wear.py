@@ -400,3 +400,16 @@ def test_a_long_life_is_said_without_advice(
     assert "years (after a further 1,000 PB)" in said
     assert "moments=" not in said
     model.lohan.close()
+
+
+def test_only_what_saves_a_twentieth_of_a_steps_bytes_is_said(store_dir: pathlib.Path) -> None:
+    model = lohan.wrap(build(), store=store_dir / "a", io="threads", commit_every=1)
+    session = inside(model)
+    mean = writes_of(session).mean
+    life = _session_wear.Life([], lambda: session.budget, 1)
+    saved = 100 * mean  # activations, beside which the states are nothing
+    (said,) = life._less(session, 10.0, saved + mean, saved)
+    assert said.startswith('activations="recompute": ') and "which lasts" in said
+    said = " ".join(life._less(session, 10.0, mean, 0))
+    assert 'method="sgd"' in said and "activations" not in said
+    model.lohan.close()

@@ -97,7 +97,7 @@ class Wear(Extension):
         self.first_step = self._seen = int(engine.status()["step"])
         self._engine, self._store, self._writes = engine, store, writes
         self._committed = int(store.describe()["step"])
-        self._spill_max = 0
+        self._spill_max = self._saved_max = 0
 
     def keep(self, found: Any, limit: Limit | None) -> None:
         """Continue the count of earlier sessions.
@@ -122,6 +122,7 @@ class Wear(Extension):
             self.add(sum(raw[f"{link}_bytes"] for link in WRITES))
             spilled = sum(raw[f"{link}_bytes"] for link in _OF_SPILLS)
             self._spill_max = max(self._spill_max, spilled)
+            self._saved_max = max(self._saved_max, raw["saved_write_bytes"])
             self._seen = step
         committed = int(self._store.describe()["step"])
         if committed > self._committed:
@@ -158,7 +159,7 @@ class Wear(Extension):
             self.is_spent = self._exceeds(self._open_bytes(session.step))
             if self.is_spent and not session.commits.by_hand:
                 self._engine.flush(True)
-        if self.life is not None and self.life.closed(session, self.mean_bytes):
+        if self.life is not None and self.life.closed(session, self.mean_bytes, self._saved_max):
             self.life = None
 
     def _exceeds(self, more: int) -> bool:
@@ -239,6 +240,7 @@ class Wear(Extension):
 _STEPS_BEFORE = 3  # the first step allocates, and policies profile two
 _STEPS_TIMED = 3
 _CHANGES_MAX = 4
+_LESS_MIN = 0.05  # a change that saves a smaller fraction of a step's bytes is not reported
 _NEW = " (another update rule, in a new run)"
 BYTES_UNTIL_SAID = 10**10  # what is written before an endurance that is only assumed is reported
 _FEWER_COMMITS = 10  # the change of commit_every= that is computed, as in docs/checkpoints.md
@@ -329,12 +331,13 @@ class Life:
         self._count = 0
         self._began = 0.0
 
-    def closed(self, session: Training, step_bytes: int) -> bool:
+    def closed(self, session: Training, step_bytes: int, saved_bytes: int) -> bool:
         """Handle the close of a step; return whether the line has been printed.
 
         Args:
             session: the session.
             step_bytes: what a step writes.
+            saved_bytes: what of this is activations.
         """
         if Place.COMMITS in session.extensions:  # a step will write less
             return False
@@ -350,23 +353,37 @@ class Life:
             if self._is_known:
                 _log.inform(text)
             return True
-        found = changes(session, self._full())[:_CHANGES_MAX]
-        spilled = step_bytes - writes_of(session).mean
-        less = [
-            f"{what}: {_shown.of_bytes(nbytes + spilled)}, which lasts"
-            f" {_shown.of_days(days * step_bytes / (nbytes + spilled))}"
-            for nbytes, what in found
-            if nbytes + spilled > 0
-        ]
-        if not session.commits.by_hand and isinstance(session.config.accumulate, int):
-            count = 2 * session.config.accumulate
-            less.append(
-                f"gradient_accumulation_steps={count}: {_shown.of_bytes(step_bytes / 2)} for each"
-                " of the batches"
-                " that a step has now"
-            )
-        _log.note(f"{text}. A step writes {_shown.of_bytes(step_bytes)}; with {'; '.join(less)}")
+        less = self._less(session, days, step_bytes, saved_bytes)
+        remedy = f"; with {'; '.join(less)}" if less else ""
+        _log.note(f"{text}. A step writes {_shown.of_bytes(step_bytes)}{remedy}")
         return True
+
+    def _less(
+        self, session: Training, days: float, step_bytes: int, saved_bytes: int
+    ) -> list[str]:
+        """Return what makes a step write less, for people, with the bytes and the drives' life."""
+        spilled = step_bytes - writes_of(session).mean
+        found = [(nbytes + spilled, what) for nbytes, what in changes(session, self._full())]
+        found.append((step_bytes - saved_bytes, 'activations="recompute"'))
+        most = (1 - _LESS_MIN) * step_bytes
+        less = [
+            f"{what}: {_shown.of_bytes(nbytes)}, which lasts"
+            f" {_shown.of_days(days * step_bytes / nbytes)}"
+            for nbytes, what in sorted(found)
+            if 0 < nbytes <= most
+        ][:_CHANGES_MAX]
+        # Each batch spills what it spills now.
+        halved = (step_bytes + spilled) / 2
+        if (
+            halved <= most
+            and not session.commits.by_hand
+            and isinstance(session.config.accumulate, int)
+        ):
+            less.append(
+                f"gradient_accumulation_steps={2 * session.config.accumulate}:"
+                f" {_shown.of_bytes(halved)} for each of the batches that a step has now"
+            )
+        return less
 
 
 def _lives(
