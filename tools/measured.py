@@ -167,6 +167,40 @@ def states_rows() -> list[Row]:
     ]
 
 
+RULES_ON_DISK = [
+    Row(
+        DISK_BOUND.format("GPT-2 124M", title),
+        "AdamW, moments in fp32",
+        f"rule_{kind}_disk_400mb_per_s",
+        'bench-step ARGS="--rules ... --disk-rate ..."',
+    )
+    for kind, title in (
+        ("lion_8bit", "Lion, 8-bit moments"),
+        ("sgd", "SGD without momentum"),
+        ("adam_mini", "Adam-mini"),
+        ("adafactor", "Adafactor"),
+    )
+]
+RULES_ALONE = [
+    Row(
+        f"{title}, parameters a second, {words}, checksums included",
+        f"torch's {form} form",
+        f"rules_py/{rule}/{mode}/checksums",
+        "bench-rules",
+        f"torch_{form}",
+    )
+    for rule, title, form in (
+        ("adam", "Adam", "fused"),
+        ("lion", "Lion", "foreach"),
+        ("sgd", "SGD", "fused"),
+        ("sgd_momentum", "SGD with momentum", "fused"),
+        ("adagrad", "Adagrad", "fused"),
+        ("rmsprop", "RMSprop", "foreach"),
+        ("rmsprop_momentum", "RMSprop with momentum", "foreach"),
+    )
+    for mode, words in (("bf16_residual", "bf16"), ("fp32", "fp32"))
+]
+
 PERFORMANCE = [
     *IN_MEMORY,
     Row("seconds of such a step, updates after backward", "lohan", "step_serial", STEPS),
@@ -236,6 +270,7 @@ PERFORMANCE = [
 TABLES = {
     "README.md": [*IN_MEMORY, *DEEPSPEED, LORA, EMULATED],
     "docs/performance.md": PERFORMANCE,
+    "docs/update-rules.md": [*RULES_ON_DISK, *RULES_ALONE],
 }
 
 

@@ -69,8 +69,9 @@ PEERS: dict[str, tuple[str, Callable[[Params], object]]] = {
         lambda params: torch.optim.RMSprop(params, LR, momentum=MOMENTUM, foreach=True),
     ),
 }
-# Sums of rows are made by an engine, so that rules with them cannot be called alone.
-CHOICES = [name for name, rule in RULES.items() if not rule.has_rows]
+# An engine makes the sums and the products that the other rules need first: they cannot be called
+# alone.
+CHOICES = [name for name, rule in RULES.items() if not rule.is_of_whole]
 
 
 def hyper_of(rule: Rule) -> tuple[float, ...]:
