@@ -118,3 +118,32 @@ def test_the_state_of_step_0_makes_the_factors_of_adafactor_begin_again(
     assert helper.losses(model, range(3), loss_of) == first
     helper.assert_same_state(helper.values(model), after)
     model.lohan.close()
+
+
+def parameters_and_factors(model: nn.Module) -> list[bytes]:
+    """Return the bytes of each unit's parameters in the store, and of their factors."""
+    found = []
+    with inside(model).exclusive([]) as store:
+        for places in inside(model).extents.units:
+            values = torch.empty(store.extents()[places.param][0], dtype=torch.uint8)
+            store.read(places.param, 0, values.data_ptr(), values.numel())
+            found.append(values.numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_looking_at_averages_leaves_the_factors_as_they_were(
+    dtype: torch.dtype, store_dir: pathlib.Path
+) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        y: Tensor = model(helper.normal(step, 2, 512).to(dtype))
+        return y.float().square().mean()
+
+    # Some halves of these factors are NaN if they are read as bf16.
+    model = lohan.wrap(helper.linears(512, 2, dtype), store=store_dir / "s", ema=0.9, **SETTINGS)
+    helper.losses(model, range(2), loss_of)
+    before = parameters_and_factors(model)
+    with lohan.ema(model):
+        assert parameters_and_factors(model) != before
+    assert parameters_and_factors(model) == before
+    model.lohan.close()
