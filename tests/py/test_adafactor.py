@@ -12,6 +12,8 @@ import kit as helper
 import lohan
 import pytest
 import torch
+from click.testing import CliRunner
+from lohan.cli import main
 from lohan.common._inside import inside
 from lohan.errors import HyperParameterError, UnsupportedError
 from torch import nn
@@ -147,3 +149,12 @@ def test_looking_at_averages_leaves_the_factors_as_they_were(
         assert parameters_and_factors(model) != before
     assert parameters_and_factors(model) == before
     model.lohan.close()
+
+
+def test_a_store_is_described_with_the_epsilon_of_fp32_which_is_none(
+    store_dir: pathlib.Path,
+) -> None:
+    lohan.wrap(helper.linears(8, 2), store=store_dir / "s", **SETTINGS).lohan.close()
+    done = CliRunner().invoke(main, ["inspect", str(store_dir / "s")])
+    assert done.exit_code == 0, done.output
+    assert "lr 0.02, beta2_decay -0.8, eps2 0.001, eps1 None, weight_decay 0.1" in done.output

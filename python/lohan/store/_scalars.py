@@ -230,7 +230,7 @@ def pack(
 
 
 def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: Any) -> None:
-    group[name] = tuple(value) if name == "betas" else value
+    group[name] = tuple(value) if isinstance(value, list) else value
     if name == "lr" and "initial_lr" in group:
         group["initial_lr"] = value
     _log.note(
