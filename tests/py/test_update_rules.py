@@ -496,6 +496,21 @@ def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_a
         assert (ours - theirs).detach().norm() <= 1e-5 * moved
 
 
+@pytest.mark.parametrize("case", ADOPTED)
+def test_the_state_of_step_0_makes_the_states_of_an_adopted_optimizer_begin_again(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    make, hyper = ADOPTED[case]
+    model = helper.linears(64, 2)
+    lohan.wrap(model, store=store_dir / "s", optimizer=make(model.parameters(), **hyper))
+    begun = model.optimizer.state_dict(), helper.values(model)
+    first = helper.losses(model, range(3), square_of)
+    model.optimizer.load_state_dict(begun[0])
+    model.load_state_dict(begun[1])
+    assert helper.losses(model, range(3), square_of) == first
+    model.lohan.close()
+
+
 @pytest.mark.parametrize("case", ["momentum", "adagrad"])
 def test_a_store_resumes_with_a_new_optimizer_of_torchs_but_not_with_one_that_has_made_steps(
     case: str, store_dir: pathlib.Path

@@ -163,10 +163,10 @@ def make_optimizer(
     optimizer = Optimizer(groups or [{"params": []}], given, rule)
     optimizer.max_grad_norm = max_grad_norm
     if origin is not None:
-        optimizer.origin = origin
-        optimizer.begins_without_moments = not origin.state
         from lohan.session import _adopt
 
+        optimizer.origin = origin
+        optimizer.begins_without_moments = _adopt.moments_count(origin) == 0
         _adopt.share_hooks(optimizer, origin)
     group_of = {
         index[id(tensor)]: number

@@ -143,11 +143,28 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
                 "capturable=True in a parameter group is for CUDA graphs and changes the order of"
                 " rounding: set it to False in optimizer.param_groups"
             )
+        _check_sums(optimizer, group)
     if resume and (count := moments_count(optimizer)) > 0:
         raise ModelError(
             "resume=True continues with the moments in the store, but optimizer= also has moments"
             f" for {count} parameters: pass an optimizer that has made no step, or"
             " a new store without resume="
+        )
+
+
+def _check_sums(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Reject a group of Adagrad that names another beginning of its sums than torch gave them.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    name = "initial_accumulator_value"
+    begun = optimizer.defaults.get(name)
+    if type(optimizer) is torch.optim.Adagrad and group[name] != begun:
+        raise UnsupportedError(
+            f"a parameter group of Adagrad has {name}={group[name]}, but torch begins the sums of"
+            f" all groups with {begun}, which its constructor was given: set it to {begun} in"
+            " optimizer.param_groups"
         )
 
 
