@@ -85,6 +85,7 @@ def test_a_discarded_step_leaves_the_factors_of_adafactor_as_they_were(
         ({"eps": (None, -1.0)}, "eps2 -1.0 is below 0"),
         ({"method": "adamw", "eps": (None, 1e-3)}, "eps .* must be one number"),
         ({"method": lohan.Adafactor(beta2_decay=0.5)}, "beta2_decay 0.5 must be at most 0"),
+        ({"method": lohan.Adafactor(beta2_decay=True)}, "beta2_decay True .* of at most 0"),
     ],
 )
 def test_hyper_parameters_for_which_adafactor_is_not_defined_are_refused(

@@ -132,8 +132,9 @@ class Partly(Makes):
         ({}, {"optim": "adagrad", "optim_args": "lr_decay=0.1,initial_accumulator_value=0.1"}),
         ({}, {"optim": "sgd", "optim_args": "momentum=0.9"}),
         ({}, {"cls": Partly, "learning_rate": 0.1}),
+        ({"method": "adafactor", "eps": (1e-5, 1e-3)}, {}),
     ],
-    ids=["lion", "momentum", "adagrad", "optim", "partly"],
+    ids=["lion", "momentum", "adagrad", "optim", "partly", "adafactor"],
 )
 def test_a_resumed_trainer_keeps_its_rule_and_its_numbers(
     takes: dict[str, Any], more: dict[str, Any], store_dir: pathlib.Path
