@@ -56,7 +56,8 @@ def wrap(
         betas: decay rates of the moments. None: (0.9, 0.999) (method="lion": (0.9, 0.99)).
         eps: added to the root of the second moment. None: 1e-8 (method="adagrad": 1e-10). For
             method="adafactor" two numbers, by default (None, 1e-3).
-        weight_decay: weight decay. None: 1e-2 for "adamw" and "adam_mini", otherwise 0.
+        weight_decay: weight decay. None: 1e-2 for "adamw" and "adam_mini", 0.1 for the matrices of
+            "muon", otherwise 0.
         max_grad_norm: clip the gradients as torch.nn.utils.clip_grad_norm_ does, in `step()`.
         params: parameter groups, or a function of the model that returns them; None: one group.
         optimizer: a torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop or Adafactor to continue from,

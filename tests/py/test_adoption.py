@@ -504,6 +504,13 @@ def test_an_option_of_bitsandbytes_that_changes_the_rule_is_refused(
         (lambda m: Renamed(m.parameters()), errors.UnsupportedError, "Renamed"),
         (lambda m: "AdamW", errors.UnsupportedError, "str"),
         (
+            lambda m: torch.optim.Adagrad(
+                [{"params": m.parameters(), "initial_accumulator_value": 0.5}]
+            ),
+            errors.UnsupportedError,
+            "initial_accumulator_value=0.5, but torch begins .* with 0, .* set it to 0 in",
+        ),
+        (
             lambda m: SGD(m.parameters(), lr=1, maximize=True),
             errors.UnsupportedError,
             "maximize=True.*is SGD without momentum",

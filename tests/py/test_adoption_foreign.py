@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lohan.errors import UnsupportedError
+from lohan.replicas import _join
 from torch import nn
 from torch.optim import AdamW
 
@@ -83,3 +85,14 @@ def test_a_prepared_optimizer_is_refused_with_the_one_inside(tmp_path: pathlib.P
     model.optimizer.step()
     lohan.unwrap(model)
     assert [int(state["step"]) for state in optimizer.state.values()] == [2, 2]
+
+
+def test_a_learning_rate_that_is_a_tensor_can_be_compared_by_processes(
+    tmp_path: pathlib.Path,
+) -> None:
+    model: Any = nn.Linear(4, 4)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5))
+    lohan.wrap(model, optimizer=optimizer, store=tmp_path / "store")
+    facts = _join.facts_of_groups(model.optimizer)
+    assert ["lr of parameter group 0", 0.5] in json.loads(json.dumps(facts))
+    model.lohan.close()

@@ -110,6 +110,7 @@ WRONG: list[tuple[str, Any, str]] = [
         "one of adamw, adam, lion, sgd, adagrad, rmsprop, adam_mini, adafactor, muon, mezo",
     ),
     ("method", 7, "rmsprop, adam_mini, adafactor, muon, mezo"),
+    ("method", ["sgd"], r"muon, mezo, or an object such as lohan\.SGD\(momentum=0\.9\)"),
     ("optimizer", "adamw", "torch.optim.AdamW"),
     ("optimizer", torch.optim.AdamW, "torch.optim.AdamW"),
     ("blocks", "layer", "modules of the model, not their names"),

@@ -155,6 +155,15 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         assert torch.equal(value, expected[name]), name
 
 
+def test_a_matrix_without_elements_is_skipped(store_dir: pathlib.Path) -> None:
+    model = build()
+    model[0].none = nn.Parameter(torch.empty(4, 0))
+    model = lohan.wrap(model, method="muon", store=store_dir / "s", **RATES)
+    train(model, 1)
+    assert model[0].none.shape == (4, 0)
+    model.lohan.close()
+
+
 def test_groups_say_which_matrices_are_updated_so_and_keep_it(store_dir: pathlib.Path) -> None:
     model = build()
     first, second = model[0], model[2]
@@ -188,3 +197,31 @@ def test_groups_say_which_matrices_are_updated_so_and_keep_it(store_dir: pathlib
     with pytest.raises(StoreMismatchError):
         groups = groups_of(model[2], model)
         lohan.wrap(model, method="muon", store=store_dir / "b", params=groups, resume=True)
+
+
+def test_a_resumed_run_keeps_its_factors_of_learning_rates_unless_others_are_given(
+    store_dir: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = lohan.wrap(build(), method=MUON, store=store_dir / "whole", **RATES)
+    parts = lohan.wrap(build(), method=MUON, store=store_dir / "parts", **RATES)
+    train(whole, 3)
+    train(parts, 1)
+    defaults = dict(parts.optimizer.defaults)
+    for step in (1, 2):
+        parts.lohan.close()
+        parts = lohan.wrap(build(), method="muon", store=store_dir / "parts", resume=True)
+        assert parts.optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+        assert parts.optimizer.defaults == defaults
+        train(parts, 1, step)
+    helper.assert_same_state(helper.values(parts), helper.values(whole))
+    parts.lohan.close()
+    assert "adjust_lr_fn" not in capfd.readouterr().err
+    other = lohan.Muon(adjust_lr_fn="original")
+    parts = lohan.wrap(build(), method=other, store=store_dir / "parts", resume=True)
+    said = capfd.readouterr().err
+    assert "adjust_lr_fn of parameter group 0 is original from now on" in said
+    train(whole, 1, 3)
+    train(parts, 1, 3)
+    found, expected = helper.values(parts), helper.values(whole)
+    assert not torch.equal(found["0.weight"], expected["0.weight"])
+    torch.testing.assert_close(found["0.bias"], expected["0.bias"], rtol=0, atol=0)

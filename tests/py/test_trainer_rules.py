@@ -73,6 +73,11 @@ RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "adam": ("adam", lambda groups: torch.optim.Adam(groups, eps=1e-6), {"adam_epsilon": 1e-6}),
     "sgd": ("sgd", torch.optim.SGD, {"learning_rate": 0.1}),
+    "adafactor, its eps": (
+        {"method": "adafactor", "eps": (1e-2, 1e-3)},
+        lambda groups: torch.optim.Adafactor(groups, eps=(1e-2, 1e-3)),
+        {"learning_rate": 0.01},
+    ),
     "momentum": (
         lohan.SGD(momentum=0.9, nesterov=True),
         lambda groups: torch.optim.SGD(groups, momentum=0.9, nesterov=True),
@@ -87,7 +92,8 @@ def test_a_trainer_trains_by_the_callbacks_rule_with_its_own_groups_and_rates(
 ) -> None:
     method, kind, more = RULES[name]
     expected = losses_of(store_dir / "without", None, kind, **more)
-    found = losses_of(store_dir / "with", {"method": method}, **more)
+    takes = method if isinstance(method, dict) else {"method": method}
+    found = losses_of(store_dir / "with", takes, **more)
     assert len(set(expected)) == 6
     assert found == pytest.approx(expected, rel=1e-4)
 
@@ -126,8 +132,9 @@ class Partly(Makes):
         ({}, {"optim": "adagrad", "optim_args": "lr_decay=0.1,initial_accumulator_value=0.1"}),
         ({}, {"optim": "sgd", "optim_args": "momentum=0.9"}),
         ({}, {"cls": Partly, "learning_rate": 0.1}),
+        ({"method": "adafactor", "eps": (1e-5, 1e-3)}, {}),
     ],
-    ids=["lion", "momentum", "adagrad", "optim", "partly"],
+    ids=["lion", "momentum", "adagrad", "optim", "partly", "adafactor"],
 )
 def test_a_resumed_trainer_keeps_its_rule_and_its_numbers(
     takes: dict[str, Any], more: dict[str, Any], store_dir: pathlib.Path

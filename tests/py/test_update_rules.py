@@ -496,6 +496,21 @@ def test_training_goes_on_from_torchs_optimizer_and_back_with_its_state_groups_a
         assert (ours - theirs).detach().norm() <= 1e-5 * moved
 
 
+@pytest.mark.parametrize("case", ADOPTED)
+def test_the_state_of_step_0_makes_the_states_of_an_adopted_optimizer_begin_again(
+    case: str, store_dir: pathlib.Path
+) -> None:
+    make, hyper = ADOPTED[case]
+    model = helper.linears(64, 2)
+    lohan.wrap(model, store=store_dir / "s", optimizer=make(model.parameters(), **hyper))
+    begun = model.optimizer.state_dict(), helper.values(model)
+    first = helper.losses(model, range(3), square_of)
+    model.optimizer.load_state_dict(begun[0])
+    model.load_state_dict(begun[1])
+    assert helper.losses(model, range(3), square_of) == first
+    model.lohan.close()
+
+
 @pytest.mark.parametrize("case", ["momentum", "adagrad"])
 def test_a_store_resumes_with_a_new_optimizer_of_torchs_but_not_with_one_that_has_made_steps(
     case: str, store_dir: pathlib.Path
@@ -519,6 +534,12 @@ def test_a_store_resumes_with_a_new_optimizer_of_torchs_but_not_with_one_that_ha
     model.lohan.snapshot(store_dir / "copy")
     expected = helper.losses(model, range(2, 4), loss_of)
     model.lohan.close()
+    with pytest.raises(
+        StoreMismatchError, match=r"pass method=.* without an optimizer= of another"
+    ):
+        other = helper.linears(64, 2)
+        adamw = torch.optim.AdamW(other.parameters())
+        lohan.wrap(other, store=store_dir / "copy", optimizer=adamw, resume=True)
     with pytest.raises(ModelError, match="optimizer= also has moments for 4 parameters"):
         wrap("copy", trained=1, resume=True)
     model = wrap("copy", resume=True)
@@ -569,6 +590,10 @@ def test_a_method_that_is_not_the_optimizer_s_is_refused(store_dir: pathlib.Path
     for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters())):
         with pytest.raises(ModelError, match="method='lion' is not the rule of optimizer="):
             lohan.wrap(model, store=store_dir / "s", optimizer=optimizer, method="lion")
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    for optimizer in (torch.optim.Muon(matrices), torch.optim.NAdam(model.parameters())):
+        with pytest.raises(UnsupportedError, match=r"can only continue from .* pass method="):
+            lohan.wrap(model, store=store_dir / "s", optimizer=optimizer, method="muon")
     decays = torch.optim.Adam(model.parameters(), weight_decay=0.1)
     plain = torch.optim.SGD(model.parameters())
     for optimizer, own in ((plain, "sgd"), (decays, "adam")):

@@ -168,6 +168,11 @@ def _written(found: dict[str, Any]) -> str:
     )
 
 
+def _number(value: float | bool | None) -> str:
+    """Return a hyper-parameter as a script writes it."""
+    return str(value) if value is None or isinstance(value, bool) else f"{value:g}"
+
+
 def show(found: dict[str, Any], console: Console) -> None:
     """Print a summary, the files, and one line per block."""
     frozen = found["param_count"] - found["trainable_count"]
@@ -187,7 +192,7 @@ def show(found: dict[str, Any], console: Console) -> None:
             highlight=False,
         )
     for group in found["groups"]:
-        said = ", ".join(f"{name} {value:g}" for name, value in group.items())
+        said = ", ".join(f"{name} {_number(value)}" for name, value in group.items())
         console.print(f"  {said}", highlight=False)
     if found["note"]:
         console.print(found["note"], highlight=False, markup=False)

@@ -592,7 +592,7 @@ def _meant(name: str, own: Iterable[str]) -> str:
     """Return how a call writes the setting that a wrong name is closest to; "": none is close."""
     words = {former: spelled(public) for former, public in new_names().items()}
     words |= {f.name: spelled(f"{g}.{f.name}") for g, c in GROUPS.items() for f in _fields(c)}
-    for group in (Adafactor, RMSprop, Adagrad, SGD):
+    for group in (Muon, Adafactor, RMSprop, Adagrad, SGD):
         words |= {f.name: f"method=lohan.{group.__name__}({f.name}=)" for f in _fields(group)}
     words |= {each: spelled(each) for each in (*Settings.__annotations__, *own)}
     words.pop("config", None)

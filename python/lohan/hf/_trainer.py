@@ -112,14 +112,16 @@ class TrainerCallback(transformers.TrainerCallback):
                 wait for the norm of all gradients, which a Trainer computes. With max_grad_norm=0
                 in its arguments, schedule="optimized" or "auto" updates without the norm; grad_norm
                 is then not logged. method= is an update rule
-                (docs/update-rules.md) that TrainingArguments do not have, or zeroth-order training,
-                whose eps= is described in docs/zeroth-order.md.
+                (docs/update-rules.md) that TrainingArguments do not have, or zeroth-order training.
+                eps= is for the latter (docs/zeroth-order.md), and for Adafactor, whose two numbers
+                TrainingArguments do not have.
 
         Raises:
             ModelError: a setting is unknown, or belongs in TrainingArguments.
         """
         self._is_zeroth = _zo_trainer.is_asked(settings)
-        own = {"eps"} if self._is_zeroth else set()
+        has_eps = self._is_zeroth or _trainer_args.has_own_eps(settings.get("method"))
+        own = {"eps"} if has_eps else set()
         for name in sorted(set(settings) & set(_trainer_args.SAID_BY_ARGS) - own):
             raise ModelError(
                 f"{name}= cannot be passed to lohan.TrainerCallback: set it in TrainingArguments"

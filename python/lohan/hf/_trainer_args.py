@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 
+from lohan.common._keywords import flat
 from lohan.common._rules import RULES, Rule
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import UnsupportedError
@@ -288,6 +289,12 @@ def groups_of(
         {key: value for key, value in group.items() if key not in dropped}
         for group in optimizer.param_groups
     ]
+
+
+def has_own_eps(method: Any) -> bool:
+    """Return whether the callback takes the eps of a method=, which TrainingArguments do not."""
+    rule = RULES.get(str(flat({"method": method}, ("method",))["method"]))
+    return rule is not None and rule.has_factors
 
 
 def numbers_of(args: Any, rule: Rule) -> dict[str, Any]:

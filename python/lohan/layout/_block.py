@@ -199,6 +199,11 @@ class Unit:
     packs: dict[str, Pack] = dataclasses.field(default_factory=dict)  # by parameter, in order
 
     @property
+    def value_elements(self) -> int:
+        """The number of elements of the parameters, padded, without factors, which follow."""
+        return self.params[0].factor_first or self.elements
+
+    @property
     def place_bytes(self) -> int:
         """The size of the unit's place in the memory of the computing device."""
         return self.nbytes + self.value_bytes

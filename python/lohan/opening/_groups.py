@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # The hyper-parameters of all rules that are one number.
 _OTHERS = {"betas", "eps", "nesterov", "adjust_lr_fn"}
 _NUMBERS = {n for rule in RULES.values() for n in rule.defaults} - _OTHERS
+_BOUNDS = {"beta2_decay": "at most 0"}
 _FP32_MAX = 3.4028234663852886e38
 
 
@@ -52,10 +53,11 @@ def check_hyper(group: dict[str, Any]) -> None:
         value = group.get(name)
         if value is None or isinstance(value, str):  # hyper_of() has a message for text
             continue
+        bound = _BOUNDS.get(name, "at least 0")
         if not is_number(value):
-            raise HyperParameterError(f"{name} {value!r} must be a number of at least 0")
+            raise HyperParameterError(f"{name} {value!r} must be a number of {bound}")
         if math.isinf(float(value)) or float(value) > _FP32_MAX:
-            raise HyperParameterError(f"{name} {value!r} must be finite in fp32, and at least 0")
+            raise HyperParameterError(f"{name} {value!r} must be finite in fp32, and {bound}")
     betas = group.get("betas")
     if betas is None:
         return
@@ -163,10 +165,10 @@ def make_optimizer(
     optimizer = Optimizer(groups or [{"params": []}], given, rule)
     optimizer.max_grad_norm = max_grad_norm
     if origin is not None:
-        optimizer.origin = origin
-        optimizer.begins_without_moments = not origin.state
         from lohan.session import _adopt
 
+        optimizer.origin = origin
+        optimizer.begins_without_moments = _adopt.moments_count(origin) == 0
         _adopt.share_hooks(optimizer, origin)
     group_of = {
         index[id(tensor)]: number

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lohan.errors import HyperParameterError, ModelError
 from lohan.opening._groups import groups_of
+from lohan.store import _scalars
+
+if TYPE_CHECKING:
+    from lohan import _core
+    from lohan.layout._block import Layout
+    from lohan.session._optim import Optimizer
 
 
 def with_matrices(
@@ -63,7 +69,8 @@ def with_matrices(
                     " Muon updates contiguous matrices only: put it into a group with"
                     " use_muon=False"
                 )
-            ratios[id(tensor)] = _RATIOS[how](*tensor.shape)
+            if tensor.numel() > 0:
+                ratios[id(tensor)] = _RATIOS[how](*tensor.shape)
     if not any(p.requires_grad for group in groups for p in group["params"] if id(p) in ratios):
         raise ModelError(
             'method="muon" updates matrices of hidden layers, and finds none in this model: pass'
@@ -78,6 +85,34 @@ _RATIOS: dict[str | None, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+
+
+def resume(
+    layout: Layout, optimizer: Optimizer, group_of: dict[int, int], store: _core.Store
+) -> None:
+    """Take adjust_lr_fn of each group from a store's last commit, unless this call was given one.
+
+    Args:
+        layout: the model's layout, whose parameters get the factors of their learning rates.
+        optimizer: the optimizer, whose groups are changed.
+        group_of: the group of each parameter, by its index.
+        store: the store that is resumed.
+    """
+    state, _ = _scalars.parse(store.describe()["caller_scalars"])
+    groups = optimizer.param_groups
+    for index, (group, was) in enumerate(zip(groups, state.get("adjust_lr_fn", ()), strict=False)):
+        now = group.get("adjust_lr_fn")
+        if not group["use_muon"] or (now or "original") == (was or "original"):
+            continue
+        if "adjust_lr_fn" in optimizer.given[index]:
+            _scalars.overrule(group, index, "adjust_lr_fn", now, was)
+        else:
+            group["adjust_lr_fn"] = was
+    for param in layout.params:
+        if param.lr_ratio:
+            how = groups[group_of[param.index]].get("adjust_lr_fn")
+            param.lr_ratio = _RATIOS[how](*param.tensor.shape)
+    optimizer.fix_matrices()
 
 
 def _hidden(model: nn.Module) -> set[int]:

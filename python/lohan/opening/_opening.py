@@ -434,6 +434,10 @@ class Opening:
         _same.check_same_model(store, self.layout)
         _same.check_slots(store, self.config)
         _same.check_table(store, extents)
+        if RULES[self.request.rule].others:
+            from lohan.opening import _matrices
+
+            _matrices.resume(self.layout, self.optimizer, self.group_of, store)
         _checksums.read(self.layout, extents, store)
         if self.found is not None:
             from lohan.common import _meta

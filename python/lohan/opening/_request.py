@@ -247,6 +247,7 @@ def _check_types(
     blocks: Any,
     weights: Any,
     init: Any,
+    method: Any,
     **_: Any,
 ) -> None:
     """Reject arguments of `lohan.wrap` that have a wrong type; see of()."""
@@ -257,6 +258,11 @@ def _check_types(
         _arguments.path_of("weights=", weights)
     if not (init is None or init == "model" or callable(init)):
         raise ModelError(f"init {init!r} must be 'model' or a function of a module")
+    if not isinstance(method, str | None):
+        raise ModelError(
+            f"method {method!r} must be one of {', '.join(METHODS)}, or an object such as"
+            " lohan.SGD(momentum=0.9)"
+        )
     _groups.check_hyper(hyper)
     if max_grad_norm is not None:
         is_norm = _groups.is_number(max_grad_norm) and max_grad_norm > 0

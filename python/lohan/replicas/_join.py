@@ -111,8 +111,10 @@ def facts_of_groups(optimizer: Optimizer) -> list[Fact]:
     groups, rule = optimizer.param_groups, optimizer.rule
     facts: list[Fact] = [("the number of parameter groups", len(groups))]
     for number, group in enumerate(groups):
-        names = (*rule.of(group).defaults, *(["use_muon"] if rule.others else []))
-        facts += [(f"{key} of parameter group {number}", group[key]) for key in names]
+        numbers = rule.numbers(group)  # a learning rate may be a tensor
+        if rule.others:
+            numbers["use_muon"] = group["use_muon"]
+        facts += [(f"{key} of parameter group {number}", each) for key, each in numbers.items()]
     return facts
 
 

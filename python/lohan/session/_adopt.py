@@ -66,7 +66,7 @@ def moments_count(optimizer: torch.optim.Optimizer) -> int:
 
 
 def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
-    """Return the method= and the rule of an optimizer; AdamW for those that check() rejects.
+    """Return the method= and the rule of an optimizer.
 
     Without weight decay, Adam has the rule of AdamW, unless the method says "adam".
 
@@ -75,9 +75,11 @@ def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
         method: the method= of wrap(); None: it was not given.
 
     Raises:
+        UnsupportedError: lohan cannot continue from an optimizer of this class.
         ModelError: the method is not that of the optimizer.
     """
-    groups = getattr(optimizer, "param_groups", ())
+    _check_kind(optimizer)
+    groups = optimizer.param_groups
     found = "adamw", "adamw"
     if name := _OTHERS.get(type(optimizer)):
         has_momentum = any(group.get("momentum") for group in groups)
@@ -96,6 +98,33 @@ def rule_of(optimizer: Any, method: str | None) -> tuple[str, str]:
     return found
 
 
+def _check_kind(optimizer: Any) -> None:
+    """Reject an optimizer of a class from which lohan cannot continue.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    from lohan.session import _adopt_8bit
+
+    if is_torchs(optimizer) or _adopt_8bit.is_known(optimizer):
+        return
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    why = (
+        f"a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam, SGD, Adagrad,"
+        " RMSprop or Adafactor, or from an AdamW of bitsandbytes or torchao. To begin with a"
+        " rule of lohan's, omit optimizer= and pass method=, lr=, weight_decay= and params="
+        " instead"
+    )
+    if kind == "accelerate.optimizer.AcceleratedOptimizer":
+        why = (
+            "what accelerator.prepare() has returned: pass its .optimizer, which is the"
+            f" {type(optimizer.optimizer).__name__} inside. prepare() has loaded the state in"
+            " the dtypes of the parameters: where these have 16 bits, moments in fp32 have been"
+            " rounded. To keep such moments, wrap with an optimizer that was never prepared"
+        )
+    raise UnsupportedError(f"optimizer= is {why}")
+
+
 def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
     """Reject an optimizer from which none of lohan's rules can continue with the same numbers.
 
@@ -112,24 +141,9 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
         return
     from lohan.session import _adopt_8bit
 
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    _check_kind(optimizer)
     if _adopt_8bit.is_known(optimizer):
         _adopt_8bit.check(optimizer)
-    elif not is_torchs(optimizer):
-        why = (
-            f"a {kind}, but lohan can only continue from a torch.optim.AdamW, Adam, SGD, Adagrad,"
-            " RMSprop or Adafactor, or from an AdamW of bitsandbytes or torchao. To begin with a"
-            " rule of lohan's, omit optimizer= and pass method=, lr=, weight_decay= and params="
-            " instead"
-        )
-        if kind == "accelerate.optimizer.AcceleratedOptimizer":
-            why = (
-                "what accelerator.prepare() has returned: pass its .optimizer, which is the"
-                f" {type(optimizer.optimizer).__name__} inside. prepare() has loaded the state in"
-                " the dtypes of the parameters: where these have 16 bits, moments in fp32 have been"
-                " rounded. To keep such moments, wrap with an optimizer that was never prepared"
-            )
-        raise UnsupportedError(f"optimizer= is {why}")
     assert isinstance(optimizer, torch.optim.Optimizer)
     given = [name for name, value in besides.items() if value is not None]
     if given:
@@ -143,11 +157,28 @@ def check(optimizer: Any, besides: dict[str, Any], *, resume: bool) -> None:
                 "capturable=True in a parameter group is for CUDA graphs and changes the order of"
                 " rounding: set it to False in optimizer.param_groups"
             )
+        _check_sums(optimizer, group)
     if resume and (count := moments_count(optimizer)) > 0:
         raise ModelError(
             "resume=True continues with the moments in the store, but optimizer= also has moments"
             f" for {count} parameters: pass an optimizer that has made no step, or"
             " a new store without resume="
+        )
+
+
+def _check_sums(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Reject a group of Adagrad that names another beginning of its sums than torch gave them.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    name = "initial_accumulator_value"
+    begun = optimizer.defaults.get(name)
+    if type(optimizer) is torch.optim.Adagrad and group[name] != begun:
+        raise UnsupportedError(
+            f"a parameter group of Adagrad has {name}={group[name]}, but torch begins the sums of"
+            f" all groups with {begun}, which its constructor was given: set it to {begun} in"
+            " optimizer.param_groups"
         )
 
 

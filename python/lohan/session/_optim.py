@@ -192,6 +192,10 @@ class Optimizer(StoreOptimizer):
             rule.of(group).check(rule.hyper_of(group))
         self.wrapped = [rule.numbers(group) for group in self.param_groups]
         self._members = self._members_now()
+        self.fix_matrices()
+
+    def fix_matrices(self) -> None:
+        """Let the groups keep their use_muon and adjust_lr_fn from now on."""
         self._of_matrices = self._of_matrices_now()
 
     def hypers(self) -> list[Hyper]:

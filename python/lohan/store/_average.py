@@ -56,8 +56,8 @@ def _masters(
     store: _core.Store, unit: Unit, places: UnitExtents
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield the fp32 masters of a unit, padded, in pieces: first element, count, values."""
-    for first in range(0, unit.elements, _PIECE_ELEMENTS):
-        count = min(_PIECE_ELEMENTS, unit.elements - first)
+    for first in range(0, unit.value_elements, _PIECE_ELEMENTS):
+        count = min(_PIECE_ELEMENTS, unit.value_elements - first)
         if unit.dtype == torch.float16:
             yield first, count, _read(store, places.residual, first, count, torch.float32)
             continue

@@ -130,8 +130,8 @@ def check_same_rule(theirs: dict[str, Any], layout: Layout) -> None:
     if was != layout.rule and (theirs.get("method") or layout.method) is None:
         raise StoreMismatchError(
             f"the store was created for {RULES[was].title}, not {RULES[layout.rule].title}: pass"
-            f" {RULES[was].call}, or start a new store with lohan.export(STORE, OUT) and"
-            " weights=OUT (the moments are lost)"
+            f" {RULES[was].call} without an optimizer= of another rule, or start a new store with"
+            " lohan.export(STORE, OUT) and weights=OUT (the moments are lost)"
         )
 
 

@@ -129,6 +129,7 @@ def _groups(optimizer: Optimizer) -> dict[str, Any]:
     }
     if rule.others:
         state["use_muon"] = [group["use_muon"] for group in groups]
+        state["adjust_lr_fn"] = [group.get("adjust_lr_fn") for group in groups]
     if any("initial_lr" in group for group in groups):
         initial = [group.get("initial_lr") for group in groups]
         state["initial_lr"] = [None if rate is None else float(rate) for rate in initial]
@@ -229,8 +230,9 @@ def pack(
     return _join(state, said, raw), tail
 
 
-def _overrule(group: dict[str, Any], index: int, name: str, value: Any, then: Any) -> None:
-    group[name] = tuple(value) if name == "betas" else value
+def overrule(group: dict[str, Any], index: int, name: str, value: Any, then: Any) -> None:
+    """Set a hyper-parameter of a resumed run to what wrap() was given, and print a note."""
+    group[name] = tuple(value) if isinstance(value, list) else value
     if name == "lr" and "initial_lr" in group:
         group["initial_lr"] = value
     _log.note(
@@ -293,9 +295,11 @@ def _restore_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
         then = {**rule.numbers(group), **state["wrapped"][index]}
         for name in sorted(optimizer.given[index]):
             if asked[name] != then[name]:
-                _overrule(group, index, name, asked[name], then[name])
+                overrule(group, index, name, asked[name], then[name])
                 then[name] = asked[name]
         optimizer.wrapped[index] = then
+        if rule.others:
+            continue  # groups of different rules have no defaults in common
         for name in set(then) - optimizer.given[index]:  # schedulers read the defaults, too
             optimizer.defaults[name] = (
                 tuple(then[name]) if isinstance(then[name], list) else then[name]
