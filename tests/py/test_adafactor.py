@@ -14,6 +14,7 @@ import pytest
 import torch
 from lohan.common._inside import inside
 from lohan.errors import HyperParameterError, UnsupportedError
+from lohan.store import _factors
 from torch import nn
 
 Tensor = torch.Tensor
@@ -72,6 +73,58 @@ def test_a_discarded_step_leaves_the_factors_of_adafactor_as_they_were(
     helper.assert_same_state(helper.values(other), helper.values(plain))
     for model in (plain, other):
         model.lohan.close()
+
+
+def factors_of(model: Any) -> list[Tensor]:
+    """Return the bits of the factors that the store has."""
+    session = inside(model)
+    found = []
+    with session.commits.reading() as store:
+        for param in session.layout.params:
+            unit, places = session.layout.units[param.unit], session.extents.units[param.unit]
+            found += _factors.read(store, unit, places, param).values()
+    return [each.contiguous().view(torch.int32) for each in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_evaluation_of_averages_leaves_the_factors_of_adafactor_as_they_were(
+    dtype: torch.dtype, store_dir: pathlib.Path
+) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        y: Tensor = model(helper.normal(step, 2, 700).to(dtype))
+        return y.float().square().mean()
+
+    model = lohan.wrap(helper.linears(700, 2, dtype), store=store_dir / "s", ema=0.9, **SETTINGS)
+    helper.losses(model, range(2), loss_of)
+    before = factors_of(model)
+    # The lower half of some is a NaN, read as bf16.
+    assert any(((each & 0x7FFF) > 0x7F80).any() for each in before)
+    with lohan.ema(model):
+        assert loss_of(model, 0).isfinite()
+    for after, expected in zip(factors_of(model), before, strict=True):
+        assert torch.equal(after, expected)
+    model.lohan.close()
+
+
+def test_strides_of_single_indices_do_not_matter_to_adafactor(store_dir: pathlib.Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).square().mean()
+
+    column = helper.normal(0, 40, 1)
+    models = [Scaled(weight) for weight in (column.T, column.reshape(1, 40).clone())]
+    strides = [model.weight.stride() for model in models]
+    assert strides == [(1, 1), (40, 1)]
+    trained = []
+    for number, model in enumerate(models):
+        wrapped = lohan.wrap(model, store=store_dir / str(number), **SETTINGS)
+        loss_of = lambda model, step: model(helper.normal(step, 8, 40))  # noqa: E731
+        trained.append(helper.train(wrapped, range(3), loss_of))
+    helper.assert_same(*trained)
 
 
 @pytest.mark.parametrize(
