@@ -1,5 +1,7 @@
 #include "compute/factor.h"
 
+#include <fenv.h>
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -161,8 +163,12 @@ void lh_factor_update(struct lh_factors *factors, const struct lh_factor_work *w
 {
     const uint64_t matrix = factors->rows * factors->columns;
     double count = (double)work->count;
-    double rms = sqrt(lh_norm_square_sum(work->param, work->param_dtype, work->count) / count);
+    fenv_t environment;
+
     LH_ASSERT(work->count > 0 && (matrix == 0 || work->count % matrix == 0));
+    fegetenv(&environment);
+    fesetenv(FE_DFL_ENV);
+    double rms = sqrt(lh_norm_square_sum(work->param, work->param_dtype, work->count) / count);
     if (matrix == 0)
         vector_move(factors, work);
     for (uint64_t i = 0; matrix > 0 && i < work->count / matrix; i++)
@@ -172,12 +178,14 @@ void lh_factor_update(struct lh_factors *factors, const struct lh_factor_work *w
     /* As Python's max(), which torch calls: what is not a number is not larger. */
     factors->step_size =
         (rms > work->eps2 ? rms : work->eps2) * work->relative / (update > 1 ? update : 1);
+    fesetenv(&environment);
 }
 
 void lh_factor_estimate(const struct lh_factors *factors, uint64_t first, uint64_t count,
                         float *out)
 {
-    const float floor = (float)(factors->eps1 * factors->eps1);
+    const double least_mean = fmax(factors->eps1, DBL_MIN);
+    const float floor = (float)fmax(factors->eps1 * factors->eps1, (double)FLT_TRUE_MIN);
     if (factors->columns == 0)
         memcpy(out, factors->values + first, count * sizeof(*out));
     for (uint64_t at = 0; factors->columns > 0 && at < count;) {
@@ -189,7 +197,7 @@ void lh_factor_estimate(const struct lh_factors *factors, uint64_t first, uint64
         const float *of_columns = of_rows + factors->rows;
         double mean = (double)of_columns[factors->columns];
         double of_row =
-            (double)of_rows[row % factors->rows] / (mean < factors->eps1 ? factors->eps1 : mean);
+            (double)of_rows[row % factors->rows] / (mean < least_mean ? least_mean : mean);
         for (uint64_t i = 0; i < part; i++)
             out[at + i] = (float)(of_row * (double)of_columns[column + i]);
         at += part;

@@ -13,10 +13,11 @@
  *      step_size = max(eps2, RMS(p)) min(lr, 1 / sqrt(t)) / max(1, RMS(u))
  *      p = p (1 - lr weight_decay) - step_size u
  *
- * Everything up to step_size is computed in fp64, and only stored in fp32. A sum's order depends on
- * the parameter's elements alone. p in RMS(p) is the parameter as computation reads it: P16 where
- * there is one. The last line is the kernel's (rule.h), which is given each element's v in the
- * place of a second moment.
+ * Everything up to step_size is computed in fp64, and only stored in fp32. A v that fp32 rounds to
+ * 0 is the least positive number instead, so that a gradient of 0 is no step, whatever eps1 is. A
+ * sum's order depends on the parameter's elements alone. p in RMS(p) is the parameter as
+ * computation reads it: P16 where there is one. The last line is the kernel's (rule.h), which is
+ * given each element's v in the place of a second moment.
  *
  * The floats are in the unit's P itself, behind its parameters, where they are read, checked,
  * written and committed with it; an element of the unit is never read as both.
@@ -59,10 +60,13 @@ struct lh_factor_work {
     double eps2;
 };
 
-/* Move the floats of a parameter, and compute its step_size. */
+/* Move the floats of a parameter, and compute its step_size, in any floating-point environment. */
 void lh_factor_update(struct lh_factors *factors, const struct lh_factor_work *work);
 
-/* Compute v of count elements of a parameter from `first` on, after lh_factor_update(). */
+/*
+ * Compute v of count elements of a parameter from `first` on, after lh_factor_update(). The default
+ * floating-point environment is required.
+ */
 void lh_factor_estimate(const struct lh_factors *factors, uint64_t first, uint64_t count,
                         float *out);
 

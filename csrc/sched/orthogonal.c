@@ -27,9 +27,13 @@ static bool is_matrix(const struct lh_engine *engine, uint32_t param)
 static void unit_set(struct lh_engine *engine, struct lh_unit *unit)
 {
     engine->orthogonal->unit = unit;
-    for (uint32_t i = 0; i < engine->opts.unit_count; i++)
-        engine->units[i].update.is_held =
-            unit && unit != &engine->units[i] && has_matrices(&engine->units[i]);
+    for (uint32_t i = 0; i < engine->opts.unit_count; i++) {
+        struct lh_unit *each = &engine->units[i];
+
+        each->update.turn = !unit || !has_matrices(each) ? LH_UPDATE_TURN_ANY
+                            : each == unit               ? LH_UPDATE_TURN_COLLECTS
+                                                         : LH_UPDATE_TURN_WAITS;
+    }
 }
 
 /* Runs on a worker: write what the momentum of a chunk becomes. */
@@ -165,7 +169,7 @@ static void tasks_done(struct lh_engine *engine, struct lh_job *job)
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
-    return !unit->update.is_held;
+    return unit->update.turn != LH_UPDATE_TURN_WAITS;
 }
 
 static void update_started(struct lh_engine *engine, struct lh_unit *unit)
@@ -217,6 +221,7 @@ static bool pump_gradients(struct lh_engine *engine)
         return moved;
     LH_ASSERT(engine->orthogonal->jobs_running == 0 && unit->state == LH_UNIT_STATE_UPDATING);
     state_set(unit, LH_ORTHOGONAL_STATE_RUNNING);
+    unit->update.turn = LH_UPDATE_TURN_ANY;
     for (uint32_t i = 0; i < unit->desc->param_count; i++) {
         uint32_t param = unit->desc->param_first + i;
 

@@ -18,8 +18,8 @@ uint8_t *lh_slab_array(const struct lh_slab *slab, const struct lh_unit *unit, u
  * Find a free slab, or, unless unit's update is not queued yet, take one whose chunk was only read
  * ahead, as were those of units that wait for another unit's matrices. If there is neither, unit is
  * NULL or UPDATING, and every slab holds a LOADED chunk of a queued unit that is not UPDATING (its
- * parameters may wait for the room that unit occupies), take one of these slabs, because no slab
- * would ever become free otherwise.
+ * parameters may wait for the room that unit occupies), or of one that collects its chunks, take
+ * one of the former slabs, because no slab would ever become free otherwise.
  */
 uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
 {
@@ -37,9 +37,11 @@ uint32_t lh_slab_find(struct lh_engine *engine, const struct lh_unit *unit)
         const struct lh_chunk *chunk = &engine->chunks[slab->chunk];
         const struct lh_unit *owner = &engine->units[chunk->unit];
         LH_ASSERT(chunk->slab == i && !chunk->is_kept);
-        if (chunk->state != LH_CHUNK_STATE_LOADED || owner->state == LH_UNIT_STATE_UPDATING)
+        if (chunk->state != LH_CHUNK_STATE_LOADED)
             is_moving = true;
-        else if (owner->update.is_queued && !owner->update.is_held)
+        else if (owner->state == LH_UNIT_STATE_UPDATING)
+            is_moving |= owner->update.turn != LH_UPDATE_TURN_COLLECTS;
+        else if (owner->update.is_queued && owner->update.turn != LH_UPDATE_TURN_WAITS)
             blocked = i;
         else
             ahead = i;

@@ -15,12 +15,19 @@
 
 struct lh_engine;
 
+/* Of units whose updates need all of their chunks in slabs at once; all others have ANY. */
+enum lh_update_turn {
+    LH_UPDATE_TURN_ANY = 0,
+    LH_UPDATE_TURN_COLLECTS, /* its LOADED chunks wait until all of its chunks are LOADED */
+    LH_UPDATE_TURN_WAITS,    /* another such unit has precedence: slabs may be taken */
+};
+
 /* The progress of a unit's update in the open or closed step. */
 struct lh_update_unit {
     uint32_t gradient_count;
     uint64_t gradient_bytes;
     bool is_queued;
-    bool is_held;          /* another unit's matrices have precedence: slabs may be taken */
+    enum lh_update_turn turn;
     bool is_counted;       /* the unit's gradients are counted as held by an update */
     bool is_done;          /* all chunks of the unit are written */
     bool is_predicted;     /* the previous step updated the unit */

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "fp_fixture.h"
 #include "lh_test.h"
 
 #define MATRICES 2
@@ -110,6 +111,56 @@ static void test_cuts(const float *gradients, const float *param, uint64_t colum
     }
 }
 
+static void test_environment(const float *gradients, const float *param, uint64_t columns)
+{
+    static float values[COUNT], expected[COUNT], small[2 * COUNT];
+
+    lh_test_name("a thread that rounds upwards and flushes denormals moves %s to the same bits",
+                 columns > 0 ? "matrices" : "vectors");
+    for (uint64_t i = 0; i < 2 * COUNT; i++)
+        small[i] = gradients[i] * 0x1p-66f; /* the squares are denormals */
+    double step_size = updated(small, param, columns, COUNT, expected).step_size;
+    fenv_t environment;
+    fegetenv(&environment);
+    fp_environment_spoil();
+    double spoilt = updated(small, param, columns, COUNT, values).step_size;
+    bool is_spoilt = fp_environment_is_spoilt();
+    fesetenv(&environment);
+    LH_CHECK(is_spoilt && memcmp(&spoilt, &step_size, sizeof(step_size)) == 0);
+    LH_CHECK(memcmp(values, expected, sizeof(values)) == 0);
+}
+
+/* Gradients of 0 among others, with an eps1 whose square is 0 in fp32. */
+static void test_zeros(const float *param, uint64_t columns, double eps1)
+{
+    static float values[COUNT], estimates[COUNT], gradients[COUNT];
+    const uint64_t all_zero = columns > 0 ? ROWS * COLUMNS : COLUMNS;
+    struct cut cut = {gradients, COUNT};
+    struct lh_factors factors = {values, columns > 0 ? ROWS : 0, columns, eps1, 0};
+    struct lh_factor_work work = {
+        .gradient_at = gradient_at,
+        .context = &cut,
+        .gradient_dtype = LH_DTYPE_F32,
+        .param = param,
+        .param_dtype = LH_DTYPE_F32,
+        .count = COUNT,
+        .gradient_scale = SCALE,
+        .w = 1,
+        .relative = RELATIVE,
+        .eps2 = EPS2,
+    };
+
+    lh_test_name("a gradient of 0 is no step of %s, with an eps1 of %g",
+                 columns > 0 ? "matrices" : "vectors", eps1);
+    for (uint64_t i = 0; i < COUNT; i++)
+        gradients[i] = i < all_zero || i % 3 == 0 ? 0 : 1;
+    lh_factor_update(&factors, &work);
+    lh_factor_estimate(&factors, 0, COUNT, estimates);
+    LH_CHECK(isfinite(factors.step_size) && factors.step_size > 0);
+    for (uint64_t i = 0; i < COUNT; i++)
+        LH_CHECK(gradients[i] / sqrtf(estimates[i]) == 0 || gradients[i] == 1);
+}
+
 int main(void)
 {
     static float gradients[2 * COUNT], param[COUNT];
@@ -124,6 +175,9 @@ int main(void)
     for (uint64_t columns = 0; columns <= COLUMNS; columns += COLUMNS) {
         test_definition(gradients, param, columns);
         test_cuts(gradients, param, columns);
+        test_environment(gradients, param, columns);
+        test_zeros(param, columns, 0);
+        test_zeros(param, columns, 1e-30);
     }
     return 0;
 }

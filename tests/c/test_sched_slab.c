@@ -183,6 +183,18 @@ static void test_blocked_gives_way(void)
     LH_CHECK(lh_slab_find(engine, unit) == 2);
     chunk_put(engine, 2, 2, false);
     LH_CHECK(lh_slab_find(engine, unit) == LH_CHUNK_NONE);
+
+    lh_test_name("it does not wait for chunks that wait until all chunks of their unit have slabs");
+    for (int is_collecting = 0; is_collecting < 2; is_collecting++) {
+        all_blocked(engine);
+        lh_slab_clear(engine, &engine->slabs[1]);
+        chunk_put(engine, 4, 1, true);
+        unit->state = LH_UNIT_STATE_UPDATING;
+        unit->update.turn = is_collecting ? LH_UPDATE_TURN_COLLECTS : LH_UPDATE_TURN_ANY;
+        found = lh_slab_find(engine, unit);
+        LH_CHECK(is_collecting ? found == 0 || found == 2 : found == LH_CHUNK_NONE);
+        LH_CHECK(engine->slabs[1].chunk == 4);
+    }
     empty(engine);
     rig_unmake(&rig);
 }

@@ -29,12 +29,14 @@ def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 40)).to(dtype)
 
 
+def loss_of(model: Any, step: int) -> Tensor:
+    x = helper.normal(step, 8, 40)
+    loss: Tensor = (model(x.to(model[0].weight.dtype)) - x).float().square().mean()
+    return loss
+
+
 def train(model: Any, steps: int, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
-        loss = (model(x.to(model[0].weight.dtype)) - x).float().square().mean()
-        loss.backward()
-        model.optimizer.step()
+    helper.losses(model, range(first, first + steps), loss_of)
 
 
 def product(left: Tensor, right: Tensor, start: Tensor) -> Tensor:
@@ -155,13 +157,31 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_matrix_without_elements_is_skipped(store_dir: pathlib.Path) -> None:
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_matrices_without_elements_are_left_alone(
+    shape: tuple[int, int], store_dir: pathlib.Path
+) -> None:
+    expected = helper.train(
+        lohan.wrap(build(), method="muon", store=store_dir / "a", **RATES), range(2), loss_of
+    )
     model = build()
-    model[0].none = nn.Parameter(torch.empty(4, 0))
-    model = lohan.wrap(model, method="muon", store=store_dir / "s", **RATES)
-    train(model, 1)
-    assert model[0].none.shape == (4, 0)
-    model.lohan.close()
+    model[1].register_parameter("empty", nn.Parameter(torch.empty(shape)))
+    found = helper.train(
+        lohan.wrap(model, method="muon", store=store_dir / "b", **RATES), range(2), loss_of
+    )
+    assert found.state.pop("1.empty").shape == shape
+    helper.assert_same(found, expected)
+
+
+def test_a_frozen_matrix_of_a_group_needs_no_memory_for_updates(store_dir: pathlib.Path) -> None:
+    least = []
+    for is_listed in (True, False):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1024, bias=False))
+        model.append(nn.Linear(1024, 1024, bias=False).requires_grad_(False))
+        matrices = [p for p in model.parameters() if p.requires_grad or is_listed]
+        groups = [{"params": matrices, "use_muon": True}]
+        least.append(helper.host_bytes_min(model, store_dir, method="muon", params=groups))
+    assert least[0] == least[1]
 
 
 def test_groups_say_which_matrices_are_updated_so_and_keep_it(store_dir: pathlib.Path) -> None:

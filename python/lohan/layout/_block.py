@@ -200,8 +200,8 @@ class Unit:
 
     @property
     def value_elements(self) -> int:
-        """The number of elements of the parameters, padded, without factors, which follow."""
-        return self.params[0].factor_first or self.elements
+        """The number of elements before the factors of a rule that has them; otherwise all."""
+        return self.params[0].factor_first if RULES[self.rule].has_factors else self.elements
 
     @property
     def place_bytes(self) -> int:
@@ -478,6 +478,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides))[-len(shape) :] if len(shape) > 0 else ()
+
+
+def is_in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements are in contiguous order; strides of single indices do not matter."""
+    expected = contiguous_strides(shape)
+    each = zip(shape, strides, expected, strict=True)
+    return all(size == 1 or step == of_contiguous for size, step, of_contiguous in each)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -69,9 +69,9 @@ def with_matrices(
                     " Muon updates contiguous matrices only: put it into a group with"
                     " use_muon=False"
                 )
-            if tensor.numel() > 0:
+            if tensor.requires_grad and tensor.numel() > 0:
                 ratios[id(tensor)] = _RATIOS[how](*tensor.shape)
-    if not any(p.requires_grad for group in groups for p in group["params"] if id(p) in ratios):
+    if not ratios:
         raise ModelError(
             'method="muon" updates matrices of hidden layers, and finds none in this model: pass'
             " groups with use_muon=True as params=, or another method"

@@ -394,7 +394,7 @@ def _layout_for_budget(
 def _check_strides(unit: _block.Unit) -> None:
     """Reject parameters whose matrices are not one after the other in memory, if these matter."""
     for param in unit.params if RULES[unit.rule].has_factors else ():
-        if param.strides is not None:
+        if param.strides and not _block.is_in_order(param.tensor.shape, param.strides):
             raise UnsupportedError(
                 f"parameter {param.name!r} of shape {tuple(param.tensor.shape)} has strides"
                 f" {param.strides}, but {RULES[unit.rule].title} needs the rows of its last"

@@ -53,11 +53,11 @@ def _write(store: _core.Store, extent: int, first: int, values: torch.Tensor) ->
 
 
 def _masters(
-    store: _core.Store, unit: Unit, places: UnitExtents
+    store: _core.Store, unit: Unit, places: UnitExtents, end: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield the fp32 masters of a unit, padded, in pieces: first element, count, values."""
-    for first in range(0, unit.value_elements, _PIECE_ELEMENTS):
-        count = min(_PIECE_ELEMENTS, unit.value_elements - first)
+    """Yield the fp32 masters of a unit up to an element, in pieces: first, count, values."""
+    for first in range(0, end, _PIECE_ELEMENTS):
+        count = min(_PIECE_ELEMENTS, end - first)
         if unit.dtype == torch.float16:
             yield first, count, _read(store, places.residual, first, count, torch.float32)
             continue
@@ -79,7 +79,8 @@ def begin(
         advance: called with the bytes of each write.
     """
     for unit, places in zip(layout.units, extents.units, strict=True):
-        for first, _, values in _masters(store, unit, places) if unit.has_average else ():
+        end = unit.elements if unit.has_average else 0
+        for first, _, values in _masters(store, unit, places, end):
             _write(store, places.average, first, values)
             advance(nbytes_of(values))
 
@@ -87,12 +88,14 @@ def begin(
 def exchange(unit: Unit, places: UnitExtents, store: _core.Store) -> None:
     """Exchange a unit's parameters, in fp32, with their averages; twice changes nothing.
 
+    Factors of second moments, which are behind the parameters, stay where they are.
+
     Args:
         unit: a unit with averages.
         places: where the store has its arrays.
         store: the store; other arrays of the unit do not change.
     """
-    for first, count, masters in _masters(store, unit, places):
+    for first, count, masters in _masters(store, unit, places, unit.value_elements):
         averages = _read(store, places.average, first, count, torch.float32)
         param, residual = parted(averages, unit.dtype)
         _write(store, places.param, first, param)
