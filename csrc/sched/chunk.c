@@ -174,8 +174,9 @@ uint32_t lh_chunk_segments_fill(struct lh_engine *engine, const struct lh_chunk 
             continue;
         uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
         LH_ASSERT(count < unit->desc->param_count);
-        LH_ASSERT(!lh_rules[unit->desc->rule].has_rows || gradient->row_sums);
-        LH_ASSERT(!lh_rules[unit->desc->rule].has_factors || gradient->factors);
+        bool is_given = lh_unit_is_given(unit); /* another process has the sums or factors */
+        LH_ASSERT(is_given || !lh_rules[unit->desc->rule].has_rows || gradient->row_sums);
+        LH_ASSERT(is_given || !lh_rules[unit->desc->rule].has_factors || gradient->factors);
         struct lh_adam_scalars scalars = lh_rules[unit->desc->rule].scalars(
             &hypers[param->group], engine->param_steps[index] + 1,
             engine->gradient_scales[lh_core_step(engine) % 2]);
