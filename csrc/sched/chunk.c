@@ -342,6 +342,8 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     uint64_t work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc->dtype);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         work_bytes += 2 * lh_unit_state_bytes(&unit->states[i], chunk->count);
+    work_bytes += (uint64_t)((double)unit->desc->work_bytes * (double)chunk->count /
+                             (double)unit->desc->elements);
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);
