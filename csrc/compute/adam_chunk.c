@@ -116,6 +116,7 @@ static void average_update(const struct walk *walk, const struct lh_adam_run *ru
                         rest);
         return;
     }
+    LH_ASSERT(run->residual);
     for (uint64_t at = 0; at < run->count; at += PART_ELEMENTS) {
         uint64_t count = lh_min_u64(run->count - at, PART_ELEMENTS);
 
