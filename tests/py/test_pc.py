@@ -90,14 +90,6 @@ def test_gpus_are_known_by_the_names_that_people_write(written: str, name: str, 
     assert _parts.gpus_of(written) == (name, count)
 
 
-@pytest.mark.parametrize("asked", [["--model", "llama-8b"], []])
-def test_a_rule_without_plans_is_refused_before_the_first_line(asked: list[str]) -> None:
-    words = ["plan", *asked, "--gpu", "rtx-4090", "--ram", "64GiB", "--ssd", "2TB"]
-    done = CliRunner().invoke(main, [*words, "--method", "muon"])
-    assert done.exit_code != 0 and "tokens/s" not in done.output
-    assert "method 'muon' is not planned yet" in done.output and '"lion"' in done.output
-
-
 def test_an_unknown_gpu_is_refused_with_the_closest_names() -> None:
     for written, close in (
         ("rtx-4095", "rtx-4090"),
