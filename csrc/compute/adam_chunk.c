@@ -116,6 +116,7 @@ static void average_update(const struct walk *walk, const struct lh_adam_run *ru
                         rest);
         return;
     }
+    LH_ASSERT(run->residual);
     for (uint64_t at = 0; at < run->count; at += PART_ELEMENTS) {
         uint64_t count = lh_min_u64(run->count - at, PART_ELEMENTS);
 
@@ -305,7 +306,7 @@ static void rows_update(const struct walk *walk, const struct lh_adam_segment *s
         uint64_t row_end = lh_min_u64((row + 1) * segment->row_elements, end);
         uint64_t block = (at - begin) / LH_ADAM_STATES_BLOCK;
         struct lh_adam_run part = lh_adam_run_from(run, at - begin);
-        double sum = segment->row_sums[row] * (scale * scale);
+        double sum = segment->row_sums ? segment->row_sums[row] * (scale * scale) : 0;
         float mean = (float)(sum / (double)segment->row_elements);
         float v = lh_is_aligned(at, LH_ADAM_STATES_BLOCK) ? rows[block].first : rows[block].last;
 
@@ -327,16 +328,33 @@ static void rows_update(const struct walk *walk, const struct lh_adam_segment *s
     }
 }
 
-/* Update the blocks [first, first + count), with moments in fp32 and second moments of rows. */
+/*
+ * Update the blocks [first, first + count), with moments in fp32 and second moments of rows;
+ * without a gradient with zeros, once for each of the scalars.
+ */
 static void rows_tile(const struct walk *walk, const struct lh_adam_segment *segment,
                       uint64_t first, uint64_t count)
 {
+    static const float zeros[LH_ADAM_TILE_ELEMENTS];
     uint64_t last = lh_min_u64(first + count, segment->first + segment->count);
+    uint64_t param_first = segment->param_first + (first - segment->first);
     struct lh_adam_run run = run_make(walk, segment, first, last - first);
+    struct lh_adam_rows *rows = walk->chunk->rows + first / LH_ADAM_STATES_BLOCK;
+    struct lh_adam_segment zero = *segment;
 
-    rows_update(walk, segment, &run, walk->chunk->rows + first / LH_ADAM_STATES_BLOCK,
-                segment->param_first + (first - segment->first));
-    average_update(walk, &run, first, segment->scalars.average_rest);
+    if (segment->gradient) {
+        rows_update(walk, segment, &run, rows, param_first);
+        average_update(walk, &run, first, segment->scalars.average_rest);
+        return;
+    }
+    run.gradient = zeros;
+    run.gradient_dtype = LH_DTYPE_F32;
+    for (uint32_t i = 0; i < segment->zero_count; i++) {
+        zero.scalars = segment->zeros[i];
+        if (!segment->averages_only)
+            rows_update(walk, &zero, &run, rows, param_first);
+        average_update(walk, &run, first, zero.scalars.average_rest);
+    }
 }
 
 static void scales_chain(struct walk *walk, int stream_index, uint64_t first, uint64_t count)
@@ -518,7 +536,7 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         LH_ASSERT(segment->count > 0 && segment->first >= end);
         LH_ASSERT(lh_is_aligned(segment->first, align));
         LH_ASSERT(lh_is_aligned(segment->param_first, align));
-        LH_ASSERT(!chunk->rows || segment->row_sums);
+        LH_ASSERT(!chunk->rows || !segment->gradient || segment->row_sums);
         LH_ASSERT((segment->factors.values != NULL) == lh_rules[chunk->rule].has_factors);
         LH_ASSERT(lh_rules[chunk->rule].has_matrices == (segment->update != NULL));
         end = lh_align_up(segment->first + segment->count, align);

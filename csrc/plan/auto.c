@@ -80,7 +80,7 @@ static void states_hold(struct lh_plan_choice *choice, const struct lh_plan_mode
     for (uint32_t i = 0; i < model->block_count; i++) {
         struct lh_plan_block_choice *block = &choice->blocks[i];
         uint64_t count = lh_plan_block_param_count(model, i);
-        uint64_t moment_bytes = lh_plan_moment_bytes(model, count);
+        uint64_t moment_bytes = lh_plan_block_moment_bytes(model, i);
         block->has_host_moments = moment_bytes <= host_bytes;
         host_bytes -= block->has_host_moments ? moment_bytes : 0;
         block->has_host_master = count * choice->master_bytes <= host_bytes;

@@ -3,6 +3,8 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "base/assert.h"
+
 #define SUM_MAX (UINT64_C(1) << 60)
 #define COUNT_MAX (UINT32_C(1) << 20)
 #define ELEMENT_BYTES_MAX 8
@@ -79,20 +81,29 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
     for (uint32_t i = 0; i < model->layer_count; i++) {
         const struct lh_plan_layer *layer = &model->layers[i];
         /* Later sums count every byte of a parameter and its states: at most 32 of them. */
-        sums[0] += (unsigned __int128)layer->param_count * 32;
+        sums[0] += ((unsigned __int128)layer->param_count + layer->products_count) * 32;
         sums[1] += layer->forward_flop;
         sums[2] += layer->activation_bytes;
         sums[3] += layer->working_bytes;
         sums[4] += layer->frozen_bytes;
         sums[5] += layer->frozen_read_bytes;
+        if (layer->others_count > layer->param_count)
+            return lh_error_set(err, -EINVAL,
+                                "layer %u of a model has others_count %" PRIu64
+                                ", more than its param_count %" PRIu64,
+                                i, layer->others_count, layer->param_count);
         if (layer->frozen_flop > layer->forward_flop)
             return lh_error_set(err, -EINVAL,
                                 "layer %u of a model has frozen_flop %" PRIu64
                                 ", more than its forward_flop %" PRIu64,
                                 i, layer->frozen_flop, layer->forward_flop);
     }
-    static const char *const names[] = {"param_count * 32", "forward_flop", "activation_bytes",
-                                        "working_bytes",    "frozen_bytes", "frozen_read_bytes"};
+    static const char *const names[] = {"(param_count + products_count) * 32",
+                                        "forward_flop",
+                                        "activation_bytes",
+                                        "working_bytes",
+                                        "frozen_bytes",
+                                        "frozen_read_bytes"};
     for (size_t i = 0; i < LH_COUNT_OF(sums); i++)
         if (sums[i] > SUM_MAX)
             return lh_error_set(err, -EINVAL, "the sum of a model's %s exceeds %" PRIu64, names[i],
@@ -106,6 +117,24 @@ uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t b
     for (uint32_t i = 0; i < model->blocks[block].layer_count; i++)
         count += model->layers[model->blocks[block].layer_first + i].param_count;
     return count;
+}
+
+uint64_t lh_plan_block_update_count(const struct lh_plan_model *model, uint32_t block)
+{
+    uint64_t count = lh_plan_block_param_count(model, block);
+    for (uint32_t i = 0; i < model->blocks[block].layer_count; i++)
+        count += model->layers[model->blocks[block].layer_first + i].products_count;
+    return count;
+}
+
+uint64_t lh_plan_block_moment_bytes(const struct lh_plan_model *model, uint32_t block)
+{
+    uint64_t count = lh_plan_block_param_count(model, block);
+    uint64_t others = 0;
+    for (uint32_t i = 0; i < model->blocks[block].layer_count; i++)
+        others += model->layers[model->blocks[block].layer_first + i].others_count;
+    LH_ASSERT(others <= count);
+    return lh_plan_moment_bytes(model, count - others) + MOMENT_BYTES_F32 * others;
 }
 
 uint64_t lh_plan_block_frozen_bytes(const struct lh_plan_model *model, uint32_t block)
@@ -132,6 +161,7 @@ uint64_t lh_plan_moment_bytes(const struct lh_plan_model *model, uint64_t param_
 struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
 {
     struct lh_plan_totals totals = {0};
+    uint64_t others = 0;
     for (uint32_t i = 0; i < model->block_count; i++) {
         const struct lh_plan_block *block = &model->blocks[i];
         uint64_t activation_bytes = 0;
@@ -140,6 +170,7 @@ struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
             const struct lh_plan_layer *layer = &model->layers[block->layer_first + j];
             totals.forward_flop += layer->forward_flop;
             totals.backward_flop += 2 * layer->forward_flop - layer->frozen_flop;
+            others += layer->others_count;
             activation_bytes += layer->activation_bytes;
             if (layer->is_inter_block)
                 totals.inter_block_activation_bytes += layer->activation_bytes;
@@ -148,6 +179,7 @@ struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
         uint64_t param_count = lh_plan_block_param_count(model, i);
         uint64_t frozen_bytes = lh_plan_block_frozen_bytes(model, i);
         totals.param_count += param_count;
+        totals.update_count += lh_plan_block_update_count(model, i);
         totals.frozen_bytes += frozen_bytes;
         totals.frozen_read_bytes += lh_plan_block_frozen_read_bytes(model, i);
         totals.block_bytes_max =
@@ -159,7 +191,7 @@ struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model)
         totals.block_gpu_bytes_max =
             lh_max_u64(totals.block_gpu_bytes_max, activation_bytes + working_bytes);
     }
-    totals.moments_less_bytes =
-        MOMENT_BYTES_F32 * totals.param_count - lh_plan_moment_bytes(model, totals.param_count);
+    totals.moments_less_bytes = MOMENT_BYTES_F32 * (totals.param_count - others) -
+                                lh_plan_moment_bytes(model, totals.param_count - others);
     return totals;
 }

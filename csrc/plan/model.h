@@ -31,8 +31,10 @@
 #define LH_PLAN_MOMENT_BLOCK_BYTES_F32 (8 * LH_PLAN_MOMENT_BLOCK)
 
 struct lh_plan_layer {
-    uint64_t param_count;       /* trained parameters */
-    uint64_t frozen_bytes;      /* frozen parameters, in the form in which they are computed with */
+    uint64_t param_count;    /* trained parameters */
+    uint64_t others_count;   /* those of them that have AdamW's moments whatever the rule is */
+    uint64_t products_count; /* of parameters that AdamW updates while products of matrices take */
+    uint64_t frozen_bytes;   /* frozen parameters, in the form in which they are computed with */
     uint64_t frozen_read_bytes; /* the bytes that a load of them reads from SSD */
     uint64_t forward_flop;      /* the FLOP for the whole batch; recomputation costs the same */
     uint64_t frozen_flop; /* the part of it whose backward costs as much, and not twice as much */
@@ -60,7 +62,8 @@ struct lh_plan_model {
 
 /* Sums over a model. */
 struct lh_plan_totals {
-    uint64_t param_count; /* P, the trained ones */
+    uint64_t param_count;  /* P, the trained ones */
+    uint64_t update_count; /* the parameters that AdamW would update in the time of updates */
     uint64_t frozen_bytes;
     uint64_t frozen_read_bytes;
     uint64_t forward_flop; /* FLOP_f */
@@ -97,10 +100,14 @@ int lh_plan_model_check(const struct lh_plan_model *model, struct lh_error *err)
 struct lh_plan_totals lh_plan_model_totals(const struct lh_plan_model *model);
 /* The number of parameters of one block. */
 uint64_t lh_plan_block_param_count(const struct lh_plan_model *model, uint32_t block);
+/* The number of parameters that AdamW would update in the time of one block's update. */
+uint64_t lh_plan_block_update_count(const struct lh_plan_model *model, uint32_t block);
+/* The bytes of the moments of one block. */
+uint64_t lh_plan_block_moment_bytes(const struct lh_plan_model *model, uint32_t block);
 /* The bytes of one block's frozen parameters, and what a load of them reads. */
 uint64_t lh_plan_block_frozen_bytes(const struct lh_plan_model *model, uint32_t block);
 uint64_t lh_plan_block_frozen_read_bytes(const struct lh_plan_model *model, uint32_t block);
-/* The bytes of the moments of param_count parameters, rounded up. */
+/* The bytes of the rule's moments of param_count parameters, rounded up. */
 uint64_t lh_plan_moment_bytes(const struct lh_plan_model *model, uint64_t param_count);
 
 #endif

@@ -117,7 +117,7 @@ static void states_add(const struct lh_plan_timeline *timeline, const struct lh_
     uint64_t count = lh_plan_block_param_count(model, index);
     uint64_t p16_bytes = count * model->param_bytes;
     uint64_t master_bytes = count * choice->master_bytes;
-    uint64_t moment_bytes = lh_plan_moment_bytes(model, count);
+    uint64_t moment_bytes = lh_plan_block_moment_bytes(model, index);
     uint64_t frozen_bytes = lh_plan_block_frozen_bytes(model, index);
     uint64_t frozen_read = lh_plan_block_frozen_read_bytes(model, index);
     uint64_t frozen_ssd_bytes = states->has_host_p16 ? 0 : frozen_read;
@@ -136,7 +136,8 @@ static void states_add(const struct lh_plan_timeline *timeline, const struct lh_
     block->frozen_read_s = seconds(frozen_ssd_bytes, read);
     block->update_read_s = seconds(state_ssd_bytes, read);
     block->update_write_s = seconds(p16_ssd_bytes + state_ssd_bytes, write);
-    block->update_s = seconds(count, timeline->machine->adam_params_per_s);
+    block->update_s =
+        seconds(lh_plan_block_update_count(model, index), timeline->machine->adam_params_per_s);
     step->ssd_read_bytes +=
         p16_ssd_bytes * (reads_p16 ? 2 : 1) + 2 * frozen_ssd_bytes + state_ssd_bytes;
     step->ssd_write_bytes += p16_ssd_bytes + state_ssd_bytes;
@@ -314,7 +315,7 @@ struct lh_plan_step lh_plan_timeline_step(struct lh_plan_timeline *timeline,
     step.busy_s[LH_PLAN_RESOURCE_OUT] = seconds(step.link_out_bytes, machine->link_out_bytes_per_s);
     step.busy_s[LH_PLAN_RESOURCE_SSD] =
         seconds(step.ssd_read_bytes, read) + seconds(step.ssd_write_bytes, write);
-    step.busy_s[LH_PLAN_RESOURCE_CPU] = seconds(totals->param_count, machine->adam_params_per_s);
+    step.busy_s[LH_PLAN_RESOURCE_CPU] = seconds(totals->update_count, machine->adam_params_per_s);
     step.iteration_s = steps_run(timeline, choice, step.gpu_bytes);
     for (int i = 0; i < LH_PLAN_RESOURCE_COUNT; i++) {
         if (step.busy_s[i] > step.busy_s[step.bound_by])

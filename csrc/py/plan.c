@@ -18,6 +18,8 @@ static const struct lhpy_table layer_table =
     LHPY_TABLE("a layer", LHPY_FORM_DICT, struct lh_plan_layer,
                LHPY_FIELDS(struct lh_plan_layer, param_count, forward_flop, activation_bytes,
                            working_bytes, is_inter_block),
+               LHPY_FIELD(struct lh_plan_layer, others_count, .is_optional = true),
+               LHPY_FIELD(struct lh_plan_layer, products_count, .is_optional = true),
                LHPY_FIELD(struct lh_plan_layer, frozen_bytes, .is_optional = true),
                LHPY_FIELD(struct lh_plan_layer, frozen_read_bytes, .is_optional = true),
                LHPY_FIELD(struct lh_plan_layer, frozen_flop, .is_optional = true));

@@ -66,6 +66,8 @@ struct unit {
     uint64_t elements;
     struct lh_unpack *packs;
     uint32_t pack_count;
+    uint64_t work_bytes; /* what its update takes beside memory traffic: struct lh_engine_unit */
+    bool has_others;     /* it is trained by the rule that `others` names */
 };
 
 static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
@@ -80,7 +82,9 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
      .place = offsetof(struct unit, packs),
      .count_place = offsetof(struct unit, pack_count),
      .table = &lhpy_unpack_table,
-     .is_optional = true});
+     .is_optional = true},
+    LHPY_FIELD(struct unit, work_bytes, .is_optional = true, .max = NUMBER_MAX / 64),
+    LHPY_FIELD(struct unit, has_others, .is_optional = true));
 
 /* A tensor, or several combined, that a part of a block saves. */
 struct saved {
@@ -129,6 +133,7 @@ struct input {
     struct block *blocks;
     uint32_t block_count;
     enum lh_rule rule;
+    enum lh_rule others;
     enum lh_adam_states states;
     bool has_sums;
 };
@@ -202,7 +207,8 @@ static void unit_add(const struct input *input, const struct unit *unit, struct 
                                     .packs = unit->pack_count > 0 ? unit->packs : NULL,
                                     .pack_count = unit->pack_count};
     if (unit->dtype != LH_DTYPE_BYTES) {
-        desc.rule = input->rule;
+        desc.rule = unit->has_others ? input->others : input->rule;
+        desc.work_bytes = unit->work_bytes;
         desc.states = input->states;
     }
     (void)lh_sim_model_unit_add(model, &desc);
@@ -323,6 +329,7 @@ PyObject *lhpy_simulate(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
     struct lh_sim_cluster_opts cluster = {0};
     PyObject *raiser = NULL;
     const char *rule = NULL;
+    const char *others = NULL;
     if (LHPY_ARGS(
             args, kwargs, LHPY_ARG_ROWS("units", input.units, input.unit_count, unit_table),
             LHPY_ARG_ROWS("blocks", input.blocks, input.block_count, block_table),
@@ -341,10 +348,11 @@ PyObject *lhpy_simulate(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
                         .max = MICRO_STEP_COUNT_MAX),
             LHPY_ARG_AS("visits", opts.micro.visit_count, .is_optional = true, .min = 1,
                         .max = MICRO_STEP_COUNT_MAX),
-            LHPY_ARG(rule, .is_optional = true)) < 0)
+            LHPY_ARG(rule, .is_optional = true), LHPY_ARG(others, .is_optional = true)) < 0)
         return NULL;
     PyObject *made = NULL;
-    bool has_rule = lhpy_rule_of(rule, &input.rule) == 0;
+    bool has_rule =
+        lhpy_rule_of(rule, &input.rule) == 0 && lhpy_rule_of(others, &input.others) == 0;
     input.has_sums = opts.micro.step_count > 0;
     machine_complete(&opts.machine);
     cluster.card.queue_depth = CARD_QUEUE_DEPTH;

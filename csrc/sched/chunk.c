@@ -174,8 +174,9 @@ uint32_t lh_chunk_segments_fill(struct lh_engine *engine, const struct lh_chunk 
             continue;
         uint64_t read_offset = (first - chunk->first) * lh_dtype_bytes(gradient->dtype);
         LH_ASSERT(count < unit->desc->param_count);
-        LH_ASSERT(!lh_rules[unit->desc->rule].has_rows || gradient->row_sums);
-        LH_ASSERT(!lh_rules[unit->desc->rule].has_factors || gradient->factors);
+        bool is_given = lh_unit_is_given(unit); /* another process has the sums or factors */
+        LH_ASSERT(is_given || !lh_rules[unit->desc->rule].has_rows || gradient->row_sums);
+        LH_ASSERT(is_given || !lh_rules[unit->desc->rule].has_factors || gradient->factors);
         struct lh_adam_scalars scalars = lh_rules[unit->desc->rule].scalars(
             &hypers[param->group], engine->param_steps[index] + 1,
             engine->gradient_scales[lh_core_step(engine) % 2]);
@@ -341,6 +342,8 @@ void lh_chunk_compute(struct lh_engine *engine, struct lh_chunk *chunk)
     uint64_t work_bytes = 2 * chunk->count * lh_dtype_bytes(unit->desc->dtype);
     for (uint32_t i = 0; i < LH_STATE_ARRAY_COUNT; i++)
         work_bytes += 2 * lh_unit_state_bytes(&unit->states[i], chunk->count);
+    work_bytes += (uint64_t)((double)unit->desc->work_bytes * (double)chunk->count /
+                             (double)unit->desc->elements);
     LH_ASSERT(unit->state == LH_UNIT_STATE_UPDATING);
     LH_ASSERT(chunk->computed_step < lh_core_step(engine) && slab->pending == 0);
     adam_fill(engine, chunk, slab);

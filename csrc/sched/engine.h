@@ -105,6 +105,8 @@ struct lh_engine_unit {
     uint32_t scales_extent;
     uint32_t average_extent; /* of fp32 averages (E), after the moments', so never 0; 0: none */
     uint32_t store_group;
+    /* What an update takes beside its memory traffic, in bytes of that: simulations only. */
+    uint64_t work_bytes;
 };
 
 /* The bytes of R, M, V and E that this process has for an element of a unit; 0: frozen. */

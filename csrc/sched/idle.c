@@ -157,6 +157,7 @@ static uint32_t segments_fill(const struct lh_slab *slab,
             .zero_count = end - begin,
             .averages_only = unit->desc->averages_idle,
             .param_first = first - param->first,
+            .row_elements = param->row_elements,
             .random = {LH_ADAM_SEED, param->number, (uint32_t)step},
         };
         count++;
@@ -167,7 +168,7 @@ static uint32_t segments_fill(const struct lh_slab *slab,
 /* A pass after the first one reads what the previous one has left, which has no checksums. */
 static void expect_nothing(struct lh_adam_chunk *chunk)
 {
-    LH_ASSERT(chunk->scales || !chunk->scales_expected);
+    LH_ASSERT(chunk->scales || chunk->rows || !chunk->scales_expected);
     LH_ASSERT(chunk->average || !chunk->average_expected);
     chunk->residual_expected = NULL;
     chunk->scales_expected = NULL;
@@ -179,7 +180,7 @@ static void expect_nothing(struct lh_adam_chunk *chunk)
 /* A pass before the last one leaves what is not written. */
 static void store_nothing(struct lh_adam_chunk *chunk)
 {
-    LH_ASSERT(chunk->scales || !chunk->scales_checksums);
+    LH_ASSERT(chunk->scales || chunk->rows || !chunk->scales_checksums);
     chunk->param_checksums = NULL;
     chunk->scales_checksums = NULL;
     chunk->residual_checksums = NULL;

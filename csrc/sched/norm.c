@@ -51,6 +51,12 @@ static bool needs_rows(const struct lh_unit *unit)
            !lh_unit_is_given(unit);
 }
 
+/* Whether an update waits for the sums of rows. What idle units owe has gradients of zeros. */
+static bool awaits_rows(const struct lh_unit *unit)
+{
+    return needs_rows(unit) && !unit->update.idle.is_due;
+}
+
 static bool needs_factors(const struct lh_unit *unit)
 {
     return unit->desc->elements > 0 && lh_rules[unit->desc->rule].has_factors &&
@@ -275,7 +281,7 @@ static bool pump_gradients(struct lh_engine *engine)
     for (uint32_t i = engine->updates.first; i < engine->updates.count; i++) {
         struct lh_unit *unit = lh_engine_unit_at(engine, engine->updates.queue[i]);
 
-        if (needs_rows(unit) && unit->parts->norm.state == LH_NORM_STATE_NONE &&
+        if (awaits_rows(unit) && unit->parts->norm.state == LH_NORM_STATE_NONE &&
             unit->parts->landing.count == 0) {
             norm_start(engine, unit);
             moved = true;
@@ -312,8 +318,8 @@ static void gradient_taken(struct lh_engine *engine, uint32_t param)
 static bool update_may_start(const struct lh_engine *engine, const struct lh_unit *unit)
 {
     (void)engine;
-    return needs_rows(unit) ? unit->parts->norm.state == LH_NORM_STATE_DONE
-                            : unit->parts->norm.state != LH_NORM_STATE_RUNNING;
+    return awaits_rows(unit) ? unit->parts->norm.state == LH_NORM_STATE_DONE
+                             : unit->parts->norm.state != LH_NORM_STATE_RUNNING;
 }
 
 static bool update_has_begun(const struct lh_engine *engine, const struct lh_unit *unit)

@@ -216,6 +216,7 @@ uint32_t lh_sim_model_unit_add(struct lh_sim_model *model, const struct lh_sim_u
                                     .param_first = model->param_count,
                                     .param_count = desc->count,
                                     .rule = desc->rule,
+                                    .work_bytes = desc->work_bytes,
                                     .states = desc->states,
                                     .store_group = index};
     for (uint32_t i = 0; i < desc->count; i++) {

@@ -107,8 +107,9 @@ struct lh_sim_unit_desc {
     bool always;
     const uint64_t *counts;
     uint32_t count;
-    enum lh_rule rule;             /* of a trained unit: the same for all of them */
+    enum lh_rule rule;             /* of a trained unit */
     enum lh_adam_states states;    /* the same */
+    uint64_t work_bytes;           /* of struct lh_engine_unit */
     const struct lh_unpack *packs; /* NULL: the store has the unit */
     uint32_t pack_count;           /* at most LH_SIM_PACK_COUNT_MAX; counts is then ignored */
 };

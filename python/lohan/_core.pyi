@@ -261,7 +261,8 @@ def budget(
     /,
 ) -> dict[str, int]: ...
 def simulate(
-    # dtype, always, elements (frozen: bytes)[, descriptions of packed parameters]
+    # dtype, always, elements (frozen: bytes)[, descriptions of packed parameters, bytes of memory
+    # traffic in whose time an update does its other work, whether the rule is that of others=]
     units: Sequence[tuple[Any, ...]],
     # (units, parts[, room for saved tensors]); a part: (forward_ns, backward_ns, saved)
     blocks: Sequence[tuple[Any, ...]],
@@ -280,6 +281,7 @@ def simulate(
     micro_steps: int = 0,
     visits: int = 1,
     rule: str | None = None,
+    others: str | None = None,
 ) -> dict[str, Any]: ...
 def scalars_make(param_steps: Sequence[int], caller: bytes, /) -> bytes: ...
 def scalar_overhead_bytes(param_count: int, /) -> int: ...

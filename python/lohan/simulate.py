@@ -20,7 +20,7 @@ from lohan.common._stats import READS, WRITES
 from lohan.errors import BudgetError, MachineError
 from lohan.layout._block import RESIDUAL_BYTES, STATES
 from lohan.opening._combination import rule_of
-from lohan.planning import _base, _machines, _models, _quick, _simulate_timeline
+from lohan.planning import _base, _machines, _models, _simulate_timeline
 from lohan.planning._engine import (
     RARELY,
     SCHEDULES,
@@ -28,7 +28,7 @@ from lohan.planning._engine import (
     rare_commits,
     worker_bytes_per_s,
 )
-from lohan.planning._pieces import NS_PER_S, capacity_check, frozen_params
+from lohan.planning._pieces import NS_PER_S, capacity_check, frozen_params, matrix_bytes
 from lohan.planning._placement import SWITCHES, Turns, place
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Options:
 
     def of(self, model: Model) -> Model:
         """Return the model with the moments of the run."""
-        return dataclasses.replace(model, states=self.states, rule=self.rule)
+        return model.with_rule(self.rule, self.states)
 
     @property
     def turns(self) -> Turns:
@@ -259,7 +259,6 @@ def _check_options(options: Options) -> None:
     if options.rule not in RULES:
         raise MachineError(f"method {options.method!r}: must be one of {', '.join(RULES)}")
     rule = RULES[options.rule]
-    _quick.check_planned(rule)
     if options.states not in rule.formats:
         kept = f"whose moments may be {', '.join(rule.formats)}"
         raise MachineError(
@@ -309,7 +308,7 @@ def _run(
 ) -> tuple[Placement, dict[str, Any]]:
     # First check with the smallest possible states: if the SSDs have no room for them, an error of
     # place() would suggest more of another memory, instead of SSD space.
-    model = options.of(model)
+    model = options.of(model).on(machine.worker_count, machine.adam_params_per_s)
     capacity_check(model, machine, 0)
     turns = options.turns
     placement = place(model, machine, options.policy, options.swap_share, options.without, turns)
@@ -460,7 +459,7 @@ def _step(
         },
         peak_bytes={
             "gpu": gpu_bytes,
-            "host": raw["host_bytes"] + placement.saved_bytes,
+            "host": raw["host_bytes"] + placement.saved_bytes + matrix_bytes(model),
             "ssd": raw["ssd_bytes"] + placement.ssd_bytes,
         },
         ssd_life_days=None if life_s is None else life_s / _SECONDS_PER_DAY,

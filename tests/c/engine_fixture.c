@@ -28,11 +28,13 @@ static uint32_t extent_add(struct lh_store_extent_desc *extents, uint32_t *count
 
 static void model_init(struct rig *rig)
 {
-    uint64_t last_count = rig->opts.large ? 1300001 : 3000;
+    uint64_t odd = rig->opts.matrices >> 5 == 0; /* a matrix of four rows has no odd count */
+    uint64_t last_count = rig->opts.large ? 1300000 + odd : 3000;
     uint64_t frozen_count = rig->opts.in_place_large ? 2600003 : 8000;
     if (rig->opts.packed)
         frozen_count = rig_in_place_packed_bytes(rig);
     uint64_t counts[RIG_PARAM_COUNT] = {1500, 700, 3000, 100, frozen_count, 5000, 2100, last_count};
+    static const uint64_t rows[RIG_PARAM_COUNT] = {30, 20, 40, 20, 0, 50, 42, 4};
     const uint32_t unit_of[RIG_PARAM_COUNT] = {0, 0, 1, 1, 2, 3, 4, 5};
     enum lh_dtype dtypes[RIG_UNIT_COUNT] = {LH_DTYPE_BF16, LH_DTYPE_F32, LH_DTYPE_BYTES,
                                             LH_DTYPE_F16,  LH_DTYPE_F32, LH_DTYPE_BF16};
@@ -44,13 +46,15 @@ static void model_init(struct rig *rig)
             dtypes[unit_of[i]] = trainable[lh_test_random(&seed) % 3];
     }
     for (uint32_t i = 0; i < RIG_UNIT_COUNT; i++)
-        rig->units[i] = (struct lh_engine_unit){.dtype = dtypes[i],
-                                                .always = i == 0,
-                                                .is_announced = (rig->opts.announced >> i) % 2 != 0,
-                                                .family = (rig->opts.family >> i) % 2,
-                                                .param_first = UINT32_MAX,
-                                                .is_given = (rig->opts.given >> i) % 2 != 0,
-                                                .store_group = i};
+        rig->units[i] = (struct lh_engine_unit){
+            .dtype = dtypes[i],
+            .always = i == 0,
+            .is_announced = (rig->opts.announced >> i) % 2 != 0,
+            .family = (rig->opts.family >> i) % 2,
+            .param_first = UINT32_MAX,
+            .is_given = (rig->opts.given >> i) % 2 != 0,
+            .rule = (rig->opts.matrices >> i) % 2 != 0 ? LH_RULE_MUON : LH_RULE_ADAMW,
+            .store_group = i};
     uint64_t at = 0;
     for (uint32_t i = 0; i < RIG_PARAM_COUNT; i++) {
         struct lh_engine_unit *unit = &rig->units[unit_of[i]];
@@ -59,6 +63,10 @@ static void model_init(struct rig *rig)
             unit->param_first = i;
         rig->params[i] = (struct lh_engine_param){
             .unit = unit_of[i], .first = at, .count = counts[i], .group = i % RIG_GROUP_COUNT};
+        if (unit->rule == LH_RULE_MUON) {
+            rig->params[i].matrix_rows = rows[i];
+            rig->params[i].lr_ratio = 1 + i;
+        }
         at += counts[i];
         bool is_frozen = unit->dtype == LH_DTYPE_BYTES;
         unit->elements = is_frozen ? 0 : lh_align_up(at, LH_ENGINE_ELEMENT_ALIGN);
@@ -154,7 +162,8 @@ static void budget_make(struct rig *rig)
             .gradient_bytes = unit->elements * lh_dtype_bytes(unit->dtype),
             .state_bytes_per_element = unit->elements == 0 || rig->opts.given & (1u << i)
                                            ? 0
-                                           : 8 + (uint32_t)lh_adam_residual_bytes(unit->dtype),
+                                           : (uint32_t)(lh_engine_state_bytes(unit)),
+            .is_whole = unit->rule == LH_RULE_MUON && !unit->is_given,
             .waiting_bytes_per_element =
                 is_waiting && unit->elements > 0 ? (uint32_t)lh_dtype_bytes(unit->dtype) : 0,
             .waits_in_memory = rig->opts.commit_every != 1,

@@ -57,6 +57,7 @@ struct rig_opts {
     unsigned announced;      /* bits of units whose uses are announced */
     unsigned family;     /* bits of units that owe steps in which others of them have gradients */
     bool given_late;     /* the test itself calls lh_given_arrived() after a close */
+    unsigned matrices;   /* bits of units that Muon updates; the others have AdamW */
     uint64_t model_seed; /* sizes and dtypes are random, by this seed; 0: the model above */
 };
 

@@ -5,6 +5,7 @@
 
 #include "compute/adam.h"
 #include "compute/half.h"
+#include "compute/newton_schulz.h"
 #include "lh_test.h"
 
 uint64_t rig_array_bytes(const struct lh_engine_unit *unit, enum rig_array array)
@@ -16,6 +17,8 @@ uint64_t rig_array_bytes(const struct lh_engine_unit *unit, enum rig_array array
         return unit->bytes;
     case RIG_ARRAY_RESIDUAL:
         return unit->elements * lh_adam_residual_bytes(unit->dtype);
+    case RIG_ARRAY_MOMENT2:
+        return lh_rules[unit->rule].has_moment2 ? unit->elements * sizeof(float) : 0;
     default:
         return unit->elements * sizeof(float);
     }
@@ -84,6 +87,39 @@ void rig_reference_init(struct rig *rig)
     free(scratch);
 }
 
+/* Return what Muon adds to a matrix, for the caller to free. */
+static float *matrix_update(const struct rig *rig, uint32_t index, const struct lh_adam_run *run,
+                            const struct lh_adam_scalars *scalars)
+{
+    const struct lh_engine_param *param = &rig->params[index];
+    const uint64_t columns = param->count / param->matrix_rows;
+    const uint64_t gram = lh_newton_schulz_gram_floats(param->matrix_rows, columns);
+    const uint64_t scratch = lh_newton_schulz_scratch_floats(param->matrix_rows, columns);
+    const struct lh_newton_schulz_kernel *const *kernels = NULL;
+    const uint32_t kernel_count = lh_newton_schulz_kernels(&kernels);
+    float *memory = calloc(param->count + 2 * gram + scratch, sizeof(*memory));
+    LH_CHECK(memory);
+    struct lh_newton_schulz matrix = {memory, param->matrix_rows, columns, memory + param->count,
+                                      memory + param->count + gram};
+    struct lh_adam_segment segment = {.count = param->count,
+                                      .gradient = run->gradient,
+                                      .gradient_dtype = run->gradient_dtype,
+                                      .scalars = *scalars,
+                                      .update = memory};
+
+    lh_newton_schulz_momentum(&segment, run->moment1);
+    lh_newton_schulz_begin(&matrix, scalars->eps);
+    for (int i = 0; i < LH_NEWTON_SCHULZ_STEPS * LH_NEWTON_SCHULZ_STAGE_COUNT; i++) {
+        enum lh_newton_schulz_stage stage = i % LH_NEWTON_SCHULZ_STAGE_COUNT;
+        uint64_t task_count = lh_newton_schulz_task_count(&matrix, stage);
+
+        for (uint64_t task = 0; task < task_count; task++)
+            lh_newton_schulz_task(kernels[kernel_count - 1], &matrix, stage, task,
+                                  memory + param->count + 2 * gram);
+    }
+    return memory;
+}
+
 void rig_reference_update(struct rig *rig, uint32_t index)
 {
     const struct lh_engine_param *param = &rig->params[index];
@@ -112,8 +148,15 @@ void rig_reference_update(struct rig *rig, uint32_t index)
         .param_dtype = unit->dtype,
         .gradient_dtype = rig_gradient_dtype(rig, index),
     };
+    const struct lh_adam_hyper *hyper = &rig->hypers[param->group];
     struct lh_adam_scalars scalars =
-        lh_adam_scalars_make(&rig->hypers[param->group], ++rig->param_steps[index], 1.0);
+        lh_rules[unit->rule].scalars(hyper, ++rig->param_steps[index], 1.0);
+    float *update = NULL;
+    if (unit->rule == LH_RULE_MUON) {
+        scalars.step_size = (float)(hyper->lr * param->lr_ratio);
+        update = run.moment2 = matrix_update(rig, index, &run, &scalars);
+    }
     LH_CHECK(strcmp(kernels[kernel_count - 1].name, "ref") == 0);
-    kernels[kernel_count - 1].run[LH_RULE_ADAMW](&run, &scalars);
+    kernels[kernel_count - 1].run[unit->rule](&run, &scalars);
+    free(update);
 }

@@ -137,6 +137,17 @@ static void totals_are_sums(void)
     model.moment_block_bytes = 0;
     LH_CHECK(lh_plan_moment_bytes(&model, 65) == 0);
     LH_CHECK(lh_plan_model_totals(&model).moments_less_bytes == 8 * 21);
+
+    lh_test_name("a rule of matrices leaves AdamW's moments to some, and its products take time");
+    model.moment_block_bytes = 256;
+    model.layers[0].others_count = model.layers[0].param_count;
+    model.layers[0].products_count = 9;
+    uint64_t own = lh_plan_block_param_count(&model, 0) - model.layers[0].param_count;
+    LH_CHECK(lh_plan_block_moment_bytes(&model, 0) == 8 * model.layers[0].param_count + 4 * own);
+    LH_CHECK(lh_plan_block_update_count(&model, 0) == lh_plan_block_param_count(&model, 0) + 9);
+    totals = lh_plan_model_totals(&model);
+    LH_CHECK(totals.update_count == 21 + 9);
+    LH_CHECK(totals.moments_less_bytes == 4 * (21 - model.layers[0].param_count));
     lh_plan_model_deinit(&model, &alloc);
 }
 

@@ -310,7 +310,8 @@ def states(model: Any) -> dict[str, str]:
                     found[f"{unit.name} {array}"] = _hashed(raw)
                     continue
                 for param in unit.params:
-                    if array == "param" and RULES_OF[unit.rule].has_factors and unit.trainable:
+                    has_factors = RULES_OF[unit.rule].has_factors and unit.trainable
+                    if array == "param" and has_factors and unit.has_states:
                         begin = param.factor_first * width
                         end = begin + 4 * param.factor_count
                         found[f"{param.name} factors"] = _hashed(raw[begin:end])

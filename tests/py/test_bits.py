@@ -86,7 +86,6 @@ EVERYTHING_IN_MEMORY: Row = {
 }
 GATHER, GROUPS = ([w for w in WORLDS if w[0].startswith(p)] for p in ("gather", "groups"))
 SHARING = [world for world in WORLDS if "share" in bits_worker.PLACES[world[0]]]
-DIVIDED = [world for world in WORLDS if "replicas" in bits_worker.PLACES[world[0]]]
 
 
 def _pairs(one: str, choices: Any, other: str, others: Any) -> list[Pair]:
@@ -118,20 +117,12 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("UnsupportedError", "not supported with method='adam_mini'", "leave moments= out"),
         ),
         (
-            _pairs("rule", ["adam_mini", "adafactor"], "world", DIVIDED),
-            ("UnsupportedError", "not supported with method='ada", "has all states"),
-        ),
-        (
             _pairs("rule", ["adafactor"], "states", ["bf16", "8bit"]),
             ("UnsupportedError", "has no meaning with method='adafactor'", "leave it out"),
         ),
         (
             _pairs("rule", ["muon"], "states", ["bf16", "8bit"]),
             ("UnsupportedError", "not supported with method='muon'", "leave moments= out"),
-        ),
-        (
-            _pairs("rule", ["muon"], "world", DIVIDED),
-            ("UnsupportedError", "not supported with method='muon'", "has all states"),
         ),
         (
             _pairs("rule", ["adagrad"], "states", ["8bit"]),

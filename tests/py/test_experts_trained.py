@@ -162,6 +162,22 @@ def test_training_has_the_bits_of_experts_that_are_one_parameter(
     model.lohan.close()
 
 
+@pytest.mark.parametrize("method", ["adam_mini", "muon"])
+@pytest.mark.parametrize(
+    ("setting", "dtype"),
+    [("least", torch.bfloat16), ("deferred", torch.float32), ("seldom", torch.float16)],
+    ids=str,
+)
+def test_rules_of_whole_parameters_have_the_bits_of_experts_that_are_one(
+    setting: str, dtype: torch.dtype, method: str, store_dir: pathlib.Path
+) -> None:
+    losses, expected = together(dtype, method=method)
+    model = wrapped(store_dir, dtype, setting, method=method)
+    assert train(model) == losses
+    helper.assert_same_state(helper.values(model), expected)
+    model.lohan.close()
+
+
 def test_torch_has_nearly_the_same_values(store_dir: pathlib.Path) -> None:
     """With torch's own AdamW, over the fused parameters and over each expert's slices."""
     for idle in ("exact", "skip"):
@@ -429,6 +445,7 @@ def test_moments_in_bf16_do_not_depend_on_when_experts_are_settled(
 def test_what_is_not_supported_is_refused_by_name(store_dir: pathlib.Path) -> None:
     made = build()
     before = dict(made.named_parameters())
+    whole = [{"params": [p for p in made.parameters() if p.dim() == 3], "use_muon": True}]
     cases: list[tuple[dict[str, Any], type, str]] = [
         ({"idle": "zero"}, ModelError, "'exact' or 'skip'"),
         ({"idle": "skip", "experts": "together"}, ModelError, "needs experts='apart'"),
@@ -437,6 +454,8 @@ def test_what_is_not_supported_is_refused_by_name(store_dir: pathlib.Path) -> No
             UnsupportedError,
             "params=",
         ),
+        ({"method": "adafactor"}, UnsupportedError, "follows from all experts in it"),
+        ({"method": "muon", "params": whole}, ModelError, "is an expert's slice of a parameter"),
     ]
     for settings, kind, what in cases:
         with pytest.raises(kind, match=what):
@@ -444,6 +463,12 @@ def test_what_is_not_supported_is_refused_by_name(store_dir: pathlib.Path) -> No
         after = dict(made.named_parameters())
         assert before.keys() == after.keys()
         assert all(after[name] is param for name, param in before.items())
+
+
+def test_experts_that_share_a_second_moment_are_not_taken_apart(store_dir: pathlib.Path) -> None:
+    made = build(hidden_size=8, moe_intermediate_size=4, head_dim=4)
+    with pytest.raises(UnsupportedError, match=r"\(16, 8, 4\) .* share a second moment: each has"):
+        lohan.wrap(made, store=store_dir / "run", experts="apart", method="adam_mini")
 
 
 def test_weights_of_trained_experts_come_from_files(store_dir: pathlib.Path) -> None:

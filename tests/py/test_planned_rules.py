@@ -23,7 +23,7 @@ from lohan.commands import _inspect
 from lohan.common._inside import inside
 from lohan.common._rules import RULES
 from lohan.errors import LohanError, MachineError
-from lohan.planning import _machines, _plan, _quick, _several, _wear, _world
+from lohan.planning import _machines, _models, _plan, _quick, _several, _wear, _world
 from lohan.session._hooks import Planned
 from lohan.session._wear import writes_of
 from lohan.simulate import Options, check, simulate
@@ -33,10 +33,7 @@ from torch import nn
 
 WIDTH, DEPTH, STEPS = 256, 4, 3  # matrices without padding, so that gradients have none either
 KINDS = {
-    f"{rule}-{states}": (rule, states)
-    for rule, row in RULES.items()
-    for states in row.formats
-    if not row.others
+    f"{rule}-{states}": (rule, states) for rule, row in RULES.items() for states in row.formats
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -141,16 +138,20 @@ def test_a_simulated_step_has_the_bytes_wear_and_time_of_its_rule(kind: str) -> 
         simulate(model, here, Options("lohan", method=name, states=kept))
         for name, kept in (("adamw", "fp32"), (rule, states))
     )
-    per_param = 2 + 4 + RULES[rule].moment_bytes(64, states) / 64  # the papers' master has 4 bytes
-    written = per_param * model.param_count  # and padding to blocks of what 64 elements have
+    planned = model.with_rule(rule, states).on(here.worker_count, here.adam_params_per_s)
+    products = planned.products_count(*planned.layers)
+    written = 6 * planned.param_count + planned.all_moment_bytes  # the papers' master has 4 bytes
+    per_param = written / planned.param_count
     has_blocks = RULES[rule].block_bytes(states) > 0
     assert step.ssd_write_bytes == pytest.approx(written, rel=0.03 if has_blocks else 2e-3)
-    assert step.peak_bytes["ssd"] == pytest.approx(2 * per_param * model.param_count, rel=0.2)
+    assert step.peak_bytes["ssd"] == pytest.approx(2 * written, rel=0.2)
     if per_param < 14:
-        assert step.step_ns < adamw.step_ns
+        assert step.step_ns < adamw.step_ns or products > 0
         assert step.link_bytes["state_read"] < adamw.link_bytes["state_read"]
         assert step.resources["cpu"].busy_share * step.step_ns == pytest.approx(
-            (2 + 2 + per_param - 6 + 2) / 14 * adamw.resources["cpu"].busy_share * adamw.step_ns,
+            ((2 + 2 + per_param - 6 + 2) / 14 + products / model.param_count)
+            * adamw.resources["cpu"].busy_share
+            * adamw.step_ns,
             rel=0.03,
         )
 
@@ -159,15 +160,17 @@ def test_a_simulated_step_has_the_bytes_wear_and_time_of_its_rule(kind: str) -> 
 def test_the_timeline_counts_the_moments_of_the_rule(kind: str) -> None:
     rule, states = KINDS[kind]
     moments = RULES[rule].moment_bytes(64, states) / 64
-    core = dataclasses.replace(small(), states=states, rule=rule).as_core()
+    model = dataclasses.replace(small(), states=states, rule=rule)
+    core = model.as_core()
     assert core["moment_block_bytes"] == 64 * moments  # 0 is said, too
     fates = ["ssd" if layer.is_inter_block else "recompute" for layer in small().layers]
     held = {"is_deferred": False, "has_host_p16": False, "has_host_master": False}
     blocks = [{**held, "has_host_moments": True}] * len(small().blocks)
     step = _core.plan_step(core, machine().as_core(), fates, blocks, must_fit=False)["step"]
-    assert step["commit_bytes"] == moments * small().param_count
+    all_moments = model.all_moment_bytes if RULES[rule].others else moments * model.param_count
+    assert step["commit_bytes"] == all_moments
     assert step["ssd_bytes"] - step["swapped_ssd_bytes"] == pytest.approx(
-        2 * (4 + moments) * small().param_count, abs=2 * len(blocks)
+        2 * (4 * model.param_count + all_moments), abs=2 * len(blocks)
     )
 
 
@@ -186,16 +189,36 @@ def test_the_first_answer_and_several_gpus_count_the_moments_of_the_rule(kind: s
     adamw = _quick.step(model, here)
     step = _quick.step(model, here, states, rule)
     fewer = 512 - RULES[rule].moment_bytes(64, states)
-    assert step.written_bytes < adamw.written_bytes or fewer == 0
+    planned = model.with_rule(rule, states).on(here.worker_count, here.adam_params_per_s)
+    products = planned.products_count(*planned.layers)
+    products_s = products / here.adam_params_per_s
+    assert step.step_s >= products_s
+    assert step.written_bytes < adamw.written_bytes or fewer == 0 or products > 0
     work = _world.work_of(dataclasses.replace(model, states=states, rule=rule))
     assert work.state_bytes(64) == 640 - fewer
     two = _machines.change(here, ("gpu_count=2", "host_bytes=2 GB"))
     before = _several.rows(model, [_world.work_of(model)], two, _quick.step)
     after = _several.rows(
-        model, [work], two, functools.partial(_quick.step, states=states, rule=rule)
+        planned, [work], two, functools.partial(_quick.step, states=states, rule=rule)
     )
     for one, other in zip(before, after, strict=True):
-        assert other.host_bytes <= one.host_bytes and other.step_s <= one.step_s
+        assert other.host_bytes <= one.host_bytes or products > 0
+        assert products_s <= other.step_s <= one.step_s + 2 * products_s  # of each of two processes
+
+
+def test_matrices_are_known_however_a_model_is_described() -> None:
+    """Muon leaves embeddings and heads to AdamW, and Adafactor has factors of them."""
+    pytest.importorskip("transformers")
+    run, sketched = (make("llama-1b", 1, 64) for make in (_models.load, _quick.sketch))
+    assert sketched is not None
+    for rule in ("muon", "adafactor"):
+        counted, sketch = (model.with_rule(rule, "fp32") for model in (run, sketched))
+        assert counted.products_count(*counted.layers) == sketch.products_count(*sketch.layers)
+        assert counted.all_moment_bytes == pytest.approx(sketch.all_moment_bytes, rel=1e-3)
+        assert counted.param_count == pytest.approx(sketch.param_count, rel=1e-4)
+    muon = run.with_rule("muon", "fp32")
+    table = 128256 * 2048  # llama-1b's head is the embedding
+    assert muon.all_moment_bytes == pytest.approx(4 * (run.param_count + table), rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,8 +237,10 @@ def test_the_planner_of_a_session_counts_the_moments_of_its_rule(
     elements = sum(unit.elements for unit in session.layout.units)
     states_bytes = writes_of(session).committed - session.store.describe()["commit_bytes"]
     model.lohan.close()
+    has_products = bool(RULES[rule].others)
+    assert (profiled.products_count(*profiled.layers) > 0) == has_products
     assert profiled.param_count == elements
-    assert profiled.moment_bytes(elements) == states_bytes - (2 + 2) * elements
+    assert profiled.all_moment_bytes == states_bytes - (2 + 2) * elements
 
 
 def test_the_command_line_takes_rules_and_formats_of_moments() -> None:

@@ -65,10 +65,21 @@ def test_another_number_of_processes_continues_with_the_same_bits(
         assert lohan.verify(directory).is_whole
 
 
-@pytest.mark.parametrize("row", [("float32", {"change": "absent"}), ("float16", {})], ids=str)
-def test_every_dtype_and_absent_gradients_keep_their_bits(row: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("float32", {"change": "absent"}),
+        ("float16", {}),
+        *(("bfloat16", {"method": method}) for method in ("adam_mini", "adafactor", "muon")),
+    ],
+    ids=str,
+)
+def test_every_dtype_rule_and_absent_gradients_keep_their_bits(
+    row: Any, tmp_path: pathlib.Path
+) -> None:
     expected = train(tmp_path, tmp_path / "whole", 1, 6, row)
-    train(tmp_path, tmp_path / "run", 2, 3, row)
+    train(tmp_path, tmp_path / "run", 2, 2, row)
+    train(tmp_path, tmp_path / "run", 2, 3, row, resume=True)
     lohan.reshard(tmp_path / "run", tmp_path / "new", parts=3)
     assert train(tmp_path, tmp_path / "new", 3, 6, row, resume=True) == expected
 

@@ -98,6 +98,40 @@ def test_a_trainer_trains_by_the_callbacks_rule_with_its_own_groups_and_rates(
     assert found == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_trainers_groups_are_divided_into_matrices_and_the_rest(
+    store_dir: pathlib.Path,
+) -> None:
+    """Muon has the groups' rate and weight decay; the rest also has the numbers of AdamW."""
+    numbers = {"adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    takes = {"method": lohan.Muon(adjust_lr_fn="match_rms_adamw")}
+    model = helper.llama()
+    named = dict(model.named_parameters())
+    is_matrix = {name: p.dim() == 2 and ".layers." in name for name, p in named.items()}
+    assert 0 < sum(is_matrix.values()) < len(named) - 2
+    of_adamw = {"betas": (0.9, 0.95), "eps": 1e-6}
+    groups = [
+        {"params": [p for n, p in named.items() if is_matrix[n]], "use_muon": True},
+        {"params": [named[n] for n in ("model.embed_tokens.weight", "lm_head.weight")], **of_adamw},
+        {
+            "params": [p for p in named.values() if p.dim() == 1],
+            "weight_decay": 0.0,
+            **of_adamw,
+        },
+    ]
+    model = lohan.wrap(
+        model,
+        params=[{"use_muon": False, **group} for group in groups],
+        lr=3e-3,
+        weight_decay=0.1,
+        schedule="deferred",
+        store=store_dir / "wrapped",
+        **takes,
+    )
+    given = {"optimizers": (model.optimizer, None)}
+    expected = losses_of(store_dir / "given", None, model=model, trainer_takes=given, **numbers)
+    assert losses_of(store_dir / "with", takes, **numbers) == expected
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -129,12 +163,13 @@ class Partly(Makes):
     [
         ({"method": "lion", "moments": "8bit"}, {"adam_beta2": 0.9}),
         ({"method": lohan.SGD(momentum=0.9)}, {}),
+        ({"method": "muon"}, {"adam_beta2": 0.9}),
         ({}, {"optim": "adagrad", "optim_args": "lr_decay=0.1,initial_accumulator_value=0.1"}),
         ({}, {"optim": "sgd", "optim_args": "momentum=0.9"}),
         ({}, {"cls": Partly, "learning_rate": 0.1}),
         ({"method": "adafactor", "eps": (1e-5, 1e-3)}, {}),
     ],
-    ids=["lion", "momentum", "adagrad", "optim", "partly", "adafactor"],
+    ids=["lion", "momentum", "muon", "adagrad", "optim", "partly", "adafactor"],
 )
 def test_a_resumed_trainer_keeps_its_rule_and_its_numbers(
     takes: dict[str, Any], more: dict[str, Any], store_dir: pathlib.Path

@@ -16,6 +16,7 @@ import lohan
 import torch
 from kit import WideGradient
 from lohan.common._inside import inside
+from lohan.common._rules import RULES
 from lohan.errors import LohanError
 from lohan.layout import _gradient_pieces
 from patience import HUNG_S
@@ -67,8 +68,10 @@ def _array_digests(model: Any) -> dict[str, str]:
     found = {}
     with inside(model).exclusive([]) as store:
         for unit, places in enumerate(inside(model).extents.units):
+            its = inside(model).layout.units[unit]
+            is_stale = RULES[its.rule].has_factors and not its.has_states
             for array, extent in dataclasses.asdict(places).items():
-                if extent < 0:
+                if extent < 0 or (array == "param" and is_stale):  # factors are where states are
                     continue
                 values = torch.empty(store.extents()[extent][0], dtype=torch.uint8)
                 store.read(extent, 0, values.data_ptr(), values.numel())

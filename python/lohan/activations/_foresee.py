@@ -10,7 +10,13 @@ from lohan import _core
 from lohan.activations import _swap
 from lohan.config import SCHEDULES
 from lohan.errors import BudgetError
-from lohan.planning._pieces import NS_PER_S, block_params, saved_pieces
+from lohan.planning._pieces import (
+    NS_PER_S,
+    block_params,
+    others_of,
+    saved_pieces,
+    trained_unit,
+)
 
 if TYPE_CHECKING:
     from lohan.errors import LohanError
@@ -83,7 +89,11 @@ def step_s(
     rate = machine.adam_params_per_s
     moved = rate * _UPDATE_BYTES[dtype] + 2 * model.moment_bytes(rate)
     raw = _core.simulate(
-        units=[(dtype, False, n) for n in map(block_params, model.blocks) if n],
+        units=[
+            trained_unit(model, block, dtype, moved / rate)
+            for block in model.blocks
+            if block_params(block)
+        ],
         blocks=_blocks(model, machine, fates, again_ns),
         machine={
             "ssd_count": machine.ssd_count,
@@ -115,6 +125,7 @@ def step_s(
         only_checks=False,
         states=model.states,
         rule=model.rule,
+        **others_of(model),
         raiser=_raiser,
     )
     step_ns = raw["step_ns"] + raw["commit_ns"] / max(every, 1)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lohan.activations._activations import Place
     from lohan.activations._profile import Profile, Visit
     from lohan.activations._replay import Assigned
-    from lohan.layout._block import Layout
+    from lohan.layout._block import Layout, Param
 
 _OWN_SHARE = 0.1
 
@@ -201,10 +201,12 @@ def describe(profile: Profile, places: Sequence[Place], layout: Layout) -> tuple
         own = [i for i in units[block.block] if first_user.setdefault(i, index) == index]
         shared = [first_user[i] for i in units[block.block] if first_user[i] != index]
         count = sum(layout.units[i].elements for i in own)
+        params = (param for i in own for param in layout.units[i].params)
+        matrices = tuple(_sides(param) for param in params if param.lr_ratio)
         for group in block.planned():
-            layers.append(_layer(block, group, count))
+            layers.append(_layer(block, group, count, matrices))
             items.append(Item(block.block, group))
-            count = 0
+            count, matrices = 0, ()
         if index + 1 < len(sums) and sums[index + 1].given_bytes > 0:
             layers.append(_given(sums[index + 1]))
             items.append(Item(sums[index + 1].block, ()))
@@ -219,10 +221,21 @@ def _given(block: _Sums) -> Layer:
     return Layer(f"given:{block.block}", 0, 0, block.given_bytes, is_inter_block=True)
 
 
-def _layer(block: _Sums, group: tuple[str, ...], param_count: int) -> Layer:
+def _sides(param: Param) -> tuple[int, int]:
+    rows, columns = param.tensor.shape
+    return rows, columns
+
+
+def _layer(
+    block: _Sums,
+    group: tuple[str, ...],
+    param_count: int,
+    matrices: tuple[tuple[int, int], ...],
+) -> Layer:
     return Layer(
         group[-1],
         param_count,
         sum(block.ns[name] for name in group),
         sum(block.bytes[name] for name in group),
+        matrices=matrices,
     )

@@ -316,6 +316,7 @@ class Planner:
         """Return the modes that a planner assigns for this session's machine."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, planner.partition("/")[0])
+        model = model.on(_threads(session), machine.adam_params_per_s)
         try:
             plan = _policies.make(model, machine, planner)
         except (BudgetError, MachineError) as error:
@@ -329,6 +330,7 @@ class Planner:
         """Make a plan from given modes, which are changed as far as necessary to fit in memory."""
         model, items = describe(profile, self.activations.places, session.layout)
         machine = machine_of(session, profile, model, "")
+        model = model.on(_threads(session), machine.adam_params_per_s)
         modes, on_its_way = _fit(session, profile, items, modes, self.at_once)
         outcome = _outcome(session, profile, modes)
         window_bytes = min(on_its_way, session.saving.window_bytes)
@@ -577,6 +579,11 @@ def predicted(
     return dict(made["step"])
 
 
+def _threads(session: Training) -> int:
+    """Return the number of threads that update parameters."""
+    return session.config.threads or len(os.sched_getaffinity(0))
+
+
 def machine_of(session: Training, profile: Profile, model: Model, policy: str) -> Machine:
     """Return the machine for csrc/plan, in which one FLOP is one nanosecond of profiled forward.
 
@@ -588,7 +595,6 @@ def machine_of(session: Training, profile: Profile, model: Model, policy: str) -
     link_in, link_out = link_rates(session.device)
     resident = memory - transit if session.device.name != "cpu" else 0
     host = session.budget["host_bytes"] if policy == "auto" else 0
-    workers = session.config.threads or len(os.sched_getaffinity(0))
     largest = max(block_params(block) for block in model.blocks)
     working = _SLOT_BLOCK_COUNT * model.param_bytes * largest + _ROUNDING_BYTES
     return Machine(
@@ -597,7 +603,7 @@ def machine_of(session: Training, profile: Profile, model: Model, policy: str) -
         link_in_bytes_per_s=link_in,
         link_out_bytes_per_s=link_out,
         host_bytes=max(host, buffer_bytes(model)) + resident,
-        adam_params_per_s=update_rate(workers, model.rule, model.states),
+        adam_params_per_s=update_rate(_threads(session), model.rule, model.states),
         ssd_count=len(session.directories),
         ssd_read_bytes_per_s=read,
         ssd_write_bytes_per_s=write,

@@ -179,7 +179,7 @@ def first_line(asked: dict[str, Any], machine: Machine, words: dict[str, Any]) -
         if ranks > 1:
             whole = {**load, "adapter_params": None, "base": None}
             trained = _quick.sketch(asked["model"], batch, seq, **whole) or model
-            trained = dataclasses.replace(trained, states=kind[0], rule=kind[1])
+            trained = trained.with_rule(kind[1], kind[0])
             works = _several.works_of(trained, load.get("adapter_params"))
             found = _several.rows(
                 model, works, machine, lambda model, here: _quick.step(model, here, *kind)
@@ -282,7 +282,6 @@ def run(
         UsageError: options cannot be combined.
         BudgetError: several GPUs of the PC cannot train the model.
     """
-    _quick.check_planned(RULES[words.get("method") or ADAMW.name])
     if asked["model"] is None:
         found = table(machine, words)
         if console is not None:

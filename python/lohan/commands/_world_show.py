@@ -164,13 +164,18 @@ def run(
     rows = [_figures("lohan", row, tokens, machine) for row in found]
     best = min(rows, key=lambda row: float(row["step_s"]))
     alone = _alone(load, one or _several.one_of(machine), ranks, options)
+    one_gpu = next((row for row in alone if row["tokens"] != tokens), None)
+    same = next((row for row in alone if row["tokens"] == tokens), None)
+    compared = same or one_gpu
     answer = {
         **{key: value for key, value in dataclasses.asdict(load).items() if key != "more"},
         "machine": dataclasses.asdict(machine),
-        "one_gpu": alone[0] if alone and alone[0]["tokens"] != tokens else None,
-        "one_gpu_same_tokens": next((row for row in alone if row["tokens"] == tokens), None),
+        "one_gpu": one_gpu,
+        "one_gpu_same_tokens": same,
         "rows": rows,
         "best": {"share": best["share"], "replicas": best["replicas"]},
+        "one_gpu_is_faster": compared is not None
+        and compared["tokens_per_s"] > best["tokens_per_s"],
     }
     if console is not None:
         _show(answer, model.param_count + model.frozen_count, machine, console)
@@ -212,11 +217,22 @@ def _show(answer: dict[str, Any], param_count: int, machine: Machine, console: C
             what = _RESOURCES.get(best["bound_by"], best["bound_by"])
             say(f"more GPUs bring little here: a step is bound by the {what}")
     many = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 " if nodes > 1 else ""
+    first = "fastest"
+    if answer["one_gpu_is_faster"]:
+        first = f"fastest with {nodes * gpus} GPUs"
+        say(f"fastest: one GPU, {_call_of_one(same or one)}")
     setting = Setting(**answer["best"])
-    say(f"fastest: model = lohan.wrap(model, store=..., parallel=lohan.{setting})")
+    say(f"{first}: model = lohan.wrap(model, store=..., parallel=lohan.{setting})")
     say(f"started by: torchrun {many}--nproc-per-node={gpus} train.py")
     if best["ssd_life_days"] is not None:
         say(f"its writes use up the SSDs' rated endurance in {best['ssd_life_days']:,.0f} days")
+
+
+def _call_of_one(row: dict[str, Any]) -> str:
+    """Return how one GPU trains a row, which has no torchrun."""
+    count = row["accumulate"]
+    more = f", gradient_accumulation_steps={count}" if count > 1 else ""
+    return f"with batch {row['batch']}: model = lohan.wrap(model, store=...{more})"
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:

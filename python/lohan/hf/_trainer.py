@@ -525,6 +525,9 @@ class TrainerCallback(transformers.TrainerCallback):
                 asked["momentum"] = max(group["momentum"] for group in made.param_groups)
             return asked
         rule, args = RULES[_combination.rule_of(self._method, 0)], self._trainer.args
+        if rule.others == kind:
+            groups = _trainer_args.groups_of(made, RULES[kind], with_numbers=with_numbers)
+            return {"params": _trainer_args.with_matrices(groups, self._trainer.model, rule)}
         groups = _trainer_args.groups_of(made, RULES[kind], with_numbers=with_numbers, other=rule)
         asked = {"params": groups}
         if with_numbers:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
+from torch import nn
 
 from lohan.common._keywords import flat
 from lohan.common._rules import RULES, Rule
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import UnsupportedError
+from lohan.opening import _matrices
 from lohan.world._rendezvous import process_count
 
 ADAMWS = ("adamw_torch", "adamw_torch_fused")
@@ -211,11 +213,6 @@ _ROWS: tuple[_Row, ...] = (
         " example",
     ),
     (
-        lambda f: f.method is not None and f.method in RULES and RULES[f.method].others,
-        "method={f.method!r} is not built for the Trainer's callback, whose groups do not say which"
-        " matrices it updates: leave it out, or train with lohan.wrap()",
-    ),
-    (
         lambda f: f.method is not None and f.chooses_rule,
         "method={f.method!r} of the callback, and optim={f.optim!r} or optimizer_cls_and_kwargs= of"
         " the Trainer, both choose the update rule: pass one of them",
@@ -295,6 +292,29 @@ def has_own_eps(method: Any) -> bool:
     """Return whether the callback takes the eps of a method=, which TrainingArguments do not."""
     rule = RULES.get(str(flat({"method": method}, ("method",))["method"]))
     return rule is not None and rule.has_factors
+
+
+def with_matrices(
+    groups: list[dict[str, Any]], model: nn.Module, rule: Rule
+) -> list[dict[str, Any]]:
+    """Divide the groups of an AdamW into those of matrices and those that keep AdamW.
+
+    Args:
+        groups: what groups_of() returns for AdamW.
+        model: the model.
+        rule: the rule of the matrices, whose other hyper-parameters than learning rate and weight
+            decay are not those of AdamW.
+    """
+    hidden = _matrices.hidden(model)
+    own = RULES[rule.others].defaults.keys() - {"lr", "weight_decay"}
+    made = []
+    for group in groups:
+        numbers = {key: value for key, value in group.items() if key not in own}
+        for is_muon, kept in ((True, numbers), (False, group)):
+            members = [p for p in group["params"] if (id(p) in hidden) == is_muon]
+            if members:
+                made.append({**kept, "params": members, "use_muon": is_muon})
+    return made
 
 
 def numbers_of(args: Any, rule: Rule) -> dict[str, Any]:

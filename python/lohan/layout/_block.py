@@ -107,6 +107,7 @@ class Param:
     lr_ratio: float = (
         0.0  # of a matrix: what its shape makes of the learning rate; 0: not updated so
     )
+    is_slice: bool = False  # whether it is an expert's slice of a parameter ([Note: Experts apart])
 
     @property
     def count(self) -> int:
@@ -117,8 +118,11 @@ class Param:
     def row_elements(self) -> int:
         """The elements of a row that has a second moment of its own under some rules.
 
-        [Note: Second moments of rows] in csrc/compute/rule.h has the definition.
+        [Note: Second moments of rows] in csrc/compute/rule.h has the definition. A slice is a row
+        of the parameter that it is a part of.
         """
+        if self.is_slice:
+            return max(self.count, 1)
         if self.tensor.dim() < 2 or self.order[0] != 0 or self.count == 0:
             return max(self.count, 1)
         each = self.count // self.tensor.shape[0]

@@ -74,11 +74,11 @@ def make_layout(
                     dtype = tensor.dtype if kept is None else TYPES[kept]
                     units.append(Unit(scope_name or "(root)", dtype, key[2], [], states=states))
                     formats.append(kept)
-                index = unit_by_key[key]
-                unit_by_param[id(tensor)] = index
+                unit_by_param[id(tensor)] = index = unit_by_key[key]
                 full = f"{module_name}.{param_name}" if module_name else param_name
                 source = found.entries.get(id(tensor))
                 param = Param(full, tensor, index, 0, 0, source, kept=formats[index])
+                param.is_slice = isinstance(module, Expert)
                 param.lr_ratio = matrices.get(id(tensor), 0.0)
                 units[index].params.append(param)
             if unit_by_param[id(tensor)] not in scope.units:

@@ -278,19 +278,11 @@ ROWS = (
         "leave moments= out",
     ),
     Row(
-        DIVIDED,
-        "method={f.method!r}",
-        lambda f: f.config.replicas == "parameters" and RULES[f.rule].is_of_whole,
-        "not built",
-        "",
-        "leave it out. Each process then has all states",
-    ),
-    Row(
         f"{APART}, if they are trained",
         "method={f.method!r}",
-        lambda f: f.trains_experts and RULES[f.rule].is_of_whole,
-        "not built",
-        "",
+        lambda f: f.trains_experts and RULES[f.rule].has_factors,
+        "meaning",
+        "whose step of a parameter follows from all experts in it",
         "leave experts= out",
     ),
     Row(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lohan.errors import HyperParameterError, ModelError
+from lohan.layout import _experts
 from lohan.opening._groups import groups_of
 from lohan.store import _scalars
 
@@ -24,7 +25,9 @@ def with_matrices(
     """Return the groups of a rule of matrices, each with use_muon, and the matrices.
 
     Without params=, the matrices are the trained parameters of two dimensions in modules of a
-    ModuleList or Sequential, except the weights of embeddings.
+    ModuleList or Sequential, except the weights of embeddings and the biases of several experts in
+    one parameter. An expert's slice of a parameter is updated as the parameter is, which is no
+    matrix: [Note: Experts apart] in layout/_experts.py.
 
     Args:
         params: params= of `lohan.wrap`, or None.
@@ -40,14 +43,15 @@ def with_matrices(
     """
     if params is None:
         trained = [p for p in model.parameters() if p.requires_grad]
-        hidden = _hidden(model)
-        chosen = [p for p in trained if id(p) in hidden]
-        others = [p for p in trained if id(p) not in hidden]
+        found = hidden(model)
+        chosen = [p for p in trained if id(p) in found]
+        others = [p for p in trained if id(p) not in found]
         groups: list[dict[str, Any]] = [{"params": chosen, "use_muon": True}]
         groups += [{"params": others, "use_muon": False}] if others else []
     else:
         groups = groups_of(params)
     names = {id(p): name for name, p in model.named_parameters()}
+    slices = _slices(model)
     ratios: dict[int, float] = {}
     for number, group in enumerate(groups):
         if not isinstance(group.get("use_muon"), bool):
@@ -62,8 +66,14 @@ def with_matrices(
                 f"adjust_lr_fn {how!r} must be None, 'original' or 'match_rms_adamw'"
             )
         for tensor in group["params"] if group["use_muon"] else ():
+            name = names.get(id(tensor), "a tensor")
+            if id(tensor) in slices:
+                raise ModelError(
+                    f"{name} is an expert's slice of a parameter of more than two dimensions or of"
+                    " a bias, but Muon updates contiguous matrices only: put it into a group with"
+                    " use_muon=False"
+                )
             if tensor.dim() != 2 or not tensor.is_contiguous():
-                name = names.get(id(tensor), "a tensor")
                 raise ModelError(
                     f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, but"
                     " Muon updates contiguous matrices only: put it into a group with"
@@ -115,11 +125,20 @@ def resume(
     optimizer.fix_matrices()
 
 
-def _hidden(model: nn.Module) -> set[int]:
-    """Return the ids of matrices in modules of lists, except the weights of embeddings."""
+def hidden(model: nn.Module) -> set[int]:
+    """Return the ids of matrices in modules of lists that are not excepted."""
     found: set[int] = set()
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
-            found |= {id(p) for p in parent.parameters() if p.dim() == 2}
+            found |= {
+                id(p)
+                for name, p in parent.named_parameters()
+                if p.dim() == 2 and not name.endswith("bias")
+            }
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return found - {id(m.weight) for m in embeddings}
+    return found - {id(m.weight) for m in embeddings} - _slices(model)
+
+
+def _slices(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that are an expert's slice of another one."""
+    return {id(p) for expert in _experts.all_of(model) for p in expert.parameters()}

@@ -20,8 +20,9 @@ from torch import nn
 from lohan.activations import _activations, _swap
 from lohan.common import _durable, _log
 from lohan.common._rules import RULES
-from lohan.errors import StoreError
+from lohan.errors import StoreError, UnsupportedError
 from lohan.layout import _experts, _names, _ties
+from lohan.layout._block import BLOCK_ELEMENTS
 from lohan.layout._experts import Apart
 from lohan.opening import _attached, _combination, _groups, _request
 from lohan.opening._model_checks import check_model
@@ -129,9 +130,29 @@ def _split(
     if made.trained is None:
         return made, config
     _combination.check(dataclasses.replace(facts, trains_experts=True))
+    if RULES[facts.rule].has_rows:
+        _check_rows(made, facts)
     if is_exact and config.schedule == "auto":
         config = dataclasses.replace(config, schedule="optimized")
     return made, config
+
+
+def _check_rows(apart: Apart, facts: Facts) -> None:
+    """Reject experts whose parameter as a whole has one second moment.
+
+    Raises:
+        UnsupportedError: the message names the parameter.
+    """
+    for whole, parts in apart.wholes():
+        is_row = parts[0].numel() >= BLOCK_ELEMENTS and whole.stride(0) == max(whole.stride())
+        if whole.requires_grad and not is_row:
+            raise UnsupportedError(
+                "experts='apart', if they are trained, is not supported with"
+                f" method={facts.method!r} for a parameter of shape {tuple(whole.shape)} and"
+                f" strides {whole.stride()}, all experts of which share a second moment: each has"
+                f" fewer than {BLOCK_ELEMENTS} elements, or they are not one after the other. Leave"
+                " experts= out"
+            )
 
 
 def _lay_out(

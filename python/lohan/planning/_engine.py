@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from lohan.config import SCHEDULES as SCHEDULES
 from lohan.errors import BudgetError, LohanError
 from lohan.planning import _base, _wear
-from lohan.planning._pieces import NS_PER_S, block_params, frozen_params
+from lohan.planning._pieces import (
+    NS_PER_S,
+    block_params,
+    frozen_params,
+    others_of,
+    trained_unit,
+)
 
 if TYPE_CHECKING:
     from lohan.planning._machines import Machine
@@ -62,7 +68,7 @@ def _units(model: Model, dtype: str) -> list[tuple[Any, ...]]:
     made: list[tuple[Any, ...]] = []
     for block in model.blocks:
         if block_params(block):
-            made.append((dtype, False, block_params(block)))
+            made.append(trained_unit(model, block, dtype, _ADAM_BYTES_PER_PARAM[dtype]))
         packed, plain = frozen_params(block)
         if packed or plain:
             nbytes = model.frozen_bytes(packed, plain)
@@ -76,6 +82,7 @@ def arguments(model: Model, machine: Machine, placement: Placement) -> dict[str,
         "units": _units(model, placement.dtype),
         "states": model.states,
         "rule": model.rule,
+        **others_of(model),
         "blocks": placement.blocks,
         "machine": _core_machine(machine, placement),
         "saved": {

@@ -199,7 +199,12 @@ def _joined(path: str, below: str) -> str:
 
 
 def _layers(
-    name: str, module: nn.Module, counter: _Counter, flops: dict[str, int], owned: dict[str, int]
+    name: str,
+    module: nn.Module,
+    counter: _Counter,
+    flops: dict[str, int],
+    owned: dict[str, int],
+    matrices: dict[str, list[tuple[int, int]]],
 ) -> list[_plan.Layer]:
     """Make a layer for each module that made saved bytes, in the order in which they were made.
 
@@ -210,17 +215,21 @@ def _layers(
     own_flops = _own_flops(module, name, flops)
     paths = {_joined(name, below): below for below, _ in module.named_modules()}
     count, flop = 0, 0  # of modules of which nothing is saved
+    shapes: tuple[tuple[int, int], ...] = ()
     for path in sorted(paths, key=lambda path: counter.times.get(path, 1 << 62)):
         count, flop = count + owned.get(path, 0), flop + own_flops[path]
+        shapes += tuple(matrices.get(path, ()))
         nbytes = counter.saved.get(path, 0)
         if nbytes:
-            made.append(_plan.Layer(paths[path] or "itself", count, flop, nbytes))
-            count, flop = 0, 0
+            label = paths[path] or "itself"
+            made.append(_plan.Layer(label, count, flop, nbytes, matrices=shapes))
+            count, flop, shapes = 0, 0, ()
     if counter.outputs.get(name):
         output = counter.outputs[name]
-        made.append(_plan.Layer("output", count, flop, output, is_inter_block=True))
+        last = _plan.Layer("output", count, flop, output, is_inter_block=True, matrices=shapes)
+        made.append(last)
     elif count or flop:
-        made.append(_plan.Layer("itself", count, flop, 0))
+        made.append(_plan.Layer("itself", count, flop, 0, matrices=shapes))
     return made
 
 
@@ -238,7 +247,8 @@ def _head_block(head: nn.Linear, owners: dict[int, int], tokens: int, loss: str)
     own = [p.numel() for p in head.parameters() if id(p) not in owners]
     vocab, hidden = head.weight.shape
     working = _plan.head_bytes(loss, tokens, hidden, vocab)
-    layer = _plan.Layer("head", sum(own), 2 * tokens * vocab * hidden, 0, working)
+    flop, tables = 2 * tokens * vocab * hidden, ((vocab, hidden),) if shared is None else ()
+    layer = _plan.Layer("head", sum(own), flop, 0, working, matrices=tables, is_outer=True)
     return _plan.Block((layer,), shared)
 
 
@@ -274,6 +284,7 @@ def count(model: nn.Module, name: str, batch: int, seq: int, loss: str = "logits
     for path in counter.order:
         module = blocks[path]
         owned: dict[str, int] = {}
+        matrices: dict[str, list[tuple[int, int]]] = {}
         shared = None
         for below, parameter in module.named_parameters():
             inside = f"{path}.{below}".rpartition(".")[0]
@@ -282,9 +293,14 @@ def count(model: nn.Module, name: str, batch: int, seq: int, loss: str = "logits
             elif id(parameter) not in owners:
                 owners[id(parameter)] = len(made)
                 owned[inside] = owned.get(inside, 0) + parameter.numel()
-        layers = _layers(path, module, counter, flops, owned)
+                if parameter.dim() == 2:
+                    rows, columns = parameter.shape
+                    matrices.setdefault(inside, []).append((rows, columns))
+        layers = _layers(path, module, counter, flops, owned, matrices)
         if not counter.outputs.get(path):  # an embedding, a norm or a head is not recomputed
-            layers = [dataclasses.replace(layer, activation_bytes=0) for layer in layers]
+            layers = [
+                dataclasses.replace(layer, activation_bytes=0, is_outer=True) for layer in layers
+            ]
         if layers:
             made.append(_plan.Block(tuple(layers), shared))
     own = sum(p.numel() for p in model.parameters(recurse=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lohan import _core
 from lohan.common._rules import RULES
@@ -61,6 +61,47 @@ def unit_sizes(model: Model, block: Block) -> list[int]:
     return [nbytes for nbytes in (trained, frozen) if nbytes]
 
 
+def matrix_bytes(model: Model) -> int:
+    """Return the main memory with which matrices are updated: session/_division.py."""
+    rule = RULES[model.rule]
+    units = [block_params(b) - block_others(model, b) for b in model.blocks]
+    sides = [min(m) for layer in model.layers if not layer.is_outer for m in layer.matrices]
+    if not rule.others or not sides:
+        return 0
+    # The updates of the largest block and its states at once, and two products.
+    return max(units) * (4 + model.param_bytes + model.moment_bytes(1)) + 8 * max(sides) ** 2
+
+
+def block_others(model: Model, block: Block) -> int:
+    """Return the number of a block's parameters that a rule of matrices leaves to AdamW."""
+    return sum(layer.others_count(RULES[model.rule]) for layer in block.layers)
+
+
+def trained_unit(model: Model, block: Block, dtype: str, bytes_moved: float) -> tuple[Any, ...]:
+    """Return a block's trained parameters as `_core.simulate` takes a unit.
+
+    Under a rule of matrices, a unit also has the work of their products, and another rule if most
+    of its parameters are no matrices.
+
+    Args:
+        model: the model.
+        block: a block with trained parameters.
+        dtype: their dtype.
+        bytes_moved: the main memory that AdamW reads and writes for a parameter.
+    """
+    rule, count = RULES[model.rule], block_params(block)
+    if not rule.others:
+        return dtype, False, count
+    work = int(model.products_count(*block.layers) * bytes_moved)
+    return dtype, False, count, (), work, 2 * block_others(model, block) >= count
+
+
+def others_of(model: Model) -> dict[str, Any]:
+    """Return the argument of `_core.simulate` with the rule of units that are no matrices."""
+    others = RULES[model.rule].others
+    return {"others": others} if others else {}
+
+
 def buffer_bytes(model: Model) -> int:
     """Return the main memory that a step's buffers take, in bytes."""
     trained = [model.param_bytes * block_params(block) for block in model.blocks]
@@ -83,7 +124,7 @@ def capacity_check(model: Model, machine: Machine, residual_bytes: int, others: 
     """
     capacity = machine.ssd_count * machine.ssd_bytes
     count = model.param_count
-    states = (model.param_bytes + residual_bytes) * count + model.moment_bytes(count)
+    states = (model.param_bytes + residual_bytes) * count + model.all_moment_bytes
     states *= _SLOT_COUNT
     others += sum(model.frozen_read_bytes(*frozen_params(block)) for block in model.blocks)
     if machine.ssd_bytes and states + others > capacity:

@@ -22,6 +22,7 @@ from lohan.planning._pieces import (
     block_params,
     buffer_bytes,
     frozen_params,
+    matrix_bytes,
     padded,
     saved_pieces,
     unit_sizes,
@@ -191,7 +192,7 @@ def _gpu_split(
 
 
 def _plan(model: Model, machine: Machine, policy: str, sums: int) -> dict[str, Any]:
-    room = machine.host_bytes - _transit_bytes(model) - sums
+    room = machine.host_bytes - _transit_bytes(model) - sums - matrix_bytes(model)
     if room <= 0:
         raise BudgetError(
             f"host_bytes {machine.host_bytes:,} is too small: activations in transit to SSD take"
@@ -209,7 +210,7 @@ def _states_bytes(model: Model, plan: dict[str, Any]) -> int:
         kinds = {
             "has_host_p16": count * model.param_bytes + model.frozen_bytes(*frozen_params(block)),
             "has_host_master": count * plan["master_bytes"],
-            "has_host_moments": model.moment_bytes(count),
+            "has_host_moments": model.block_moment_bytes(block),
         }
         total += sum(nbytes for kind, nbytes in kinds.items() if choice[kind])
     return total
@@ -334,7 +335,7 @@ def place(
     on_ssd = sum(nbytes for nbytes, is_on_ssd in pieces if is_on_ssd)
     transit = transit if on_ssd else 0
     saved = sum(nbytes for nbytes, is_on_ssd in pieces if not is_on_ssd) + transit
-    rest = machine.host_bytes - saved
+    rest = machine.host_bytes - saved - matrix_bytes(model)
     defers = any(block["is_deferred"] for block in plan["blocks"])
     has_all = policy == "auto" and "host_states" not in without
     recomputed = [m for m, fate in zip(model.layers, fates, strict=True) if _is_recomputed(m, fate)]

@@ -10,7 +10,8 @@
       block   shared_block: None, or the index of a block whose parameters this one also uses;
               layers: a list in forward order of
         layer param_count, forward_flop, activation_bytes, working_bytes, is_inter_block (a bool),
-              and, of frozen parameters, frozen_bytes, frozen_read_bytes, frozen_flop
+              and, of frozen parameters, frozen_bytes, frozen_read_bytes, frozen_flop; of a rule of
+              matrices, others_count and products_count
 
 Other keys are ignored, and those of moments and of frozen parameters may be missing.
 csrc/plan/machine.h and model.h define what each means.
@@ -27,10 +28,11 @@ fit raises MemoryError.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from lohan.common import _loss_pieces
-from lohan.common._rules import RULES
+from lohan.common._rules import RULES, Rule
 from lohan.errors import ModelError
 from lohan.planning import _base
 
@@ -45,6 +47,9 @@ DIT_FREQUENCIES = 256
 DIT_CLASSES = 1001
 # csrc/plan/model.h: the moments of as many parameters have a whole number of bytes.
 _MOMENT_BLOCK = 64
+# The FLOP per second of a thread in products of matrices, those that symmetry saves included: one
+# core of an AMD EPYC with AVX-512 takes 0.22 s for a matrix of 768 x 3072.
+THREAD_PRODUCT_FLOP_PER_S = 185_000_000_000
 # How a head and its loss are computed: with all logits, or some tokens at a time.
 LOSSES = ("logits", "linear_cross_entropy")
 
@@ -101,6 +106,9 @@ class Layer:
         plain_count: the number of other frozen parameters.
         frozen_flop: the FLOP of products with frozen parameters, whose backward takes one product
             instead of two.
+        matrices: the rows and columns of each trained matrix, if they are known; the rest are
+            vectors, or tensors that no rule updates as matrices.
+        is_outer: whether the layer is an embedding or a head, which Muon leaves to AdamW.
     """
 
     name: str
@@ -112,11 +120,43 @@ class Layer:
     packed_count: int = 0
     plain_count: int = 0
     frozen_flop: int = 0
+    matrices: tuple[tuple[int, int], ...] = ()
+    is_outer: bool = False
 
     @property
     def backward_flop(self) -> int:
         """The FLOP of one backward, without recomputation."""
         return 2 * self.forward_flop - self.frozen_flop
+
+    @property
+    def factor_count(self) -> int:
+        """The floats of Adafactor's factors; 0 if no shapes are known.
+
+        [Note: Factors] in csrc/compute/factor.h has the definition.
+        """
+        if not self.matrices:
+            return 0
+        in_matrices = sum(rows * columns for rows, columns in self.matrices)
+        return sum(map(sum, self.matrices)) + len(self.matrices) + self.param_count - in_matrices
+
+    def others_count(self, rule: Rule) -> int:
+        """Return how many parameters have AdamW's moments, because the rule is of matrices only."""
+        if not rule.others:
+            return 0
+        own = 0 if self.is_outer else sum(rows * columns for rows, columns in self.matrices)
+        return max(self.param_count - own, 0)
+
+    def products_flop(self, rule: Rule) -> int:
+        """Return the FLOP of products of matrices in an update."""
+        if not rule.others or self.is_outer:
+            return 0
+        return sum(itertools.starmap(_product_flop, self.matrices))
+
+
+def _product_flop(rows: int, columns: int) -> int:
+    """Return the FLOP of the Newton-Schulz iterations of a matrix, without those of symmetry."""
+    least, most = sorted((rows, columns))
+    return 20 * least**2 * most + 10 * least**3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +187,8 @@ class Model:
         states: how moments are stored, as lohan.wrap(moments=) names it.
         rule: the update rule: a key of RULES.
         base: the format of packed frozen parameters: one of _base.NAMES.
+        product_flop_per_param: the FLOP of products of matrices in the time in which AdamW updates
+            a parameter.
     """
 
     name: str
@@ -157,6 +199,7 @@ class Model:
     states: str = "fp32"
     rule: str = "adamw"
     base: str = _base.PLAIN
+    product_flop_per_param: int = 500
 
     def as_core(self) -> dict[str, Any]:
         """Return the dict that `lohan._core` takes."""
@@ -177,9 +220,57 @@ class Model:
     def _layer_as_core(self, layer: Layer) -> dict[str, Any]:
         return {
             **vars(layer),
+            "others_count": layer.others_count(RULES[self.rule]),
+            "products_count": self.products_count(layer),
             "frozen_bytes": self.frozen_bytes(layer.packed_count, layer.plain_count),
             "frozen_read_bytes": self.frozen_read_bytes(layer.packed_count, layer.plain_count),
         }
+
+    def on(self, threads: int, adam_params_per_s: int) -> Model:
+        """Return the model for a machine with as many threads for updates, and AdamW's rate."""
+        found = threads * THREAD_PRODUCT_FLOP_PER_S // adam_params_per_s
+        return dataclasses.replace(self, product_flop_per_param=max(found, 1))
+
+    def with_rule(self, rule: str, states: str) -> Model:
+        """Return the model with the moments of a rule, and with the factors that it may have.
+
+        A unit has factors behind its parameters, where they take as much as parameters do.
+
+        Args:
+            rule: the update rule: a key of RULES.
+            states: how moments are stored.
+        """
+        made = dataclasses.replace(self, states=states, rule=rule)
+        if rule == self.rule or not RULES[rule].has_factors:
+            return made
+
+        def with_factors(layer: Layer) -> Layer:
+            more = -(-layer.factor_count * 4 // self.param_bytes)
+            return dataclasses.replace(layer, param_count=layer.param_count + more)
+
+        blocks = (
+            dataclasses.replace(block, layers=tuple(map(with_factors, block.layers)))
+            for block in self.blocks
+        )
+        return dataclasses.replace(made, blocks=tuple(blocks))
+
+    def block_moment_bytes(self, block: Block) -> int:
+        """Return the bytes of the moments of a block."""
+        rule = RULES[self.rule]
+        count = sum(layer.param_count for layer in block.layers)
+        others = sum(layer.others_count(rule) for layer in block.layers)
+        found = self.moment_bytes(count - others)
+        return found + (RULES[rule.others].moment_bytes(others, "fp32") if others else 0)
+
+    @property
+    def all_moment_bytes(self) -> int:
+        """The bytes of all moments."""
+        return sum(map(self.block_moment_bytes, self.blocks))
+
+    def products_count(self, *layers: Layer) -> int:
+        """Return how many parameters AdamW updates in the time of products of matrices."""
+        flop = sum(layer.products_flop(RULES[self.rule]) for layer in layers)
+        return flop // self.product_flop_per_param
 
     def moment_bytes(self, count: int) -> int:
         """Return the bytes of the rule's moments of parameters, with the scales of 8-bit ones."""
@@ -243,12 +334,23 @@ def _transformer_layers(hidden: int, seq: int, batch: int) -> tuple[Layer, ...]:
     unit = tokens * hidden * HALF_BYTES
     square = hidden * hidden
     return (
-        Layer("qkv", 3 * square + 5 * hidden, 6 * tokens * square, 4 * unit),
+        _matrix_layer("qkv", hidden, 3 * hidden, 5 * hidden, 6 * tokens * square, 4 * unit),
         Layer("attention", 0, 4 * tokens * seq * hidden, unit),
-        Layer("h_to_h", square + hidden, 2 * tokens * square, unit),
-        Layer("h_to_4h", 4 * square + 6 * hidden, 8 * tokens * square, 9 * unit),
-        Layer("4h_to_h", 4 * square + hidden, 8 * tokens * square, unit, is_inter_block=True),
+        _matrix_layer("h_to_h", hidden, hidden, hidden, 2 * tokens * square, unit),
+        _matrix_layer("h_to_4h", hidden, 4 * hidden, 6 * hidden, 8 * tokens * square, 9 * unit),
+        dataclasses.replace(
+            _matrix_layer("4h_to_h", 4 * hidden, hidden, hidden, 8 * tokens * square, unit),
+            is_inter_block=True,
+        ),
     )
+
+
+def _matrix_layer(
+    name: str, rows: int, columns: int, vectors: int, forward_flop: int, activation_bytes: int
+) -> Layer:
+    """Return a layer with one matrix, and with vectors of some elements."""
+    count = rows * columns + vectors
+    return Layer(name, count, forward_flop, activation_bytes, matrices=((rows, columns),))
 
 
 def head_bytes(loss: str, tokens: int, hidden: int, vocab: int, trained: bool = True) -> int:
@@ -300,7 +402,8 @@ def decoder(
         loss: how the head and the loss are computed: one of LOSSES.
     """
     tokens = batch * seq
-    embedding = Layer("embedding", (vocab + seq) * hidden, 0, 0)
+    tables = ((vocab, hidden), (seq, hidden))
+    embedding = Layer("embedding", (vocab + seq) * hidden, 0, 0, matrices=tables, is_outer=True)
     working = head_bytes(loss, tokens, hidden, vocab)
     head = Layer("head", 2 * hidden, 2 * tokens * vocab * hidden, 0, working_bytes=working)
     block = Block(_transformer_layers(hidden, seq, batch))

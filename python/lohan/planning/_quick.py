@@ -15,7 +15,6 @@ from lohan.planning import _base, _hub, _plan, _policies, _sketch
 from lohan.planning._pieces import capacity_check
 
 if TYPE_CHECKING:
-    from lohan.common._rules import Rule
     from lohan.planning._machines import Machine
 
 _DAY_S = 86_400
@@ -45,19 +44,6 @@ class Step:
     gpu_bytes: int
     host_bytes: int
     swapped: tuple[int, int]
-
-
-def check_planned(rule: Rule) -> None:
-    """Reject a rule whose steps are not predicted.
-
-    Raises:
-        MachineError: it is one.
-    """
-    if rule.others:
-        raise MachineError(
-            f"method {rule.method!r} is not planned yet, which would need the time of products of"
-            ' matrices: plan method "lion", which moves about the same bytes'
-        )
 
 
 def config_of(name: str) -> dict[str, Any] | None:
@@ -114,7 +100,7 @@ def step(model: _plan.Model, machine: Machine, states: str = "fp32", rule: str =
     Raises:
         BudgetError: the model does not fit; the message has the numbers.
     """
-    model = dataclasses.replace(model, states=states, rule=rule)
+    model = model.with_rule(rule, states).on(machine.worker_count, machine.adam_params_per_s)
     capacity_check(model, machine, model.residual_bytes)
     found: dict[str, Any] = _policies.make(model, machine, "auto")["step"]
     seconds = found["iteration_s"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+from lohan.common._rules import RULES
 from lohan.errors import BudgetError
 from lohan.planning import _world, _world_lohan, _world_wrap
 from lohan.planning._world_wrap import Setting
@@ -100,6 +101,7 @@ def _engine(model: Model, machine: Machine, setting: Setting, beside_bytes: int)
             f" {stores * sums:,} bytes of it ({stores} x {_SUM_BYTES} bytes a parameter),"
             f" activations {stores * beside_bytes:,}; there are {machine.host_bytes:,}"
         )
+    has_matrices = RULES[model.rule].others != ""  # whose products take the time of threads
     total = machine.link_total_bytes_per_s // gpus or 1 << 62
     bus = machine.ssd_total_bytes_per_s
     return dataclasses.replace(
@@ -112,6 +114,7 @@ def _engine(model: Model, machine: Machine, setting: Setting, beside_bytes: int)
         ssd_total_bytes_per_s=bus // stores if bus else 0,
         ssd_bytes=machine.ssd_bytes // stores,
         adam_params_per_s=machine.adam_params_per_s // stores,
+        worker_count=max(machine.worker_count // (stores if has_matrices else 1), 1),
     )
 
 
@@ -169,7 +172,10 @@ def row(
         seconds += more / rates + more / (machine.ssd_count * engine.ssd_read_bytes_per_s)
     others = _ADAM_MOVED_BYTES - _ADAM_MOMENT_BYTES
     others += _SUM_MOVED_BYTES * works[0].micro_steps * gpus // stores
-    moved = model.param_count * others + 2 * model.moment_bytes(model.param_count)
+    moved = model.param_count * others + 2 * model.all_moment_bytes
+    model = model.on(engine.worker_count, engine.adam_params_per_s)
+    products = model.products_count(*model.layers)
+    moved += products * _ADAM_MOVED_BYTES
     cpu_s = moved / (_ADAM_MOVED_BYTES * engine.adam_params_per_s)
     bound_by = found.bound_by if cpu_s <= seconds else "cpu"
     seconds = max(seconds, cpu_s)
@@ -184,7 +190,7 @@ def row(
     held = stores * (found.host_bytes + _sums_bytes(model, machine, setting))
     return Row(
         setting=setting,
-        step_s=seconds * ratio,
+        step_s=max(seconds * ratio, products / engine.adam_params_per_s / divided),
         bound_by=bound_by,
         net_bytes=sum(_world_wrap.sent(works[0], machine, setting)),
         written_bytes=stores

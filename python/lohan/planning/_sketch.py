@@ -75,9 +75,18 @@ def _mlp(sizes: _Sizes, tokens: int) -> list[Layer]:
     if not sizes.experts:
         inside, unit = sizes.inside, tokens * HALF_BYTES
         up, down = ways * hidden * inside, inside * hidden
+        ins, out = ((inside, hidden),) * ways, ((hidden, inside),)
         return [
-            Layer("up", up + hidden, 2 * tokens * up, unit * (sizes.normed + saved * inside)),
-            Layer("down", down, 2 * tokens * down, unit * hidden, is_inter_block=True),
+            Layer(
+                "up",
+                up + hidden,
+                2 * tokens * up,
+                unit * (sizes.normed + saved * inside),
+                matrices=ins,
+            ),
+            Layer(
+                "down", down, 2 * tokens * down, unit * hidden, is_inter_block=True, matrices=out
+            ),
         ]
     inside, routed = sizes.inside_expert, tokens * sizes.chosen
     unit = routed * HALF_BYTES
@@ -89,6 +98,7 @@ def _mlp(sizes: _Sizes, tokens: int) -> list[Layer]:
             router + hidden,
             2 * tokens * router,
             tokens * (HALF_BYTES * sizes.normed + 4 * sizes.experts),
+            matrices=((sizes.experts, hidden),),
         ),
         Layer("up", sizes.experts * up, 2 * routed * up, unit * (2 * hidden + saved * inside)),
         Layer(
@@ -112,9 +122,10 @@ def _block(sizes: _Sizes, tokens: int, seq: int, *, crosses: bool = False) -> Bl
             qkv + hidden,
             2 * tokens * qkv,
             unit * (sizes.normed + 2 * sizes.queries + 4 * sizes.keys),
+            matrices=((sizes.queries, hidden), *[(sizes.keys, hidden)] * 2),
         ),
         Layer("attention", 0, 4 * tokens * seq * sizes.queries, unit * sizes.queries),
-        Layer("out", out, 2 * tokens * out, unit * hidden),
+        Layer("out", out, 2 * tokens * out, unit * hidden, matrices=((hidden, sizes.queries),)),
     ]
     return Block((*attention, *(attention if crosses else ()), *_mlp(sizes, tokens)))
 
@@ -124,7 +135,10 @@ def _head(sizes: _Sizes, tokens: int, loss: str) -> Block:
     working = _plan.head_bytes(loss, tokens, sizes.hidden, sizes.vocab)
     flop = 2 * tokens * sizes.vocab * sizes.hidden
     shared = 0 if sizes.is_tied else None
-    return Block((Layer("head", own + sizes.hidden, flop, 0, working),), shared)
+    tables = () if sizes.is_tied else ((sizes.vocab, sizes.hidden),)
+    count = own + sizes.hidden
+    made = Layer("head", count, flop, 0, working, matrices=tables, is_outer=True)
+    return Block((made,), shared)
 
 
 def _language(config: dict[str, Any], name: str, batch: int, seq: int, loss: str) -> Model:
@@ -135,7 +149,9 @@ def _language(config: dict[str, Any], name: str, batch: int, seq: int, loss: str
     if config.get("is_encoder_decoder"):
         count = _first(config, "num_decoder_layers", default=sizes.layers)
         blocks += [_block(sizes, tokens, seq, crosses=True)] * count
-    embedding = Block((Layer("embedding", table, 0, 0),))
+    tables = [(rows, sizes.hidden) for rows in (sizes.vocab, sizes.positions) if rows]
+    made = Layer("embedding", table, 0, 0, matrices=tuple(tables), is_outer=True)
+    embedding = Block((made,))
     return Model(name, (embedding, *blocks, _head(sizes, tokens, loss)), tokens)
 
 

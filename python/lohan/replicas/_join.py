@@ -286,7 +286,9 @@ def _sums(
 
     The checksums are of pieces of 1 MiB of a unit, so that they can only be compared if the units
     have the same parameters ("layout"). Budgets that differ may divide blocks in other ways; what
-    is compared then is the name of the session that made the commit ("history").
+    is compared then is the name of the session that made the commit ("history"). So it is if
+    processes divide the states of a rule with factors: these are among the bytes of the parameters,
+    and only the process that has a unit's states moves them.
 
     Raises:
         StoreError: the store cannot be opened.
@@ -303,6 +305,8 @@ def _sums(
                 is_own = groups is not None and any(groups.has(each.name) for each in unit.params)
                 key = "own" if is_own else "all"
                 layouts[key].append([[each.name, each.first] for each in unit.params])
+                if unit.trainable and RULES[unit.rule].has_factors:
+                    layouts[key][-1] += contents.meta.get("part", [])
                 sums[key].update(store.checksums(its.param))
         found = {key: each.hexdigest() for key, each in sums.items()}
         for key, each in layouts.items():

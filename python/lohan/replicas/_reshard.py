@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lohan import _core
 from lohan.common import _bar
 from lohan.common._arguments import directories_of
+from lohan.common._rules import RULES
 from lohan.config import Config
 from lohan.errors import (
     StoreError,
@@ -250,8 +251,10 @@ class _Target:
 def _origin(sources: Sequence[_Source], unit: int, array: str) -> tuple[_Source, int]:
     """Return a store that has an array of a unit, and the extent."""
     for source in sources:
+        its = source.contents.layout.units[unit]
+        has_factors = array == "param" and RULES[its.rule].has_factors
         extent = getattr(source.contents.extents.units[unit], array)
-        if extent >= 0:
+        if extent >= 0 and (its.has_states or not has_factors):
             return source, extent
     name = sources[0].contents.layout.units[unit].name
     raise StoreMismatchError(

@@ -284,12 +284,13 @@ def write_state(
 
     steps, rule = [0] * len(layout.params), RULES[layout.rule]
     for param in layout.params:
-        state = optimizer.state.get(param.tensor)
-        if not state or not layout.units[param.unit].trainable:
+        state, unit = optimizer.state.get(param.tensor), layout.units[param.unit]
+        if not state or not unit.trainable:
             continue
         if rule.has_factors:
             steps[param.index] = int(state["step"])
-            _write_factors(param, layout.units[param.unit], extents, store, state)
+            if unit.has_states:
+                _write_factors(param, unit, extents, store, state)
             continue
         found = _values_of(rule, state)
         if found and all(value is None for value in found.values()):
@@ -297,7 +298,7 @@ def write_state(
         steps[param.index] = int(state.get("step", 1))  # SGD does not count steps
         if steps[param.index] == 0 and "initial_accumulator_value" in rule.defaults:
             continue  # the first step begins the sum
-        if not layout.units[param.unit].has_states:
+        if not unit.has_states:
             continue  # the process that has them writes them
         places = extents.units[param.unit]
         m, v = (
@@ -306,7 +307,7 @@ def write_state(
             else torch.zeros(param.count)
             for name in ("moment1", "moment2")
         )
-        _moments.write(store, layout.units[param.unit], places, param, (m, v))
+        _moments.write(store, unit, places, param, (m, v))
     return _core.scalars_make(steps, b"")
 
 
