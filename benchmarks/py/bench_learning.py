@@ -38,13 +38,13 @@ from typing import Any
 import lohan
 import torch
 from lohan import _core
-from lohan.common._rules import RULES
+from lohan.common._rules import ADAMW, RULES
 from report import Report
 from torch import nn
 
 LR, BETAS, EPS, WEIGHT_DECAY = 2e-3, (0.9, 0.999), 1e-8, 0.01
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-STATES = ("fp32", "bf16", "8bit")
+STATES = ("fp32", "bf16", "8bit", "4bit")
 # Arguments of wrap() for a rule, and the learning rates that are tried, by the name of a row.
 # A rule that this lohan lacks is left out.
 ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -52,6 +52,7 @@ LION_RATES = (2e-4, 5e-4, 1e-3, 2e-3)
 RATES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "adamw": ({"weight_decay": WEIGHT_DECAY}, ADAM_RATES),
     "adamw_8bit": ({"weight_decay": WEIGHT_DECAY, "moments": "8bit"}, ADAM_RATES),
+    "adamw_4bit": ({"weight_decay": WEIGHT_DECAY, "moments": "4bit"}, ADAM_RATES),
     # Its authors suggest three to ten times AdamW's weight decay.
     "lion": ({"method": "lion", "weight_decay": 0.1}, LION_RATES),
     "lion_8bit": ({"method": "lion", "weight_decay": 0.1, "moments": "8bit"}, LION_RATES),
@@ -199,7 +200,8 @@ def rule_losses(
 ) -> tuple[float, list[float]]:
     """Return the learning rate of a rule, and the losses of every seed with it."""
     given, _ = RATES[rule]
-    swept = rule.removesuffix("_8bit")  # moments in fewer bits have the rate of fp32's
+    # Moments in fewer bits have the rate of those in fp32.
+    swept = rule.removesuffix("_8bit").removesuffix("_4bit")
     if swept not in best:
         best[swept] = best_rate(name, swept, options)
     lr = best[swept]
@@ -269,17 +271,18 @@ def exact(start: torch.Tensor, gradients: Tensors) -> torch.Tensor:
 
 def ours(states: str) -> Callable[[torch.Tensor, Tensors], torch.Tensor]:
     """Return lohan's update with a format of moments."""
-    width = {"fp32": 4, "bf16": 2, "8bit": 1}[states]
 
     def apply(start: torch.Tensor, gradients: Tensors) -> torch.Tensor:
         value, count = start.clone(), start.numel()
-        moments = [torch.zeros(count * width, dtype=torch.uint8) for _ in range(2)]
-        scales = torch.zeros(count // 16, dtype=torch.uint8)
-        extra = {} if states == "fp32" else {"states": states}
-        if states == "8bit":
-            extra["scales_ptr"] = scales.data_ptr()
+        names = ADAMW.arrays(states)
+        arrays = [torch.zeros(n, dtype=torch.uint8) for n in ADAMW.moment_arrays(count, states)]
+        pointers = dict(zip(names, (array.data_ptr() for array in arrays), strict=False))
+        extra: dict[str, Any] = {} if states == "fp32" else {"states": states}
+        if len(arrays) > len(names):
+            extra["scales_ptr"] = arrays[-1].data_ptr()
+        moments = (pointers["moment1"], pointers.get("moment2", 0))
         for step, gradient in enumerate(gradients, 1):
-            places = (value.data_ptr(), 0, *(m.data_ptr() for m in moments), gradient.data_ptr())
+            places = (value.data_ptr(), 0, *moments, gradient.data_ptr())
             rule = (LR, *BETAS, EPS, WEIGHT_DECAY, step, 1.0)
             _core.adam_update(None, *places, count, "float32", "float32", *rule, **extra)
         return value

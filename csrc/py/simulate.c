@@ -68,7 +68,7 @@ struct unit {
     uint32_t pack_count;
 };
 
-static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
+static const char *const states_names[] = {"fp32", "bf16", "8bit", "4bit", NULL};
 
 static const char *const dtype_names[] = {"float32", "bfloat16", "float16", "frozen", NULL};
 static const struct lhpy_table unit_table = LHPY_TABLE(

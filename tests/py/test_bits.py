@@ -55,7 +55,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(bits_worker.SHAPES),
     "dtype": tuple(bits_worker.DTYPES),
     "rule": tuple(bits_worker.RULES),
-    "states": ("fp32", "bf16", "8bit"),
+    "states": ("fp32", "bf16", "8bit", "4bit"),
     "accumulate": (1, 2, 4),
     "clip": (False, True),
     "gradients": ("all", "absent", "order", "frozen"),
@@ -93,6 +93,7 @@ def _pairs(one: str, choices: Any, other: str, others: Any) -> list[Pair]:
     return [frozenset([(one, a), (other, b)]) for a in choices for b in others]
 
 
+NARROW = FACTORS["states"][1:]
 # Pairs that wrap() refuses: the class of the error, what is refused, and the way out.
 REFUSED: dict[Pair, tuple[str, str, str]] = {
     pair: said
@@ -110,11 +111,11 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ),
         ),
         (
-            _pairs("rule", ["sgd"], "states", ["bf16", "8bit"]),
+            _pairs("rule", ["sgd"], "states", NARROW),
             ("UnsupportedError", "has no meaning with method='sgd'", "leave it out"),
         ),
         (
-            _pairs("rule", ["adam_mini"], "states", ["bf16", "8bit"]),
+            _pairs("rule", ["adam_mini"], "states", NARROW),
             ("UnsupportedError", "not supported with method='adam_mini'", "leave moments= out"),
         ),
         (
@@ -122,11 +123,11 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("UnsupportedError", "not supported with method='ada", "has all states"),
         ),
         (
-            _pairs("rule", ["adafactor"], "states", ["bf16", "8bit"]),
+            _pairs("rule", ["adafactor"], "states", NARROW),
             ("UnsupportedError", "has no meaning with method='adafactor'", "leave it out"),
         ),
         (
-            _pairs("rule", ["muon"], "states", ["bf16", "8bit"]),
+            _pairs("rule", ["muon"], "states", NARROW),
             ("UnsupportedError", "not supported with method='muon'", "leave moments= out"),
         ),
         (
@@ -134,8 +135,12 @@ REFUSED: dict[Pair, tuple[str, str, str]] = {
             ("UnsupportedError", "not supported with method='muon'", "has all states"),
         ),
         (
-            _pairs("rule", ["adagrad"], "states", ["8bit"]),
+            _pairs("rule", ["adagrad"], "states", ["8bit", "4bit"]),
             ("UnsupportedError", "not supported with method='adagrad'", 'pass moments="bf16"'),
+        ),
+        (
+            _pairs("rule", ["lion", "momentum"], "states", ["4bit"]),
+            ("UnsupportedError", "not supported with method='", 'pass moments="8bit"'),
         ),
         (
             _pairs("clip", [True], "schedule", ["naive"]),
