@@ -209,9 +209,10 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     const struct lh_unit *unit = &engine->units[chunk->unit];
     const struct lh_adam_mismatch *bad = &slab->mismatch;
     bool has_master = unit->desc->dtype == LH_DTYPE_F16;
+    bool is_paired = unit->desc->states == LH_ADAM_STATES_4BIT;
     const char *const names[] = {"?",
                                  has_master ? "fp32 master" : "residual",
-                                 "first moment",
+                                 is_paired ? "moments" : "first moment",
                                  "second moment",
                                  lh_rules[unit->desc->rule].has_rows ? "second moment of rows"
                                                                      : "moments' scales",
