@@ -22,8 +22,6 @@
 #define CHUNK_CHECKSUMS (CHUNK_ELEMENTS * 4 / LH_CHECKSUM_BYTES)
 #define REPETITION_COUNT_MAX 101
 
-#define STATES_COUNT 3
-
 /* WORK_SEAL makes the checksums that WORK_CHECKSUMS then expects; its time does not count. */
 enum work { WORK_STREAM, WORK_UPDATE, WORK_SEAL, WORK_CHECKSUMS, WORK_COUNT };
 
@@ -35,7 +33,8 @@ struct bench {
     struct lh_adam_run run; /* all elements */
     struct lh_adam_scalars scalars;
     const struct lh_adam_kernel *kernel;
-    struct lh_adam_moments stored[STATES_COUNT]; /* the run's moments in every other format */
+    struct lh_adam_moments
+        stored[LH_ADAM_STATES_COUNT]; /* the run's moments in every other format */
     struct checksums read, written;
     int thread_count;
     enum work work;
@@ -67,16 +66,15 @@ static struct lh_adam_run part(const struct lh_adam_run *run, uint64_t first, ui
 static void chunk_moments(const struct bench *bench, struct lh_adam_chunk *chunk, uint64_t first)
 {
     const struct lh_adam_moments *stored = bench->stored + bench->states;
-    uint64_t bytes = lh_adam_moment_bytes(bench->states);
+    struct lh_adam_moments part = lh_adam_moments_from(stored, first);
 
     chunk->states = bench->states;
     if (bench->states == LH_ADAM_STATES_F32)
         return;
     chunk->count = lh_align_up(chunk->count, LH_ADAM_STATES_BLOCK);
-    chunk->moment1 = (char *)stored->moment1 + first * bytes;
-    chunk->moment2 = (char *)stored->moment2 + first * bytes;
-    if (bench->states == LH_ADAM_STATES_8BIT)
-        chunk->scales = stored->scales + first / LH_ADAM_STATES_BLOCK;
+    chunk->moment1 = part.moment1;
+    chunk->moment2 = part.moment2;
+    chunk->scales = part.scales;
 }
 
 static void chunk_work(const struct bench *bench, const struct lh_adam_run *run, uint64_t index)
@@ -89,7 +87,7 @@ static void chunk_work(const struct bench *bench, const struct lh_adam_run *run,
                                       .scalars = bench->scalars,
                                       .param_first = index * CHUNK_ELEMENTS};
     bool checked = bench->work == WORK_CHECKSUMS, made = bench->work != WORK_UPDATE;
-    bool has_scales = bench->states == LH_ADAM_STATES_8BIT;
+    bool has_scales = lh_adam_has_scales(bench->states);
     struct lh_adam_chunk chunk = {
         .param = run->param,
         .residual = run->residual,
@@ -147,13 +145,14 @@ static double seconds_of(struct bench *bench, enum work work)
 }
 
 /* The seconds of a repetition, by format and work; the stream is in [0]. */
-typedef double times[STATES_COUNT][WORK_COUNT];
+typedef double times[LH_ADAM_STATES_COUNT][WORK_COUNT];
 
 /* Print a result, compared with what WORK_STREAM or, for formats other than fp32, fp32 took. */
 static void report(const struct bench *bench, enum work work, const times *seconds,
                    int repetition_count)
 {
-    static const char *const states_names[] = {"", "/bf16_moments", "/8bit_moments"};
+    static const char *const states_names[] = {"", "/bf16_moments", "/8bit_moments",
+                                               "/4bit_moments"};
     double speeds[REPETITION_COUNT_MAX], others[REPETITION_COUNT_MAX];
     double ratios[REPETITION_COUNT_MAX], count = (double)bench->run.count;
     bool is_fp32 = bench->states == LH_ADAM_STATES_F32;
@@ -196,7 +195,7 @@ static void kernel_bench(struct bench *bench, int repetition_count)
 
     /* The first repetition warms up and is not reported. */
     for (int r = 0; r <= repetition_count; r++) {
-        for (int states = 0; states < STATES_COUNT; states++)
+        for (int states = 0; states < LH_ADAM_STATES_COUNT; states++)
             for (int work = states == 0 ? 0 : WORK_UPDATE; work < WORK_COUNT; work++) {
                 struct checksums swap = bench->read;
 
@@ -208,7 +207,7 @@ static void kernel_bench(struct bench *bench, int repetition_count)
                 }
             }
     }
-    for (int states = 0; states < STATES_COUNT; states++) {
+    for (int states = 0; states < LH_ADAM_STATES_COUNT; states++) {
         bench->states = (enum lh_adam_states)states;
         report(bench, WORK_UPDATE, seconds + 1, repetition_count);
         report(bench, WORK_CHECKSUMS, seconds + 1, repetition_count);
@@ -245,15 +244,11 @@ static void stored_make(struct bench *bench)
     const struct lh_adam_random random = {LH_ADAM_SEED, 0, 0};
     float moment1[4096], moment2[4096];
 
-    for (int states = LH_ADAM_STATES_BF16; states < STATES_COUNT; states++) {
+    for (int states = LH_ADAM_STATES_BF16; states < LH_ADAM_STATES_COUNT; states++) {
         const struct lh_adam_moments *stored = bench->stored + states;
-        uint64_t bytes = lh_adam_moment_bytes((enum lh_adam_states)states);
 
         for (uint64_t at = 0; at < bench->run.count; at += LH_COUNT_OF(moment1)) {
-            struct lh_adam_moments part = {
-                stored->states, (char *)stored->moment1 + at * bytes,
-                (char *)stored->moment2 + at * bytes,
-                states == LH_ADAM_STATES_8BIT ? stored->scales + at / LH_ADAM_STATES_BLOCK : NULL};
+            struct lh_adam_moments part = lh_adam_moments_from(stored, at);
             uint64_t count = lh_min_u64(LH_COUNT_OF(moment1), bench->run.count - at);
 
             memset(moment1, 0, sizeof(moment1));
@@ -293,7 +288,10 @@ int main(int argc, char **argv)
                    [LH_ADAM_STATES_8BIT] = {LH_ADAM_STATES_8BIT, measure_pages(room),
                                             measure_pages(room),
                                             measure_pages(
-                                                lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, room))}},
+                                                lh_adam_scale_bytes(LH_ADAM_STATES_8BIT, room))},
+                   [LH_ADAM_STATES_4BIT] = {LH_ADAM_STATES_4BIT, measure_pages(room), NULL,
+                                            measure_pages(
+                                                lh_adam_scale_bytes(LH_ADAM_STATES_4BIT, room))}},
     };
     void *residual = bench.run.residual;
 

@@ -109,7 +109,7 @@ class Ours:
             self.param.data_ptr(),
             self.residual.data_ptr() if bf16 else 0,
             self.moment1.data_ptr() if has[0] else 0,
-            self.moment2.data_ptr() if has[1] else 0,
+            self.moment2.data_ptr() if has[1] and states != "4bit" else 0,
             self.gradient.data_ptr(),
             count,
             "bfloat16" if bf16 else "float32",
@@ -121,9 +121,10 @@ class Ours:
         """Make moments of another format."""
         count = values.param.numel()
         dtype = torch.int16 if states == "bf16" else torch.int8
-        self.moment1, self.moment2 = huge_tensor(count, dtype), huge_tensor(count, dtype)
-        self.scales = torch.empty(count // 16 if states == "8bit" else 0, dtype=torch.uint8)
-        scales = self.scales.data_ptr() if states == "8bit" else 0
+        self.moment1 = huge_tensor(count, dtype)
+        self.moment2 = huge_tensor(0 if states == "4bit" else count, dtype)
+        self.scales = torch.empty(0 if states == "bf16" else count // 16, dtype=torch.uint8)
+        scales = 0 if states == "bf16" else self.scales.data_ptr()
         stored = (self.moment1.data_ptr(), self.moment2.data_ptr(), scales)
         decoded = (values.moment1.clone(), values.moment2.clone())
         self.core.adam_encode(states, *stored, *(m.data_ptr() for m in decoded), 0, count, 0, 0)
@@ -299,7 +300,7 @@ def bench_states(core, report: Report, args: argparse.Namespace, bf16: bool) -> 
     values = Values(count)
     ours = {
         states: Ours(core, values, bf16, args.threads, args.kernel, states)
-        for states in ("fp32", "bf16", "8bit")
+        for states in ("fp32", "bf16", "8bit", "4bit")
     }
     contestants: dict[str, Callable[[], float]] = {}
     for states, one in ours.items():
@@ -318,7 +319,7 @@ def bench_states(core, report: Report, args: argparse.Namespace, bf16: bool) -> 
             if repetition > 0:
                 speeds[name].append(round(count / seconds))
     mode = "bf16_residual" if bf16 else "fp32"
-    for states in ("bf16", "8bit"):
+    for states in ("bf16", "8bit", "4bit"):
         for checksums in ("", "/checksums"):
             peers = {"fp32 moments": speeds[f"fp32{checksums}"]}
             peers |= {name: speeds[name] for name in speeds if name in ("torchao", "bitsandbytes")}

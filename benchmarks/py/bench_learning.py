@@ -5,10 +5,10 @@ with each format: text from Python's own sources, byte by byte, or drawings of t
 the losses on held-out data after the last step, one for each seed, next to those with fp32, and
 whether their mean is in the range of the latter (`is_within_spread`).
 
-The rows of --rules (lion, lion_8bit, adam_mini) have the same losses with another update rule.
+The rows of --rules have the same losses with another update rule, or with moments in fewer bits.
 Each rule, and AdamW beside it, has the learning rate of RATES with which one more seed, which is
 not among those of the row, ends at the least loss; `is_edge` says that it is the first or the last.
-Moments in 8 bits have the rate of those in fp32.
+Moments in fewer bits have the rate of those in fp32. A row is printed when its runs end.
 `distance` is how far the rule's mean loss is from that of AdamW, in standard deviations over
 AdamW's seeds: above 0, the rule learned less.
 
@@ -38,19 +38,21 @@ from typing import Any
 import lohan
 import torch
 from lohan import _core
-from lohan.common._rules import RULES
+from lohan.common._rules import ADAMW, RULES
 from report import Report
 from torch import nn
 
 LR, BETAS, EPS, WEIGHT_DECAY = 2e-3, (0.9, 0.999), 1e-8, 0.01
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-STATES = ("fp32", "bf16", "8bit")
+STATES = ("fp32", "bf16", "8bit", "4bit")
 # Arguments of wrap() for a rule, and the learning rates that are tried, by the name of a row.
 # A rule that this lohan lacks is left out.
 ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 LION_RATES = (2e-4, 5e-4, 1e-3, 2e-3)
 RATES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "adamw": ({"weight_decay": WEIGHT_DECAY}, ADAM_RATES),
+    "adamw_8bit": ({"weight_decay": WEIGHT_DECAY, "moments": "8bit"}, ADAM_RATES),
+    "adamw_4bit": ({"weight_decay": WEIGHT_DECAY, "moments": "4bit"}, ADAM_RATES),
     # Its authors suggest three to ten times AdamW's weight decay.
     "lion": ({"method": "lion", "weight_decay": 0.1}, LION_RATES),
     "lion_8bit": ({"method": "lion", "weight_decay": 0.1, "moments": "8bit"}, LION_RATES),
@@ -59,7 +61,9 @@ RATES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "muon": ({"method": "muon"}, (5e-3, 1e-2, 2e-2, 5e-2)),
 }
 CHOICES = [
-    name for name, (given, _) in RATES.items() if name != "adamw" and given["method"] in RULES
+    name
+    for name, (given, _) in RATES.items()
+    if name != "adamw" and given.get("method", "adamw") in RULES
 ]
 # Neither a row's seed nor that of the held-out data.
 SWEEP_SEED = 10_000
@@ -191,26 +195,30 @@ def best_rate(name: str, rule: str, options: Any) -> float:
     return min(rates, key=ends.__getitem__)
 
 
+def rule_losses(
+    name: str, rule: str, options: Any, best: dict[str, float]
+) -> tuple[float, list[float]]:
+    """Return the learning rate of a rule, and the losses of every seed with it."""
+    given, _ = RATES[rule]
+    # Moments in fewer bits have the rate of those in fp32.
+    swept = rule.removesuffix("_8bit").removesuffix("_4bit")
+    if swept not in best:
+        best[swept] = best_rate(name, swept, options)
+    lr = best[swept]
+    return lr, [train(name, seed, options, lr=lr, **given) for seed in range(options.seeds)]
+
+
 def bench_rules(name: str, options: Any, report: Report) -> None:
     """Train a model with AdamW, with every rule, and with every seed."""
-    losses: dict[str, list[float]] = {}
     best: dict[str, float] = {}
-    for rule in ["adamw", *options.rules]:
-        given, _ = RATES[rule]
-        swept = rule.removesuffix("_8bit")  # moments in 8 bits have the rate of fp32's
-        if swept not in best:
-            best[swept] = best_rate(name, swept, options)
-        best[rule] = best[swept]
-        seeds = range(options.seeds)
-        losses[rule] = [train(name, seed, options, lr=best[rule], **given) for seed in seeds]
-    theirs = losses["adamw"]
+    their_lr, theirs = rule_losses(name, "adamw", options, best)
     spread = statistics.stdev(theirs) if len(theirs) > 1 else math.nan
     for rule in options.rules:
-        mean = statistics.mean(losses[rule])
-        rates = RATES[rule][1]
+        lr, losses = rule_losses(name, rule, options, best)
+        mean, rates = statistics.mean(losses), RATES[rule][1]
         report.add(
             f"learning_{name}_{rule}",
-            losses[rule],
+            losses,
             "nats",
             peer="AdamW, fp32 states",
             peer_values=theirs,
@@ -220,9 +228,9 @@ def bench_rules(name: str, options: Any, report: Report) -> None:
             peer_max=max(theirs),
             is_within_spread=min(theirs) <= mean <= max(theirs),
             distance=round((mean - statistics.mean(theirs)) / spread, 3) if spread > 0 else None,
-            lr=best[rule],
-            peer_lr=best["adamw"],
-            is_edge=best[rule] in (rates[0], rates[-1]),
+            lr=lr,
+            peer_lr=their_lr,
+            is_edge=lr in (rates[0], rates[-1]),
         )
 
 
@@ -263,17 +271,18 @@ def exact(start: torch.Tensor, gradients: Tensors) -> torch.Tensor:
 
 def ours(states: str) -> Callable[[torch.Tensor, Tensors], torch.Tensor]:
     """Return lohan's update with a format of moments."""
-    width = {"fp32": 4, "bf16": 2, "8bit": 1}[states]
 
     def apply(start: torch.Tensor, gradients: Tensors) -> torch.Tensor:
         value, count = start.clone(), start.numel()
-        moments = [torch.zeros(count * width, dtype=torch.uint8) for _ in range(2)]
-        scales = torch.zeros(count // 16, dtype=torch.uint8)
-        extra = {} if states == "fp32" else {"states": states}
-        if states == "8bit":
-            extra["scales_ptr"] = scales.data_ptr()
+        names = ADAMW.arrays(states)
+        arrays = [torch.zeros(n, dtype=torch.uint8) for n in ADAMW.moment_arrays(count, states)]
+        pointers = dict(zip(names, (array.data_ptr() for array in arrays), strict=False))
+        extra: dict[str, Any] = {} if states == "fp32" else {"states": states}
+        if len(arrays) > len(names):
+            extra["scales_ptr"] = arrays[-1].data_ptr()
+        moments = (pointers["moment1"], pointers.get("moment2", 0))
         for step, gradient in enumerate(gradients, 1):
-            places = (value.data_ptr(), 0, *(m.data_ptr() for m in moments), gradient.data_ptr())
+            places = (value.data_ptr(), 0, *moments, gradient.data_ptr())
             rule = (LR, *BETAS, EPS, WEIGHT_DECAY, step, 1.0)
             _core.adam_update(None, *places, count, "float32", "float32", *rule, **extra)
         return value

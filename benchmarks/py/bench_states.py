@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
 import disk_limits
 
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
-STATES = ("fp32", "bf16", "8bit")
+STATES = ("fp32", "bf16", "8bit", "4bit")
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 1000},
     "124m": {},

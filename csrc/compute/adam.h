@@ -102,7 +102,7 @@ static inline uint64_t lh_adam_block_bytes(enum lh_rule rule, enum lh_adam_state
 {
     if (lh_rules[rule].has_rows)
         return sizeof(struct lh_adam_rows);
-    return states == LH_ADAM_STATES_8BIT ? sizeof(struct lh_adam_scales) : 0;
+    return lh_adam_has_scales(states) ? sizeof(struct lh_adam_scales) : 0;
 }
 
 /* Compute the scalars of a step (1, 2, ...). Source: torch.optim.AdamW, single-tensor form. */
@@ -123,7 +123,7 @@ struct lh_adam_run {
     enum lh_dtype param_dtype;    /* LH_DTYPE_F32, _BF16 or _F16 */
     enum lh_dtype gradient_dtype; /* any of the same three */
     bool *has_nan;  /* becomes true if an updated parameter is NaN; NULL: nobody asks */
-    bool has_roots; /* moment2 receives the roots of second moments, which 8-bit states store */
+    bool has_roots; /* moment2 receives the roots of second moments, for states with scales */
 };
 
 typedef void (*lh_adam_fn)(const struct lh_adam_run *run, const struct lh_adam_scalars *scalars);
@@ -154,7 +154,8 @@ typedef void (*lh_adam_checking_fn)(const struct lh_adam_run *run,
 /*
  * An update of whole blocks whose moments are not in fp32, without a pass that decodes them. BF16:
  * the stored moments are updated, with a random word for each element; those of run are not used.
- * 8BIT: moment1 and moment2 of run receive the new moments and roots, which are not yet encoded.
+ * 8BIT and 4BIT: moment1 and moment2 of run receive the new moments and roots, which are not yet
+ * encoded.
  */
 typedef void (*lh_adam_stored_fn)(const struct lh_adam_run *run,
                                   const struct lh_adam_scalars *scalars,
@@ -234,7 +235,7 @@ struct lh_adam_chunk {
     void *residual; /* as in struct lh_adam_run */
     void *moment1;  /* float, or as in struct lh_adam_moments; NULL: the rule has none */
     void *moment2;
-    struct lh_adam_scales *scales; /* 8BIT only */
+    struct lh_adam_scales *scales; /* 8BIT and 4BIT only */
     struct lh_adam_rows *rows;     /* NULL: the rule has none; they have the checksums of scales */
     float *average; /* of the masters, updated after them as lh_adam_average(); NULL: none */
     uint64_t count; /* elements */

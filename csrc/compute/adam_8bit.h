@@ -21,6 +21,11 @@
 /* Adding 1.5 * 2^23 rounds to an integer, which is then in the sum's low bits. */
 #define LH_ADAM_8BIT_ROUND 0x1.8p23f
 #define LH_ADAM_8BIT_ROUND_BITS UINT32_C(0x4B400000)
+/* The same of moments in 4 bits ([Note: Moments in 4 bits]). */
+#define LH_ADAM_4BIT_MAX1 11.0f /* the value of code 7 */
+#define LH_ADAM_4BIT_MAX2 16.0f
+#define LH_ADAM_4BIT_NAN (-8)
+#define LH_ADAM_4BIT_CODE_SHIFT 22
 /* A scale is a float without its 13 low bits, relative to the bits of 2^-43. */
 #define LH_ADAM_8BIT_SCALE_SHIFT 13
 #define LH_ADAM_8BIT_SCALE_BITS UINT32_C(0x2A000000)
@@ -66,6 +71,17 @@ static inline float lh_adam_8bit_unit2(uint16_t scale)
     return lh_adam_8bit_value(scale) * (1 / LH_ADAM_8BIT_MAX2);
 }
 
+/* The same of moments in 4 bits, whose second code stands for a number that is 1 larger. */
+static inline float lh_adam_4bit_unit1(uint16_t scale)
+{
+    return lh_adam_8bit_value(scale) * (1 / LH_ADAM_4BIT_MAX1);
+}
+
+static inline float lh_adam_4bit_unit2(uint16_t scale)
+{
+    return lh_adam_8bit_value(scale) * (1 / LH_ADAM_4BIT_MAX2);
+}
+
 /* The conversions of one instruction set. count is a multiple of LH_ADAM_STATES_BLOCK. */
 struct lh_adam_states_ops {
     struct lh_zo_kernel zo; /* makes random words and decodes bf16 */
@@ -76,6 +92,10 @@ struct lh_adam_states_ops {
                         uint64_t count);
     void (*encode_8bit)(const struct lh_adam_moments *moments, const float *moment1,
                         const float *roots, uint64_t count);
+    void (*decode_4bit)(const struct lh_adam_moments *moments, float *moment1, float *moment2,
+                        uint64_t count);
+    void (*encode_4bit)(const struct lh_adam_moments *moments, const float *moment1,
+                        const float *roots, uint64_t count);
 };
 
 /* The definition, which runs on any machine. */
@@ -84,6 +104,10 @@ void lh_adam_round_bf16_ref(const struct lh_adam_moments *moments, const float *
 void lh_adam_8bit_decode_ref(const struct lh_adam_moments *moments, float *moment1, float *moment2,
                              uint64_t count);
 void lh_adam_8bit_encode_ref(const struct lh_adam_moments *moments, const float *moment1,
+                             const float *roots, uint64_t count);
+void lh_adam_4bit_decode_ref(const struct lh_adam_moments *moments, float *moment1, float *moment2,
+                             uint64_t count);
+void lh_adam_4bit_encode_ref(const struct lh_adam_moments *moments, const float *moment1,
                              const float *roots, uint64_t count);
 
 #if defined(__x86_64__)
@@ -94,12 +118,20 @@ void lh_adam_8bit_decode_avx2(const struct lh_adam_moments *moments, float *mome
                               uint64_t count);
 void lh_adam_8bit_encode_avx2(const struct lh_adam_moments *moments, const float *moment1,
                               const float *roots, uint64_t count);
+void lh_adam_4bit_decode_avx2(const struct lh_adam_moments *moments, float *moment1, float *moment2,
+                              uint64_t count);
+void lh_adam_4bit_encode_avx2(const struct lh_adam_moments *moments, const float *moment1,
+                              const float *roots, uint64_t count);
 /* Needs AVX-512 F, BW and DQ. */
 void lh_adam_round_bf16_avx512(const struct lh_adam_moments *moments, const float *moment1,
                                const float *moment2, const uint32_t *random, uint64_t count);
 void lh_adam_8bit_decode_avx512(const struct lh_adam_moments *moments, float *moment1,
                                 float *moment2, uint64_t count);
 void lh_adam_8bit_encode_avx512(const struct lh_adam_moments *moments, const float *moment1,
+                                const float *roots, uint64_t count);
+void lh_adam_4bit_decode_avx512(const struct lh_adam_moments *moments, float *moment1,
+                                float *moment2, uint64_t count);
+void lh_adam_4bit_encode_avx512(const struct lh_adam_moments *moments, const float *moment1,
                                 const float *roots, uint64_t count);
 #elif defined(__aarch64__)
 /* Runs on every ARMv8-A. */
@@ -108,6 +140,10 @@ void lh_adam_round_bf16_neon(const struct lh_adam_moments *moments, const float 
 void lh_adam_8bit_decode_neon(const struct lh_adam_moments *moments, float *moment1, float *moment2,
                               uint64_t count);
 void lh_adam_8bit_encode_neon(const struct lh_adam_moments *moments, const float *moment1,
+                              const float *roots, uint64_t count);
+void lh_adam_4bit_decode_neon(const struct lh_adam_moments *moments, float *moment1, float *moment2,
+                              uint64_t count);
+void lh_adam_4bit_encode_neon(const struct lh_adam_moments *moments, const float *moment1,
                               const float *roots, uint64_t count);
 #endif
 

@@ -235,7 +235,7 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     uint32_t words[PART_ELEMENTS] __attribute__((aligned(64)));
     const struct lh_adam_chunk *chunk = walk->chunk;
     const struct lh_adam_states_ops *states = walk->kernel->states;
-    const bool is_8bit = chunk->states == LH_ADAM_STATES_8BIT;
+    const bool has_scales = lh_adam_has_scales(chunk->states);
     const struct lh_adam_moments all = {chunk->states, chunk->moment1, chunk->moment2,
                                         chunk->scales};
     const struct lh_adam_moments moments = lh_adam_moments_from(&all, first);
@@ -245,19 +245,22 @@ static void part_update(const struct walk *walk, const struct lh_adam_segment *s
     const bool is_direct = walk->kernel->run_stored && run.count == count;
 
     run.moment1 = chunk->moment1 ? moment1 : NULL;
-    run.moment2 = chunk->moment2 ? moment2 : NULL;
-    run.has_roots = is_8bit;
+    run.moment2 = lh_rules[chunk->rule].has_moment2 ? moment2 : NULL;
+    run.has_roots = has_scales;
     if (is_direct) {
-        if (!is_8bit)
+        if (!has_scales)
             lh_adam_states_words(states, words, param_first, count, &segment->random);
         walk->kernel->run_stored[chunk->rule](&run, &segment->scalars, &moments,
-                                              is_8bit ? NULL : words);
+                                              has_scales ? NULL : words);
     } else {
         part_prefetch(walk, segment, first + PREFETCH_ELEMENTS);
         lh_adam_states_decode(states, &moments, run.moment1, run.moment2, count);
+        /* padding, in which 4 bits have no 0 for the second moment */
+        memset(moment1 + run.count, 0, (count - run.count) * sizeof(*moment1));
+        memset(moment2 + run.count, 0, (count - run.count) * sizeof(*moment2));
         walk->run(&run, &segment->scalars);
     }
-    if (is_8bit || !is_direct)
+    if (has_scales || !is_direct)
         lh_adam_states_encode(states, &moments, run.moment1, run.moment2, param_first, count,
                               &segment->random);
     average_update(walk, &run, first, segment->scalars.average_rest);
@@ -518,11 +521,15 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
 {
     uint64_t end = 0;
 
-    LH_ASSERT((chunk->scales != NULL) == (chunk->states == LH_ADAM_STATES_8BIT));
-    LH_ASSERT((chunk->rows != NULL) == lh_rules[chunk->rule].has_rows);
+    const struct lh_rule_row *rule = &lh_rules[chunk->rule];
+    bool is_4bit = chunk->states == LH_ADAM_STATES_4BIT;
+
+    LH_ASSERT((chunk->scales != NULL) == lh_adam_has_scales(chunk->states));
+    LH_ASSERT((chunk->rows != NULL) == rule->has_rows);
     LH_ASSERT(!chunk->rows || chunk->states == LH_ADAM_STATES_F32);
-    LH_ASSERT((chunk->moment1 != NULL) == lh_rules[chunk->rule].has_moment1);
-    LH_ASSERT((chunk->moment2 != NULL) == lh_rules[chunk->rule].has_moment2);
+    LH_ASSERT(!is_4bit || (rule->has_moment1 && rule->has_moment2));
+    LH_ASSERT((chunk->moment1 != NULL) == rule->has_moment1);
+    LH_ASSERT((chunk->moment2 != NULL) == (rule->has_moment2 && !is_4bit));
     LH_ASSERT(chunk->moment1 || chunk->moment2 || chunk->states == LH_ADAM_STATES_F32);
     LH_ASSERT(chunk->average || (!chunk->average_expected && !chunk->average_checksums));
     LH_ASSERT(lh_is_aligned(chunk->count, align));
@@ -537,8 +544,8 @@ static void chunk_assert(const struct lh_adam_chunk *chunk, uint64_t align)
         LH_ASSERT(lh_is_aligned(segment->first, align));
         LH_ASSERT(lh_is_aligned(segment->param_first, align));
         LH_ASSERT(!chunk->rows || !segment->gradient || segment->row_sums);
-        LH_ASSERT((segment->factors.values != NULL) == lh_rules[chunk->rule].has_factors);
-        LH_ASSERT(lh_rules[chunk->rule].has_matrices == (segment->update != NULL));
+        LH_ASSERT((segment->factors.values != NULL) == rule->has_factors);
+        LH_ASSERT(rule->has_matrices == (segment->update != NULL));
         end = lh_align_up(segment->first + segment->count, align);
     }
     LH_ASSERT(end <= chunk->count);
@@ -559,7 +566,6 @@ static void array_describe(struct walk *walk, int read, int written, const void 
 static void streams_describe(struct walk *walk)
 {
     const struct lh_adam_chunk *chunk = walk->chunk;
-    const uint64_t moment_bytes = lh_adam_moment_bytes(chunk->states);
 
     walk->streams[LH_ADAM_STREAM_PARAM] = (struct stream){
         .array = chunk->param,
@@ -570,9 +576,11 @@ static void streams_describe(struct walk *walk)
                    lh_adam_residual_bytes(chunk->param_dtype), chunk->residual_expected,
                    chunk->residual_checksums);
     array_describe(walk, LH_ADAM_STREAM_MOMENT1_READ, LH_ADAM_STREAM_MOMENT1, chunk->moment1,
-                   moment_bytes, chunk->moment1_expected, chunk->moment1_checksums);
+                   lh_adam_moment1_bytes(chunk->states), chunk->moment1_expected,
+                   chunk->moment1_checksums);
     array_describe(walk, LH_ADAM_STREAM_MOMENT2_READ, LH_ADAM_STREAM_MOMENT2, chunk->moment2,
-                   moment_bytes, chunk->moment2_expected, chunk->moment2_checksums);
+                   lh_adam_moment2_bytes(chunk->states), chunk->moment2_expected,
+                   chunk->moment2_checksums);
     array_describe(walk, STREAM_AVERAGE_READ, STREAM_AVERAGE, chunk->average, sizeof(float),
                    chunk->average_expected, chunk->average_checksums);
     array_describe(walk, STREAM_SCALES_READ, STREAM_SCALES,

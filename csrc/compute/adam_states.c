@@ -79,18 +79,18 @@ static float largest(const float *values)
     return most;
 }
 
-/* The code whose value is nearest to a number in [0, 247]. */
-static int code_of(float value)
+/* The code whose value is nearest to a number that is at least 0. */
+static int code_of(float value, int shift)
 {
-    const uint32_t half = UINT32_C(1) << (LH_ADAM_8BIT_CODE_SHIFT - 1);
+    const uint32_t half = UINT32_C(1) << (shift - 1);
 
-    return (int)((bits_of(value + 1) - LH_ADAM_8BIT_ONE + half) >> LH_ADAM_8BIT_CODE_SHIFT);
+    return (int)((bits_of(value + 1) - LH_ADAM_8BIT_ONE + half) >> shift);
 }
 
 static int8_t code1_of(float value, float inverse)
 {
     float part = fminf(fabsf(value) * inverse, 1);
-    int code = code_of(part * LH_ADAM_8BIT_MAX1);
+    int code = code_of(part * LH_ADAM_8BIT_MAX1, LH_ADAM_8BIT_CODE_SHIFT);
 
     return isnan(value) ? LH_ADAM_8BIT_NAN1 : (int8_t)(signbit(value) ? -code : code);
 }
@@ -125,6 +125,56 @@ void lh_adam_8bit_encode_ref(const struct lh_adam_moments *moments, const float 
     }
 }
 
+/* The moments of a byte of two codes. */
+static void moments_of(uint8_t byte, struct lh_adam_scales scales, float *m_out, float *v_out)
+{
+    int code = (byte & 0xF) - 2 * (byte & 0x8);
+    float value = float_of(((uint32_t)abs(code) << LH_ADAM_4BIT_CODE_SHIFT) + LH_ADAM_8BIT_ONE) - 1;
+    float root = (float)((byte >> 4) + 1) * lh_adam_4bit_unit2(scales.moment2);
+
+    *m_out = code == LH_ADAM_4BIT_NAN
+                 ? float_of(LH_ADAM_NAN_BITS)
+                 : copysignf(value * lh_adam_4bit_unit1(scales.moment1), (float)code);
+    *v_out = root * root;
+}
+
+void lh_adam_4bit_decode_ref(const struct lh_adam_moments *moments, float *moment1, float *moment2,
+                             uint64_t count)
+{
+    const uint8_t *codes = moments->moment1;
+
+    for (uint64_t i = 0; i < count; i++)
+        moments_of(codes[i], moments->scales[i / LH_ADAM_STATES_BLOCK], moment1 + i, moment2 + i);
+}
+
+/* The byte of the codes of two moments. */
+static uint8_t byte_of(float value, float root, float inverse1, float inverse2)
+{
+    float part1 = fminf(fabsf(value) * inverse1, 1), part2 = fminf(fabsf(root) * inverse2, 1);
+    int code1 = code_of(part1 * LH_ADAM_4BIT_MAX1, LH_ADAM_4BIT_CODE_SHIFT);
+    int code2 = isnan(root) ? 0 : nearest(fmaxf(part2 * LH_ADAM_4BIT_MAX2, 1)) - 1;
+
+    code1 = isnan(value) ? LH_ADAM_4BIT_NAN : signbit(value) ? -code1 : code1;
+    return (uint8_t)((code1 & 0xF) | code2 << 4);
+}
+
+void lh_adam_4bit_encode_ref(const struct lh_adam_moments *moments, const float *moment1,
+                             const float *roots, uint64_t count)
+{
+    for (uint64_t first = 0; first < count; first += LH_ADAM_STATES_BLOCK) {
+        const struct lh_adam_moments block = lh_adam_moments_from(moments, first);
+        uint8_t *codes = block.moment1;
+
+        LH_ASSERT(block.scales && codes && moment1 && roots);
+        block.scales->moment1 = lh_adam_8bit_scale(bits_of(largest(moment1 + first)));
+        block.scales->moment2 = lh_adam_8bit_scale(bits_of(largest(roots + first)));
+        for (int i = 0; i < LH_ADAM_STATES_BLOCK; i++)
+            codes[i] = byte_of(moment1[first + i], roots[first + i],
+                               lh_adam_8bit_inverse(block.scales->moment1),
+                               lh_adam_8bit_inverse(block.scales->moment2));
+    }
+}
+
 /* Round a float to bf16, with the upper half of a random word. */
 static uint16_t bf16_of(float value, uint32_t random)
 {
@@ -149,6 +199,8 @@ const struct lh_adam_states_ops lh_adam_states_ref = {
     .round_bf16 = lh_adam_round_bf16_ref,
     .decode_8bit = lh_adam_8bit_decode_ref,
     .encode_8bit = lh_adam_8bit_encode_ref,
+    .decode_4bit = lh_adam_4bit_decode_ref,
+    .encode_4bit = lh_adam_4bit_encode_ref,
 };
 
 #if defined(__x86_64__)
@@ -158,6 +210,8 @@ const struct lh_adam_states_ops lh_adam_states_avx2 = {
     .round_bf16 = lh_adam_round_bf16_avx2,
     .decode_8bit = lh_adam_8bit_decode_avx2,
     .encode_8bit = lh_adam_8bit_encode_avx2,
+    .decode_4bit = lh_adam_4bit_decode_avx2,
+    .encode_4bit = lh_adam_4bit_encode_avx2,
 };
 const struct lh_adam_states_ops lh_adam_states_avx512 = {
     .zo = {"avx512", lh_zo_avx512, lh_zo_words_avx512, lh_zo_widen_avx512, lh_zo_narrow_avx512,
@@ -165,6 +219,8 @@ const struct lh_adam_states_ops lh_adam_states_avx512 = {
     .round_bf16 = lh_adam_round_bf16_avx512,
     .decode_8bit = lh_adam_8bit_decode_avx512,
     .encode_8bit = lh_adam_8bit_encode_avx512,
+    .decode_4bit = lh_adam_4bit_decode_avx512,
+    .encode_4bit = lh_adam_4bit_encode_avx512,
 };
 #elif defined(__aarch64__)
 const struct lh_adam_states_ops lh_adam_states_neon = {
@@ -173,6 +229,8 @@ const struct lh_adam_states_ops lh_adam_states_neon = {
     .round_bf16 = lh_adam_round_bf16_neon,
     .decode_8bit = lh_adam_8bit_decode_neon,
     .encode_8bit = lh_adam_8bit_encode_neon,
+    .decode_4bit = lh_adam_4bit_decode_neon,
+    .encode_4bit = lh_adam_4bit_encode_neon,
 };
 #endif
 
@@ -196,6 +254,10 @@ void lh_adam_states_decode(const struct lh_adam_states_ops *ops,
         ops->decode_8bit(moments, moment1, moment2, count);
         return;
     }
+    if (moments->states == LH_ADAM_STATES_4BIT) {
+        ops->decode_4bit(moments, moment1, moment2, count);
+        return;
+    }
     if (moment1)
         ops->zo.widen(moment1, moments->moment1, LH_ZO_FORMAT_BF16, count);
     if (moment2)
@@ -204,7 +266,7 @@ void lh_adam_states_decode(const struct lh_adam_states_ops *ops,
 
 void lh_adam_states_root(enum lh_adam_states states, float *moment2, uint64_t count)
 {
-    for (uint64_t i = 0; states == LH_ADAM_STATES_8BIT && i < count; i++)
+    for (uint64_t i = 0; lh_adam_has_scales(states) && i < count; i++)
         moment2[i] = sqrtf(moment2[i]);
 }
 
@@ -229,6 +291,10 @@ void lh_adam_states_encode(const struct lh_adam_states_ops *ops,
         ops = best();
     if (moments->states == LH_ADAM_STATES_8BIT) {
         ops->encode_8bit(moments, moment1, moment2, count);
+        return;
+    }
+    if (moments->states == LH_ADAM_STATES_4BIT) {
+        ops->encode_4bit(moments, moment1, moment2, count);
         return;
     }
     for (uint64_t at = 0; at < count; at += WORDS_ELEMENTS) {

@@ -56,9 +56,8 @@ static inline __attribute__((always_inline)) uint64_t body(const struct lh_adam_
                                                            const uint64_t residual_bytes,
                                                            const uint64_t gradient_bytes)
 {
-    const uint64_t moment_bytes = lh_adam_moment_bytes(moments->states);
-    const uint64_t moment1_bytes = moments->moment1 ? moment_bytes : 0;
-    const uint64_t moment2_bytes = moments->moment2 ? moment_bytes : 0;
+    const uint64_t moment1_bytes = moments->moment1 ? lh_adam_moment1_bytes(moments->states) : 0;
+    const uint64_t moment2_bytes = moments->moment2 ? lh_adam_moment2_bytes(moments->states) : 0;
     char *const moment1 = moments->moment1, *const moment2 = moments->moment2;
     char *const param = run->param, *const residual = run->residual;
     const char *const gradient = run->gradient;

@@ -1,7 +1,7 @@
 /*
  * The conversions of stored moments (adam_states.h) for vectors of any width. Each file that
  * includes this header, after rule_body.h, whose operations it uses, defines the functions' names
- * (DECODE, ENCODE, ROUND_BF16), and:
+ * (DECODE, ENCODE, DECODE_4BIT, ENCODE_4BIT, ROUND_BF16), and:
  *
  *      largest_of()                the greatest lane
  *      bytes_store()               store the low byte of each word
@@ -20,12 +20,24 @@
 void DECODE(const struct lh_adam_moments *moments, float *moment1, float *moment2, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i += LANES) {
-        const struct units units = units_of(moments, i);
+        const struct units units = units_of(moments, i, LH_ADAM_STATES_8BIT);
 
         if (moment1)
             words_store(moment1, i, 4, (words)codes1_decode(moments->moment1, i, units));
         if (moment2)
             words_store(moment2, i, 4, (words)codes2_decode(moments->moment2, i, units));
+    }
+}
+
+void DECODE_4BIT(const struct lh_adam_moments *moments, float *moment1, float *moment2,
+                 uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i += LANES) {
+        values m, v;
+
+        pairs_decode(moments->moment1, i, units_of(moments, i, LH_ADAM_STATES_4BIT), &m, &v);
+        words_store(moment1, i, 4, (words)m);
+        words_store(moment2, i, 4, (words)v);
     }
 }
 
@@ -35,12 +47,12 @@ static INLINE words nearest(values a)
     return (words)(a + splat(LH_ADAM_8BIT_ROUND)) - LH_ADAM_8BIT_ROUND_BITS;
 }
 
-/* The nearest code of values in [0, 247]: code_of() in adam_states.c. */
-static INLINE words codes_of(values a)
+/* The nearest code of values: code_of() in adam_states.c. */
+static INLINE words codes_of(values a, const int shift)
 {
-    const uint32_t half = UINT32_C(1) << (LH_ADAM_8BIT_CODE_SHIFT - 1);
+    const uint32_t half = UINT32_C(1) << (shift - 1);
 
-    return ((words)(a + splat(1)) - (ONE - half)) >> LH_ADAM_8BIT_CODE_SHIFT;
+    return ((words)(a + splat(1)) - (ONE - half)) >> shift;
 }
 
 /* The largest magnitude of a block, as bits; 0 if the block is NULL. */
@@ -92,7 +104,8 @@ static INLINE void codes1_encode(void *codes, const float *moment1, float invers
 #pragma GCC unroll 4
     for (uint64_t i = 0; i < LH_ADAM_STATES_BLOCK; i += LANES) {
         words m = words_load(moment1, i), sign = (words)((ints)m >> 31);
-        words code = codes_of(parts_of(m & MAGNITUDE, inverse) * splat(LH_ADAM_8BIT_MAX1));
+        words code = codes_of(parts_of(m & MAGNITUDE, inverse) * splat(LH_ADAM_8BIT_MAX1),
+                              LH_ADAM_8BIT_CODE_SHIFT);
 
         bytes_store((uint8_t *)codes + i, (code ^ sign) - sign);
     }
@@ -112,9 +125,28 @@ static INLINE void codes2_encode(void *codes, const float *roots, float inverse)
     }
 }
 
+/* Make the bytes of a block of both moments that has no NaN. */
+static INLINE void pairs_encode(uint8_t *codes, const float *moment1, const float *roots,
+                                struct inverses inverses)
+{
+    const words one = (words){0} + 1;
+
+#pragma GCC unroll 4
+    for (uint64_t i = 0; i < LH_ADAM_STATES_BLOCK; i += LANES) {
+        words m = words_load(moment1, i), sign = (words)((ints)m >> 31);
+        words root = words_load(roots, i) & MAGNITUDE;
+        values part1 = parts_of(m & MAGNITUDE, inverses.moment1);
+        words code1 = codes_of(part1 * splat(LH_ADAM_4BIT_MAX1), LH_ADAM_4BIT_CODE_SHIFT);
+        words number = nearest(parts_of(root, inverses.root) * splat(LH_ADAM_4BIT_MAX2));
+
+        code1 = ((code1 ^ sign) - sign) & 0xF;
+        bytes_store(codes + i, code1 | (greater(number, one) - one) << 4);
+    }
+}
+
 /* Encode at most BATCH blocks. The scales are made first, so that their divisions overlap. */
 static INLINE void batch_encode(const struct lh_adam_moments *batch, const float *moment1,
-                                const float *roots, uint64_t block_count)
+                                const float *roots, uint64_t block_count, const bool is_4bit)
 {
     int8_t *const codes1 = batch->moment1;
     uint8_t *const codes2 = batch->moment2;
@@ -128,8 +160,12 @@ static INLINE void batch_encode(const struct lh_adam_moments *batch, const float
         if (inverses[b].root < 0) {
             const struct lh_adam_moments block = lh_adam_moments_from(batch, first);
 
-            lh_adam_8bit_encode_ref(&block, part_of(moment1, b), part_of(roots, b),
-                                    LH_ADAM_STATES_BLOCK);
+            (is_4bit ? lh_adam_4bit_encode_ref : lh_adam_8bit_encode_ref)(
+                &block, part_of(moment1, b), part_of(roots, b), LH_ADAM_STATES_BLOCK);
+            continue;
+        }
+        if (is_4bit) {
+            pairs_encode((uint8_t *)codes1 + first, moment1 + first, roots + first, inverses[b]);
             continue;
         }
         if (moment1)
@@ -139,8 +175,9 @@ static INLINE void batch_encode(const struct lh_adam_moments *batch, const float
     }
 }
 
-void ENCODE(const struct lh_adam_moments *moments, const float *moment1, const float *roots,
-            uint64_t count)
+/* Encode blocks with scales. */
+static INLINE void blocks_encode(const struct lh_adam_moments *moments, const float *moment1,
+                                 const float *roots, uint64_t count, const bool is_4bit)
 {
     const uint64_t block_count = count / LH_ADAM_STATES_BLOCK;
 
@@ -149,8 +186,20 @@ void ENCODE(const struct lh_adam_moments *moments, const float *moment1, const f
             lh_adam_moments_from(moments, b * LH_ADAM_STATES_BLOCK);
 
         batch_encode(&batch, part_of(moment1, b), part_of(roots, b),
-                     lh_min_u64(block_count - b, BATCH));
+                     lh_min_u64(block_count - b, BATCH), is_4bit);
     }
+}
+
+void ENCODE(const struct lh_adam_moments *moments, const float *moment1, const float *roots,
+            uint64_t count)
+{
+    blocks_encode(moments, moment1, roots, count, false);
+}
+
+void ENCODE_4BIT(const struct lh_adam_moments *moments, const float *moment1, const float *roots,
+                 uint64_t count)
+{
+    blocks_encode(moments, moment1, roots, count, true);
 }
 
 /* Round one moment with the upper or the lower halves of the random words. */

@@ -16,6 +16,8 @@
 #define HAS_NARROW_FOLDING
 #define DECODE lh_adam_8bit_decode_avx2
 #define ENCODE lh_adam_8bit_encode_avx2
+#define DECODE_4BIT lh_adam_4bit_decode_avx2
+#define ENCODE_4BIT lh_adam_4bit_encode_avx2
 #define ROUND_BF16 lh_adam_round_bf16_avx2
 
 #include "base/crc32c.h"

@@ -14,6 +14,8 @@
 #define HAS_NARROW_FOLDING
 #define DECODE lh_adam_8bit_decode_avx512
 #define ENCODE lh_adam_8bit_encode_avx512
+#define DECODE_4BIT lh_adam_4bit_decode_avx512
+#define ENCODE_4BIT lh_adam_4bit_encode_avx512
 #define ROUND_BF16 lh_adam_round_bf16_avx512
 
 #include "base/crc32c.h"

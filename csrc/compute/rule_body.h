@@ -12,7 +12,7 @@
  *      equal_of(), nan_of()        the lanes of words that are equal, of values that are NaN
  *      nan_where(), any_of()       LH_ADAM_NAN_BITS where flagged; whether a flag is set
  *      lesser(), greater()         of signed integers
- *      signed_load(), unsigned_load()      codes of 8 bits: to words, to values
+ *      signed_load(), unsigned_load()      bytes of codes: to words, to values
  *      shorts_load(), uppers_load()        signed shorts to words, and shorts to the upper halves
  *      halves_load(), halves_of()  from fp16, and two vectors to fp16
  *      uppers_of(), lowers_of()    the upper and the lower halves of the words of two vectors
@@ -112,10 +112,14 @@ struct units {
 };
 
 /* The units of the block that an element is in. */
-static INLINE struct units units_of(const struct lh_adam_moments *moments, uint64_t i)
+static INLINE struct units units_of(const struct lh_adam_moments *moments, uint64_t i,
+                                    const enum lh_adam_states states)
 {
     const struct lh_adam_scales scales = moments->scales[i / LH_ADAM_STATES_BLOCK];
 
+    if (states == LH_ADAM_STATES_4BIT)
+        return (struct units){lh_adam_4bit_unit1(scales.moment1),
+                              lh_adam_4bit_unit2(scales.moment2)};
     return (struct units){lh_adam_8bit_unit1(scales.moment1), lh_adam_8bit_unit2(scales.moment2)};
 }
 
@@ -139,6 +143,22 @@ static INLINE values codes2_decode(const void *codes, uint64_t i, struct units u
     return nan_where(root * root, equal_of((words)code, (words)splat(LH_ADAM_8BIT_NAN2)));
 }
 
+/* Decode both moments of 4 bits: lh_adam_4bit_decode_ref(). */
+static INLINE void pairs_decode(const void *codes, uint64_t i, struct units units, values *m_out,
+                                values *v_out)
+{
+    words byte = signed_load((const int8_t *)codes + i);
+    words code = (words)((ints)(byte << 28) >> 28);
+    words bits = (greater(code, -code) << LH_ADAM_4BIT_CODE_SHIFT) + LH_ADAM_8BIT_ONE;
+    values m = ((values)bits - splat(1)) * splat(units.moment1);
+    values root = __builtin_convertvector((ints)((byte >> 4 & 0xF) + 1), values);
+
+    root *= splat(units.root);
+    m = (values)((words)m | (code & ~MAGNITUDE));
+    *m_out = nan_where(m, equal_of(code, (words){0} + (uint32_t)LH_ADAM_4BIT_NAN));
+    *v_out = root * root;
+}
+
 /* Add random bits to values, whose upper halves are then the rounded values or NaN. */
 static INLINE words randomized(values a, words random)
 {
@@ -159,6 +179,10 @@ static INLINE void moments_load(struct element *e, const struct lh_adam_run *run
     const uint16_t *const first = is_stored ? stored->moments.moment1 : NULL;
     const uint16_t *const second = is_stored ? stored->moments.moment2 : NULL;
 
+    if (form.states == LH_ADAM_STATES_4BIT) {
+        pairs_decode(first, i, units, &e->m, &e->v);
+        return;
+    }
     if (form.has_moment1)
         e->m = is_8bit   ? codes1_decode(first, i, units)
                : is_bf16 ? (values)uppers_load(first + i)
@@ -184,7 +208,8 @@ static INLINE void prefetch_all(const struct lh_adam_run *run, const struct stor
                                 uint64_t i, const struct form form)
 {
     const bool is_stored = form.states != LH_ADAM_STATES_F32;
-    const uint64_t moment_bytes = lh_adam_moment_bytes(form.states);
+    const uint64_t moment1_bytes = lh_adam_moment1_bytes(form.states);
+    const uint64_t moment2_bytes = lh_adam_moment2_bytes(form.states);
 
     prefetch(run->param, i, lh_dtype_bytes(form.param));
     if (run->gradient_dtype == LH_DTYPE_F32)
@@ -193,9 +218,9 @@ static INLINE void prefetch_all(const struct lh_adam_run *run, const struct stor
         prefetch(run->gradient, i, 2);
     prefetch(run->residual, i, lh_adam_residual_bytes(form.param));
     if (form.has_moment1)
-        prefetch(is_stored ? stored->moments.moment1 : run->moment1, i, moment_bytes);
-    if (form.has_moment2)
-        prefetch(is_stored ? stored->moments.moment2 : run->moment2, i, moment_bytes);
+        prefetch(is_stored ? stored->moments.moment1 : run->moment1, i, moment1_bytes);
+    if (form.has_moment2 && moment2_bytes > 0)
+        prefetch(is_stored ? stored->moments.moment2 : run->moment2, i, moment2_bytes);
 }
 
 /* Extend the checksum of a stream by what an iteration reads from it. */
@@ -272,8 +297,8 @@ static INLINE void moments_store(struct folds *folds, const struct lh_adam_run *
                                  const struct stored *stored, uint64_t i, const struct element *e,
                                  words rounded_out[2], const struct form form)
 {
-    const bool has_roots = form.states == LH_ADAM_STATES_8BIT ||
-                           (form.folding == LH_ADAM_FOLDING_NONE && run->has_roots);
+    const bool has_roots =
+        lh_adam_has_scales(form.states) || (form.folding == LH_ADAM_FOLDING_NONE && run->has_roots);
 
     if (form.states == LH_ADAM_STATES_BF16) {
         const words random = words_load(stored->random, i);
@@ -309,8 +334,8 @@ static INLINE uint64_t body(const struct lh_adam_run *run_of, const struct lh_ad
         values masters[2];
         struct units units = {0};
 
-        if (form.states == LH_ADAM_STATES_8BIT)
-            units = units_of(&stored->moments, i);
+        if (lh_adam_has_scales(form.states))
+            units = units_of(&stored->moments, i, form.states);
         prefetch_all(&run, stored, i, form);
         reads_fold(&folds, &run, i, form);
 #pragma GCC unroll 2
@@ -399,8 +424,11 @@ static INLINE void stored_update(const struct lh_adam_run *run,
     form.states = LH_ADAM_STATES_BF16;
     if (moments->states == LH_ADAM_STATES_BF16) {
         done = body_by_param(run, scalars, &stored, form, NULL);
-    } else {
+    } else if (moments->states == LH_ADAM_STATES_8BIT) {
         form.states = LH_ADAM_STATES_8BIT;
+        done = body_by_param(run, scalars, &stored, form, NULL);
+    } else if (form.has_moment1 && form.has_moment2) {
+        form.states = LH_ADAM_STATES_4BIT;
         done = body_by_param(run, scalars, &stored, form, NULL);
     }
     LH_ASSERT(done == run->count);

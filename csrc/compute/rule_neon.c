@@ -12,6 +12,8 @@
 #define TABLE(kind) lh_rule_neon##kind
 #define DECODE lh_adam_8bit_decode_neon
 #define ENCODE lh_adam_8bit_encode_neon
+#define DECODE_4BIT lh_adam_4bit_decode_neon
+#define ENCODE_4BIT lh_adam_4bit_encode_neon
 #define ROUND_BF16 lh_adam_round_bf16_neon
 
 #include "base/crc32c.h"

@@ -71,8 +71,8 @@ static int chunk_update(const struct work *work, const struct lh_adam_run *run, 
     struct seal *made = work->made ? work->made + index : NULL;
     const struct seal *expected = work->expected ? work->expected + index : NULL;
     uint64_t first = index * CHUNK_ELEMENTS;
-    uint64_t moment_bytes = lh_adam_moment_bytes(moments->states);
-    bool has_scales = moments->states == LH_ADAM_STATES_8BIT;
+    bool has_scales = lh_adam_has_scales(moments->states);
+    struct lh_adam_moments part = lh_adam_moments_from(moments, first);
     struct lh_adam_segment segment = {
         .count = run->count,
         .gradient = run->gradient,
@@ -84,9 +84,9 @@ static int chunk_update(const struct work *work, const struct lh_adam_run *run, 
     struct lh_adam_chunk chunk = {
         .param = run->param,
         .residual = run->residual,
-        .moment1 = moments->moment1 ? (char *)moments->moment1 + first * moment_bytes : NULL,
-        .moment2 = moments->moment2 ? (char *)moments->moment2 + first * moment_bytes : NULL,
-        .scales = has_scales ? moments->scales + first / LH_ADAM_STATES_BLOCK : NULL,
+        .moment1 = part.moment1,
+        .moment2 = part.moment2,
+        .scales = part.scales,
         .count = run->count,
         .param_dtype = run->param_dtype,
         .states = moments->states,
@@ -167,7 +167,7 @@ static int work_on_threads(struct work *work, unsigned thread_count)
 
 static const char *const dtype_names[] = {"float32", "bfloat16", "float16", NULL};
 
-static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
+static const char *const states_names[] = {"fp32", "bf16", "8bit", "4bit", NULL};
 
 int lhpy_rule_of(const char *name, enum lh_rule *rule_out)
 {
@@ -194,11 +194,17 @@ static int rule_take(struct work *work, const char *name)
                      row->has_matrices ? "the updates of matrices" : "sums of rows");
         return -1;
     }
+    bool is_4bit = work->moments.states == LH_ADAM_STATES_4BIT;
+    if (is_4bit && !(row->has_moment1 && row->has_moment2)) {
+        PyErr_Format(PyExc_ValueError, "rule '%s' has no moments in 4 bits", row->name);
+        return -1;
+    }
     if ((work->run.moment1 != NULL) == row->has_moment1 &&
-        (work->run.moment2 != NULL) == row->has_moment2)
+        (work->run.moment2 != NULL) == (row->has_moment2 && !is_4bit))
         return 0;
-    PyErr_Format(PyExc_ValueError, "rule '%s' has %s first and %s second moment", row->name,
-                 row->has_moment1 ? "a" : "no", row->has_moment2 ? "a" : "no");
+    PyErr_Format(PyExc_ValueError, "rule '%s' has %s first and %s second moment%s", row->name,
+                 row->has_moment1 ? "a" : "no", row->has_moment2 ? "a" : "no",
+                 is_4bit ? ", both in the first one's array" : "");
     return -1;
 }
 
@@ -232,9 +238,9 @@ static int moments_take(struct work *work, void *scales)
         PyErr_Format(PyExc_ValueError, "count must be a multiple of %d", LH_ADAM_STATES_BLOCK);
         return -1;
     }
-    if ((moments->scales != NULL) == (moments->states == LH_ADAM_STATES_8BIT))
+    if ((moments->scales != NULL) == lh_adam_has_scales(moments->states))
         return 0;
-    PyErr_SetString(PyExc_ValueError, "scales_ptr is needed by 8-bit states, and only by these");
+    PyErr_SetString(PyExc_ValueError, "scales_ptr is needed by 8-bit and 4-bit states alone");
     return -1;
 }
 

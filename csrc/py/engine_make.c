@@ -17,7 +17,7 @@ static const struct lhpy_table unit_table = LHPY_TABLE(
     LHPY_FIELD(struct lh_engine_unit, moment2_extent, .is_index = true),
     LHPY_FIELDS(struct lh_engine_unit, is_given, averages_idle),
     LHPY_FIELD(struct lh_engine_unit, rule, .max = LH_RULE_COUNT - 1),
-    LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_8BIT),
+    LHPY_FIELD(struct lh_engine_unit, states, .max = LH_ADAM_STATES_COUNT - 1),
     LHPY_FIELD(struct lh_engine_unit, scales_extent, .is_index = true),
     LHPY_FIELDS(struct lh_engine_unit, average_extent),
     LHPY_FIELD(struct lh_engine_unit, store_group));

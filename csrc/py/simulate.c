@@ -70,7 +70,7 @@ struct unit {
     bool has_others;     /* it is trained by the rule that `others` names */
 };
 
-static const char *const states_names[] = {"fp32", "bf16", "8bit", NULL};
+static const char *const states_names[] = {"fp32", "bf16", "8bit", "4bit", NULL};
 
 static const char *const dtype_names[] = {"float32", "bfloat16", "float16", "frozen", NULL};
 static const struct lhpy_table unit_table = LHPY_TABLE(

@@ -210,9 +210,10 @@ static void mismatch_fail(struct lh_engine *engine, const struct lh_slab *slab)
     const struct lh_unit *unit = &engine->units[chunk->unit];
     const struct lh_adam_mismatch *bad = &slab->mismatch;
     bool has_master = unit->desc->dtype == LH_DTYPE_F16;
+    bool is_paired = unit->desc->states == LH_ADAM_STATES_4BIT;
     const char *const names[] = {"?",
                                  has_master ? "fp32 master" : "residual",
-                                 "first moment",
+                                 is_paired ? "moments" : "first moment",
                                  "second moment",
                                  lh_rules[unit->desc->rule].has_rows ? "second moment of rows"
                                                                      : "moments' scales",
@@ -382,15 +383,17 @@ static bool states_describe(struct lh_unit *unit)
     const struct lh_engine_unit *desc = unit->desc;
     const struct lh_rule_row *rule = &lh_rules[desc->rule];
     bool has_residual = desc->residual_extent != LH_ENGINE_EXTENT_NONE;
-    uint64_t moment_bytes = lh_unit_is_given(unit) ? 0 : lh_adam_moment_bytes(desc->states);
-    uint64_t block_bytes = moment_bytes > 0 ? lh_adam_block_bytes(desc->rule, desc->states) : 0;
+    bool has_moments = !lh_unit_is_given(unit);
+    uint64_t moment1_bytes =
+        has_moments && rule->has_moment1 ? lh_adam_moment1_bytes(desc->states) : 0;
+    uint64_t moment2_bytes =
+        has_moments && rule->has_moment2 ? lh_adam_moment2_bytes(desc->states) : 0;
+    uint64_t block_bytes = has_moments ? lh_adam_block_bytes(desc->rule, desc->states) : 0;
     bool has_states = false;
     unit->states[0] = (struct lh_unit_state_array){
         desc->residual_extent, has_residual ? lh_adam_residual_bytes(desc->dtype) : 0, 0};
-    unit->states[1] =
-        (struct lh_unit_state_array){desc->moment1_extent, rule->has_moment1 ? moment_bytes : 0, 0};
-    unit->states[2] =
-        (struct lh_unit_state_array){desc->moment2_extent, rule->has_moment2 ? moment_bytes : 0, 0};
+    unit->states[1] = (struct lh_unit_state_array){desc->moment1_extent, moment1_bytes, 0};
+    unit->states[2] = (struct lh_unit_state_array){desc->moment2_extent, moment2_bytes, 0};
     unit->states[3] = (struct lh_unit_state_array){desc->scales_extent, block_bytes, BLOCK_SHIFT};
     unit->states[4] = (struct lh_unit_state_array){desc->average_extent,
                                                    desc->average_extent ? sizeof(float) : 0, 0};

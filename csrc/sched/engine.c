@@ -358,8 +358,8 @@ uint32_t lh_engine_state_bytes(const struct lh_engine_unit *unit)
         return 0;
     uint64_t bytes = unit->average_extent > 0 ? sizeof(float) : 0;
     if (!unit->is_given) {
-        uint64_t moment_count = (uint64_t)rule->has_moment1 + rule->has_moment2;
-        bytes += moment_count * lh_adam_moment_bytes(unit->states);
+        bytes += rule->has_moment1 ? lh_adam_moment1_bytes(unit->states) : 0;
+        bytes += rule->has_moment2 ? lh_adam_moment2_bytes(unit->states) : 0;
         bytes += lh_adam_residual_bytes(unit->dtype);
     }
     return (uint32_t)bytes;

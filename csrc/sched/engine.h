@@ -98,9 +98,9 @@ struct lh_engine_unit {
     enum lh_rule rule;          /* how it is updated; all trainable units have the same */
     enum lh_adam_states states; /* how moments are stored; all trainable units have the same */
     /*
-     * 8BIT, and rules with rows: the first of consecutive extents, each with the scales or rows of
-     * LH_ADAM_SCALES_ELEMENTS elements or the rest. `elements` is then padded to
-     * LH_ENGINE_SCALED_ALIGN: whole blocks.
+     * Formats with scales, and rules with rows: the first of consecutive extents, each with the
+     * scales or rows of LH_ADAM_SCALES_ELEMENTS elements or the rest. `elements` is then padded
+     * to LH_ENGINE_SCALED_ALIGN: whole blocks.
      */
     uint32_t scales_extent;
     uint32_t average_extent; /* of fp32 averages (E), after the moments', so never 0; 0: none */

@@ -48,10 +48,13 @@ void lh_sim_model_deinit(struct lh_sim_model *model)
     *model = (struct lh_sim_model){0};
 }
 
-static bool has_moment(const struct lh_engine_unit *unit, enum lh_sim_array array)
+/* Bytes per element of an array of moments. */
+static uint64_t moment_bytes(const struct lh_engine_unit *unit, enum lh_sim_array array)
 {
     const struct lh_rule_row *rule = &lh_rules[unit->rule];
-    return array == LH_SIM_ARRAY_MOMENT1 ? rule->has_moment1 : rule->has_moment2;
+    if (array == LH_SIM_ARRAY_MOMENT1)
+        return rule->has_moment1 ? lh_adam_moment1_bytes(unit->states) : 0;
+    return rule->has_moment2 ? lh_adam_moment2_bytes(unit->states) : 0;
 }
 
 uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t index,
@@ -64,7 +67,7 @@ uint64_t lh_sim_model_array_bytes(const struct lh_sim_model *model, uint32_t ind
     case LH_SIM_ARRAY_RESIDUAL:
         return unit->elements * lh_adam_residual_bytes(unit->dtype);
     default:
-        return has_moment(unit, array) ? unit->elements * lh_adam_moment_bytes(unit->states) : 0;
+        return unit->elements * moment_bytes(unit, array);
     }
 }
 

@@ -62,7 +62,7 @@ struct lh_sim_model_opts {
     uint32_t block_max;
     uint32_t saved_max;
     uint32_t part_max;   /* 0: one per block */
-    uint32_t scales_max; /* extents with scales of 8-bit moments */
+    uint32_t scales_max; /* extents with scales of moments */
     uint32_t packed_max; /* packed units */
 };
 
@@ -130,7 +130,7 @@ struct lh_sim_budget_opts {
 int lh_sim_model_init(struct lh_sim_model *model, const struct lh_sim_model_opts *opts,
                       struct lh_alloc *alloc, struct lh_error *err) LH_MUST_CHECK;
 void lh_sim_model_deinit(struct lh_sim_model *model);
-/* The number of extents with scales that a unit of 8-bit moments has, for opts. */
+/* The number of extents with scales that a unit of moments with scales has, for opts. */
 uint64_t lh_sim_model_scales_count(uint64_t elements);
 /* The bytes that a load of a unit reads: fewer than it has if it is packed. */
 uint64_t lh_sim_model_read_bytes(const struct lh_sim_model *model, uint32_t unit);

@@ -24,7 +24,7 @@ _Unit = tuple[Any, ...]
 _Param = tuple[float, ...]
 _T = TypeVar("_T")
 _Dtype = Literal["float32", "bfloat16", "float16"]
-_States = Literal["fp32", "bf16", "8bit"]
+_States = Literal["fp32", "bf16", "8bit", "4bit"]
 
 class Store:
     def __new__(cls, *args: NoReturn) -> Store: ...

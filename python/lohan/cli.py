@@ -251,7 +251,7 @@ def _load() -> tuple[Callable[..., Any], ...]:
             "--states",
             "states",
             type=OneOf("lohan.layout._block", "STATES"),
-            help="Moments, as in lohan.wrap: fp32, bf16 or 8bit. [default: fp32]",
+            help="Moments, as in lohan.wrap: fp32, bf16, 8bit or 4bit. [default: fp32]",
         ),
         click.option(
             "--adapter-params",

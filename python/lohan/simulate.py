@@ -65,7 +65,8 @@ class Options:
             the order of decreasing benefit; the rest is recomputed. None: the policy decides.
         without: the features to disable, of those that `auto` adds to the paper's policy
             (SWITCHES).
-        states: how moments are stored, as `moments=` of `lohan.wrap`: "fp32", "bf16" or "8bit".
+        states: how moments are stored, as `moments=` of `lohan.wrap`: "fp32", "bf16", "8bit"
+            or "4bit".
         method: the update rule, as in `lohan.wrap`: "adamw", "lion", lohan.SGD(momentum=0.9), ...
             The names of `lohan plan --method` are accepted, too.
         accumulate: the number of micro-batches in a step; the model is at the size of one.

@@ -71,7 +71,7 @@ def wrap(
             (docs/update-rules.md), or "mezo" or a lohan.MeZO (zeroth-order,
             `model.zo_step(closure)`; docs/zeroth-order.md). None: the rule of optimizer=, or
             "adamw".
-        moments: their format: "fp32", "bf16" or "8bit" (docs/low-precision-states.md).
+        moments: their format: "fp32", "bf16", "8bit" or "4bit" (docs/low-precision-states.md).
         experts: "apart": each expert of a mixture is a block (docs/larger-than-memory.md).
         idle: "skip": with experts="apart", an expert without tokens is not updated.
         **settings: keywords that do not change the numbers (host_bytes=, activations=,

@@ -9,7 +9,8 @@
 #define GUARD 64
 
 static const struct lh_adam_random random_bits = {0x123456789ABCDEF, 7, 5};
-static const enum lh_adam_states formats[] = {LH_ADAM_STATES_BF16, LH_ADAM_STATES_8BIT};
+static const enum lh_adam_states formats[] = {LH_ADAM_STATES_BF16, LH_ADAM_STATES_8BIT,
+                                              LH_ADAM_STATES_4BIT};
 
 static const struct lh_adam_kernel *kernel_ref(void)
 {

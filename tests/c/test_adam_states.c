@@ -13,7 +13,7 @@ static const uint32_t specials[] = {
 /* Stored moments with room for count elements of any format. */
 static struct lh_adam_moments moments_create(enum lh_adam_states states, uint64_t count)
 {
-    bool has_scales = states == LH_ADAM_STATES_8BIT;
+    bool has_scales = lh_adam_has_scales(states);
 
     return (struct lh_adam_moments){
         .states = states,
@@ -33,10 +33,8 @@ static void moments_destroy(struct lh_adam_moments *moments)
 static bool moments_equal(const struct lh_adam_moments *a, const struct lh_adam_moments *b,
                           uint64_t count)
 {
-    uint64_t bytes = count * lh_adam_moment_bytes(a->states);
-
-    return memcmp(a->moment1, b->moment1, bytes) == 0 &&
-           memcmp(a->moment2, b->moment2, bytes) == 0 &&
+    return memcmp(a->moment1, b->moment1, count * lh_adam_moment1_bytes(a->states)) == 0 &&
+           memcmp(a->moment2, b->moment2, count * lh_adam_moment2_bytes(a->states)) == 0 &&
            (!a->scales || memcmp(a->scales, b->scales, lh_adam_scale_bytes(a->states, count)) == 0);
 }
 
@@ -109,16 +107,16 @@ static void test_conversions_of_every_kernel(void)
     free(v_expected);
 }
 
-static void test_decoding_of_any_codes(void)
+static void test_decoding_of_any_codes(enum lh_adam_states states)
 {
     const uint64_t count = 500 * BLOCK;
-    struct lh_adam_moments moments = moments_create(LH_ADAM_STATES_8BIT, count);
+    struct lh_adam_moments moments = moments_create(states, count);
     float *values[4];
     const struct lh_adam_kernel *kernels;
     int kernel_count = lh_adam_kernels(&kernels);
     uint64_t seed = 3;
 
-    lh_test_name("every kernel decodes any bytes as defined");
+    lh_test_name("every kernel decodes any bytes as defined, format %d", (int)states);
     for (int i = 0; i < 4; i++)
         values[i] = bytes_create(count * 4);
     for (uint64_t i = 0; i < count; i++) {
@@ -142,14 +140,14 @@ static void test_decoding_of_any_codes(void)
     moments_destroy(&moments);
 }
 
-static void test_8bit_is_idempotent(void)
+static void test_scaled_is_idempotent(enum lh_adam_states states)
 {
     const uint64_t count = 4000 * BLOCK;
-    struct lh_adam_moments once = moments_create(LH_ADAM_STATES_8BIT, count);
-    struct lh_adam_moments twice = moments_create(LH_ADAM_STATES_8BIT, count);
+    struct lh_adam_moments once = moments_create(states, count);
+    struct lh_adam_moments twice = moments_create(states, count);
     float *m = bytes_create(count * 4), *v = bytes_create(count * 4);
 
-    lh_test_name("encoding what was decoded gives the same 8-bit moments");
+    lh_test_name("encoding what was decoded gives the same moments, format %d", (int)states);
     values_fill(m, v, count, 17);
     encode(kernel_ref(), &once, m, v, 0, count);
     lh_adam_states_decode(NULL, &once, m, v, count);
@@ -236,6 +234,58 @@ static void test_8bit_nan(void)
     moments_destroy(&moments);
 }
 
+static void test_4bit_is_nearest(void)
+{
+    static const double sizes[] = {0, 0.5, 1, 2, 3, 5, 7, 11};
+    struct lh_adam_moments moments = moments_create(LH_ADAM_STATES_4BIT, 2 * BLOCK);
+    float m[2 * BLOCK] = {0}, v[2 * BLOCK] = {0}, m_out[2 * BLOCK], v_out[2 * BLOCK];
+
+    lh_test_name("a 4-bit moment is the nearest of its codes; a second moment is never 0 beside"
+                 " others, and a block of zeros stays one");
+    for (int i = 0; i < BLOCK; i++) {
+        m[i] = (float)(2 * i - BLOCK + 1) * 11 / (BLOCK - 1);
+        v[i] = (float)(i * i) / (BLOCK - 1) / (BLOCK - 1);
+    }
+    encode(kernel_ref(), &moments, m, v, 0, 2 * BLOCK);
+    lh_adam_states_decode(NULL, &moments, m_out, v_out, 2 * BLOCK);
+    for (int i = 0; i < BLOCK; i++) {
+        double m_best = INFINITY, v_best = INFINITY;
+
+        for (int code = 0; code < 16; code++) {
+            double size = sizes[code / 2], m_code = code % 2 ? -size : size;
+            double root = (code + 1) / 16.0;
+
+            m_best = fmin(m_best, fabs(m_code - (double)m[i]));
+            v_best = fmin(v_best, fabs(root - sqrt((double)v[i])));
+        }
+        LH_CHECK(fabs(fabs((double)m_out[i] - (double)m[i]) - m_best) < 1e-4);
+        LH_CHECK(fabs(fabs(sqrt((double)v_out[i]) - sqrt((double)v[i])) - v_best) < 1e-6);
+        LH_CHECK(v_out[i] > 0 && m_out[BLOCK + i] == 0 && v_out[BLOCK + i] == 0);
+    }
+    moments_destroy(&moments);
+}
+
+static void test_4bit_nan(void)
+{
+    struct lh_adam_moments moments = moments_create(LH_ADAM_STATES_4BIT, BLOCK);
+    float m[BLOCK], v[BLOCK], m_out[BLOCK], v_out[BLOCK];
+
+    lh_test_name("in 4 bits a NaN of a first moment stays, and that of a second one becomes small");
+    for (int i = 0; i < BLOCK; i++) {
+        m[i] = (float)(i - 30);
+        v[i] = (float)i;
+    }
+    m[3] = v[63] = float_of(0xFFC12345);
+    encode(kernel_ref(), &moments, m, v, 0, BLOCK);
+    lh_adam_states_decode(NULL, &moments, m_out, v_out, BLOCK);
+    for (int i = 0; i < BLOCK; i++) {
+        LH_CHECK(isnan(m_out[i]) == (i == 3) && (i == 3 || fabsf(m_out[i] - m[i]) < 6.1f));
+        LH_CHECK(i == 63 || fabsf(sqrtf(v_out[i]) - sqrtf(v[i])) < 0.51f);
+    }
+    LH_CHECK(v_out[63] > 0 && v_out[63] < 1);
+    moments_destroy(&moments);
+}
+
 static void test_bf16_is_unbiased(void)
 {
     enum { STEPS = 4096 };
@@ -270,10 +320,14 @@ static void test_bf16_is_unbiased(void)
 int main(void)
 {
     test_conversions_of_every_kernel();
-    test_decoding_of_any_codes();
-    test_8bit_is_idempotent();
+    test_decoding_of_any_codes(LH_ADAM_STATES_8BIT);
+    test_decoding_of_any_codes(LH_ADAM_STATES_4BIT);
+    test_scaled_is_idempotent(LH_ADAM_STATES_8BIT);
+    test_scaled_is_idempotent(LH_ADAM_STATES_4BIT);
     test_8bit_is_close();
+    test_4bit_is_nearest();
     test_8bit_nan();
+    test_4bit_nan();
     test_bf16_is_unbiased();
     return 0;
 }

@@ -55,7 +55,7 @@ RULES: dict[str, dict[str, Any]] = {
     "adafactor": {"method": "adafactor", "lr": 1e-2},
     "muon": {"method": lohan.Muon(adjust_lr_fn="match_rms_adamw"), "lr": 1e-3},
 }
-MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1, "4bit": 1}
 # Rows and width of a batch: what operations save has the 64 KiB from which on it is offloaded.
 SHAPES: dict[str, tuple[int, ...]] = {
     "dense": (256, 128),

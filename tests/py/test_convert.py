@@ -26,6 +26,10 @@ from lohan.store._export import open_to_read
 from torch import nn
 
 FORMATS = ("fp32", "bf16", "8bit")
+CHANGES = [
+    *itertools.permutations(FORMATS, 2),
+    *(("fp32", "4bit"), ("4bit", "fp32"), ("4bit", "8bit")),
+]
 WIDTH = 200
 
 
@@ -77,8 +81,12 @@ def check_converted(before: Arrays, after: Arrays, states: str) -> None:
         assert bool(values.any()) and (after[name] >= 0).all() == (values >= 0).all()
         power = 1 if name[-1] == "m" else 0.5
         was, now = values.abs() ** power, after[name].abs() ** power
-        relative = 1 / 128 if states == "bf16" else 1 / 15
-        bound = was * relative + (0 if states == "bf16" else was.max() / 250)
+        relative, of_most = {
+            "bf16": (1 / 128, 0),
+            "8bit": (1 / 15, 1 / 250),
+            "4bit": (1 / 3, 1 / 15),
+        }[states]
+        bound = was * relative + was.max() * of_most
         assert ((now - was).abs() <= bound).all(), name
 
 
@@ -86,7 +94,7 @@ def digest(store: pathlib.Path) -> str:
     return hashlib.sha256((store / "lohan.data").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(("was", "now"), [*itertools.permutations(FORMATS, 2)])
+@pytest.mark.parametrize(("was", "now"), CHANGES)
 def test_a_converted_store_continues_with_its_moments(
     was: str, now: str, store_dir: pathlib.Path
 ) -> None:

@@ -63,6 +63,7 @@ def resumed(workshop: Workshop, number: int = 0, dtype: Any = None, **settings: 
         (torch.float16, {"schedule": "naive"}),
         (torch.bfloat16, {"states": "bf16"}),
         (torch.float32, {"states": "8bit"}),
+        (torch.bfloat16, {"states": "4bit"}),
         (torch.float32, {"schedule": "deferred"}),
         (torch.float32, {"schedule": "serial", "device": "emu"}),
     ],

@@ -388,7 +388,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(words: tuple[str, ...], said
     [
         (("--schedule", "never"), "'never' must be one of optimized, serial"),
         (("--policy", "eat"), "lohan"),
-        (("--states", "4bit"), "fp32, bf16, 8bit"),
+        (("--states", "2bit"), "fp32, bf16, 8bit, 4bit"),
         (("--order", "diagonal"), "horizontal, vertical"),
         (("--base", "nf5"), "nf4"),
         (("--loss", "none"), "logits, linear_cross_entropy"),

@@ -24,9 +24,9 @@ from lohan.losses import _Pass, _Rule
 from lohan.planning import _base, _machines, _models, _pieces, _placement, _plan
 from lohan.simulate import Options, check, simulate
 
-STATES = ("fp32", "bf16", "8bit")
+STATES = ("fp32", "bf16", "8bit", "4bit")
 # Bytes of both moments of a parameter, by the formats that csrc/compute/adam_states.h defines.
-MOMENTS = {"fp32": 8, "bf16": 4, "8bit": 2 + 4 / 64}
+MOMENTS = {"fp32": 8, "bf16": 4, "8bit": 2 + 4 / 64, "4bit": 1 + 4 / 64}
 SSD_LINKS = ("param_read", "state_read", "param_write", "state_write")
 STEPS = range(5)
 # The links' rates do not change a step's bytes.
@@ -135,7 +135,7 @@ def test_a_plan_counts_the_moments_that_it_keeps_in_main_memory() -> None:
         blocks = [{**held, "has_host_moments": True}] * len(model.blocks)
         found[states] = _core.plan_step(core, here, fates, blocks, must_fit=False)["step"]
         assert found[states]["commit_bytes"] == MOMENTS[states] * model.param_count
-    for states in ("bf16", "8bit"):
+    for states in STATES[1:]:
         fewer = (8 - MOMENTS[states]) * model.param_count
         assert found["fp32"]["host_bytes"] - found[states]["host_bytes"] == fewer
 
@@ -314,7 +314,7 @@ def test_sizes_that_fit_follow_the_same_options() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--states", "4bit"), "must be one of"),
+        (("--states", "2bit"), "must be one of"),
         (("--base", "nf4"), "needs adapters"),
     ],
 )

@@ -66,6 +66,10 @@ CASES |= {
 }
 # Those whose moments may have 8 bits.
 NARROW = [case for case in CASES if case not in ("sgd", "adagrad", "adam_mini", "adafactor")]
+SCALED = [
+    *((case, "8bit") for case in NARROW),
+    *((case, "4bit") for case in ("adam", "rmsprop momentum")),
+]
 Tensor = torch.Tensor
 
 
@@ -82,14 +86,14 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     return torch.where((lost != 0) & is_even, towards, total).float()
 
 
-def stored(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return moments as they are after a step in which they are stored in 8 bits."""
+def stored(m: Tensor, v: Tensor, moments: str) -> tuple[Tensor, Tensor]:
+    """Return moments as they are after a step in which they are stored in 8 or 4 bits."""
     count, padded = m.numel(), -(-m.numel() // 64) * 64
     fp32 = [torch.nn.functional.pad(each.reshape(-1), (0, padded - count)) for each in (m, v)]
     bytes_of = [torch.zeros(size, dtype=torch.uint8) for size in (padded, padded, padded // 16)]
     addresses = *(each.data_ptr() for each in bytes_of), *(each.data_ptr() for each in fp32)
-    _core.adam_encode("8bit", *addresses, 0, padded, 0, 0)
-    _core.adam_decode("8bit", *addresses, padded)
+    _core.adam_encode(moments, *addresses, 0, padded, 0, 0)
+    _core.adam_decode(moments, *addresses, padded)
     found = [each[:count].reshape(m.shape) for each in fp32]
     return found[0], found[1]
 
@@ -118,8 +122,8 @@ class Reference:
         assert self.param.grad is not None
         self.step += 1
         getattr(self, self.given["method"])(self.param.grad.float(), **self.given)
-        if self.given.get("moments") == "8bit":
-            self.m, self.v = stored(self.m, self.v)
+        if (moments := self.given.get("moments")) in ("8bit", "4bit"):
+            self.m, self.v = stored(self.m, self.v, moments)
         master = self.master.contiguous()
         value = torch.empty_like(self.param)
         if self.param.dtype == torch.bfloat16:
@@ -308,11 +312,11 @@ def test_rows_that_blocks_share_and_chunks_cut_have_the_second_moments_of_adam_m
     model.lohan.close()
 
 
-@pytest.mark.parametrize("case", NARROW)
-def test_moments_in_8_bits_are_those_of_the_rule_rounded_after_each_step(
-    case: str, store_dir: pathlib.Path
+@pytest.mark.parametrize(("case", "moments"), SCALED)
+def test_moments_in_few_bits_are_those_of_the_rule_rounded_after_each_step(
+    case: str, moments: str, store_dir: pathlib.Path
 ) -> None:
-    given = {**CASES[case], "moments": "8bit"}
+    given = {**CASES[case], "moments": moments}
     build = lambda: helper.build("gpt2", torch.bfloat16)  # noqa: E731
     expected = train_plainly(build(), **given)
     model = lohan.wrap(build(), store=store_dir / "run", **given)
@@ -321,7 +325,7 @@ def test_moments_in_8_bits_are_those_of_the_rule_rounded_after_each_step(
 
 @pytest.mark.parametrize(
     ("case", "moments"),
-    [*((case, "fp32") for case in CASES), *((case, "8bit") for case in NARROW)],
+    [*((case, "fp32") for case in CASES), *SCALED],
 )
 def test_averages_follow_the_parameters_of_every_rule_and_are_resumed(
     case: str, moments: str, store_dir: pathlib.Path
@@ -389,6 +393,7 @@ STATE_BYTES: dict[str, float] = {
     "adafactor": 2,
 }
 STATE_BYTES["lion, 8bit"] = STATE_BYTES["rmsprop, 8bit"] = 2 + 1 + 1 / 16
+STATE_BYTES["rmsprop momentum, 4bit"] = 2 + 1 + 1 / 16
 
 
 @pytest.mark.parametrize("case", STATE_BYTES)
@@ -710,6 +715,8 @@ def test_adam_without_weight_decay_is_adopted_by_the_rule_that_is_named(
         ({"method": "lion", "eps": 1e-8}, "eps= has no meaning with method='lion'"),
         ({"method": "sgd", "betas": (0.9, 0.99)}, "betas= has no meaning with method='sgd'"),
         ({"method": "sgd", "moments": "8bit"}, "moments='8bit' has no meaning with method='sgd', "),
+        ({"method": "lion", "moments": "4bit"}, 'pass moments="8bit", which takes as many bytes'),
+        ({"method": "adagrad", "moments": "4bit"}, 'pass moments="bf16", whose rounding is stoch'),
     ],
 )
 def test_what_a_rule_lacks_is_refused_with_the_way_out(

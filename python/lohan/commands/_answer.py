@@ -20,7 +20,7 @@ from lohan.common._keywords import written
 from lohan.common._rules import ADAMW, RULES
 from lohan.common._shown import RESOURCES, of_number
 from lohan.common._shown import of_bytes as size
-from lohan.common._states import BLOCK_ELEMENTS, STATES
+from lohan.common._states import BLOCK_ELEMENTS, SCALED, STATES
 from lohan.config import POLICIES, Config
 from lohan.errors import BudgetError, LohanError, MachineError, UnsupportedError
 from lohan.planning import _models, _quick, _wear
@@ -70,7 +70,7 @@ def _changes(question: Question) -> dict[str, Question]:
     def put(name: str, **fields: Any) -> None:
         made[name] = dataclasses.replace(question, **fields)
 
-    if options.states != "8bit" and "8bit" in RULES[options.rule].formats:
+    if options.states not in SCALED and "8bit" in RULES[options.rule].formats:
         put('moments="8bit"', options=dataclasses.replace(options, states="8bit"))
     for rule, states in _other_rules(options):
         changed = dataclasses.replace(options, method=rule, states=states)
@@ -118,7 +118,7 @@ def _best(question: Question) -> dict[str, Question]:
         return {}
     found: list[tuple[float, int, str]] = []
     rule = question.options.rule
-    for states in RULES[rule].formats:
+    for states in RULES[rule].proposed:
         for batch in _BATCHES:
             try:
                 model = _quick.sketch(question.model, batch, question.seq, **question.load)

@@ -291,7 +291,7 @@ def reshard(
 @click.option(
     "--states",
     required=True,
-    type=click.Choice(["fp32", "bf16", "8bit"]),
+    type=click.Choice(["fp32", "bf16", "8bit", "4bit"]),
     help="The format of the new store's moments.",
 )
 @JSON

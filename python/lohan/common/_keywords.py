@@ -430,7 +430,7 @@ class OfCallback(Settings, total=False):
     weights: str | os.PathLike[str] | None
     init: str | Callable[[Any], None] | None
     blocks: Sequence[Any] | None
-    moments: Literal["fp32", "bf16", "8bit"]
+    moments: Literal["fp32", "bf16", "8bit", "4bit"]
     experts: Literal["together", "apart"]
     idle: Literal["exact", "skip"]
     method: str | MeZO | SGD | Adagrad | RMSprop | Adafactor

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # 2: some parameters are not contiguous. 3: moments are not in fp32, or some parameters are decoded
 # from files. 4: there are averages of parameters. 5: the rule is not AdamW.
 _FORMATS = (1, 2, 3, 4, 5)
-_STATES = ("bf16", "8bit")  # the keys of _block.STATES other than "fp32"
+_STATES = ("bf16", "8bit", "4bit")  # the keys of _block.STATES other than "fp32"
 _END = 1 << 60
 # The formats of quantized parameters: the elements and bytes of a grain.
 _PACKED = {"f8_e4m3": (1, 1), "i8": (1, 1), "nibbles": (2, 1), "e2m1": (2, 1)}

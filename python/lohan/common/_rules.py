@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from lohan.common._states import BLOCK_ELEMENTS, ROW_BYTES, SCALE_BYTES, STATES
+from lohan.common._states import BLOCK_ELEMENTS, PAIRED, ROW_BYTES, SCALE_BYTES, SCALED, STATES
 from lohan.errors import HyperParameterError, UnsupportedError
 
 # lr, beta1, beta2, eps and weight_decay of AdamW, or what another rule has in their places.
@@ -30,6 +30,9 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 _COUPLED = {**_PLAIN, "decoupled_weight_decay": False}
 _NO_MOMENTUM = {"momentum": 0, "nesterov": False}
+# The formats in fewer bits of a rule with one moment and of one with two, which share a byte.
+NARROW = ("bf16", "8bit")
+_NARROW_PAIRS = (*NARROW, PAIRED)
 _WAYS_OUT = {
     "momentum": ". With momentum, pass method=lohan.SGD(momentum=...) to lohan.wrap(), or"
     " lohan.RMSprop(momentum=...)",
@@ -68,7 +71,7 @@ class Rule:
     slots: tuple[str | None, ...]
     fixed: dict[str, Any]
     call: str
-    narrow: tuple[str, ...] = ("bf16", "8bit")
+    narrow: tuple[str, ...] = NARROW
     counts_steps: bool = True
     has_rows: bool = False
     has_factors: bool = False
@@ -88,12 +91,21 @@ class Rule:
         """Return the bytes of the states of a block of BLOCK_ELEMENTS elements, beside moments."""
         if self.has_rows:
             return ROW_BYTES
-        return SCALE_BYTES if self.moments and states == "8bit" else 0
+        return SCALE_BYTES if self.moments and states in SCALED else 0
+
+    def arrays(self, states: str) -> tuple[str, ...]:
+        """Return the arrays of moments that a store has: those of `moments`, or one of two."""
+        return tuple(self.moments)[: 1 if states == PAIRED else None]
 
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats of moments= that the rule may have: keys of STATES."""
         return ("fp32", *self.narrow) if self.moments else ("fp32",)
+
+    @property
+    def proposed(self) -> tuple[str, ...]:
+        """The formats that plans and sessions propose: not 4 bits, which round coarsely."""
+        return tuple(states for states in self.formats if states != PAIRED)
 
     def moment_arrays(self, count: int, states: str) -> tuple[int, ...]:
         """Return the bytes of each array of the moments of elements, and of what blocks have.
@@ -104,7 +116,7 @@ class Rule:
             count: the number of elements.
             states: how moments are stored: a key of STATES.
         """
-        arrays = tuple(STATES[states] * count for _ in self.moments)
+        arrays = tuple(STATES[states] * count for _ in self.arrays(states))
         of_block = self.block_bytes(states)
         return (*arrays, -(-count // BLOCK_ELEMENTS) * of_block) if of_block else arrays
 
@@ -245,6 +257,7 @@ ADAMW = Rule(
     ("lr", "beta1", "beta2", "eps", "weight_decay"),
     {**_PLAIN, "decoupled_weight_decay": True, **_NO_MOMENTUM},
     'method="adamw"',
+    narrow=_NARROW_PAIRS,
 )
 _ROWS = (
     ADAMW,
@@ -256,6 +269,7 @@ _ROWS = (
         ADAMW.slots,
         {**_COUPLED, **_NO_MOMENTUM},
         'method="adam"',
+        narrow=_NARROW_PAIRS,
     ),
     Rule(
         "lion",
@@ -319,6 +333,7 @@ _ROWS = (
         ("lr", "momentum", "alpha", "eps", "weight_decay"),
         {**_COUPLED, "centered": False},
         "method=lohan.RMSprop(momentum=...)",
+        narrow=_NARROW_PAIRS,
     ),
     Rule(
         "adam_mini",

@@ -229,13 +229,13 @@ class Unit:
 
     @property
     def moment_bytes(self) -> int:
-        """The bytes per element of each moment."""
+        """The bytes per element of each array of moments."""
         return STATES[self.states] if self.trainable and self.has_states else 0
 
     @property
     def moments(self) -> list[str]:
-        """The moments that the store has: those of the rule, if this process has the states."""
-        return [*RULES[self.rule].moments] if self.moment_bytes else []
+        """The arrays of moments that the store has: none, if another process has the states."""
+        return [*RULES[self.rule].arrays(self.states)] if self.moment_bytes else []
 
     @property
     def has_average(self) -> bool:

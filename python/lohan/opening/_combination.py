@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lohan.common._rules import RULES
+from lohan.common._rules import NARROW, RULES
 from lohan.common._setting import public
+from lohan.common._states import PAIRED, SCALED
 from lohan.config import SCHEDULES_AT_STEP, Config
 from lohan.errors import LohanError, ModelError, UnsupportedError
 from lohan.torch_glue import _device
@@ -262,12 +263,20 @@ ROWS = (
     # Other rules than AdamW.
     *map(_of_rule, ("betas", "eps")),
     Row(
-        "moments='8bit'",
+        "moments={f.states!r}",
         "method={f.method!r}",
-        lambda f: f.states == "8bit" and RULES[f.rule].narrow == ("bf16",),
+        lambda f: f.states in SCALED and RULES[f.rule].narrow == ("bf16",),
         "meaning",
-        "whose sums of squares would soon stop growing when rounded to 8 bits",
+        "whose sums of squares would soon stop growing when rounded to so few bits",
         'pass moments="bf16", whose rounding is stochastic',
+    ),
+    Row(
+        "moments='4bit'",
+        "method={f.method!r}",
+        lambda f: f.states == PAIRED and RULES[f.rule].narrow == NARROW,
+        "meaning",
+        "which has one moment, while the two moments of an element share a byte",
+        'pass moments="8bit", which takes as many bytes',
     ),
     Row(
         "moments={f.states!r}",

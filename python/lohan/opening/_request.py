@@ -29,7 +29,7 @@ from lohan.planning import _wear
 from lohan.torch_glue import _device
 from lohan.world._rendezvous import process_count
 
-STATES = ("fp32", "bf16", "8bit")
+STATES = ("fp32", "bf16", "8bit", "4bit")
 _HYPER = tuple({name: None for rule in RULES.values() for name in rule.defaults})
 _FIELDS = {field.name for field in dataclasses.fields(Config)}
 
@@ -222,7 +222,7 @@ def _check_names(request: Request) -> None:
     if request.idle not in ("exact", "skip"):
         raise ModelError(f"idle {request.idle!r} must be 'exact' or 'skip'")
     if request.states not in STATES:
-        raise ModelError(f'moments {request.states!r} must be "fp32", "bf16" or "8bit"')
+        raise ModelError(f'moments {request.states!r} must be "fp32", "bf16", "8bit" or "4bit"')
 
 
 def _check_working_directory() -> None:

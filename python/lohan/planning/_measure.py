@@ -255,7 +255,7 @@ def _rate_of(workers: int, rule: Rule, states: str) -> int:
     param, gradient = (torch.zeros(_ADAM_COUNT, dtype=torch.bfloat16) for _ in range(2))
     residual = torch.zeros(_ADAM_COUNT, dtype=torch.int16)
     arrays = [torch.zeros(n, dtype=torch.uint8) for n in rule.moment_arrays(_ADAM_COUNT, states)]
-    moments = dict(zip(rule.moments, arrays, strict=False))
+    moments = dict(zip(rule.arrays(states), arrays, strict=False))
     places = {name: array.data_ptr() for name, array in moments.items()}
     scales = arrays[-1].data_ptr() if len(arrays) > len(moments) else 0
     kind: dict[str, Any] = {"rule": rule.name, "states": states, "scales_ptr": scales}

@@ -209,7 +209,7 @@ def fewest_kinds(rule: str, states: str) -> list[tuple[str, str]]:
     found = [
         (RULES[name].moment_bytes(BLOCK_ELEMENTS, kept), (name, kept))
         for name, row in RULES.items()
-        for kept in row.formats
+        for kept in row.proposed
     ]
     now = RULES[rule].moment_bytes(BLOCK_ELEMENTS, states)
     fewest = [

@@ -296,7 +296,7 @@ def changes(session: Training, full: dict[str, int]) -> list[tuple[int, str]]:
             tried.append((all_kept, f"commit_every={rarer} and {memory}"))
     tried += [
         (writes_of(session, states=states).mean, f'moments="{states}" (rounds moments)')
-        for states in RULES[session.layout.rule].formats
+        for states in RULES[session.layout.rule].proposed
         if STATES[states] < STATES[session.layout.states]
     ]
     tried += [

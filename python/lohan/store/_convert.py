@@ -225,7 +225,7 @@ def convert(
     Args:
         store: the store's directory or directories, which no process may be training.
         out: the directory or directories of the new store.
-        states: the format of the moments: "fp32", "bf16" or "8bit".
+        states: the format of the moments: "fp32", "bf16", "8bit" or "4bit".
         progress: called with the bytes written so far and the total.
 
     Returns:
@@ -238,7 +238,7 @@ def convert(
         ModelError: states is not a format.
     """
     if states not in STATES:
-        raise ModelError(f'states={states!r}: must be "fp32", "bf16" or "8bit"')
+        raise ModelError(f"states={states!r}: must be one of {', '.join(STATES)}")
     directories, places = directories_of(store), new_directories(out)
     source = open_to_read(directories, _CONFIG)
     try:
