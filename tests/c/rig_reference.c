@@ -112,8 +112,8 @@ void rig_reference_update(struct rig *rig, uint32_t index)
         .param_dtype = unit->dtype,
         .gradient_dtype = rig_gradient_dtype(rig, index),
     };
-    struct lh_adam_scalars scalars =
-        lh_adam_scalars_make(&rig->hypers[param->group], ++rig->param_steps[index], 1.0);
+    struct lh_adam_scalars scalars = lh_adam_scalars_make(
+        &rig->hypers[param->group], ++rig->param_steps[index], rig->factor > 0 ? rig->factor : 1.0);
     LH_CHECK(strcmp(kernels[kernel_count - 1].name, "ref") == 0);
     kernels[kernel_count - 1].run[LH_RULE_ADAMW](&run, &scalars);
 }
